@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Layouts as bytes: little-endian, versioned, parsed as hostile input. */
+#ifndef WSYNC_CORE_WIRE_H
+#define WSYNC_CORE_WIRE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/layout.h"
+#include "core/status.h"
+
+/* Allocates *data (owned by the caller: free()). */
+wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,
+                                   size_t *nbytes, wsync_error_t *err);
+
+/* PROTOCOL names the byte offset and the value that is wrong.  Never allocates more than a
+ * small multiple of nbytes.  Bytes after the layout are an error. */
+wsync_status_t wsync_layout_decode(const uint8_t *data, size_t nbytes,
+                                   wsync_layout_t **layout, wsync_error_t *err);
+
+#endif

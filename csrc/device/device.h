@@ -1,0 +1,68 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Devices: memory that another process can map, streams that run copy lists, and events.
+ * Each backend fills one ops table; everything above uses only this header. */
+#ifndef WSYNC_DEVICE_DEVICE_H
+#define WSYNC_DEVICE_DEVICE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/copy.h"
+#include "core/status.h"
+
+typedef struct wsync_memory wsync_memory_t;
+typedef struct wsync_stream wsync_stream_t;
+
+/* A sequence number in memory that both processes map.  It only grows.  Recording value n
+ * means: everything enqueued on the stream before has happened. */
+typedef struct wsync_event {
+    wsync_memory_t *memory; /* borrowed; must outlive the event */
+    uint64_t offset;        /* of an aligned 64-bit word */
+} wsync_event_t;
+
+typedef struct wsync_device_ops {
+    const char *name; /* "host", "cuda" */
+
+    /* Memory of exactly nbytes, usable at once at full speed, zeroed, and exportable. */
+    wsync_status_t (*memory_create)(uint64_t nbytes, wsync_memory_t **memory,
+                                    wsync_error_t *err);
+    /* Maps what a peer exported.  fd is borrowed.  REFUSED if the descriptor is not sealed
+     * against shrinking and growing; INVALID if its size is not nbytes: never a fault
+     * later. */
+    wsync_status_t (*memory_import)(int fd, uint64_t nbytes, wsync_memory_t **memory,
+                                    wsync_error_t *err);
+    void (*memory_destroy)(wsync_memory_t *memory); /* NULL is a no-op */
+    void *(*memory_data)(const wsync_memory_t *memory);
+    uint64_t (*memory_nbytes)(const wsync_memory_t *memory);
+    int (*memory_fd)(const wsync_memory_t *memory); /* borrowed from the memory */
+
+    /* A stream runs what is enqueued in order, on `threads` workers (>= 1). */
+    wsync_status_t (*stream_create)(unsigned threads, wsync_stream_t **stream,
+                                    wsync_error_t *err);
+    /* Waits for what is enqueued, then joins. */
+    void (*stream_destroy)(wsync_stream_t *stream);
+    /* Enqueues the copies; on error nothing was enqueued.  Checks bounds first
+     * (wsync_copies_check).  copies, the spans and the memory they name are borrowed until
+     * the stream has passed this point. */
+    wsync_status_t (*stream_copy)(wsync_stream_t *stream, const wsync_copy_t *copies,
+                                  size_t count, const wsync_span_t *sources,
+                                  size_t source_count, const wsync_span_t *destinations,
+                                  size_t destination_count, wsync_error_t *err);
+    /* Enqueues: set the event to `value` and wake its waiters. */
+    wsync_status_t (*stream_record)(wsync_stream_t *stream, wsync_event_t event,
+                                    uint64_t value, wsync_error_t *err);
+    /* Waits in the calling thread until the stream is idle.  TIMEOUT after timeout_ms. */
+    wsync_status_t (*stream_synchronize)(wsync_stream_t *stream, int timeout_ms,
+                                         wsync_error_t *err);
+
+    /* Waits in the calling thread until the event is at least `value`. */
+    wsync_status_t (*event_wait)(wsync_event_t event, uint64_t value, int timeout_ms,
+                                 wsync_error_t *err);
+    uint64_t (*event_query)(wsync_event_t event);
+} wsync_device_ops_t;
+
+/* The host backend: memfd memory, worker threads as streams. */
+const wsync_device_ops_t *wsync_device_host(void);
+
+#endif

@@ -1,0 +1,101 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * A session: one trainer rank (exporter) fills a ring that one engine worker (importer)
+ * reads.  Two state machines over one channel.
+ *
+ *   exporter                          importer
+ *   accept       <------- HELLO ----- create        once; carries the worker's layout
+ *   attach       -- ATTACH(ring) ---> begin         once per plan
+ *   begin        -- BEGIN(update) --> begin
+ *   acquire k                         take k        ROUND announces, the ready event orders
+ *   post k       -- ROUND k -------->
+ *                <------- DONE k ---- done k        the slot may be written again
+ *   prepared     <--- PREPARED ------ prepared      count, bytes, checksum
+ *   commit       -- COMMIT ---------> verdict       or ABORT(text)
+ *
+ * Either side may send FAILED(text) at any time during an update; the other gets it as
+ * WSYNC_ERR_REMOTE from whatever it waits for.  Every wait takes a timeout; TIMEOUT leaves the
+ * session as it was, so a caller can wait in slices.  After any other error only fail, abort
+ * and destroy are allowed.  A call out of order is WSYNC_ERR_STATE. */
+#ifndef WSYNC_IPC_SESSION_H
+#define WSYNC_IPC_SESSION_H
+
+#include "device/device.h"
+#include "ipc/channel.h"
+
+/* What a worker says it loaded. */
+typedef struct wsync_receipt {
+    uint64_t tensor_count;
+    uint64_t nbytes;
+    uint64_t checksum; /* 0: not computed */
+} wsync_receipt_t;
+
+typedef struct wsync_exporter wsync_exporter_t;
+typedef struct wsync_importer wsync_importer_t;
+
+/* Listens in a private directory with a fresh random token. */
+wsync_status_t wsync_exporter_create(const wsync_device_ops_t *ops, const char *parent,
+                                     wsync_exporter_t **exporter, wsync_error_t *err);
+void wsync_exporter_destroy(wsync_exporter_t *exporter);
+const char *wsync_exporter_path(const wsync_exporter_t *exporter);
+const uint8_t *wsync_exporter_token(const wsync_exporter_t *exporter);
+
+/* Waits for the worker.  *blob (owned by the caller, free()) is what it said of itself: the
+ * bytes that were given to wsync_importer_create. */
+wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
+                                     uint8_t **blob, size_t *nbytes, wsync_error_t *err);
+/* Sends ring and manifest (copied into a sealed memfd).  ring is borrowed until the next
+ * attach or destroy. */
+wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t *ring,
+                                     const uint8_t *manifest, size_t nbytes, int timeout_ms,
+                                     wsync_error_t *err);
+wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
+                                    uint32_t round_count, int timeout_ms,
+                                    wsync_error_t *err);
+/* Waits until the worker has finished `wait_round` (-1: nothing to wait for). */
+wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_round,
+                                      int timeout_ms, wsync_error_t *err);
+/* Announces `round`, ready when `stream` gets here.  Rounds are posted in order. */
+wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
+                                   wsync_stream_t *stream, int timeout_ms,
+                                   wsync_error_t *err);
+wsync_status_t wsync_exporter_prepared(wsync_exporter_t *exporter, int timeout_ms,
+                                       wsync_receipt_t *receipt, wsync_error_t *err);
+/* Ends the update.  The session is ready for the next begin. */
+wsync_status_t wsync_exporter_commit(wsync_exporter_t *exporter, int timeout_ms,
+                                     wsync_error_t *err);
+/* Ends the update badly; never fails (a peer that cannot be told will see the end of file).
+ * The session is closed. */
+void wsync_exporter_abort(wsync_exporter_t *exporter, const char *text);
+
+/* Connects and shows token and blob (copied into a sealed memfd). */
+wsync_status_t wsync_importer_create(const wsync_device_ops_t *ops, const char *path,
+                                     const uint8_t token[WSYNC_TOKEN_NBYTES],
+                                     const uint8_t *blob, size_t nbytes, int timeout_ms,
+                                     wsync_importer_t **importer, wsync_error_t *err);
+void wsync_importer_destroy(wsync_importer_t *importer);
+/* Waits for BEGIN, taking an ATTACH before it if there is one. */
+wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
+                                    uint64_t *update, uint32_t *round_count,
+                                    wsync_error_t *err);
+/* Counts attaches: a change means that ring and manifest are new ones.  Both are borrowed
+ * until the next begin. */
+uint64_t wsync_importer_generation(const wsync_importer_t *importer);
+wsync_memory_t *wsync_importer_ring(const wsync_importer_t *importer);
+const uint8_t *wsync_importer_manifest(const wsync_importer_t *importer, size_t *nbytes);
+/* Waits until `round` lies in the ring. */
+wsync_status_t wsync_importer_take(wsync_importer_t *importer, uint32_t round,
+                                   int timeout_ms, wsync_error_t *err);
+/* Gives the slot back when `stream` gets here (NULL: now). */
+wsync_status_t wsync_importer_done(wsync_importer_t *importer, uint32_t round,
+                                   wsync_stream_t *stream, int timeout_ms,
+                                   wsync_error_t *err);
+wsync_status_t wsync_importer_prepared(wsync_importer_t *importer,
+                                       const wsync_receipt_t *receipt, int timeout_ms,
+                                       wsync_error_t *err);
+/* WSYNC_OK: committed.  REMOTE: aborted, with the exporter's text. */
+wsync_status_t wsync_importer_verdict(wsync_importer_t *importer, int timeout_ms,
+                                      wsync_error_t *err);
+/* Tells the exporter that the update failed here; never fails.  The session is closed. */
+void wsync_importer_fail(wsync_importer_t *importer, const char *text);
+
+#endif

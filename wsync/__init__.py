@@ -1,0 +1,1 @@
+"""Moves freshly trained weights from sharded trainers into running inference engines."""
