@@ -9,7 +9,8 @@
 #include "core/status.h"
 
 /* Types that other files need to recognise or make: one slot of the module state each. */
-#define WSYNC_TYPE_MAP(X)
+#define WSYNC_TYPE_MAP(X) \
+    X(TensorTable)
 
 typedef struct ModuleState {
     PyObject *base_error; /* wsync.WsyncError */

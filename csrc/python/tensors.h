@@ -1,0 +1,39 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * TensorTable: where torch tensors lie, read once through DLPack's C exchange API. */
+#ifndef WSYNC_PYTHON_TENSORS_H
+#define WSYNC_PYTHON_TENSORS_H
+
+#include "python/module.h"
+
+#include <stdint.h>
+
+#include "core/box.h"
+#include "core/dtype.h"
+#include "dlpack/dlpack.h"
+
+/* One tensor; entries of shape and stride at ndim and beyond are 1 and 0.  Strides are
+ * never negative.  data may be NULL only where nbytes_spanned is 0. */
+typedef struct wsync_tensor_row {
+    void *data; /* the first element; borrowed from the tensor */
+    wsync_dtype_t dtype;
+    uint32_t ndim;
+    int64_t shape[WSYNC_MAX_NDIM];
+    int64_t stride[WSYNC_MAX_NDIM]; /* elements */
+    uint64_t nbytes;                /* of all elements */
+    uint64_t nbytes_spanned;        /* from data to the end of the last element */
+} wsync_tensor_row_t;
+
+/* Immutable.  Recognise it by ModuleState.type_TensorTable. */
+typedef struct TensorTableObject {
+    PyObject_HEAD
+    Py_ssize_t count;
+    wsync_tensor_row_t *rows; /* owned */
+    uint64_t nbytes;          /* of all elements of all tensors */
+} TensorTableObject;
+
+/* The DLPack exchange API (major version 1) of a tensor's type, or of `like` itself where
+ * that is a type; NULL without an exception where there is none, NULL with one on failure.
+ * Found once per type; the table lives for the whole process. */
+const DLPackExchangeAPI *wsync_py_exchange_api(ModuleState *state, PyObject *like);
+
+#endif
