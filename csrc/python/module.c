@@ -39,6 +39,18 @@ int wsync_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
     return 0;
 }
 
+int wsync_py_add_static(PyObject *module, PyTypeObject *type, PyMethodDef *method)
+{
+    PyObject *function = PyCFunction_NewEx(method, module, NULL);
+    int result = -1;
+
+    if (function != NULL) {
+        result = PyObject_SetAttrString((PyObject *)type, method->ml_name, function);
+        Py_DECREF(function);
+    }
+    return result;
+}
+
 static double monotonic_seconds(void)
 {
     struct timespec now;
@@ -62,7 +74,7 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
             slice = left > 0.0 ? (int)(left * 1000.0) + 1 : 0;
         }
         Py_BEGIN_ALLOW_THREADS
-        status = step(context, slice, &err);
+            status = step(context, slice, &err);
         Py_END_ALLOW_THREADS
         if (status == WSYNC_OK) {
             return 0;
@@ -153,14 +165,9 @@ static PyModuleDef_Slot module_slots[] = {
 };
 
 static PyModuleDef module_def = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "wsync._core",
-    .m_doc = "The C core of wsync.",
-    .m_size = sizeof(ModuleState),
-    .m_slots = module_slots,
-    .m_traverse = module_traverse,
-    .m_clear = module_clear,
-    .m_free = module_free,
+    PyModuleDef_HEAD_INIT,         .m_name = "wsync._core", .m_doc = "The C core of wsync.",
+    .m_size = sizeof(ModuleState), .m_slots = module_slots, .m_traverse = module_traverse,
+    .m_clear = module_clear,       .m_free = module_free,
 };
 
 PyMODINIT_FUNC PyInit__core(void);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Module state and what all Python types share.  Only files of csrc/python include Python.h. */
+ * Module state and what all Python types share.  Only files of csrc/python include
+ * Python.h. */
 #ifndef WSYNC_PYTHON_MODULE_H
 #define WSYNC_PYTHON_MODULE_H
 
@@ -10,7 +11,13 @@
 
 /* Types that other files need to recognise or make: one slot of the module state each. */
 #define WSYNC_TYPE_MAP(X) \
-    X(TensorTable)
+    X(TensorTable)        \
+    X(Plan)               \
+    X(Route)              \
+    X(Memory)             \
+    X(Event)              \
+    X(Stream)             \
+    X(BufferTable)
 
 typedef struct ModuleState {
     PyObject *base_error; /* wsync.WsyncError */
@@ -20,7 +27,8 @@ typedef struct ModuleState {
 #define WSYNC_STATE_TYPE(name) PyTypeObject *type_##name;
     WSYNC_TYPE_MAP(WSYNC_STATE_TYPE)
 #undef WSYNC_STATE_TYPE
-    PyObject *dtype_codes; /* dict: torch.dtype object -> wsync_dtype_t, filled on first use */
+    PyObject
+        *dtype_codes; /* dict: torch.dtype object -> wsync_dtype_t, filled on first use */
     PyObject *exchange_apis; /* dict: tensor type -> DLPack exchange API capsule or None */
 } ModuleState;
 
@@ -28,7 +36,13 @@ ModuleState *wsync_py_state(PyObject *module);
 /* State from a type made by wsync_py_add_type; borrowed for the type's life. */
 ModuleState *wsync_py_type_state(PyTypeObject *type);
 
-/* Raises the Python class of err->status with .status, .native and .origin; returns NULL. */
+/* Adds a function to a type as a static method that gets the module as its first argument:
+ * METH_STATIC functions cannot reach the module state in the Limited API.  *method must be
+ * static. */
+int wsync_py_add_static(PyObject *module, PyTypeObject *type, PyMethodDef *method);
+
+/* Raises the Python class of err->status with .status, .native and .origin; returns NULL.
+ */
 PyObject *wsync_py_raise(ModuleState *state, const wsync_error_t *err);
 
 /* Makes a heap type, adds it to the module and stores it in *slot (NULL allowed). */
@@ -45,8 +59,7 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
                   double timeout, PyObject *check);
 
 /* One function a file: adds the file's types to the module. */
-#define WSYNC_REGISTER_MAP(X) \
-    X(tensors)
+#define WSYNC_REGISTER_MAP(X) X(tensors)
 
 #define WSYNC_DECLARE_REGISTER(name) int wsync_py_register_##name(PyObject *module);
 WSYNC_REGISTER_MAP(WSYNC_DECLARE_REGISTER)

@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Memory, Event, Stream and BufferTable: what the other files of csrc/python need of them.
+ * Recognise objects by ModuleState.type_<name>; all four types are final. */
+#ifndef WSYNC_PYTHON_DEVICE_H
+#define WSYNC_PYTHON_DEVICE_H
+
+#include "python/module.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "device/device.h"
+
+typedef struct MemoryObject {
+    PyObject_HEAD
+    const wsync_device_ops_t *ops;
+    wsync_memory_t *memory; /* owned; never NULL, mapped as long as the object lives */
+} MemoryObject;
+
+typedef struct EventObject {
+    PyObject_HEAD
+    MemoryObject *memory; /* owned */
+    wsync_event_t event;
+} EventObject;
+
+/* Immutable. */
+typedef struct BufferTableObject {
+    PyObject_HEAD
+    size_t count;
+    wsync_span_t *spans; /* owned */
+    PyObject *owner;     /* owned; keeps the spans' memory alive; may be NULL */
+} BufferTableObject;
+
+typedef struct stream_hold {
+    uint64_t mark;
+    PyObject *owner;
+} stream_hold_t;
+
+typedef struct StreamObject {
+    PyObject_HEAD
+    const wsync_device_ops_t *ops;
+    wsync_stream_t *stream;   /* owned; NULL once closed */
+    wsync_memory_t *progress; /* owned; word 0 is the last mark that the stream passed */
+    uint64_t mark;            /* last mark that was enqueued */
+    stream_hold_t *holds;     /* owned, marks ascending */
+    size_t hold_count;
+    size_t hold_capacity;
+    unsigned users; /* calls that run without the GIL */
+} StreamObject;
+
+/* A Memory object; memory is moved into it, also on failure. */
+PyObject *wsync_py_memory_wrap(ModuleState *state, const wsync_device_ops_t *ops,
+                               wsync_memory_t *memory);
+
+/* A BufferTable; spans are copied, owner (NULL allowed) gets a new reference. */
+PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_span_t *spans,
+                                  size_t count, PyObject *owner);
+
+/* Between these two the stream cannot be closed and may be used without the GIL.  enter
+ * raises StateError and returns NULL if the stream is closed. */
+wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *stream);
+void wsync_py_stream_leave(StreamObject *stream);
+
+/* Call after something was enqueued that borrows from `owner`: keeps owner alive until the
+ * stream has passed this point.  Never fails: where memory is short owner lives for ever.
+ */
+void wsync_py_stream_hold(StreamObject *stream, PyObject *owner);
+
+#endif
