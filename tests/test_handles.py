@@ -1,0 +1,311 @@
+"""Handles against engines that answer, refuse, die or stall."""
+
+import base64
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from wsync._core import (
+    DeadlineError,
+    InvalidArgumentError,
+    PeerClosedError,
+    RemoteError,
+    UnsupportedError,
+)
+from wsync.handles import EngineHandle, HttpHandle, LocalHandle, RayHandle, handle
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers each path with (status, body) or with the word "die" or "stall"."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: dict[str, Any] = {"/server_info": (200, {"tp_size": 2})}
+        self.seen: list[tuple[str, Any, str | None]] = []
+        self.released = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length) or b"null")
+        self.server.seen.append((self.path, body, self.headers.get("Authorization")))
+        answer = self.server.answers.get(self.path, (404, "no such path"))
+        if callable(answer):
+            answer = answer()
+        if answer == "die":
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        if answer == "stall":
+            self.server.released.wait(30)
+            return
+        status, content = answer
+        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    thread = threading.Thread(target=fake.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield fake
+    fake.released.set()
+    fake.shutdown()
+    fake.server_close()
+    thread.join()
+
+
+def update(engine: EngineHandle, timeout: float = 5.0) -> None:
+    engine.update_weights(
+        [b"\x80one", b"\x80two"], load_format="x.y", weight_version=7, timeout=timeout
+    )
+
+
+def test_a_url_is_driven_by_sglangs_requests(server: FakeServer) -> None:
+    for path in ("/pause_generation", "/continue_generation"):
+        server.answers[path] = (200, {"message": "ok", "status": "ok"})
+    server.answers["/flush_cache"] = (200, "Cache flushed.")
+    server.answers["/update_weights_from_tensor"] = (200, {"success": True, "message": "Success"})
+    server.answers["/model_info"] = (200, {"weight_version": "7"})
+    engine = handle(server.url + "/", api_key="secret")
+    assert isinstance(engine, EngineHandle)
+    assert (engine.name, engine.workers) == (server.url, 2)
+    engine.pause("retract", 5)
+    engine.flush(5)
+    update(engine)
+    engine.resume(5)
+    assert engine.model_info(5) == {"weight_version": "7"}
+    one, two = (base64.b64encode(data).decode() for data in (b"\x80one", b"\x80two"))
+    assert [entry[:2] for entry in server.seen[1:5]] == [
+        ("/pause_generation", {"mode": "retract"}),
+        ("/flush_cache", None),
+        (
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": [one, two],
+                "load_format": "x.y",
+                "flush_cache": False,
+                "weight_version": "7",
+            },
+        ),
+        ("/continue_generation", {}),
+    ]
+    assert {entry[2] for entry in server.seen} == {"Bearer secret"}
+
+
+def test_an_update_without_version_sends_none(server: FakeServer) -> None:
+    server.answers["/update_weights_from_tensor"] = (200, {"success": True, "message": ""})
+    engine = HttpHandle(server.url, workers=1)
+    engine.update_weights([b"x"], load_format=None, weight_version=None, timeout=5)
+    assert "weight_version" not in server.seen[-1][1]
+
+
+def test_older_servers_are_asked_by_their_older_paths(server: FakeServer) -> None:
+    del server.answers["/server_info"]
+    server.answers["/get_server_info"] = (200, {"tp_size": 4})
+    server.answers["/get_model_info"] = (200, {"model_path": "m"})
+    engine = handle(server.url)
+    assert engine.workers == 4
+    assert engine.model_info(5) == {"model_path": "m"}
+
+
+def test_flush_asks_until_the_engine_is_idle(server: FakeServer) -> None:
+    answers = [(400, "busy"), (400, "busy"), (200, "done")]
+    server.answers["/flush_cache"] = lambda: answers.pop(0)
+    HttpHandle(server.url, workers=1).flush(5)
+    assert answers == []
+
+
+def test_flush_of_an_engine_that_stays_busy_ends_at_the_deadline(server: FakeServer) -> None:
+    server.answers["/flush_cache"] = (400, "Pending requests: 3")
+    with pytest.raises(DeadlineError, match=r"127.0.0.1.*not idle after 0.2 s.*requests: 3"):
+        HttpHandle(server.url, workers=1).flush(0.2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ((400, {"success": False, "message": "shape mismatch of w"}), "shape mismatch of w"),
+        ((200, {"success": False, "message": "shape mismatch of w"}), "shape mismatch of w"),
+        ((401, {"error": "Unauthorized"}), "HTTP 401: Unauthorized"),
+        ((400, {"error": {"message": "bad field"}}), "bad field"),
+        ((500, "Internal Server Error"), "HTTP 500: Internal Server Error"),
+        ((307, ""), "HTTP 307"),
+    ],
+)
+def test_a_refusal_carries_the_engines_text(server: FakeServer, answer: Any, text: str) -> None:
+    server.answers["/update_weights_from_tensor"] = answer
+    with pytest.raises(RemoteError, match=text) as caught:
+        update(HttpHandle(server.url, workers=2))
+    assert server.url in str(caught.value)
+
+
+def test_an_absent_engine_is_named() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        with pytest.raises(PeerClosedError, match=f"{url}: /server_info: .*refused"):
+            handle(url, timeout=5)
+
+
+def test_an_engine_that_dies_during_the_call_is_named(server: FakeServer) -> None:
+    server.answers["/update_weights_from_tensor"] = "die"
+    with pytest.raises(PeerClosedError, match=server.url):
+        update(HttpHandle(server.url, workers=2))
+
+
+def test_a_stalling_engine_costs_its_deadline(server: FakeServer) -> None:
+    server.answers["/update_weights_from_tensor"] = "stall"
+    with pytest.raises(DeadlineError, match=r"update_weights_from_tensor: .* 0.3 s"):
+        update(HttpHandle(server.url, workers=2), timeout=0.3)
+
+
+def test_a_wrong_number_of_payloads_never_reaches_the_engine(server: FakeServer) -> None:
+    with pytest.raises(InvalidArgumentError, match="2 payloads for 3 workers"):
+        update(HttpHandle(server.url, workers=3))
+    assert server.seen == []
+
+
+def test_a_pipeline_parallel_engine_is_refused(server: FakeServer) -> None:
+    server.answers["/server_info"] = (200, {"tp_size": 2, "pp_size": 2})
+    with pytest.raises(UnsupportedError, match="pp_size 2"):
+        handle(server.url)
+
+
+def test_a_server_that_is_no_engine_is_named(server: FakeServer) -> None:
+    server.answers["/server_info"] = (200, "<html>")
+    with pytest.raises(RemoteError, match="not a JSON object: <html>"):
+        handle(server.url)
+
+
+class LocalEngine:
+    """slime's engine methods, in this process."""
+
+    name = "local"
+    workers = 2
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+        self.answer: Any = {"success": True, "message": ""}
+
+    def _note(self, method: str, arguments: dict[str, Any]) -> Any:
+        self.seen.append((method, arguments))
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer() if callable(self.answer) else self.answer
+
+    def pause_generation(self, **arguments: Any) -> Any:
+        return self._note("pause", arguments)
+
+    def flush_cache(self) -> Any:
+        return self._note("flush", {})
+
+    def continue_generation(self) -> Any:
+        return self._note("continue", {})
+
+    def update_weights_from_tensor(self, **arguments: Any) -> Any:
+        return self._note("update", arguments)
+
+    def get_weight_version(self) -> str:
+        return "6"
+
+
+def test_a_local_engine_is_called_directly() -> None:
+    local = LocalEngine()
+    engine = handle(local)
+    assert isinstance(engine, LocalHandle)
+    assert (engine.name, engine.workers) == ("local", 2)
+    engine.pause("abort", 5)
+    engine.pause("retract", 5)
+    engine.flush(5)
+    update(engine)
+    engine.resume(5)
+    assert engine.model_info(5) == {"weight_version": "6"}
+    assert [name for name, _ in local.seen] == ["pause", "pause", "flush", "update", "continue"]
+    assert [arguments for _, arguments in local.seen[:2]] == [{}, {"mode": "retract"}]
+    assert local.seen[3][1]["flush_cache"] is False
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "text"),
+    [
+        ({"success": False, "message": "no room"}, RemoteError, "no room"),
+        ((False, "no room"), RemoteError, "no room"),
+        (KeyError("w"), RemoteError, "KeyError: 'w'"),
+        (ConnectionResetError("peer gone"), PeerClosedError, "peer gone"),
+        (TimeoutError("slow"), DeadlineError, "slow"),
+    ],
+)
+def test_a_local_engines_failure_is_translated(
+    answer: Any, kind: type[Exception], text: str
+) -> None:
+    local = LocalEngine()
+    local.answer = answer
+    with pytest.raises(kind, match=f"engine local: update_weights_from_tensor: .*{text}"):
+        update(handle(local))
+
+
+def test_a_stalling_local_engine_costs_its_deadline() -> None:
+    local = LocalEngine()
+    release = threading.Event()
+    local.answer = lambda: release.wait(30)
+    try:
+        with pytest.raises(DeadlineError, match=r"no answer within 0.1 s"):
+            update(handle(local), timeout=0.1)
+    finally:
+        release.set()
+
+
+def test_a_handle_stays_itself_and_strangers_are_refused() -> None:
+    engine = handle(LocalEngine())
+    assert handle(engine) is engine
+    with pytest.raises(InvalidArgumentError, match="2 workers, not 3"):
+        handle(engine, workers=3)
+    with pytest.raises(InvalidArgumentError, match="neither a URL"):
+        handle(object())
+    with pytest.raises(InvalidArgumentError, match="starts with http"):
+        handle("127.0.0.1:30000")
+    with pytest.raises(InvalidArgumentError, match="at least 1"):
+        handle("http://127.0.0.1:1", workers=0)
+
+
+def test_a_ray_actor_is_driven_by_remote_calls() -> None:
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        actor = ray.remote(num_cpus=0.1)(LocalEngine).remote()
+        with pytest.raises(InvalidArgumentError, match="workers="):
+            handle(actor)
+        engine = handle(actor, workers=2)
+        assert isinstance(engine, RayHandle)
+        engine.pause("abort", 30)
+        engine.flush(30)
+        update(engine, 30)
+        assert engine.model_info(30) == {"weight_version": "6"}
+        ray.kill(actor)
+        with pytest.raises(PeerClosedError):
+            update(engine, 30)
+    finally:
+        ray.shutdown()

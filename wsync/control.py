@@ -1,0 +1,145 @@
+"""The few bytes that open and close an update inside an engine's own weight-update request.
+
+A control message travels to each tensor-parallel worker of an engine as a uint8 tensor named
+`__wsync__` (see wsync.payload.control).  Its bytes are one JSON object:
+
+    {"protocol": 1, "op": "open", "session": "5f0c...", "address": "<token>@<path>",
+     "update": 7, "deadline": 60.0}
+    {"protocol": 1, "op": "close", "session": "5f0c...", "update": 7, "deadline": 60.0}
+
+`open` makes the worker take part in update number `update` and is answered when that update has
+been committed or has failed; `close` does nothing: the request around it carries the weight
+version, which an engine records on success.  Whoever can reach the engine's API can send these
+bytes, so they are parsed as hostile: every field is checked and nothing else is accepted.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from wsync._core import ProtocolError
+
+LOAD_FORMAT: Final = "wsync.sglang.load_weights"
+"""load_format of the requests that carry a control message: the loader that SGLang imports."""
+
+TENSOR_NAME: Final = "__wsync__"
+"""Name of the uint8 tensor that holds the message."""
+
+PROTOCOL: Final = 1
+MAX_NBYTES: Final = 4096
+MAX_DEADLINE: Final = 24 * 3600.0
+_MAX_UPDATE: Final = 2**63 - 1
+_SESSION = re.compile(r"[0-9a-f]{1,64}")
+# 128-bit token, and a path that fits sockaddr_un with its terminating zero
+_ADDRESS = re.compile(r"[0-9a-f]{32}@/[^\x00-\x1f\x7f]{1,106}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """One control message.
+
+    op: "open" or "close"; session: hex id of the session between one trainer rank and this
+    worker; update: the update's number; deadline: seconds that the worker waits for any one
+    thing; address: where the trainer rank listens (`wsync._core.Exporter.address`), "" in a
+    close.  Construction checks every field and raises ProtocolError that names the bad one.
+    """
+
+    op: str
+    session: str
+    update: int
+    deadline: float
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        if self.op not in ("open", "close"):
+            raise _bad("op", self.op, '"open" or "close"')
+        if not isinstance(self.session, str) or not _SESSION.fullmatch(self.session):
+            raise _bad("session", self.session, "1 to 64 lower-case hex digits")
+        if type(self.update) is not int or not 0 <= self.update <= _MAX_UPDATE:
+            raise _bad("update", self.update, f"an integer from 0 to {_MAX_UPDATE}")
+        if type(self.deadline) not in (int, float) or not 0 < self.deadline <= MAX_DEADLINE:
+            raise _bad("deadline", self.deadline, f"seconds, above 0 and at most {MAX_DEADLINE}")
+        if self.op == "close":
+            if self.address != "":
+                raise _bad("address", self.address, "absent in a close")
+        elif not isinstance(self.address, str) or not _ADDRESS.fullmatch(self.address):
+            raise _bad("address", self.address, '"<32 hex digits>@<absolute socket path>"')
+
+    def to_bytes(self) -> bytes:
+        """The message as JSON, at most MAX_NBYTES long."""
+        fields: dict[str, Any] = {
+            "protocol": PROTOCOL,
+            "op": self.op,
+            "session": self.session,
+            "update": self.update,
+            "deadline": float(self.deadline),
+        }
+        if self.op == "open":
+            fields["address"] = self.address
+        return json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Control":
+        """Parses a message; ProtocolError says what is wrong with it and in which field."""
+        if len(data) > MAX_NBYTES:
+            raise ProtocolError(f"control message: {len(data)} bytes, at most {MAX_NBYTES}")
+        try:
+            fields = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, ProtocolError):
+                raise
+            raise ProtocolError(f"control message: not JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ProtocolError(
+                f"control message: a JSON {type(fields).__name__} instead of an object"
+            )
+        # first of all: another protocol may well have other fields
+        protocol = fields.pop("protocol", None)
+        if type(protocol) is not int or protocol != PROTOCOL:
+            raise _bad("protocol", protocol, f"{PROTOCOL}; use the same wsync on both sides")
+        wanted = {"op", "session", "update", "deadline"}
+        if fields.get("op") != "close":
+            wanted.add("address")
+        for name in sorted(wanted - fields.keys()):
+            raise ProtocolError(f"control message: field {name!r} is missing")
+        for name in sorted(fields.keys() - wanted):
+            raise ProtocolError(f"control message: unknown field {_short(name)}")
+        return Control(**fields)
+
+
+def message(named_tensors: Iterable[tuple[str, Any]]) -> bytes:
+    """The control message among the tensors of a weight-update request.
+
+    named_tensors is what the engine unpickled: exactly one pair of TENSOR_NAME and a 1-d uint8
+    tensor.  ProtocolError names what was found instead.
+    """
+    pairs = list(named_tensors)
+    if len(pairs) != 1:
+        raise ProtocolError(f"control payload: {len(pairs)} tensors instead of one")
+    name, tensor = pairs[0]
+    if name != TENSOR_NAME:
+        raise ProtocolError(f"control payload: tensor {_short(name)} instead of {TENSOR_NAME!r}")
+    dtype, shape = str(tensor.dtype), tuple(tensor.shape)
+    if dtype != "torch.uint8" or len(shape) != 1 or shape[0] > MAX_NBYTES:
+        raise ProtocolError(
+            f"control payload: {dtype} of shape {shape} instead of at most {MAX_NBYTES} uint8"
+        )
+    return bytes(tensor.tolist())
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ProtocolError("control message: a field appears twice")
+    return fields
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _bad(field: str, value: object, wanted: str) -> ProtocolError:
+    return ProtocolError(f"control message: field {field!r}: {_short(value)}, expected {wanted}")

@@ -1,0 +1,427 @@
+"""Handles: how a trainer reaches an inference engine's own API.
+
+`handle(engine)` makes one from an HTTP URL (SGLang's endpoints), a Ray actor (slime's engine
+actors), a local object with the same methods, or takes what already is an EngineHandle.
+All calls take a timeout in seconds and raise, naming the engine:
+
+    DeadlineError    no answer within the timeout
+    PeerClosedError  the engine is not there, or went away during the call
+    RemoteError      the engine refused or failed; carries its text
+"""
+
+import base64
+import importlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol, runtime_checkable
+
+from wsync._core import (
+    DeadlineError,
+    InvalidArgumentError,
+    PeerClosedError,
+    RemoteError,
+    UnsupportedError,
+)
+
+_FLUSH_RETRY_SECONDS: Final = 0.05
+_MAX_ANSWER_NBYTES: Final = 16 << 20
+_TEXT_LIMIT: Final = 2000
+
+
+@runtime_checkable
+class EngineHandle(Protocol):
+    """One inference engine of `workers` tensor-parallel workers."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def workers(self) -> int: ...
+    def pause(self, mode: str, timeout: float) -> None:
+        """Stops generation; mode is the engine's word ("abort", "retract", "in_place")."""
+
+    def flush(self, timeout: float) -> None:
+        """Empties the engine's cache; asks again until the engine is idle."""
+
+    def update_weights(
+        self,
+        payloads: Sequence[bytes],
+        *,
+        load_format: str | None,
+        weight_version: int | str | None,
+        timeout: float,
+    ) -> None:
+        """One weight-update request with one pickled payload per worker."""
+
+    def resume(self, timeout: float) -> None:
+        """Lets generation go on."""
+
+    def model_info(self, timeout: float) -> dict[str, Any]:
+        """What the engine says of its model; has "weight_version" where the engine knows it."""
+
+
+def handle(
+    engine: object,
+    *,
+    workers: int | None = None,
+    api_key: str | None = None,
+    timeout: float = 30.0,
+) -> EngineHandle:
+    """A handle for `engine`: a URL, a Ray actor, a local object, or an EngineHandle.
+
+    workers: number of tensor-parallel workers; asked of the engine where it can tell (a URL, an
+    attribute `workers`), required for Ray actors.  api_key: bearer key of a URL.
+    """
+    if workers is not None and workers < 1:
+        raise InvalidArgumentError(f"workers {workers}: at least 1")
+    if isinstance(engine, str):
+        return HttpHandle(engine, workers=workers, api_key=api_key, timeout=timeout)
+    if isinstance(engine, EngineHandle):
+        if workers is not None and workers != engine.workers:
+            raise InvalidArgumentError(
+                f"engine {engine.name}: has {engine.workers} workers, not {workers}"
+            )
+        return engine
+    method = getattr(engine, "update_weights_from_tensor", None)
+    if method is None:
+        raise InvalidArgumentError(
+            f"engine {engine!r}: neither a URL nor an object with update_weights_from_tensor"
+        )
+    if callable(getattr(method, "remote", None)):
+        return RayHandle(engine, workers=workers)
+    return LocalHandle(engine, workers=workers)
+
+
+class HttpHandle:
+    """An engine behind SGLang's HTTP endpoints.
+
+    Environment proxies are not used: the engine is reached directly.  Each call opens its own
+    connection, so calls may run in several threads.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        workers: int | None = None,
+        api_key: str | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        """Asks the server for tp_size unless `workers` is given."""
+        if not url.startswith(("http://", "https://")):
+            raise InvalidArgumentError(f"engine {url!r}: a URL starts with http:// or https://")
+        self.name = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.workers = self._ask_workers(timeout) if workers is None else workers
+
+    def pause(self, mode: str, timeout: float) -> None:
+        self._call("POST", "/pause_generation", {"mode": mode}, timeout)
+
+    def flush(self, timeout: float) -> None:
+        def flush_once(remaining: float) -> str | None:
+            status, text = self._request("POST", "/flush_cache", None, remaining)
+            if status not in (200, 400):
+                raise self._failed("/flush_cache", status, text)
+            return None if status == 200 else _engine_text(text)
+
+        _retry_flush(self.name, flush_once, timeout)
+
+    def update_weights(
+        self,
+        payloads: Sequence[bytes],
+        *,
+        load_format: str | None,
+        weight_version: int | str | None,
+        timeout: float,
+    ) -> None:
+        _check_payloads(self.name, self.workers, payloads)
+        body = _update_arguments(payloads, load_format, weight_version)
+        self._call("POST", "/update_weights_from_tensor", body, timeout)
+
+    def resume(self, timeout: float) -> None:
+        self._call("POST", "/continue_generation", {}, timeout)
+
+    def model_info(self, timeout: float) -> dict[str, Any]:
+        return self._info(("/model_info", "/get_model_info"), timeout)
+
+    def _ask_workers(self, timeout: float) -> int:
+        info = self._info(("/server_info", "/get_server_info"), timeout)
+        if info.get("pp_size", 1) not in (1, None):
+            raise UnsupportedError(
+                f"engine {self.name}: pp_size {info['pp_size']}: SGLang gives every pipeline "
+                "stage the payload of its tensor-parallel rank, so stages cannot be told apart"
+            )
+        workers = info.get("tp_size")
+        if type(workers) is not int or workers < 1:
+            raise RemoteError(f"engine {self.name}: /server_info: tp_size is {workers!r}")
+        return workers
+
+    def _info(self, paths: tuple[str, str], timeout: float) -> dict[str, Any]:
+        """The JSON object at the first path, or at the second where the first is unknown."""
+        deadline = time.monotonic() + timeout
+        path = paths[0]
+        status, text = self._request("GET", path, None, timeout)
+        if status == 404:
+            path = paths[1]
+            status, text = self._request("GET", path, None, deadline - time.monotonic())
+        if status != 200:
+            raise self._failed(path, status, text)
+        try:
+            info = json.loads(text)
+        except ValueError:
+            info = None
+        if not isinstance(info, dict):
+            raise RemoteError(f"engine {self.name}: {path}: not a JSON object: {_cut(text)}")
+        return info
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any], timeout: float) -> None:
+        status, text = self._request(method, path, body, timeout)
+        if status != 200:
+            raise self._failed(path, status, text)
+        _check_answer(self.name, path, _json_or_text(text))
+
+    def _failed(self, path: str, status: int, text: str) -> RemoteError:
+        return RemoteError(f"engine {self.name}: {path}: HTTP {status}: {_engine_text(text)}")
+
+    def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
+    ) -> tuple[int, str]:
+        """(status, text) of one exchange.  requests' timeout restarts with every byte; the
+        deadline is kept by reading the answer in pieces."""
+        import requests
+
+        where = f"engine {self.name}: {path}"
+        deadline = time.monotonic() + timeout
+        if timeout <= 0:
+            raise DeadlineError(f"{where}: no time left to ask")
+        try:
+            with requests.Session() as session:
+                session.trust_env = False
+                with session.request(
+                    method,
+                    self.name + path,
+                    json=body,
+                    headers=self._headers,
+                    timeout=timeout,
+                    allow_redirects=False,
+                    stream=True,
+                ) as response:
+                    data = bytearray()
+                    for piece in response.iter_content(1 << 16):
+                        data += piece
+                        if len(data) > _MAX_ANSWER_NBYTES:
+                            raise RemoteError(f"{where}: answer over {_MAX_ANSWER_NBYTES} bytes")
+                        if time.monotonic() > deadline:
+                            raise DeadlineError(f"{where}: answer not complete in {timeout:g} s")
+                    return response.status_code, data.decode("utf-8", "replace")
+        except requests.Timeout:
+            raise DeadlineError(f"{where}: no answer within {timeout:g} s") from None
+        except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
+            # a read timeout inside the body arrives as a ConnectionError
+            if time.monotonic() >= deadline:
+                raise DeadlineError(f"{where}: no answer within {timeout:g} s") from None
+            raise PeerClosedError(f"{where}: {_cause(error)}") from error
+        except (requests.RequestException, ValueError) as error:
+            raise RemoteError(f"{where}: {_cut(str(error))}") from error
+
+
+class LocalHandle:
+    """An object in this process with slime's engine methods (pause_generation, flush_cache,
+    continue_generation, update_weights_from_tensor).
+
+    Each call runs in a thread of its own, so that a stalled engine costs its deadline only; the
+    abandoned thread ends when the engine returns.
+    """
+
+    def __init__(self, engine: object, *, workers: int | None = None) -> None:
+        self._engine = engine
+        self.name = str(getattr(engine, "name", None) or f"{type(engine).__qualname__} object")
+        if workers is None:
+            workers = getattr(engine, "workers", 1)
+        self.workers = int(workers or 1)
+
+    def pause(self, mode: str, timeout: float) -> None:
+        # slime's actors of 0.2.2 take no mode; abort is what they do
+        arguments = {} if mode == "abort" else {"mode": mode}
+        self._checked("pause_generation", timeout, **arguments)
+
+    def flush(self, timeout: float) -> None:
+        def flush_once(remaining: float) -> str | None:
+            answer = self._call("flush_cache", remaining)
+            return _refusal(answer)
+
+        _retry_flush(self.name, flush_once, timeout)
+
+    def update_weights(
+        self,
+        payloads: Sequence[bytes],
+        *,
+        load_format: str | None,
+        weight_version: int | str | None,
+        timeout: float,
+    ) -> None:
+        _check_payloads(self.name, self.workers, payloads)
+        arguments = _update_arguments(payloads, load_format, weight_version)
+        self._checked("update_weights_from_tensor", timeout, **arguments)
+
+    def resume(self, timeout: float) -> None:
+        self._checked("continue_generation", timeout)
+
+    def model_info(self, timeout: float) -> dict[str, Any]:
+        for method in ("model_info", "get_model_info"):
+            if hasattr(self._engine, method):
+                answer = self._call(method, timeout)
+                if not isinstance(answer, Mapping):
+                    raise RemoteError(f"engine {self.name}: {method}: {_cut(repr(answer))}")
+                return dict(answer)
+        if hasattr(self._engine, "get_weight_version"):
+            return {"weight_version": self._call("get_weight_version", timeout)}
+        return {}
+
+    def _checked(self, method: str, timeout: float, **arguments: Any) -> None:
+        _check_answer(self.name, method, self._call(method, timeout, **arguments))
+
+    def _call(self, method: str, timeout: float, **arguments: Any) -> Any:
+        where = f"engine {self.name}: {method}"
+        function: Callable[..., Any] = getattr(self._engine, method)
+        outcome: list[Any] = []
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                outcome.append(function(**arguments))
+            except BaseException as error:
+                failure.append(error)
+
+        thread = threading.Thread(target=run, name=where, daemon=True)
+        thread.start()
+        thread.join(max(timeout, 0.0))
+        if failure:
+            raise _translate(where, failure[0]) from failure[0]
+        if not outcome:
+            raise DeadlineError(f"{where}: no answer within {timeout:g} s")
+        return outcome[0]
+
+
+class RayHandle(LocalHandle):
+    """A Ray actor with slime's engine methods."""
+
+    def __init__(self, engine: object, *, workers: int | None = None) -> None:
+        super().__init__(engine, workers=workers)
+        self.name = str(engine)
+        if workers is None:
+            raise InvalidArgumentError(
+                f"engine {self.name}: say how many workers a Ray actor's engine has (workers=)"
+            )
+
+    def _call(self, method: str, timeout: float, **arguments: Any) -> Any:
+        ray = importlib.import_module("ray")
+        where = f"engine {self.name}: {method}"
+        try:
+            reference = getattr(self._engine, method).remote(**arguments)
+            return ray.get(reference, timeout=max(timeout, 0.0))
+        except ray.exceptions.GetTimeoutError:
+            raise DeadlineError(f"{where}: no answer within {timeout:g} s") from None
+        except ray.exceptions.RayActorError as error:
+            raise PeerClosedError(f"{where}: {_cut(str(error))}") from error
+        except ray.exceptions.RayTaskError as error:
+            raise RemoteError(f"{where}: {_cut(str(error))}") from error
+
+
+def _check_payloads(name: str, workers: int, payloads: Sequence[bytes]) -> None:
+    if len(payloads) != workers:
+        raise InvalidArgumentError(
+            f"engine {name}: {len(payloads)} payloads for {workers} workers, one each is needed"
+        )
+
+
+def _update_arguments(
+    payloads: Sequence[bytes], load_format: str | None, weight_version: int | str | None
+) -> dict[str, Any]:
+    """Arguments of SGLang's update_weights_from_tensor.
+
+    flush_cache is always false: SGLang's own flush inside an update asserts that the engine is
+    idle, and the assertion ends the server.
+    """
+    arguments: dict[str, Any] = {
+        "serialized_named_tensors": [base64.b64encode(data).decode() for data in payloads],
+        "load_format": load_format,
+        "flush_cache": False,
+    }
+    if weight_version is not None:
+        arguments["weight_version"] = str(weight_version)
+    return arguments
+
+
+def _retry_flush(name: str, flush_once: Callable[[float], str | None], timeout: float) -> None:
+    """Repeats flush_once (None: done, else why not) until it is done or `timeout` has passed."""
+    deadline = time.monotonic() + timeout
+    while True:
+        remaining = deadline - time.monotonic()
+        reason = flush_once(remaining)
+        if reason is None:
+            return
+        if time.monotonic() + _FLUSH_RETRY_SECONDS >= deadline:
+            raise DeadlineError(
+                f"engine {name}: flush_cache: not idle after {timeout:g} s: {_cut(reason)}"
+            )
+        time.sleep(_FLUSH_RETRY_SECONDS)
+
+
+def _refusal(answer: object) -> str | None:
+    """The engine's text if its answer says that it failed, else None.
+
+    SGLang answers {"success", "message"}, its in-process engine (success, message).
+    """
+    if isinstance(answer, Mapping) and answer.get("success", True) is False:
+        return str(answer.get("message", answer))
+    if isinstance(answer, list | tuple) and len(answer) == 2 and answer[0] is False:
+        return str(answer[1])
+    if answer is False:
+        return "refused"
+    return None
+
+
+def _check_answer(name: str, what: str, answer: object) -> None:
+    reason = _refusal(answer)
+    if reason is not None:
+        raise RemoteError(f"engine {name}: {what}: {_cut(reason)}")
+
+
+def _translate(where: str, error: BaseException) -> BaseException:
+    if isinstance(error, TimeoutError):
+        return DeadlineError(f"{where}: {_cut(str(error))}")
+    if isinstance(error, ConnectionError | EOFError):
+        return PeerClosedError(f"{where}: {_cut(str(error) or type(error).__name__)}")
+    return RemoteError(f"{where}: {type(error).__name__}: {_cut(str(error))}")
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _engine_text(text: str) -> str:
+    """The message inside an engine's answer, in any of the shapes that SGLang uses."""
+    answer = _json_or_text(text)
+    for key in ("message", "detail", "error"):
+        if isinstance(answer, Mapping) and answer.get(key):
+            answer = answer[key]
+    return _cut(answer if isinstance(answer, str) else json.dumps(answer))
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost text of a requests error: what the system said."""
+    seen = error
+    while seen.args and isinstance(seen.args[0], BaseException):
+        seen = seen.args[0]
+    reason = getattr(seen, "reason", None)
+    return _cut(str(reason if isinstance(reason, BaseException) else seen))
+
+
+def _cut(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= _TEXT_LIMIT else text[:_TEXT_LIMIT] + "..."
