@@ -1,0 +1,248 @@
+"""The package as such: what importing it costs, its names, its errors and its commands."""
+
+import ast
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import wsync
+from wsync import _core
+
+ERRORS = {
+    "NoMemoryError": MemoryError,
+    "InvalidArgumentError": ValueError,
+    "LayoutError": ValueError,
+    "UnsupportedError": NotImplementedError,
+    "StateError": RuntimeError,
+    "DeadlineError": TimeoutError,
+    "PeerClosedError": ConnectionError,
+    "ProtocolError": ValueError,
+    "PeerRefusedError": PermissionError,
+    "RemoteError": RuntimeError,
+    "SystemCallError": OSError,
+}
+LIBCUDA = """
+int cuInit(unsigned flags) { (void)flags; return RESULT; }
+int cuGetErrorString(int code, const char **text)
+{
+    (void)code;
+    *text = "no device here";
+    return 0;
+}
+int cuDriverGetVersion(int *version) { *version = 12080; return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return 0; }
+int cuDeviceGet(int *device, int index) { *device = index; return 0; }
+int cuDeviceGetName(char *name, int length, int device)
+{
+    (void)device;
+    for (int i = 0; i < length && i < 6; ++i) name[i] = "Tester"[i];
+    name[6] = 0;
+    return 0;
+}
+"""
+
+
+def run_python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "wsync", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def test_importing_wsync_imports_no_third_party() -> None:
+    heavy = run_python(
+        """
+        import sys
+        import wsync
+        wsync.WsyncError, wsync.Layout, wsync.__version__
+        print([name for name in ("torch", "numpy", "requests", "tqdm") if name in sys.modules])
+        """
+    )
+    assert heavy.strip() == "[]"
+
+
+def test_every_exported_name_exists_and_is_listed() -> None:
+    assert len(wsync.__all__) == len(set(wsync.__all__))
+    for name in wsync.__all__:
+        assert getattr(wsync, name) is not None
+        assert name in dir(wsync)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = wsync.no_such_name
+
+
+def test_type_checkers_see_the_names_that_exist() -> None:
+    tree = ast.parse(Path(wsync.__file__).read_text())
+    seen = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("wsync")
+        for alias in node.names
+    }
+    assert seen == set(wsync.__all__)
+    assert (Path(wsync.__file__).parent / "py.typed").exists()
+
+
+def test_one_version_everywhere() -> None:
+    assert wsync.__version__ == _core.__version__ == version("wsync")
+    done = run_command("--version")
+    assert done.returncode == 0
+    assert done.stdout == f"wsync {wsync.__version__}\n"
+
+
+def test_errors_are_the_listed_ones() -> None:
+    found = {
+        name
+        for name, value in vars(_core).items()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
+    assert found == {*ERRORS, "WsyncError"}
+    assert found <= set(wsync.__all__)
+
+
+@pytest.mark.parametrize(("name", "builtin"), ERRORS.items())
+def test_errors_are_builtins_too_and_carry_status(name: str, builtin: type[Exception]) -> None:
+    error_class = getattr(wsync, name)
+    assert issubclass(error_class, wsync.WsyncError)
+    assert issubclass(error_class, builtin)
+    assert error_class.status < 0
+    error = error_class("rank 3: no")
+    assert (error.native, error.origin, str(error)) == (0, "", "rank 3: no")
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_survive_pickling(name: str) -> None:
+    error = getattr(wsync, name)("dim 1: source 4096 != destination 2048")
+    error.native, error.origin = 12, "plan"
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert (copy.status, copy.native, copy.origin) == (error.status, 12, "plan")
+
+
+def test_error_codes_differ() -> None:
+    codes = {getattr(wsync, name).status for name in ERRORS}
+    assert len(codes) == len(ERRORS)
+
+
+def test_doctor_prints_one_aligned_row_for_each_component() -> None:
+    done = run_command("doctor")
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if re.search(r"  (found|missing)  ", line)]
+    columns = {re.search(r"  (found|missing)  ", row).start() for row in rows}
+    assert len(columns) == 1
+    for component in ("memfd", "torch", "DLPack", "GPU driver", "NVRTC", "NCCL", "ray"):
+        (row,) = [row for row in rows if row.startswith(component)]
+        assert re.search(r"(found|missing) +\S", row)
+
+
+def doctor_findings(**environment: str) -> dict[str, tuple[bool, str]]:
+    done = run_command("doctor", "--json", **environment)
+    assert done.returncode == 0, done.stderr
+    findings = json.loads(done.stdout)["findings"]
+    return {row["name"]: (row["found"], row["detail"]) for row in findings}
+
+
+def test_doctor_finds_what_the_tests_need() -> None:
+    found = doctor_findings()
+    for component in ("wsync core", "memfd and seals", "unix sockets", "torch", "transformers"):
+        assert found[component][0], found[component]
+    assert found["torch"][1].startswith(version("torch"))
+
+
+def test_doctor_says_why_a_broken_torch_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('libtorch.so:\\n undefined symbol')\n")
+    found = doctor_findings(PYTHONPATH=str(tmp_path))
+    assert found["torch"] == (False, "libtorch.so: undefined symbol")
+    assert found["memfd and seals"][0]
+
+
+@pytest.mark.parametrize(
+    ("result", "row"),
+    [
+        (100, (False, "cuInit: no device here (100)")),
+        (0, (True, "CUDA 12.8, 1 devices: Tester")),
+    ],
+)
+def test_doctor_reports_the_driver_in_words(
+    tmp_path: Path, result: int, row: tuple[bool, str]
+) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to make a stand-in libcuda.so.1 with")
+    source = tmp_path / "cuda.c"
+    source.write_text(LIBCUDA)
+    target = tmp_path / "libcuda.so.1"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", f"-DRESULT={result}", "-o", target, source], check=True
+    )
+    assert doctor_findings(LD_LIBRARY_PATH=str(tmp_path))["GPU driver"] == row
+
+
+def test_help_lists_the_commands() -> None:
+    done = run_command("--help")
+    assert done.returncode == 0
+    for command in ("demo", "doctor"):
+        assert command in done.stdout
+    assert run_command().returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("docter", "unknown command 'docter'; did you mean 'doctor'?"),
+        ("--verzion", "unknown option '--verzion'; did you mean '--version'?"),
+        ("zzz", "unknown command 'zzz'\n"),
+    ],
+)
+def test_unknown_words_get_a_hint_and_the_usage(word: str, message: str) -> None:
+    done = run_command(word)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "usage: wsync" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_command_whose_package_is_missing_names_it(tmp_path: Path) -> None:
+    code = """
+        import sys
+        from wsync import cli
+        cli._COMMANDS["doctor"] = ("lacking", "")
+        sys.exit(0 if cli.main(["doctor"]) == 1 else 9)
+    """
+    (tmp_path / "lacking.py").write_text("import absent_package\n")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'absent_package'" in done.stderr

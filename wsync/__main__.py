@@ -1,0 +1,8 @@
+"""`python -m wsync` is the `wsync` command."""
+
+import sys
+
+from wsync.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

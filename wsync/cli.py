@@ -1,0 +1,64 @@
+"""The `wsync` command: picks a subcommand and imports only what that one needs."""
+
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+_COMMANDS = {
+    "demo": ("wsync.demo.cli", "train, update two engines, verify every byte"),
+    "doctor": ("wsync.doctor", "say what this machine offers, and what is missing and why"),
+}
+_EXIT_USAGE = 2
+
+
+def _usage() -> str:
+    lines = ["usage: wsync [--version] [--help] COMMAND ...", "", "commands:"]
+    lines += [f"  {name:<8} {text}" for name, (_, text) in _COMMANDS.items()]
+    lines += ["", "`wsync COMMAND --help` explains one of them."]
+    return "\n".join(lines)
+
+
+def _complain(word: str) -> int:
+    kind = "option" if word.startswith("-") else "command"
+    known = [*_COMMANDS, "--version", "--help"]
+    close = difflib.get_close_matches(word, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    print(f"wsync: unknown {kind} {word!r}{hint}\n\n{_usage()}", file=sys.stderr)
+    return _EXIT_USAGE
+
+
+def _load(module: str) -> Callable[[Sequence[str]], int]:
+    main: Callable[[Sequence[str]], int] = import_module(module).main
+    return main
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line (default: the process's own); returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if words else _EXIT_USAGE
+    if words[0] in ("-V", "--version"):
+        from wsync import __version__
+
+        print(f"wsync {__version__}")
+        return 0
+    if words[0] not in _COMMANDS:
+        return _complain(words[0])
+    try:
+        command = _load(_COMMANDS[words[0]][0])
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "wsync":
+            raise
+        print(
+            f"wsync {words[0]}: needs the Python package {error.name!r}, which is not installed: "
+            f"pip install 'wsync[{words[0]}]' brings it",
+            file=sys.stderr,
+        )
+        return 1
+    return command(words[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
