@@ -27,8 +27,8 @@ bool wsync_box_equal(const wsync_box_t *a, const wsync_box_t *b);
  * boxes share no element. */
 bool wsync_box_intersect(const wsync_box_t *a, const wsync_box_t *b, wsync_box_t *out);
 
-/* Splits `a` minus `hole` (a sub-box of `a`) into at most 2 * WSYNC_MAX_NDIM disjoint boxes;
- * returns how many were written. */
+/* Splits `a` minus `hole` (a sub-box of `a`) into at most 2 * WSYNC_MAX_NDIM disjoint
+ * boxes; returns how many were written. */
 unsigned wsync_box_subtract(const wsync_box_t *a, const wsync_box_t *hole,
                             wsync_box_t out[2 * WSYNC_MAX_NDIM]);
 

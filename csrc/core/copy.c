@@ -4,6 +4,8 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
+#include "core/array.h"
+
 /* One dimension of a copy on its way to being coalesced. */
 typedef struct copy_dim {
     int64_t extent;
@@ -24,28 +26,19 @@ void wsync_copies_fini(wsync_copies_t *copies)
 
 static wsync_status_t reserve(wsync_copies_t *copies, uint64_t more, wsync_error_t *err)
 {
-    const size_t limit = SIZE_MAX / sizeof(*copies->items);
-    size_t capacity = copies->capacity != 0 ? copies->capacity : 16;
-    wsync_copy_t *items;
+    uint64_t count;
+    wsync_copy_t *items = NULL;
 
-    if (more > limit - copies->count) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "copies",
-                          "a list of %zu copies cannot take %llu more", copies->count,
-                          (unsigned long long)more);
+    if (!__builtin_add_overflow(copies->count, more, &count)) {
+        items = wsync_array_reserve(copies->items, &copies->capacity, count,
+                                    sizeof(*copies->items));
     }
-    if (copies->count + more <= copies->capacity) {
-        return WSYNC_OK;
-    }
-    while (capacity < copies->count + more) {
-        capacity = capacity > limit / 2 ? limit : capacity * 2;
-    }
-    items = realloc(copies->items, capacity * sizeof(*items));
     if (items == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "copies", "no memory for %zu copies",
-                          capacity);
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "copies",
+                          "no memory for %llu more copies after %zu",
+                          (unsigned long long)more, copies->count);
     }
     copies->items = items;
-    copies->capacity = capacity;
     return WSYNC_OK;
 }
 

@@ -9,34 +9,34 @@
 #include "core/status.h"
 
 /*  C name, torch name, item size in bytes  */
-#define WSYNC_DTYPE_MAP(X)                   \
-    X(FLOAT64, "float64", 8)                 \
-    X(FLOAT32, "float32", 4)                 \
-    X(FLOAT16, "float16", 2)                 \
-    X(BFLOAT16, "bfloat16", 2)               \
-    X(FLOAT8_E4M3FN, "float8_e4m3fn", 1)     \
-    X(FLOAT8_E4M3FNUZ, "float8_e4m3fnuz", 1) \
-    X(FLOAT8_E5M2, "float8_e5m2", 1)         \
-    X(FLOAT8_E5M2FNUZ, "float8_e5m2fnuz", 1) \
-    X(FLOAT8_E8M0FNU, "float8_e8m0fnu", 1)   \
+#define WSYNC_DTYPE_MAP(X)                     \
+    X(FLOAT64, "float64", 8)                   \
+    X(FLOAT32, "float32", 4)                   \
+    X(FLOAT16, "float16", 2)                   \
+    X(BFLOAT16, "bfloat16", 2)                 \
+    X(FLOAT8_E4M3FN, "float8_e4m3fn", 1)       \
+    X(FLOAT8_E4M3FNUZ, "float8_e4m3fnuz", 1)   \
+    X(FLOAT8_E5M2, "float8_e5m2", 1)           \
+    X(FLOAT8_E5M2FNUZ, "float8_e5m2fnuz", 1)   \
+    X(FLOAT8_E8M0FNU, "float8_e8m0fnu", 1)     \
     X(FLOAT4_E2M1FN_X2, "float4_e2m1fn_x2", 1) \
-    X(INT64, "int64", 8)                     \
-    X(INT32, "int32", 4)                     \
-    X(INT16, "int16", 2)                     \
-    X(INT8, "int8", 1)                       \
-    X(UINT64, "uint64", 8)                   \
-    X(UINT32, "uint32", 4)                   \
-    X(UINT16, "uint16", 2)                   \
-    X(UINT8, "uint8", 1)                     \
-    X(BOOL, "bool", 1)                       \
-    X(COMPLEX64, "complex64", 8)             \
+    X(INT64, "int64", 8)                       \
+    X(INT32, "int32", 4)                       \
+    X(INT16, "int16", 2)                       \
+    X(INT8, "int8", 1)                         \
+    X(UINT64, "uint64", 8)                     \
+    X(UINT32, "uint32", 4)                     \
+    X(UINT16, "uint16", 2)                     \
+    X(UINT8, "uint8", 1)                       \
+    X(BOOL, "bool", 1)                         \
+    X(COMPLEX64, "complex64", 8)               \
     X(COMPLEX128, "complex128", 16)
 
 typedef enum wsync_dtype {
 #define WSYNC_DTYPE_ENUM(name, text, nbytes) WSYNC_DTYPE_##name,
     WSYNC_DTYPE_MAP(WSYNC_DTYPE_ENUM)
 #undef WSYNC_DTYPE_ENUM
-    WSYNC_DTYPE_COUNT,
+        WSYNC_DTYPE_COUNT,
 } wsync_dtype_t;
 
 /* What a copy does to the elements on their way. */

@@ -10,13 +10,16 @@
 #include "core/dtype.h"
 #include "core/status.h"
 
+/* Ranks are below this: tables of ranks stay small, whatever a peer sends. */
+enum { WSYNC_MAX_RANKS = 1 << 16 };
+
 /* A weight under its Hugging Face checkpoint name. */
 typedef struct wsync_tensor {
     const char *name;
     wsync_dtype_t dtype;
-    uint32_t ndim; /* 0..WSYNC_MAX_NDIM; 0 is a scalar of one element */
-    uint32_t group; /* keep-together group, 0 for none */
-    int64_t shape[WSYNC_MAX_NDIM];
+    uint32_t ndim;                 /* 0..WSYNC_MAX_NDIM; 0 is a scalar of one element */
+    uint32_t group;                /* keep-together group, 0 for none */
+    int64_t shape[WSYNC_MAX_NDIM]; /* a layout's tensors have 1 at ndim and beyond */
 } wsync_tensor_t;
 
 /* A box of a tensor and where its elements lie.  `origin` indexes the layout's origin
@@ -62,14 +65,15 @@ wsync_status_t wsync_layout_builder_origin(wsync_layout_builder_t *builder,
                                            const char *name, uint32_t *index,
                                            wsync_error_t *err);
 
-/* Adds a shard (copied).  INVALID if its tensor or origin is unknown or its box is not
- * inside the tensor.  Empty boxes are dropped. */
+/* Adds a shard (copied).  INVALID if its tensor or origin is unknown, its rank is not below
+ * WSYNC_MAX_RANKS, its box is not inside the tensor or its bytes reach beyond 2**63.  Empty
+ * boxes are dropped. */
 wsync_status_t wsync_layout_builder_shard(wsync_layout_builder_t *builder,
                                           const wsync_shard_t *shard, wsync_error_t *err);
 
-/* Composes: `region` is a box of the source parameter (in full, unsharded coordinates) whose
- * first element lies at region->offset with region->stride; adds the shard of `map`'s target
- * that this region holds, if they meet.  region->tensor is the map's target tensor.
+/* Composes: `region` is a box of the source parameter (in full, unsharded coordinates)
+ * whose first element lies at region->offset with region->stride; adds the shard of `map`'s
+ * target that this region holds, if they meet.  region->tensor is the map's target tensor.
  * *added (NULL allowed) tells how many elements were added. */
 wsync_status_t wsync_layout_builder_compose(wsync_layout_builder_t *builder,
                                             const wsync_shard_t *region,

@@ -11,9 +11,9 @@ typedef struct wsync_route wsync_route_t;
 
 /* Intersects the boxes of both layouts, tensor by tensor.  Tensors are matched by name and
  * must agree in shape; dtypes may differ where a transform exists.  Every destination byte
- * must be written exactly once (LAYOUT names tensor and box otherwise); where several source
- * shards hold an element the first one serves.  Source tensors unknown to the destination
- * are ignored. */
+ * must be written exactly once (LAYOUT names tensor and box otherwise); where several
+ * source shards hold an element the first one serves.  Source tensors unknown to the
+ * destination are ignored. */
 wsync_status_t wsync_route_create(const wsync_layout_t *source,
                                   const wsync_layout_t *destination, wsync_route_t **route,
                                   wsync_error_t *err);

@@ -4,17 +4,17 @@
 #define WSYNC_CORE_STATUS_H
 
 /*  C name, value, text, Python class, built-in base class  */
-#define WSYNC_STATUS_MAP(X)                                                              \
-    X(NO_MEMORY, -1, "out of memory", NoMemoryError, MemoryError)                        \
-    X(INVALID, -2, "invalid argument", InvalidArgumentError, ValueError)                 \
-    X(LAYOUT, -3, "layouts do not fit together", LayoutError, ValueError)                \
-    X(UNSUPPORTED, -4, "not supported", UnsupportedError, NotImplementedError)           \
-    X(STATE, -5, "called in the wrong state", StateError, RuntimeError)                  \
-    X(TIMEOUT, -6, "deadline passed", DeadlineError, TimeoutError)                       \
-    X(CLOSED, -7, "peer is gone", PeerClosedError, ConnectionError)                      \
-    X(PROTOCOL, -8, "malformed message", ProtocolError, ValueError)                      \
-    X(REFUSED, -9, "peer refused", PeerRefusedError, PermissionError)                    \
-    X(REMOTE, -10, "another process failed", RemoteError, RuntimeError)                  \
+#define WSYNC_STATUS_MAP(X)                                                    \
+    X(NO_MEMORY, -1, "out of memory", NoMemoryError, MemoryError)              \
+    X(INVALID, -2, "invalid argument", InvalidArgumentError, ValueError)       \
+    X(LAYOUT, -3, "layouts do not fit together", LayoutError, ValueError)      \
+    X(UNSUPPORTED, -4, "not supported", UnsupportedError, NotImplementedError) \
+    X(STATE, -5, "called in the wrong state", StateError, RuntimeError)        \
+    X(TIMEOUT, -6, "deadline passed", DeadlineError, TimeoutError)             \
+    X(CLOSED, -7, "peer is gone", PeerClosedError, ConnectionError)            \
+    X(PROTOCOL, -8, "malformed message", ProtocolError, ValueError)            \
+    X(REFUSED, -9, "peer refused", PeerRefusedError, PermissionError)          \
+    X(REMOTE, -10, "another process failed", RemoteError, RuntimeError)        \
     X(OS, -11, "system call failed", SystemCallError, OSError)
 
 typedef enum wsync_status {

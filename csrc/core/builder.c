@@ -1,0 +1,451 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Making layouts: everything that enters one is checked here, so that arithmetic on a
+ * finished layout cannot overflow. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/array.h"
+#include "core/layout.h"
+#include "core/layout_parts.h"
+
+struct wsync_layout_builder {
+    wsync_names_t names;
+    wsync_names_t origins;
+    wsync_tensor_t *tensors;
+    size_t tensor_capacity;
+    wsync_shard_t *shards; /* in the order of addition */
+    size_t shard_count;
+    size_t shard_capacity;
+    uint64_t nbytes;
+};
+
+wsync_status_t wsync_layout_builder_create(wsync_layout_builder_t **builder,
+                                           wsync_error_t *err)
+{
+    wsync_layout_builder_t *made = calloc(1, sizeof(*made));
+
+    if (made == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout", "no memory for a builder");
+    }
+    *builder = made;
+    return WSYNC_OK;
+}
+
+static void clear(wsync_layout_builder_t *builder)
+{
+    wsync_names_fini(&builder->names);
+    wsync_names_fini(&builder->origins);
+    free(builder->tensors);
+    free(builder->shards);
+    *builder = (wsync_layout_builder_t){0};
+}
+
+void wsync_layout_builder_destroy(wsync_layout_builder_t *builder)
+{
+    if (builder != NULL) {
+        clear(builder);
+        free(builder);
+    }
+}
+
+/* Checks a tensor and computes its size.  Dimensions of 0 do not excuse the others. */
+static wsync_status_t check_tensor(const wsync_tensor_t *tensor, uint64_t *nbytes,
+                                   wsync_error_t *err)
+{
+    char shape[WSYNC_SHAPE_TEXT_NBYTES];
+    int64_t bound;
+    bool empty = false;
+
+    if (tensor->name == NULL || tensor->name[0] == '\0') {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout", "a tensor has no name");
+    }
+    if ((unsigned)tensor->dtype >= WSYNC_DTYPE_COUNT) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout", "%.256s: no dtype number %d",
+                          tensor->name, (int)tensor->dtype);
+    }
+    if (tensor->ndim > WSYNC_MAX_NDIM) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                          "%.256s: %u dimensions, at most %d are supported", tensor->name,
+                          tensor->ndim, WSYNC_MAX_NDIM);
+    }
+    bound = (int64_t)wsync_dtype_nbytes(tensor->dtype);
+    for (unsigned i = 0; i < tensor->ndim; i++) {
+        const int64_t extent = tensor->shape[i];
+
+        empty = empty || extent == 0;
+        if (extent < 0 || __builtin_mul_overflow(bound, extent > 0 ? extent : 1, &bound)) {
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                              "%.256s: %s is not a possible shape for %s", tensor->name,
+                              wsync_shape_text(shape, tensor->ndim, tensor->shape),
+                              wsync_dtype_name(tensor->dtype));
+        }
+    }
+    *nbytes = empty ? 0 : (uint64_t)bound;
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_layout_builder_tensor(wsync_layout_builder_t *builder,
+                                           const wsync_tensor_t *tensor, uint32_t *index,
+                                           wsync_error_t *err)
+{
+    const size_t known = builder->names.count;
+    uint64_t nbytes = 0;
+    uint64_t total;
+    uint32_t found;
+    bool added;
+    wsync_tensor_t *tensors;
+    wsync_status_t status = check_tensor(tensor, &nbytes, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    tensors = wsync_array_reserve(builder->tensors, &builder->tensor_capacity, known + 1,
+                                  sizeof(*tensors));
+    if (tensors == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout",
+                          "no memory for %zu tensors", known + 1);
+    }
+    builder->tensors = tensors;
+    if (__builtin_add_overflow(builder->nbytes, nbytes, &total)) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                          "%.256s: the sizes of the tensors do not fit in 64 bits",
+                          tensor->name);
+    }
+    status = wsync_names_add(&builder->names, tensor->name, &found, &added, err);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (added) {
+        tensors[found] = *tensor;
+        tensors[found].name = builder->names.items[found].text;
+        for (unsigned i = tensor->ndim; i < WSYNC_MAX_NDIM; i++) {
+            tensors[found].shape[i] = 1;
+        }
+        builder->nbytes = total;
+    } else if (!wsync_tensor_equal(&tensors[found], tensor)) {
+        return wsync_tensor_differ(&tensors[found], "one part", tensor, "another", err);
+    }
+    *index = found;
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_layout_builder_origin(wsync_layout_builder_t *builder,
+                                           const char *name, uint32_t *index,
+                                           wsync_error_t *err)
+{
+    bool added;
+
+    return wsync_names_add(&builder->origins, name, index, &added, err);
+}
+
+/* Checks that the bytes of a box have addresses: no sum of offsets leaves [0, 2**63). */
+static wsync_status_t check_memory(const char *name, const wsync_shard_t *shard,
+                                   size_t item_nbytes, wsync_error_t *err)
+{
+    int64_t low;
+    int64_t high;
+    bool bad = __builtin_add_overflow(shard->offset, 0, &low) ||
+               __builtin_add_overflow(low, (int64_t)item_nbytes, &high);
+
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM && !bad; i++) {
+        int64_t *const end = shard->stride[i] < 0 ? &low : &high;
+        int64_t reach;
+
+        bad = __builtin_mul_overflow(shard->box.extent[i] - 1, shard->stride[i], &reach) ||
+              __builtin_add_overflow(*end, reach, end);
+    }
+    if (bad || low < 0) {
+        char extent[WSYNC_SHAPE_TEXT_NBYTES];
+        char stride[WSYNC_SHAPE_TEXT_NBYTES];
+
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                          "%.256s: rank %u buffer %u: offset %llu with strides %s and "
+                          "extents %s leaves the address range",
+                          name, shard->rank, shard->buffer,
+                          (unsigned long long)shard->offset,
+                          wsync_shape_text(stride, WSYNC_MAX_NDIM, shard->stride),
+                          wsync_shape_text(extent, WSYNC_MAX_NDIM, shard->box.extent));
+    }
+    return WSYNC_OK;
+}
+
+static wsync_status_t check_box(const wsync_tensor_t *tensor, const wsync_box_t *box,
+                                wsync_error_t *err)
+{
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
+        /* shape is 1 beyond ndim */
+        if (box->start[i] < 0 || box->extent[i] < 0 || box->extent[i] > tensor->shape[i] ||
+            box->start[i] > tensor->shape[i] - box->extent[i]) {
+            char shape[WSYNC_SHAPE_TEXT_NBYTES];
+
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                              "%.256s: dim %u: start %lld with extent %lld is not inside "
+                              "shape %s",
+                              tensor->name, i, (long long)box->start[i],
+                              (long long)box->extent[i],
+                              wsync_shape_text(shape, tensor->ndim, tensor->shape));
+        }
+    }
+    return WSYNC_OK;
+}
+
+/* Checks what a shard and a region have in common. */
+static wsync_status_t check_owner(const wsync_layout_builder_t *builder,
+                                  const wsync_shard_t *shard, wsync_error_t *err)
+{
+    if (shard->tensor >= builder->names.count) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                          "tensor %u of a shard is not one of the %zu known", shard->tensor,
+                          builder->names.count);
+    }
+    if (shard->origin >= builder->origins.count) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                          "%.256s: origin %u is not one of the %zu known",
+                          builder->tensors[shard->tensor].name, shard->origin,
+                          builder->origins.count);
+    }
+    if (shard->rank >= WSYNC_MAX_RANKS || shard->buffer == UINT32_MAX) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                          "%.256s: rank %u buffer %u: ranks end at %d, buffers at %u",
+                          builder->tensors[shard->tensor].name, shard->rank, shard->buffer,
+                          WSYNC_MAX_RANKS, UINT32_MAX);
+    }
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_layout_builder_shard(wsync_layout_builder_t *builder,
+                                          const wsync_shard_t *shard, wsync_error_t *err)
+{
+    const wsync_tensor_t *tensor;
+    wsync_shard_t *shards;
+    wsync_status_t status = check_owner(builder, shard, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    tensor = &builder->tensors[shard->tensor];
+    status = check_box(tensor, &shard->box, err);
+    if (status != WSYNC_OK || wsync_box_count(&shard->box) == 0) {
+        return status;
+    }
+    status = check_memory(tensor->name, shard, wsync_dtype_nbytes(tensor->dtype), err);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    shards = wsync_array_reserve(builder->shards, &builder->shard_capacity,
+                                 builder->shard_count + 1, sizeof(*shards));
+    if (shards == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout", "no memory for %zu shards",
+                          builder->shard_count + 1);
+    }
+    builder->shards = shards;
+    shards[builder->shard_count] = *shard;
+    for (unsigned i = tensor->ndim; i < WSYNC_MAX_NDIM; i++) {
+        shards[builder->shard_count].stride[i] = 0;
+    }
+    builder->shard_count++;
+    return WSYNC_OK;
+}
+
+/* Checks that a map is an injection into its tensor. */
+static wsync_status_t check_map(const wsync_tensor_t *tensor, const wsync_map_t *map,
+                                wsync_error_t *err)
+{
+    unsigned used = 0; /* bit set of source axes */
+
+    if (map->target_ndim != tensor->ndim || map->source_ndim > WSYNC_MAX_NDIM) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                          "%.256s: a map from %u to %u dimensions cannot fill a tensor of "
+                          "%u",
+                          tensor->name, map->source_ndim, map->target_ndim, tensor->ndim);
+    }
+    for (unsigned i = 0; i < map->target_ndim; i++) {
+        const int axis = map->axis[i];
+        int64_t end;
+
+        if (axis == -1 && map->target.extent[i] <= 1) {
+            continue;
+        }
+        if (axis < 0 || axis >= map->source_ndim || (used & (1U << axis)) != 0) {
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                              "%.256s: dim %u with extent %lld cannot come from axis %d of "
+                              "a parameter with %u dimensions",
+                              tensor->name, i, (long long)map->target.extent[i], axis,
+                              map->source_ndim);
+        }
+        used |= 1U << axis;
+        if (map->source_start[axis] < 0 ||
+            __builtin_add_overflow(map->source_start[axis], map->target.extent[i], &end)) {
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                              "%.256s: dim %u: source start %lld with extent %lld is no "
+                              "range",
+                              tensor->name, i, (long long)map->source_start[axis],
+                              (long long)map->target.extent[i]);
+        }
+    }
+    return check_box(tensor, &map->target, err);
+}
+
+static wsync_status_t check_region(const char *name, const wsync_shard_t *region,
+                                   wsync_error_t *err)
+{
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
+        int64_t end;
+
+        if (region->box.start[i] < 0 || region->box.extent[i] < 0 ||
+            __builtin_add_overflow(region->box.start[i], region->box.extent[i], &end)) {
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                              "%.256s: axis %u of the parameter: start %lld with extent "
+                              "%lld is no range",
+                              name, i, (long long)region->box.start[i],
+                              (long long)region->box.extent[i]);
+        }
+    }
+    return WSYNC_OK;
+}
+
+/* The part of the source parameter that a map reads. */
+static wsync_box_t source_box(const wsync_map_t *map)
+{
+    wsync_box_t box = wsync_box_whole(0, NULL);
+
+    for (unsigned i = 0; i < map->source_ndim; i++) {
+        box.start[i] = map->source_start[i];
+    }
+    for (unsigned i = 0; i < map->target_ndim; i++) {
+        if (map->axis[i] >= 0) {
+            box.extent[map->axis[i]] = map->target.extent[i];
+        }
+    }
+    return box;
+}
+
+wsync_status_t wsync_layout_builder_compose(wsync_layout_builder_t *builder,
+                                            const wsync_shard_t *region,
+                                            const wsync_map_t *map, uint64_t *added,
+                                            wsync_error_t *err)
+{
+    const wsync_tensor_t *tensor;
+    wsync_box_t source;
+    wsync_box_t common;
+    wsync_shard_t shard = *region;
+    uint64_t count = 0;
+    wsync_status_t status = check_owner(builder, region, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    tensor = &builder->tensors[region->tensor];
+    status = check_map(tensor, map, err);
+    if (status == WSYNC_OK) {
+        status = check_region(tensor->name, region, err);
+    }
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    source = source_box(map);
+    if (wsync_box_intersect(&source, &region->box, &common)) {
+        status = check_memory(tensor->name, region, wsync_dtype_nbytes(tensor->dtype), err);
+        if (status != WSYNC_OK) {
+            return status;
+        }
+        shard.box = map->target;
+        memset(shard.stride, 0, sizeof(shard.stride));
+        for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
+            shard.offset +=
+                (uint64_t)((common.start[i] - region->box.start[i]) * region->stride[i]);
+        }
+        for (unsigned i = 0; i < map->target_ndim; i++) {
+            const int axis = map->axis[i];
+
+            if (axis >= 0) {
+                shard.box.start[i] += common.start[axis] - source.start[axis];
+                shard.box.extent[i] = common.extent[axis];
+                shard.stride[i] = region->stride[axis];
+            }
+        }
+        count = wsync_box_count(&shard.box);
+        status = wsync_layout_builder_shard(builder, &shard, err);
+    }
+    if (status == WSYNC_OK && added != NULL) {
+        *added = count;
+    }
+    return status;
+}
+
+/* Counting sort: shards by tensor, the order of addition kept. */
+static bool sort_shards(const wsync_layout_builder_t *builder, wsync_layout_t *layout)
+{
+    const size_t tensor_count = builder->names.count;
+    size_t *next;
+
+    layout->first = calloc(tensor_count + 2, sizeof(*layout->first));
+    layout->shards = malloc((builder->shard_count + 1) * sizeof(*layout->shards));
+    if (layout->first == NULL || layout->shards == NULL) {
+        return false;
+    }
+    /* Counted two places further on: filling moves next[t] from the first shard of tensor t
+     * to its end, which makes it layout->first[t + 1]. */
+    next = layout->first + 1;
+    for (size_t i = 0; i < builder->shard_count; i++) {
+        layout->first[builder->shards[i].tensor + 2]++;
+    }
+    for (size_t i = 2; i < tensor_count + 2; i++) {
+        layout->first[i] += layout->first[i - 1];
+    }
+    for (size_t i = 0; i < builder->shard_count; i++) {
+        layout->shards[next[builder->shards[i].tensor]++] = builder->shards[i];
+    }
+    return true;
+}
+
+static bool count_buffers(wsync_layout_t *layout, size_t shard_count)
+{
+    for (size_t i = 0; i < shard_count; i++) {
+        if (layout->shards[i].rank >= layout->rank_count) {
+            layout->rank_count = layout->shards[i].rank + 1;
+        }
+    }
+    layout->buffer_counts =
+        calloc((size_t)layout->rank_count + 1, sizeof(*layout->buffer_counts));
+    if (layout->buffer_counts == NULL) {
+        return false;
+    }
+    for (size_t i = 0; i < shard_count; i++) {
+        uint32_t *count = &layout->buffer_counts[layout->shards[i].rank];
+
+        if (layout->shards[i].buffer >= *count) {
+            *count = layout->shards[i].buffer + 1;
+        }
+    }
+    return true;
+}
+
+wsync_status_t wsync_layout_builder_finish(wsync_layout_builder_t *builder,
+                                           wsync_layout_t **layout, wsync_error_t *err)
+{
+    const size_t shard_count = builder->shard_count;
+    wsync_layout_t *made = calloc(1, sizeof(*made));
+    wsync_status_t status = WSYNC_OK;
+
+    if (made == NULL || !sort_shards(builder, made) || !count_buffers(made, shard_count)) {
+        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout",
+                            "no memory for a layout of %zu tensors in %zu shards",
+                            builder->names.count, shard_count);
+        goto cleanup;
+    }
+    made->nbytes = builder->nbytes;
+    made->names = builder->names;
+    made->origins = builder->origins;
+    made->tensors = builder->tensors;
+    builder->names = (wsync_names_t){0};
+    builder->origins = (wsync_names_t){0};
+    builder->tensors = NULL;
+    *layout = made;
+    made = NULL;
+
+cleanup:
+    clear(builder);
+    wsync_layout_destroy(made);
+    return status;
+}

@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What a layout is made of, for the files that build one.  Others use layout.h. */
+#ifndef WSYNC_CORE_LAYOUT_PARTS_H
+#define WSYNC_CORE_LAYOUT_PARTS_H
+
+#include <stdbool.h>
+
+#include "core/layout.h"
+#include "core/names.h"
+
+struct wsync_layout {
+    wsync_names_t names; /* index = tensor */
+    wsync_names_t origins;
+    wsync_tensor_t *tensors;
+    wsync_shard_t *shards;   /* by tensor */
+    size_t *first;           /* first shard of every tensor, and the end */
+    uint32_t *buffer_counts; /* of every rank */
+    uint32_t rank_count;
+    uint64_t nbytes;
+};
+
+enum { WSYNC_SHAPE_TEXT_NBYTES = 24 * WSYNC_MAX_NDIM };
+
+/* "[2, 3]" for messages; returns `text`. */
+const char *wsync_shape_text(char text[WSYNC_SHAPE_TEXT_NBYTES], unsigned ndim,
+                             const int64_t *shape);
+
+/* Same dtype, shape and group. */
+bool wsync_tensor_equal(const wsync_tensor_t *a, const wsync_tensor_t *b);
+
+/* LAYOUT: says how two descriptions of one tensor differ and who gave them. */
+wsync_status_t wsync_tensor_differ(const wsync_tensor_t *a, const char *a_owner,
+                                   const wsync_tensor_t *b, const char *b_owner,
+                                   wsync_error_t *err);
+
+#endif
