@@ -128,6 +128,8 @@ class TensorTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
+    def offsets(self, alignment: int, /) -> tuple[list[int], int]:
+        """(starts, nbytes): the tensors one after another at multiples of `alignment`, a power of two up to 4096."""
 
 def describe(tensors: Sequence[Any], names: Sequence[str] | None = None) -> TensorTable:
     """Describes torch tensors without copying; names are for error messages."""

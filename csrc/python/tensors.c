@@ -1,433 +1,49 @@
 /* SPDX-License-Identifier: Apache-2.0
- * describe(): reads where torch tensors lie, without copying and without Python calls where
- * torch offers DLPack's C exchange API (2.10 and newer). */
+ * TensorTable, and where to find DLPack's C exchange API. */
 #include "python/tensors.h"
 
-#include <stdarg.h>
-#include <stdbool.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
+
+enum { MAX_ALIGNMENT = 4096 };
 
 static const char exchange_attribute[] = "__dlpack_c_exchange_api__";
 static const char exchange_capsule[] = "dlpack_exchange_api";
 
-/* --- what one call of describe() carries along ---------------------------------------- */
-
-typedef struct describer {
-    ModuleState *state;
-    PyObject *names;      /* borrowed tuple or NULL */
-    PyObject *dtype_name; /* interned attribute names, owned */
-    PyObject *is_conj_name;
-    PyObject *is_neg_name;
-    PyTypeObject *type; /* borrowed: the type that `api` belongs to */
-    const DLPackExchangeAPI *api;
-} describer_t;
-
-/* Raises "<name> (<type>): <what>" for one tensor; drops an exception that is set. */
-__attribute__((format(printf, 5, 6))) static int fail_tensor(const describer_t *describer,
-                                                             Py_ssize_t index,
-                                                             PyObject *tensor,
-                                                             wsync_status_t status,
-                                                             const char *format, ...)
+const DLPackExchangeAPI *wsync_py_exchange_api(ModuleState *state, PyObject *like)
 {
-    wsync_error_t err = {0};
-    char what[WSYNC_ERROR_MESSAGE_NBYTES];
-    PyObject *name = NULL;
-    PyObject *type = PyType_GetName(Py_TYPE(tensor));
-    const char *name_text = NULL;
-    const char *type_text = type != NULL ? PyUnicode_AsUTF8AndSize(type, NULL) : NULL;
-    va_list arguments;
+    PyObject *type = PyType_Check(like) ? like : (PyObject *)Py_TYPE(like);
+    PyObject *capsule = PyDict_GetItemWithError(state->exchange_apis, type);
+    const DLPackExchangeAPIHeader *header = NULL;
 
-    va_start(arguments, format);
-    (void)vsnprintf(what, sizeof(what), format, arguments);
-    va_end(arguments);
-    PyErr_Clear();
-    if (describer->names != NULL) {
-        name = PyObject_Str(PyTuple_GetItem(describer->names, index));
-    }
-    if (name == NULL) {
-        PyErr_Clear();
-        name = PyUnicode_FromFormat("tensor %zd", index);
-    }
-    name_text = name != NULL ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
-    if (name_text != NULL && type_text != NULL) {
-        (void)wsync_fail(&err, status, 0, "describe", "%s (%s): %s", name_text, type_text,
-                         what);
-        (void)wsync_py_raise(describer->state, &err);
-    }
-    Py_XDECREF(name);
-    Py_XDECREF(type);
-    return -1;
-}
+    if (capsule == NULL) {
+        PyObject *found = NULL;
 
-/* Sparse and opaque tensors have no strided memory: torch's own message does not say so. */
-static bool fail_layout(const describer_t *describer, Py_ssize_t index, PyObject *tensor)
-{
-    PyObject *layout = PyObject_GetAttrString(tensor, "layout");
-    PyObject *text = layout != NULL ? PyObject_Str(layout) : NULL;
-    const char *name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
-    const bool failed = name != NULL && strcmp(name, "torch.strided") != 0;
-
-    if (failed) {
-        (void)fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
-                          "layout %.64s is not supported, only torch.strided", name);
-    } else {
-        PyErr_Clear();
-    }
-    Py_XDECREF(text);
-    Py_XDECREF(layout);
-    return failed;
-}
-
-/* Turns the exception that is set into UnsupportedError that names the tensor. */
-static int fail_with_cause(const describer_t *describer, Py_ssize_t index, PyObject *tensor)
-{
-    PyObject *type = NULL;
-    PyObject *value = NULL;
-    PyObject *traceback = NULL;
-    PyObject *text = NULL;
-    const char *cause = NULL;
-    int length = 0;
-
-    if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
-        !PyErr_ExceptionMatches(PyExc_Exception)) {
-        return -1;
-    }
-    PyErr_Fetch(&type, &value, &traceback);
-    if (fail_layout(describer, index, tensor)) {
-        goto cleanup;
-    }
-    text = value != NULL ? PyObject_Str(value) : NULL;
-    cause = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
-    if (cause == NULL) {
-        cause = "no reason given";
-    }
-    length = (int)strcspn(cause, "\n"); /* torch appends pages of hints */
-    (void)fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
-                      "torch does not tell where its elements lie: %.*s", length, cause);
-
-cleanup:
-    Py_XDECREF(text);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
-    return -1;
-}
-
-/* --- dtype ---------------------------------------------------------------------------- */
-
-static int read_dtype(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                      wsync_dtype_t *dtype)
-{
-    PyObject *object = PyObject_GetAttr(tensor, describer->dtype_name);
-    PyObject *known = NULL;
-    PyObject *text = NULL;
-    const char *name = NULL;
-    int result = -1;
-
-    if (object == NULL) {
-        return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
-                           "not a torch tensor: it has no dtype");
-    }
-    known = PyDict_GetItemWithError(describer->state->dtype_codes, object);
-    if (known != NULL) {
-        *dtype = (wsync_dtype_t)PyLong_AsLong(known);
-        Py_DECREF(object);
-        return 0;
-    }
-    if (PyErr_Occurred()) {
-        goto cleanup;
-    }
-    text = PyObject_Str(object);
-    name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
-    if (name == NULL) {
-        goto cleanup;
-    }
-    if (strncmp(name, "torch.", 6) != 0) {
-        result = fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
-                             "not a torch tensor: its dtype is %.64s", name);
-        goto cleanup;
-    }
-    if (wsync_dtype_from_name(name, dtype, NULL) != WSYNC_OK) {
-        result = fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
-                             "dtype %.64s is not supported", name);
-        goto cleanup;
-    }
-    known = PyLong_FromLong((long)*dtype);
-    if (known != NULL) {
-        result = PyDict_SetItem(describer->state->dtype_codes, object, known);
-        Py_DECREF(known);
-    }
-
-cleanup:
-    Py_XDECREF(text);
-    Py_DECREF(object);
-    return result;
-}
-
-/* Conjugation and negation are bits on the tensor, not in its bytes, and DLPack drops them.
- */
-static int refuse_lazy_bit(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                           PyObject *method, const char *what)
-{
-    PyObject *answer = PyObject_CallMethodObjArgs(tensor, method, NULL);
-    const int set = answer != NULL ? PyObject_IsTrue(answer) : -1;
-
-    Py_XDECREF(answer);
-    if (set < 0) {
-        return fail_with_cause(describer, index, tensor);
-    }
-    if (set != 0) {
-        return fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
-                           "its %s bit is set: its bytes are not its values", what);
-    }
-    return 0;
-}
-
-/* --- shape, strides and address ------------------------------------------------------- */
-
-/* Fills the sizes of a row whose data, dtype, ndim, shape and stride are set. */
-static int finish_row(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                      wsync_tensor_row_t *row)
-{
-    const int64_t item = (int64_t)wsync_dtype_nbytes(row->dtype);
-    int64_t count = 1;
-    int64_t last = 0; /* element index of the last element */
-    int64_t nbytes = 0;
-    int64_t spanned = 0;
-    bool overflow = false;
-
-    for (uint32_t i = row->ndim; i < WSYNC_MAX_NDIM; i++) {
-        row->shape[i] = 1;
-        row->stride[i] = 0;
-    }
-    for (uint32_t i = 0; i < row->ndim; i++) {
-        int64_t reach = 0;
-
-        if (row->shape[i] < 0 || row->stride[i] < 0) {
-            return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
-                               "dim %u: extent %lld, stride %lld", (unsigned)i,
-                               (long long)row->shape[i], (long long)row->stride[i]);
+        if (PyErr_Occurred()) {
+            return NULL;
         }
-        overflow |= __builtin_mul_overflow(count, row->shape[i], &count);
-        overflow |= row->shape[i] > 0 &&
-                    __builtin_mul_overflow(row->shape[i] - 1, row->stride[i], &reach);
-        overflow |= __builtin_add_overflow(last, reach, &last);
-    }
-    if (!overflow && count > 0) {
-        overflow = last == INT64_MAX || __builtin_mul_overflow(last + 1, item, &spanned) ||
-                   __builtin_mul_overflow(count, item, &nbytes);
-    }
-    if (overflow) {
-        return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
-                           "shape and strides span more than 2^63 bytes");
-    }
-    row->nbytes = (uint64_t)nbytes;
-    row->nbytes_spanned = (uint64_t)spanned;
-    return 0;
-}
-
-static int fail_ndim(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                     long long ndim)
-{
-    return fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
-                       "has %lld dimensions, at most %d are supported", ndim,
-                       (int)WSYNC_MAX_NDIM);
-}
-
-static int fail_device(const describer_t *describer, Py_ssize_t index, PyObject *tensor)
-{
-    PyObject *device = PyObject_GetAttrString(tensor, "device");
-    PyObject *text = device != NULL ? PyObject_Str(device) : NULL;
-    const char *name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
-
-    (void)fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
-                      "lies on device %.64s; the host backend reads CPU memory only",
-                      name != NULL ? name : "(unknown)");
-    Py_XDECREF(text);
-    Py_XDECREF(device);
-    return -1;
-}
-
-static int read_exchange(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                         wsync_tensor_row_t *row)
-{
-    DLTensor view; /* shape and strides are borrowed from the tensor: copy them at once */
-
-    if (describer->api->dltensor_from_py_object_no_sync(tensor, &view) != 0) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_RuntimeError, "DLPack exchange failed");
+        found = PyObject_GetAttrString(type, exchange_attribute);
+        if (found == NULL) {
+            PyErr_Clear();
         }
-        return fail_with_cause(describer, index, tensor);
-    }
-    if (view.device.device_type != kDLCPU && view.device.device_type != kDLCUDAHost) {
-        return fail_device(describer, index, tensor);
-    }
-    if (view.ndim < 0 || view.ndim > WSYNC_MAX_NDIM) {
-        return fail_ndim(describer, index, tensor, view.ndim);
-    }
-    row->data = view.data != NULL ? (char *)view.data + view.byte_offset : NULL;
-    row->ndim = (uint32_t)view.ndim;
-    for (uint32_t i = 0; i < row->ndim; i++) {
-        row->shape[i] = view.shape[i];
-        row->stride[i] = view.strides[i];
-    }
-    return 0;
-}
-
-/* Copies tensor.shape or tensor.stride() into out; returns the length or -1. */
-static Py_ssize_t read_integers(PyObject *sequence, int64_t out[WSYNC_MAX_NDIM])
-{
-    PyObject *tuple = sequence != NULL ? PySequence_Tuple(sequence) : NULL;
-    const Py_ssize_t count = tuple != NULL ? PyTuple_Size(tuple) : -1;
-
-    for (Py_ssize_t i = 0; i < count && i < WSYNC_MAX_NDIM; i++) {
-        out[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
-    }
-    Py_XDECREF(tuple);
-    Py_XDECREF(sequence);
-    return PyErr_Occurred() ? -1 : count;
-}
-
-/* The way of torch before 2.10: four Python calls a tensor. */
-static int read_attributes(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                           wsync_tensor_row_t *row)
-{
-    PyObject *device = PyObject_GetAttrString(tensor, "device");
-    PyObject *kind = device != NULL ? PyObject_GetAttrString(device, "type") : NULL;
-    const bool on_cpu = kind != NULL && PyUnicode_Check(kind) &&
-                        PyUnicode_CompareWithASCIIString(kind, "cpu") == 0;
-    PyObject *address = NULL;
-    Py_ssize_t ndim = -1;
-
-    Py_XDECREF(device);
-    Py_XDECREF(kind);
-    if (PyErr_Occurred()) {
-        return fail_with_cause(describer, index, tensor);
-    }
-    if (!on_cpu) {
-        return fail_device(describer, index, tensor);
-    }
-    ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), row->shape);
-    if (ndim > WSYNC_MAX_NDIM) {
-        return fail_ndim(describer, index, tensor, ndim);
-    }
-    if (ndim < 0 ||
-        read_integers(PyObject_CallMethod(tensor, "stride", NULL), row->stride) != ndim) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetString(PyExc_ValueError, "shape and stride() differ in length");
+        if (found == NULL || !PyCapsule_IsValid(found, exchange_capsule)) {
+            Py_XDECREF(found);
+            found = Py_NewRef(Py_None);
         }
-        return fail_with_cause(describer, index, tensor);
-    }
-    address = PyObject_CallMethod(tensor, "data_ptr", NULL);
-    row->data = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
-    Py_XDECREF(address);
-    if (PyErr_Occurred()) {
-        return fail_with_cause(describer, index, tensor);
-    }
-    row->ndim = (uint32_t)ndim;
-    return 0;
-}
-
-/* --- one tensor ----------------------------------------------------------------------- */
-
-static int read_tensor(describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                       wsync_tensor_row_t *row);
-
-/* A DTensor holds its elements in _local_tensor.  Placements that hold partial sums are not
- * a weight's bytes. */
-static int read_local(describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                      PyObject *local, wsync_tensor_row_t *row)
-{
-    PyObject *placements = PyObject_GetAttrString(tensor, "placements");
-    PyObject *tuple = placements != NULL ? PySequence_Tuple(placements) : NULL;
-    const Py_ssize_t count = tuple != NULL ? PyTuple_Size(tuple) : 0;
-    int result = 0;
-
-    PyErr_Clear(); /* a wrapper of another kind: no placements to judge */
-    for (Py_ssize_t i = 0; i < count && result == 0; i++) {
-        PyObject *partial =
-            PyObject_CallMethod(PyTuple_GetItem(tuple, i), "is_partial", NULL);
-        const int is_partial = partial != NULL ? PyObject_IsTrue(partial) : -1;
-
-        Py_XDECREF(partial);
-        if (is_partial < 0) {
-            result = fail_with_cause(describer, index, tensor);
-        } else if (is_partial > 0) {
-            result = fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
-                                 "mesh dim %zd holds partial sums, not a weight", i);
+        if (PyDict_SetItem(state->exchange_apis, type, found) < 0) {
+            Py_DECREF(found);
+            return NULL;
         }
+        Py_DECREF(found);
+        capsule = found; /* now borrowed from the dictionary */
     }
-    Py_XDECREF(tuple);
-    Py_XDECREF(placements);
-    return result == 0 ? read_tensor(describer, index, local, row) : -1;
-}
-
-/* Torch gave no address: the elements are in an inner tensor, or nowhere. */
-static int read_wrapper(describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                        wsync_tensor_row_t *row)
-{
-    PyObject *type = NULL;
-    PyObject *value = NULL;
-    PyObject *traceback = NULL;
-    PyObject *local = NULL;
-    int result = -1;
-
-    PyErr_Fetch(&type, &value, &traceback);
-    local = PyObject_GetAttrString(tensor, "_local_tensor");
-    if (local != NULL && local != tensor) {
-        result = read_local(describer, index, tensor, local, row);
-    } else if (type != NULL) {
-        PyErr_Restore(type, value, traceback);
-        type = value = traceback = NULL;
-    } else {
-        (void)fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
-                          "its %llu bytes lie nowhere: torch gives a NULL pointer (a "
-                          "wrapper subclass, or storage that was freed)",
-                          (unsigned long long)row->nbytes);
+    if (capsule == Py_None) {
+        return NULL;
     }
-    Py_XDECREF(local);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
-    return result;
-}
-
-static int read_tensor(describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                       wsync_tensor_row_t *row)
-{
-    int result;
-
-    if (Py_TYPE(tensor) != describer->type) {
-        describer->api = wsync_py_exchange_api(describer->state, tensor);
-        if (describer->api == NULL && PyErr_Occurred()) {
-            return -1;
-        }
-        describer->type = Py_TYPE(tensor);
+    header = PyCapsule_GetPointer(capsule, exchange_capsule);
+    while (header != NULL && header->version.major != DLPACK_MAJOR_VERSION) {
+        header = header->prev_api;
     }
-    if (read_dtype(describer, index, tensor, &row->dtype) < 0) {
-        return -1;
-    }
-    if (describer->api != NULL && describer->api->dltensor_from_py_object_no_sync != NULL) {
-        result = read_exchange(describer, index, tensor, row);
-    } else {
-        result = read_attributes(describer, index, tensor, row);
-    }
-    if (result < 0) {
-        return read_wrapper(describer, index, tensor, row);
-    }
-    if (finish_row(describer, index, tensor, row) < 0) {
-        return -1;
-    }
-    if (row->data == NULL && row->nbytes_spanned > 0) {
-        return read_wrapper(describer, index, tensor, row);
-    }
-    if ((row->dtype == WSYNC_DTYPE_COMPLEX64 || row->dtype == WSYNC_DTYPE_COMPLEX128) &&
-        refuse_lazy_bit(describer, index, tensor, describer->is_conj_name, "conj") < 0) {
-        return -1;
-    }
-    return refuse_lazy_bit(describer, index, tensor, describer->is_neg_name, "neg");
+    return (const DLPackExchangeAPI *)header;
 }
 
 /* --- TensorTable ---------------------------------------------------------------------- */
@@ -486,6 +102,60 @@ static PyObject *table_nbytes(PyObject *self, void *Py_UNUSED(closure))
     return PyLong_FromUnsignedLongLong(((TensorTableObject *)self)->nbytes);
 }
 
+static PyObject *table_offsets(PyObject *self, PyTypeObject *cls, PyObject *const *args,
+                               Py_ssize_t count, PyObject *kwnames)
+{
+    const TensorTableObject *table = (TensorTableObject *)self;
+    unsigned long long alignment = 0;
+    uint64_t end = 0;
+    PyObject *starts = NULL;
+
+    if (count != 1 || kwnames != NULL) {
+        PyErr_SetString(PyExc_TypeError, "offsets() takes the alignment alone");
+        return NULL;
+    }
+    alignment = PyLong_AsUnsignedLongLong(args[0]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (alignment == 0 || (alignment & (alignment - 1)) != 0 || alignment > MAX_ALIGNMENT) {
+        wsync_error_t err = {0};
+
+        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "offsets",
+                         "alignment %llu is not a power of two up to %d", alignment,
+                         (int)MAX_ALIGNMENT);
+        return wsync_py_raise(wsync_py_type_state(cls), &err);
+    }
+    starts = PyList_New(table->count);
+    for (Py_ssize_t i = 0; starts != NULL && i < table->count; i++) {
+        uint64_t start = 0;
+        PyObject *value = NULL;
+
+        /* broadcast dimensions make rows of any size out of little memory */
+        if (__builtin_add_overflow(end, alignment - 1, &start) ||
+            __builtin_add_overflow(start & ~(uint64_t)(alignment - 1),
+                                   table->rows[i].nbytes, &end)) {
+            PyErr_SetString(PyExc_OverflowError, "more than 2^64 bytes of tensors");
+            Py_CLEAR(starts);
+            break;
+        }
+        value = PyLong_FromUnsignedLongLong(start & ~(uint64_t)(alignment - 1));
+        if (value == NULL || PyList_SetItem(starts, i, value) < 0) {
+            Py_CLEAR(starts);
+        }
+    }
+    return starts != NULL ? Py_BuildValue("NK", starts, (unsigned long long)end) : NULL;
+}
+
+static PyMethodDef table_methods[] = {
+    {"offsets", (PyCFunction)(void (*)(void))table_offsets,
+     METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
+     "offsets(alignment)\n--\n\n"
+     "(starts, nbytes): where the tensors lie when they are laid one after another at\n"
+     "multiples of `alignment`, and the end of the last."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyGetSetDef table_getset[] = {
     {"nbytes", table_nbytes, NULL, "Bytes of all elements.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -495,6 +165,7 @@ static PyType_Slot table_slots[] = {
     {Py_tp_doc,
      "Where tensors lie; borrows them, so keep them alive.  Made by describe()."},
     {Py_tp_dealloc, table_dealloc},
+    {Py_tp_methods, table_methods},
     {Py_tp_getset, table_getset},
     {Py_sq_length, table_length},
     {Py_sq_item, table_item},
@@ -508,7 +179,7 @@ static PyType_Spec table_spec = {
     .slots = table_slots,
 };
 
-static TensorTableObject *table_new(ModuleState *state, Py_ssize_t count)
+TensorTableObject *wsync_py_table_new(ModuleState *state, Py_ssize_t count)
 {
     PyTypeObject *type = state->type_TensorTable;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -527,131 +198,9 @@ static TensorTableObject *table_new(ModuleState *state, Py_ssize_t count)
     return table;
 }
 
-/* --- module functions ----------------------------------------------------------------- */
-
-const DLPackExchangeAPI *wsync_py_exchange_api(ModuleState *state, PyObject *like)
-{
-    PyObject *type = PyType_Check(like) ? like : (PyObject *)Py_TYPE(like);
-    PyObject *capsule = PyDict_GetItemWithError(state->exchange_apis, type);
-    const DLPackExchangeAPIHeader *header = NULL;
-
-    if (capsule == NULL) {
-        PyObject *found = NULL;
-
-        if (PyErr_Occurred()) {
-            return NULL;
-        }
-        found = PyObject_GetAttrString(type, exchange_attribute);
-        if (found == NULL) {
-            PyErr_Clear();
-        }
-        if (found == NULL || !PyCapsule_IsValid(found, exchange_capsule)) {
-            Py_XDECREF(found);
-            found = Py_NewRef(Py_None);
-        }
-        if (PyDict_SetItem(state->exchange_apis, type, found) < 0) {
-            Py_DECREF(found);
-            return NULL;
-        }
-        Py_DECREF(found);
-        capsule = found; /* now borrowed from the dictionary */
-    }
-    if (capsule == Py_None) {
-        return NULL;
-    }
-    header = PyCapsule_GetPointer(capsule, exchange_capsule);
-    while (header != NULL && header->version.major != DLPACK_MAJOR_VERSION) {
-        header = header->prev_api;
-    }
-    return (const DLPackExchangeAPI *)header;
-}
-
-static int describe_all(describer_t *describer, PyObject *tensors, TensorTableObject *table)
-{
-    for (Py_ssize_t i = 0; i < table->count; i++) {
-        if (read_tensor(describer, i, PyTuple_GetItem(tensors, i), &table->rows[i]) < 0) {
-            return -1;
-        }
-        if (__builtin_add_overflow(table->nbytes, table->rows[i].nbytes, &table->nbytes)) {
-            PyErr_SetString(PyExc_OverflowError, "more than 2^64 bytes of tensors");
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int describer_init(describer_t *describer, PyObject *names, Py_ssize_t count)
-{
-    describer->dtype_name = PyUnicode_InternFromString("dtype");
-    describer->is_conj_name = PyUnicode_InternFromString("is_conj");
-    describer->is_neg_name = PyUnicode_InternFromString("is_neg");
-    if (describer->dtype_name == NULL || describer->is_conj_name == NULL ||
-        describer->is_neg_name == NULL) {
-        return -1;
-    }
-    if (names == NULL || names == Py_None) {
-        return 0;
-    }
-    describer->names = PySequence_Tuple(names);
-    if (describer->names == NULL) {
-        return -1;
-    }
-    if (PyTuple_Size(describer->names) != count) {
-        wsync_error_t err = {0};
-
-        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "describe",
-                         "%zd tensors but %zd names", count,
-                         PyTuple_Size(describer->names));
-        (void)wsync_py_raise(describer->state, &err);
-        return -1;
-    }
-    return 0;
-}
-
-static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"tensors", "names", NULL};
-    describer_t describer = {.state = wsync_py_state(module)};
-    TensorTableObject *table = NULL;
-    PyObject *sequence = NULL;
-    PyObject *names = NULL;
-    PyObject *tensors = NULL;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:describe", keywords, &sequence,
-                                     &names)) {
-        return NULL;
-    }
-    tensors = PySequence_Tuple(sequence);
-    if (tensors == NULL || describer_init(&describer, names, PyTuple_Size(tensors)) < 0) {
-        goto cleanup;
-    }
-    table = table_new(describer.state, PyTuple_Size(tensors));
-    if (table != NULL && describe_all(&describer, tensors, table) < 0) {
-        Py_CLEAR(table);
-    }
-
-cleanup:
-    Py_XDECREF(tensors);
-    Py_XDECREF(describer.names);
-    Py_XDECREF(describer.dtype_name);
-    Py_XDECREF(describer.is_conj_name);
-    Py_XDECREF(describer.is_neg_name);
-    return (PyObject *)table;
-}
-
-static PyMethodDef tensors_functions[] = {
-    {"describe", (PyCFunction)(void (*)(void))describe, METH_VARARGS | METH_KEYWORDS,
-     "describe(tensors, names=None)\n--\n\n"
-     "Describes torch tensors without copying; names are for error messages."},
-    {NULL, NULL, 0, NULL},
-};
-
 int wsync_py_register_tensors(PyObject *module)
 {
     ModuleState *state = wsync_py_state(module);
 
-    if (wsync_py_add_type(module, &table_spec, &state->type_TensorTable) < 0) {
-        return -1;
-    }
-    return PyModule_AddFunctions(module, tensors_functions);
+    return wsync_py_add_type(module, &table_spec, &state->type_TensorTable);
 }

@@ -31,6 +31,9 @@ typedef struct TensorTableObject {
     uint64_t nbytes;          /* of all elements of all tensors */
 } TensorTableObject;
 
+/* A table of `count` rows that are all zero, for the maker to fill. */
+TensorTableObject *wsync_py_table_new(ModuleState *state, Py_ssize_t count);
+
 /* The DLPack exchange API (major version 1) of a tensor's type, or of `like` itself where
  * that is a type; NULL without an exception where there is none, NULL with one on failure.
  * Found once per type; the table lives for the whole process. */
