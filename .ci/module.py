@@ -1,0 +1,74 @@
+"""module.py MODULE BUILD: what the extension exports and links, and that no layer below Python
+holds mutable globals."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+EXPORTS = {"PyInit__core"}
+LIBRARIES = {"libc.so.6", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+LAYERS = ("core", "device", "ipc", "comm")
+MUTABLE = (".data", ".bss", ".tdata", ".tbss")
+
+
+def output(*words: str | Path) -> str:
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
+def exports(module: Path) -> set[str]:
+    return {line.split()[-1] for line in output("nm", "-D", "--defined-only", module).splitlines()}
+
+
+def needed(module: Path) -> set[str]:
+    lines = output("readelf", "-d", module).splitlines()
+    return {line.split("[")[1].rstrip("]") for line in lines if "(NEEDED)" in line}
+
+
+def mutable_sections(item: Path) -> list[str]:
+    """Sections with writable content, `.data.rel.ro` (relocated constants) aside."""
+    found = []
+    for line in output("size", "-A", item).splitlines():
+        words = line.split()
+        if len(words) == 3 and words[1].isdigit() and int(words[1]) > 0:
+            name = words[0]
+            relocated = name.startswith(".data.rel.ro")
+            if not relocated and any(name == m or name.startswith(m + ".") for m in MUTABLE):
+                found.append(f"{name} ({words[1]} bytes)")
+    return found
+
+
+def control() -> bool:
+    """The check must see a mutable global where there is one."""
+    with tempfile.TemporaryDirectory() as folder:
+        item = Path(folder) / "planted.o"
+        code = "static int count; int bump(void); int bump(void) { return ++count; }"
+        subprocess.run(["gcc", "-x", "c", "-c", "-o", item, "-"], input=code, text=True, check=True)
+        return bool(mutable_sections(item))
+
+
+def main() -> int:
+    module, build = Path(sys.argv[1]), Path(sys.argv[2])
+    wrong = []
+    if exports(module) != EXPORTS:
+        wrong.append(f"{module}: exports {sorted(exports(module))}, not {sorted(EXPORTS)}")
+    libraries = needed(module)
+    if not libraries <= LIBRARIES:
+        wrong.append(f"{module}: links {sorted(libraries - LIBRARIES)}")
+    if not control():
+        wrong.append("a planted mutable global was not seen")
+    objects = 0
+    for layer in LAYERS:
+        items = sorted((build / "CMakeFiles" / f"wsync_{layer}.dir").rglob("*.o"))
+        if not items:
+            wrong.append(f"{layer}: no object files under {build}")
+        objects += len(items)
+        wrong += [f"{item}: {s}" for item in items for s in mutable_sections(item)]
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    print(f"exports {sorted(EXPORTS)}, links {sorted(libraries)}")
+    print(f"checked: {objects + 2} objects and tables")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
