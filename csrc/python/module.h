@@ -12,6 +12,7 @@
 /* Types that other files need to recognise or make: one slot of the module state each. */
 #define WSYNC_TYPE_MAP(X) \
     X(TensorTable)        \
+    X(Layout)             \
     X(Plan)               \
     X(Route)              \
     X(Memory)             \

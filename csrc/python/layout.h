@@ -1,0 +1,16 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Layout as other files of csrc/python see it.  Recognise it by ModuleState.type_Layout. */
+#ifndef WSYNC_PYTHON_LAYOUT_H
+#define WSYNC_PYTHON_LAYOUT_H
+
+#include "python/module.h"
+
+#include "core/layout.h"
+
+/* Immutable. */
+typedef struct LayoutObject {
+    PyObject_HEAD
+    wsync_layout_t *layout; /* owned */
+} LayoutObject;
+
+#endif
