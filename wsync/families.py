@@ -1,0 +1,255 @@
+"""Model families as tables: Megatron-Core parameter names to Hugging Face tensors.
+
+Names and row orders follow Megatron-Core 0.16 (`megatron/core/models/gpt`) and the checkpoints
+of transformers.  Sizes are those of the model:
+
+    h hidden, vocab, experts, layers
+    g query groups, n query heads per group, d channels of a head, heads = g * n
+    ffn, moe_ffn, shared_ffn: intermediate sizes of dense layers, one expert, the shared experts
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wsync import _core
+from wsync.rules import Rule, Target, key_of
+
+__all__ = ["FAMILIES", "Family", "Model", "family_of", "read_model"]
+
+_LAYER = "decoder.layers.{layer}."
+_HF = "model.layers.{layer}."
+
+
+def _rename(name: str, view: str, target: str) -> Rule:
+    return Rule(name, view, Target(target, re.sub(r"[*]|:\w+", "", view)))
+
+
+def _gated(name: str, size: str, target: str, *, kind: str = "weight") -> Rule:
+    """A gated first linear layer: every rank holds its gate rows, then its up rows."""
+    tail = " h" if kind == "weight" else ""
+    return Rule(
+        name,
+        f"(*gate:{size} | *up:{size}){tail}",
+        Target(f"{target}gate_proj.{kind}", f"gate{tail}"),
+        Target(f"{target}up_proj.{kind}", f"up{tail}"),
+    )
+
+
+def _qkv(kind: str) -> Rule:
+    """Rows per query group: its query heads, its key head, its value head."""
+    tail = " h" if kind == "weight" else ""
+    attention = f"{_HF}self_attn."
+    return Rule(
+        f"{_LAYER}self_attention.linear_qkv.{kind}",
+        f"*(g (n | k:1 | v:1) d){tail}",
+        Target(f"{attention}q_proj.{kind}", f"(g n d){tail}"),
+        Target(f"{attention}k_proj.{kind}", f"(g k d){tail}"),
+        Target(f"{attention}v_proj.{kind}", f"(g v d){tail}"),
+    )
+
+
+def _vocabulary(name: str, target: str) -> Rule:
+    return Rule(name, "*(vocab | pad:?) h", Target(target, "vocab h"))
+
+
+EMBEDDING: tuple[Rule, ...] = (
+    _vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+    _vocabulary("output_layer.weight", "lm_head.weight"),
+    _rename("decoder.final_layernorm.weight", "h", "model.norm.weight"),
+)
+
+ATTENTION: tuple[Rule, ...] = (
+    _qkv("weight"),
+    _qkv("bias"),
+    _rename(
+        f"{_LAYER}self_attention.linear_proj.weight",
+        "h *(g n d)",
+        f"{_HF}self_attn.o_proj.weight",
+    ),
+    _rename(f"{_LAYER}self_attention.linear_proj.bias", "h", f"{_HF}self_attn.o_proj.bias"),
+    _rename(f"{_LAYER}self_attention.q_layernorm.weight", "d", f"{_HF}self_attn.q_norm.weight"),
+    _rename(f"{_LAYER}self_attention.k_layernorm.weight", "d", f"{_HF}self_attn.k_norm.weight"),
+    # One norm, two names: fused into the linear layer by TransformerEngine, else of its own.
+    _rename(
+        f"{_LAYER}self_attention.linear_qkv.layer_norm_weight", "h", f"{_HF}input_layernorm.weight"
+    ),
+    _rename(f"{_LAYER}input_layernorm.weight", "h", f"{_HF}input_layernorm.weight"),
+    _rename(
+        f"{_LAYER}mlp.linear_fc1.layer_norm_weight",
+        "h",
+        f"{_HF}post_attention_layernorm.weight",
+    ),
+    _rename(f"{_LAYER}pre_mlp_layernorm.weight", "h", f"{_HF}post_attention_layernorm.weight"),
+)
+
+DENSE_MLP: tuple[Rule, ...] = (
+    _gated(f"{_LAYER}mlp.linear_fc1.weight", "ffn", f"{_HF}mlp."),
+    _gated(f"{_LAYER}mlp.linear_fc1.bias", "ffn", f"{_HF}mlp.", kind="bias"),
+    _rename(f"{_LAYER}mlp.linear_fc2.weight", "h *ffn", f"{_HF}mlp.down_proj.weight"),
+    _rename(f"{_LAYER}mlp.linear_fc2.bias", "h", f"{_HF}mlp.down_proj.bias"),
+)
+
+EXPERTS: tuple[Rule, ...] = (
+    _rename(f"{_LAYER}mlp.router.weight", "experts h", f"{_HF}mlp.gate.weight"),
+    _rename(f"{_LAYER}mlp.router.expert_bias", "experts", f"{_HF}mlp.gate.e_score_correction_bias"),
+    *(
+        rule
+        for first, second in (
+            ("linear_fc1.weight{expert}", "linear_fc2.weight{expert}"),
+            (
+                "local_experts.{expert}.linear_fc1.weight",
+                "local_experts.{expert}.linear_fc2.weight",
+            ),
+        )
+        for rule in (
+            _gated(f"{_LAYER}mlp.experts.{first}", "moe_ffn", f"{_HF}mlp.experts.{{expert}}."),
+            _rename(
+                f"{_LAYER}mlp.experts.{second}",
+                "h *moe_ffn",
+                f"{_HF}mlp.experts.{{expert}}.down_proj.weight",
+            ),
+        )
+    ),
+    # Legacy grouped experts: one tensor per rank, transposed for each expert.
+    Rule(
+        f"{_LAYER}mlp.experts.weight1",
+        "@experts h (*gate:moe_ffn | *up:moe_ffn)",
+        Target(f"{_HF}mlp.experts.{{experts}}.gate_proj.weight", "gate h"),
+        Target(f"{_HF}mlp.experts.{{experts}}.up_proj.weight", "up h"),
+        stored=((1,), (0, 2)),
+    ),
+    Rule(
+        f"{_LAYER}mlp.experts.weight2",
+        "@experts *moe_ffn h",
+        Target(f"{_HF}mlp.experts.{{experts}}.down_proj.weight", "h moe_ffn"),
+        stored=((0, 1), (2,)),
+    ),
+)
+
+SHARED_EXPERT: tuple[Rule, ...] = (
+    _gated(
+        f"{_LAYER}mlp.shared_experts.linear_fc1.weight", "shared_ffn", f"{_HF}mlp.shared_expert."
+    ),
+    _rename(
+        f"{_LAYER}mlp.shared_experts.linear_fc2.weight",
+        "h *shared_ffn",
+        f"{_HF}mlp.shared_expert.down_proj.weight",
+    ),
+    _rename(
+        f"{_LAYER}mlp.shared_experts.gate_weight", "one:1 h", f"{_HF}mlp.shared_expert_gate.weight"
+    ),
+)
+
+
+class Family:
+    """A named table of rules."""
+
+    def __init__(self, name: str, *tables: tuple[Rule, ...]) -> None:
+        self.name = name
+        self.rules = tuple(rule for table in tables for rule in table)
+        self._by_key: dict[str, list[Rule]] = {}
+        for rule in self.rules:
+            self._by_key.setdefault(rule.key, []).append(rule)
+        self._labels = sorted({t.together for rule in self.rules for t in rule.targets} - {""})
+
+    def find(self, name: str) -> tuple[Rule, dict[str, int]]:
+        """The rule of a global parameter name and the numbers in that name.
+
+        Raises LayoutError that names the parameter and the family if no rule matches.
+        """
+        for rule in self._by_key.get(key_of(name), ()):
+            numbers = rule.match(name)
+            if numbers is not None:
+                return rule, numbers
+        raise _core.LayoutError(f"{name}: no rule of the family {self.name!r} matches it")
+
+    def group(self, label: str, layer: int) -> int:
+        """The keep-together group of a label in a layer; 0 for no label."""
+        return 0 if not label else 1 + layer * len(self._labels) + self._labels.index(label)
+
+
+FAMILIES: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        Family("llama", EMBEDDING, ATTENTION, DENSE_MLP),
+        Family("qwen2", EMBEDDING, ATTENTION, DENSE_MLP),
+        Family("qwen3", EMBEDDING, ATTENTION, DENSE_MLP),
+        Family("qwen2_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS, SHARED_EXPERT),
+        Family("qwen3_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a configuration says about a model."""
+
+    family: Family
+    sizes: Mapping[str, int]
+    tied: bool
+
+
+def family_of(name: str) -> Family:
+    """The family of a model_type ("qwen3_moe") or of a config's class name ("Qwen3MoeConfig")."""
+    plain = re.sub(r"[^a-z0-9]|config$|forcausallm$", "", name.lower())
+    for family in FAMILIES.values():
+        if family.name.replace("_", "") == plain:
+            return family
+    raise _core.UnsupportedError(
+        f"model family {name!r} is not known; known are {', '.join(sorted(FAMILIES))}"
+    )
+
+
+# size: the names it has in Hugging Face configs, then in Megatron's arguments
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "h": ("hidden_size",),
+    "vocab": ("vocab_size",),
+    "layers": ("num_hidden_layers", "num_layers"),
+    "heads": ("num_attention_heads",),
+    "g": ("num_key_value_heads", "num_query_groups"),
+    "d": ("head_dim", "kv_channels"),
+    "ffn": ("intermediate_size", "ffn_hidden_size"),
+    "moe_ffn": ("moe_intermediate_size", "moe_ffn_hidden_size"),
+    "shared_ffn": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "experts": ("num_experts", "n_routed_experts", "num_local_experts", "num_moe_experts"),
+}
+
+
+def read_model(config: Any, model_name: str | None = None) -> Model:
+    """Family and sizes from a Hugging Face config or from Megatron's (slime's) arguments.
+
+    `model_name` goes before the config's own `model_type`.  Sizes that the config does not have
+    are left out; a rule that needs one then fails by name.
+    """
+    name = model_name or getattr(config, "model_type", None) or getattr(config, "model_name", None)
+    if not isinstance(name, str) or not name:
+        raise _core.InvalidArgumentError(
+            f"{type(config).__name__} has no model_type: pass model_name="
+        )
+    sizes: dict[str, int] = {}
+    for size, fields in _FIELDS.items():
+        value = next((v for f in fields if (v := getattr(config, f, None)) is not None), None)
+        if value is not None:
+            sizes[size] = int(value)
+    heads = sizes.get("heads", 0)
+    if heads <= 0 or sizes.get("h", 0) <= 0:
+        raise _core.InvalidArgumentError(
+            f"{type(config).__name__}: hidden_size {sizes.get('h')} and num_attention_heads "
+            f"{sizes.get('heads')} must be positive"
+        )
+    sizes.setdefault("g", heads)
+    sizes.setdefault("d", sizes["h"] // heads)
+    if sizes["g"] <= 0 or heads % sizes["g"]:
+        raise _core.LayoutError(
+            f"{type(config).__name__}: {heads} attention heads do not divide into "
+            f"{sizes['g']} query groups"
+        )
+    sizes["n"] = heads // sizes["g"]
+    tied = getattr(config, "tie_word_embeddings", None)
+    if tied is None:
+        tied = not getattr(config, "untie_embeddings_and_output_weights", True)
+    return Model(family_of(name), sizes, bool(tied))

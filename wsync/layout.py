@@ -1,0 +1,104 @@
+"""Trainer layouts: which boxes of which tensors one trainer rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from wsync import _core
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Form", "TrainerLayout", "from_tensors", "global_name"]
+
+# dtype, shape, element strides: what must not change after a layout was built
+Form = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def global_name(name: str) -> str:
+    """A parameter name without the wrappers (`module.`) that Megatron and slime put in front."""
+    while name.startswith("module."):
+        name = name[len("module.") :]
+    return name
+
+
+@dataclass(frozen=True)
+class TrainerLayout:
+    """The layout of one trainer rank and the way to its current tensors.
+
+    Buffer i of `layout` on this rank is the trainer parameter `names[i]`; `tensors()` gives the
+    tensors that hold the parameters now, in that order.  `rank` and `ranks` count in `group`
+    (None: the default process group, or a process of its own).  `forms[i]` is what the layout was
+    built from.
+    """
+
+    layout: _core.Layout
+    names: tuple[str, ...]
+    tensors: Callable[[], Sequence[Tensor]]
+    forms: tuple[Form, ...]
+    rank: int = 0
+    ranks: int = 1
+    group: ProcessGroup | None = None
+
+    def bind(self, weights: Mapping[str, Tensor] | None = None) -> _core.TensorTable:
+        """Describes the tensors that hold the parameters now.
+
+        `weights` ({name: tensor}, names with or without leading `module.`) replaces the model's
+        own tensors, as slime's weights_getter does; it may hold more than the layout needs.
+        The table borrows the tensors.  Raises LayoutError where a parameter is missing or differs
+        in dtype, shape or strides from what the layout was built from.
+        """
+        table = _core.describe(self._current(weights), self.names)
+        for index, (name, form) in enumerate(zip(self.names, self.forms, strict=True)):
+            _, dtype, shape, strides, _ = table[index]
+            if (dtype, shape, strides) != form:
+                _refuse(name, form, (dtype, shape, strides))
+        return table
+
+    def _current(self, weights: Mapping[str, Tensor] | None) -> Sequence[Tensor]:
+        if weights is None:
+            return self.tensors()
+        known = {global_name(name): tensor for name, tensor in weights.items()}
+        wanted = [global_name(name) for name in self.names]
+        try:
+            return [known[name] for name in wanted]
+        except KeyError:
+            missing = [name for name in wanted if name not in known]
+            raise _core.LayoutError(
+                f"{missing[0]}: not among the {len(known)} weights given "
+                f"({len(missing)} of {len(self.names)} missing)"
+            ) from None
+
+
+def _refuse(name: str, expected: Form, found: Form) -> None:
+    for what, old, new in zip(("dtype", "shape", "strides"), expected, found, strict=True):
+        if old != new:
+            raise _core.LayoutError(f"{name}: {what} {new} != {old} of the layout")
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> TrainerLayout:
+    """A layout of one rank that holds whole tensors under their Hugging Face names.
+
+    The mapping is read again at every update, so its tensors may be replaced by others of the
+    same dtype, shape and strides.
+    """
+    names = tuple(tensors)
+    table = _core.describe([tensors[name] for name in names], names)
+    builder = _core.LayoutBuilder(0)
+    builder.add_tensors(names, table)
+
+    def current() -> Sequence[Tensor]:
+        try:
+            return [tensors[name] for name in names]
+        except KeyError as error:
+            raise _core.LayoutError(f"{error.args[0]}: no longer among the tensors") from None
+
+    return TrainerLayout(builder.build(), names, current, forms_of(table))
+
+
+def forms_of(table: _core.TensorTable) -> tuple[Form, ...]:
+    """dtype, shape and strides of every tensor of a table."""
+    return tuple(table[index][1:4] for index in range(len(table)))

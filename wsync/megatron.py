@@ -1,0 +1,373 @@
+"""Layouts of Megatron-Core trainers.
+
+What a rank holds of a parameter is told by the family's rule (which dimension is cut, and how),
+the sizes of the configuration, and this rank's place in Megatron's groups; the local shape must
+agree.  The attributes that Megatron puts on parameters only confirm it, because some are wrong:
+on 0.16 the second linear layer of TransformerEngine experts calls dimension 0 cut where it is 1,
+and duplicated MLA projections call themselves parallel.
+
+Replicas (data parallel, context parallel, a tied embedding on the last pipeline stage) are the
+same boxes on several ranks.  slime's "bridge" mode, where a bridge object exports Hugging Face
+tensors, has no layout here: its tensors can go through `wsync.layout.from_tensors`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from wsync import _core
+from wsync.families import Model, read_model
+from wsync.layout import TrainerLayout, forms_of, global_name
+from wsync.rules import Cut, Expansion, Piece, Placement, Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.nn import Module
+
+__all__ = ["Ranks", "layout"]
+
+OUTPUT = "output_layer.weight"
+_LAYER = re.compile(r"((?:language_model\.)?decoder\.layers\.)(\d+)(?=\.|$)")
+_EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)")
+_ALONE = Cut()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's place in the groups that cut parameters."""
+
+    tensor: Cut = _ALONE
+    expert_tensor: Cut = _ALONE
+    expert: Cut = _ALONE
+
+    @staticmethod
+    def current() -> Ranks:
+        """As Megatron's parallel_state has them; one of one where it is not initialised."""
+        from megatron.core import parallel_state as state
+
+        if not state.model_parallel_is_initialized():
+            return Ranks()
+        return Ranks(
+            Cut(
+                state.get_tensor_model_parallel_rank(),
+                state.get_tensor_model_parallel_world_size(),
+            ),
+            Cut(
+                state.get_expert_tensor_parallel_rank(),
+                state.get_expert_tensor_parallel_world_size(),
+            ),
+            Cut(
+                state.get_expert_model_parallel_rank(),
+                state.get_expert_model_parallel_world_size(),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a module keeps a parameter or buffer; read again at every update."""
+
+    name: str
+    home: dict[str, Any]
+    key: str
+
+
+def layout(
+    model: Module | Sequence[Module],
+    config: Any,
+    *,
+    model_name: str | None = None,
+    group: ProcessGroup | None = None,
+) -> TrainerLayout:
+    """The layout of this rank of a Megatron-Core model.
+
+    `model`: one module, or one per virtual pipeline stage.  `config`: the Hugging Face
+    configuration, or Megatron's (slime's) arguments together with `model_name`.  `group`: the
+    ranks that take part in updates (default: all).  Not collective: nothing is communicated.
+
+    Raises UnsupportedError for an unknown family, LayoutError for a parameter that no rule
+    matches, that has another shape than the configuration says, or whose attributes contradict it.
+    """
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    spec = read_model(config, model_name)
+    ranks = Ranks.current()
+    rank, count = _position(group)
+    slots = list(_slots(chunks, spec, ranks))
+    names = tuple(slot.name for slot in slots)
+
+    def tensors() -> Sequence[Tensor]:
+        return [slot.home[slot.key] for slot in slots]
+
+    current = tensors()
+    table = _core.describe(current, names)
+    forms = forms_of(table)
+    builder = _core.LayoutBuilder(rank)
+    reader = _Reader(spec, ranks)
+    for index, (name, tensor, form) in enumerate(zip(names, current, forms, strict=True)):
+        dtype, shape, strides = form
+        regions, maps, strides = reader.read(name, tensor, shape, strides)
+        builder.add_parameter(name, index, dtype, strides, regions, maps)
+    return TrainerLayout(builder.build(), names, tensors, forms, rank, count, group)
+
+
+def _position(group: ProcessGroup | None) -> tuple[int, int]:
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise _core.InvalidArgumentError("this process is not a member of the group it passed")
+    return rank, dist.get_world_size(group)
+
+
+def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[_Slot]:
+    """Parameters and expert biases of all chunks under their global names, each name once."""
+    seen: set[str] = set()
+    for stage, chunk in enumerate(chunks):
+        numbers = _layer_numbers(chunk, stage if len(chunks) > 1 else None)
+        tensors: set[int] = set()
+        for path, module in chunk.named_modules():
+            _check_tied(path, module, spec)
+            for home in (module._parameters, module._buffers):
+                for key, tensor in home.items():
+                    if tensor is None or (home is module._buffers and "expert_bias" not in key):
+                        continue
+                    local = global_name(f"{path}.{key}" if path else key)
+                    name = _global(local, numbers, spec, ranks)
+                    tied = spec.tied and name == OUTPUT
+                    if tied or name in seen or id(tensor) in tensors:
+                        continue
+                    seen.add(name)
+                    tensors.add(id(tensor))
+                    yield _Slot(name, home, key)
+
+
+def _check_tied(path: str, module: Module, spec: Model) -> None:
+    shared = getattr(module, "share_embeddings_and_output_weights", None)
+    if isinstance(shared, bool) and shared != spec.tied:
+        raise _core.LayoutError(
+            f"{path or 'model'}: share_embeddings_and_output_weights is {shared}, "
+            f"but the configuration says tied embeddings: {spec.tied}"
+        )
+
+
+def _layer_numbers(chunk: Module, stage: int | None) -> dict[int, int]:
+    """Global layer index of every local one in a chunk."""
+    numbers: dict[int, int] = {}
+    offset: int | None = None
+    for path, module in chunk.named_modules():
+        match = _LAYER.fullmatch(global_name(path))
+        if match is None:
+            continue
+        local = int(match.group(2))
+        number = getattr(module, "layer_number", None)  # counts from 1
+        if isinstance(number, int):
+            numbers[local] = number - 1
+        else:
+            offset = _layer_offset(chunk, stage) if offset is None else offset
+            numbers[local] = local + offset
+    return numbers
+
+
+def _layer_offset(chunk: Module, stage: int | None) -> int:
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    config = next((c for m in chunk.modules() if (c := getattr(m, "config", None))), None)
+    if config is None:
+        raise _core.LayoutError("layers have neither a layer_number nor a config to count them by")
+    if "vp_stage" in inspect.signature(get_transformer_layer_offset).parameters:
+        stage = getattr(chunk, "vp_stage", stage)
+        return int(get_transformer_layer_offset(config, vp_stage=stage))
+    return int(get_transformer_layer_offset(config))
+
+
+def _global(local: str, numbers: dict[int, int], spec: Model, ranks: Ranks) -> str:
+    """The name in the unsharded model of a name in one chunk."""
+    name = local
+    match = _LAYER.match(name)
+    if match is not None:
+        layer = numbers.get(int(match.group(2)), int(match.group(2)))
+        name = f"{match.group(1)}{layer}{name[match.end() :]}"
+    match = _EXPERT.search(name)
+    if match is not None:
+        expert, experts = int(match.group(2)), spec.sizes.get("experts", 0)
+        share = experts // ranks.expert.ranks
+        if experts % ranks.expert.ranks or expert >= share:
+            raise _core.LayoutError(
+                f"{local}: expert {expert} of a rank, but {experts} experts over "
+                f"{ranks.expert.ranks} expert-parallel ranks give {share} each"
+            )
+        expert += ranks.expert.rank * share
+        name = f"{name[: match.start(2)]}{expert}{name[match.end() :]}"
+    return name
+
+
+class _Reader:
+    """Turns parameters into regions and maps; what repeats from layer to layer is kept."""
+
+    def __init__(self, spec: Model, ranks: Ranks) -> None:
+        self.spec = spec
+        self.ranks = ranks
+        self._expansions: dict[tuple[int, int], Expansion] = {}
+        self._plans: dict[tuple[int, tuple[int, ...], bool], _Plan] = {}
+
+    def read(
+        self, name: str, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> tuple[Sequence[_core.Region], list[_core.Map], tuple[int, ...]]:
+        """(regions, maps, element strides in the order of the rule's view) of one parameter."""
+        rule, numbers = self.spec.family.find(name)
+        for kind, size in (("layer", "layers"), ("expert", "experts")):
+            limit = self.spec.sizes.get(size)
+            if kind in numbers and limit is not None and numbers[kind] >= limit:
+                raise _core.LayoutError(
+                    f"{name}: {kind} {numbers[kind]}, but the configuration has {limit} {size}"
+                )
+        duplicated = (
+            getattr(tensor, "tensor_model_parallel", None) is False
+            or getattr(tensor, "parallel_mode", None) == "duplicated"
+        )
+        key = (id(rule), shape, duplicated)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(rule, name, shape, duplicated)
+        cut = self._cut(rule)
+        if cut.ranks > 1:
+            _check_attributes(name, tensor, plan, cut.ranks)
+        if rule.stored is not None:
+            strides = _view_strides(name, plan, shape, strides)
+        family, layer = self.spec.family, numbers.get("layer", 0)
+        names = {text: text.format(**numbers) for text in plan.names}
+        maps: list[_core.Map] = [
+            (
+                names[piece.name],
+                "",
+                piece.shape,
+                piece.target_start,
+                piece.source_start,
+                piece.extent,
+                piece.axes,
+                family.group(piece.together, layer) if piece.together else 0,
+            )
+            for piece in plan.pieces
+        ]
+        return plan.placement.regions, maps, strides
+
+    def _cut(self, rule: Rule) -> Cut:
+        return self.ranks.expert_tensor if ".mlp.experts." in rule.name else self.ranks.tensor
+
+    def _plan(self, rule: Rule, name: str, shape: tuple[int, ...], duplicated: bool) -> _Plan:
+        cut = self._cut(rule)
+        expansion = self._expand(rule, name, shape, 1 if duplicated else cut.ranks)
+        try:
+            share = expansion.place(cut, self.ranks.expert)
+        except _core.LayoutError as error:
+            raise _core.LayoutError(f"{name}: shape {expansion.shape}: {error}") from None
+        whole = expansion.place(_ALONE, self.ranks.expert)
+        for placement in (share, whole) if duplicated else (share,):
+            if shape == _stored(rule, placement.shape):
+                return _Plan(expansion, placement, duplicated and placement == whole)
+        kind = "expert-tensor" if ".mlp.experts." in rule.name else "tensor"
+        raise _core.LayoutError(
+            f"{name}: local shape {shape} != {_stored(rule, share.shape)}, the share of the whole "
+            f"{_stored(rule, expansion.shape)} over {cut.ranks} {kind}-parallel ranks"
+        )
+
+    def _expand(self, rule: Rule, name: str, shape: tuple[int, ...], ranks: int) -> Expansion:
+        """The rule with this model's sizes; an inferred axis takes what the known ones leave."""
+        found = self._expansions.get((id(rule), 0))
+        if found is None:
+            try:
+                found = self._expansions[(id(rule), 0)] = rule.expand(self.spec.sizes)
+            except KeyError as error:
+                raise _core.LayoutError(
+                    f"{name}: the configuration does not give the size {error.args[0]!r} that "
+                    f"the family {self.spec.family.name!r} needs for it"
+                ) from None
+        dimension = rule.inferred_dimension()
+        if dimension < 0 or len(shape) <= dimension:
+            return found
+        rest = shape[dimension] * ranks - found.shape[dimension]
+        if rest < 0:
+            raise _core.LayoutError(
+                f"{name}: local shape {shape} over {ranks} tensor-parallel ranks has "
+                f"{shape[dimension] * ranks} rows, fewer than the {found.shape[dimension]} of the "
+                f"configuration"
+            )
+        return rule.expand(self.spec.sizes, rest)
+
+
+class _Plan:
+    """What all parameters of one rule and shape have in common on this rank."""
+
+    def __init__(self, expansion: Expansion, placement: Placement, duplicated: bool) -> None:
+        self.rule = expansion.rule
+        self.placement = placement
+        self.duplicated = duplicated
+        self.pieces: tuple[Piece, ...] = tuple(p for p in expansion.pieces if placement.meets(p))
+        self.names = {piece.name for piece in self.pieces}
+        changed = [
+            dimension
+            for dimension, (a, b) in enumerate(
+                zip(
+                    _stored(self.rule, placement.shape),
+                    _stored(self.rule, expansion.place(_ALONE, _ALONE).shape),
+                    strict=True,
+                )
+            )
+            if a != b
+        ]
+        self.cut_dimensions = changed
+
+
+def _stored(rule: Rule, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that Megatron gives a parameter whose view has `shape`."""
+    if rule.stored is None:
+        return shape
+    sizes = []
+    for dimensions in rule.stored:
+        size = 1
+        for dimension in dimensions:
+            size *= shape[dimension]
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def _view_strides(
+    name: str, plan: _Plan, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Strides of the rule's view over the contiguous storage of a legacy parameter."""
+
+    def dense(extents: Sequence[int]) -> tuple[int, ...]:
+        found = [1]
+        for extent in reversed(extents[1:]):
+            found.append(found[-1] * extent)
+        return tuple(reversed(found))
+
+    if strides != dense(shape):
+        raise _core.LayoutError(f"{name}: strides {strides} of shape {shape} are not contiguous")
+    return dense(plan.placement.shape)
+
+
+def _check_attributes(name: str, tensor: Tensor, plan: _Plan, ranks: int) -> None:
+    """Compares what Megatron says of a parameter with what its shape says."""
+    parallel = getattr(tensor, "tensor_model_parallel", None)
+    dimension = getattr(tensor, "partition_dim", None)
+    if not plan.cut_dimensions or plan.duplicated:
+        return
+    if parallel is False:
+        raise _core.LayoutError(
+            f"{name}: its shape is cut over {ranks} ranks, but tensor_model_parallel is False"
+        )
+    # Experts' second layer: TransformerEngine's grouped one reports 0 on Megatron-Core 0.16.
+    known = ".experts.linear_fc2." in name
+    if parallel and dimension not in (None, -1, *plan.cut_dimensions) and not known:
+        raise _core.LayoutError(
+            f"{name}: partition_dim is {dimension}, but its shape is cut along dimension "
+            f"{plan.cut_dimensions[0]} over {ranks} ranks"
+        )

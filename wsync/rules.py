@@ -1,0 +1,504 @@
+"""Rules: where the elements of an unsharded Megatron parameter lie in Hugging Face tensors.
+
+A rule names a parameter, writes its axes down, and writes the axes of each target tensor down in
+that tensor's own order:
+
+    Rule("decoder.layers.{layer}.self_attention.linear_qkv.weight",
+         "*(g (n | k:1 | v:1) d) h",
+         Target("model.layers.{layer}.self_attn.q_proj.weight", "(g n d) h"),
+         Target("model.layers.{layer}.self_attn.k_proj.weight", "(g k d) h"),
+         Target("model.layers.{layer}.self_attn.v_proj.weight", "(g v d) h"))
+
+Grammar of a view:
+    view    dimensions, separated by spaces, outermost first
+    item    `name` or `name:size` or a group; `size` is a number, the name of a size (default:
+            the axis's own name), or `?`: inferred from the parameter (at most one in a view)
+    group   `(a b)` is one dimension that counts through a and b, b fastest;
+            `(a b | c)` is the elements of (a b) followed by those of c
+    *item   tensor-parallel ranks (expert-tensor-parallel ones for experts) hold equal parts of
+            it; inside a group only its first item can be cut, in each alternative
+    @item   expert-parallel ranks hold equal parts of it
+
+A target's view repeats names of the rule's view, without sizes and marks.  Each alternative of the
+parameter must go to some target; only an alternative that contains an axis called `pad` may stay
+behind.  An axis of the rule that a target's *name* mentions in braces gives one tensor for each
+of its indices.  `{layer}` and `{expert}` stand for numbers that the parameter's name holds.
+
+A rule expands to boxes, so it copies and never computes.  What a rank holds of the unsharded
+parameter (its regions) is composed with these boxes later: a local shard is never reshaped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from wsync import _core
+
+__all__ = ["Cut", "Expansion", "Piece", "Placement", "Rule", "RuleError", "Target"]
+
+PAD = "pad"
+INFERRED = "?"
+MAX_DIMENSIONS = 6
+MAX_BOXES = 1 << 20  # far above any real rule; a bound for a mistyped one
+
+_TOKEN = re.compile(r"\s*(?:(?P<mark>[*@])|(?P<name>[a-z_][a-z0-9_]*)|(?P<other>[()|:?]|\d+))")
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_NUMBERED = ("layer", "expert")
+
+
+class RuleError(ValueError):
+    """A rule that cannot mean anything: wrong grammar, axes that go nowhere or come twice."""
+
+
+@dataclass(frozen=True)
+class _Axis:
+    name: str
+    size: str
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class _Group:
+    alternatives: tuple[tuple[_Item, ...], ...]
+    mark: str = ""
+
+
+_Item = _Axis | _Group
+
+
+class _Parser:
+    """Turns the text of one view into items, one per dimension."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens: list[str] = []
+        position = 0
+        text = text.rstrip()
+        while position < len(text):
+            match = _TOKEN.match(text, position)
+            if match is None:
+                raise RuleError(f"view {self.text!r}: unexpected text at column {position}")
+            self.tokens.append(match.group().strip())
+            position = match.end()
+        self.at = 0
+
+    def peek(self) -> str:
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+
+    def take(self) -> str:
+        token = self.peek()
+        self.at += 1
+        return token
+
+    def view(self) -> tuple[_Item, ...]:
+        items = self.items()
+        if self.peek():
+            raise RuleError(f"view {self.text!r}: unexpected {self.peek()!r}")
+        if len(items) > MAX_DIMENSIONS:
+            raise RuleError(f"view {self.text!r}: more than {MAX_DIMENSIONS} dimensions")
+        return items
+
+    def items(self) -> tuple[_Item, ...]:
+        items: list[_Item] = []
+        while self.peek() not in ("", ")", "|"):
+            items.append(self.item())
+        return tuple(items)
+
+    def item(self) -> _Item:
+        mark = self.take() if self.peek() in ("*", "@") else ""
+        token = self.take()
+        if token == "(":
+            alternatives = [self.items()]
+            while self.peek() == "|":
+                self.take()
+                alternatives.append(self.items())
+            if self.take() != ")":
+                raise RuleError(f"view {self.text!r}: a group is not closed")
+            if not all(alternatives):
+                raise RuleError(f"view {self.text!r}: an alternative is empty")
+            return _Group(tuple(alternatives), mark)
+        if not re.fullmatch(r"[a-z_]\w*", token):
+            raise RuleError(f"view {self.text!r}: {token!r} is not the name of an axis")
+        size = token
+        if self.peek() == ":":
+            self.take()
+            size = self.take()
+        return _Axis(token, size, mark)
+
+
+def _axes(items: Sequence[_Item]) -> Iterator[_Axis]:
+    for item in items:
+        if isinstance(item, _Axis):
+            yield item
+        else:
+            for alternative in item.alternatives:
+                yield from _axes(alternative)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One axis in one dimension of a tensor: index i adds i * stride to the coordinate."""
+
+    dimension: int
+    stride: int
+    size: int
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """One choice of alternatives: a dense box of the index space of its axes."""
+
+    origin: tuple[int, ...]  # coordinate of index 0 of every axis
+    steps: Mapping[str, _Step]
+
+
+class _View:
+    """A parsed view: sizes, branches and parts once the sizes of its axes are known."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.items = _Parser(text).view()
+        names = [axis.name for axis in _axes(self.items)]
+        for name in names:
+            if names.count(name) > 1:
+                raise RuleError(f"view {text!r}: axis {name!r} occurs twice")
+        self.names = frozenset(names)
+
+    def size(self, item: _Item, sizes: Mapping[str, int]) -> int:
+        if isinstance(item, _Axis):
+            return sizes[item.name]
+        return sum(self._product(alternative, sizes) for alternative in item.alternatives)
+
+    def _product(self, items: Sequence[_Item], sizes: Mapping[str, int]) -> int:
+        return math.prod(self.size(item, sizes) for item in items)
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(self.size(item, sizes) for item in self.items)
+
+    def branches(self, sizes: Mapping[str, int]) -> list[_Branch]:
+        """All choices of alternatives that hold at least one element."""
+        choices = [
+            list(self._choices(item, dimension, sizes)) for dimension, item in enumerate(self.items)
+        ]
+        found = []
+        for choice in itertools.product(*choices):
+            steps = {name: step for _, part in choice for name, step in part.items()}
+            if all(step.size > 0 for step in steps.values()):
+                found.append(_Branch(tuple(origin for origin, _ in choice), steps))
+        return found
+
+    def _choices(
+        self, item: _Item, dimension: int, sizes: Mapping[str, int]
+    ) -> Iterator[tuple[int, dict[str, _Step]]]:
+        """(offset, steps) of every choice of alternatives inside one item."""
+        if isinstance(item, _Axis):
+            yield 0, {item.name: _Step(dimension, 1, sizes[item.name])}
+            return
+        base = 0
+        for alternative in item.alternatives:
+            inner = [self._product(alternative[i + 1 :], sizes) for i in range(len(alternative))]
+            options = [list(self._choices(part, dimension, sizes)) for part in alternative]
+            for choice in itertools.product(*options):
+                offset = base
+                steps: dict[str, _Step] = {}
+                for scale, (start, part) in zip(inner, choice, strict=True):
+                    offset += start * scale
+                    for name, step in part.items():
+                        steps[name] = _Step(dimension, step.stride * scale, step.size)
+                yield offset, steps
+            base += self._product(alternative, sizes)
+
+    def parts(
+        self, item: _Item, sizes: Mapping[str, int], cuts: Mapping[str, Cut]
+    ) -> list[tuple[int, int]]:
+        """(start, extent) of what a rank holds of one dimension, in the rank's own order."""
+        size = self.size(item, sizes)
+        if item.mark:
+            cut = cuts[item.mark]
+            if size % cut.ranks:
+                raise _core.LayoutError(
+                    f"an axis of {size} elements cannot be cut over {cut.ranks} ranks "
+                    f"(view {self.text!r})"
+                )
+            share = size // cut.ranks
+            return [(share * cut.rank, share)]
+        if isinstance(item, _Axis):
+            return [(0, size)]
+        found: list[tuple[int, int]] = []
+        base = 0
+        for first, *rest in item.alternatives:
+            inner = self._product(rest, sizes)
+            if any(axis.mark for axis in _axes(rest)):
+                raise RuleError(f"view {self.text!r}: only the first item of a group can be cut")
+            for start, extent in self.parts(first, sizes, cuts):
+                start = base + start * inner
+                extent *= inner
+                if found and sum(found[-1]) == start:
+                    found[-1] = (found[-1][0], found[-1][1] + extent)
+                else:
+                    found.append((start, extent))
+            base += self.size(first, sizes) * inner
+        return [part for part in found if part[1]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """This rank's place among the ranks that share a parameter."""
+
+    rank: int = 0
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Target:
+    """A Hugging Face tensor that takes elements of a parameter.
+
+    `together`: tensors of one layer with the same label reach an engine in the same round.
+    """
+
+    name: str
+    view: str
+    together: str = ""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of the unsharded parameter and the box of a target tensor that it fills.
+
+    `axes`: the parameter's axis of each axis of the target, or -1 where the extent is 1.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    target_start: tuple[int, ...]
+    source_start: tuple[int, ...]
+    extent: tuple[int, ...]
+    axes: tuple[int, ...]
+    together: str
+
+    def source_box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(start, extent) in the unsharded parameter."""
+        extent = [1] * len(self.source_start)
+        for axis, count in zip(self.axes, self.extent, strict=True):
+            if axis >= 0:
+                extent[axis] = count
+        return self.source_start, tuple(extent)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a rank holds: the shape of its tensor and (start, extent, local start) of each box."""
+
+    shape: tuple[int, ...]
+    regions: tuple[_core.Region, ...]
+
+    def meets(self, piece: Piece) -> bool:
+        start, extent = piece.source_box()
+        return any(
+            all(
+                a < b + n and b < a + m
+                for a, m, b, n in zip(start, extent, where, count, strict=True)
+            )
+            for where, count, _ in self.regions
+        )
+
+
+class Expansion:
+    """A rule with all sizes known."""
+
+    def __init__(self, rule: Rule, sizes: Mapping[str, int]) -> None:
+        self.rule = rule
+        self._sizes = sizes
+        self._view = rule.parsed
+        self.shape = self._view.shape(sizes)
+
+    def place(self, tensor: Cut, expert: Cut | None = None) -> Placement:
+        """The share of a rank; raises LayoutError if an axis does not divide."""
+        cuts = {"*": tensor, "@": expert or Cut()}
+        dimensions = [self._view.parts(item, self._sizes, cuts) for item in self._view.items]
+        local: list[list[tuple[int, int, int]]] = []
+        for parts in dimensions:
+            ends = list(itertools.accumulate((extent for _, extent in parts), initial=0))
+            local.append([(*part, end) for part, end in zip(parts, ends, strict=False)])
+        regions = tuple(
+            (
+                tuple(part[0] for part in choice),
+                tuple(part[1] for part in choice),
+                tuple(part[2] for part in choice),
+            )
+            for choice in itertools.product(*local)
+        )
+        return Placement(tuple(sum(extent for _, extent in parts) for parts in dimensions), regions)
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Boxes from the parameter to its targets; names still hold {layer} and {expert}."""
+        sources = self._view.branches(self._sizes)
+        claimed = [PAD in branch.steps for branch in sources]
+        pieces: list[Piece] = []
+        for target in self.rule.targets:
+            view = _View(target.view)
+            each = [name for name in _PLACEHOLDER.findall(target.name) if name not in _NUMBERED]
+            sizes = {name: self._sizes[name] for name in view.names}
+            shape = view.shape(sizes)
+            for branch in view.branches(sizes):
+                wanted = branch.steps.keys() | set(each)
+                index = next(
+                    (i for i, source in enumerate(sources) if source.steps.keys() == wanted), None
+                )
+                if index is None:
+                    raise RuleError(
+                        f"{self.rule.name}: {target.view!r} asks for axes {sorted(wanted)}, "
+                        f"which no alternative of {self._view.text!r} has"
+                    )
+                claimed[index] = True
+                for fixed in itertools.product(*(range(self._sizes[name]) for name in each)):
+                    chosen = dict(zip(each, fixed, strict=True))
+                    pieces += _boxes(target, shape, sources[index], branch, chosen)
+                    if len(pieces) > MAX_BOXES:
+                        raise RuleError(f"{self.rule.name}: more than {MAX_BOXES} boxes")
+        for source, done in zip(sources, claimed, strict=True):
+            if not done:
+                raise RuleError(
+                    f"{self.rule.name}: no target takes the axes {sorted(source.steps)} of "
+                    f"{self._view.text!r}"
+                )
+        return tuple(pieces)
+
+
+def _boxes(
+    target: Target,
+    shape: tuple[int, ...],
+    source: _Branch,
+    branch: _Branch,
+    chosen: Mapping[str, int],
+) -> Iterator[Piece]:
+    """Boxes that carry one source branch to one branch of a target.
+
+    In each target dimension the longest innermost run of axes that lies equally dense in one
+    source dimension becomes the extent of the boxes; every other axis is counted through.
+    """
+    name = _PLACEHOLDER.sub(
+        lambda match: str(chosen.get(match.group(1), match.group())), target.name
+    )
+    extent = [1] * len(shape)
+    axes = [-1] * len(shape)
+    counted: list[str] = []
+    for dimension in range(len(shape)):
+        inside = [item for item in branch.steps.items() if item[1].dimension == dimension]
+        inside.sort(key=lambda item: item[1].stride)
+        for axis, step in inside:
+            origin = source.steps[axis]
+            if step.size == 1:
+                continue
+            dense = step.stride == origin.stride == extent[dimension]
+            if dense and axes[dimension] == -1 and origin.dimension not in axes:
+                axes[dimension] = origin.dimension
+            if dense and axes[dimension] == origin.dimension:
+                extent[dimension] *= step.size
+            else:
+                counted.append(axis)
+    base = list(source.origin)
+    for axis, index in chosen.items():
+        base[source.steps[axis].dimension] += index * source.steps[axis].stride
+    for indices in itertools.product(*(range(branch.steps[axis].size) for axis in counted)):
+        start, origin_start = list(branch.origin), list(base)
+        for axis, index in zip(counted, indices, strict=True):
+            start[branch.steps[axis].dimension] += index * branch.steps[axis].stride
+            origin_start[source.steps[axis].dimension] += index * source.steps[axis].stride
+        yield Piece(
+            name,
+            shape,
+            tuple(start),
+            tuple(origin_start),
+            tuple(extent),
+            tuple(axes),
+            target.together,
+        )
+
+
+class Rule:
+    """How one kind of Megatron parameter maps to Hugging Face tensors.
+
+    `stored`: the shape that Megatron gives the parameter where it is not the view's own: for each
+    of its dimensions, the dimensions of the view that it multiplies.  The storage must be
+    contiguous in the view's order (legacy grouped experts).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        view: str,
+        *targets: Target,
+        stored: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.name = name
+        self.parsed = _View(view)
+        self.targets = targets
+        self.stored = None if stored is None else tuple(tuple(part) for part in stored)
+        self.inferred = [axis.name for axis in _axes(self.parsed.items) if axis.size == INFERRED]
+        if len(self.inferred) > 1:
+            raise RuleError(f"{name}: more than one inferred axis in {view!r}")
+        if not targets:
+            raise RuleError(f"{name}: no targets")
+        for target in targets:
+            self._check(target)
+        text = re.escape(name)
+        for key in _NUMBERED:
+            text = text.replace(re.escape("{" + key + "}"), rf"(?P<{key}>\d+)")
+        self._pattern = re.compile(text)
+
+    def _check(self, target: Target) -> None:
+        view = _View(target.view)
+        for axis in _axes(view.items):
+            if axis.size != axis.name or axis.mark:
+                raise RuleError(f"{target.name}: sizes and marks belong to the rule's own view")
+        unknown = view.names - self.parsed.names
+        if unknown:
+            raise RuleError(f"{target.name}: axes {sorted(unknown)} are not in {self.name}")
+        known = {name for name in _NUMBERED if "{" + name + "}" in self.name} | self.parsed.names
+        for name in _PLACEHOLDER.findall(target.name):
+            if name not in known or name in view.names:
+                raise RuleError(f"{target.name}: nothing tells what {{{name}}} is")
+
+    def __repr__(self) -> str:
+        return f"Rule({self.name!r}, {self.parsed.text!r})"
+
+    @property
+    def key(self) -> str:
+        """The name with every number replaced; names of the same key may match."""
+        return key_of(_PLACEHOLDER.sub("0", self.name))
+
+    def match(self, name: str) -> dict[str, int] | None:
+        """The numbers that a global parameter name holds, or None."""
+        match = self._pattern.fullmatch(name)
+        return None if match is None else {k: int(v) for k, v in match.groupdict().items()}
+
+    def inferred_dimension(self) -> int:
+        """Dimension of the parameter that holds the inferred axis, or -1."""
+        for dimension, item in enumerate(self.parsed.items):
+            if any(axis.size == INFERRED for axis in _axes([item])):
+                return dimension
+        return -1
+
+    def expand(self, sizes: Mapping[str, int], inferred: int = 0) -> Expansion:
+        """Fixes the sizes of all axes; KeyError names a size that `sizes` lacks."""
+        known: dict[str, int] = {}
+        for axis in _axes(self.parsed.items):
+            if axis.size == INFERRED:
+                known[axis.name] = inferred
+            elif axis.size.isdigit():
+                known[axis.name] = int(axis.size)
+            else:
+                known[axis.name] = sizes[axis.size]
+        return Expansion(self, known)
+
+
+def key_of(name: str) -> str:
+    """A parameter name with every number replaced by `#`."""
+    return re.sub(r"\d+", "#", name)
