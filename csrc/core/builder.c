@@ -16,6 +16,7 @@ struct wsync_layout_builder {
     wsync_shard_t *shards; /* in the order of addition */
     size_t shard_count;
     size_t shard_capacity;
+    bool unsorted; /* some shard came after one of a later tensor */
     uint64_t nbytes;
 };
 
@@ -129,6 +130,12 @@ wsync_status_t wsync_layout_builder_tensor(wsync_layout_builder_t *builder,
     return WSYNC_OK;
 }
 
+const wsync_tensor_t *wsync_layout_builder_peek(const wsync_layout_builder_t *builder,
+                                                uint32_t index)
+{
+    return &builder->tensors[index];
+}
+
 wsync_status_t wsync_layout_builder_origin(wsync_layout_builder_t *builder,
                                            const char *name, uint32_t *index,
                                            wsync_error_t *err)
@@ -239,6 +246,10 @@ wsync_status_t wsync_layout_builder_shard(wsync_layout_builder_t *builder,
                           builder->shard_count + 1);
     }
     builder->shards = shards;
+    if (builder->shard_count > 0 &&
+        shards[builder->shard_count - 1].tensor > shard->tensor) {
+        builder->unsorted = true;
+    }
     shards[builder->shard_count] = *shard;
     for (unsigned i = tensor->ndim; i < WSYNC_MAX_NDIM; i++) {
         shards[builder->shard_count].stride[i] = 0;
@@ -374,14 +385,13 @@ wsync_status_t wsync_layout_builder_compose(wsync_layout_builder_t *builder,
 }
 
 /* Counting sort: shards by tensor, the order of addition kept. */
-static bool sort_shards(const wsync_layout_builder_t *builder, wsync_layout_t *layout)
+static bool sort_shards(wsync_layout_builder_t *builder, wsync_layout_t *layout)
 {
     const size_t tensor_count = builder->names.count;
     size_t *next;
 
     layout->first = calloc(tensor_count + 2, sizeof(*layout->first));
-    layout->shards = malloc((builder->shard_count + 1) * sizeof(*layout->shards));
-    if (layout->first == NULL || layout->shards == NULL) {
+    if (layout->first == NULL) {
         return false;
     }
     /* Counted two places further on: filling moves next[t] from the first shard of tensor t
@@ -392,6 +402,16 @@ static bool sort_shards(const wsync_layout_builder_t *builder, wsync_layout_t *l
     }
     for (size_t i = 2; i < tensor_count + 2; i++) {
         layout->first[i] += layout->first[i - 1];
+    }
+    if (!builder->unsorted) { /* as decoded layouts are: no second copy of the shards */
+        memmove(layout->first, next, (tensor_count + 1) * sizeof(*next));
+        layout->shards = builder->shards;
+        builder->shards = NULL;
+        return true;
+    }
+    layout->shards = malloc(builder->shard_count * sizeof(*layout->shards));
+    if (layout->shards == NULL) {
+        return false;
     }
     for (size_t i = 0; i < builder->shard_count; i++) {
         layout->shards[next[builder->shards[i].tensor]++] = builder->shards[i];

@@ -19,6 +19,10 @@ struct wsync_layout {
     uint64_t nbytes;
 };
 
+/* A tensor that a builder knows; borrowed until the next one is added. */
+const wsync_tensor_t *wsync_layout_builder_peek(const wsync_layout_builder_t *builder,
+                                                uint32_t index);
+
 enum { WSYNC_SHAPE_TEXT_NBYTES = 24 * WSYNC_MAX_NDIM };
 
 /* "[2, 3]" for messages; returns `text`. */

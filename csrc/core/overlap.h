@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Whether copies write some byte twice. */
+#ifndef WSYNC_CORE_OVERLAP_H
+#define WSYNC_CORE_OVERLAP_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "core/copy.h"
+#include "core/status.h"
+
+typedef struct wsync_overlap {
+    bool found;
+    size_t first; /* two copies that write one byte; the same one if it overlaps itself */
+    size_t second;
+    uint32_t buffer;
+    uint64_t offset; /* a byte that both write */
+} wsync_overlap_t;
+
+/* Looks for memory that the copies' destinations share.  Exact for any strides.  Scratch:
+ * the list's order, and bits for memory where destinations interleave. */
+wsync_status_t wsync_copies_find_overlap(const wsync_copy_t *copies, size_t count,
+                                         wsync_overlap_t *overlap, wsync_error_t *err);
+
+#endif

@@ -1,0 +1,372 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "core/route.h"
+
+#include <stdlib.h>
+
+#include "core/array.h"
+#include "core/layout_parts.h"
+#include "core/overlap.h"
+
+struct wsync_route {
+    wsync_copies_t copies; /* by source buffer */
+    uint32_t buffer_count;
+};
+
+typedef struct boxes {
+    wsync_box_t *items;
+    size_t count;
+    size_t capacity;
+} boxes_t;
+
+typedef struct route_builder {
+    const wsync_layout_t *source;
+    const wsync_layout_t *destination;
+    wsync_copies_t copies;
+    uint32_t *tensors; /* destination tensor of every copy */
+    size_t tensor_capacity;
+    boxes_t missing; /* parts of the box at hand that nothing has filled yet */
+    boxes_t next;
+    wsync_error_t *err;
+} route_builder_t;
+
+static bool add_box(boxes_t *boxes, const wsync_box_t *box)
+{
+    wsync_box_t *items = wsync_array_reserve(boxes->items, &boxes->capacity,
+                                             boxes->count + 1, sizeof(*items));
+
+    if (items == NULL) {
+        return false;
+    }
+    boxes->items = items;
+    items[boxes->count++] = *box;
+    return true;
+}
+
+/* Where a part of a shard lies. */
+static wsync_place_t place_of(const wsync_shard_t *shard, wsync_dtype_t dtype,
+                              const wsync_box_t *part)
+{
+    wsync_place_t place = {
+        .buffer = shard->buffer, .dtype = dtype, .offset = shard->offset};
+
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
+        place.stride[i] = shard->stride[i];
+        place.offset +=
+            (uint64_t)((part->start[i] - shard->box.start[i]) * shard->stride[i]);
+    }
+    return place;
+}
+
+static wsync_status_t add_copy(route_builder_t *builder, const wsync_tensor_t *source,
+                               const wsync_shard_t *from, size_t tensor,
+                               const wsync_shard_t *to, const wsync_box_t *part)
+{
+    const wsync_dtype_t dtype = wsync_layout_tensor(builder->destination, tensor)->dtype;
+    const wsync_place_t source_place = place_of(from, source->dtype, part);
+    const wsync_place_t destination_place = place_of(to, dtype, part);
+    const size_t before = builder->copies.count;
+    uint32_t *tensors;
+    wsync_status_t status = wsync_copies_append(
+        &builder->copies, part->extent, &source_place, &destination_place, builder->err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    tensors = wsync_array_reserve(builder->tensors, &builder->tensor_capacity,
+                                  builder->copies.count, sizeof(*tensors));
+    if (tensors == NULL) {
+        return wsync_fail(builder->err, WSYNC_ERR_NO_MEMORY, 0, "route",
+                          "no memory for %zu copies", builder->copies.count);
+    }
+    builder->tensors = tensors;
+    for (size_t i = before; i < builder->copies.count; i++) {
+        tensors[i] = (uint32_t)tensor;
+    }
+    return WSYNC_OK;
+}
+
+/* Takes from one source shard what is still missing. */
+static wsync_status_t take(route_builder_t *builder, const wsync_tensor_t *source,
+                           const wsync_shard_t *from, size_t tensor,
+                           const wsync_shard_t *to)
+{
+    boxes_t swap;
+
+    builder->next.count = 0;
+    for (size_t i = 0; i < builder->missing.count; i++) {
+        wsync_box_t pieces[2 * WSYNC_MAX_NDIM];
+        wsync_box_t common;
+        unsigned count = 1;
+
+        pieces[0] = builder->missing.items[i];
+        if (wsync_box_intersect(&pieces[0], &from->box, &common)) {
+            const wsync_status_t status =
+                add_copy(builder, source, from, tensor, to, &common);
+
+            if (status != WSYNC_OK) {
+                return status;
+            }
+            count = wsync_box_subtract(&builder->missing.items[i], &common, pieces);
+        }
+        for (unsigned j = 0; j < count; j++) {
+            if (!add_box(&builder->next, &pieces[j])) {
+                return wsync_fail(builder->err, WSYNC_ERR_NO_MEMORY, 0, "route",
+                                  "%.256s: no memory for %zu boxes", source->name,
+                                  builder->next.count);
+            }
+        }
+    }
+    swap = builder->missing;
+    builder->missing = builder->next;
+    builder->next = swap;
+    return WSYNC_OK;
+}
+
+static wsync_status_t fail_missing(const route_builder_t *builder,
+                                   const wsync_tensor_t *tensor)
+{
+    const wsync_box_t *box = &builder->missing.items[0];
+    char start[WSYNC_SHAPE_TEXT_NBYTES];
+    char extent[WSYNC_SHAPE_TEXT_NBYTES];
+
+    return wsync_fail(builder->err, WSYNC_ERR_LAYOUT, 0, "route",
+                      "%.256s: no source shard holds the box that starts at %s with extent "
+                      "%s",
+                      tensor->name, wsync_shape_text(start, tensor->ndim, box->start),
+                      wsync_shape_text(extent, tensor->ndim, box->extent));
+}
+
+/* Both descriptions of a tensor, by name: same shape, and a way from dtype to dtype. */
+static wsync_status_t match(const route_builder_t *builder, const wsync_tensor_t *to,
+                            size_t *found)
+{
+    const size_t index = wsync_layout_find(builder->source, to->name);
+    const wsync_tensor_t *from;
+    wsync_transform_t transform;
+    char a[WSYNC_SHAPE_TEXT_NBYTES];
+    char b[WSYNC_SHAPE_TEXT_NBYTES];
+
+    if (index == SIZE_MAX) {
+        return wsync_fail(builder->err, WSYNC_ERR_LAYOUT, 0, "route",
+                          "%.256s: the source has no such tensor", to->name);
+    }
+    from = wsync_layout_tensor(builder->source, index);
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
+        if (from->ndim != to->ndim || from->shape[i] != to->shape[i]) {
+            return wsync_fail(builder->err, WSYNC_ERR_LAYOUT, 0, "route",
+                              "%.256s: source shape %s != destination shape %s", to->name,
+                              wsync_shape_text(a, from->ndim, from->shape),
+                              wsync_shape_text(b, to->ndim, to->shape));
+        }
+    }
+    if (wsync_dtype_transform(from->dtype, to->dtype, &transform, NULL) != WSYNC_OK) {
+        return wsync_fail(builder->err, WSYNC_ERR_UNSUPPORTED, 0, "route",
+                          "%.256s: no conversion from %s to %s", to->name,
+                          wsync_dtype_name(from->dtype), wsync_dtype_name(to->dtype));
+    }
+    *found = index;
+    return WSYNC_OK;
+}
+
+static wsync_status_t fill_tensor(route_builder_t *builder, size_t tensor)
+{
+    const wsync_tensor_t *to = wsync_layout_tensor(builder->destination, tensor);
+    size_t to_count;
+    size_t from_count;
+    size_t found = 0;
+    const wsync_shard_t *to_shards =
+        wsync_layout_shards(builder->destination, tensor, &to_count);
+    const wsync_shard_t *from_shards;
+    wsync_status_t status;
+
+    if (to_count == 0) {
+        return WSYNC_OK;
+    }
+    status = match(builder, to, &found);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    from_shards = wsync_layout_shards(builder->source, found, &from_count);
+    for (size_t i = 0; i < to_count && status == WSYNC_OK; i++) {
+        builder->missing.count = 0;
+        if (!add_box(&builder->missing, &to_shards[i].box)) {
+            return wsync_fail(builder->err, WSYNC_ERR_NO_MEMORY, 0, "route",
+                              "%.256s: no memory for a box", to->name);
+        }
+        for (size_t j = 0;
+             j < from_count && builder->missing.count > 0 && status == WSYNC_OK; j++) {
+            status = take(builder, wsync_layout_tensor(builder->source, found),
+                          &from_shards[j], tensor, &to_shards[i]);
+        }
+        if (status == WSYNC_OK && builder->missing.count > 0) {
+            status = fail_missing(builder, to);
+        }
+    }
+    return status;
+}
+
+static wsync_status_t check_once(const route_builder_t *builder)
+{
+    wsync_overlap_t overlap = {0};
+    const wsync_status_t status = wsync_copies_find_overlap(
+        builder->copies.items, builder->copies.count, &overlap, builder->err);
+
+    if (status != WSYNC_OK || !overlap.found) {
+        return status;
+    }
+    return wsync_fail(
+        builder->err, WSYNC_ERR_LAYOUT, 0, "route",
+        "%.256s and %.256s both write byte %llu of destination buffer %u",
+        wsync_layout_tensor(builder->destination, builder->tensors[overlap.first])->name,
+        wsync_layout_tensor(builder->destination, builder->tensors[overlap.second])->name,
+        (unsigned long long)overlap.offset, overlap.buffer);
+}
+
+/* Buffer indices of several ranks would mean different memory. */
+static wsync_status_t check_rank(const wsync_layout_t *layout, const char *side,
+                                 uint32_t *buffer_count, wsync_error_t *err)
+{
+    const uint32_t rank_count = wsync_layout_rank_count(layout);
+    uint32_t owner = rank_count;
+
+    *buffer_count = 0;
+    for (uint32_t i = 0; i < rank_count; i++) {
+        const uint32_t count = wsync_layout_buffer_count(layout, i);
+
+        if (count != 0 && owner != rank_count) {
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "route",
+                              "the %s has shards on ranks %u and %u, a route stays inside "
+                              "one process",
+                              side, owner, i);
+        }
+        if (count != 0) {
+            owner = i;
+            *buffer_count = count;
+        }
+    }
+    return WSYNC_OK;
+}
+
+static int compare_sources(const void *left, const void *right)
+{
+    const wsync_copy_t *const *a = left;
+    const wsync_copy_t *const *b = right;
+
+    if ((*a)->source_buffer != (*b)->source_buffer) {
+        return (*a)->source_buffer < (*b)->source_buffer ? -1 : 1;
+    }
+    return (*a > *b) - (*a < *b); /* the order of addition within a buffer */
+}
+
+static wsync_status_t sort_copies(wsync_copies_t *copies, wsync_error_t *err)
+{
+    const wsync_copy_t **order = malloc((copies->count + 1) * sizeof(*order));
+    wsync_copy_t *sorted = malloc((copies->count + 1) * sizeof(*sorted));
+    wsync_status_t status = WSYNC_OK;
+
+    if (order == NULL || sorted == NULL) {
+        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "route",
+                            "no memory to sort %zu copies", copies->count);
+        goto cleanup;
+    }
+    for (size_t i = 0; i < copies->count; i++) {
+        order[i] = &copies->items[i];
+    }
+    qsort(order, copies->count, sizeof(*order), compare_sources);
+    for (size_t i = 0; i < copies->count; i++) {
+        sorted[i] = *order[i];
+    }
+    free(copies->items);
+    copies->items = sorted;
+    copies->capacity = copies->count + 1;
+    sorted = NULL;
+
+cleanup:
+    free(order);
+    free(sorted);
+    return status;
+}
+
+wsync_status_t wsync_route_create(const wsync_layout_t *source,
+                                  const wsync_layout_t *destination, wsync_route_t **route,
+                                  wsync_error_t *err)
+{
+    route_builder_t builder = {.source = source, .destination = destination, .err = err};
+    wsync_route_t *made = NULL;
+    uint32_t buffer_count = 0;
+    uint32_t unused;
+    wsync_status_t status = check_rank(source, "source", &buffer_count, err);
+
+    if (status == WSYNC_OK) {
+        status = check_rank(destination, "destination", &unused, err);
+    }
+    for (size_t i = 0; i < wsync_layout_tensor_count(destination) && status == WSYNC_OK;
+         i++) {
+        status = fill_tensor(&builder, i);
+    }
+    if (status == WSYNC_OK) {
+        status = check_once(&builder);
+    }
+    if (status == WSYNC_OK) {
+        status = sort_copies(&builder.copies, err);
+    }
+    if (status != WSYNC_OK) {
+        goto cleanup;
+    }
+    made = calloc(1, sizeof(*made));
+    if (made == NULL) {
+        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "route", "no memory for a route");
+        goto cleanup;
+    }
+    made->copies = builder.copies;
+    made->buffer_count = buffer_count;
+    builder.copies = (wsync_copies_t){0};
+    *route = made;
+
+cleanup:
+    wsync_copies_fini(&builder.copies);
+    free(builder.tensors);
+    free(builder.missing.items);
+    free(builder.next.items);
+    return status;
+}
+
+void wsync_route_destroy(wsync_route_t *route)
+{
+    if (route != NULL) {
+        wsync_copies_fini(&route->copies);
+        free(route);
+    }
+}
+
+uint32_t wsync_route_buffer_count(const wsync_route_t *route)
+{
+    return route->buffer_count;
+}
+
+/* Position of the first copy from `buffer` or a later one. */
+static size_t lower_bound(const wsync_copies_t *copies, uint64_t buffer)
+{
+    size_t low = 0;
+    size_t high = copies->count;
+
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+
+        if (copies->items[middle].source_buffer < buffer) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+const wsync_copy_t *wsync_route_copies(const wsync_route_t *route, uint32_t buffer,
+                                       size_t *count)
+{
+    const size_t first = lower_bound(&route->copies, buffer);
+
+    *count = lower_bound(&route->copies, (uint64_t)buffer + 1) - first;
+    return route->copies.items + first;
+}

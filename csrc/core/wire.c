@@ -1,0 +1,431 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Format 1.  "WSLY", then one byte of version, then numbers as LEB128 varints in their
+ * shortest form (strides zigzag) and texts as their length and UTF-8 bytes:
+ *   tensor count, for each: dtype name, ndim, group, shape[ndim], name
+ *   origin count, for each: name
+ *   for each tensor: shard count, for each: rank, buffer, origin, offset,
+ *                    ndim times (start, extent, stride)
+ * A layout has one encoding: what decodes also encodes back to the same bytes. */
+#include "core/wire.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/array.h"
+#include "core/layout_parts.h"
+
+static const uint8_t wire_magic[5] = {'W', 'S', 'L', 'Y', 1};
+
+enum { VARINT_MAX_NBYTES = 10 };
+
+typedef struct writer {
+    uint8_t *data;
+    size_t nbytes;
+    size_t capacity;
+    bool failed;
+} writer_t;
+
+static void write_bytes(writer_t *writer, const void *data, size_t nbytes)
+{
+    uint8_t *grown = writer->failed ? NULL
+                                    : wsync_array_reserve(writer->data, &writer->capacity,
+                                                          writer->nbytes + nbytes, 1);
+
+    if (grown == NULL) {
+        writer->failed = true;
+        return;
+    }
+    writer->data = grown;
+    memcpy(grown + writer->nbytes, data, nbytes);
+    writer->nbytes += nbytes;
+}
+
+static void write_number(writer_t *writer, uint64_t value)
+{
+    uint8_t bytes[VARINT_MAX_NBYTES];
+    size_t count = 0;
+
+    while (value >= 0x80) {
+        bytes[count++] = (uint8_t)(value | 0x80);
+        value >>= 7;
+    }
+    bytes[count++] = (uint8_t)value;
+    write_bytes(writer, bytes, count);
+}
+
+static void write_signed(writer_t *writer, int64_t value)
+{
+    write_number(writer, value < 0 ? ~((uint64_t)value << 1) : (uint64_t)value << 1);
+}
+
+static void write_text(writer_t *writer, const char *text)
+{
+    const size_t nbytes = strlen(text);
+
+    write_number(writer, nbytes);
+    write_bytes(writer, text, nbytes);
+}
+
+static void write_tensor(writer_t *writer, const wsync_tensor_t *tensor)
+{
+    write_text(writer, wsync_dtype_name(tensor->dtype));
+    write_number(writer, tensor->ndim);
+    write_number(writer, tensor->group);
+    for (unsigned i = 0; i < tensor->ndim; i++) {
+        write_number(writer, (uint64_t)tensor->shape[i]);
+    }
+    write_text(writer, tensor->name);
+}
+
+static void write_shard(writer_t *writer, const wsync_shard_t *shard, unsigned ndim)
+{
+    write_number(writer, shard->rank);
+    write_number(writer, shard->buffer);
+    write_number(writer, shard->origin);
+    write_number(writer, shard->offset);
+    for (unsigned i = 0; i < ndim; i++) {
+        write_number(writer, (uint64_t)shard->box.start[i]);
+        write_number(writer, (uint64_t)shard->box.extent[i]);
+        write_signed(writer, shard->stride[i]);
+    }
+}
+
+wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,
+                                   size_t *nbytes, wsync_error_t *err)
+{
+    const size_t tensor_count = wsync_layout_tensor_count(layout);
+    const size_t origin_count = wsync_layout_origin_count(layout);
+    writer_t writer = {0};
+
+    write_bytes(&writer, wire_magic, sizeof(wire_magic));
+    write_number(&writer, tensor_count);
+    for (size_t i = 0; i < tensor_count; i++) {
+        write_tensor(&writer, wsync_layout_tensor(layout, i));
+    }
+    write_number(&writer, origin_count);
+    for (size_t i = 0; i < origin_count; i++) {
+        write_text(&writer, wsync_layout_origin(layout, (uint32_t)i));
+    }
+    for (size_t i = 0; i < tensor_count; i++) {
+        size_t count;
+        const wsync_shard_t *shards = wsync_layout_shards(layout, i, &count);
+
+        write_number(&writer, count);
+        for (size_t j = 0; j < count; j++) {
+            write_shard(&writer, &shards[j], wsync_layout_tensor(layout, i)->ndim);
+        }
+    }
+    if (writer.failed) {
+        free(writer.data);
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "wire",
+                          "no memory to encode %zu tensors after %zu bytes", tensor_count,
+                          writer.nbytes);
+    }
+    *data = writer.data;
+    *nbytes = writer.nbytes;
+    return WSYNC_OK;
+}
+
+typedef struct reader {
+    const uint8_t *data;
+    size_t nbytes;
+    size_t at;
+    char *text; /* scratch for one text and its end */
+    size_t text_capacity;
+    wsync_error_t *err;
+} reader_t;
+
+static wsync_status_t read_number(reader_t *reader, const char *what, uint64_t limit,
+                                  uint64_t *value)
+{
+    const size_t start = reader->at;
+    uint64_t number = 0;
+
+    for (unsigned i = 0;; i++) {
+        uint8_t byte;
+
+        if (reader->at == reader->nbytes) {
+            return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                              "byte %zu: the layout ends inside a %s", reader->at, what);
+        }
+        byte = reader->data[reader->at++];
+        if ((i == VARINT_MAX_NBYTES - 1 && byte > 1) || (i > 0 && byte == 0)) {
+            return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                              "byte %zu: 0x%02x does not end a %s", reader->at - 1, byte,
+                              what);
+        }
+        number |= (uint64_t)(byte & 0x7f) << (7 * i);
+        if (byte < 0x80) {
+            break;
+        }
+    }
+    if (number > limit) {
+        return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                          "byte %zu: %s %llu exceeds %llu", start, what,
+                          (unsigned long long)number, (unsigned long long)limit);
+    }
+    *value = number;
+    return WSYNC_OK;
+}
+
+static wsync_status_t read_u32(reader_t *reader, const char *what, uint32_t limit,
+                               uint32_t *value)
+{
+    uint64_t number = 0;
+    const wsync_status_t status = read_number(reader, what, limit, &number);
+
+    if (status == WSYNC_OK) {
+        *value = (uint32_t)number;
+    }
+    return status;
+}
+
+static wsync_status_t read_i64(reader_t *reader, const char *what, int64_t *value)
+{
+    uint64_t number = 0;
+    const wsync_status_t status = read_number(reader, what, INT64_MAX, &number);
+
+    if (status == WSYNC_OK) {
+        *value = (int64_t)number;
+    }
+    return status;
+}
+
+static wsync_status_t read_signed(reader_t *reader, const char *what, int64_t *value)
+{
+    uint64_t number = 0;
+    const wsync_status_t status = read_number(reader, what, UINT64_MAX, &number);
+
+    if (status == WSYNC_OK) {
+        const int64_t half = (int64_t)(number >> 1);
+
+        *value = (number & 1) != 0 ? -half - 1 : half;
+    }
+    return status;
+}
+
+/* Length of the well-formed UTF-8 sequence at `text`, or 0: overlong forms, surrogates and
+ * values beyond U+10FFFF are malformed, and so is NUL here. */
+static size_t utf8_length(const uint8_t *text, size_t left)
+{
+    const uint8_t lead = text[0];
+    const size_t length = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
+
+    if (lead == 0 || (lead >= 0x80 && lead < 0xc2) || lead > 0xf4 || length > left) {
+        return 0;
+    }
+    for (size_t i = 1; i < length; i++) {
+        if ((text[i] & 0xc0) != 0x80) {
+            return 0;
+        }
+    }
+    if ((lead == 0xe0 && text[1] < 0xa0) || (lead == 0xed && text[1] > 0x9f) ||
+        (lead == 0xf0 && text[1] < 0x90) || (lead == 0xf4 && text[1] > 0x8f)) {
+        return 0;
+    }
+    return length;
+}
+
+/* Leaves the text in reader->text. */
+static wsync_status_t read_text(reader_t *reader, const char *what)
+{
+    uint64_t nbytes = 0;
+    char *text;
+    wsync_status_t status = read_number(reader, what, reader->nbytes, &nbytes);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (nbytes > reader->nbytes - reader->at) {
+        return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                          "byte %zu: a %s of %llu bytes where %zu are left", reader->at,
+                          what, (unsigned long long)nbytes, reader->nbytes - reader->at);
+    }
+    for (size_t i = 0; i < nbytes;) {
+        const size_t length = utf8_length(reader->data + reader->at + i, nbytes - i);
+
+        if (length == 0) {
+            return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                              "byte %zu: 0x%02x in a %s is not UTF-8 text", reader->at + i,
+                              reader->data[reader->at + i], what);
+        }
+        i += length;
+    }
+    text = wsync_array_reserve(reader->text, &reader->text_capacity, nbytes + 1, 1);
+    if (text == NULL) {
+        return wsync_fail(reader->err, WSYNC_ERR_NO_MEMORY, 0, "wire",
+                          "no memory for a %s of %llu bytes", what,
+                          (unsigned long long)nbytes);
+    }
+    reader->text = text;
+    memcpy(text, reader->data + reader->at, nbytes);
+    text[nbytes] = '\0';
+    reader->at += nbytes;
+    return WSYNC_OK;
+}
+
+/* What the builder refuses is malformed here; `at` is where the refused part starts. */
+static wsync_status_t refuse(reader_t *reader, size_t at, wsync_status_t status)
+{
+    if ((status == WSYNC_ERR_INVALID || status == WSYNC_ERR_LAYOUT) &&
+        reader->err != NULL) {
+        const wsync_error_t cause = *reader->err;
+
+        return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire", "byte %zu: %.700s",
+                          at, cause.message);
+    }
+    return status == WSYNC_ERR_INVALID || status == WSYNC_ERR_LAYOUT ? WSYNC_ERR_PROTOCOL
+                                                                     : status;
+}
+
+static wsync_status_t fail_twice(reader_t *reader, size_t at, const char *what)
+{
+    return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                      "byte %zu: %s '%.256s' appears twice", at, what, reader->text);
+}
+
+static wsync_status_t read_tensor(reader_t *reader, wsync_layout_builder_t *builder,
+                                  uint32_t expected)
+{
+    const size_t start = reader->at;
+    wsync_tensor_t tensor = {0};
+    uint32_t index = 0;
+    wsync_status_t status = read_text(reader, "dtype name");
+
+    if (status == WSYNC_OK) {
+        status = refuse(reader, start,
+                        wsync_dtype_from_name(reader->text, &tensor.dtype, reader->err));
+    }
+    if (status == WSYNC_OK) {
+        status = read_u32(reader, "number of dimensions", WSYNC_MAX_NDIM, &tensor.ndim);
+    }
+    if (status == WSYNC_OK) {
+        status = read_u32(reader, "group", UINT32_MAX, &tensor.group);
+    }
+    for (unsigned i = 0; i < tensor.ndim && status == WSYNC_OK; i++) {
+        status = read_i64(reader, "shape", &tensor.shape[i]);
+    }
+    if (status == WSYNC_OK) {
+        status = read_text(reader, "tensor name");
+    }
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    tensor.name = reader->text;
+    status = refuse(reader, start,
+                    wsync_layout_builder_tensor(builder, &tensor, &index, reader->err));
+    if (status == WSYNC_OK && index != expected) {
+        return fail_twice(reader, start, "tensor");
+    }
+    return status;
+}
+
+static wsync_status_t read_origin(reader_t *reader, wsync_layout_builder_t *builder,
+                                  uint32_t expected)
+{
+    const size_t start = reader->at;
+    uint32_t index = 0;
+    wsync_status_t status = read_text(reader, "origin name");
+
+    if (status == WSYNC_OK) {
+        status = wsync_layout_builder_origin(builder, reader->text, &index, reader->err);
+    }
+    if (status == WSYNC_OK && index != expected) {
+        return fail_twice(reader, start, "origin");
+    }
+    return status;
+}
+
+static wsync_status_t read_shard(reader_t *reader, wsync_layout_builder_t *builder,
+                                 uint32_t tensor, unsigned ndim)
+{
+    const size_t start = reader->at;
+    wsync_shard_t shard = {.tensor = tensor, .box = wsync_box_whole(0, NULL)};
+    wsync_status_t status = read_u32(reader, "rank", WSYNC_MAX_RANKS - 1, &shard.rank);
+
+    if (status == WSYNC_OK) {
+        status = read_u32(reader, "buffer", UINT32_MAX - 1, &shard.buffer);
+    }
+    if (status == WSYNC_OK) {
+        status = read_u32(reader, "origin", UINT32_MAX, &shard.origin);
+    }
+    if (status == WSYNC_OK) {
+        status = read_number(reader, "offset", INT64_MAX, &shard.offset);
+    }
+    for (unsigned i = 0; i < ndim && status == WSYNC_OK; i++) {
+        status = read_i64(reader, "start", &shard.box.start[i]);
+        if (status == WSYNC_OK) {
+            status = read_i64(reader, "extent", &shard.box.extent[i]);
+        }
+        if (status == WSYNC_OK) {
+            status = read_signed(reader, "stride", &shard.stride[i]);
+        }
+    }
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (wsync_box_count(&shard.box) == 0) {
+        return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                          "byte %zu: a shard of tensor %u is empty", start, tensor);
+    }
+    return refuse(reader, start, wsync_layout_builder_shard(builder, &shard, reader->err));
+}
+
+/* Counts are not trusted with memory: every item takes bytes of its own, and what is made
+ * of it grows as it is read. */
+static wsync_status_t read_layout(reader_t *reader, wsync_layout_builder_t *builder)
+{
+    uint64_t tensor_count = 0;
+    uint64_t count = 0;
+    wsync_status_t status = read_number(reader, "tensor count", UINT32_MAX, &tensor_count);
+
+    for (uint64_t i = 0; i < tensor_count && status == WSYNC_OK; i++) {
+        status = read_tensor(reader, builder, (uint32_t)i);
+    }
+    if (status == WSYNC_OK) {
+        status = read_number(reader, "origin count", UINT32_MAX, &count);
+    }
+    for (uint64_t i = 0; i < count && status == WSYNC_OK; i++) {
+        status = read_origin(reader, builder, (uint32_t)i);
+    }
+    for (uint64_t i = 0; i < tensor_count && status == WSYNC_OK; i++) {
+        const unsigned ndim = wsync_layout_builder_peek(builder, (uint32_t)i)->ndim;
+
+        status = read_number(reader, "shard count", UINT32_MAX, &count);
+        for (uint64_t j = 0; j < count && status == WSYNC_OK; j++) {
+            status = read_shard(reader, builder, (uint32_t)i, ndim);
+        }
+    }
+    if (status == WSYNC_OK && reader->at != reader->nbytes) {
+        status = wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                            "byte %zu: %zu bytes follow the layout", reader->at,
+                            reader->nbytes - reader->at);
+    }
+    return status;
+}
+
+wsync_status_t wsync_layout_decode(const uint8_t *data, size_t nbytes,
+                                   wsync_layout_t **layout, wsync_error_t *err)
+{
+    reader_t reader = {.data = data, .nbytes = nbytes, .err = err};
+    wsync_layout_builder_t *builder = NULL;
+    wsync_status_t status;
+
+    for (; reader.at < sizeof(wire_magic); reader.at++) {
+        if (reader.at == nbytes || data[reader.at] != wire_magic[reader.at]) {
+            return wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                              "byte %zu: not a layout in format %d", reader.at,
+                              wire_magic[sizeof(wire_magic) - 1]);
+        }
+    }
+    status = wsync_layout_builder_create(&builder, err);
+    if (status == WSYNC_OK) {
+        status = read_layout(&reader, builder);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_layout_builder_finish(builder, layout, err);
+    }
+    wsync_layout_builder_destroy(builder);
+    free(reader.text);
+    return status;
+}
