@@ -32,8 +32,8 @@ typedef struct wsync_device_ops {
      * later. */
     wsync_status_t (*memory_import)(int fd, uint64_t nbytes, wsync_memory_t **memory,
                                     wsync_error_t *err);
-    /* Memory is counted: it is created with one reference, retain adds one and destroy drops
-     * one; the last one unmaps.  Both may be called from any thread. */
+    /* Memory is counted: it is created with one reference, retain adds one and destroy
+     * drops one; the last one unmaps.  Both may be called from any thread. */
     void (*memory_retain)(wsync_memory_t *memory);
     void (*memory_destroy)(wsync_memory_t *memory); /* NULL is a no-op */
     void *(*memory_data)(const wsync_memory_t *memory);

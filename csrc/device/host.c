@@ -1,2 +1,26 @@
-/* SPDX-License-Identifier: Apache-2.0 */
-#include "device/device.h"
+/* SPDX-License-Identifier: Apache-2.0
+ * Host backend: the ops table. */
+#include "device/host.h"
+
+const wsync_device_ops_t *wsync_device_host(void)
+{
+    static const wsync_device_ops_t ops = {
+        .name = "host",
+        .memory_create = wsync_host_memory_create,
+        .memory_import = wsync_host_memory_import,
+        .memory_retain = wsync_host_memory_retain,
+        .memory_destroy = wsync_host_memory_destroy,
+        .memory_data = wsync_host_memory_data,
+        .memory_nbytes = wsync_host_memory_nbytes,
+        .memory_fd = wsync_host_memory_fd,
+        .stream_create = wsync_host_stream_create,
+        .stream_destroy = wsync_host_stream_destroy,
+        .stream_copy = wsync_host_stream_copy,
+        .stream_record = wsync_host_stream_record,
+        .stream_synchronize = wsync_host_stream_synchronize,
+        .event_wait = wsync_host_event_wait,
+        .event_query = wsync_host_event_query,
+    };
+
+    return &ops;
+}

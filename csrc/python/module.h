@@ -62,7 +62,9 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
 /* One function a file: adds the file's types to the module. */
 #define WSYNC_REGISTER_MAP(X) \
     X(tensors)                \
-    X(describe)
+    X(describe)               \
+    X(device)                 \
+    X(stream)
 
 #define WSYNC_DECLARE_REGISTER(name) int wsync_py_register_##name(PyObject *module);
 WSYNC_REGISTER_MAP(WSYNC_DECLARE_REGISTER)

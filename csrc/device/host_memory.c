@@ -1,0 +1,260 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Host memory: a memfd of fixed size, mapped and faulted in. */
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "device/host.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+enum { SIZE_SEALS = F_SEAL_SHRINK | F_SEAL_GROW };
+
+struct wsync_memory {
+    void *data;
+    uint64_t nbytes;
+    int fd;
+    atomic_uint references;
+};
+
+static wsync_status_t fail_call(const char *call, int code, uint64_t nbytes,
+                                wsync_error_t *err)
+{
+    const bool full = code == ENOMEM || code == ENOSPC || code == EFBIG;
+
+    return wsync_fail(err, full ? WSYNC_ERR_NO_MEMORY : WSYNC_ERR_OS, code, call,
+                      "shared memory of %" PRIu64 " bytes: %s: %s", nbytes, call,
+                      strerror(code));
+}
+
+/* The number that follows `key` ("" for a file that is only a number), or UINT64_MAX. */
+static uint64_t read_limit(const char *path, const char *key, uint64_t unit)
+{
+    char line[128];
+    uint64_t limit = UINT64_MAX;
+    FILE *file = fopen(path, "re");
+
+    if (file == NULL) {
+        return UINT64_MAX;
+    }
+    while (fgets(line, (int)sizeof(line), file) != NULL) {
+        unsigned long long value;
+
+        if (strncmp(line, key, strlen(key)) == 0 &&
+            sscanf(line + strlen(key), "%llu", &value) == 1) {
+            if (__builtin_mul_overflow((uint64_t)value, unit, &limit)) {
+                limit = UINT64_MAX;
+            }
+            break;
+        }
+    }
+    (void)fclose(file);
+    return limit;
+}
+
+/* fallocate does not fail where memory runs out: the kernel kills processes until the pages
+ * are there.  So a size that cannot fit is refused before. */
+static uint64_t available_nbytes(void)
+{
+    const uint64_t limits[] = {
+        read_limit("/proc/meminfo", "MemAvailable:", 1024),
+        read_limit("/sys/fs/cgroup/memory.max", "", 1),
+        read_limit("/sys/fs/cgroup/memory/memory.limit_in_bytes", "", 1),
+    };
+    uint64_t least = INT64_MAX;
+
+    for (size_t i = 0; i < sizeof(limits) / sizeof(limits[0]); i++) {
+        if (limits[i] < least) {
+            least = limits[i];
+        }
+    }
+    return least;
+}
+
+/* Gives every page of the mapping its page table entry, so that no copy takes a fault. */
+static int populate(void *data, uint64_t nbytes)
+{
+    unsigned char *bytes = data;
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+
+    if (madvise(data, nbytes, MADV_POPULATE_WRITE) == 0) {
+        return 0;
+    }
+    if (errno != EINVAL) {
+        return errno;
+    }
+    /* Before Linux 5.14.  An atomic no-op, because a peer may be writing already. */
+    for (uint64_t offset = 0; offset < nbytes; offset += page) {
+        (void)__atomic_fetch_or((volatile unsigned char *)(bytes + offset),
+                                (unsigned char)0, __ATOMIC_RELAXED);
+    }
+    return 0;
+}
+
+/* Moves fd into a new memory object, also on failure. */
+static wsync_status_t map_fd(int fd, uint64_t nbytes, wsync_memory_t **memory,
+                             wsync_error_t *err)
+{
+    wsync_status_t status = WSYNC_OK;
+    wsync_memory_t *made = malloc(sizeof(*made));
+    int code;
+
+    if (made == NULL) {
+        (void)close(fd);
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
+                          "shared memory of %" PRIu64 " bytes: no memory for its record",
+                          nbytes);
+    }
+    atomic_init(&made->references, 1);
+    made->fd = fd;
+    made->nbytes = nbytes;
+    made->data = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (made->data == MAP_FAILED) {
+        made->data = NULL;
+        code = errno;
+        if (code == EPERM || code == EACCES) {
+            status = wsync_fail(err, WSYNC_ERR_REFUSED, code, "mmap",
+                                "descriptor %d cannot be mapped for writing: %s", fd,
+                                strerror(code));
+        } else {
+            status = fail_call("mmap", code, nbytes, err);
+        }
+        goto cleanup;
+    }
+    code = populate(made->data, nbytes);
+    if (code != 0) {
+        status = fail_call("madvise", code, nbytes, err);
+        goto cleanup;
+    }
+    *memory = made;
+    made = NULL;
+
+cleanup:
+    wsync_host_memory_destroy(made);
+    return status;
+}
+
+wsync_status_t wsync_host_memory_create(uint64_t nbytes, wsync_memory_t **memory,
+                                        wsync_error_t *err)
+{
+    wsync_status_t status = WSYNC_OK;
+    const uint64_t available = available_nbytes();
+    int fd = -1;
+    int result;
+
+    if (nbytes == 0) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_create",
+                          "shared memory of 0 bytes");
+    }
+    if (nbytes > available) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "wsync_memory_create",
+                          "shared memory of %" PRIu64 " bytes: only %" PRIu64
+                          " bytes are available",
+                          nbytes, available);
+    }
+    fd = memfd_create("wsync", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) {
+        return fail_call("memfd_create", errno, nbytes, err);
+    }
+    if (ftruncate(fd, (off_t)nbytes) != 0) {
+        status = fail_call("ftruncate", errno, nbytes, err);
+        goto cleanup;
+    }
+    do {
+        result = fallocate(fd, 0, 0, (off_t)nbytes);
+    } while (result != 0 && errno == EINTR);
+    if (result != 0) {
+        status = fail_call("fallocate", errno, nbytes, err);
+        goto cleanup;
+    }
+    /* Nobody else has the descriptor yet, so the size can never have been another one. */
+    if (fcntl(fd, F_ADD_SEALS, SIZE_SEALS | F_SEAL_SEAL) != 0) {
+        status = fail_call("fcntl", errno, nbytes, err);
+        goto cleanup;
+    }
+    status = map_fd(fd, nbytes, memory, err);
+    fd = -1; /* moved */
+
+cleanup:
+    if (fd >= 0) {
+        (void)close(fd);
+    }
+    return status;
+}
+
+wsync_status_t wsync_host_memory_import(int fd, uint64_t nbytes, wsync_memory_t **memory,
+                                        wsync_error_t *err)
+{
+    struct stat info;
+    int own;
+    const int seals = fcntl(fd, F_GET_SEALS);
+
+    if (seals < 0) {
+        const int code = errno;
+
+        /* EINVAL: a file of a file system without seals. */
+        return wsync_fail(err, code == EINVAL ? WSYNC_ERR_REFUSED : WSYNC_ERR_OS, code,
+                          "fcntl", "descriptor %d is not a memfd: %s", fd, strerror(code));
+    }
+    if ((seals & SIZE_SEALS) != SIZE_SEALS) {
+        return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
+                          "descriptor %d: seals 0x%x do not hold its size (0x%x needed)",
+                          fd, (unsigned)seals, (unsigned)SIZE_SEALS);
+    }
+    if (fstat(fd, &info) != 0) {
+        return fail_call("fstat", errno, nbytes, err);
+    }
+    if (nbytes == 0 || (uint64_t)info.st_size != nbytes) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
+                          "descriptor %d holds %lld bytes, expected %" PRIu64, fd,
+                          (long long)info.st_size, nbytes);
+    }
+    own = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    if (own < 0) {
+        return fail_call("fcntl", errno, nbytes, err);
+    }
+    return map_fd(own, nbytes, memory, err);
+}
+
+void wsync_host_memory_retain(wsync_memory_t *memory)
+{
+    (void)atomic_fetch_add_explicit(&memory->references, 1, memory_order_relaxed);
+}
+
+void wsync_host_memory_destroy(wsync_memory_t *memory)
+{
+    /* Acquire and release: what other threads did with the mapping comes before munmap. */
+    if (memory == NULL ||
+        atomic_fetch_sub_explicit(&memory->references, 1, memory_order_acq_rel) != 1) {
+        return;
+    }
+    if (memory->data != NULL) {
+        (void)munmap(memory->data, memory->nbytes);
+    }
+    (void)close(memory->fd);
+    free(memory);
+}
+
+void *wsync_host_memory_data(const wsync_memory_t *memory)
+{
+    return memory->data;
+}
+
+uint64_t wsync_host_memory_nbytes(const wsync_memory_t *memory)
+{
+    return memory->nbytes;
+}
+
+int wsync_host_memory_fd(const wsync_memory_t *memory)
+{
+    return memory->fd;
+}

@@ -1,0 +1,347 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "device/host_row.h"
+
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAVE_X86 1
+#include <immintrin.h>
+#else
+#define HAVE_X86 0
+#endif
+
+enum {
+    LINE_NBYTES = 64,
+    /* Below this the ragged ends of a row outweigh what streaming saves. */
+    STREAMING_MIN_NBYTES = 512,
+    /* How far ahead of the loads to fetch: the hardware prefetchers stop at 4 KiB pages. */
+    PREFETCH_NBYTES = 768,
+    /* Elements converted at a time: source and result stay in the first-level cache. */
+    CAST_CHUNK = 2048,
+    /* Elements a side of a block of single elements. */
+    BLOCK = 32,
+};
+
+static void copy_streaming(unsigned char *destination, const unsigned char *source,
+                           size_t nbytes)
+{
+#if HAVE_X86
+    const size_t head = (size_t)(-(uintptr_t)destination & (LINE_NBYTES - 1));
+
+    memcpy(destination, source, head);
+    destination += head;
+    source += head;
+    nbytes -= head;
+    for (; nbytes >= LINE_NBYTES; nbytes -= LINE_NBYTES) {
+        const __m128i *from = (const __m128i *)(const void *)source;
+        __m128i *to = (__m128i *)(void *)destination;
+        const __m128i a = _mm_loadu_si128(from);
+        const __m128i b = _mm_loadu_si128(from + 1);
+        const __m128i c = _mm_loadu_si128(from + 2);
+        const __m128i d = _mm_loadu_si128(from + 3);
+
+        /* An address past the row's end is only a hint, it cannot fault. */
+        _mm_prefetch((const char *)((uintptr_t)source + PREFETCH_NBYTES), _MM_HINT_NTA);
+        _mm_stream_si128(to, a);
+        _mm_stream_si128(to + 1, b);
+        _mm_stream_si128(to + 2, c);
+        _mm_stream_si128(to + 3, d);
+        source += LINE_NBYTES;
+        destination += LINE_NBYTES;
+    }
+#endif
+    memcpy(destination, source, nbytes);
+}
+
+void wsync_host_row_copy(unsigned char *destination, const unsigned char *source,
+                         size_t nbytes, bool streaming)
+{
+    if (streaming && nbytes >= STREAMING_MIN_NBYTES) {
+        copy_streaming(destination, source, nbytes);
+    } else {
+        memcpy(destination, source, nbytes);
+    }
+}
+
+void wsync_host_row_fence(void)
+{
+#if HAVE_X86
+    _mm_sfence();
+#endif
+}
+
+/* Nearest, ties to even.  A NaN stays one: its top bits, made quiet. */
+static inline uint16_t bf16_from_f32(uint32_t bits)
+{
+    if ((bits & 0x7fffffffU) > 0x7f800000U) {
+        return (uint16_t)((bits >> 16) | 0x40U);
+    }
+    return (uint16_t)((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
+}
+
+/* Nearest, ties to even, with subnormal results. */
+static inline uint16_t f16_from_f32(uint32_t bits)
+{
+    const uint32_t sign = (bits >> 16) & 0x8000U;
+    const uint32_t magnitude = bits & 0x7fffffffU;
+    const uint32_t exponent = magnitude >> 23;
+
+    if (magnitude > 0x7f800000U) {
+        return (uint16_t)(sign | 0x7e00U | ((magnitude >> 13) & 0x3ffU));
+    }
+    if (magnitude >= 0x477ff000U) { /* 65520 and more round to infinity */
+        return (uint16_t)(sign | 0x7c00U);
+    }
+    if (magnitude >= 0x38800000U) { /* 2^-14 and more: normal */
+        const uint32_t rebiased = magnitude - (112U << 23);
+
+        return (uint16_t)(sign | ((rebiased + 0xfffU + ((rebiased >> 13) & 1U)) >> 13));
+    }
+    if (exponent >= 102) { /* 2^-25 and more */
+        const uint32_t mantissa = (magnitude & 0x7fffffU) | 0x800000U;
+        const uint32_t shift = 126 - exponent; /* 14..24, to units of 2^-24 */
+        const uint32_t half = (1U << (shift - 1)) - 1;
+
+        return (uint16_t)(sign | ((mantissa + half + ((mantissa >> shift) & 1U)) >> shift));
+    }
+    return (uint16_t)sign;
+}
+
+static inline uint32_t f32_from_bf16(uint16_t bits)
+{
+    return (uint32_t)bits << 16;
+}
+
+/* One function per element type: a tile of single elements, `convert` on their way. */
+#define TILE_FUNCTION(name, source_t, destination_t, convert)                             \
+    static void name(unsigned char *destination, const unsigned char *source,             \
+                     const wsync_host_tile_t *tile)                                       \
+    {                                                                                     \
+        for (uint64_t j = 0; j < tile->outer_count; j++) {                                \
+            const int64_t row = (int64_t)j;                                               \
+            const unsigned char *from = source + row * tile->outer_source_stride;         \
+            unsigned char *to = destination + row * tile->outer_destination_stride;       \
+                                                                                          \
+            for (uint64_t i = 0; i < tile->inner_count; i++) {                            \
+                const int64_t column = (int64_t)i;                                        \
+                source_t value;                                                           \
+                destination_t result;                                                     \
+                                                                                          \
+                memcpy(&value, from + column * tile->inner_source_stride, sizeof(value)); \
+                result = convert(value);                                                  \
+                memcpy(to + column * tile->inner_destination_stride, &result,             \
+                       sizeof(result));                                                   \
+            }                                                                             \
+        }                                                                                 \
+    }
+
+typedef struct pair64 {
+    uint64_t low;
+    uint64_t high;
+} pair64_t;
+
+#define SAME(value) (value)
+TILE_FUNCTION(tile_1, uint8_t, uint8_t, SAME)
+TILE_FUNCTION(tile_2, uint16_t, uint16_t, SAME)
+TILE_FUNCTION(tile_4, uint32_t, uint32_t, SAME)
+TILE_FUNCTION(tile_8, uint64_t, uint64_t, SAME)
+TILE_FUNCTION(tile_16, pair64_t, pair64_t, SAME)
+TILE_FUNCTION(tile_f32_to_bf16, uint32_t, uint16_t, bf16_from_f32)
+TILE_FUNCTION(tile_f32_to_f16, uint32_t, uint16_t, f16_from_f32)
+TILE_FUNCTION(tile_bf16_to_f32, uint16_t, uint32_t, f32_from_bf16)
+#undef SAME
+
+typedef void (*tile_func_t)(unsigned char *, const unsigned char *,
+                            const wsync_host_tile_t *);
+
+static tile_func_t tile_function(wsync_transform_t transform, uint64_t item_nbytes)
+{
+    switch (transform) {
+    case WSYNC_TRANSFORM_F32_TO_BF16:
+        return tile_f32_to_bf16;
+    case WSYNC_TRANSFORM_F32_TO_F16:
+        return tile_f32_to_f16;
+    case WSYNC_TRANSFORM_BF16_TO_F32:
+        return tile_bf16_to_f32;
+    case WSYNC_TRANSFORM_NONE:
+        break;
+    }
+    switch (item_nbytes) {
+    case 1:
+        return tile_1;
+    case 2:
+        return tile_2;
+    case 4:
+        return tile_4;
+    case 8:
+        return tile_8;
+    case 16:
+        return tile_16;
+    default:
+        return NULL;
+    }
+}
+
+bool wsync_host_tile_fits(uint64_t item_nbytes)
+{
+    return tile_function(WSYNC_TRANSFORM_NONE, item_nbytes) != NULL;
+}
+
+void wsync_host_tile_copy(unsigned char *destination, const unsigned char *source,
+                          const wsync_host_tile_t *tile, wsync_transform_t transform,
+                          uint64_t item_nbytes)
+{
+    const tile_func_t run = tile_function(transform, item_nbytes);
+
+    if (tile->outer_count == 1) {
+        run(destination, source, tile);
+        return;
+    }
+    for (uint64_t j = 0; j < tile->outer_count; j += BLOCK) {
+        for (uint64_t i = 0; i < tile->inner_count; i += BLOCK) {
+            const int64_t row = (int64_t)j;
+            const int64_t column = (int64_t)i;
+            const uint64_t rows = tile->outer_count - j;
+            const uint64_t columns = tile->inner_count - i;
+            wsync_host_tile_t block = *tile;
+
+            block.outer_count = rows < BLOCK ? rows : BLOCK;
+            block.inner_count = columns < BLOCK ? columns : BLOCK;
+            run(destination + row * tile->outer_destination_stride +
+                    column * tile->inner_destination_stride,
+                source + row * tile->outer_source_stride +
+                    column * tile->inner_source_stride,
+                &block);
+        }
+    }
+}
+
+#if HAVE_X86
+/* These convert as many whole vectors as count holds and return that number. */
+__attribute__((target("avx2"))) static size_t cast_f32_to_bf16_avx2(
+    unsigned char *destination, const unsigned char *source, size_t count)
+{
+    const __m256i one = _mm256_set1_epi32(1);
+    const __m256i half = _mm256_set1_epi32(0x7fff);
+    const __m256i quiet = _mm256_set1_epi32(0x40);
+    size_t i;
+
+    for (i = 0; i + 16 <= count; i += 16) {
+        __m256i part[2];
+
+        for (int k = 0; k < 2; k++) {
+            const __m256i bits = _mm256_loadu_si256(
+                (const __m256i *)(const void *)(source + 4 * i + 32 * (size_t)k));
+            const __m256 value = _mm256_castsi256_ps(bits);
+            const __m256i top = _mm256_srli_epi32(bits, 16);
+            const __m256i even = _mm256_and_si256(top, one);
+            const __m256i rounded =
+                _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(half, even)), 16);
+            const __m256i nan =
+                _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+
+            part[k] = _mm256_blendv_epi8(rounded, _mm256_or_si256(top, quiet), nan);
+        }
+        /* packus works inside 128-bit lanes: 0xd8 puts the quarters back in order. */
+        _mm256_storeu_si256(
+            (__m256i *)(void *)(destination + 2 * i),
+            _mm256_permute4x64_epi64(_mm256_packus_epi32(part[0], part[1]), 0xd8));
+    }
+    return i;
+}
+
+__attribute__((target("avx2,f16c"))) static size_t cast_f32_to_f16_avx2(
+    unsigned char *destination, const unsigned char *source, size_t count)
+{
+    size_t i;
+
+    for (i = 0; i + 8 <= count; i += 8) {
+        const __m256 value = _mm256_castsi256_ps(
+            _mm256_loadu_si256((const __m256i *)(const void *)(source + 4 * i)));
+
+        _mm_storeu_si128((__m128i *)(void *)(destination + 2 * i),
+                         _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+    }
+    return i;
+}
+
+__attribute__((target("avx2"))) static size_t cast_bf16_to_f32_avx2(
+    unsigned char *destination, const unsigned char *source, size_t count)
+{
+    size_t i;
+
+    for (i = 0; i + 8 <= count; i += 8) {
+        const __m128i bits =
+            _mm_loadu_si128((const __m128i *)(const void *)(source + 2 * i));
+
+        _mm256_storeu_si256((__m256i *)(void *)(destination + 4 * i),
+                            _mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    }
+    return i;
+}
+#endif
+
+static size_t cast_vectors(unsigned char *destination, const unsigned char *source,
+                           size_t count, wsync_transform_t transform)
+{
+#if HAVE_X86
+    /* Every processor with AVX2 has F16C too. */
+    if (__builtin_cpu_supports("avx2")) {
+        switch (transform) {
+        case WSYNC_TRANSFORM_F32_TO_BF16:
+            return cast_f32_to_bf16_avx2(destination, source, count);
+        case WSYNC_TRANSFORM_F32_TO_F16:
+            return cast_f32_to_f16_avx2(destination, source, count);
+        case WSYNC_TRANSFORM_BF16_TO_F32:
+            return cast_bf16_to_f32_avx2(destination, source, count);
+        case WSYNC_TRANSFORM_NONE:
+            break;
+        }
+    }
+#else
+    (void)destination;
+    (void)source;
+    (void)count;
+    (void)transform;
+#endif
+    return 0;
+}
+
+static void cast_chunk(unsigned char *destination, const unsigned char *source,
+                       size_t count, wsync_transform_t transform)
+{
+    const size_t done = cast_vectors(destination, source, count, transform);
+    const size_t from = transform == WSYNC_TRANSFORM_BF16_TO_F32 ? 2 : 4;
+    const wsync_host_tile_t rest = {
+        .inner_count = count - done,
+        .outer_count = 1,
+        .inner_source_stride = (int64_t)from,
+        .inner_destination_stride = 6 - (int64_t)from,
+    };
+
+    tile_function(transform, 0)(destination + done * (6 - from), source + done * from,
+                                &rest);
+}
+
+void wsync_host_row_cast(unsigned char *destination, const unsigned char *source,
+                         size_t count, wsync_transform_t transform, bool streaming)
+{
+    /* Casts are between elements of 2 and of 4 bytes. */
+    const size_t from = transform == WSYNC_TRANSFORM_BF16_TO_F32 ? 2 : 4;
+    const size_t to = 6 - from;
+    unsigned char chunk[CAST_CHUNK * 4];
+
+    if (!streaming || count * to < STREAMING_MIN_NBYTES) {
+        cast_chunk(destination, source, count, transform);
+        return;
+    }
+    while (count > 0) {
+        const size_t part = count < CAST_CHUNK ? count : CAST_CHUNK;
+
+        cast_chunk(chunk, source, part, transform);
+        wsync_host_row_copy(destination, chunk, part * to, true);
+        destination += part * to;
+        source += part * from;
+        count -= part;
+    }
+}

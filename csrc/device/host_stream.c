@@ -1,0 +1,329 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Host streams: worker threads that run a queue in order.  A batch of copies is handed out
+ * in pieces; the next entry starts when all pieces of the one before are done. */
+#include <errno.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "device/host.h"
+#include "device/host_copy.h"
+
+enum {
+    MAX_THREADS = 64,
+    /* Some 50 us of copying: small enough to share a batch evenly, large enough that taking
+     * one under the mutex does not show. */
+    PIECE_WORK = 1024 * 1024,
+};
+
+typedef struct entry {
+    struct entry *next;
+    bool is_record;
+    wsync_host_list_t list; /* a batch of copies */
+    wsync_event_t event;    /* a record */
+    uint64_t value;
+    uint64_t pieces;
+    uint64_t taken;    /* pieces handed out */
+    uint64_t finished; /* pieces done */
+} entry_t;
+
+/* All fields but the first block are guarded by mutex.  Workers hold it except while they
+ * run a piece; an entry is freed by whoever finishes its last piece. */
+struct wsync_stream {
+    pthread_t *threads;
+    unsigned thread_count; /* running threads */
+    pid_t pid;             /* threads do not survive a fork */
+
+    pthread_mutex_t mutex;
+    pthread_cond_t work; /* a piece can be taken, or stopping */
+    pthread_cond_t idle; /* an entry was finished */
+    entry_t *head;
+    entry_t *tail;
+    uint64_t enqueued; /* entries */
+    uint64_t passed;
+    bool stopping;
+};
+
+static void run_piece(const entry_t *entry, uint64_t piece, wsync_host_cursor_t *cursor)
+{
+    if (entry->is_record) {
+        wsync_host_event_set(entry->event, entry->value);
+        return;
+    }
+    wsync_host_list_run(&entry->list, piece * PIECE_WORK, (piece + 1) * PIECE_WORK, cursor);
+}
+
+/* Takes the finished head off the queue. */
+static void pass_head(wsync_stream_t *stream)
+{
+    entry_t *entry = stream->head;
+
+    stream->head = entry->next;
+    if (stream->head == NULL) {
+        stream->tail = NULL;
+    }
+    stream->passed++;
+    free(entry);
+    (void)pthread_cond_broadcast(&stream->idle);
+    if (stream->head != NULL && stream->head->pieces > 1) {
+        (void)pthread_cond_broadcast(&stream->work);
+    }
+}
+
+static void *worker_main(void *argument)
+{
+    wsync_stream_t *stream = argument;
+    wsync_host_cursor_t cursor = {0};
+    uint64_t place = UINT64_MAX; /* the entry that the cursor belongs to */
+
+    (void)pthread_mutex_lock(&stream->mutex);
+    for (;;) {
+        entry_t *entry = stream->head;
+        uint64_t piece;
+
+        if (entry == NULL && stream->stopping) {
+            break;
+        }
+        if (entry == NULL || entry->taken == entry->pieces) {
+            (void)pthread_cond_wait(&stream->work, &stream->mutex);
+            continue;
+        }
+        if (place != stream->passed) {
+            place = stream->passed;
+            cursor = (wsync_host_cursor_t){0};
+        }
+        piece = entry->taken++;
+        (void)pthread_mutex_unlock(&stream->mutex);
+        run_piece(entry, piece, &cursor);
+        (void)pthread_mutex_lock(&stream->mutex);
+        entry->finished++;
+        if (entry->finished == entry->pieces) {
+            pass_head(stream);
+        }
+    }
+    /* The others may be asleep with nothing left to wake them. */
+    (void)pthread_cond_broadcast(&stream->work);
+    (void)pthread_mutex_unlock(&stream->mutex);
+    return NULL;
+}
+
+/* Starts one worker with all signals blocked: they are the main thread's business. */
+static int start_worker(wsync_stream_t *stream, pthread_t *thread)
+{
+    sigset_t all;
+    sigset_t before;
+    int code;
+
+    (void)sigfillset(&all);
+    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
+    code = pthread_create(thread, NULL, worker_main, stream);
+    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return code;
+}
+
+static int init_sync(wsync_stream_t *stream)
+{
+    pthread_condattr_t attributes;
+    int code = pthread_condattr_init(&attributes);
+
+    if (code != 0) {
+        return code;
+    }
+    (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    code = pthread_mutex_init(&stream->mutex, NULL);
+    if (code != 0) {
+        goto cleanup;
+    }
+    code = pthread_cond_init(&stream->work, NULL);
+    if (code != 0) {
+        (void)pthread_mutex_destroy(&stream->mutex);
+        goto cleanup;
+    }
+    code = pthread_cond_init(&stream->idle, &attributes);
+    if (code != 0) {
+        (void)pthread_cond_destroy(&stream->work);
+        (void)pthread_mutex_destroy(&stream->mutex);
+    }
+
+cleanup:
+    (void)pthread_condattr_destroy(&attributes);
+    return code;
+}
+
+wsync_status_t wsync_host_stream_create(unsigned threads, wsync_stream_t **stream,
+                                        wsync_error_t *err)
+{
+    wsync_status_t status = WSYNC_OK;
+    wsync_stream_t *made = NULL;
+    int code;
+
+    if (threads < 1 || threads > MAX_THREADS) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_stream_create",
+                          "a stream of %u threads: 1 to %d are possible", threads,
+                          (int)MAX_THREADS);
+    }
+    made = calloc(1, sizeof(*made));
+    if (made != NULL) {
+        made->threads = calloc(threads, sizeof(*made->threads));
+    }
+    if (made == NULL || made->threads == NULL) {
+        free(made);
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
+                          "no memory for a stream of %u threads", threads);
+    }
+    made->pid = getpid();
+    code = init_sync(made);
+    if (code != 0) {
+        free(made->threads);
+        free(made);
+        return wsync_fail(err, WSYNC_ERR_OS, code, "pthread_cond_init",
+                          "stream of %u threads: %s", threads, strerror(code));
+    }
+    for (unsigned i = 0; i < threads; i++) {
+        code = start_worker(made, &made->threads[i]);
+        if (code != 0) {
+            status = wsync_fail(err, WSYNC_ERR_OS, code, "pthread_create",
+                                "thread %u of %u of a stream: %s", i + 1, threads,
+                                strerror(code));
+            goto cleanup;
+        }
+        made->thread_count++;
+    }
+    *stream = made;
+    made = NULL;
+
+cleanup:
+    wsync_host_stream_destroy(made);
+    return status;
+}
+
+void wsync_host_stream_destroy(wsync_stream_t *stream)
+{
+    if (stream == NULL) {
+        return;
+    }
+    if (stream->pid != getpid()) {
+        return; /* the parent's threads: nothing to join, and the mutex may be held for ever
+                 */
+    }
+    (void)pthread_mutex_lock(&stream->mutex);
+    stream->stopping = true;
+    (void)pthread_cond_broadcast(&stream->work);
+    (void)pthread_mutex_unlock(&stream->mutex);
+    for (unsigned i = 0; i < stream->thread_count; i++) {
+        (void)pthread_join(stream->threads[i], NULL);
+    }
+    (void)pthread_cond_destroy(&stream->idle);
+    (void)pthread_cond_destroy(&stream->work);
+    (void)pthread_mutex_destroy(&stream->mutex);
+    free(stream->threads);
+    free(stream);
+}
+
+static wsync_status_t check_process(const wsync_stream_t *stream, wsync_error_t *err)
+{
+    const pid_t pid = getpid();
+
+    if (stream->pid != pid) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "wsync_stream",
+                          "the stream was made in process %ld and does not run in its fork "
+                          "%ld",
+                          (long)stream->pid, (long)pid);
+    }
+    return WSYNC_OK;
+}
+
+/* Copies `entry` to the end of the queue. */
+static wsync_status_t enqueue(wsync_stream_t *stream, const entry_t *entry,
+                              wsync_error_t *err)
+{
+    entry_t *made;
+    const wsync_status_t status = check_process(stream, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    made = malloc(sizeof(*made));
+    if (made == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
+                          "no memory for an entry of a stream");
+    }
+    *made = *entry;
+    (void)pthread_mutex_lock(&stream->mutex);
+    if (stream->tail != NULL) {
+        stream->tail->next = made;
+    } else {
+        stream->head = made;
+    }
+    stream->tail = made;
+    stream->enqueued++;
+    if (stream->head == made) { /* else whoever passes the head goes on with it */
+        (void)(made->pieces > 1 ? pthread_cond_broadcast(&stream->work)
+                                : pthread_cond_signal(&stream->work));
+    }
+    (void)pthread_mutex_unlock(&stream->mutex);
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_host_stream_copy(wsync_stream_t *stream, const wsync_copy_t *copies,
+                                      size_t count, const wsync_span_t *sources,
+                                      size_t source_count, const wsync_span_t *destinations,
+                                      size_t destination_count, wsync_error_t *err)
+{
+    entry_t entry = {0};
+    const wsync_status_t status = wsync_copies_check(copies, count, sources, source_count,
+                                                     destinations, destination_count, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    entry.list = wsync_host_list(copies, count, sources, destinations);
+    entry.pieces = entry.list.work / PIECE_WORK + (entry.list.work % PIECE_WORK != 0);
+    if (entry.pieces == 0) {
+        return check_process(stream, err);
+    }
+    return enqueue(stream, &entry, err);
+}
+
+wsync_status_t wsync_host_stream_record(wsync_stream_t *stream, wsync_event_t event,
+                                        uint64_t value, wsync_error_t *err)
+{
+    const entry_t entry = {.is_record = true, .event = event, .value = value, .pieces = 1};
+    const wsync_status_t status = wsync_host_event_check(event, err);
+
+    return status == WSYNC_OK ? enqueue(stream, &entry, err) : status;
+}
+
+wsync_status_t wsync_host_stream_synchronize(wsync_stream_t *stream, int timeout_ms,
+                                             wsync_error_t *err)
+{
+    const uint64_t deadline = wsync_host_deadline(timeout_ms);
+    const struct timespec until = {
+        .tv_sec = (time_t)(deadline / 1000000000),
+        .tv_nsec = (long)(deadline % 1000000000),
+    };
+    wsync_status_t status = check_process(stream, err);
+    uint64_t target;
+    int code = 0;
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    (void)pthread_mutex_lock(&stream->mutex);
+    target = stream->enqueued;
+    while (stream->passed < target && code != ETIMEDOUT) {
+        code = pthread_cond_timedwait(&stream->idle, &stream->mutex, &until);
+    }
+    if (stream->passed < target) {
+        /* No time in the text: callers wait in slices. */
+        status = wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "wsync_stream_synchronize",
+                            "%" PRIu64 " entries of the stream are not done",
+                            target - stream->passed);
+    }
+    (void)pthread_mutex_unlock(&stream->mutex);
+    return status;
+}

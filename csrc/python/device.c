@@ -1,0 +1,488 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Memory, Event and BufferTable. */
+#include "python/device.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "python/tensors.h"
+
+/* "O&" converter to uint64_t: ValueError outside its range. */
+static int to_uint64(PyObject *object, void *result)
+{
+    const unsigned long long value = PyLong_AsUnsignedLongLong(object);
+
+    if (value == (unsigned long long)-1 && PyErr_Occurred() != NULL) {
+        if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+            PyErr_Clear();
+            PyErr_Format(PyExc_ValueError, "%R is not between 0 and 2**64 - 1", object);
+        }
+        return 0;
+    }
+    *(uint64_t *)result = value;
+    return 1;
+}
+
+/* --- Memory ----------------------------------------------------------------------------
+ */
+
+PyObject *wsync_py_memory_wrap(ModuleState *state, const wsync_device_ops_t *ops,
+                               wsync_memory_t *memory)
+{
+    allocfunc alloc = (allocfunc)PyType_GetSlot(state->type_Memory, Py_tp_alloc);
+    PyObject *self = alloc(state->type_Memory, 0);
+
+    if (self == NULL) {
+        ops->memory_destroy(memory);
+        return NULL;
+    }
+    ((MemoryObject *)self)->ops = ops;
+    ((MemoryObject *)self)->memory = memory;
+    return self;
+}
+
+static PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"nbytes", NULL};
+    ModuleState *state = wsync_py_type_state(type);
+    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+    uint64_t nbytes;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:Memory", names, to_uint64,
+                                     &nbytes)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = ops->memory_create(nbytes, &memory, &err);
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
+    }
+    return wsync_py_memory_wrap(state, ops, memory);
+}
+
+static PyObject *memory_from_fd(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"fd", "nbytes", NULL};
+    ModuleState *state = wsync_py_state(module);
+    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+    uint64_t nbytes;
+    int fd;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&:from_fd", names, &fd, to_uint64,
+                                     &nbytes)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = ops->memory_import(fd, nbytes, &memory, &err);
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
+    }
+    return wsync_py_memory_wrap(state, ops, memory);
+}
+
+static void memory_dealloc(PyObject *object)
+{
+    MemoryObject *self = (MemoryObject *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    if (self->memory != NULL) {
+        self->ops->memory_destroy(self->memory);
+    }
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyObject *memory_fileno(PyObject *object, PyObject *unused)
+{
+    const MemoryObject *self = (MemoryObject *)object;
+
+    (void)unused;
+    return PyLong_FromLong(self->ops->memory_fd(self->memory));
+}
+
+static PyObject *memory_get_address(PyObject *object, void *unused)
+{
+    const MemoryObject *self = (MemoryObject *)object;
+
+    (void)unused;
+    return PyLong_FromVoidPtr(self->ops->memory_data(self->memory));
+}
+
+static PyObject *memory_get_nbytes(PyObject *object, void *unused)
+{
+    const MemoryObject *self = (MemoryObject *)object;
+
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(self->ops->memory_nbytes(self->memory));
+}
+
+static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
+{
+    const MemoryObject *self = (MemoryObject *)object;
+
+    return PyBuffer_FillInfo(view, object, self->ops->memory_data(self->memory),
+                             (Py_ssize_t)self->ops->memory_nbytes(self->memory), 0, flags);
+}
+
+static PyMethodDef memory_methods[] = {
+    {"fileno", memory_fileno, METH_NOARGS,
+     "fileno($self, /)\n--\n\nThe sealed memfd; valid as long as this object."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef memory_from_fd_method = {
+    "from_fd", (PyCFunction)(void (*)(void))memory_from_fd, METH_VARARGS | METH_KEYWORDS,
+    "from_fd(fd, nbytes)\n--\n\nMaps memory that another process made; fd is "
+    "duplicated.\n\n"
+    "PeerRefusedError if it is not sealed against a change of size, InvalidArgumentError "
+    "if\n"
+    "its size is not nbytes."};
+
+static PyGetSetDef memory_getset[] = {
+    {"address", memory_get_address, NULL, "Where the memory is mapped in this process.",
+     NULL},
+    {"nbytes", memory_get_nbytes, NULL, "Size in bytes.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot memory_slots[] = {
+    {Py_tp_doc,
+     "Memory(nbytes)\n--\n\n"
+     "Shared memory of the host device (a sealed memfd), mapped and faulted in.\n\n"
+     "Zeroed; supports the buffer protocol (writable bytes)."},
+    {Py_tp_new, memory_new},
+    {Py_tp_dealloc, memory_dealloc},
+    {Py_tp_methods, memory_methods},
+    {Py_tp_getset, memory_getset},
+    {Py_bf_getbuffer, memory_getbuffer},
+    {0, NULL},
+};
+
+static PyType_Spec memory_spec = {
+    .name = "wsync._core.Memory",
+    .basicsize = sizeof(MemoryObject),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = memory_slots,
+};
+
+/* --- Event -----------------------------------------------------------------------------
+ */
+
+static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"memory", "offset", NULL};
+    ModuleState *state = wsync_py_type_state(type);
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    PyObject *memory;
+    EventObject *self;
+    uint64_t offset;
+    uint64_t nbytes;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&:Event", names, state->type_Memory,
+                                     &memory, to_uint64, &offset)) {
+        return NULL;
+    }
+    nbytes = ((MemoryObject *)memory)->ops->memory_nbytes(((MemoryObject *)memory)->memory);
+    if (offset % sizeof(uint64_t) != 0 || nbytes < sizeof(uint64_t) ||
+        offset > nbytes - sizeof(uint64_t)) {
+        wsync_error_t err = {0};
+
+        (void)wsync_fail(
+            &err, WSYNC_ERR_INVALID, 0, "Event",
+            "event at offset %llu is not an aligned 64-bit word of a memory of "
+            "%llu bytes",
+            (unsigned long long)offset, (unsigned long long)nbytes);
+        return wsync_py_raise(state, &err);
+    }
+    self = (EventObject *)alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    Py_INCREF(memory);
+    self->memory = (MemoryObject *)memory;
+    self->event.memory = self->memory->memory;
+    self->event.offset = offset;
+    return (PyObject *)self;
+}
+
+static void event_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    Py_XDECREF((PyObject *)((EventObject *)object)->memory);
+    release(object);
+    Py_DECREF(type);
+}
+
+typedef struct event_wait {
+    const EventObject *event;
+    uint64_t value;
+} event_wait_t;
+
+static wsync_status_t event_step(void *context, int timeout_ms, wsync_error_t *err)
+{
+    const event_wait_t *wait = context;
+
+    return wait->event->memory->ops->event_wait(wait->event->event, wait->value, timeout_ms,
+                                                err);
+}
+
+static PyObject *event_wait_until(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"value", "timeout", "check", NULL};
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    event_wait_t wait = {.event = (EventObject *)object};
+    PyObject *check = Py_None;
+    double timeout;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&d|O:wait", names, to_uint64,
+                                     &wait.value, &timeout, &check) ||
+        wsync_py_wait(state, event_step, &wait, timeout, check) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *event_get_value(PyObject *object, void *unused)
+{
+    const EventObject *self = (EventObject *)object;
+
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(self->memory->ops->event_query(self->event));
+}
+
+static PyMethodDef event_methods[] = {
+    {"wait", (PyCFunction)(void (*)(void))event_wait_until, METH_VARARGS | METH_KEYWORDS,
+     "wait($self, value, timeout, check=None)\n--\n\n"
+     "Waits until the event is at least value; DeadlineError after timeout seconds."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef event_getset[] = {
+    {"value", event_get_value, NULL, "The last value that was recorded.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot event_slots[] = {
+    {Py_tp_doc,
+     "Event(memory, offset)\n--\n\n"
+     "A 64-bit sequence number in memory that two processes share."},
+    {Py_tp_new, event_new},
+    {Py_tp_dealloc, event_dealloc},
+    {Py_tp_methods, event_methods},
+    {Py_tp_getset, event_getset},
+    {0, NULL},
+};
+
+static PyType_Spec event_spec = {
+    .name = "wsync._core.Event",
+    .basicsize = sizeof(EventObject),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = event_slots,
+};
+
+/* --- BufferTable -----------------------------------------------------------------------
+ */
+
+/* A table with room for count spans, all zero. */
+static BufferTableObject *buffers_alloc(ModuleState *state, size_t count, PyObject *owner)
+{
+    allocfunc alloc = (allocfunc)PyType_GetSlot(state->type_BufferTable, Py_tp_alloc);
+    BufferTableObject *self = (BufferTableObject *)alloc(state->type_BufferTable, 0);
+
+    if (self == NULL) {
+        return NULL;
+    }
+    self->spans = calloc(count > 0 ? count : 1, sizeof(*self->spans));
+    if (self->spans == NULL) {
+        Py_DECREF((PyObject *)self);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    self->count = count;
+    self->owner = Py_XNewRef(owner);
+    return self;
+}
+
+PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_span_t *spans,
+                                  size_t count, PyObject *owner)
+{
+    BufferTableObject *self = buffers_alloc(state, count, owner);
+
+    if (self != NULL && count > 0) {
+        memcpy(self->spans, spans, count * sizeof(*spans));
+    }
+    return (PyObject *)self;
+}
+
+/* Reads (address, nbytes). */
+static int parse_span(ModuleState *state, PyObject *item, size_t index, wsync_span_t *span)
+{
+    PyObject *pair = PySequence_Tuple(item);
+    wsync_error_t err = {0};
+    uint64_t address;
+    uint64_t end;
+    int result = -1;
+
+    if (pair == NULL) {
+        return -1;
+    }
+    if (PyTuple_Size(pair) != 2) {
+        PyErr_Format(PyExc_ValueError, "span %zu is not (address, nbytes): %R", index,
+                     item);
+    } else if (to_uint64(PyTuple_GetItem(pair, 0), &address) &&
+               to_uint64(PyTuple_GetItem(pair, 1), &span->nbytes)) {
+        if ((address == 0 && span->nbytes > 0) ||
+            __builtin_add_overflow(address, span->nbytes, &end) || end > UINTPTR_MAX) {
+            (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "BufferTable",
+                             "span %zu: %llu bytes at address 0x%llx", index,
+                             (unsigned long long)span->nbytes, (unsigned long long)address);
+            (void)wsync_py_raise(state, &err);
+        } else {
+            span->data = (void *)(uintptr_t)address;
+            result = 0;
+        }
+    }
+    Py_DECREF(pair);
+    return result;
+}
+
+static PyObject *buffers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"spans", "owner", NULL};
+    ModuleState *state = wsync_py_type_state(type);
+    PyObject *spans;
+    PyObject *owner = Py_None;
+    PyObject *items;
+    BufferTableObject *self = NULL;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:BufferTable", names, &spans,
+                                     &owner)) {
+        return NULL;
+    }
+    items = PySequence_Tuple(spans);
+    if (items == NULL) {
+        return NULL;
+    }
+    self = buffers_alloc(state, (size_t)PyTuple_Size(items), owner);
+    for (size_t i = 0; self != NULL && i < self->count; i++) {
+        if (parse_span(state, PyTuple_GetItem(items, (Py_ssize_t)i), i, &self->spans[i]) <
+            0) {
+            Py_CLEAR(self);
+        }
+    }
+    Py_DECREF(items);
+    return (PyObject *)self;
+}
+
+static PyObject *buffers_of(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tensors", "owner", NULL};
+    ModuleState *state = wsync_py_state(module);
+    PyObject *tensors;
+    PyObject *owner = Py_None;
+    const TensorTableObject *table;
+    BufferTableObject *self;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O:of", names,
+                                     state->type_TensorTable, &tensors, &owner)) {
+        return NULL;
+    }
+    table = (const TensorTableObject *)tensors;
+    self = buffers_alloc(state, (size_t)table->count, owner);
+    for (Py_ssize_t i = 0; self != NULL && i < table->count; i++) {
+        self->spans[i].data = table->rows[i].data;
+        self->spans[i].nbytes = table->rows[i].nbytes_spanned;
+    }
+    return (PyObject *)self;
+}
+
+static int buffers_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((BufferTableObject *)object)->owner);
+    return 0;
+}
+
+static int buffers_clear(PyObject *object)
+{
+    Py_CLEAR(((BufferTableObject *)object)->owner);
+    return 0;
+}
+
+static void buffers_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    PyObject_GC_UnTrack(object);
+    (void)buffers_clear(object);
+    free(((BufferTableObject *)object)->spans);
+    release(object);
+    Py_DECREF(type);
+}
+
+static Py_ssize_t buffers_length(PyObject *object)
+{
+    return (Py_ssize_t)((BufferTableObject *)object)->count;
+}
+
+static PyObject *buffers_item(PyObject *object, Py_ssize_t index)
+{
+    const BufferTableObject *self = (BufferTableObject *)object;
+
+    if (index < 0 || (size_t)index >= self->count) {
+        PyErr_Format(PyExc_IndexError, "buffer %zd of a table of %zu", index, self->count);
+        return NULL;
+    }
+    return Py_BuildValue("(NK)", PyLong_FromVoidPtr(self->spans[index].data),
+                         (unsigned long long)self->spans[index].nbytes);
+}
+
+static PyMethodDef buffers_of_method = {
+    "of", (PyCFunction)(void (*)(void))buffers_of, METH_VARARGS | METH_KEYWORDS,
+    "of(tensors, owner=None)\n--\n\nSpan i covers what tensors[i] describes."};
+
+static PyType_Slot buffers_slots[] = {
+    {Py_tp_doc,
+     "BufferTable(spans, owner=None)\n--\n\n"
+     "Spans (address, nbytes) that buffer indices stand for while copies run.\n\n"
+     "owner is kept alive with the table."},
+    {Py_tp_new, buffers_new},
+    {Py_tp_dealloc, buffers_dealloc},
+    {Py_tp_traverse, buffers_traverse},
+    {Py_tp_clear, buffers_clear},
+    {Py_sq_length, buffers_length},
+    {Py_sq_item, buffers_item},
+    {0, NULL},
+};
+
+static PyType_Spec buffers_spec = {
+    .name = "wsync._core.BufferTable",
+    .basicsize = sizeof(BufferTableObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = buffers_slots,
+};
+
+int wsync_py_register_device(PyObject *module)
+{
+    ModuleState *state = wsync_py_state(module);
+
+    if (wsync_py_add_type(module, &memory_spec, &state->type_Memory) < 0 ||
+        wsync_py_add_type(module, &event_spec, &state->type_Event) < 0 ||
+        wsync_py_add_type(module, &buffers_spec, &state->type_BufferTable) < 0 ||
+        wsync_py_add_static(module, state->type_Memory, &memory_from_fd_method) < 0) {
+        return -1;
+    }
+    return wsync_py_add_static(module, state->type_BufferTable, &buffers_of_method);
+}

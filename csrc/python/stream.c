@@ -1,0 +1,394 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Stream: runs the copies of plans and routes, and keeps what they borrow alive.
+ *
+ * Worker threads never touch Python objects.  What was enqueued is held in a list with a
+ * mark; the stream records each mark in a word of its own after the work it belongs to, and
+ * calls that have the interpreter lock drop the holds whose marks have passed. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "python/device.h"
+#include "python/plan.h"
+#include "python/route.h"
+
+/* Until the planner is in the tree. */
+#pragma weak wsync_plan_round_count
+#pragma weak wsync_plan_copies
+
+enum { PROGRESS_NBYTES = 64 };
+
+static wsync_event_t progress_event(const StreamObject *self)
+{
+    return (wsync_event_t){.memory = self->progress, .offset = 0};
+}
+
+/* Drops the holds whose marks are at most `passed`.  Dropping may run any Python code, this
+ * stream's methods included: the list is in order at every call. */
+static void drop_holds(StreamObject *self, uint64_t passed)
+{
+    while (self->hold_count > 0 && self->holds[0].mark <= passed) {
+        PyObject *owner = self->holds[0].owner;
+
+        self->hold_count--;
+        memmove(self->holds, self->holds + 1, self->hold_count * sizeof(*self->holds));
+        Py_DECREF(owner);
+    }
+}
+
+static void prune(StreamObject *self)
+{
+    if (self->hold_count > 0) {
+        drop_holds(self, self->ops->event_query(progress_event(self)));
+    }
+}
+
+/* Has the stream record the next mark.  Where that fails the holds wait for a later one. */
+static void enqueue_mark(StreamObject *self)
+{
+    if (self->ops->stream_record(self->stream, progress_event(self), self->mark + 1,
+                                 NULL) == WSYNC_OK) {
+        self->mark++;
+    }
+}
+
+wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *self)
+{
+    wsync_error_t err = {0};
+
+    prune(self); /* may run Python code that closes the stream */
+    if (self->stream == NULL) {
+        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "Stream", "the stream is closed");
+        (void)wsync_py_raise(state, &err);
+        return NULL;
+    }
+    self->users++;
+    return self->stream;
+}
+
+void wsync_py_stream_leave(StreamObject *self)
+{
+    self->users--;
+}
+
+void wsync_py_stream_hold(StreamObject *self, PyObject *owner)
+{
+    Py_INCREF(owner);
+    if (self->hold_count == self->hold_capacity) {
+        const size_t capacity = self->hold_capacity > 0 ? 2 * self->hold_capacity : 16;
+        stream_hold_t *holds = realloc(self->holds, capacity * sizeof(*holds));
+
+        if (holds == NULL) {
+            return; /* a leak is better than memory that goes away under a worker */
+        }
+        self->holds = holds;
+        self->hold_capacity = capacity;
+    }
+    self->holds[self->hold_count++] = (stream_hold_t){self->mark + 1, owner};
+}
+
+/* Waits for the workers and lets go of everything. */
+static void shut(StreamObject *self)
+{
+    wsync_stream_t *stream = self->stream;
+
+    self->stream = NULL;
+    if (stream != NULL) {
+        self->ops->stream_destroy(stream);
+    }
+    drop_holds(self, UINT64_MAX);
+}
+
+static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"threads", NULL};
+    ModuleState *state = wsync_py_type_state(type);
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    StreamObject *self = NULL;
+    wsync_error_t err = {0};
+    int threads = 1;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|i:Stream", names, &threads)) {
+        return NULL;
+    }
+    self = (StreamObject *)alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->ops = wsync_device_host();
+    if (self->ops->memory_create(PROGRESS_NBYTES, &self->progress, &err) != WSYNC_OK ||
+        self->ops->stream_create(threads > 0 ? (unsigned)threads : 0, &self->stream,
+                                 &err) != WSYNC_OK) {
+        Py_DECREF(self);
+        return wsync_py_raise(state, &err);
+    }
+    return (PyObject *)self;
+}
+
+static int stream_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    const StreamObject *self = (StreamObject *)object;
+
+    Py_VISIT(Py_TYPE(object));
+    for (size_t i = 0; i < self->hold_count; i++) {
+        Py_VISIT(self->holds[i].owner);
+    }
+    return 0;
+}
+
+/* Unreachable, so nobody is inside a call; what is enqueued ends by itself. */
+static int stream_clear(PyObject *object)
+{
+    shut((StreamObject *)object);
+    return 0;
+}
+
+static void stream_dealloc(PyObject *object)
+{
+    StreamObject *self = (StreamObject *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    PyObject_GC_UnTrack(object);
+    shut(self);
+    if (self->ops != NULL) {
+        self->ops->memory_destroy(self->progress);
+    }
+    free(self->holds);
+    release(object);
+    Py_DECREF(type);
+}
+
+static int fail_range(ModuleState *state, const char *what, long long index, size_t count)
+{
+    wsync_error_t err = {0};
+
+    (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "Stream.copy", "%s %lld of %zu", what,
+                     index, count);
+    (void)wsync_py_raise(state, &err);
+    return -1;
+}
+
+typedef struct copy_list {
+    const wsync_copy_t *copies;
+    size_t count;
+} copy_list_t;
+
+/* The copies of a plan's round and phase, or of a route's buffer. */
+static int find_copies(ModuleState *state, PyObject *object, long long index, int phase,
+                       copy_list_t *list)
+{
+    if (Py_TYPE(object) == state->type_Plan) {
+        const wsync_plan_t *plan = ((PlanObject *)object)->plan;
+        const uint32_t rounds = wsync_plan_round_count(plan);
+
+        if (index < 0 || index >= (long long)rounds) {
+            return fail_range(state, "round", index, rounds);
+        }
+        if (phase < 0 || phase >= WSYNC_PHASE_COUNT) {
+            return fail_range(state, "phase", phase, WSYNC_PHASE_COUNT);
+        }
+        list->copies =
+            wsync_plan_copies(plan, (uint32_t)index, (wsync_phase_t)phase, &list->count);
+        return 0;
+    }
+    if (Py_TYPE(object) == state->type_Route) {
+        const wsync_route_t *route = ((RouteObject *)object)->route;
+        const uint32_t buffers = wsync_route_buffer_count(route);
+
+        if (index < 0 || index >= (long long)buffers) {
+            return fail_range(state, "buffer", index, buffers);
+        }
+        list->copies = wsync_route_copies(route, (uint32_t)index, &list->count);
+        return 0;
+    }
+    PyErr_Format(PyExc_TypeError, "copies must be a Plan or a Route, not %R",
+                 (PyObject *)Py_TYPE(object));
+    return -1;
+}
+
+static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"copies", "index", "phase", "sources", "destinations", NULL};
+    StreamObject *self = (StreamObject *)object;
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    PyObject *copies;
+    PyObject *sources;
+    PyObject *destinations;
+    const BufferTableObject *from;
+    const BufferTableObject *to;
+    wsync_stream_t *stream;
+    copy_list_t list = {0};
+    wsync_error_t err = {0};
+    wsync_status_t status;
+    uint64_t nbytes = 0;
+    long long index;
+    int phase;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLiO!O!:copy", names, &copies, &index,
+                                     &phase, state->type_BufferTable, &sources,
+                                     state->type_BufferTable, &destinations) ||
+        find_copies(state, copies, index, phase, &list) < 0) {
+        return NULL;
+    }
+    stream = wsync_py_stream_enter(state, self);
+    if (stream == NULL) {
+        return NULL;
+    }
+    from = (const BufferTableObject *)sources;
+    to = (const BufferTableObject *)destinations;
+    Py_BEGIN_ALLOW_THREADS
+        status = self->ops->stream_copy(stream, list.copies, list.count, from->spans,
+                                        from->count, to->spans, to->count, &err);
+        if (status == WSYNC_OK) {
+            nbytes = wsync_copies_nbytes(list.copies, list.count);
+        }
+    Py_END_ALLOW_THREADS
+    if (status == WSYNC_OK) {
+        /* With the lock, so that marks are recorded in order. */
+        wsync_py_stream_hold(self, copies);
+        wsync_py_stream_hold(self, sources);
+        wsync_py_stream_hold(self, destinations);
+        enqueue_mark(self);
+    }
+    wsync_py_stream_leave(self);
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
+    }
+    return PyLong_FromUnsignedLongLong(nbytes);
+}
+
+static PyObject *stream_record(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"event", "value", NULL};
+    StreamObject *self = (StreamObject *)object;
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    PyObject *event;
+    unsigned long long value;
+    PyObject *number;
+    wsync_stream_t *stream;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O:record", names, state->type_Event,
+                                     &event, &number)) {
+        return NULL;
+    }
+    value = PyLong_AsUnsignedLongLong(number);
+    if (value == (unsigned long long)-1 && PyErr_Occurred() != NULL) {
+        return NULL;
+    }
+    stream = wsync_py_stream_enter(state, self);
+    if (stream == NULL) {
+        return NULL;
+    }
+    status = self->ops->stream_record(stream, ((EventObject *)event)->event, value, &err);
+    if (status == WSYNC_OK) {
+        wsync_py_stream_hold(self, event);
+        enqueue_mark(self);
+    }
+    wsync_py_stream_leave(self);
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
+    }
+    Py_RETURN_NONE;
+}
+
+static wsync_status_t synchronize_step(void *context, int timeout_ms, wsync_error_t *err)
+{
+    const StreamObject *self = context;
+
+    return self->ops->stream_synchronize(self->stream, timeout_ms, err);
+}
+
+static PyObject *stream_synchronize(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"timeout", "check", NULL};
+    StreamObject *self = (StreamObject *)object;
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    PyObject *check = Py_None;
+    double timeout;
+    int result;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|O:synchronize", names, &timeout,
+                                     &check) ||
+        wsync_py_stream_enter(state, self) == NULL) {
+        return NULL;
+    }
+    if (self->hold_count > 0 && self->holds[self->hold_count - 1].mark > self->mark) {
+        enqueue_mark(self);
+    }
+    result = wsync_py_wait(state, synchronize_step, self, timeout, check);
+    wsync_py_stream_leave(self);
+    if (result < 0) {
+        return NULL;
+    }
+    prune(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *stream_close(PyObject *object, PyObject *unused)
+{
+    StreamObject *self = (StreamObject *)object;
+    wsync_stream_t *stream = self->stream;
+    wsync_error_t err = {0};
+
+    (void)unused;
+    if (self->users > 0) {
+        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "Stream.close",
+                         "%u other calls still use the stream", self->users);
+        return wsync_py_raise(wsync_py_type_state(Py_TYPE(object)), &err);
+    }
+    if (stream != NULL) {
+        self->stream = NULL;
+        Py_BEGIN_ALLOW_THREADS
+            self->ops->stream_destroy(stream);
+        Py_END_ALLOW_THREADS
+        drop_holds(self, UINT64_MAX);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef stream_methods[] = {
+    {"copy", (PyCFunction)(void (*)(void))stream_copy, METH_VARARGS | METH_KEYWORDS,
+     "copy($self, copies, index, phase, sources, destinations)\n--\n\n"
+     "Enqueues the copies of a plan's round and phase, or of a route's buffer (phase\n"
+     "ignored).  Returns the bytes written.  Everything is kept alive until the stream "
+     "has\n"
+     "passed."},
+    {"record", (PyCFunction)(void (*)(void))stream_record, METH_VARARGS | METH_KEYWORDS,
+     "record($self, event, value)\n--\n\n"
+     "Enqueues: set the event once everything enqueued before has happened."},
+    {"synchronize", (PyCFunction)(void (*)(void))stream_synchronize,
+     METH_VARARGS | METH_KEYWORDS,
+     "synchronize($self, timeout, check=None)\n--\n\n"
+     "Waits for what is enqueued; DeadlineError after timeout seconds."},
+    {"close", stream_close, METH_NOARGS,
+     "close($self, /)\n--\n\nWaits for what is enqueued and ends the threads."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot stream_slots[] = {
+    {Py_tp_doc,
+     "Stream(threads=1)\n--\n\n"
+     "Runs copies in order on worker threads of this process."},
+    {Py_tp_new, stream_new},
+    {Py_tp_dealloc, stream_dealloc},
+    {Py_tp_traverse, stream_traverse},
+    {Py_tp_clear, stream_clear},
+    {Py_tp_methods, stream_methods},
+    {0, NULL},
+};
+
+static PyType_Spec stream_spec = {
+    .name = "wsync._core.Stream",
+    .basicsize = sizeof(StreamObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = stream_slots,
+};
+
+int wsync_py_register_stream(PyObject *module)
+{
+    ModuleState *state = wsync_py_state(module);
+
+    return wsync_py_add_type(module, &stream_spec, &state->type_Stream);
+}

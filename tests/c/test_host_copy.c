@@ -1,0 +1,483 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Copies of all kinds against an element-by-element reference. */
+#include "core/copy.h"
+#include "device/device.h"
+#include "device/host_copy.h"
+#include "harness.h"
+
+typedef struct random_state {
+    uint64_t state;
+} random_state_t;
+
+static uint64_t draw(random_state_t *random, uint64_t below)
+{
+    random->state = random->state * 6364136223846793005ULL + 1442695040888963407ULL;
+    return (random->state >> 33) % below;
+}
+
+static uint16_t reference_bf16(uint32_t bits)
+{
+    uint32_t kept = bits >> 16;
+    const uint32_t rest = bits & 0xffffU;
+
+    if ((bits & 0x7fffffffU) > 0x7f800000U) {
+        return (uint16_t)(kept | 0x40U);
+    }
+    if (rest > 0x8000U || (rest == 0x8000U && (kept & 1U) != 0)) {
+        kept++;
+    }
+    return (uint16_t)kept;
+}
+
+static double f16_value(uint16_t bits)
+{
+    const int exponent = (bits >> 10) & 0x1f;
+    double value = bits & 0x3ff;
+
+    if (exponent > 0) {
+        value += 1024.0;
+    }
+    for (int i = 0; i < 24; i++) {
+        value *= 0.5;
+    }
+    for (int i = 1; i < exponent; i++) {
+        value *= 2.0;
+    }
+    return value;
+}
+
+/* The nearest of all finite halves, by search; ties to the even one. */
+static uint16_t reference_f16(uint32_t bits)
+{
+    const uint16_t sign = (uint16_t)((bits >> 16) & 0x8000U);
+    const uint32_t magnitude = bits & 0x7fffffffU;
+    uint16_t low = 0;
+    uint16_t high = 0x7c00;
+    float value;
+
+    if (magnitude > 0x7f800000U) {
+        return (uint16_t)(sign | 0x7e00U | ((magnitude >> 13) & 0x3ffU));
+    }
+    memcpy(&value, &magnitude, sizeof(value));
+    if ((double)value >= 65520.0) {
+        return (uint16_t)(sign | 0x7c00U);
+    }
+    while (high - low > 1) { /* f16_value(low) <= value < f16_value(high) */
+        const uint16_t middle = (uint16_t)((low + high) / 2);
+
+        if (f16_value(middle) <= (double)value) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    if (high < 0x7c00) {
+        const double below = (double)value - f16_value(low);
+        const double above = f16_value(high) - (double)value;
+
+        if (above < below || (above == below && (low & 1) != 0)) {
+            low = high;
+        }
+    } else if ((double)value - f16_value(low) > 16.0) {
+        low = high;
+    }
+    return (uint16_t)(sign | low);
+}
+
+static void reference_element(const wsync_copy_t *copy, unsigned char *to,
+                              const unsigned char *from)
+{
+    uint32_t wide;
+    uint16_t narrow;
+
+    switch ((wsync_transform_t)copy->transform) {
+    case WSYNC_TRANSFORM_NONE:
+        memcpy(to, from, copy->source_item_nbytes);
+        break;
+    case WSYNC_TRANSFORM_F32_TO_BF16:
+        memcpy(&wide, from, sizeof(wide));
+        narrow = reference_bf16(wide);
+        memcpy(to, &narrow, sizeof(narrow));
+        break;
+    case WSYNC_TRANSFORM_F32_TO_F16:
+        memcpy(&wide, from, sizeof(wide));
+        narrow = reference_f16(wide);
+        memcpy(to, &narrow, sizeof(narrow));
+        break;
+    case WSYNC_TRANSFORM_BF16_TO_F32:
+        memcpy(&narrow, from, sizeof(narrow));
+        wide = (uint32_t)narrow << 16;
+        memcpy(to, &wide, sizeof(wide));
+        break;
+    }
+}
+
+static void reference_copy(const wsync_copy_t *copy, const wsync_span_t *sources,
+                           const wsync_span_t *destinations)
+{
+    int64_t extent[WSYNC_COPY_NDIM] = {1, 1, 1, 1};
+    const unsigned char *from =
+        (const unsigned char *)sources[copy->source_buffer].data + copy->source_offset;
+    unsigned char *to = (unsigned char *)destinations[copy->destination_buffer].data +
+                        copy->destination_offset;
+
+    for (unsigned d = 0; d < copy->ndim; d++) {
+        extent[d] = copy->extent[d];
+    }
+    for (int64_t a = 0; a < extent[0]; a++) {
+        for (int64_t b = 0; b < extent[1]; b++) {
+            for (int64_t c = 0; c < extent[2]; c++) {
+                for (int64_t d = 0; d < extent[3]; d++) {
+                    const int64_t index[WSYNC_COPY_NDIM] = {a, b, c, d};
+                    int64_t source = 0;
+                    int64_t destination = 0;
+
+                    for (unsigned i = 0; i < copy->ndim; i++) {
+                        source += index[i] * copy->source_stride[i];
+                        destination += index[i] * copy->destination_stride[i];
+                    }
+                    for (uint64_t e = 0; e < copy->row_count; e++) {
+                        reference_element(
+                            copy,
+                            to + destination + (int64_t)e * copy->destination_item_nbytes,
+                            from + source + (int64_t)e * copy->source_item_nbytes);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* Steps for a random order of the dimensions, with gaps; returns the bytes spanned. */
+static uint64_t draw_strides(random_state_t *random, const wsync_copy_t *copy,
+                             uint64_t item_nbytes, int64_t *stride)
+{
+    uint64_t span = copy->row_count * item_nbytes;
+    bool used[WSYNC_COPY_NDIM] = {false};
+
+    for (unsigned i = 0; i < copy->ndim; i++) {
+        unsigned d = (unsigned)draw(random, copy->ndim);
+
+        while (used[d]) {
+            d = (d + 1) % copy->ndim;
+        }
+        used[d] = true;
+        stride[d] = (int64_t)(span + draw(random, 3) * draw(random, 9));
+        span = (uint64_t)stride[d] * (uint64_t)copy->extent[d];
+    }
+    return span;
+}
+
+static void draw_transform(random_state_t *random, wsync_copy_t *copy)
+{
+    static const uint8_t sizes[] = {1, 2, 4, 8, 16};
+
+    copy->transform = (uint8_t)(draw(random, 2) * draw(random, 4));
+    switch ((wsync_transform_t)copy->transform) {
+    case WSYNC_TRANSFORM_NONE:
+        copy->source_item_nbytes = sizes[draw(random, 5)];
+        copy->destination_item_nbytes = copy->source_item_nbytes;
+        break;
+    case WSYNC_TRANSFORM_BF16_TO_F32:
+        copy->source_item_nbytes = 2;
+        copy->destination_item_nbytes = 4;
+        break;
+    default:
+        copy->source_item_nbytes = 4;
+        copy->destination_item_nbytes = 2;
+        break;
+    }
+}
+
+enum { MAX_SPAN = 12 * 1024 * 1024, MAX_COPIES = 12 };
+
+/* A copy of at most about `bytes` bytes: `kind` 0 one row, 1 single elements, 2 anything.
+ */
+static wsync_copy_t draw_copy(random_state_t *random, unsigned kind, uint64_t nbytes,
+                              uint64_t *source_used, uint64_t *destination_used)
+{
+    wsync_copy_t copy = {.row_count = 1};
+    uint64_t left;
+
+    draw_transform(random, &copy);
+    left = nbytes / copy.source_item_nbytes + 1;
+    if (kind != 0) {
+        copy.ndim = (uint8_t)(1 + draw(random, WSYNC_COPY_NDIM));
+    }
+    if (kind != 1) {
+        copy.row_count = 1 + draw(random, kind == 0 ? left : (left < 200 ? left : 200));
+        left = left / copy.row_count + 1;
+    }
+    for (unsigned d = 0; d < copy.ndim; d++) {
+        copy.extent[d] = (int64_t)(1 + draw(random, left < 70 ? left : 70));
+        left = left / (uint64_t)copy.extent[d] + 1;
+    }
+    copy.source_offset = *source_used + draw(random, 70);
+    copy.destination_offset = *destination_used + draw(random, 70);
+    *source_used = copy.source_offset +
+                   draw_strides(random, &copy, copy.source_item_nbytes, copy.source_stride);
+    *destination_used =
+        copy.destination_offset +
+        draw_strides(random, &copy, copy.destination_item_nbytes, copy.destination_stride);
+    return copy;
+}
+
+typedef struct fixture {
+    wsync_copy_t copies[MAX_COPIES];
+    size_t count;
+    wsync_span_t source;
+    wsync_span_t destination;
+    wsync_span_t expected;
+} fixture_t;
+
+static void fixture_init(fixture_t *fixture)
+{
+    random_state_t random = {7};
+
+    *fixture = (fixture_t){.count = 0};
+    fixture->source = (wsync_span_t){malloc(MAX_SPAN), MAX_SPAN};
+    fixture->destination = (wsync_span_t){malloc(MAX_SPAN), MAX_SPAN};
+    fixture->expected = (wsync_span_t){malloc(MAX_SPAN), MAX_SPAN};
+    for (size_t i = 0; i < MAX_SPAN / sizeof(uint32_t); i++) {
+        ((uint32_t *)fixture->source.data)[i] =
+            (uint32_t)draw(&random, 65536) << 16 | (uint32_t)draw(&random, 65536);
+    }
+}
+
+/* Draws a list that stays inside the spans and what it must do. */
+static void fixture_draw(fixture_t *fixture, random_state_t *random)
+{
+    const size_t count = 1 + draw(random, MAX_COPIES);
+    const uint64_t nbytes = draw(random, 4) == 0 ? 400 * 1024 : 20 * 1024;
+    uint64_t source_used = 0;
+    uint64_t destination_used = 0;
+
+    fixture->count = 0;
+    while (fixture->count < count) {
+        const uint64_t source = source_used;
+        const uint64_t destination = destination_used;
+        const wsync_copy_t copy = draw_copy(random, (unsigned)draw(random, 3), nbytes,
+                                            &source_used, &destination_used);
+
+        if (source_used > MAX_SPAN || destination_used > MAX_SPAN) {
+            source_used = source;
+            destination_used = destination;
+            break;
+        }
+        fixture->copies[fixture->count++] = copy;
+    }
+    fixture->destination.nbytes = destination_used;
+    fixture->expected.nbytes = destination_used;
+    memset(fixture->destination.data, 0x5a, destination_used);
+    memset(fixture->expected.data, 0x5a, destination_used);
+    for (size_t i = 0; i < fixture->count; i++) {
+        reference_copy(&fixture->copies[i], &fixture->source, &fixture->expected);
+    }
+}
+
+static void fixture_compare(const fixture_t *fixture, int round)
+{
+    if (memcmp(fixture->destination.data, fixture->expected.data,
+               fixture->expected.nbytes) != 0) {
+        FAIL("round %d: %zu copies wrote other bytes than the reference", round,
+             fixture->count);
+    }
+}
+
+static void fixture_fini(fixture_t *fixture)
+{
+    free(fixture->source.data);
+    free(fixture->destination.data);
+    free(fixture->expected.data);
+}
+
+TEST(run_matches_reference)
+{
+    random_state_t random = {1};
+    fixture_t fixture;
+    uint64_t nbytes = 0;
+    wsync_error_t err;
+
+    fixture_init(&fixture);
+    for (int round = 0; round < 200; round++) {
+        fixture_draw(&fixture, &random);
+        CHECK_OK(wsync_copies_check(fixture.copies, fixture.count, &fixture.source, 1,
+                                    &fixture.destination, 1, &err),
+                 err);
+        wsync_host_copy_run(fixture.copies, fixture.count, &fixture.source,
+                            &fixture.destination);
+        fixture_compare(&fixture, round);
+        nbytes += wsync_copies_nbytes(fixture.copies, fixture.count);
+    }
+    (void)printf("%" PRIu64 " bytes compared\n", nbytes);
+    fixture_fini(&fixture);
+}
+
+/* Any partition into parts, handed to any number of cursors, runs everything once. */
+TEST(parts_run_everything_once)
+{
+    random_state_t random = {2};
+    fixture_t fixture;
+
+    fixture_init(&fixture);
+    for (int round = 0; round < 60; round++) {
+        wsync_host_cursor_t cursors[3] = {{0}};
+        wsync_host_list_t list;
+        uint64_t begin = 0;
+
+        fixture_draw(&fixture, &random);
+        list = wsync_host_list(fixture.copies, fixture.count, &fixture.source,
+                               &fixture.destination);
+        while (begin < list.work) {
+            const uint64_t end = begin + 1 + draw(&random, 1 + list.work / 8);
+
+            wsync_host_list_run(&list, begin, end, &cursors[draw(&random, 3)]);
+            begin = end;
+        }
+        fixture_compare(&fixture, round);
+    }
+    fixture_fini(&fixture);
+}
+
+/* Rows longer than a chunk, lists large enough to stream, odd sizes and alignments. */
+TEST(long_rows_match_reference)
+{
+    static const struct {
+        wsync_transform_t transform;
+        uint8_t source;
+        uint8_t destination;
+    } kinds[] = {
+        {WSYNC_TRANSFORM_NONE, 1, 1},
+        {WSYNC_TRANSFORM_F32_TO_BF16, 4, 2},
+        {WSYNC_TRANSFORM_F32_TO_F16, 4, 2},
+        {WSYNC_TRANSFORM_BF16_TO_F32, 2, 4},
+    };
+    fixture_t fixture;
+
+    fixture_init(&fixture);
+    for (size_t k = 0; k < sizeof(kinds) / sizeof(kinds[0]); k++) {
+        const uint64_t count = (uint64_t)(3 * 1024 * 1024 - 77) / kinds[k].destination;
+        wsync_copy_t *copy = &fixture.copies[0];
+
+        *copy = (wsync_copy_t){
+            .source_offset = 3,
+            .destination_offset = 13,
+            .row_count = count,
+            .source_item_nbytes = kinds[k].source,
+            .destination_item_nbytes = kinds[k].destination,
+            .transform = (uint8_t)kinds[k].transform,
+            .ndim = 1,
+            .extent = {2},
+            .source_stride = {(int64_t)count * kinds[k].source + 5},
+            .destination_stride = {(int64_t)count * kinds[k].destination + 1}};
+        fixture.count = 1;
+        memset(fixture.destination.data, 0, MAX_SPAN);
+        memset(fixture.expected.data, 0, MAX_SPAN);
+        reference_copy(copy, &fixture.source, &fixture.expected);
+        wsync_host_copy_run(copy, 1, &fixture.source, &fixture.destination);
+        fixture_compare(&fixture, (int)k);
+    }
+    fixture_fini(&fixture);
+}
+
+/* Every half, its neighbours in single precision and every tie between two halves. */
+TEST(halves_round_to_nearest_even)
+{
+    enum { COUNT = 0x7c00 * 6 };
+    uint32_t *values = calloc(COUNT, sizeof(*values));
+    uint16_t *results = calloc(COUNT, sizeof(*results));
+    const wsync_span_t source = {values, COUNT * sizeof(*values)};
+    const wsync_span_t destination = {results, COUNT * sizeof(*results)};
+    size_t count = 0;
+
+    for (uint16_t half = 0; half < 0x7c00; half++) {
+        const float exact = (float)f16_value(half);
+        const float tie =
+            (float)((f16_value(half) + f16_value((uint16_t)(half + 1))) / 2.0);
+        uint32_t bits[2];
+
+        memcpy(&bits[0], &exact, sizeof(exact));
+        memcpy(&bits[1], &tie, sizeof(tie));
+        for (int i = 0; i < 2; i++) {
+            values[count++] = bits[i] > 0 ? bits[i] - 1 : 0;
+            values[count++] = bits[i] | (half % 2 != 0 ? 0x80000000U : 0);
+            values[count++] = bits[i] + 1;
+        }
+    }
+    /* As one row, then one by one: the vector path and the portable path. */
+    for (int single = 0; single < 2; single++) {
+        const wsync_copy_t copy = {.row_count = single != 0 ? 1 : COUNT,
+                                   .source_item_nbytes = 4,
+                                   .destination_item_nbytes = 2,
+                                   .transform = WSYNC_TRANSFORM_F32_TO_F16,
+                                   .ndim = (uint8_t)single,
+                                   .extent = {COUNT},
+                                   .source_stride = {4},
+                                   .destination_stride = {2}};
+
+        memset(results, 0, COUNT * sizeof(*results));
+        wsync_host_copy_run(&copy, 1, &source, &destination);
+        for (size_t i = 0; i < COUNT; i++) {
+            if (results[i] != reference_f16(values[i])) {
+                FAIL("0x%08x became 0x%04x, not 0x%04x", (unsigned)values[i],
+                     (unsigned)results[i], (unsigned)reference_f16(values[i]));
+            }
+        }
+    }
+    free(values);
+    free(results);
+}
+
+TEST(empty_copies_touch_nothing)
+{
+    unsigned char from[4] = {1, 2, 3, 4};
+    unsigned char to[4] = {9, 9, 9, 9};
+    const wsync_span_t source = {from, sizeof(from)};
+    const wsync_span_t destination = {to, sizeof(to)};
+    const wsync_copy_t copies[] = {
+        {.row_count = 0, .source_item_nbytes = 1, .destination_item_nbytes = 1},
+        {.row_count = 1,
+         .source_item_nbytes = 1,
+         .destination_item_nbytes = 1,
+         .ndim = 2,
+         .extent = {3, 0}},
+    };
+
+    wsync_host_copy_run(copies, 2, &source, &destination);
+    wsync_host_copy_run(NULL, 0, NULL, NULL);
+    for (size_t i = 0; i < sizeof(to); i++) {
+        CHECK_EQ(to[i], 9);
+    }
+}
+
+static void check_stream(unsigned threads)
+{
+    const wsync_device_ops_t *ops = wsync_device_host();
+    random_state_t random = {threads};
+    wsync_stream_t *stream = NULL;
+    fixture_t fixture;
+    wsync_error_t err;
+
+    fixture_init(&fixture);
+    CHECK_OK(ops->stream_create(threads, &stream, &err), err);
+    for (int round = 0; round < 40; round++) {
+        fixture_draw(&fixture, &random);
+        CHECK_OK(ops->stream_copy(stream, fixture.copies, fixture.count, &fixture.source, 1,
+                                  &fixture.destination, 1, &err),
+                 err);
+        CHECK_OK(ops->stream_synchronize(stream, 60000, &err), err);
+        fixture_compare(&fixture, round);
+    }
+    ops->stream_destroy(stream);
+    fixture_fini(&fixture);
+}
+
+TEST(stream_of_one_thread_matches_reference)
+{
+    check_stream(1);
+}
+
+TEST(stream_of_four_threads_matches_reference)
+{
+    check_stream(4);
+}

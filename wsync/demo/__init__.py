@@ -1,1 +1,0 @@
-"""Demonstrations: real trainers and engines on any machine."""
