@@ -13,4 +13,7 @@ typedef struct LayoutObject {
     wsync_layout_t *layout; /* owned */
 } LayoutObject;
 
+/* Wraps a layout, which it takes over also on failure. */
+PyObject *wsync_py_layout_new(ModuleState *state, wsync_layout_t *layout);
+
 #endif

@@ -64,7 +64,10 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
     X(tensors)                \
     X(describe)               \
     X(device)                 \
-    X(stream)
+    X(stream)                 \
+    X(layout)                 \
+    X(builder)                \
+    X(route)
 
 #define WSYNC_DECLARE_REGISTER(name) int wsync_py_register_##name(PyObject *module);
 WSYNC_REGISTER_MAP(WSYNC_DECLARE_REGISTER)

@@ -1,0 +1,550 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * LayoutBuilder.  Arguments are read completely before the builder is touched: reading them
+ * may run Python code, which may use the same builder. */
+#include <stdlib.h>
+
+#include "python/convert.h"
+#include "python/layout.h"
+#include "python/tensors.h"
+
+typedef struct BuilderObject {
+    PyObject_HEAD
+    wsync_layout_builder_t *builder; /* owned; NULL while build() runs */
+    uint32_t rank;
+} BuilderObject;
+
+static PyObject *raise_for(PyObject *self, const wsync_error_t *err)
+{
+    return wsync_py_raise(wsync_py_type_state(Py_TYPE(self)), err);
+}
+
+/* The builder, or NULL with StateError while another thread is in build(). */
+static wsync_layout_builder_t *get_builder(PyObject *self)
+{
+    wsync_layout_builder_t *builder = ((BuilderObject *)self)->builder;
+    wsync_error_t err = {0};
+
+    if (builder == NULL) {
+        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "LayoutBuilder",
+                         "build() is running in another thread");
+        (void)raise_for(self, &err);
+    }
+    return builder;
+}
+
+static PyObject *builder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"rank", NULL};
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    BuilderObject *self;
+    long long value = 0;
+    uint32_t rank;
+    wsync_error_t err = {0};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|L:LayoutBuilder", keywords, &value) ||
+        wsync_py_read_u32(value, "rank", &rank) < 0) {
+        return NULL;
+    }
+    self = (BuilderObject *)allocate(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->rank = rank;
+    if (wsync_layout_builder_create(&self->builder, &err) != WSYNC_OK) {
+        Py_DECREF(self);
+        return wsync_py_raise(wsync_py_type_state(type), &err);
+    }
+    return (PyObject *)self;
+}
+
+static void builder_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    wsync_layout_builder_destroy(((BuilderObject *)self)->builder);
+    release(self);
+    Py_DECREF(type);
+}
+
+/* Reads what names a tensor; shape becomes tensor->shape and tensor->ndim. */
+static int read_tensor(PyObject *self, const char *name, const char *dtype, PyObject *shape,
+                       long long group, wsync_tensor_t *tensor)
+{
+    wsync_error_t err = {0};
+
+    tensor->name = name;
+    if (wsync_py_read_int64s(shape, "shape", tensor->shape, &tensor->ndim) < 0 ||
+        wsync_py_read_u32(group, "group", &tensor->group) < 0) {
+        return -1;
+    }
+    if (wsync_dtype_from_name(dtype, &tensor->dtype, &err) != WSYNC_OK) {
+        const wsync_error_t cause = err;
+
+        (void)wsync_fail(&err, cause.status, 0, cause.origin, "%.256s: %.256s", name,
+                         cause.message);
+        (void)raise_for(self, &err);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *builder_add_tensor(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"name", "dtype", "shape", "group", NULL};
+    const char *name;
+    const char *dtype;
+    PyObject *shape;
+    long long group = 0;
+    wsync_tensor_t tensor = {0};
+    wsync_layout_builder_t *builder;
+    wsync_error_t err = {0};
+    uint32_t index;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssO|L:add_tensor", keywords, &name,
+                                     &dtype, &shape, &group) ||
+        read_tensor(self, name, dtype, shape, group, &tensor) < 0) {
+        return NULL;
+    }
+    builder = get_builder(self);
+    if (builder == NULL) {
+        return NULL;
+    }
+    if (wsync_layout_builder_tensor(builder, &tensor, &index, &err) != WSYNC_OK) {
+        return raise_for(self, &err);
+    }
+    Py_RETURN_NONE;
+}
+
+/* Adds a shard of a tensor, both by name. */
+static wsync_status_t add_shard(wsync_layout_builder_t *builder,
+                                const wsync_tensor_t *tensor, const char *origin,
+                                wsync_shard_t *shard, wsync_error_t *err)
+{
+    wsync_status_t status =
+        wsync_layout_builder_tensor(builder, tensor, &shard->tensor, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_layout_builder_origin(builder, origin, &shard->origin, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_layout_builder_shard(builder, shard, err);
+    }
+    return status;
+}
+
+static PyObject *builder_add_shard(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"name",   "dtype",   "shape",  "start", "extent", "buffer",
+                               "offset", "strides", "origin", "group", NULL};
+    const char *name;
+    const char *dtype;
+    const char *origin = "";
+    PyObject *shape;
+    PyObject *start;
+    PyObject *extent;
+    PyObject *strides;
+    long long buffer;
+    long long offset;
+    long long group = 0;
+    wsync_tensor_t tensor = {0};
+    wsync_shard_t shard = {.rank = ((BuilderObject *)self)->rank,
+                           .box = wsync_box_whole(0, NULL)};
+    wsync_layout_builder_t *builder;
+    wsync_error_t err = {0};
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssOOOLLO|sL:add_shard", keywords, &name,
+                                     &dtype, &shape, &start, &extent, &buffer, &offset,
+                                     &strides, &origin, &group) ||
+        read_tensor(self, name, dtype, shape, group, &tensor) < 0 ||
+        wsync_py_read_exactly(start, "start", shard.box.start, tensor.ndim) < 0 ||
+        wsync_py_read_exactly(extent, "extent", shard.box.extent, tensor.ndim) < 0 ||
+        wsync_py_read_exactly(strides, "strides", shard.stride, tensor.ndim) < 0 ||
+        wsync_py_read_u32(buffer, "buffer", &shard.buffer) < 0) {
+        return NULL;
+    }
+    shard.offset = (uint64_t)offset; /* a negative one is beyond what a layout takes */
+    builder = get_builder(self);
+    if (builder == NULL) {
+        return NULL;
+    }
+    if (add_shard(builder, &tensor, origin, &shard, &err) != WSYNC_OK) {
+        return raise_for(self, &err);
+    }
+    Py_RETURN_NONE;
+}
+
+/* Row `index` of a table as the whole tensor `name` in buffer `index`. */
+static int add_row(PyObject *self, const wsync_tensor_row_t *row, const char *name,
+                   long long group, Py_ssize_t index)
+{
+    wsync_tensor_t tensor = {.name = name, .dtype = row->dtype, .ndim = row->ndim};
+    wsync_shard_t shard = {.rank = ((BuilderObject *)self)->rank,
+                           .box = wsync_box_whole(row->ndim, row->shape)};
+    wsync_layout_builder_t *builder = get_builder(self);
+    wsync_error_t err = {0};
+    wsync_status_t status = WSYNC_OK;
+
+    if (builder == NULL || wsync_py_read_u32(group, "group", &tensor.group) < 0 ||
+        wsync_py_read_u32(index, "buffer", &shard.buffer) < 0) {
+        return -1;
+    }
+    for (unsigned i = 0; i < row->ndim; i++) {
+        tensor.shape[i] = row->shape[i];
+        if (__builtin_mul_overflow(row->stride[i], (int64_t)wsync_dtype_nbytes(row->dtype),
+                                   &shard.stride[i])) {
+            status = wsync_fail(&err, WSYNC_ERR_INVALID, 0, "layout",
+                                "%.256s: dim %u: stride %lld is no number of bytes", name,
+                                i, (long long)row->stride[i]);
+        }
+    }
+    if (status == WSYNC_OK) {
+        /* The tensor is its own parameter. */
+        status = add_shard(builder, &tensor, name, &shard, &err);
+    }
+    if (status != WSYNC_OK) {
+        (void)raise_for(self, &err);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *builder_add_tensors(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"names", "tensors", "groups", NULL};
+    ModuleState *state = wsync_py_type_state(Py_TYPE(self));
+    PyObject *names_argument;
+    PyObject *groups_argument = Py_None;
+    PyObject *object;
+    PyObject *names = NULL;
+    PyObject *groups = NULL;
+    PyObject *result = NULL;
+    const TensorTableObject *table;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|O:add_tensors", keywords,
+                                     &names_argument, state->type_TensorTable, &object,
+                                     &groups_argument)) {
+        return NULL;
+    }
+    table = (const TensorTableObject *)object;
+    names = PySequence_Tuple(names_argument);
+    groups =
+        groups_argument != Py_None ? PySequence_Tuple(groups_argument) : PyTuple_New(0);
+    if (names == NULL || groups == NULL) {
+        goto cleanup;
+    }
+    if (PyTuple_Size(names) != table->count ||
+        (groups_argument != Py_None && PyTuple_Size(groups) != table->count)) {
+        PyErr_Format(PyExc_ValueError, "%zd names and %zd groups for %zd tensors",
+                     PyTuple_Size(names), PyTuple_Size(groups), table->count);
+        goto cleanup;
+    }
+    for (Py_ssize_t i = 0; i < table->count; i++) {
+        PyObject *name = PyTuple_GetItem(names, i);
+        const char *text =
+            PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
+        long long group = 0;
+
+        if (text == NULL) {
+            if (!PyErr_Occurred()) {
+                PyErr_Format(PyExc_TypeError, "names[%zd]: not a string: %R", i, name);
+            }
+            goto cleanup;
+        }
+        if (groups_argument != Py_None) {
+            group = PyLong_AsLongLong(PyTuple_GetItem(groups, i));
+            if (group == -1 && PyErr_Occurred()) {
+                goto cleanup;
+            }
+        }
+        if (add_row(self, &table->rows[i], text, group, i) < 0) {
+            goto cleanup;
+        }
+    }
+    result = Py_NewRef(Py_None);
+
+cleanup:
+    Py_XDECREF(names);
+    Py_XDECREF(groups);
+    return result;
+}
+
+/* A part of a local parameter: a box of the full one, and where it starts in the local. */
+typedef struct region {
+    wsync_box_t box;
+    int64_t local[WSYNC_MAX_NDIM];
+} region_t;
+
+typedef struct parameter {
+    const char *origin;
+    const char *dtype; /* empty: every map has its own */
+    uint32_t rank;
+    uint32_t buffer;
+    uint32_t ndim;
+    int64_t stride[WSYNC_MAX_NDIM]; /* elements */
+    region_t *regions;
+    Py_ssize_t region_count;
+} parameter_t;
+
+static int read_region(PyObject *item, uint32_t ndim, region_t *region)
+{
+    PyObject *start;
+    PyObject *extent;
+    PyObject *local;
+
+    *region = (region_t){.box = wsync_box_whole(0, NULL)};
+    if (!PyTuple_Check(item)) {
+        PyErr_Format(PyExc_TypeError, "a region is (start, extent, local start), not %R",
+                     item);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(item, "OOO;a region is (start, extent, local start)", &start,
+                          &extent, &local) ||
+        wsync_py_read_exactly(start, "region start", region->box.start, ndim) < 0 ||
+        wsync_py_read_exactly(extent, "region extent", region->box.extent, ndim) < 0 ||
+        wsync_py_read_exactly(local, "region local start", region->local, ndim) < 0) {
+        return -1;
+    }
+    return 0;
+}
+
+static int read_map(PyObject *self, PyObject *item, const parameter_t *parameter,
+                    wsync_tensor_t *tensor, wsync_map_t *map)
+{
+    const char *name;
+    const char *dtype;
+    PyObject *parts[5]; /* shape, start, source start, extent, axes */
+    int64_t axes[WSYNC_MAX_NDIM];
+    long long group;
+
+    *tensor = (wsync_tensor_t){0};
+    *map = (wsync_map_t){.target = wsync_box_whole(0, NULL)};
+    if (!PyTuple_Check(item)) {
+        PyErr_Format(PyExc_TypeError, "a map is a tuple, not %R", item);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(item,
+                          "ssOOOOOL;a map is (name, dtype, shape, start, source start, "
+                          "extent, axes, group)",
+                          &name, &dtype, &parts[0], &parts[1], &parts[2], &parts[3],
+                          &parts[4], &group) ||
+        read_tensor(self, name, parameter->dtype[0] != '\0' ? parameter->dtype : dtype,
+                    parts[0], group, tensor) < 0 ||
+        wsync_py_read_exactly(parts[1], "map start", map->target.start, tensor->ndim) < 0 ||
+        wsync_py_read_exactly(parts[2], "map source start", map->source_start,
+                              parameter->ndim) < 0 ||
+        wsync_py_read_exactly(parts[3], "map extent", map->target.extent, tensor->ndim) <
+            0 ||
+        wsync_py_read_exactly(parts[4], "map axes", axes, tensor->ndim) < 0) {
+        return -1;
+    }
+    map->target_ndim = (uint8_t)tensor->ndim;
+    map->source_ndim = (uint8_t)parameter->ndim;
+    for (uint32_t i = 0; i < tensor->ndim; i++) {
+        if (axes[i] < -1 || axes[i] >= (int64_t)parameter->ndim) {
+            PyErr_Format(
+                PyExc_ValueError,
+                "%s: dim %u comes from axis %lld of a parameter with %u dimensions", name,
+                i, (long long)axes[i], parameter->ndim);
+            return -1;
+        }
+        map->axis[i] = (int8_t)axes[i];
+    }
+    return 0;
+}
+
+/* Where a region lies, in bytes of `item_nbytes` elements. */
+static wsync_status_t place_region(const parameter_t *parameter, const region_t *region,
+                                   size_t item_nbytes, wsync_shard_t *shard,
+                                   wsync_error_t *err)
+{
+    int64_t offset = 0;
+
+    shard->rank = parameter->rank;
+    shard->buffer = parameter->buffer;
+    shard->box = region->box;
+    for (uint32_t i = 0; i < parameter->ndim; i++) {
+        int64_t step;
+
+        if (region->local[i] < 0 ||
+            __builtin_mul_overflow(parameter->stride[i], (int64_t)item_nbytes,
+                                   &shard->stride[i]) ||
+            __builtin_mul_overflow(region->local[i], shard->stride[i], &step) ||
+            __builtin_add_overflow(offset, step, &offset)) {
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                              "axis %u: local start %lld with stride %lld is no address", i,
+                              (long long)region->local[i], (long long)parameter->stride[i]);
+        }
+    }
+    shard->offset = (uint64_t)offset;
+    return WSYNC_OK;
+}
+
+/* Composes all regions with one map; adds the number of elements to *total. */
+static wsync_status_t compose(wsync_layout_builder_t *builder, const parameter_t *parameter,
+                              const wsync_tensor_t *tensor, const wsync_map_t *map,
+                              uint64_t *total, wsync_error_t *err)
+{
+    wsync_shard_t shard = {0};
+    wsync_status_t status =
+        wsync_layout_builder_tensor(builder, tensor, &shard.tensor, err);
+
+    if (status == WSYNC_OK) {
+        status =
+            wsync_layout_builder_origin(builder, parameter->origin, &shard.origin, err);
+    }
+    for (Py_ssize_t i = 0; i < parameter->region_count && status == WSYNC_OK; i++) {
+        uint64_t added = 0;
+
+        status = place_region(parameter, &parameter->regions[i],
+                              wsync_dtype_nbytes(tensor->dtype), &shard, err);
+        if (status == WSYNC_OK) {
+            status = wsync_layout_builder_compose(builder, &shard, map, &added, err);
+        }
+        *total += added;
+    }
+    return status;
+}
+
+static int add_maps(PyObject *self, const parameter_t *parameter, PyObject *maps,
+                    uint64_t *total)
+{
+    const Py_ssize_t count = PyTuple_Size(maps);
+
+    for (Py_ssize_t i = 0; i < count; i++) {
+        wsync_tensor_t tensor;
+        wsync_map_t map;
+        wsync_layout_builder_t *builder;
+        wsync_error_t err = {0};
+
+        if (read_map(self, PyTuple_GetItem(maps, i), parameter, &tensor, &map) < 0) {
+            return -1;
+        }
+        builder = get_builder(self);
+        if (builder == NULL) {
+            return -1;
+        }
+        if (compose(builder, parameter, &tensor, &map, total, &err) != WSYNC_OK) {
+            const wsync_error_t cause = err;
+
+            (void)wsync_fail(&err, cause.status, 0, cause.origin, "%.256s: %.500s",
+                             parameter->origin, cause.message);
+            (void)raise_for(self, &err);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *builder_add_parameter(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"origin",  "buffer", "dtype", "strides",
+                               "regions", "maps",   NULL};
+    parameter_t parameter = {.rank = ((BuilderObject *)self)->rank};
+    PyObject *strides;
+    PyObject *regions_argument;
+    PyObject *maps_argument;
+    PyObject *regions = NULL;
+    PyObject *maps = NULL;
+    PyObject *result = NULL;
+    long long buffer;
+    uint64_t total = 0;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sLsOOO:add_parameter", keywords,
+                                     &parameter.origin, &buffer, &parameter.dtype, &strides,
+                                     &regions_argument, &maps_argument) ||
+        wsync_py_read_u32(buffer, "buffer", &parameter.buffer) < 0 ||
+        wsync_py_read_int64s(strides, "strides", parameter.stride, &parameter.ndim) < 0) {
+        return NULL;
+    }
+    regions = PySequence_Tuple(regions_argument);
+    maps = PySequence_Tuple(maps_argument);
+    if (regions == NULL || maps == NULL) {
+        goto cleanup;
+    }
+    parameter.region_count = PyTuple_Size(regions);
+    parameter.regions =
+        calloc((size_t)parameter.region_count + 1, sizeof(*parameter.regions));
+    if (parameter.regions == NULL) {
+        (void)PyErr_NoMemory();
+        goto cleanup;
+    }
+    for (Py_ssize_t i = 0; i < parameter.region_count; i++) {
+        if (read_region(PyTuple_GetItem(regions, i), parameter.ndim,
+                        &parameter.regions[i]) < 0) {
+            goto cleanup;
+        }
+    }
+    if (add_maps(self, &parameter, maps, &total) == 0) {
+        result = PyLong_FromUnsignedLongLong(total);
+    }
+
+cleanup:
+    free(parameter.regions);
+    Py_XDECREF(regions);
+    Py_XDECREF(maps);
+    return result;
+}
+
+static PyObject *builder_build(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    wsync_layout_builder_t *builder = get_builder(self);
+    wsync_layout_t *layout = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (builder == NULL) {
+        return NULL;
+    }
+    ((BuilderObject *)self)->builder = NULL; /* others must not see it half moved */
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_layout_builder_finish(builder, &layout, &err);
+    Py_END_ALLOW_THREADS((BuilderObject *)self)->builder = builder;
+    if (status != WSYNC_OK) {
+        return raise_for(self, &err);
+    }
+    return wsync_py_layout_new(wsync_py_type_state(Py_TYPE(self)), layout);
+}
+
+#define WITH_KEYWORDS(function) \
+    ((PyCFunction)(void (*)(void))(function)), METH_VARARGS | METH_KEYWORDS
+
+static PyMethodDef builder_methods[] = {
+    {"add_tensors", WITH_KEYWORDS(builder_add_tensors),
+     "add_tensors($self, names, tensors, groups=None)\n--\n\n"
+     "Buffer i holds the whole tensor names[i], as tensors[i] describes it."},
+    {"add_tensor", WITH_KEYWORDS(builder_add_tensor),
+     "add_tensor($self, name, dtype, shape, group=0)\n--\n\n"
+     "Makes a tensor known without adding a shard."},
+    {"add_shard", WITH_KEYWORDS(builder_add_shard),
+     "add_shard($self, name, dtype, shape, start, extent, buffer, offset, strides,\n"
+     "          origin='', group=0)\n--\n\n"
+     "One box; offset and strides in bytes."},
+    {"add_parameter", WITH_KEYWORDS(builder_add_parameter),
+     "add_parameter($self, origin, buffer, dtype, strides, regions, maps)\n--\n\n"
+     "Composes the regions of a local parameter (element strides) with the maps from the\n"
+     "full parameter to target tensors.  Returns the number of local elements mapped."},
+    {"build", builder_build, METH_NOARGS,
+     "build($self)\n--\n\nThe layout; the builder is empty afterwards."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot builder_slots[] = {
+    {Py_tp_doc, "LayoutBuilder(rank=0)\n--\n\nCollects the shards of one rank."},
+    {Py_tp_new, builder_new},
+    {Py_tp_dealloc, builder_dealloc},
+    {Py_tp_methods, builder_methods},
+    {0, NULL},
+};
+
+static PyType_Spec builder_spec = {
+    .name = "wsync._core.LayoutBuilder",
+    .basicsize = sizeof(BuilderObject),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = builder_slots,
+};
+
+int wsync_py_register_builder(PyObject *module)
+{
+    return wsync_py_add_type(module, &builder_spec, NULL);
+}

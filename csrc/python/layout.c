@@ -1,0 +1,319 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Layout: an immutable layout and its bytes. */
+#include "python/layout.h"
+
+#include <stdlib.h>
+
+#include "core/wire.h"
+#include "python/convert.h"
+
+PyObject *wsync_py_layout_new(ModuleState *state, wsync_layout_t *layout)
+{
+    PyTypeObject *type = state->type_Layout;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    LayoutObject *object = (LayoutObject *)allocate(type, 0);
+
+    if (object == NULL) {
+        wsync_layout_destroy(layout);
+        return NULL;
+    }
+    object->layout = layout;
+    return (PyObject *)object;
+}
+
+static void layout_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    wsync_layout_destroy(((LayoutObject *)self)->layout);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyObject *layout_from_bytes(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"data", NULL};
+    ModuleState *state = wsync_py_state(module);
+    PyObject *data;
+    char *bytes;
+    Py_ssize_t nbytes;
+    wsync_layout_t *layout = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    /* Bytes alone: nobody can change them while they are parsed without the GIL. */
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "S:from_bytes", keywords, &data) ||
+        PyBytes_AsStringAndSize(data, &bytes, &nbytes) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_layout_decode((const uint8_t *)bytes, (size_t)nbytes, &layout, &err);
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
+    }
+    return wsync_py_layout_new(state, layout);
+}
+
+static PyObject *layout_merge(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"layouts", NULL};
+    ModuleState *state = wsync_py_state(module);
+    PyObject *sequence;
+    PyObject *tuple = NULL; /* keeps the layouts alive */
+    PyObject *result = NULL;
+    Py_ssize_t count;
+    const wsync_layout_t **layouts = NULL;
+    wsync_layout_t *merged = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:merge", keywords, &sequence)) {
+        return NULL;
+    }
+    tuple = PySequence_Tuple(sequence);
+    if (tuple == NULL) {
+        return NULL;
+    }
+    count = PyTuple_Size(tuple);
+    layouts = malloc(((size_t)count + 1) * sizeof(*layouts));
+    if (layouts == NULL) {
+        (void)PyErr_NoMemory();
+        goto cleanup;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PyTuple_GetItem(tuple, i);
+
+        if (Py_TYPE(item) != state->type_Layout) {
+            PyErr_Format(PyExc_TypeError, "merge: item %zd is no Layout: %R", i, item);
+            goto cleanup;
+        }
+        layouts[i] = ((LayoutObject *)item)->layout;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_layout_merge(layouts, (size_t)count, &merged, &err);
+    Py_END_ALLOW_THREADS
+    result = status == WSYNC_OK ? wsync_py_layout_new(state, merged)
+                                : wsync_py_raise(state, &err);
+
+cleanup:
+    free(layouts);
+    Py_DECREF(tuple);
+    return result;
+}
+
+static PyObject *layout_to_bytes(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    const wsync_layout_t *layout = ((LayoutObject *)self)->layout;
+    PyObject *result = NULL;
+    uint8_t *data = NULL;
+    size_t nbytes = 0;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_layout_encode(layout, &data, &nbytes, &err);
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(wsync_py_type_state(Py_TYPE(self)), &err);
+    }
+    result = PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)nbytes);
+    free(data);
+    return result;
+}
+
+static PyObject *layout_names(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    const wsync_layout_t *layout = ((LayoutObject *)self)->layout;
+    const size_t count = wsync_layout_tensor_count(layout);
+    PyObject *list = PyList_New((Py_ssize_t)count);
+
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        PyObject *name = PyUnicode_FromString(wsync_layout_tensor(layout, i)->name);
+
+        if (name == NULL || PyList_SetItem(list, (Py_ssize_t)i, name) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+static PyObject *layout_find(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"name", NULL};
+    const char *name;
+    size_t index;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:find", keywords, &name)) {
+        return NULL;
+    }
+    index = wsync_layout_find(((LayoutObject *)self)->layout, name);
+    return PyLong_FromSsize_t(index == SIZE_MAX ? -1 : (Py_ssize_t)index);
+}
+
+/* Parses the index of a tensor; returns the tensor or NULL with an exception set. */
+static const wsync_tensor_t *parse_index(PyObject *self, PyObject *args, PyObject *kwargs,
+                                         const char *format, size_t *index)
+{
+    static char *keywords[] = {"index", NULL};
+    const wsync_layout_t *layout = ((LayoutObject *)self)->layout;
+    const size_t count = wsync_layout_tensor_count(layout);
+    Py_ssize_t value;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, &value)) {
+        return NULL;
+    }
+    if (value < 0 || (size_t)value >= count) {
+        PyErr_Format(PyExc_IndexError, "tensor %zd of a layout of %zu", value, count);
+        return NULL;
+    }
+    *index = (size_t)value;
+    return wsync_layout_tensor(layout, *index);
+}
+
+static PyObject *layout_tensor(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    size_t index;
+    const wsync_tensor_t *tensor = parse_index(self, args, kwargs, "n:tensor", &index);
+
+    if (tensor == NULL) {
+        return NULL;
+    }
+    return Py_BuildValue("ssNI", tensor->name, wsync_dtype_name(tensor->dtype),
+                         wsync_py_int64_tuple(tensor->shape, tensor->ndim), tensor->group);
+}
+
+static PyObject *layout_shards(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    const wsync_layout_t *layout = ((LayoutObject *)self)->layout;
+    size_t index;
+    size_t count;
+    const wsync_shard_t *shards;
+    const wsync_tensor_t *tensor = parse_index(self, args, kwargs, "n:shards", &index);
+    PyObject *list;
+
+    if (tensor == NULL) {
+        return NULL;
+    }
+    shards = wsync_layout_shards(layout, index, &count);
+    list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        const wsync_shard_t *shard = &shards[i];
+        PyObject *item = Py_BuildValue(
+            "IIKNNNs", shard->rank, shard->buffer, (unsigned long long)shard->offset,
+            wsync_py_int64_tuple(shard->box.start, tensor->ndim),
+            wsync_py_int64_tuple(shard->box.extent, tensor->ndim),
+            wsync_py_int64_tuple(shard->stride, tensor->ndim),
+            wsync_layout_origin(layout, shard->origin));
+
+        if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+static PyObject *layout_buffer_count(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"rank", NULL};
+    long long value = 0;
+    uint32_t rank;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|L:buffer_count", keywords, &value) ||
+        wsync_py_read_u32(value, "rank", &rank) < 0) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLong(
+        wsync_layout_buffer_count(((LayoutObject *)self)->layout, rank));
+}
+
+static PyObject *layout_tensor_count(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(wsync_layout_tensor_count(((LayoutObject *)self)->layout));
+}
+
+static PyObject *layout_shard_count(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromSize_t(wsync_layout_shard_count(((LayoutObject *)self)->layout));
+}
+
+static PyObject *layout_rank_count(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLong(wsync_layout_rank_count(((LayoutObject *)self)->layout));
+}
+
+static PyObject *layout_nbytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_layout_nbytes(((LayoutObject *)self)->layout));
+}
+
+#define WITH_KEYWORDS(function) \
+    ((PyCFunction)(void (*)(void))(function)), METH_VARARGS | METH_KEYWORDS
+
+static PyMethodDef layout_methods[] = {
+    {"to_bytes", layout_to_bytes, METH_NOARGS,
+     "to_bytes($self)\n--\n\nThe one encoding of this layout."},
+    {"names", layout_names, METH_NOARGS,
+     "names($self)\n--\n\nNames of all tensors, in order."},
+    {"find", WITH_KEYWORDS(layout_find),
+     "find($self, name)\n--\n\nIndex of a tensor, or -1."},
+    {"tensor", WITH_KEYWORDS(layout_tensor),
+     "tensor($self, index)\n--\n\n(name, dtype, shape, group)"},
+    {"shards", WITH_KEYWORDS(layout_shards),
+     "shards($self, index)\n--\n\n"
+     "The tensor's shards: (rank, buffer, offset, start, extent, strides in bytes, "
+     "origin)."},
+    {"buffer_count", WITH_KEYWORDS(layout_buffer_count),
+     "buffer_count($self, rank=0)\n--\n\n"
+     "One more than the largest buffer index that a rank uses."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef from_bytes_method = {
+    "from_bytes", WITH_KEYWORDS(layout_from_bytes),
+    "from_bytes(data)\n--\n\n"
+    "Parses what to_bytes() made.  ProtocolError names the byte that is wrong."};
+
+static PyMethodDef merge_method = {
+    "merge", WITH_KEYWORDS(layout_merge),
+    "merge(layouts)\n--\n\n"
+    "The union of layouts.  LayoutError names the tensor and the two ranks that disagree."};
+
+static PyGetSetDef layout_getset[] = {
+    {"tensor_count", layout_tensor_count, NULL, "Number of tensors.", NULL},
+    {"shard_count", layout_shard_count, NULL, "Number of shards of all tensors.", NULL},
+    {"rank_count", layout_rank_count, NULL, "One more than the largest rank of a shard.",
+     NULL},
+    {"nbytes", layout_nbytes, NULL, "Bytes of all tensors, each counted once and whole.",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot layout_slots[] = {
+    {Py_tp_doc,
+     "Which boxes of which tensors lie where.  Immutable; made by "
+     "LayoutBuilder.build(), merge() or from_bytes()."},
+    {Py_tp_dealloc, layout_dealloc},
+    {Py_tp_methods, layout_methods},
+    {Py_tp_getset, layout_getset},
+    {0, NULL},
+};
+
+static PyType_Spec layout_spec = {
+    .name = "wsync._core.Layout",
+    .basicsize = sizeof(LayoutObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = layout_slots,
+};
+
+int wsync_py_register_layout(PyObject *module)
+{
+    ModuleState *state = wsync_py_state(module);
+
+    if (wsync_py_add_type(module, &layout_spec, &state->type_Layout) < 0 ||
+        wsync_py_add_static(module, state->type_Layout, &from_bytes_method) < 0) {
+        return -1;
+    }
+    return wsync_py_add_static(module, state->type_Layout, &merge_method);
+}

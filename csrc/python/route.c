@@ -1,0 +1,140 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Route: the copies that fill one layout from another. */
+#include "python/route.h"
+
+#include <stdbool.h>
+
+#include "python/convert.h"
+#include "python/layout.h"
+
+static PyObject *route_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"source", "destination", NULL};
+    ModuleState *state = wsync_py_type_state(type);
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    PyObject *source;
+    PyObject *destination;
+    RouteObject *self;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!:Route", keywords,
+                                     state->type_Layout, &source, state->type_Layout,
+                                     &destination)) {
+        return NULL;
+    }
+    self = (RouteObject *)allocate(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status =
+            wsync_route_create(((LayoutObject *)source)->layout,
+                               ((LayoutObject *)destination)->layout, &self->route, &err);
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        Py_DECREF(self);
+        return wsync_py_raise(state, &err);
+    }
+    return (PyObject *)self;
+}
+
+static void route_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    wsync_route_destroy(((RouteObject *)self)->route);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyObject *route_buffer_count(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLong(wsync_route_buffer_count(((RouteObject *)self)->route));
+}
+
+/* The copies of the buffer that the arguments name; false with an exception set. */
+static bool parse_buffer(PyObject *self, PyObject *args, PyObject *kwargs,
+                         const char *format, const wsync_copy_t **copies, size_t *count)
+{
+    static char *keywords[] = {"buffer", NULL};
+    const wsync_route_t *route = ((RouteObject *)self)->route;
+    const uint32_t buffer_count = wsync_route_buffer_count(route);
+    long long buffer;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, &buffer)) {
+        return false;
+    }
+    if (buffer < 0 || buffer >= (long long)buffer_count) {
+        PyErr_Format(PyExc_IndexError, "buffer %lld of a route with %u", buffer,
+                     buffer_count);
+        return false;
+    }
+    *copies = wsync_route_copies(route, (uint32_t)buffer, count);
+    return true;
+}
+
+static PyObject *route_copies(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    const wsync_copy_t *copies;
+    size_t count;
+
+    if (!parse_buffer(self, args, kwargs, "L:copies", &copies, &count)) {
+        return NULL;
+    }
+    return wsync_py_copy_list(copies, count);
+}
+
+static PyObject *route_nbytes(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    const wsync_copy_t *copies;
+    size_t count;
+
+    if (!parse_buffer(self, args, kwargs, "L:nbytes", &copies, &count)) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(wsync_copies_nbytes(copies, count));
+}
+
+#define WITH_KEYWORDS(function) \
+    ((PyCFunction)(void (*)(void))(function)), METH_VARARGS | METH_KEYWORDS
+
+static PyMethodDef route_methods[] = {
+    {"copies", WITH_KEYWORDS(route_copies),
+     "copies($self, buffer)\n--\n\nThe copies that read one source buffer."},
+    {"nbytes", WITH_KEYWORDS(route_nbytes),
+     "nbytes($self, buffer)\n--\n\nBytes that those copies write."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef route_getset[] = {
+    {"buffer_count", route_buffer_count, NULL, "Number of source buffers.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot route_slots[] = {
+    {Py_tp_doc,
+     "Route(source, destination)\n--\n\n"
+     "Copies that fill `destination` from `source` in one process, grouped by\n"
+     "source buffer (round)."},
+    {Py_tp_new, route_new},
+    {Py_tp_dealloc, route_dealloc},
+    {Py_tp_methods, route_methods},
+    {Py_tp_getset, route_getset},
+    {0, NULL},
+};
+
+static PyType_Spec route_spec = {
+    .name = "wsync._core.Route",
+    .basicsize = sizeof(RouteObject),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = route_slots,
+};
+
+int wsync_py_register_route(PyObject *module)
+{
+    ModuleState *state = wsync_py_state(module);
+
+    return wsync_py_add_type(module, &route_spec, &state->type_Route);
+}
