@@ -1,0 +1,229 @@
+"""Sessions, plan and exchange that consecutive updates share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from wsync import _core
+from wsync.exchange import Exchange, GlooExchange
+from wsync.group import TrainerGroup
+from wsync.options import Options
+from wsync.report import Report
+from wsync.sessions import Worker, WorkerSession
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+Check = Callable[[], object]
+
+
+class Connection:
+    """One rank's part: it listens for its workers, agrees on a plan and runs the rounds."""
+
+    def __init__(
+        self,
+        group: TrainerGroup,
+        hosts: list[int],
+        model: _core.Layout,
+        workers: list[Worker],
+        options: Options,
+    ) -> None:
+        self.plan: _core.Plan | None = None
+        self._group = group
+        self._hosts = hosts
+        self._model = model
+        self._workers = workers
+        self._options = options
+        self._exchange: Exchange | None = None
+        self._stream = _core.Stream(options.threads)
+        self._sessions = [
+            WorkerSession(number, directory=options.directory)
+            for number, worker in enumerate(workers)
+            if worker.home == group.rank
+        ]
+        self._rings = _core.BufferTable([])
+
+    @property
+    def exchange_name(self) -> str:
+        return "none" if self._exchange is None else self._exchange.name
+
+    def openings(self, update: int) -> dict[int, bytes]:
+        """The control message of every worker, by its number; every rank listens by now."""
+        mine = {
+            session.worker: session.opening(update, self._options.deadline).decode()
+            for session in self._sessions
+        }
+        parts = self._group.all_gather(json.dumps(mine).encode())
+        return {
+            int(number): text.encode()
+            for part in parts
+            for number, text in json.loads(part).items()
+        }
+
+    def attach(self, check: Check) -> None:
+        """Waits for the workers, plans with what they keep, and hands them their rings."""
+        timeout = self._options.deadline
+        blobs = {s.worker: s.accept(timeout, check) for s in self._sessions}
+        plan = self._make_plan(self._gather_layouts(blobs))
+        self._agree(plan)
+        spans = [(0, 0)] * len(self._workers)
+        for session in self._sessions:
+            session.attach(plan, timeout, check)
+            assert session.ring is not None
+            spans[session.worker] = (session.ring.address, session.ring.nbytes)
+        owner = [session.ring for session in self._sessions]
+        self._rings = _core.BufferTable(spans, owner=owner)
+        self._exchange = self._make_exchange(plan, check)
+        self.plan = plan
+
+    def run(
+        self,
+        update: int,
+        sources: _core.BufferTable,
+        check: Check,
+        report: Report,
+        bar: tqdm[None],
+    ) -> None:
+        """Moves all rounds into the rings of this rank's workers."""
+        plan, timeout = self.plan, self._options.deadline
+        assert plan is not None
+        for session in self._sessions:
+            session.exporter.begin(update, plan.round_count, timeout, check)
+        if self._exchange is not None:
+            self._exchange.begin(plan)
+        spans = self._send(0, sources, check, report)
+        for number in range(plan.round_count):
+            with report.phase("engine"):
+                for session in self._sessions:
+                    wait_round = plan.slot(session.worker, number)[2]
+                    session.exporter.acquire(wait_round, timeout, check)
+            self._stream.copy(plan, number, _core.LOCAL, sources, self._rings)
+            if self._exchange is not None:
+                following = self._send(number + 1, sources, check, report)
+                self._receive(number, spans, check, report)
+                spans = following
+            for session in self._sessions:
+                session.exporter.post(number, self._stream, timeout, check)
+            bar.update()
+        with report.phase("copy"):
+            self._stream.synchronize(timeout, check)
+
+    def prepared(self, check: Check) -> None:
+        """Waits until all workers of this rank hold every byte."""
+        for session in self._sessions:
+            session.prepared(self._options.deadline, check)
+
+    def commit(self, check: Check) -> None:
+        for session in self._sessions:
+            session.exporter.commit(self._options.deadline, check)
+
+    def abort(self, text: str) -> None:
+        """Tells the workers why, and lets go of everything."""
+        for session in self._sessions:
+            session.exporter.abort(text)
+        self.close()
+
+    def close(self) -> None:
+        for session in self._sessions:
+            session.close()
+        if self._exchange is not None:
+            self._exchange.close()
+        self._stream.close()
+
+    def _send(
+        self, number: int, sources: _core.BufferTable, check: Check, report: Report
+    ) -> _core.BufferTable | None:
+        """Packs and posts what this rank sends in a round; returns where its messages lie."""
+        exchange, plan = self._exchange, self.plan
+        assert plan is not None
+        if exchange is None or number >= plan.round_count:
+            return None
+        with report.phase("staging"):
+            exchange.acquire(number, self._options.exchange_deadline, check)
+        spans = exchange.spans(number)
+        self._stream.copy(plan, number, _core.PACK, sources, spans)
+        exchange.post(number, self._stream)
+        return spans
+
+    def _receive(
+        self, number: int, spans: _core.BufferTable | None, check: Check, report: Report
+    ) -> None:
+        exchange, plan = self._exchange, self.plan
+        assert exchange is not None and plan is not None and spans is not None
+        with report.phase("gather"):
+            exchange.wait(number, self._options.exchange_deadline, check)
+        self._stream.copy(plan, number, _core.UNPACK, spans, self._rings)
+        exchange.release(number, self._stream)
+
+    def _gather_layouts(self, blobs: dict[int, bytes]) -> list[bytes]:
+        """What every worker keeps, by its number; layouts that are equal travel once a rank."""
+        texts = list(dict.fromkeys(blobs.values()))
+        index = {number: texts.index(blob) for number, blob in blobs.items()}
+        header = json.dumps({"index": index, "sizes": [len(text) for text in texts]}).encode()
+        parts = self._group.all_gather(header + b"\n" + b"".join(texts))
+        layouts: dict[int, bytes] = {}
+        for part in parts:
+            head, _, body = part.partition(b"\n")
+            facts = json.loads(head)
+            found, at = [], 0
+            for size in facts["sizes"]:
+                found.append(body[at : at + size])
+                at += size
+            layouts |= {int(number): found[i] for number, i in facts["index"].items()}
+        return [layouts[number] for number in range(len(self._workers))]
+
+    def _make_plan(self, layouts: list[bytes]) -> _core.Plan:
+        kinds = list(dict.fromkeys(layouts))
+        destinations = [
+            (_core.Layout.from_bytes(kind), False) if kind else (whole(self._model), True)
+            for kind in kinds
+        ]
+        return _core.Plan(
+            self._model,
+            destinations,
+            [
+                (kinds.index(layout), worker.home)
+                for layout, worker in zip(layouts, self._workers, strict=True)
+            ],
+            self._hosts,
+            self._group.rank,
+            round_nbytes=self._options.round_nbytes,
+            ring_nbytes=self._options.ring_nbytes,
+        )
+
+    def _agree(self, plan: _core.Plan) -> None:
+        prints = self._group.all_gather(plan.fingerprint.to_bytes(8, "little"))
+        if len(set(prints)) > 1:
+            raise _core.LayoutError(
+                f"trainer ranks made different plans: fingerprints {[p.hex() for p in prints]}"
+            )
+
+    def _make_exchange(self, plan: _core.Plan, check: Check) -> Exchange | None:
+        group, options = self._group, self._options
+        if group.size == 1:
+            return None
+        one_host = len(set(self._hosts)) == 1
+        if options.exchange == "shared" and not one_host:
+            raise _core.InvalidArgumentError(
+                f"exchange='shared', but the trainer ranks are on {len(set(self._hosts))} hosts"
+            )
+        if options.exchange == "gloo" or not one_host:
+            return GlooExchange(group)
+        exchange = _core.SharedExchange(
+            group.rank, group.size, max(plan.send_nbytes, 1), options.directory
+        )
+        addresses = group.all_gather(exchange.address.encode())
+        exchange.connect([a.decode() for a in addresses], options.exchange_deadline, check)
+        return exchange
+
+
+def whole(model: _core.Layout) -> _core.Layout:
+    """Every tensor of a model, each in one piece: what a stock load_weights needs."""
+    builder = _core.LayoutBuilder()
+    for index in range(model.tensor_count):
+        name, dtype, shape, group = model.tensor(index)
+        zeros = [0] * len(shape)
+        builder.add_shard(name, dtype, shape, zeros, shape, 0, 0, zeros, "", group)
+    return builder.build()

@@ -1,0 +1,140 @@
+"""Exchange of a plan's messages between trainer ranks, one step per round.
+
+Ranks of one host read each other's staging (`_core.SharedExchange`); otherwise a round is one
+all-to-all over gloo.  Both have the methods of csrc/comm/comm.h.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from wsync import _core
+from wsync.group import TrainerGroup
+
+
+class Exchange(Protocol):
+    """What the rounds of an update need from a transport; see csrc/comm/comm.h."""
+
+    @property
+    def name(self) -> str: ...
+    def begin(self, plan: _core.Plan) -> None: ...
+    def acquire(self, round: int, timeout: float, check: _core.Check = None) -> None: ...
+    def spans(self, round: int) -> _core.BufferTable: ...
+    def post(self, round: int, stream: _core.Stream) -> None: ...
+    def wait(self, round: int, timeout: float, check: _core.Check = None) -> None: ...
+    def release(self, round: int, stream: _core.Stream) -> None: ...
+    def close(self) -> None: ...
+
+
+class GlooExchange:
+    """One `all_to_all_single` per round on contiguous staging of this rank.
+
+    A message to several peers is packed once and copied for the others, because all-to-all
+    has no broadcast.  Staging has two halves, so that a round can be packed while the one
+    before is on its way.
+    """
+
+    name = "gloo"
+
+    def __init__(self, group: TrainerGroup) -> None:
+        self._group = group
+        self._plan: _core.Plan | None = None
+        self._halves = [_Half(), _Half()]
+
+    def begin(self, plan: _core.Plan) -> None:
+        self._plan = plan
+        for half in self._halves:
+            half.work = None
+
+    def acquire(self, round: int, timeout: float, check: _core.Check = None) -> None:
+        half = self._halves[round % 2]
+        if half.work is not None:
+            self._group.finish(half.work, timeout)
+            half.work = None
+
+    def spans(self, round: int) -> _core.BufferTable:
+        if self._plan is None:
+            raise _core.StateError("exchange: spans before begin")
+        half = self._halves[round % 2]
+        return half.place(self._plan.messages(round), self._group.rank, self._group.size)
+
+    def post(self, round: int, stream: _core.Stream) -> None:
+        half = self._halves[round % 2]
+        stream.synchronize(self._group.timeout, self._group.check)
+        for first, count, others in half.repeats:
+            for other in others:
+                half.send[other : other + count] = half.send[first : first + count]
+        half.work = self._group.exchange(
+            half.recv[: sum(half.recv_counts)],
+            half.send[: sum(half.send_counts)],
+            half.recv_counts,
+            half.send_counts,
+        )
+
+    def wait(self, round: int, timeout: float, check: _core.Check = None) -> None:
+        self.acquire(round, timeout, check)
+
+    def release(self, round: int, stream: _core.Stream) -> None:
+        # The next but one round overwrites what this stream may still read.
+        stream.synchronize(self._group.timeout, self._group.check)
+
+    def close(self) -> None:
+        self._plan = None
+
+
+class _Half:
+    """Staging of the rounds of one parity."""
+
+    def __init__(self) -> None:
+        self.send = torch.empty(0, dtype=torch.uint8)
+        self.recv = torch.empty(0, dtype=torch.uint8)
+        self.send_counts: list[int] = []
+        self.recv_counts: list[int] = []
+        self.repeats: list[tuple[int, int, list[int]]] = []
+        self.work: object | None = None
+
+    def place(
+        self, messages: list[tuple[int, tuple[int, ...], int, int, int]], rank: int, size: int
+    ) -> _core.BufferTable:
+        """Lays the messages out by peer and returns where each is packed to or read from."""
+        self.send_counts = [0] * size
+        self.recv_counts = [0] * size
+        for source, peers, _, _, nbytes in messages:
+            if source == rank:
+                for peer in peers:
+                    self.send_counts[peer] += nbytes
+            else:
+                self.recv_counts[source] += nbytes
+        send_at = _starts(self.send_counts)
+        recv_at = _starts(self.recv_counts)
+        self.send = _at_least(self.send, sum(self.send_counts))
+        self.recv = _at_least(self.recv, sum(self.recv_counts))
+        self.repeats = []
+        spans = []
+        for source, peers, _, _, nbytes in messages:
+            if source == rank:
+                starts = []
+                for peer in peers:
+                    starts.append(send_at[peer])
+                    send_at[peer] += nbytes
+                spans.append((self.send.data_ptr() + starts[0], nbytes))
+                if len(starts) > 1:
+                    self.repeats.append((starts[0], nbytes, starts[1:]))
+            else:
+                spans.append((self.recv.data_ptr() + recv_at[source], nbytes))
+                recv_at[source] += nbytes
+        return _core.BufferTable(spans, owner=(self.send, self.recv))
+
+
+def _starts(counts: list[int]) -> list[int]:
+    starts, total = [], 0
+    for count in counts:
+        starts.append(total)
+        total += count
+    return starts
+
+
+def _at_least(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    return tensor if tensor.numel() >= nbytes else torch.empty(nbytes, dtype=torch.uint8)

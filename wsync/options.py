@@ -1,0 +1,59 @@
+"""What a user can choose about updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wsync import _core
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Choices that hold for all updates of a connection.
+
+    Attributes:
+        deadline: seconds that an engine worker waits for anything; trainer ranks wait 5 s
+            longer for each other, requests to engines 10 s longer.
+        round_nbytes: bytes that move to one worker in one step; 0 chooses.
+        ring_nbytes: bytes of the bucket of one worker; 0 chooses.
+        pause_mode: "abort", "retract" or "in_place", as SGLang's /pause_generation takes it.
+        flush_cache: whether engines drop their KV cache before the update.
+        exchange: "auto", "shared" (all trainer ranks on one host) or "gloo".
+        threads: copying threads of one trainer rank.
+        directory: where sockets live; None for the temporary directory.
+        progress: True or False; None shows a progress bar where stderr is a terminal.
+    """
+
+    deadline: float = 120.0
+    round_nbytes: int = 0
+    ring_nbytes: int = 0
+    pause_mode: str = "abort"
+    flush_cache: bool = True
+    exchange: str = "auto"
+    threads: int = 1
+    directory: str | None = None
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        choices = {
+            "exchange": ("auto", "shared", "gloo"),
+            "pause_mode": ("abort", "retract", "in_place"),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise _core.InvalidArgumentError(f"{name}={value!r} is none of {allowed}")
+        for name in ("deadline", "threads"):
+            if not getattr(self, name) > 0:
+                raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is not positive")
+        for name in ("round_nbytes", "ring_nbytes"):
+            if getattr(self, name) < 0:
+                raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is negative")
+
+    @property
+    def exchange_deadline(self) -> float:
+        return self.deadline + 5.0
+
+    @property
+    def request_deadline(self) -> float:
+        return self.deadline + 10.0

@@ -1,0 +1,62 @@
+"""What an update did and how long each part took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Report:
+    """One update as one trainer rank saw it.  Sizes are bytes, times are seconds.
+
+    `phases` are disjoint stretches of this rank's wall time: what was waited for, while the
+    stream copied beside it.  `delivered_nbytes` counts every worker; `redundancy` is
+    delivered bytes over the bytes that the workers need, in source dtype.
+    """
+
+    version: str = ""
+    tensors: int = 0
+    model_nbytes: int = 0
+    delivered_nbytes: int = 0
+    needed_nbytes: int = 0
+    sent_nbytes: int = 0
+    rounds: int = 0
+    workers: int = 0
+    exchange: str = "none"
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def redundancy(self) -> float:
+        return self.delivered_nbytes / self.needed_nbytes if self.needed_nbytes else 1.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the time spent in the block to phase `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.phases[name] = self.phases.get(name, 0.0) + spent
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers for a training log."""
+        flat = {f"wsync/{name}_seconds": seconds for name, seconds in self.phases.items()}
+        flat["wsync/update_seconds"] = self.seconds
+        for name in ("model_nbytes", "delivered_nbytes", "sent_nbytes", "rounds", "redundancy"):
+            flat[f"wsync/{name}"] = float(getattr(self, name))
+        return flat
+
+    def facts(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        names = [name for name in self.__dataclass_fields__ if name != "phases"]
+        return {
+            **{name: getattr(self, name) for name in names},
+            "redundancy": self.redundancy,
+            "phases": dict(self.phases),
+        }

@@ -1,0 +1,117 @@
+"""Where the rounds of an update go: one session per engine worker."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wsync import _core
+from wsync.control import Control
+
+Check = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One tensor-parallel worker of an engine, and the trainer rank that holds its session."""
+
+    engine: int
+    index: int
+    home: int
+
+
+def assign_homes(
+    engine_workers: list[int],
+    hosts: list[int],
+    offsets: list[int] | None = None,
+) -> list[Worker]:
+    """Chooses the trainer rank that serves each worker.
+
+    A worker goes to the rank on its GPU where `offsets` (per engine, the index of its first
+    GPU) says which that is, else to the rank on the first rank's host with the fewest sessions.
+
+    Raises:
+        InvalidArgumentError: an engine without workers, or another number of offsets.
+    """
+    if offsets is not None and len(offsets) != len(engine_workers):
+        raise _core.InvalidArgumentError(
+            f"{len(offsets)} engine_gpu_offsets for {len(engine_workers)} engines"
+        )
+    sessions = {rank: 0 for rank, host in enumerate(hosts) if host == hosts[0]}
+    workers = []
+    for engine, count in enumerate(engine_workers):
+        if count < 1:
+            raise _core.InvalidArgumentError(f"engine {engine} has {count} workers")
+        for index in range(count):
+            home = None if offsets is None else offsets[engine] + index
+            if home not in sessions:
+                home = min(sessions, key=lambda rank: (sessions[rank], rank))
+            sessions[home] += 1
+            workers.append(Worker(engine, index, home))
+    return workers
+
+
+class WorkerSession:
+    """A worker that runs wsync's receiver: it maps the ring once and loads round by round."""
+
+    def __init__(self, worker: int, *, directory: str | None) -> None:
+        self.worker = worker
+        self.id = secrets.token_hex(8)
+        self.exporter = _core.Exporter(directory)
+        self.ring: _core.Memory | None = None
+        self._expected = (0, 0)
+
+    def opening(self, update: int, deadline: float) -> bytes:
+        """The control message that makes the worker join an update."""
+        control = Control(
+            op="open",
+            session=self.id,
+            update=update,
+            deadline=deadline,
+            address=self.exporter.address,
+        )
+        return control.to_bytes()
+
+    def accept(self, timeout: float, check: Check) -> bytes:
+        """Waits for the worker; returns the layout it keeps, or nothing for whole tensors."""
+        return self.exporter.accept(timeout, check)
+
+    def attach(self, plan: _core.Plan, timeout: float, check: Check) -> None:
+        manifest = plan.manifest(self.worker)
+        self._expected = (manifest.tensor_count, _delivered(manifest))
+        self.ring = _core.Memory(max(plan.ring_nbytes(self.worker), 1))
+        self.exporter.attach(self.ring, manifest.to_bytes(), timeout, check)
+
+    def prepared(self, timeout: float, check: Check) -> None:
+        """Waits until the worker has loaded everything, and compares its count with ours.
+
+        Raises:
+            ProtocolError: the worker loaded another number of tensors or bytes.
+        """
+        tensors, nbytes, _ = self.exporter.prepared(timeout, check)
+        if (tensors, nbytes) != self._expected:
+            raise _core.ProtocolError(
+                f"worker {self.worker} loaded {tensors} tensors of {nbytes} bytes instead of "
+                f"{self._expected[0]} of {self._expected[1]}"
+            )
+
+    def close(self) -> None:
+        self.exporter.close()
+
+
+def _delivered(manifest: _core.Layout) -> int:
+    """Bytes of all boxes of a manifest."""
+    total = 0
+    for index in range(manifest.tensor_count):
+        for shard in manifest.shards(index):
+            extent, strides = shard[4], shard[5]
+            # row-major and contiguous: the first axis spans the whole box
+            total += extent[0] * strides[0] if extent else _item_nbytes(manifest.tensor(index)[1])
+    return total
+
+
+def _item_nbytes(dtype: str) -> int:
+    import torch
+
+    return int(getattr(torch, dtype).itemsize)

@@ -1,0 +1,254 @@
+"""One weight update after another, from the ranks of a trainer into its engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from wsync import _core
+from wsync.calls import Calls, call_all
+from wsync.connection import Connection
+from wsync.group import TrainerGroup, host_identity
+from wsync.handles import EngineHandle
+from wsync.layout import TrainerLayout
+from wsync.options import Options
+from wsync.report import Report
+from wsync.sessions import Worker, assign_homes
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Sync:
+    """Keeps a set of engines up to date with a trainer.
+
+    Every trainer rank makes one, with the same engines in the same order, and all ranks call
+    its methods together.  Rank 0 talks to the engines' APIs.
+
+    Args:
+        source: what this rank holds.
+        engines: handles of the engines; only their number and worker counts matter on ranks
+            other than 0.
+        engine_gpu_offsets: index of the first trainer rank whose GPU each engine shares.
+        options: see `Options`.
+
+    Raises:
+        LayoutError: the ranks' layouts disagree.
+    """
+
+    def __init__(
+        self,
+        source: TrainerLayout,
+        engines: Sequence[EngineHandle],
+        *,
+        engine_gpu_offsets: Sequence[int] | None = None,
+        options: Options | None = None,
+    ) -> None:
+        if not engines:
+            raise _core.InvalidArgumentError("no engines to connect to")
+        self.version = 0
+        self.options = options or Options()
+        self._source = source
+        self._engines = list(engines)
+        self._updates = 0
+        self._connection: Connection | None = None
+        self._group = TrainerGroup(source.group, timeout=self.options.exchange_deadline)
+        self._hosts, self._model = self._meet()
+        self._workers: list[Worker] = assign_homes(
+            [engine.workers for engine in engines],
+            self._hosts,
+            None if engine_gpu_offsets is None else list(engine_gpu_offsets),
+        )
+        self._opened: Calls[tuple[int, EngineHandle]] | None = None
+        self._consistent = True
+
+    def update(
+        self,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        *,
+        version: int | str | None = None,
+    ) -> Report:
+        """Replaces every weight of every engine; all trainer ranks call it together.
+
+        Args:
+            weights: the parameters' current storage by global name; None for the tensors that
+                the layout was made from.
+            version: the weight version that engines report afterwards; None counts up.
+
+        Returns:
+            What happened, as this rank saw it.
+
+        Raises:
+            WsyncError: the same on all ranks.  The engines that were being updated stay paused
+                and inconsistent; the next call connects anew and updates them again.
+        """
+        report = Report(version=str(self.version + 1 if version is None else version))
+        start = time.perf_counter()
+        try:
+            self._renew()
+            self._update(weights, report)
+        except BaseException as error:
+            raise self._fail(error) from None
+        report.seconds = time.perf_counter() - start
+        self.version = int(version) if str(version).isdecimal() else self.version + 1
+        return report
+
+    def close(self) -> None:
+        """Lets go of rings and sockets.  Engines keep the weights they have."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def __enter__(self) -> Sync:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _meet(self) -> tuple[list[int], _core.Layout]:
+        """Everybody's host and layout."""
+        names = [data.decode() for data in self._group.all_gather(host_identity().encode())]
+        hosts = [names.index(name) for name in names]
+        parts = self._group.all_gather(self._source.layout.to_bytes())
+        return hosts, _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
+
+    def _renew(self) -> None:
+        """After a failure: a new group, because a collective of the old one may be stuck."""
+        if not self._consistent:
+            self._group = TrainerGroup(self._source.group, timeout=self.options.exchange_deadline)
+            self._consistent = True
+
+    def _update(self, weights: Mapping[str, torch.Tensor] | None, report: Report) -> None:
+        self._updates += 1
+        table = self._source.bind(weights)
+        sources = _core.BufferTable.of(table, owner=(table, weights))
+        with report.phase("pause"):
+            self._pause()
+        with report.phase("open"):
+            connection = self._open()
+        self._describe(connection, report)
+        with self._progress(report) as bar:
+            connection.run(self._updates, sources, self._check, report, bar)
+        with report.phase("prepare"):
+            connection.prepared(self._check)
+            self._group.barrier()
+        with report.phase("commit"):
+            connection.commit(self._group.check)
+            self._close_requests(report.version)
+            self._group.barrier()
+
+    def _pause(self) -> None:
+        options = self.options
+        if self._group.rank == 0:
+
+            def pause(engine: EngineHandle) -> None:
+                engine.pause(options.pause_mode, options.request_deadline)
+                if options.flush_cache:
+                    engine.flush(options.request_deadline)
+
+            call_all(self._engines, pause, 2 * options.request_deadline)
+        self._group.barrier()
+
+    def _open(self) -> Connection:
+        """Has all workers join, and attaches them to a plan if they are not."""
+        connection = self._connection
+        if connection is None:
+            connection = self._connection = Connection(
+                self._group, self._hosts, self._model, self._workers, self.options
+            )
+        openings = connection.openings(self._updates)
+        if self._group.rank == 0:
+            self._request(openings)
+        if connection.plan is None:
+            connection.attach(self._check)
+        return connection
+
+    def _request(self, openings: dict[int, bytes]) -> None:
+        from wsync import payload
+        from wsync.control import LOAD_FORMAT
+
+        by_engine: dict[int, list[bytes]] = {}
+        for number, worker in enumerate(self._workers):
+            by_engine.setdefault(worker.engine, []).append(payload.control(openings[number]))
+
+        def open_engine(numbered: tuple[int, EngineHandle]) -> None:
+            index, engine = numbered
+            engine.update_weights(
+                by_engine[index],
+                load_format=LOAD_FORMAT,
+                weight_version=None,
+                timeout=self.options.request_deadline,
+            )
+
+        self._opened = Calls(list(enumerate(self._engines)), open_engine)
+
+    def _check(self) -> None:
+        self._group.check()
+        if self._opened is not None:
+            self._opened.check_pending()
+
+    def _close_requests(self, version: str) -> None:
+        """Ends the opening requests, records the version, and lets generation go on."""
+        if self._group.rank != 0 or self._opened is None:
+            return
+        from wsync import payload
+        from wsync.control import LOAD_FORMAT, Control
+
+        timeout = self.options.request_deadline
+        self._opened.join(timeout, self._group.check)
+        self._opened = None
+        control = Control(op="close", session="0", update=self._updates, deadline=timeout)
+        closing = payload.control(control.to_bytes())
+
+        def finish(engine: EngineHandle) -> None:
+            engine.update_weights(
+                [closing] * engine.workers,
+                load_format=LOAD_FORMAT,
+                weight_version=version,
+                timeout=timeout,
+            )
+            engine.resume(timeout)
+
+        call_all(self._engines, finish, 2 * timeout)
+
+    def _describe(self, connection: Connection, report: Report) -> None:
+        plan = connection.plan
+        assert plan is not None
+        stats = plan.stats
+        report.tensors = self._model.tensor_count
+        report.model_nbytes = self._model.nbytes
+        report.delivered_nbytes = stats["delivered_nbytes"]
+        report.needed_nbytes = stats["needed_nbytes"]
+        report.sent_nbytes = stats["sent_nbytes"]
+        report.rounds = plan.round_count
+        report.workers = len(self._workers)
+        report.exchange = connection.exchange_name
+
+    def _progress(self, report: Report) -> tqdm[None]:
+        wanted = self.options.progress
+        shown = self._group.rank == 0 and wanted is not False
+        return tqdm(
+            total=report.rounds,
+            desc=f"weights v{report.version}",
+            unit="round",
+            leave=False,
+            disable=(None if wanted is None else False) if shown else True,
+        )
+
+    def _fail(self, error: BaseException) -> BaseException:
+        """Makes one error of all ranks' errors and drops everything that it leaves in doubt."""
+        first = self._group.fail(error)
+        self._consistent = False
+        if self._connection is not None:
+            self._connection.abort(str(first))
+            self._connection = None
+        if self._opened is not None:
+            try:
+                self._opened.join(min(2.0, self.options.deadline))
+            except BaseException:
+                pass  # the engines' side of the failure that is being raised
+            self._opened = None
+        return first if isinstance(error, Exception) else error

@@ -1,0 +1,129 @@
+"""slime's weight-update interface on top of wsync.
+
+The class takes the place of slime's `UpdateWeightFromTensor` (slime/backends/megatron_utils/
+update_weight): the same constructor, the same methods, the same order of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from wsync import _core, megatron
+from wsync.handles import EngineHandle, handle
+from wsync.options import Options
+from wsync.sync import Sync
+
+if TYPE_CHECKING:
+    import torch
+
+
+class UpdateWeightFromTensor:
+    """Updates colocated rollout engines from a Megatron model.
+
+    Every trainer rank makes one and all ranks call its methods together.
+
+    Args:
+        args: slime's arguments; see `wsync.megatron.layout` for the fields that are read.
+            `update_weight_buffer_size` bounds the bytes of a round for engines without wsync.
+        model: one module per virtual pipeline stage.
+        weights_getter: returns the parameters' current storage by global name; it may hand out
+            other storage each time.
+        model_name: family of the model, for example "qwen3_moe".
+        quantization_config: must be None; quantised delivery is not supported yet.
+        options: see `Options`; the pause mode and all deadlines.
+
+    Raises:
+        UnsupportedError: a quantization_config was given, or a family that is not known.
+        LayoutError, InvalidArgumentError: a parameter that does not fit; the text names it.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        model: Sequence[torch.nn.Module],
+        weights_getter: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        model_name: str,
+        quantization_config: Mapping[str, Any] | None = None,
+        options: Options | None = None,
+    ) -> None:
+        if quantization_config is not None:
+            raise _core.UnsupportedError(
+                f"quantization_config={dict(quantization_config)!r}: weights are delivered in the "
+                "dtype that the trainer holds; quantise in the engine, or pass None"
+            )
+        if getattr(args, "megatron_to_hf_mode", "raw") != "raw":
+            raise _core.UnsupportedError(
+                f"megatron_to_hf_mode={args.megatron_to_hf_mode!r}: only 'raw' is supported"
+            )
+        self.weight_version = 0
+        self.update_weight_metrics: dict[str, float] = {}
+        self._weights_getter = weights_getter
+        self._source = megatron.layout(model, args, model_name=model_name)
+        self._options = options or Options()
+        self._sync: Sync | None = None
+
+    def connect_rollout_engines(
+        self,
+        rollout_engines: Sequence[Any],
+        rollout_engine_lock: Any = None,
+        engine_gpu_counts: Sequence[int] | None = None,
+        engine_gpu_offsets: Sequence[int] | None = None,
+        engine_parallel_configs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Takes the engines that the next updates go to; may be called again with others.
+
+        Args:
+            rollout_engines: Ray actors, URLs, local engines or `EngineHandle`s.
+            rollout_engine_lock: taken for interface compatibility; nothing here needs it, since
+                one rank talks to the engines and no communicator is shared with them.
+            engine_gpu_counts: tensor-parallel workers of each engine; None asks the engines.
+            engine_gpu_offsets: index of the trainer rank whose GPU an engine's first worker
+                shares.
+            engine_parallel_configs: tp_size of each engine, where counts are not given.
+        """
+        del rollout_engine_lock
+        count = len(rollout_engines)
+        workers: list[int | None] = [None] * count
+        if engine_parallel_configs is not None:
+            workers = [config.get("tp_size") for config in engine_parallel_configs]
+        if engine_gpu_counts is not None:
+            workers = list(engine_gpu_counts)
+        if len(workers) != count:
+            raise _core.InvalidArgumentError(
+                f"{len(workers)} engine_gpu_counts for {count} engines"
+            )
+        self.disconnect_rollout_engines()
+        handles: list[EngineHandle] = [
+            handle(engine, workers=number)
+            for engine, number in zip(rollout_engines, workers, strict=True)
+        ]
+        self._sync = Sync(
+            self._source, handles, engine_gpu_offsets=engine_gpu_offsets, options=self._options
+        )
+
+    def update_weights(self) -> None:
+        """Pauses the engines, replaces every weight, counts the version up and continues.
+
+        Raises:
+            StateError: no engines are connected.
+            WsyncError: the update failed, with the same error on every rank; see `Sync.update`.
+        """
+        if self._sync is None:
+            raise _core.StateError("update_weights before connect_rollout_engines")
+        version = self.weight_version + 1
+        report = self._sync.update(self._weights_getter(), version=version)
+        self.weight_version = version
+        self.update_weight_metrics = report.metrics()
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Seconds and bytes of the last update, once."""
+        metrics, self.update_weight_metrics = self.update_weight_metrics, {}
+        return metrics
+
+    def disconnect_rollout_engines(self) -> None:
+        """Lets go of the engines; they keep the weights they have."""
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
