@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -25,13 +26,12 @@ if TYPE_CHECKING:
 class Sync:
     """Keeps a set of engines up to date with a trainer.
 
-    Every trainer rank makes one, with the same engines in the same order, and all ranks call
-    its methods together.  Rank 0 talks to the engines' APIs.
+    Every trainer rank makes one, and all ranks call its methods together.  Rank 0 talks to the
+    engines' APIs.
 
     Args:
         source: what this rank holds.
-        engines: handles of the engines; only their number and worker counts matter on ranks
-            other than 0.
+        engines: handles of the engines; read on rank 0 alone.
         engine_gpu_offsets: index of the first trainer rank whose GPU each engine shares.
         options: see `Options`.
 
@@ -47,8 +47,6 @@ class Sync:
         engine_gpu_offsets: Sequence[int] | None = None,
         options: Options | None = None,
     ) -> None:
-        if not engines:
-            raise _core.InvalidArgumentError("no engines to connect to")
         self.version = 0
         self.options = options or Options()
         self._source = source
@@ -57,11 +55,7 @@ class Sync:
         self._connection: Connection | None = None
         self._group = TrainerGroup(source.group, timeout=self.options.exchange_deadline)
         self._hosts, self._model = self._meet()
-        self._workers: list[Worker] = assign_homes(
-            [engine.workers for engine in engines],
-            self._hosts,
-            None if engine_gpu_offsets is None else list(engine_gpu_offsets),
-        )
+        self._workers = self._place(engine_gpu_offsets)
         self._opened: Calls[tuple[int, EngineHandle]] | None = None
         self._consistent = True
 
@@ -114,6 +108,15 @@ class Sync:
         hosts = [names.index(name) for name in names]
         parts = self._group.all_gather(self._source.layout.to_bytes())
         return hosts, _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
+
+    def _place(self, offsets: Sequence[int] | None) -> list[Worker]:
+        """Which rank serves which worker, as rank 0's engines have it."""
+        counts = [engine.workers for engine in self._engines]
+        mine = json.dumps([counts, None if offsets is None else list(offsets)])
+        counts, first_gpus = json.loads(self._group.all_gather(mine.encode())[0])
+        if not counts:
+            raise _core.InvalidArgumentError("no engines to connect to")
+        return assign_homes(counts, self._hosts, first_gpus)
 
     def _renew(self) -> None:
         """After a failure: a new group, because a collective of the old one may be stuck."""

@@ -1,0 +1,143 @@
+"""An independent conversion of a sharded Megatron model to Hugging Face tensors.
+
+Gathers every parameter whole and reshapes it, the way trainers do it without wsync.  It shares
+no code with wsync's rules and planner, so that each can be checked against the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Part = tuple[str, int, int, torch.Tensor]
+
+
+def hf_state_dict(chunks: Sequence[torch.nn.Module], config: Any) -> dict[str, torch.Tensor]:
+    """All weights under their Hugging Face names; collective, and every rank gets all.
+
+    Args:
+        chunks: this rank's modules, one per virtual pipeline stage.
+        config: the Hugging Face configuration (llama, qwen2, qwen3 or qwen3_moe family).
+    """
+    everyone: list[list[Part] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(_parts(chunks, config)))
+    shards: dict[str, dict[int, torch.Tensor]] = {}
+    stages: dict[str, int] = {}
+    for parts in everyone:
+        for name, stage, cut, tensor in parts or []:
+            if stages.setdefault(name, stage) == stage:
+                shards.setdefault(name, {})[cut] = tensor
+    result = {}
+    for name, pieces in shards.items():
+        ordered = [pieces[cut] for cut in sorted(pieces)]
+        for target, tensor in convert(name, join(name, ordered), config):
+            result[target] = tensor.contiguous()
+    return result
+
+
+def _parts(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[Part]:
+    from megatron.core import parallel_state as ps
+
+    stage = ps.get_pipeline_model_parallel_rank()
+    for chunk in chunks:
+        module: Any = chunk
+        while not hasattr(module, "decoder"):
+            module = module.module
+        for local, parameter in module.named_parameters():
+            name = local
+            found = re.match(r"decoder\.layers\.(\d+)\.(.*)", local)
+            if found:
+                layer = module.decoder.layers[int(found[1])].layer_number - 1
+                name = f"decoder.layers.{layer}.{found[2]}"
+            expert = re.search(r"local_experts\.(\d+)\.|\.weight(\d+)$", name)
+            rank = ps.get_tensor_model_parallel_rank()
+            if ".experts." in name and expert:
+                local_count = config.num_experts // ps.get_expert_model_parallel_world_size()
+                index = int(expert[1] or expert[2])
+                index += ps.get_expert_model_parallel_rank() * local_count
+                start, end = expert.span(1 if expert[1] else 2)
+                name = f"{name[:start]}{index}{name[end:]}"
+                rank = ps.get_expert_tensor_parallel_rank()
+            yield name, stage, rank, parameter.detach().clone()
+
+
+def join(name: str, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole parameter from its tensor-parallel pieces, in rank order."""
+    if re.search(r"norm|router|shared_experts\.gate_weight", name):
+        return pieces[0]
+    if re.search(r"linear_proj\.weight|linear_fc2\.", name):
+        return torch.cat(list(pieces), dim=1)
+    if "linear_fc1" in name and "layer_norm" not in name:
+        halves = [piece.chunk(2) for piece in pieces]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+    return torch.cat(list(pieces))
+
+
+def convert(
+    name: str, tensor: torch.Tensor, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The Hugging Face tensors that one whole Megatron parameter holds."""
+    if name == "embedding.word_embeddings.weight":
+        yield "model.embed_tokens.weight", tensor[: config.vocab_size]
+    elif name == "output_layer.weight":
+        if not config.tie_word_embeddings:
+            yield "lm_head.weight", tensor[: config.vocab_size]
+    elif name == "decoder.final_layernorm.weight":
+        yield "model.norm.weight", tensor
+    else:
+        found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
+        if found is None:
+            raise ValueError(f"no conversion for {name}")
+        for suffix, part in _convert_layer(found[2], tensor, config):
+            yield f"model.layers.{found[1]}.{suffix}", part
+
+
+_SAME = {
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+
+
+def _convert_layer(
+    name: str, tensor: torch.Tensor, config: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    expert = re.fullmatch(
+        r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12])\.weight(\d*)", name
+    )
+    if name in _SAME:
+        yield _SAME[name], tensor
+    elif name.startswith("self_attention.linear_qkv."):
+        kind = name.rpartition(".")[2]
+        groups = config.num_key_value_heads
+        heads = config.num_attention_heads // groups
+        width = getattr(config, "head_dim", None)
+        width = width or config.hidden_size // config.num_attention_heads
+        rows = tensor.view(groups, heads + 2, width, *tensor.shape[1:])
+        parts = rows[:, :heads], rows[:, heads], rows[:, heads + 1]
+        for letter, part in zip("qkv", parts, strict=True):
+            yield f"self_attn.{letter}_proj.{kind}", part.reshape(-1, *tensor.shape[1:])
+    elif name == "mlp.linear_fc1.weight":
+        gate, up = tensor.chunk(2)
+        yield "mlp.gate_proj.weight", gate
+        yield "mlp.up_proj.weight", up
+    elif expert is not None:
+        prefix = f"mlp.experts.{expert[1] or expert[3]}"
+        if expert[2] == "linear_fc2":
+            yield f"{prefix}.down_proj.weight", tensor
+        else:
+            gate, up = tensor.chunk(2)
+            yield f"{prefix}.gate_proj.weight", gate
+            yield f"{prefix}.up_proj.weight", up
+    else:
+        raise ValueError(f"no conversion for layer parameter {name}")
