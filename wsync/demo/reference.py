@@ -24,7 +24,8 @@ def hf_state_dict(chunks: Sequence[torch.nn.Module], config: Any) -> dict[str, t
         config: the Hugging Face configuration (llama, qwen2, qwen3 or qwen3_moe family).
     """
     everyone: list[list[Part] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(_parts(chunks, config)))
+    mine = [(name, stage, cut, p.detach()) for name, stage, cut, p in own_parameters(chunks, config)]
+    dist.all_gather_object(everyone, mine)
     shards: dict[str, dict[int, torch.Tensor]] = {}
     stages: dict[str, int] = {}
     for parts in everyone:
@@ -39,7 +40,8 @@ def hf_state_dict(chunks: Sequence[torch.nn.Module], config: Any) -> dict[str, t
     return result
 
 
-def _parts(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[Part]:
+def own_parameters(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[Part]:
+    """(global name, pipeline stage, index of the tensor-parallel piece, parameter)."""
     from megatron.core import parallel_state as ps
 
     stage = ps.get_pipeline_model_parallel_rank()
@@ -62,12 +64,17 @@ def _parts(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[Part]:
                 start, end = expert.span(1 if expert[1] else 2)
                 name = f"{name[:start]}{index}{name[end:]}"
                 rank = ps.get_expert_tensor_parallel_rank()
-            yield name, stage, rank, parameter.detach().clone()
+            yield name, stage, rank, parameter
+
+
+def is_replicated(name: str) -> bool:
+    """Whether every tensor-parallel rank holds the whole parameter."""
+    return re.search(r"norm|router|shared_experts\.gate_weight", name) is not None
 
 
 def join(name: str, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """The whole parameter from its tensor-parallel pieces, in rank order."""
-    if re.search(r"norm|router|shared_experts\.gate_weight", name):
+    if is_replicated(name):
         return pieces[0]
     if re.search(r"linear_proj\.weight|linear_fc2\.", name):
         return torch.cat(list(pieces), dim=1)
