@@ -1,0 +1,92 @@
+"""`wsync demo`: a sharded trainer updates two running engines, and every byte is checked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+from wsync.demo.run import DemoFailed, Settings, run_demo
+
+_DESCRIPTION = """
+A Megatron trainer in several processes takes optimizer steps and updates two inference engines
+after each: a transformers engine over HTTP and a tensor-parallel one of two processes.  Every
+tensor is compared byte for byte with an independent conversion, and the engines' logits with the
+trainer's.  Everything runs on the CPU.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the demo; 0 if everything was verified, 1 if not, 2 for bad arguments."""
+    parser = argparse.ArgumentParser(prog="wsync demo", description=_DESCRIPTION)
+    parser.add_argument("--model", choices=("qwen3", "qwen3-moe"), default="qwen3")
+    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size (default 2)")
+    parser.add_argument("--pp", type=int, default=2, help="pipeline-parallel size (default 2)")
+    parser.add_argument("--ep", type=int, help="expert-parallel size (default 2 for qwen3-moe)")
+    parser.add_argument("--updates", type=int, default=3, help="optimizer steps (default 3)")
+    parser.add_argument("--json", metavar="FILE", help="write the facts to FILE")
+    chosen = parser.parse_args(arguments)
+    expert_parallel = chosen.ep or (2 if chosen.model == "qwen3-moe" else 1)
+    try:
+        settings = Settings(
+            chosen.model, chosen.tp, chosen.pp, expert_parallel, updates=chosen.updates
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    # Four trainer processes and four engine processes share the machine's cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        facts = run_demo(settings)
+    except DemoFailed as error:
+        print(f"wsync demo: {error}", file=sys.stderr)
+        return 1
+    print_report(facts)
+    if chosen.json:
+        with open(chosen.json, "w", encoding="utf-8") as file:
+            json.dump(facts, file, indent=2)
+            file.write("\n")
+    return 0 if facts["verified"] else 1
+
+
+def print_report(facts: dict[str, Any]) -> None:
+    """The tables and texts that a person wants to see."""
+    phases = list(facts["updates"][0]["phases"])
+    heads = ["version", "MB", "rounds", *phases, "total s", "GB/s", "redundancy", "checked"]
+    rows = [_row(update, phases) for update in facts["updates"]]
+    print()
+    print(_table(heads, rows))
+    print()
+    for engine in facts["engines"]:
+        print(f"{engine['name']}: {engine['checked']}")
+        for moment in ("before", "after"):
+            if moment in engine:
+                print(f"  generated {moment}: {engine[moment]!r}")
+    print()
+    count, total = facts["tensors"], facts["bytes"]
+    if facts["verified"]:
+        print(f"verified: {count} tensors, {total:,} bytes, in every engine after every update")
+    else:
+        print("NOT VERIFIED: " + "; ".join(facts["problems"]))
+
+
+def _row(update: dict[str, Any], phases: list[str]) -> list[str]:
+    delivered = update["delivered_nbytes"]
+    return [
+        update["version"],
+        f"{delivered / 1e6:.1f}",
+        str(update["rounds"]),
+        *(f"{update['phases'].get(phase, 0.0):.3f}" for phase in phases),
+        f"{update['seconds']:.3f}",
+        f"{delivered / update['seconds'] / 1e9:.2f}",
+        f"{update['redundancy']:.2f}",
+        "yes" if update["verified"] else "NO",
+    ]
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+             for row in [heads, *rows]]
+    return "\n".join(lines)
