@@ -1,0 +1,169 @@
+"""One trainer process of the demo: train, update the engines, check every byte."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import wsync
+from wsync.demo import reference
+from wsync.demo.engines import Engines
+from wsync.demo.run import Settings
+from wsync.layout import TrainerLayout, from_tensors
+
+SENTENCE = "Fresh weights reach every engine, byte for byte, before the next token is due. "
+PROMPT_LENGTH = 18
+STEPS_PER_UPDATE = 12
+TOLERANCE = 1e-3
+
+
+class MegatronTrainer:
+    """A real megatron-core model, sharded over the demo's processes."""
+
+    def __init__(self, settings: Settings, config: Any) -> None:
+        from wsync import megatron
+        from wsync.demo import megatron_cpu
+
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(megatron_cpu.on_cpu())
+        parallel = megatron_cpu.Parallel(
+            tp=settings.tp, pp=settings.pp, ep=settings.ep, etp=1 if settings.ep > 1 else None
+        )
+        self._stack.enter_context(megatron_cpu.groups(parallel))
+        self._trainer = megatron_cpu.build(config, parallel, dtype=torch.float32)
+        self._config = config
+        self.layout: TrainerLayout = megatron.layout(self._trainer.chunks, config)
+        self.step = self._trainer.step
+        self.logits = self._trainer.logits
+
+    def reference(self) -> dict[str, torch.Tensor]:
+        """The weights under Hugging Face names, converted without wsync; collective."""
+        return reference.hf_state_dict(self._trainer.chunks, self._config)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class PlainTrainer:
+    """A transformers model in one process, for machines without megatron-core."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        self._model = AutoModelForCausalLM.from_config(config).float()
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-2)
+        self.layout = from_tensors(dict(self._model.named_parameters()))
+
+    def step(self, ids: torch.Tensor) -> float:
+        self._optimizer.zero_grad()
+        loss = self._model(ids, labels=ids).loss
+        loss.backward()
+        self._optimizer.step()
+        return float(loss)
+
+    @torch.no_grad()
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._model(ids).logits
+        return logits
+
+    def reference(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self._model.named_parameters()}
+
+    def close(self) -> None:
+        pass
+
+
+def train(rank: int, settings: Settings, store: str) -> dict[str, Any]:
+    """What one rank does; rank 0 returns the facts of the demo."""
+    config = settings.config()
+    with _distributed(rank, settings, store):
+        trainer = MegatronTrainer(settings, config) if settings.megatron else PlainTrainer(config)
+        engines = Engines(config) if rank == 0 else None
+        try:
+            facts = _updates(trainer, engines, settings)
+        finally:
+            if engines is not None:
+                engines.close()
+            trainer.close()
+    return facts
+
+
+@contextlib.contextmanager
+def _distributed(rank: int, settings: Settings, store: str) -> Iterator[None]:
+    if settings.ranks == 1 and not settings.megatron:
+        yield
+        return
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=settings.ranks,
+        timeout=datetime.timedelta(seconds=300),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _updates(
+    trainer: MegatronTrainer | PlainTrainer, engines: Engines | None, settings: Settings
+) -> dict[str, Any]:
+    """Alternates training and updating; every rank takes part, rank 0 reports."""
+    text = list(SENTENCE.encode())
+    ids = torch.tensor([text])
+    prompt = text[:PROMPT_LENGTH]
+    problems: list[str] = []
+    updates: list[dict[str, Any]] = []
+    if engines is not None:
+        engines.note("before", prompt)
+    options = wsync.Options(round_nbytes=1 << 20)
+    handles = engines.handles if engines is not None else []
+    count = nbytes = 0
+    with wsync.connect(trainer.layout, handles, options=options) as sync:
+        for number in range(1, settings.updates + 1):
+            for _ in range(STEPS_PER_UPDATE):
+                trainer.step(ids)
+            report = sync.update(version=number)
+            expected = trainer.reference()
+            logits = trainer.logits(ids)
+            found: list[str] = []
+            if engines is not None:
+                found = engines.check(expected, ids, logits, str(number), TOLERANCE)
+            problems += [f"update {number}: {problem}" for problem in found]
+            updates.append({**report.facts(), "verified": not found})
+            count = len(expected)
+            nbytes = sum(t.numel() * t.itemsize for t in expected.values())
+    if engines is not None:
+        engines.note("after", prompt)
+    return {
+        "verified": not problems,
+        "problems": problems,
+        "model": settings.model,
+        "parallel": {"tp": settings.tp, "pp": settings.pp, "ep": settings.ep},
+        "ranks": settings.ranks,
+        "tensors": count,
+        "bytes": nbytes,
+        "phases": updates[-1]["phases"],
+        "redundancy": updates[-1]["redundancy"],
+        "updates": updates,
+        "engines": [] if engines is None else engines.facts(),
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    import importlib.metadata
+
+    names = ("wsync", "torch", "transformers", "megatron-core")
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
