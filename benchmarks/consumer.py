@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks import peers
+from wsync.control import LOAD_FORMAT
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -30,6 +31,7 @@ class Consumer:
 
     name = "consumer"
     workers = 1
+    load_formats = (LOAD_FORMAT,)
 
     def __init__(self, shapes: Shapes, bucket_class: Any) -> None:
         context = multiprocessing.get_context("spawn")

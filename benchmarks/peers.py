@@ -82,8 +82,7 @@ class Gather:
         self._pp_group = ps.get_pipeline_model_parallel_group()
         self._pp_ranks = dist.get_process_group_ranks(self._pp_group)
         mine = {
-            name: parameter
-            for name, _, _, parameter in reference.own_parameters(chunks, config)
+            name: parameter for name, _, _, parameter in reference.own_parameters(chunks, config)
         }
         facts = [(name, tuple(p.shape), p.dtype) for name, p in mine.items()]
         everyone: list[Any] = [None] * len(self._pp_ranks)
@@ -117,17 +116,13 @@ class Gather:
             nbytes += size
         yield batch
 
-    def _broadcast(
-        self, batch: list[tuple[str, tuple[int, ...], torch.dtype, int]]
-    ) -> list[Named]:
+    def _broadcast(self, batch: list[tuple[str, tuple[int, ...], torch.dtype, int]]) -> list[Named]:
         owned, works = [], []
         for name, shape, dtype, source in batch:
             held = self._mine.get(name) if dist.get_rank() == source else None
             tensor = torch.empty(shape, dtype=dtype) if held is None else held.detach()
             if len(self._pp_ranks) > 1:
-                works.append(
-                    dist.broadcast(tensor, source, group=self._pp_group, async_op=True)
-                )
+                works.append(dist.broadcast(tensor, source, group=self._pp_group, async_op=True))
             owned.append((name, tensor))
         for work in works:
             work.wait()

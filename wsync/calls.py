@@ -65,8 +65,6 @@ class Calls(Generic[_Handle]):
         self.check()
 
 
-def call_all(
-    engines: Sequence[_Handle], call: Callable[[_Handle], object], timeout: float
-) -> None:
+def call_all(engines: Sequence[_Handle], call: Callable[[_Handle], object], timeout: float) -> None:
     """Calls every engine at once and waits for all of them."""
     Calls(engines, call).join(timeout)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from wsync import _core
 from wsync.exchange import Exchange, GlooExchange
 from wsync.group import TrainerGroup
+from wsync.handles import EngineHandle
 from wsync.options import Options
 from wsync.report import Report
-from wsync.sessions import Worker, WorkerSession
+from wsync.sessions import Session, Worker, WorkerSession
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -28,6 +29,7 @@ class Connection:
         hosts: list[int],
         model: _core.Layout,
         workers: list[Worker],
+        engines: Sequence[EngineHandle],
         options: Options,
     ) -> None:
         self.plan: _core.Plan | None = None
@@ -38,12 +40,21 @@ class Connection:
         self._options = options
         self._exchange: Exchange | None = None
         self._stream = _core.Stream(options.threads)
-        self._sessions = [
-            WorkerSession(number, directory=options.directory)
-            for number, worker in enumerate(workers)
-            if worker.home == group.rank
-        ]
+        self._sessions: list[Session] = []
+        for number, worker in enumerate(workers):
+            if worker.home != group.rank:
+                continue
+            if worker.stock:
+                self._sessions.append(self._stock(number, engines[worker.engine]))
+            else:
+                self._sessions.append(WorkerSession(number, directory=options.directory))
         self._rings = _core.BufferTable([])
+
+    def _stock(self, number: int, engine: EngineHandle) -> Session:
+        # torch is needed for what such an engine is sent, and for nothing else here
+        from wsync.stock import StockSession
+
+        return StockSession(number, engine, timeout=self._options.request_deadline)
 
     @property
     def exchange_name(self) -> str:
@@ -70,11 +81,8 @@ class Connection:
         self._agree(plan)
         spans = [(0, 0)] * len(self._workers)
         for session in self._sessions:
-            session.attach(plan, timeout, check)
-            assert session.ring is not None
-            spans[session.worker] = (session.ring.address, session.ring.nbytes)
-        owner = [session.ring for session in self._sessions]
-        self._rings = _core.BufferTable(spans, owner=owner)
+            spans[session.worker] = session.attach(plan, timeout, check)
+        self._rings = _core.BufferTable(spans, owner=list(self._sessions))
         self._exchange = self._make_exchange(plan, check)
         self.plan = plan
 
@@ -90,22 +98,21 @@ class Connection:
         plan, timeout = self.plan, self._options.deadline
         assert plan is not None
         for session in self._sessions:
-            session.exporter.begin(update, plan.round_count, timeout, check)
+            session.begin(update, report.version, timeout, check)
         if self._exchange is not None:
             self._exchange.begin(plan)
         spans = self._send(0, sources, check, report)
         for number in range(plan.round_count):
             with report.phase("engine"):
                 for session in self._sessions:
-                    wait_round = plan.slot(session.worker, number)[2]
-                    session.exporter.acquire(wait_round, timeout, check)
+                    session.acquire(number, timeout, check)
             self._stream.copy(plan, number, _core.LOCAL, sources, self._rings)
             if self._exchange is not None:
                 following = self._send(number + 1, sources, check, report)
                 self._receive(number, spans, check, report)
                 spans = following
             for session in self._sessions:
-                session.exporter.post(number, self._stream, timeout, check)
+                session.post(number, self._stream, timeout, check)
             bar.update()
         with report.phase("copy"):
             self._stream.synchronize(timeout, check)
@@ -117,12 +124,12 @@ class Connection:
 
     def commit(self, check: Check) -> None:
         for session in self._sessions:
-            session.exporter.commit(self._options.deadline, check)
+            session.commit(self._options.deadline, check)
 
     def abort(self, text: str) -> None:
         """Tells the workers why, and lets go of everything."""
         for session in self._sessions:
-            session.exporter.abort(text)
+            session.abort(text)
         self.close()
 
     def close(self) -> None:
@@ -189,9 +196,14 @@ class Connection:
             ],
             self._hosts,
             self._group.rank,
-            round_nbytes=self._options.round_nbytes,
+            round_nbytes=self._round_nbytes(),
             ring_nbytes=self._options.ring_nbytes,
         )
+
+    def _round_nbytes(self) -> int:
+        """Small rounds overlap better; stock engines take one request each, so theirs are large."""
+        stock = any(worker.stock for worker in self._workers)
+        return self._options.round_nbytes or (self._options.bucket_nbytes if stock else 0)
 
     def _agree(self, plan: _core.Plan) -> None:
         prints = self._group.all_gather(plan.fingerprint.to_bytes(8, "little"))

@@ -38,6 +38,11 @@ class EngineHandle(Protocol):
     def name(self) -> str: ...
     @property
     def workers(self) -> int: ...
+    @property
+    def load_formats(self) -> tuple[str, ...]:
+        """Weight loaders of its own that the engine accepts as load_format."""
+        ...
+
     def pause(self, mode: str, timeout: float) -> None:
         """Stops generation; mode is the engine's word ("abort", "retract", "in_place")."""
 
@@ -113,7 +118,15 @@ class HttpHandle:
             raise InvalidArgumentError(f"engine {url!r}: a URL starts with http:// or https://")
         self.name = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.workers = self._ask_workers(timeout) if workers is None else workers
+        self._server: dict[str, Any] | None = None
+        self._timeout = timeout
+        self.workers = self._ask_workers() if workers is None else workers
+
+    @property
+    def load_formats(self) -> tuple[str, ...]:
+        """What the server was started with as --custom-weight-loader."""
+        loaders = self._server_info().get("custom_weight_loader")
+        return tuple(map(str, loaders)) if isinstance(loaders, list) else ()
 
     def pause(self, mode: str, timeout: float) -> None:
         self._call("POST", "/pause_generation", {"mode": mode}, timeout)
@@ -145,8 +158,13 @@ class HttpHandle:
     def model_info(self, timeout: float) -> dict[str, Any]:
         return self._info(("/model_info", "/get_model_info"), timeout)
 
-    def _ask_workers(self, timeout: float) -> int:
-        info = self._info(("/server_info", "/get_server_info"), timeout)
+    def _server_info(self) -> dict[str, Any]:
+        if self._server is None:
+            self._server = self._info(("/server_info", "/get_server_info"), self._timeout)
+        return self._server
+
+    def _ask_workers(self) -> int:
+        info = self._server_info()
         if info.get("pp_size", 1) not in (1, None):
             raise UnsupportedError(
                 f"engine {self.name}: pp_size {info['pp_size']}: SGLang gives every pipeline "
@@ -228,7 +246,8 @@ class HttpHandle:
 
 class LocalHandle:
     """An object in this process with slime's engine methods (pause_generation, flush_cache,
-    continue_generation, update_weights_from_tensor).
+    continue_generation, update_weights_from_tensor).  Its attributes `name`, `workers` and
+    `load_formats` are read where it has them.
 
     Each call runs in a thread of its own, so that a stalled engine costs its deadline only; the
     abandoned thread ends when the engine returns.
@@ -240,6 +259,7 @@ class LocalHandle:
         if workers is None:
             workers = getattr(engine, "workers", 1)
         self.workers = int(workers or 1)
+        self.load_formats: tuple[str, ...] = tuple(getattr(engine, "load_formats", ()))
 
     def pause(self, mode: str, timeout: float) -> None:
         # slime's actors of 0.2.2 take no mode; abort is what they do

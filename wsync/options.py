@@ -15,7 +15,11 @@ class Options:
         deadline: seconds that an engine worker waits for anything; trainer ranks wait 5 s
             longer for each other, requests to engines 10 s longer.
         round_nbytes: bytes that move to one worker in one step; 0 chooses.
-        ring_nbytes: bytes of the bucket of one worker; 0 chooses.
+        ring_nbytes: bytes of the ring of one worker; 0 chooses.
+        bucket_nbytes: bytes of a round where some engine runs without wsync and takes one request
+            per bucket; the largest tensor may need more.
+        delivery: "wsync" (engines run wsync's receiver), "stock" (they take flattened buckets), or
+            "auto", which asks each engine.
         pause_mode: "abort", "retract" or "in_place", as SGLang's /pause_generation takes it.
         flush_cache: whether engines drop their KV cache before the update.
         exchange: "auto", "shared" (all trainer ranks on one host) or "gloo".
@@ -27,6 +31,8 @@ class Options:
     deadline: float = 120.0
     round_nbytes: int = 0
     ring_nbytes: int = 0
+    bucket_nbytes: int = 512 << 20
+    delivery: str = "auto"
     pause_mode: str = "abort"
     flush_cache: bool = True
     exchange: str = "auto"
@@ -36,6 +42,7 @@ class Options:
 
     def __post_init__(self) -> None:
         choices = {
+            "delivery": ("auto", "wsync", "stock"),
             "exchange": ("auto", "shared", "gloo"),
             "pause_mode": ("abort", "retract", "in_place"),
         }
@@ -46,7 +53,7 @@ class Options:
         for name in ("deadline", "threads"):
             if not getattr(self, name) > 0:
                 raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is not positive")
-        for name in ("round_nbytes", "ring_nbytes"):
+        for name in ("round_nbytes", "ring_nbytes", "bucket_nbytes"):
             if getattr(self, name) < 0:
                 raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is negative")
 

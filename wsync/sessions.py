@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from wsync import _core
 from wsync.control import Control
 
 Check = Callable[[], object]
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Worker:
     engine: int
     index: int
     home: int
+    stock: bool = False
 
 
 def assign_homes(
@@ -30,6 +33,7 @@ def assign_homes(
 
     A worker goes to the rank on its GPU where `offsets` (per engine, the index of its first
     GPU) says which that is, else to the rank on the first rank's host with the fewest sessions.
+    An engine of 0 workers is a stock one: rank 0 serves it, because its requests carry the data.
 
     Raises:
         InvalidArgumentError: an engine without workers, or another number of offsets.
@@ -41,8 +45,11 @@ def assign_homes(
     sessions = {rank: 0 for rank, host in enumerate(hosts) if host == hosts[0]}
     workers = []
     for engine, count in enumerate(engine_workers):
-        if count < 1:
+        if count < 0:
             raise _core.InvalidArgumentError(f"engine {engine} has {count} workers")
+        if count == 0:
+            sessions[0] += 1
+            workers.append(Worker(engine, 0, 0, stock=True))
         for index in range(count):
             home = None if offsets is None else offsets[engine] + index
             if home not in sessions:
@@ -52,14 +59,32 @@ def assign_homes(
     return workers
 
 
+class Session(Protocol):
+    """One receiver of a plan's rounds, in the order of csrc/ipc/session.h."""
+
+    worker: int
+
+    def opening(self, update: int, deadline: float) -> bytes: ...
+    def accept(self, timeout: float, check: Check) -> bytes: ...
+    def attach(self, plan: _core.Plan, timeout: float, check: Check) -> Span: ...
+    def begin(self, update: int, version: str, timeout: float, check: Check) -> None: ...
+    def acquire(self, round: int, timeout: float, check: Check) -> None: ...
+    def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None: ...
+    def prepared(self, timeout: float, check: Check) -> None: ...
+    def commit(self, timeout: float, check: Check) -> None: ...
+    def abort(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
 class WorkerSession:
     """A worker that runs wsync's receiver: it maps the ring once and loads round by round."""
 
     def __init__(self, worker: int, *, directory: str | None) -> None:
         self.worker = worker
         self.id = secrets.token_hex(8)
-        self.exporter = _core.Exporter(directory)
-        self.ring: _core.Memory | None = None
+        self._exporter = _core.Exporter(directory)
+        self._ring: _core.Memory | None = None
+        self._waits: list[int] = []
         self._expected = (0, 0)
 
     def opening(self, update: int, deadline: float) -> bytes:
@@ -69,19 +94,33 @@ class WorkerSession:
             session=self.id,
             update=update,
             deadline=deadline,
-            address=self.exporter.address,
+            address=self._exporter.address,
         )
         return control.to_bytes()
 
     def accept(self, timeout: float, check: Check) -> bytes:
         """Waits for the worker; returns the layout it keeps, or nothing for whole tensors."""
-        return self.exporter.accept(timeout, check)
+        return self._exporter.accept(timeout, check)
 
-    def attach(self, plan: _core.Plan, timeout: float, check: Check) -> None:
+    def attach(self, plan: _core.Plan, timeout: float, check: Check) -> Span:
+        """Hands over ring and manifest; returns where the ring lies."""
         manifest = plan.manifest(self.worker)
         self._expected = (manifest.tensor_count, _delivered(manifest))
-        self.ring = _core.Memory(max(plan.ring_nbytes(self.worker), 1))
-        self.exporter.attach(self.ring, manifest.to_bytes(), timeout, check)
+        self._waits = [plan.slot(self.worker, k)[2] for k in range(plan.round_count)]
+        self._ring = _core.Memory(max(plan.ring_nbytes(self.worker), 1))
+        self._exporter.attach(self._ring, manifest.to_bytes(), timeout, check)
+        return self._ring.address, self._ring.nbytes
+
+    def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
+        self._exporter.begin(update, len(self._waits), timeout, check)
+
+    def acquire(self, round: int, timeout: float, check: Check) -> None:
+        """Waits until the slot of a round may be written."""
+        self._exporter.acquire(self._waits[round], timeout, check)
+
+    def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
+        """Announces a round, ready when the stream gets there."""
+        self._exporter.post(round, stream, timeout, check)
 
     def prepared(self, timeout: float, check: Check) -> None:
         """Waits until the worker has loaded everything, and compares its count with ours.
@@ -89,15 +128,21 @@ class WorkerSession:
         Raises:
             ProtocolError: the worker loaded another number of tensors or bytes.
         """
-        tensors, nbytes, _ = self.exporter.prepared(timeout, check)
+        tensors, nbytes, _ = self._exporter.prepared(timeout, check)
         if (tensors, nbytes) != self._expected:
             raise _core.ProtocolError(
                 f"worker {self.worker} loaded {tensors} tensors of {nbytes} bytes instead of "
                 f"{self._expected[0]} of {self._expected[1]}"
             )
 
+    def commit(self, timeout: float, check: Check) -> None:
+        self._exporter.commit(timeout, check)
+
+    def abort(self, text: str) -> None:
+        self._exporter.abort(text)
+
     def close(self) -> None:
-        self.exporter.close()
+        self._exporter.close()
 
 
 def _delivered(manifest: _core.Layout) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from tqdm import tqdm
 from wsync import _core
 from wsync.calls import Calls, call_all
 from wsync.connection import Connection
+from wsync.control import LOAD_FORMAT, Control
 from wsync.group import TrainerGroup, host_identity
 from wsync.handles import EngineHandle
 from wsync.layout import TrainerLayout
@@ -111,12 +113,18 @@ class Sync:
 
     def _place(self, offsets: Sequence[int] | None) -> list[Worker]:
         """Which rank serves which worker, as rank 0's engines have it."""
-        counts = [engine.workers for engine in self._engines]
+        counts = [0 if self._is_stock(e) else e.workers for e in self._engines]
         mine = json.dumps([counts, None if offsets is None else list(offsets)])
         counts, first_gpus = json.loads(self._group.all_gather(mine.encode())[0])
         if not counts:
             raise _core.InvalidArgumentError("no engines to connect to")
         return assign_homes(counts, self._hosts, first_gpus)
+
+    def _is_stock(self, engine: EngineHandle) -> bool:
+        """Whether an engine takes flattened buckets instead of running wsync's receiver."""
+        if self.options.delivery != "auto":
+            return self.options.delivery == "stock"
+        return LOAD_FORMAT not in engine.load_formats
 
     def _renew(self) -> None:
         """After a failure: a new group, because a collective of the old one may be stuck."""
@@ -160,7 +168,7 @@ class Sync:
         connection = self._connection
         if connection is None:
             connection = self._connection = Connection(
-                self._group, self._hosts, self._model, self._workers, self.options
+                self._group, self._hosts, self._model, self._workers, self._engines, self.options
             )
         openings = connection.openings(self._updates)
         if self._group.rank == 0:
@@ -171,14 +179,14 @@ class Sync:
 
     def _request(self, openings: dict[int, bytes]) -> None:
         from wsync import payload
-        from wsync.control import LOAD_FORMAT
 
         by_engine: dict[int, list[bytes]] = {}
         for number, worker in enumerate(self._workers):
-            by_engine.setdefault(worker.engine, []).append(payload.control(openings[number]))
+            if not worker.stock:
+                by_engine.setdefault(worker.engine, []).append(payload.control(openings[number]))
 
-        def open_engine(numbered: tuple[int, EngineHandle]) -> None:
-            index, engine = numbered
+        def open_engine(item: tuple[int, EngineHandle]) -> None:
+            index, engine = item
             engine.update_weights(
                 by_engine[index],
                 load_format=LOAD_FORMAT,
@@ -186,7 +194,8 @@ class Sync:
                 timeout=self.options.request_deadline,
             )
 
-        self._opened = Calls(list(enumerate(self._engines)), open_engine)
+        numbered = [item for item in enumerate(self._engines) if item[0] in by_engine]
+        self._opened = Calls(numbered, open_engine)
 
     def _check(self) -> None:
         self._group.check()
@@ -198,7 +207,6 @@ class Sync:
         if self._group.rank != 0 or self._opened is None:
             return
         from wsync import payload
-        from wsync.control import LOAD_FORMAT, Control
 
         timeout = self.options.request_deadline
         self._opened.join(timeout, self._group.check)
@@ -206,16 +214,20 @@ class Sync:
         control = Control(op="close", session="0", update=self._updates, deadline=timeout)
         closing = payload.control(control.to_bytes())
 
-        def finish(engine: EngineHandle) -> None:
-            engine.update_weights(
-                [closing] * engine.workers,
-                load_format=LOAD_FORMAT,
-                weight_version=version,
-                timeout=timeout,
-            )
+        stock = {worker.engine for worker in self._workers if worker.stock}
+
+        def finish(item: tuple[int, EngineHandle]) -> None:
+            index, engine = item
+            if index not in stock:
+                engine.update_weights(
+                    [closing] * engine.workers,
+                    load_format=LOAD_FORMAT,
+                    weight_version=version,
+                    timeout=timeout,
+                )
             engine.resume(timeout)
 
-        call_all(self._engines, finish, 2 * timeout)
+        call_all(list(enumerate(self._engines)), finish, 2 * timeout)
 
     def _describe(self, connection: Connection, report: Report) -> None:
         plan = connection.plan
@@ -249,9 +261,8 @@ class Sync:
             self._connection.abort(str(first))
             self._connection = None
         if self._opened is not None:
-            try:
+            # what the engines answer is their side of the failure that is being raised
+            with contextlib.suppress(BaseException):
                 self._opened.join(min(2.0, self.options.deadline))
-            except BaseException:
-                pass  # the engines' side of the failure that is being raised
             self._opened = None
         return first if isinstance(error, Exception) else error

@@ -87,6 +87,8 @@ def _row(update: dict[str, Any], phases: list[str]) -> list[str]:
 
 def _table(heads: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
-             for row in [heads, *rows]]
+    lines = [
+        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+        for row in [heads, *rows]
+    ]
     return "\n".join(lines)

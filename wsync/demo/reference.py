@@ -24,7 +24,7 @@ def hf_state_dict(chunks: Sequence[torch.nn.Module], config: Any) -> dict[str, t
         config: the Hugging Face configuration (llama, qwen2, qwen3 or qwen3_moe family).
     """
     everyone: list[list[Part] | None] = [None] * dist.get_world_size()
-    mine = [(name, stage, cut, p.detach()) for name, stage, cut, p in own_parameters(chunks, config)]
+    mine = [(*place, tensor.detach()) for *place, tensor in own_parameters(chunks, config)]
     dist.all_gather_object(everyone, mine)
     shards: dict[str, dict[int, torch.Tensor]] = {}
     stages: dict[str, int] = {}
@@ -84,9 +84,7 @@ def join(name: str, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(pieces))
 
 
-def convert(
-    name: str, tensor: torch.Tensor, config: Any
-) -> Iterator[tuple[str, torch.Tensor]]:
+def convert(name: str, tensor: torch.Tensor, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The Hugging Face tensors that one whole Megatron parameter holds."""
     if name == "embedding.word_embeddings.weight":
         yield "model.embed_tokens.weight", tensor[: config.vocab_size]

@@ -91,7 +91,8 @@ def run_demo(settings: Settings) -> dict[str, Any]:
         DemoFailed: a process failed or died; the others have been ended.
     """
     missing = [
-        name for name in ("torch", "transformers", "fastapi", "uvicorn")
+        name
+        for name in ("torch", "transformers", "fastapi", "uvicorn")
         if importlib.util.find_spec(name) is None
     ]
     if missing:

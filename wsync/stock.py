@@ -1,0 +1,129 @@
+"""Engines without wsync: one request per bucket, as slime sends them to SGLang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from wsync import _core, payload
+from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+from wsync.handles import EngineHandle
+
+Check = Callable[[], object]
+
+LOAD_FORMAT = "flattened_bucket"
+
+
+class StockSession:
+    """A stock engine: rounds are buckets in a shared file, each named in a request of its own.
+
+    A bucket is free again when its request has been answered.  Such an engine takes on the
+    version with its last bucket; it cannot refuse to run if an update ends before that, so the
+    trainer does not continue it.
+    """
+
+    def __init__(self, worker: int, engine: EngineHandle, *, timeout: float) -> None:
+        self.worker = worker
+        self._engine = engine
+        self._timeout = timeout
+        self._ring = torch.empty(0, dtype=torch.uint8)
+        self._buckets: list[list[FlattenedTensorMetadata]] = []
+        self._slots: list[tuple[int, int, int]] = []
+        self._requests: list[Future[None]] = []
+        self._version = ""
+        self._given_up = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="wsync-stock")
+
+    def opening(self, update: int, deadline: float) -> bytes:
+        """Nothing opens an update on a stock engine."""
+        return b""
+
+    def accept(self, timeout: float, check: Check) -> bytes:
+        """A stock engine takes whole tensors."""
+        return b""
+
+    def attach(self, plan: _core.Plan, timeout: float, check: Check) -> tuple[int, int]:
+        self._ring = payload.shared_bytes(max(plan.ring_nbytes(self.worker), 1))
+        self._slots = [plan.slot(self.worker, k) for k in range(plan.round_count)]
+        self._buckets = _buckets(plan.manifest(self.worker), self._slots)
+        return self._ring.data_ptr(), self._ring.numel()
+
+    def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
+        self._version = version
+        self._requests = []
+
+    def acquire(self, round: int, timeout: float, check: Check) -> None:
+        """Waits until the request of the slot's former round has been answered."""
+        wait_round = self._slots[round][2]
+        if wait_round >= 0:
+            self._answered(wait_round, timeout, check)
+
+    def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
+        """Sends the bucket once the stream has filled it."""
+        stream.synchronize(timeout, check)
+        self._requests.append(self._thread.submit(self._send, round))
+
+    def prepared(self, timeout: float, check: Check) -> None:
+        for round in range(len(self._requests)):
+            self._answered(round, timeout, check)
+
+    def commit(self, timeout: float, check: Check) -> None:
+        """The last bucket's request has already carried the version."""
+
+    def abort(self, text: str) -> None:
+        self._given_up.set()
+
+    def close(self) -> None:
+        self._given_up.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _send(self, round: int) -> None:
+        if self._given_up.is_set() or not self._buckets[round]:
+            return
+        offset, nbytes, _ = self._slots[round]
+        bucket = FlattenedTensorBucket(
+            flattened_tensor=self._ring[offset : offset + nbytes], metadata=self._buckets[round]
+        )
+        last = round == len(self._slots) - 1
+        self._engine.update_weights(
+            [payload.bucket(bucket) for _ in range(self._engine.workers)],
+            load_format=LOAD_FORMAT,
+            weight_version=self._version if last else None,
+            timeout=self._timeout,
+        )
+
+    def _answered(self, round: int, timeout: float, check: Check) -> None:
+        request, waited = self._requests[round], 0.0
+        while True:
+            try:
+                return request.result(0.05)
+            except TimeoutError:
+                if request.done():
+                    raise
+            check()
+            waited += 0.05
+            if waited > timeout:
+                raise _core.DeadlineError(
+                    f"engine {self._engine.name}: bucket {round} was not loaded in {timeout:.0f} s"
+                )
+
+
+def _buckets(
+    manifest: _core.Layout, slots: list[tuple[int, int, int]]
+) -> list[list[FlattenedTensorMetadata]]:
+    """What lies in every round's slot, in SGLang's terms; offsets count from the slot."""
+    buckets: list[list[FlattenedTensorMetadata]] = [[] for _ in slots]
+    for index in range(manifest.tensor_count):
+        name, dtype_name, shape, _ = manifest.tensor(index)
+        dtype: Any = getattr(torch, dtype_name)
+        size = torch.Size(shape)
+        for _, round, offset, *_ in manifest.shards(index):
+            start = offset - slots[round][0]
+            nbytes = size.numel() * dtype.itemsize
+            entry = FlattenedTensorMetadata(name, size, dtype, start, start + nbytes, nbytes)
+            buckets[round].append(entry)
+    return buckets
