@@ -90,7 +90,7 @@ def compare(
     """Median seconds of each way, alternating; each is verified on cleared parameters first."""
     verified = True
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for name, way in ways.items():
+    for way in ways.values():
         if consumer is not None:
             consumer.clear()
         way()

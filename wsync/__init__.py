@@ -7,6 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wsync import engine as engine
+    from wsync import layout as layout
+    from wsync import megatron as megatron
     from wsync._core import DeadlineError as DeadlineError
     from wsync._core import InvalidArgumentError as InvalidArgumentError
     from wsync._core import Layout as Layout
@@ -22,6 +25,13 @@ if TYPE_CHECKING:
     from wsync._core import UnsupportedError as UnsupportedError
     from wsync._core import WsyncError as WsyncError
     from wsync._core import __version__ as __version__
+    from wsync.api import connect as connect
+    from wsync.bucket import FlattenedTensorBucket as FlattenedTensorBucket
+    from wsync.bucket import FlattenedTensorMetadata as FlattenedTensorMetadata
+    from wsync.options import Options as Options
+    from wsync.report import Report as Report
+    from wsync.sync import Sync as Sync
+    from wsync.updater import UpdateWeightFromTensor as UpdateWeightFromTensor
 
 _HOMES = {
     "wsync._core": (
@@ -41,8 +51,14 @@ _HOMES = {
         "WsyncError",
         "__version__",
     ),
+    "wsync.api": ("connect",),
+    "wsync.bucket": ("FlattenedTensorBucket", "FlattenedTensorMetadata"),
+    "wsync.options": ("Options",),
+    "wsync.report": ("Report",),
+    "wsync.sync": ("Sync",),
+    "wsync.updater": ("UpdateWeightFromTensor",),
 }
-_SUBMODULES = ()
+_SUBMODULES = ("engine", "layout", "megatron")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [*_HOME_OF, *_SUBMODULES]
