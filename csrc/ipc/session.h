@@ -13,9 +13,15 @@
  *   commit       -- COMMIT ---------> verdict       or ABORT(text)
  *
  * Either side may send FAILED(text) at any time during an update; the other gets it as
- * WSYNC_ERR_REMOTE from whatever it waits for.  Every wait takes a timeout; TIMEOUT leaves the
- * session as it was, so a caller can wait in slices.  After any other error only fail, abort
- * and destroy are allowed.  A call out of order is WSYNC_ERR_STATE. */
+ * WSYNC_ERR_REMOTE from whatever it waits for.  Every wait takes a timeout; TIMEOUT leaves
+ * the session as it was, so a caller can wait in slices.  After any other error only fail,
+ * abort and destroy are allowed.  A call out of order is WSYNC_ERR_STATE, and changes
+ * nothing.
+ *
+ * Rounds are posted, taken and done in order, each on one stream a session: what a stream
+ * records for a round also vouches for the rounds before it.  Destroying a session waits
+ * until the streams have passed what they were given to record.  One thread at a time may
+ * use a session. */
 #ifndef WSYNC_IPC_SESSION_H
 #define WSYNC_IPC_SESSION_H
 
@@ -78,7 +84,7 @@ wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
                                     uint64_t *update, uint32_t *round_count,
                                     wsync_error_t *err);
 /* Counts attaches: a change means that ring and manifest are new ones.  Both are borrowed
- * until the next begin. */
+ * until the next begin; who needs the ring for longer retains it. */
 uint64_t wsync_importer_generation(const wsync_importer_t *importer);
 wsync_memory_t *wsync_importer_ring(const wsync_importer_t *importer);
 const uint8_t *wsync_importer_manifest(const wsync_importer_t *importer, size_t *nbytes);

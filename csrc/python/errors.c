@@ -2,6 +2,8 @@
  * Exceptions: one class per status code, made from the table in core/status.h. */
 #include "python/module.h"
 
+#include <string.h>
+
 typedef struct error_class {
     wsync_status_t status;
     const char *name;
@@ -45,7 +47,8 @@ cleanup:
 int wsync_py_add_errors(PyObject *module)
 {
     ModuleState *state = wsync_py_state(module);
-    PyObject *defaults = Py_BuildValue("{s:i,s:i,s:s}", "status", 0, "native", 0, "origin", "");
+    PyObject *defaults =
+        Py_BuildValue("{s:i,s:i,s:s}", "status", 0, "native", 0, "origin", "");
 
     if (defaults == NULL) {
         return -1;
@@ -61,13 +64,13 @@ int wsync_py_add_errors(PyObject *module)
         PyModule_AddObjectRef(module, "WsyncError", state->base_error) < 0) {
         return -1;
     }
-#define ADD_ERROR(name, value, text, cls, base)                                            \
-    {                                                                                      \
-        const error_class_t error = {WSYNC_ERR_##name, #cls, text, PyExc_##base,           \
-                                     &state->error_##name};                                \
-        if (add_error(module, state->base_error, &error) < 0) {                            \
-            return -1;                                                                     \
-        }                                                                                  \
+#define ADD_ERROR(name, value, text, cls, base)                                  \
+    {                                                                            \
+        const error_class_t error = {WSYNC_ERR_##name, #cls, text, PyExc_##base, \
+                                     &state->error_##name};                      \
+        if (add_error(module, state->base_error, &error) < 0) {                  \
+            return -1;                                                           \
+        }                                                                        \
     }
     WSYNC_STATUS_MAP(ADD_ERROR)
 #undef ADD_ERROR
@@ -80,6 +83,8 @@ PyObject *wsync_py_raise(ModuleState *state, const wsync_error_t *err)
     PyObject *exception = NULL;
     PyObject *native = NULL;
     PyObject *origin = NULL;
+    PyObject *message = NULL;
+    const char *text;
 
     switch (err->status) {
     case WSYNC_OK:
@@ -91,8 +96,10 @@ PyObject *wsync_py_raise(ModuleState *state, const wsync_error_t *err)
         WSYNC_STATUS_MAP(PICK_ERROR)
 #undef PICK_ERROR
     }
-    exception = PyObject_CallFunction(
-        type, "s", err->message[0] != '\0' ? err->message : wsync_status_text(err->status));
+    /* Messages may carry a peer's text, or end in the middle of a character. */
+    text = err->message[0] != '\0' ? err->message : wsync_status_text(err->status);
+    message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+    exception = message != NULL ? PyObject_CallFunctionObjArgs(type, message, NULL) : NULL;
     native = PyLong_FromLong(err->native);
     origin = PyUnicode_FromString(err->origin != NULL ? err->origin : "");
     if (exception != NULL && native != NULL && origin != NULL &&
@@ -100,6 +107,7 @@ PyObject *wsync_py_raise(ModuleState *state, const wsync_error_t *err)
         PyObject_SetAttrString(exception, "origin", origin) == 0) {
         PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
     }
+    Py_XDECREF(message);
     Py_XDECREF(exception);
     Py_XDECREF(native);
     Py_XDECREF(origin);

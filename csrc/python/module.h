@@ -65,6 +65,9 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
     X(describe)               \
     X(device)                 \
     X(stream)                 \
+    X(checksum)               \
+    X(exporter)               \
+    X(importer)               \
     X(layout)                 \
     X(builder)                \
     X(route)

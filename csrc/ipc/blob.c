@@ -1,0 +1,110 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "ipc/blob.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { BLOB_SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE };
+
+static wsync_status_t write_all(int fd, const uint8_t *data, size_t nbytes,
+                                wsync_error_t *err)
+{
+    size_t written = 0;
+
+    while (written < nbytes) {
+        const ssize_t count = write(fd, data + written, nbytes - written);
+
+        if (count < 0 && errno == EINTR) {
+            continue;
+        }
+        if (count <= 0) {
+            return wsync_fail(err, WSYNC_ERR_OS, errno, "write",
+                              "memfd of %zu bytes: write stopped at %zu: %s", nbytes,
+                              written, strerror(errno));
+        }
+        written += (size_t)count;
+    }
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_blob_create(const uint8_t *data, size_t nbytes, int *fd,
+                                 wsync_error_t *err)
+{
+    wsync_status_t status;
+    int memfd;
+
+    if (nbytes > WSYNC_BLOB_MAX_NBYTES) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "blob",
+                          "%zu bytes are more than the %llu that one blob may have", nbytes,
+                          (unsigned long long)WSYNC_BLOB_MAX_NBYTES);
+    }
+    memfd = memfd_create("wsync-blob", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (memfd < 0) {
+        return wsync_fail(err, WSYNC_ERR_OS, errno, "memfd_create", "memfd_create: %s",
+                          strerror(errno));
+    }
+    status = write_all(memfd, data, nbytes, err);
+    if (status == WSYNC_OK && fcntl(memfd, F_ADD_SEALS, BLOB_SEALS | F_SEAL_SEAL) < 0) {
+        status = wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl", "sealing a memfd: %s",
+                            strerror(errno));
+    }
+    if (status != WSYNC_OK) {
+        (void)close(memfd);
+        return status;
+    }
+    *fd = memfd;
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_blob_read(int fd, uint64_t nbytes, uint8_t **data, wsync_error_t *err)
+{
+    const int seals = fcntl(fd, F_GET_SEALS);
+    struct stat info;
+    uint8_t *copy;
+    size_t filled = 0;
+
+    if (seals < 0 || (seals & BLOB_SEALS) != BLOB_SEALS) {
+        return wsync_fail(err, WSYNC_ERR_REFUSED, seals < 0 ? errno : 0, "blob",
+                          "peer's descriptor has seals 0x%x, not all of 0x%x",
+                          seals < 0 ? 0U : (unsigned)seals, (unsigned)BLOB_SEALS);
+    }
+    if (fstat(fd, &info) < 0) {
+        return wsync_fail(err, WSYNC_ERR_OS, errno, "fstat", "fstat of a blob: %s",
+                          strerror(errno));
+    }
+    if (nbytes > WSYNC_BLOB_MAX_NBYTES || (uint64_t)info.st_size != nbytes) {
+        return wsync_fail(
+            err, WSYNC_ERR_PROTOCOL, 0, "blob",
+            "peer's blob has %llu bytes and is said to have %llu (at most %llu)",
+            (unsigned long long)info.st_size, (unsigned long long)nbytes,
+            (unsigned long long)WSYNC_BLOB_MAX_NBYTES);
+    }
+    copy = malloc(nbytes > 0 ? (size_t)nbytes : 1);
+    if (copy == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "blob",
+                          "no memory for a peer's blob of %llu bytes",
+                          (unsigned long long)nbytes);
+    }
+    while (filled < nbytes) {
+        const ssize_t count =
+            pread(fd, copy + filled, (size_t)nbytes - filled, (off_t)filled);
+
+        if (count < 0 && errno == EINTR) {
+            continue;
+        }
+        if (count <= 0) {
+            free(copy);
+            return wsync_fail(err, WSYNC_ERR_OS, errno, "pread",
+                              "blob of %llu bytes: read stopped at %zu: %s",
+                              (unsigned long long)nbytes, filled, strerror(errno));
+        }
+        filled += (size_t)count;
+    }
+    *data = copy;
+    return WSYNC_OK;
+}

@@ -1,0 +1,396 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "ipc/blob.h"
+#include "ipc/session_internal.h"
+
+typedef enum exporter_state {
+    EXPORTER_LISTENING,
+    EXPORTER_ACCEPTED, /* a worker, but no ring yet */
+    EXPORTER_ATTACHED, /* between updates */
+    EXPORTER_UPDATING,
+} exporter_state_t;
+
+struct wsync_exporter {
+    wsync_link_t link;
+    wsync_listener_t *listener;
+    exporter_state_t state;
+    bool control_sent;
+    bool post_recorded; /* the next round's record is enqueued, its frame not sent */
+    bool prepared;
+    uint32_t round_count;
+    uint32_t next_post;
+    uint32_t done_count; /* rounds whose DONE has come */
+    uint64_t done_value; /* what the done word must reach before they are over */
+    wsync_receipt_t receipt;
+    uint8_t token[WSYNC_TOKEN_NBYTES];
+    char path[WSYNC_PATH_NBYTES];
+};
+
+static const char *state_text(const wsync_exporter_t *self)
+{
+    switch (self->state) {
+    case EXPORTER_LISTENING:
+        return "no worker has connected";
+    case EXPORTER_ACCEPTED:
+        return "no ring is attached";
+    case EXPORTER_ATTACHED:
+        return "no update has begun";
+    case EXPORTER_UPDATING:
+        return "an update is under way";
+    }
+    return "unknown";
+}
+
+static wsync_status_t require(const wsync_exporter_t *self, const char *call,
+                              exporter_state_t state, wsync_error_t *err)
+{
+    const wsync_status_t status = wsync_link_check(&self->link, err);
+
+    if (status == WSYNC_OK && self->state != state) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "session", "%s: %s", call,
+                          state_text(self));
+    }
+    return status;
+}
+
+static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_error_t *err)
+{
+    wsync_exporter_t *self = owner;
+
+    if (self->state == EXPORTER_UPDATING && frame->fd_count == 0) {
+        if (frame->kind == SESSION_DONE && frame->arguments[0] == self->done_count &&
+            self->done_count < self->next_post && frame->arguments[1] <= 1) {
+            self->done_count++;
+            if (frame->arguments[1] == 0) {
+                self->done_value = self->link.base + self->done_count;
+            }
+            return WSYNC_OK;
+        }
+        if (frame->kind == SESSION_PREPARED && !self->prepared &&
+            self->done_count == self->round_count) {
+            self->prepared = true;
+            self->receipt = (wsync_receipt_t){.tensor_count = frame->arguments[0],
+                                              .nbytes = frame->arguments[1],
+                                              .checksum = frame->arguments[2]};
+            return WSYNC_OK;
+        }
+    }
+    return wsync_link_unexpected(&self->link, frame, err);
+}
+
+/* After PREPARED only the end of the connection or a failure can come. */
+static bool is_hungry(const void *owner)
+{
+    (void)owner;
+    return true;
+}
+
+wsync_status_t wsync_exporter_create(const wsync_device_ops_t *ops, const char *parent,
+                                     wsync_exporter_t **exporter, wsync_error_t *err)
+{
+    wsync_exporter_t *self = calloc(1, sizeof(*self));
+    wsync_status_t status;
+
+    if (self == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
+                          "no memory for an exporter");
+    }
+    self->link.ops = ops;
+    self->link.peer = "worker";
+    self->link.recorded_word = SESSION_READY_OFFSET;
+    self->link.handle = handle_frame;
+    self->link.hungry = is_hungry;
+    self->link.owner = self;
+    self->state = EXPORTER_LISTENING;
+    status = wsync_token_create(self->token, err);
+    if (status != WSYNC_OK) {
+        goto cleanup;
+    }
+    status = ops->memory_create(SESSION_CONTROL_NBYTES, &self->link.control, err);
+    if (status != WSYNC_OK) {
+        goto cleanup;
+    }
+    status = wsync_listener_create(parent, &self->listener, err);
+    if (status != WSYNC_OK) {
+        goto cleanup;
+    }
+    memcpy(self->path, wsync_listener_path(self->listener),
+           strlen(wsync_listener_path(self->listener)) + 1);
+    *exporter = self;
+    self = NULL;
+
+cleanup:
+    wsync_exporter_destroy(self);
+    return status;
+}
+
+void wsync_exporter_destroy(wsync_exporter_t *exporter)
+{
+    if (exporter != NULL) {
+        wsync_listener_destroy(exporter->listener);
+        wsync_link_fini(&exporter->link);
+        free(exporter);
+    }
+}
+
+const char *wsync_exporter_path(const wsync_exporter_t *exporter)
+{
+    return exporter->path;
+}
+
+const uint8_t *wsync_exporter_token(const wsync_exporter_t *exporter)
+{
+    return exporter->token;
+}
+
+wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
+                                     uint8_t **blob, size_t *nbytes, wsync_error_t *err)
+{
+    wsync_channel_t *channel = NULL;
+    wsync_frame_t hello;
+    uint8_t *data = NULL;
+    wsync_status_t status = require(exporter, "accept", EXPORTER_LISTENING, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    status = wsync_listener_accept(exporter->listener, exporter->token, timeout_ms,
+                                   &channel, &hello, NULL, err);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    exporter->link.channel = channel;
+    if (hello.arguments[3] != SESSION_PURPOSE || hello.fd_count != 1) {
+        status = wsync_link_unexpected(&exporter->link, &hello, err);
+    } else {
+        status = wsync_blob_read(hello.fds[0], hello.arguments[0], &data, err);
+    }
+    if (status == WSYNC_OK) {
+        *nbytes = (size_t)hello.arguments[0];
+        *blob = data;
+        exporter->state = EXPORTER_ACCEPTED;
+        /* One worker a session: nothing is left lying around should this process be
+         * killed. */
+        wsync_listener_destroy(exporter->listener);
+        exporter->listener = NULL;
+    } else {
+        wsync_link_end(&exporter->link, err != NULL ? err->message : "hello refused");
+    }
+    wsync_frame_fini(&hello);
+    return status;
+}
+
+wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t *ring,
+                                     const uint8_t *manifest, size_t nbytes, int timeout_ms,
+                                     wsync_error_t *err)
+{
+    const wsync_device_ops_t *ops = exporter->link.ops;
+    const wsync_awaited_t awaited = {"room for the attach", -1};
+    wsync_frame_t frame = {.kind = SESSION_ATTACH};
+    int fd = -1;
+    wsync_status_t status = wsync_link_check(&exporter->link, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (exporter->state != EXPORTER_ACCEPTED && exporter->state != EXPORTER_ATTACHED) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "session", "attach: %s",
+                          state_text(exporter));
+    }
+    status = wsync_link_drain(&exporter->link, awaited, err);
+    if (status != WSYNC_OK) {
+        return wsync_link_settle(&exporter->link, status, err);
+    }
+    status = wsync_blob_create(manifest, nbytes, &fd, err);
+    if (status != WSYNC_OK) {
+        return status; /* nothing was sent: the session is as it was */
+    }
+    frame.arguments[0] = ops->memory_nbytes(ring);
+    frame.arguments[1] = nbytes;
+    frame.fds[0] = ops->memory_fd(ring);
+    frame.fds[1] = fd;
+    frame.fd_count = 2;
+    if (!exporter->control_sent) {
+        frame.arguments[2] = SESSION_CONTROL_NBYTES;
+        frame.fds[2] = ops->memory_fd(exporter->link.control);
+        frame.fd_count = 3;
+    }
+    status = wsync_link_send(&exporter->link, &frame, timeout_ms, awaited, err);
+    (void)close(fd);
+    if (status == WSYNC_OK) {
+        exporter->control_sent = true;
+        exporter->state = EXPORTER_ATTACHED;
+    }
+    return wsync_link_settle(&exporter->link, status, err);
+}
+
+wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
+                                    uint32_t round_count, int timeout_ms,
+                                    wsync_error_t *err)
+{
+    const wsync_awaited_t awaited = {"room for the begin", -1};
+    const wsync_frame_t frame = {.kind = SESSION_BEGIN,
+                                 .arguments = {update, round_count, exporter->link.base}};
+    wsync_status_t status = require(exporter, "begin", EXPORTER_ATTACHED, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    status = wsync_link_drain(&exporter->link, awaited, err);
+    if (status == WSYNC_OK) {
+        status = wsync_link_send(&exporter->link, &frame, timeout_ms, awaited, err);
+    }
+    if (status == WSYNC_OK) {
+        exporter->state = EXPORTER_UPDATING;
+        exporter->round_count = round_count;
+        exporter->next_post = 0;
+        exporter->done_count = 0;
+        exporter->post_recorded = false;
+        exporter->prepared = false;
+    }
+    return wsync_link_settle(&exporter->link, status, err);
+}
+
+static wsync_status_t await_done(wsync_exporter_t *self, int64_t wait_round, int timeout_ms,
+                                 wsync_error_t *err)
+{
+    const int64_t deadline = wsync_deadline_ms(timeout_ms);
+    const wsync_awaited_t awaited = {"the end of round", wait_round};
+    wsync_status_t status = wsync_link_drain(&self->link, awaited, err);
+
+    while (status == WSYNC_OK && (int64_t)self->done_count <= wait_round) {
+        status =
+            wsync_link_pump(&self->link, wsync_left_ms(deadline, INT_MAX), awaited, err);
+    }
+    if (status == WSYNC_OK && wait_round >= 0) {
+        /* done_value may belong to a later round: rounds end in order, so that is only
+         * later, never wrong. */
+        const uint64_t value = self->link.base + (uint64_t)wait_round + 1;
+
+        status = wsync_link_wait_word(&self->link, SESSION_DONE_OFFSET,
+                                      self->done_value < value ? self->done_value : value,
+                                      deadline, awaited, err);
+    }
+    return status;
+}
+
+wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_round,
+                                      int timeout_ms, wsync_error_t *err)
+{
+    wsync_status_t status = require(exporter, "acquire", EXPORTER_UPDATING, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (wait_round < -1 || wait_round >= (int64_t)exporter->next_post) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
+                          "acquire: round %lld has not been posted, the next is %u",
+                          (long long)wait_round, (unsigned)exporter->next_post);
+    }
+    status = await_done(exporter, wait_round, timeout_ms, err);
+    return wsync_link_settle(&exporter->link, status, err);
+}
+
+wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
+                                   wsync_stream_t *stream, int timeout_ms,
+                                   wsync_error_t *err)
+{
+    wsync_link_t *link = &exporter->link;
+    const wsync_awaited_t awaited = {"room for round", round};
+    const wsync_frame_t frame = {.kind = SESSION_ROUND, .arguments = {round}};
+    const uint64_t value = link->base + (uint64_t)round + 1;
+    wsync_status_t status = require(exporter, "post", EXPORTER_UPDATING, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (round != exporter->next_post || round >= exporter->round_count) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
+                          "post: round %u, the next is %u of %u", (unsigned)round,
+                          (unsigned)exporter->next_post, (unsigned)exporter->round_count);
+    }
+    status = wsync_link_drain(link, awaited, err);
+    /* Recorded first: the frame must not announce a word that nobody will write. */
+    if (status == WSYNC_OK && !exporter->post_recorded) {
+        status = link->ops->stream_record(
+            stream, wsync_link_event(link, SESSION_READY_OFFSET), value, err);
+        if (status == WSYNC_OK) {
+            exporter->post_recorded = true;
+            link->recorded = value;
+        }
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_link_send(link, &frame, timeout_ms, awaited, err);
+    }
+    if (status == WSYNC_OK) {
+        exporter->post_recorded = false;
+        exporter->next_post++;
+    }
+    return wsync_link_settle(link, status, err);
+}
+
+wsync_status_t wsync_exporter_prepared(wsync_exporter_t *exporter, int timeout_ms,
+                                       wsync_receipt_t *receipt, wsync_error_t *err)
+{
+    const int64_t deadline = wsync_deadline_ms(timeout_ms);
+    const wsync_awaited_t awaited = {"the receipt", -1};
+    wsync_status_t status = require(exporter, "prepared", EXPORTER_UPDATING, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (exporter->next_post != exporter->round_count) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
+                          "prepared: %u of %u rounds have been posted",
+                          (unsigned)exporter->next_post, (unsigned)exporter->round_count);
+    }
+    status = wsync_link_drain(&exporter->link, awaited, err);
+    while (status == WSYNC_OK && !exporter->prepared) {
+        status = wsync_link_pump(&exporter->link, wsync_left_ms(deadline, INT_MAX), awaited,
+                                 err);
+    }
+    if (status == WSYNC_OK) {
+        status = await_done(exporter, (int64_t)exporter->round_count - 1,
+                            wsync_left_ms(deadline, INT_MAX), err);
+    }
+    if (status == WSYNC_OK) {
+        *receipt = exporter->receipt;
+    }
+    return wsync_link_settle(&exporter->link, status, err);
+}
+
+wsync_status_t wsync_exporter_commit(wsync_exporter_t *exporter, int timeout_ms,
+                                     wsync_error_t *err)
+{
+    const wsync_awaited_t awaited = {"room for the commit", -1};
+    const wsync_frame_t frame = {.kind = SESSION_COMMIT};
+    wsync_status_t status = require(exporter, "commit", EXPORTER_UPDATING, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (!exporter->prepared) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
+                          "commit: the worker has not said that it is prepared");
+    }
+    status = wsync_link_drain(&exporter->link, awaited, err);
+    if (status == WSYNC_OK) {
+        status = wsync_link_send(&exporter->link, &frame, timeout_ms, awaited, err);
+    }
+    if (status == WSYNC_OK) {
+        exporter->link.base += exporter->round_count;
+        exporter->state = EXPORTER_ATTACHED;
+    }
+    return wsync_link_settle(&exporter->link, status, err);
+}
+
+void wsync_exporter_abort(wsync_exporter_t *exporter, const char *text)
+{
+    wsync_link_farewell(&exporter->link, SESSION_ABORT, text);
+    wsync_listener_destroy(exporter->listener);
+    exporter->listener = NULL;
+}

@@ -1,0 +1,352 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <limits.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "ipc/blob.h"
+#include "ipc/session_internal.h"
+
+struct wsync_importer {
+    wsync_link_t link;
+    wsync_memory_t *ring; /* NULL before the first attach */
+    uint8_t *manifest;
+    size_t manifest_nbytes;
+    uint64_t generation;
+    uint64_t update;
+    bool updating;
+    bool begun;     /* BEGIN has come and its caller has not seen it */
+    bool committed; /* the same of COMMIT */
+    bool prepared_sent;
+    bool done_recorded; /* the next done's record is enqueued, its frame not sent */
+    uint32_t round_count;
+    uint32_t announced; /* rounds */
+    uint32_t next_take;
+    uint32_t next_done;
+};
+
+static wsync_status_t take_attach(wsync_importer_t *self, const wsync_frame_t *frame,
+                                  wsync_error_t *err)
+{
+    const wsync_device_ops_t *ops = self->link.ops;
+    const bool first = self->link.control == NULL;
+    wsync_memory_t *control = NULL;
+    wsync_memory_t *ring = NULL;
+    uint8_t *manifest = NULL;
+    wsync_status_t status;
+
+    /* The control page stays what it was at the first attach: streams may hold it. */
+    if (frame->fd_count != (first ? 3U : 2U) ||
+        frame->arguments[2] != (first ? SESSION_CONTROL_NBYTES : 0)) {
+        return wsync_link_unexpected(&self->link, frame, err);
+    }
+    status = wsync_blob_read(frame->fds[1], frame->arguments[1], &manifest, err);
+    if (status == WSYNC_OK && first) {
+        status = ops->memory_import(frame->fds[2], SESSION_CONTROL_NBYTES, &control, err);
+    }
+    if (status == WSYNC_OK) {
+        status = ops->memory_import(frame->fds[0], frame->arguments[0], &ring, err);
+    }
+    if (status != WSYNC_OK) {
+        ops->memory_destroy(control);
+        free(manifest);
+        return status;
+    }
+    if (first) {
+        self->link.control = control;
+    }
+    ops->memory_destroy(self->ring);
+    free(self->manifest);
+    self->ring = ring;
+    self->manifest = manifest;
+    self->manifest_nbytes = (size_t)frame->arguments[1];
+    self->generation++;
+    return WSYNC_OK;
+}
+
+static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_error_t *err)
+{
+    wsync_importer_t *self = owner;
+
+    if (frame->kind == SESSION_ATTACH && !self->updating) {
+        return take_attach(self, frame, err);
+    }
+    if (frame->fd_count != 0) {
+        return wsync_link_unexpected(&self->link, frame, err);
+    }
+    if (frame->kind == SESSION_BEGIN && !self->updating && self->generation > 0 &&
+        frame->arguments[1] <= UINT32_MAX && frame->arguments[2] == self->link.base) {
+        self->update = frame->arguments[0];
+        self->round_count = (uint32_t)frame->arguments[1];
+        self->announced = 0;
+        self->next_take = 0;
+        self->next_done = 0;
+        self->prepared_sent = false;
+        self->done_recorded = false;
+        self->updating = true;
+        self->begun = true;
+        return WSYNC_OK;
+    }
+    if (frame->kind == SESSION_ROUND && self->updating &&
+        frame->arguments[0] == self->announced && self->announced < self->round_count) {
+        self->announced++;
+        return WSYNC_OK;
+    }
+    if (frame->kind == SESSION_COMMIT && self->updating && self->prepared_sent &&
+        !self->committed) {
+        self->committed = true;
+        return WSYNC_OK;
+    }
+    return wsync_link_unexpected(&self->link, frame, err);
+}
+
+/* Frames of the next update wait in the socket until this one's verdict has been seen, and
+ * those of an attach until somebody asks for the next update. */
+static bool is_hungry(const void *owner)
+{
+    const wsync_importer_t *self = owner;
+
+    return !self->begun && !self->committed;
+}
+
+wsync_status_t wsync_importer_create(const wsync_device_ops_t *ops, const char *path,
+                                     const uint8_t token[WSYNC_TOKEN_NBYTES],
+                                     const uint8_t *blob, size_t nbytes, int timeout_ms,
+                                     wsync_importer_t **importer, wsync_error_t *err)
+{
+    wsync_frame_t hello = {.arguments = {nbytes, 0, 0, SESSION_PURPOSE}};
+    wsync_importer_t *self = calloc(1, sizeof(*self));
+    int fd = -1;
+    wsync_status_t status;
+
+    if (self == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
+                          "no memory for an importer");
+    }
+    self->link.ops = ops;
+    self->link.peer = "trainer";
+    self->link.recorded_word = SESSION_DONE_OFFSET;
+    self->link.handle = handle_frame;
+    self->link.hungry = is_hungry;
+    self->link.owner = self;
+    status = wsync_blob_create(blob, nbytes, &fd, err);
+    if (status != WSYNC_OK) {
+        goto cleanup;
+    }
+    hello.fds[0] = fd;
+    hello.fd_count = 1;
+    status =
+        wsync_channel_connect(path, token, &hello, timeout_ms, &self->link.channel, err);
+    if (status != WSYNC_OK) {
+        goto cleanup;
+    }
+    *importer = self;
+    self = NULL;
+
+cleanup:
+    if (fd >= 0) {
+        (void)close(fd);
+    }
+    wsync_importer_destroy(self);
+    return status;
+}
+
+void wsync_importer_destroy(wsync_importer_t *importer)
+{
+    if (importer != NULL) {
+        importer->link.ops->memory_destroy(importer->ring);
+        wsync_link_fini(&importer->link);
+        free(importer->manifest);
+        free(importer);
+    }
+}
+
+wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
+                                    uint64_t *update, uint32_t *round_count,
+                                    wsync_error_t *err)
+{
+    const int64_t deadline = wsync_deadline_ms(timeout_ms);
+    const wsync_awaited_t awaited = {"the next update", -1};
+    wsync_status_t status = wsync_link_check(&importer->link, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (importer->updating) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
+                          "begin: update %llu has had no verdict yet",
+                          (unsigned long long)importer->update);
+    }
+    while (status == WSYNC_OK && !importer->begun) {
+        status = wsync_link_pump(&importer->link, wsync_left_ms(deadline, INT_MAX), awaited,
+                                 err);
+    }
+    if (status == WSYNC_OK) {
+        importer->begun = false;
+        *update = importer->update;
+        *round_count = importer->round_count;
+    }
+    return wsync_link_settle(&importer->link, status, err);
+}
+
+uint64_t wsync_importer_generation(const wsync_importer_t *importer)
+{
+    return importer->generation;
+}
+
+wsync_memory_t *wsync_importer_ring(const wsync_importer_t *importer)
+{
+    return importer->ring;
+}
+
+const uint8_t *wsync_importer_manifest(const wsync_importer_t *importer, size_t *nbytes)
+{
+    *nbytes = importer->manifest_nbytes;
+    return importer->manifest;
+}
+
+/* STATE unless an update is under way and `round` is the next to be `call`ed. */
+static wsync_status_t require_round(const wsync_importer_t *self, const char *call,
+                                    uint32_t round, uint32_t next, uint32_t limit,
+                                    wsync_error_t *err)
+{
+    const wsync_status_t status = wsync_link_check(&self->link, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (!self->updating) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "session", "%s: no update has begun",
+                          call);
+    }
+    if (round != next || round >= limit) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
+                          "%s: round %u, the next is %u of %u", call, (unsigned)round,
+                          (unsigned)next, (unsigned)limit);
+    }
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_importer_take(wsync_importer_t *importer, uint32_t round,
+                                   int timeout_ms, wsync_error_t *err)
+{
+    wsync_link_t *link = &importer->link;
+    const int64_t deadline = wsync_deadline_ms(timeout_ms);
+    const wsync_awaited_t awaited = {"round", round};
+    wsync_status_t status = require_round(importer, "take", round, importer->next_take,
+                                          importer->round_count, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    status = wsync_link_drain(link, awaited, err);
+    while (status == WSYNC_OK && importer->announced <= round) {
+        status = wsync_link_pump(link, wsync_left_ms(deadline, INT_MAX), awaited, err);
+    }
+    if (status == WSYNC_OK) {
+        status =
+            wsync_link_wait_word(link, SESSION_READY_OFFSET,
+                                 link->base + (uint64_t)round + 1, deadline, awaited, err);
+    }
+    if (status == WSYNC_OK) {
+        importer->next_take++;
+    }
+    return wsync_link_settle(link, status, err);
+}
+
+wsync_status_t wsync_importer_done(wsync_importer_t *importer, uint32_t round,
+                                   wsync_stream_t *stream, int timeout_ms,
+                                   wsync_error_t *err)
+{
+    wsync_link_t *link = &importer->link;
+    const wsync_awaited_t awaited = {"room for the end of round", round};
+    const wsync_frame_t frame = {.kind = SESSION_DONE,
+                                 .arguments = {round, stream == NULL ? 1 : 0}};
+    const uint64_t value = link->base + (uint64_t)round + 1;
+    wsync_status_t status = require_round(importer, "done", round, importer->next_done,
+                                          importer->next_take, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    status = wsync_link_drain(link, awaited, err);
+    if (status == WSYNC_OK && stream != NULL && !importer->done_recorded) {
+        status = link->ops->stream_record(
+            stream, wsync_link_event(link, SESSION_DONE_OFFSET), value, err);
+        if (status == WSYNC_OK) {
+            importer->done_recorded = true;
+            link->recorded = value;
+        }
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_link_send(link, &frame, timeout_ms, awaited, err);
+    }
+    if (status == WSYNC_OK) {
+        importer->done_recorded = false;
+        importer->next_done++;
+    }
+    return wsync_link_settle(link, status, err);
+}
+
+wsync_status_t wsync_importer_prepared(wsync_importer_t *importer,
+                                       const wsync_receipt_t *receipt, int timeout_ms,
+                                       wsync_error_t *err)
+{
+    wsync_link_t *link = &importer->link;
+    const wsync_awaited_t awaited = {"room for the receipt", -1};
+    const wsync_frame_t frame = {
+        .kind = SESSION_PREPARED,
+        .arguments = {receipt->tensor_count, receipt->nbytes, receipt->checksum}};
+    wsync_status_t status = wsync_link_check(link, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (!importer->updating || importer->prepared_sent ||
+        importer->next_done != importer->round_count) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
+                          "prepared: %s, %u of %u rounds are done",
+                          !importer->updating       ? "no update has begun"
+                          : importer->prepared_sent ? "said before"
+                                                    : "an update is under way",
+                          (unsigned)importer->next_done, (unsigned)importer->round_count);
+    }
+    status = wsync_link_drain(link, awaited, err);
+    if (status == WSYNC_OK) {
+        status = wsync_link_send(link, &frame, timeout_ms, awaited, err);
+    }
+    if (status == WSYNC_OK) {
+        importer->prepared_sent = true;
+    }
+    return wsync_link_settle(link, status, err);
+}
+
+wsync_status_t wsync_importer_verdict(wsync_importer_t *importer, int timeout_ms,
+                                      wsync_error_t *err)
+{
+    wsync_link_t *link = &importer->link;
+    const int64_t deadline = wsync_deadline_ms(timeout_ms);
+    const wsync_awaited_t awaited = {"the commit", -1};
+    wsync_status_t status = wsync_link_check(link, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (!importer->prepared_sent || !importer->updating) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
+                          "verdict: this worker has not said that it is prepared");
+    }
+    while (status == WSYNC_OK && !importer->committed) {
+        status = wsync_link_pump(link, wsync_left_ms(deadline, INT_MAX), awaited, err);
+    }
+    if (status == WSYNC_OK) {
+        importer->committed = false;
+        importer->updating = false;
+        link->base += importer->round_count;
+    }
+    return wsync_link_settle(link, status, err);
+}
+
+void wsync_importer_fail(wsync_importer_t *importer, const char *text)
+{
+    wsync_link_farewell(&importer->link, SESSION_FAILED, text);
+}

@@ -1,0 +1,294 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <errno.h>
+#include <limits.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "ipc/channel_internal.h"
+#include "ipc/deadline.h"
+
+enum {
+    LISTEN_BACKLOG = 128,
+    PENDING_COUNT = 8,
+    SILENCE_MS = 2000,
+};
+
+static const char directory_suffix[] = "/wsync-XXXXXX";
+static const char socket_suffix[] = "/s";
+
+/* A connection that has not shown its token yet. */
+typedef struct pending {
+    wsync_channel_t *channel;
+    int64_t deadline_ms;
+} pending_t;
+
+struct wsync_listener {
+    int fd;
+    pid_t owner; /* forks must not remove the files */
+    bool bound;
+    char directory[WSYNC_PATH_NBYTES]; /* empty until it exists */
+    char path[WSYNC_PATH_NBYTES];
+    pending_t pending[PENDING_COUNT];
+};
+
+static bool path_fits(const char *parent)
+{
+    return strlen(parent) + sizeof(directory_suffix) - 1 + sizeof(socket_suffix) <=
+           WSYNC_PATH_NBYTES;
+}
+
+static wsync_status_t make_directory(wsync_listener_t *self, const char *parent,
+                                     wsync_error_t *err)
+{
+    char name[WSYNC_PATH_NBYTES];
+
+    if (parent == NULL) {
+        parent = getenv("TMPDIR");
+        if (parent == NULL || parent[0] != '/' || !path_fits(parent)) {
+            parent = "/tmp";
+        }
+    }
+    if (!path_fits(parent)) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "listener",
+                          "%s: socket path would have %zu bytes, the limit is %d", parent,
+                          strlen(parent) + strlen(directory_suffix) + strlen(socket_suffix),
+                          WSYNC_PATH_NBYTES - 1);
+    }
+    (void)snprintf(name, sizeof(name), "%s%s", parent, directory_suffix);
+    if (mkdtemp(name) == NULL) { /* mode 0700 */
+        return wsync_fail(err, WSYNC_ERR_OS, errno, "mkdtemp", "%s: %s", name,
+                          strerror(errno));
+    }
+    memcpy(self->directory, name, sizeof(name));
+    (void)snprintf(self->path, sizeof(self->path), "%.*s%s",
+                   (int)(sizeof(self->path) - sizeof(socket_suffix)), name, socket_suffix);
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_listener_create(const char *parent, wsync_listener_t **listener,
+                                     wsync_error_t *err)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    wsync_listener_t *self = calloc(1, sizeof(*self));
+    wsync_status_t status;
+
+    if (self == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "listener",
+                          "no memory for a listener");
+    }
+    self->fd = -1;
+    self->owner = getpid();
+    status = make_directory(self, parent, err);
+    if (status != WSYNC_OK) {
+        goto cleanup;
+    }
+    self->fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (self->fd < 0) {
+        status =
+            wsync_fail(err, WSYNC_ERR_OS, errno, "socket", "socket: %s", strerror(errno));
+        goto cleanup;
+    }
+    memcpy(address.sun_path, self->path, sizeof(self->path));
+    if (bind(self->fd, (const struct sockaddr *)&address, sizeof(address)) < 0) {
+        status = wsync_fail(err, WSYNC_ERR_OS, errno, "bind", "%s: %s", self->path,
+                            strerror(errno));
+        goto cleanup;
+    }
+    self->bound = true;
+    if (listen(self->fd, LISTEN_BACKLOG) < 0) {
+        status = wsync_fail(err, WSYNC_ERR_OS, errno, "listen", "%s: %s", self->path,
+                            strerror(errno));
+        goto cleanup;
+    }
+    *listener = self;
+    self = NULL;
+
+cleanup:
+    wsync_listener_destroy(self);
+    return status;
+}
+
+void wsync_listener_destroy(wsync_listener_t *listener)
+{
+    if (listener == NULL) {
+        return;
+    }
+    for (int i = 0; i < PENDING_COUNT; i++) {
+        wsync_channel_destroy(listener->pending[i].channel);
+    }
+    if (listener->fd >= 0) {
+        (void)close(listener->fd);
+    }
+    if (listener->owner == getpid()) {
+        if (listener->bound) {
+            (void)unlink(listener->path);
+        }
+        if (listener->directory[0] != '\0') {
+            (void)rmdir(listener->directory);
+        }
+    }
+    free(listener);
+}
+
+const char *wsync_listener_path(const wsync_listener_t *listener)
+{
+    return listener->path;
+}
+
+/* The time this takes must not tell how many bytes were right. */
+static bool tokens_equal(const uint8_t *a, const uint8_t *b)
+{
+    volatile uint8_t difference = 0;
+
+    for (int i = 0; i < WSYNC_TOKEN_NBYTES; i++) {
+        difference = (uint8_t)(difference | (a[i] ^ b[i]));
+    }
+    return difference == 0;
+}
+
+static void drop_pending(pending_t *entry, unsigned *refused)
+{
+    wsync_channel_destroy(entry->channel);
+    entry->channel = NULL;
+    *refused += 1;
+}
+
+/* Moves waiting connections into the table; the oldest gives way when it is full. */
+static wsync_status_t take_connections(wsync_listener_t *self, unsigned *refused,
+                                       wsync_error_t *err)
+{
+    for (;;) {
+        pending_t *slot = &self->pending[0];
+        wsync_channel_t *channel = NULL;
+        wsync_status_t status;
+        const int fd = accept4(self->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+
+        if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) {
+            continue;
+        }
+        if (fd < 0 && errno == EAGAIN) {
+            return WSYNC_OK;
+        }
+        if (fd < 0) {
+            return wsync_fail(err, WSYNC_ERR_OS, errno, "accept4", "%s: %s", self->path,
+                              strerror(errno));
+        }
+        status = wsync_channel_adopt(fd, &channel, err);
+        if (status == WSYNC_ERR_REFUSED) {
+            *refused += 1;
+            continue;
+        }
+        if (status != WSYNC_OK) {
+            return status;
+        }
+        for (int i = 0; i < PENDING_COUNT; i++) {
+            pending_t *entry = &self->pending[i];
+
+            if (entry->channel == NULL) {
+                slot = entry;
+                break;
+            }
+            if (entry->deadline_ms < slot->deadline_ms) {
+                slot = entry;
+            }
+        }
+        if (slot->channel != NULL) {
+            drop_pending(slot, refused);
+        }
+        slot->channel = channel;
+        slot->deadline_ms = wsync_deadline_ms(SILENCE_MS);
+    }
+}
+
+/* Looks whether a connection has said hello.  TIMEOUT: not yet, or it was a stranger. */
+static wsync_status_t try_pending(pending_t *entry, const uint8_t token[WSYNC_TOKEN_NBYTES],
+                                  wsync_frame_t *hello, unsigned *refused)
+{
+    wsync_error_t ignored;
+    wsync_frame_t frame;
+    const wsync_status_t status =
+        wsync_channel_receive(entry->channel, &frame, 0, &ignored);
+
+    if (status == WSYNC_ERR_TIMEOUT && wsync_left_ms(entry->deadline_ms, 1) > 0) {
+        return WSYNC_ERR_TIMEOUT;
+    }
+    if (status != WSYNC_OK) {
+        drop_pending(entry, refused);
+        return WSYNC_ERR_TIMEOUT;
+    }
+    if (frame.kind != WSYNC_FRAME_HELLO || frame.payload_nbytes < WSYNC_TOKEN_NBYTES ||
+        !tokens_equal(frame.payload, token)) {
+        wsync_frame_fini(&frame);
+        drop_pending(entry, refused);
+        return WSYNC_ERR_TIMEOUT;
+    }
+    frame.payload_nbytes -= WSYNC_TOKEN_NBYTES;
+    memmove(frame.payload, frame.payload + WSYNC_TOKEN_NBYTES, frame.payload_nbytes);
+    *hello = frame;
+    return WSYNC_OK;
+}
+
+static wsync_status_t wait_activity(const wsync_listener_t *self, int64_t deadline,
+                                    wsync_error_t *err)
+{
+    struct pollfd entries[PENDING_COUNT + 1];
+    nfds_t count = 0;
+    int left = wsync_left_ms(deadline, INT_MAX);
+
+    if (left == 0) {
+        return wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "listener",
+                          "deadline passed: nobody with the right token connected to %s",
+                          self->path);
+    }
+    entries[count++] = (struct pollfd){.fd = self->fd, .events = POLLIN};
+    for (int i = 0; i < PENDING_COUNT; i++) {
+        if (self->pending[i].channel != NULL) {
+            left = wsync_left_ms(self->pending[i].deadline_ms, left);
+            entries[count++] = (struct pollfd){
+                .fd = wsync_channel_fd(self->pending[i].channel), .events = POLLIN};
+        }
+    }
+    if (poll(entries, count, left) < 0 && errno != EINTR) {
+        return wsync_fail(err, WSYNC_ERR_OS, errno, "poll", "poll: %s", strerror(errno));
+    }
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_listener_accept(wsync_listener_t *listener,
+                                     const uint8_t token[WSYNC_TOKEN_NBYTES],
+                                     int timeout_ms, wsync_channel_t **channel,
+                                     wsync_frame_t *hello, unsigned *refused,
+                                     wsync_error_t *err)
+{
+    const int64_t deadline = wsync_deadline_ms(timeout_ms);
+    unsigned uncounted = 0;
+
+    if (refused == NULL) {
+        refused = &uncounted;
+    }
+    for (;;) {
+        wsync_status_t status = take_connections(listener, refused, err);
+
+        if (status != WSYNC_OK) {
+            return status;
+        }
+        for (int i = 0; i < PENDING_COUNT; i++) {
+            pending_t *entry = &listener->pending[i];
+
+            if (entry->channel != NULL &&
+                try_pending(entry, token, hello, refused) == WSYNC_OK) {
+                *channel = entry->channel;
+                entry->channel = NULL;
+                return WSYNC_OK;
+            }
+        }
+        status = wait_activity(listener, deadline, err);
+        if (status != WSYNC_OK) {
+            return status;
+        }
+    }
+}
