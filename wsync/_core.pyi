@@ -147,9 +147,9 @@ class BufferTable:
 class ViewPool:
     """Hands out torch tensors that are views of a Memory and counts the ones still alive."""
     def __init__(self, memory: Memory) -> None: ...
-    def view(self, like: Any, dtype: str, shape: Sequence[int], offset: int) -> Any:
+    def view(self, like: Any, dtype: str, shape: Sequence[int], offset: int, /) -> Any:
         """A tensor of type(like) over contiguous bytes; keeps the memory alive until it is released."""
-    def views(self, like: Any, layout: Layout, buffer: int) -> list[tuple[str, Any]]:
+    def views(self, like: Any, layout: Layout, buffer: int, /) -> list[tuple[str, Any]]:
         """All whole tensors that lie in `buffer` of a manifest, in order."""
     @property
     def live(self) -> int: ...

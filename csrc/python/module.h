@@ -70,7 +70,9 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
     X(importer)               \
     X(layout)                 \
     X(builder)                \
-    X(route)
+    X(route)                  \
+    X(views)                  \
+    X(pack)
 
 #define WSYNC_DECLARE_REGISTER(name) int wsync_py_register_##name(PyObject *module);
 WSYNC_REGISTER_MAP(WSYNC_DECLARE_REGISTER)

@@ -1,0 +1,173 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * pack(): fills a flat buffer from many tensors in one pass. */
+#include <stdlib.h>
+
+#include "core/copy.h"
+#include "device/host_copy.h"
+#include "python/tensors.h"
+
+typedef struct packing {
+    const TensorTableObject *table;
+    uint64_t *offsets;     /* owned; one a tensor */
+    wsync_span_t *sources; /* owned; one a tensor */
+    wsync_copies_t copies; /* owned */
+    wsync_span_t destination;
+} packing_t;
+
+static void packing_fini(packing_t *packing)
+{
+    free(packing->offsets);
+    free(packing->sources);
+    wsync_copies_fini(&packing->copies);
+}
+
+/* Copying within one buffer would read what was just written. */
+static wsync_status_t check_overlap(const packing_t *packing, size_t index,
+                                    wsync_error_t *err)
+{
+    const uintptr_t begin = (uintptr_t)packing->destination.data;
+    const uintptr_t source = (uintptr_t)packing->sources[index].data;
+
+    if (source < begin + packing->destination.nbytes &&
+        begin < source + packing->sources[index].nbytes) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "pack",
+                          "tensor %zu lies inside the buffer that it is copied to", index);
+    }
+    return WSYNC_OK;
+}
+
+static wsync_status_t append_tensor(packing_t *packing, size_t index, wsync_error_t *err)
+{
+    const wsync_tensor_row_t *row = &packing->table->rows[index];
+    const int64_t item = (int64_t)wsync_dtype_nbytes(row->dtype);
+    wsync_place_t source = {.buffer = (uint32_t)index, .dtype = row->dtype};
+    wsync_place_t destination = {.dtype = row->dtype, .offset = packing->offsets[index]};
+    int64_t stride = item;
+
+    if (row->nbytes == 0) {
+        return WSYNC_OK;
+    }
+    if (row->nbytes > packing->destination.nbytes) { /* also keeps the strides below 2^63 */
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "pack",
+                          "tensor %zu has %llu bytes, the buffer %llu", index,
+                          (unsigned long long)row->nbytes,
+                          (unsigned long long)packing->destination.nbytes);
+    }
+    for (unsigned i = WSYNC_MAX_NDIM; i-- > 0;) {
+        source.stride[i] = row->stride[i] * item;
+        destination.stride[i] = stride;
+        stride *= row->shape[i];
+    }
+    if (check_overlap(packing, index, err) != WSYNC_OK) {
+        return err->status;
+    }
+    return wsync_copies_append(&packing->copies, row->shape, &source, &destination, err);
+}
+
+/* Without the GIL. */
+static wsync_status_t packing_run(packing_t *packing, wsync_error_t *err)
+{
+    const size_t count = (size_t)packing->table->count;
+    wsync_status_t status;
+
+    for (size_t i = 0; i < count; i++) {
+        const wsync_tensor_row_t *row = &packing->table->rows[i];
+
+        packing->sources[i] = (wsync_span_t){row->data, row->nbytes_spanned};
+        status = append_tensor(packing, i, err);
+        if (status != WSYNC_OK) {
+            return status;
+        }
+    }
+    status = wsync_copies_check(packing->copies.items, packing->copies.count,
+                                packing->sources, count, &packing->destination, 1, err);
+    if (status == WSYNC_OK) {
+        wsync_host_copy_run(packing->copies.items, packing->copies.count, packing->sources,
+                            &packing->destination);
+    }
+    return status;
+}
+
+static int read_offsets(ModuleState *state, packing_t *packing, PyObject *sequence)
+{
+    PyObject *tuple = PySequence_Tuple(sequence);
+    const Py_ssize_t count = packing->table->count;
+    const size_t allocated = count > 0 ? (size_t)count : 1;
+    int result = -1;
+
+    if (tuple == NULL) {
+        return -1;
+    }
+    if (PyTuple_Size(tuple) != count) {
+        wsync_error_t err = {0};
+
+        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "pack", "%zd tensors but %zd offsets",
+                         count, PyTuple_Size(tuple));
+        (void)wsync_py_raise(state, &err);
+        goto cleanup;
+    }
+    packing->offsets = calloc(allocated, sizeof(*packing->offsets));
+    packing->sources = calloc(allocated, sizeof(*packing->sources));
+    if (packing->offsets == NULL || packing->sources == NULL) {
+        (void)PyErr_NoMemory();
+        goto cleanup;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        packing->offsets[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, i));
+        if (packing->offsets[i] == (uint64_t)-1 && PyErr_Occurred()) {
+            goto cleanup;
+        }
+    }
+    result = 0;
+
+cleanup:
+    Py_DECREF(tuple);
+    return result;
+}
+
+static PyObject *pack(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"tensors", "address", "nbytes", "offsets", NULL};
+    ModuleState *state = wsync_py_state(module);
+    packing_t packing = {0};
+    wsync_error_t err = {0};
+    wsync_status_t status;
+    PyObject *table = NULL;
+    PyObject *address = NULL;
+    PyObject *offsets = NULL;
+    PyObject *result = NULL;
+    unsigned long long nbytes = 0;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OKO:pack", keywords,
+                                     state->type_TensorTable, &table, &address, &nbytes,
+                                     &offsets)) {
+        return NULL;
+    }
+    packing.table = (TensorTableObject *)table;
+    packing.destination.data = PyLong_AsVoidPtr(address);
+    packing.destination.nbytes = nbytes;
+    if (PyErr_Occurred() || read_offsets(state, &packing, offsets) < 0) {
+        goto cleanup;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = packing_run(&packing, &err);
+    Py_END_ALLOW_THREADS
+    result = status == WSYNC_OK ? Py_NewRef(Py_None) : wsync_py_raise(state, &err);
+
+cleanup:
+    packing_fini(&packing);
+    return result;
+}
+
+static PyMethodDef pack_functions[] = {
+    {"pack", (PyCFunction)(void (*)(void))pack, METH_VARARGS | METH_KEYWORDS,
+     "pack(tensors, address, nbytes, offsets)\n--\n\n"
+     "Copies tensor i, contiguous, to address + offsets[i]; in this thread, without the "
+     "GIL."},
+    {NULL, NULL, 0, NULL},
+};
+
+int wsync_py_register_pack(PyObject *module)
+{
+    return PyModule_AddFunctions(module, pack_functions);
+}

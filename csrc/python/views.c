@@ -1,0 +1,435 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * ViewPool: torch tensors that are views of a Memory, handed out through DLPack's C
+ * exchange API, and the count of those that are still alive. */
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "python/device.h"
+#include "python/layout.h"
+#include "python/tensors.h"
+
+/* DLPack's description of a wsync dtype. */
+static const DLDataType dlpack_dtypes[WSYNC_DTYPE_COUNT] = {
+    [WSYNC_DTYPE_FLOAT64] = {kDLFloat, 64, 1},
+    [WSYNC_DTYPE_FLOAT32] = {kDLFloat, 32, 1},
+    [WSYNC_DTYPE_FLOAT16] = {kDLFloat, 16, 1},
+    [WSYNC_DTYPE_BFLOAT16] = {kDLBfloat, 16, 1},
+    [WSYNC_DTYPE_FLOAT8_E4M3FN] = {kDLFloat8_e4m3fn, 8, 1},
+    [WSYNC_DTYPE_FLOAT8_E4M3FNUZ] = {kDLFloat8_e4m3fnuz, 8, 1},
+    [WSYNC_DTYPE_FLOAT8_E5M2] = {kDLFloat8_e5m2, 8, 1},
+    [WSYNC_DTYPE_FLOAT8_E5M2FNUZ] = {kDLFloat8_e5m2fnuz, 8, 1},
+    [WSYNC_DTYPE_FLOAT8_E8M0FNU] = {kDLFloat8_e8m0fnu, 8, 1},
+    [WSYNC_DTYPE_FLOAT4_E2M1FN_X2] = {kDLFloat4_e2m1fn, 4, 2},
+    [WSYNC_DTYPE_INT64] = {kDLInt, 64, 1},
+    [WSYNC_DTYPE_INT32] = {kDLInt, 32, 1},
+    [WSYNC_DTYPE_INT16] = {kDLInt, 16, 1},
+    [WSYNC_DTYPE_INT8] = {kDLInt, 8, 1},
+    [WSYNC_DTYPE_UINT64] = {kDLUInt, 64, 1},
+    [WSYNC_DTYPE_UINT32] = {kDLUInt, 32, 1},
+    [WSYNC_DTYPE_UINT16] = {kDLUInt, 16, 1},
+    [WSYNC_DTYPE_UINT8] = {kDLUInt, 8, 1},
+    [WSYNC_DTYPE_BOOL] = {kDLBool, 8, 1},
+    [WSYNC_DTYPE_COMPLEX64] = {kDLComplex, 64, 1},
+    [WSYNC_DTYPE_COMPLEX128] = {kDLComplex, 128, 1},
+};
+
+/* --- what views share: no Python object, because torch drops a view in any thread, with or
+ *     without the interpreter lock -------------------------------------------------------
+ */
+
+typedef struct view_pool {
+    atomic_size_t references; /* the ViewPool object, and one a view */
+    atomic_size_t live;
+    const wsync_device_ops_t *ops;
+    wsync_memory_t *memory; /* counted */
+} view_pool_t;
+
+typedef struct view {
+    DLManagedTensorVersioned managed;
+    view_pool_t *pool; /* counted */
+    int64_t shape[WSYNC_MAX_NDIM];
+    int64_t stride[WSYNC_MAX_NDIM];
+} view_t;
+
+static view_pool_t *pool_create(const MemoryObject *memory)
+{
+    view_pool_t *pool = calloc(1, sizeof(*pool));
+
+    if (pool != NULL) {
+        atomic_init(&pool->references, 1);
+        atomic_init(&pool->live, 0);
+        pool->ops = memory->ops;
+        pool->memory = memory->memory;
+        pool->ops->memory_retain(pool->memory);
+    }
+    return pool;
+}
+
+static void pool_release(view_pool_t *pool)
+{
+    if (pool != NULL &&
+        atomic_fetch_sub_explicit(&pool->references, 1, memory_order_acq_rel) == 1) {
+        pool->ops->memory_destroy(pool->memory);
+        free(pool);
+    }
+}
+
+static void view_delete(DLManagedTensorVersioned *managed)
+{
+    view_t *view = managed->manager_ctx;
+
+    /* release: whoever sees the count fall also sees that the bytes were read */
+    (void)atomic_fetch_sub_explicit(&view->pool->live, 1, memory_order_release);
+    pool_release(view->pool);
+    free(view);
+}
+
+/* A contiguous view; the caller has checked that it lies inside the memory. */
+static view_t *view_create(view_pool_t *pool, const wsync_tensor_t *tensor, uint64_t offset)
+{
+    view_t *view = calloc(1, sizeof(*view));
+    DLTensor *dl = view != NULL ? &view->managed.dl_tensor : NULL;
+    int64_t stride = 1;
+
+    if (view == NULL) {
+        return NULL;
+    }
+    for (uint32_t i = tensor->ndim; i-- > 0;) {
+        view->shape[i] = tensor->shape[i];
+        view->stride[i] = stride;
+        stride *= tensor->shape[i] > 1 ? tensor->shape[i] : 1;
+    }
+    view->managed.version = (DLPackVersion){DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
+    view->managed.manager_ctx = view;
+    view->managed.deleter = view_delete;
+    dl->data = (char *)pool->ops->memory_data(pool->memory) + offset;
+    dl->device = (DLDevice){kDLCPU, 0};
+    dl->ndim = (int32_t)tensor->ndim;
+    dl->dtype = dlpack_dtypes[tensor->dtype];
+    dl->shape = view->shape;
+    dl->strides = view->stride;
+    view->pool = pool;
+    (void)atomic_fetch_add_explicit(&pool->references, 1, memory_order_relaxed);
+    (void)atomic_fetch_add_explicit(&pool->live, 1, memory_order_relaxed);
+    return view;
+}
+
+/* --- the ViewPool type ------------------------------------------------------------------
+ */
+
+typedef struct ViewPoolObject {
+    PyObject_HEAD
+    view_pool_t *pool; /* counted */
+} ViewPoolObject;
+
+static int fail(ModuleState *state, wsync_error_t *err)
+{
+    (void)wsync_py_raise(state, err);
+    return -1;
+}
+
+/* Bytes of a whole tensor; -1 with an exception if they are more than 2^63. */
+static int tensor_nbytes(ModuleState *state, const wsync_tensor_t *tensor, uint64_t *nbytes)
+{
+    int64_t total = (int64_t)wsync_dtype_nbytes(tensor->dtype);
+    wsync_error_t err = {0};
+
+    for (uint32_t i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] < 0) {
+            (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "view", "%s: dim %u: extent %lld",
+                             tensor->name, (unsigned)i, (long long)tensor->shape[i]);
+            return fail(state, &err);
+        }
+        if (__builtin_mul_overflow(total, tensor->shape[i], &total)) {
+            (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "view", "%s: more than 2^63 bytes",
+                             tensor->name);
+            return fail(state, &err);
+        }
+    }
+    *nbytes = (uint64_t)total;
+    return 0;
+}
+
+static PyObject *make_view(ModuleState *state, const DLPackExchangeAPI *api,
+                           view_pool_t *pool, const wsync_tensor_t *tensor, uint64_t offset)
+{
+    const uint64_t size = pool->ops->memory_nbytes(pool->memory);
+    const size_t item = wsync_dtype_nbytes(tensor->dtype);
+    wsync_error_t err = {0};
+    uint64_t nbytes = 0;
+    view_t *view = NULL;
+    void *object = NULL;
+
+    if (tensor_nbytes(state, tensor, &nbytes) < 0) {
+        return NULL;
+    }
+    if (offset > size || nbytes > size - offset) {
+        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "view",
+                         "%s: %llu bytes at offset %llu of a memory of %llu", tensor->name,
+                         (unsigned long long)nbytes, (unsigned long long)offset,
+                         (unsigned long long)size);
+        return wsync_py_raise(state, &err);
+    }
+    if (offset % item != 0) {
+        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "view",
+                         "%s: offset %llu is not a multiple of %s's %zu bytes",
+                         tensor->name, (unsigned long long)offset,
+                         wsync_dtype_name(tensor->dtype), item);
+        return wsync_py_raise(state, &err);
+    }
+    view = view_create(pool, tensor, offset);
+    if (view == NULL) {
+        return PyErr_NoMemory();
+    }
+    /* the importer owns the view from here on, also when it fails */
+    if (api->managed_tensor_to_py_object_no_sync(&view->managed, &object) != 0) {
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_RuntimeError, "torch made no tensor of a view");
+        }
+        return NULL;
+    }
+    return object;
+}
+
+static const DLPackExchangeAPI *find_importer(ModuleState *state, PyObject *like)
+{
+    const DLPackExchangeAPI *api = wsync_py_exchange_api(state, like);
+
+    if (api == NULL && !PyErr_Occurred()) {
+        wsync_error_t err = {0};
+
+        (void)wsync_fail(
+            &err, WSYNC_ERR_UNSUPPORTED, 0, "view",
+            "views need a tensor type with DLPack's C exchange API: torch 2.10 "
+            "or newer");
+        (void)wsync_py_raise(state, &err);
+    }
+    return api;
+}
+
+/* Reads the dtype and shape arguments of view(). */
+static int read_request(ModuleState *state, const char *dtype, PyObject *shape,
+                        wsync_tensor_t *tensor)
+{
+    PyObject *tuple = PySequence_Tuple(shape);
+    const Py_ssize_t ndim = tuple != NULL ? PyTuple_Size(tuple) : -1;
+    wsync_error_t err = {0};
+    int result = -1;
+
+    if (tuple == NULL) {
+        return -1;
+    }
+    if (wsync_dtype_from_name(dtype, &tensor->dtype, &err) != WSYNC_OK) {
+        (void)fail(state, &err);
+        goto cleanup;
+    }
+    if (ndim > WSYNC_MAX_NDIM) {
+        (void)wsync_fail(&err, WSYNC_ERR_UNSUPPORTED, 0, "view",
+                         "%zd dimensions, at most %d are supported", ndim,
+                         (int)WSYNC_MAX_NDIM);
+        (void)fail(state, &err);
+        goto cleanup;
+    }
+    tensor->ndim = (uint32_t)ndim;
+    for (Py_ssize_t i = 0; i < ndim; i++) {
+        tensor->shape[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
+        if (PyErr_Occurred()) {
+            goto cleanup;
+        }
+    }
+    result = 0;
+
+cleanup:
+    Py_DECREF(tuple);
+    return result;
+}
+
+static PyObject *refuse_keywords(const char *name)
+{
+    PyErr_Format(PyExc_TypeError, "%s() takes positional arguments only", name);
+    return NULL;
+}
+
+static PyObject *pool_view(PyObject *self, PyTypeObject *cls, PyObject *const *args,
+                           Py_ssize_t count, PyObject *kwnames)
+{
+    ModuleState *state = wsync_py_type_state(cls);
+    wsync_tensor_t tensor = {.name = "view"};
+    const DLPackExchangeAPI *api = NULL;
+    const char *dtype = NULL;
+    uint64_t offset = 0;
+
+    if (count != 4 || kwnames != NULL) {
+        return refuse_keywords("view");
+    }
+    dtype = PyUnicode_AsUTF8AndSize(args[1], NULL);
+    if (dtype == NULL || read_request(state, dtype, args[2], &tensor) < 0) {
+        return NULL;
+    }
+    offset = PyLong_AsUnsignedLongLong(args[3]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    api = find_importer(state, args[0]);
+    if (api == NULL) {
+        return NULL;
+    }
+    return make_view(state, api, ((ViewPoolObject *)self)->pool, &tensor, offset);
+}
+
+/* A shard that is its whole tensor, in row-major order without gaps. */
+static bool is_whole(const wsync_tensor_t *tensor, const wsync_shard_t *shard)
+{
+    const wsync_box_t whole = wsync_box_whole(tensor->ndim, tensor->shape);
+    int64_t stride = (int64_t)wsync_dtype_nbytes(tensor->dtype);
+
+    if (!wsync_box_equal(&shard->box, &whole)) {
+        return false;
+    }
+    for (uint32_t i = tensor->ndim; i-- > 0;) {
+        if (tensor->shape[i] > 1 && shard->stride[i] != stride) {
+            return false;
+        }
+        stride *= tensor->shape[i];
+    }
+    return true;
+}
+
+static int append_view(PyObject *list, const char *name, PyObject *tensor)
+{
+    PyObject *pair = tensor != NULL ? Py_BuildValue("sN", name, tensor) : NULL;
+    const int result = pair != NULL ? PyList_Append(list, pair) : -1;
+
+    Py_XDECREF(pair);
+    return result;
+}
+
+static int append_views(ModuleState *state, const DLPackExchangeAPI *api, view_pool_t *pool,
+                        const wsync_layout_t *layout, unsigned long buffer, PyObject *list)
+{
+    for (size_t i = 0; i < wsync_layout_tensor_count(layout); i++) {
+        const wsync_tensor_t *tensor = wsync_layout_tensor(layout, i);
+        size_t count = 0;
+        const wsync_shard_t *shards = wsync_layout_shards(layout, i, &count);
+
+        for (size_t k = 0; k < count; k++) {
+            if (shards[k].buffer == buffer && is_whole(tensor, &shards[k]) &&
+                append_view(list, tensor->name,
+                            make_view(state, api, pool, tensor, shards[k].offset)) < 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+static PyObject *pool_views(PyObject *self, PyTypeObject *cls, PyObject *const *args,
+                            Py_ssize_t count, PyObject *kwnames)
+{
+    ModuleState *state = wsync_py_type_state(cls);
+    const DLPackExchangeAPI *api = NULL;
+    unsigned long buffer = 0;
+    PyObject *list = NULL;
+
+    if (count != 3 || kwnames != NULL) {
+        return refuse_keywords("views");
+    }
+    if (Py_TYPE(args[1]) != state->type_Layout) {
+        PyErr_SetString(PyExc_TypeError, "views() takes a Layout as its second argument");
+        return NULL;
+    }
+    buffer = PyLong_AsUnsignedLong(args[2]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    api = find_importer(state, args[0]);
+    list = api != NULL ? PyList_New(0) : NULL;
+    if (list != NULL && append_views(state, api, ((ViewPoolObject *)self)->pool,
+                                     ((LayoutObject *)args[1])->layout, buffer, list) < 0) {
+        Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *pool_live(PyObject *self, void *Py_UNUSED(closure))
+{
+    const view_pool_t *pool = ((ViewPoolObject *)self)->pool;
+
+    return PyLong_FromSize_t(atomic_load_explicit(&pool->live, memory_order_acquire));
+}
+
+static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"memory", NULL};
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    ModuleState *state = wsync_py_type_state(type);
+    PyObject *memory = NULL;
+    ViewPoolObject *self = NULL;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:ViewPool", keywords,
+                                     state->type_Memory, &memory)) {
+        return NULL;
+    }
+    self = (ViewPoolObject *)allocate(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->pool = pool_create((MemoryObject *)memory);
+    if (self->pool == NULL) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    return (PyObject *)self;
+}
+
+static void pool_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    pool_release(((ViewPoolObject *)self)->pool);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef pool_methods[] = {
+    {"view", (PyCFunction)(void (*)(void))pool_view,
+     METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
+     "view(like, dtype, shape, offset, /)\n--\n\n"
+     "A tensor of type(like) over contiguous bytes; keeps the memory alive until it is\n"
+     "released.  like: a tensor, or torch.Tensor itself."},
+    {"views", (PyCFunction)(void (*)(void))pool_views,
+     METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
+     "views(like, layout, buffer, /)\n--\n\n"
+     "(name, tensor) of all whole tensors that lie in `buffer` of a manifest, in order."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef pool_getset[] = {
+    {"live", pool_live, NULL, "Views that have not been released.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot pool_slots[] = {
+    {Py_tp_doc,
+     "ViewPool(memory)\n--\n\n"
+     "Hands out torch tensors that are views of a Memory and counts the ones\n"
+     "still alive."},
+    {Py_tp_new, pool_new},
+    {Py_tp_dealloc, pool_dealloc},
+    {Py_tp_methods, pool_methods},
+    {Py_tp_getset, pool_getset},
+    {0, NULL},
+};
+
+static PyType_Spec pool_spec = {
+    .name = "wsync._core.ViewPool",
+    .basicsize = sizeof(ViewPoolObject),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = pool_slots,
+};
+
+int wsync_py_register_views(PyObject *module)
+{
+    return wsync_py_add_type(module, &pool_spec, NULL);
+}
