@@ -1,0 +1,171 @@
+"""Many tensors as one flat byte tensor: SGLang's FlattenedTensorBucket, filled in C.
+
+The interface and the byte layout are those of `sglang.srt.weight_sync.tensor_bucket` (0.5.6 and
+newer): each tensor's contiguous bytes at `start_idx:end_idx` of one uint8 tensor, beside a list
+of metadata.  Buckets and metadata of either side can be read by the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wsync._core import InvalidArgumentError, LayoutError, TensorTable, describe, pack
+
+ALIGNMENT = 16
+
+TensorRow = tuple[int, str, tuple[int, ...], tuple[int, ...], int]
+
+
+@dataclass
+class FlattenedTensorMetadata:
+    """Where one tensor lies in a bucket; `start_idx`, `end_idx` and `numel` count bytes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+class FlattenedTensorBucket:
+    """Named tensors in one flat uint8 tensor.
+
+    Either `named_tensors` (CPU tensors, strided as they like; their bytes are copied) or a
+    `flattened_tensor` with its `metadata` (nothing is copied).
+
+    alignment: every tensor starts at a multiple of so many bytes, a power of two.  With 1 the
+        bytes are exactly those of SGLang's class, which cannot read a tensor back whose start is
+        not a multiple of its item size.
+    out: a contiguous one-dimensional uint8 CPU tensor to fill, so that a bucket of which the
+        memory is warm costs one copy.  The flattened tensor is its first bytes; gaps between
+        tensors keep what was there.
+
+    Raises InvalidArgumentError (a ValueError) for no tensors or a buffer that is too small,
+    UnsupportedError for tensors whose bytes cannot be read, by name.
+    """
+
+    supports_multi_dtypes = True
+
+    def __init__(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]] | None = None,
+        flattened_tensor: torch.Tensor | None = None,
+        metadata: Sequence[Any] | None = None,
+        *,
+        alignment: int = ALIGNMENT,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        self._table: TensorTable | None = None
+        self._names: list[str] = []
+        self._starts: list[int] = []
+        self._metadata: list[Any] | None = None
+        if named_tensors is not None:
+            self.flattened_tensor = self._fill(list(named_tensors), alignment, out)
+            return
+        if flattened_tensor is None or metadata is None:
+            raise InvalidArgumentError(
+                "a bucket needs named_tensors, or flattened_tensor and metadata"
+            )
+        self.flattened_tensor = flattened_tensor
+        self._metadata = metadata if isinstance(metadata, list) else list(metadata)
+
+    def _fill(
+        self,
+        named_tensors: list[tuple[str, torch.Tensor]],
+        alignment: int,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if not named_tensors:
+            raise InvalidArgumentError("a bucket of no tensors cannot be made")
+        names = [name for name, _ in named_tensors]
+        tensors = [tensor for _, tensor in named_tensors]  # keeps what the table borrows
+        table = describe(tensors, names)
+        starts, nbytes = table.offsets(alignment)
+        if out is None:
+            # gaps between tensors must not show what the memory held before
+            make = torch.empty if nbytes == table.nbytes else torch.zeros
+            flat = make(nbytes, dtype=torch.uint8)
+        else:
+            flat = _check_out(out, nbytes, alignment)[:nbytes]
+        pack(table, flat.data_ptr(), nbytes, starts)
+        self._table, self._names, self._starts = table, names, starts
+        return flat
+
+    @property
+    def metadata(self) -> list[Any]:
+        """One FlattenedTensorMetadata a tensor, in order; made when first asked for."""
+        if self._metadata is None:
+            assert self._table is not None
+            self._metadata = [
+                _metadata_of(name, self._table[i], start)
+                for i, (name, start) in enumerate(zip(self._names, self._starts, strict=True))
+            ]
+            self._table = None
+        return self._metadata
+
+    def get_flattened_tensor(self) -> torch.Tensor:
+        """The uint8 tensor that holds all tensors."""
+        return self.flattened_tensor
+
+    def get_metadata(self) -> list[Any]:
+        """One entry a tensor, in order."""
+        return self.metadata
+
+    def reconstruct_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every entry: views of the bucket, copies only where an entry does
+        not start at a multiple of its item size.  Raises LayoutError for metadata that does not
+        fit the bucket."""
+        flat = self.flattened_tensor
+        if flat.dtype != torch.uint8 or flat.dim() != 1:
+            raise LayoutError(
+                f"bucket: {flat.dtype} of shape {tuple(flat.shape)} instead of flat torch.uint8"
+            )
+        return [(entry.name, _read_entry(flat, entry)) for entry in self.metadata]
+
+
+def _check_out(out: torch.Tensor, nbytes: int, alignment: int) -> torch.Tensor:
+    if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous():
+        raise InvalidArgumentError(
+            f"out: {out.dtype} of shape {tuple(out.shape)} and stride {out.stride()} instead of "
+            f"contiguous flat torch.uint8"
+        )
+    if out.device.type != "cpu":
+        raise InvalidArgumentError(f"out: lies on {out.device}, not in CPU memory")
+    if out.numel() < nbytes:
+        raise InvalidArgumentError(f"out: {out.numel()} bytes, but the tensors need {nbytes}")
+    if out.storage_offset() % alignment or out.data_ptr() % alignment:
+        raise InvalidArgumentError(
+            f"out: starts at byte {out.storage_offset()} of its storage, which is no multiple of "
+            f"the alignment {alignment}"
+        )
+    return out
+
+
+def _metadata_of(name: str, row: TensorRow, start: int) -> FlattenedTensorMetadata:
+    _, dtype_name, shape, _, _ = row
+    dtype = getattr(torch, dtype_name)
+    size = torch.Size(shape)
+    nbytes = size.numel() * dtype.itemsize
+    return FlattenedTensorMetadata(name, size, dtype, start, start + nbytes, nbytes)
+
+
+def _read_entry(flat: torch.Tensor, entry: Any) -> torch.Tensor:
+    start, end = entry.start_idx, entry.end_idx
+    dtype, shape = entry.dtype, torch.Size(entry.shape)
+    nbytes = shape.numel() * dtype.itemsize
+    if not 0 <= start <= end <= flat.numel() or end - start != nbytes:
+        raise LayoutError(
+            f"{entry.name}: bytes {start}:{end} of a bucket of {flat.numel()} bytes, but "
+            f"{dtype} of shape {tuple(shape)} has {nbytes}"
+        )
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype, device=flat.device)
+    part = flat[start:end]
+    if part.storage_offset() % dtype.itemsize:
+        part = part.clone()
+    return part.view(dtype).reshape(shape)
