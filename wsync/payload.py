@@ -1,0 +1,469 @@
+"""Pickles of weight-update requests: what wsync writes, and the only pickles it reads.
+
+A stock SGLang server unpickles each request with its `SafeUnpickler`
+(`sglang.srt.utils.common`), which admits a list of globals.  So wsync writes the opcodes itself
+and names only globals that all versions since 0.5.6 admit: no class of wsync's own, and no
+sglang on the trainer.  CPU tensors travel in one of two ways, both torch's own:
+
+* by shared file (`torch.multiprocessing.reductions.rebuild_storage_filename`): the receiver maps
+  a segment of /dev/shm that torch_shm_manager removes after its last user;
+* by value (`torch._utils._rebuild_tensor_v2` over `torch.storage._load_from_bytes`).
+
+Torch's default, passing file descriptors, fails between processes without a common ancestor.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ctypes
+import io
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from wsync._core import InvalidArgumentError, NoMemoryError, ProtocolError
+from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+from wsync.control import TENSOR_NAME
+
+_METADATA_GLOBAL: Final = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
+_REDUCTIONS: Final = "torch.multiprocessing.reductions"
+_SHM: Final = "/dev/shm"
+# On storages of shared_bytes: torch does not tell which kind of shared memory one is, and moves
+# those of the other kinds when asked for their file.
+_FILE_MARK: Final = "wsync_file"
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Pickle opcodes, protocol 4; strings and globals that repeat are memoised."""
+
+    def __init__(self) -> None:
+        self._out = bytearray(b"\x80\x04")
+        self._memo: dict[object, int] = {}
+
+    def finish(self, value: object) -> bytes:
+        self.value(value)
+        self._out += b"."
+        return bytes(self._out)
+
+    def value(self, value: object) -> None:
+        out = self._out
+        if value is None:
+            out += b"N"
+        elif value is True or value is False:
+            out += b"\x88" if value else b"\x89"
+        elif isinstance(value, int):
+            self._integer(value)
+        elif isinstance(value, str):
+            self._text(value)
+        elif isinstance(value, bytes):
+            out += b"\x8e" + struct.pack("<Q", len(value)) + value
+        elif isinstance(value, torch.Size):
+            self.call("torch", "Size", (tuple(value),))
+        elif isinstance(value, tuple):
+            self._tuple(value)
+        elif isinstance(value, list):
+            self._many(b"](", value, b"e")
+        elif isinstance(value, dict):
+            self._many(b"}(", [part for pair in value.items() for part in pair], b"u")
+        elif isinstance(value, torch.dtype):
+            self.name("torch", str(value).removeprefix("torch."))
+        elif isinstance(value, _Deferred):
+            value.write(self)
+        else:
+            raise InvalidArgumentError(f"payload: {type(value).__name__} cannot be written")
+
+    def name(self, module: str, name: str) -> None:
+        """Pushes a global."""
+        if not self._recall((module, name)):
+            self._text(module)
+            self._text(name)
+            self._out += b"\x93"
+            self._remember((module, name))
+
+    def call(self, module: str, name: str, arguments: tuple[object, ...]) -> None:
+        """Pushes the result of calling a global."""
+        self.name(module, name)
+        self._tuple(arguments)
+        self._out += b"R"
+
+    def instance(self, module: str, name: str, state: dict[str, object]) -> None:
+        """Pushes an object made without arguments whose attributes are `state`."""
+        self.name(module, name)
+        self._out += b")\x81"
+        self.value(state)
+        self._out += b"b"
+
+    def _many(self, begin: bytes, values: list[object], end: bytes) -> None:
+        self._out += begin
+        for value in values:
+            self.value(value)
+        self._out += end
+
+    def _tuple(self, values: tuple[object, ...]) -> None:
+        if values:
+            self._many(b"(", list(values), b"t")
+        else:
+            self._out += b")"
+
+    def _integer(self, value: int) -> None:
+        if -(2**31) <= value < 2**31:
+            self._out += b"J" + struct.pack("<i", value)
+        else:
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            self._out += b"\x8a" + bytes((len(data),)) + data
+
+    def _text(self, value: str) -> None:
+        if not self._recall(value):
+            data = value.encode("utf-8")
+            self._out += b"X" + struct.pack("<I", len(data)) + data
+            self._remember(value)
+
+    def _recall(self, key: object) -> bool:
+        index = self._memo.get(key)
+        if index is None:
+            return False
+        self._out += b"j" + struct.pack("<I", index)
+        return True
+
+    def _remember(self, key: object) -> None:
+        self._memo[key] = len(self._memo)
+        self._out += b"\x94"
+
+
+class _Deferred:
+    """A value that writes itself."""
+
+    def __init__(self, write: Callable[[_Writer], None]) -> None:
+        self.write = write
+
+
+def _by_value(tensor: torch.Tensor) -> _Deferred:
+    """A tensor with its bytes in the pickle."""
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format)  # storage of its own
+    data = io.BytesIO()
+    storage = torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+        wrap_storage=flat.untyped_storage(), dtype=flat.dtype, _internal=True
+    )
+    torch.save(storage, data, _use_new_zipfile_serialization=False)
+
+    def write(writer: _Writer) -> None:
+        loaded = _Deferred(
+            lambda inner: inner.call("torch.storage", "_load_from_bytes", (data.getvalue(),))
+        )
+        hooks = _Deferred(lambda inner: inner.call("collections", "OrderedDict", ()))
+        arguments = (loaded, 0, tuple(flat.shape), flat.stride(), False, hooks)
+        writer.call("torch._utils", "_rebuild_tensor_v2", arguments)
+
+    return _Deferred(write)
+
+
+def _by_file(tensor: torch.Tensor) -> _Deferred:
+    """A flat uint8 tensor whose storage the receiver maps.  One reference travels with each
+    payload: the receiver drops it when it unpickles, so a payload that is never read leaves its
+    segment to torch_shm_manager, which removes it when the sender ends."""
+    storage = tensor.untyped_storage()
+    if not hasattr(storage, _FILE_MARK):
+        tensor = shared_bytes(tensor.numel()).copy_(tensor)
+        storage = tensor.untyped_storage()
+    manager, handle, nbytes = storage._share_filename_cpu_()
+    storage._shared_incref()  # type: ignore[no-untyped-call]
+
+    def write(writer: _Writer) -> None:
+        untyped = _Deferred(
+            lambda inner: inner.call(
+                _REDUCTIONS,
+                "rebuild_storage_filename",
+                (_named("torch.storage", "UntypedStorage"), manager, handle, nbytes),
+            )
+        )
+        typed = _Deferred(
+            lambda inner: inner.call(_REDUCTIONS, "rebuild_typed_storage", (untyped, tensor.dtype))
+        )
+        place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), False)
+        writer.call(_REDUCTIONS, "rebuild_tensor", (_named("torch", "Tensor"), typed, place))
+
+    return _Deferred(write)
+
+
+def _named(module: str, name: str) -> _Deferred:
+    return _Deferred(lambda writer: writer.name(module, name))
+
+
+def _entry(entry: Any) -> _Deferred:
+    state: dict[str, object] = {
+        "name": entry.name,
+        "shape": torch.Size(entry.shape),
+        "dtype": entry.dtype,
+        "start_idx": entry.start_idx,
+        "end_idx": entry.end_idx,
+        "numel": entry.numel,
+    }
+    return _Deferred(lambda writer: writer.instance(*_METADATA_GLOBAL, state))
+
+
+def shared_bytes(nbytes: int) -> torch.Tensor:
+    """A uint8 tensor of `nbytes` in a file of /dev/shm: a bucket (`out=`) that `bucket` can hand
+    to another process without a copy.  The file goes with its last user.  Raises NoMemoryError
+    if /dev/shm has less room than that, because a write beyond it would kill the process."""
+    room = os.statvfs(_SHM)
+    free = room.f_bavail * room.f_frsize
+    if nbytes > free:
+        raise NoMemoryError(f"{_SHM} has {free} bytes left, but the bucket needs {nbytes}")
+    storage = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
+    setattr(storage, _FILE_MARK, True)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)[:nbytes]
+
+
+def bucket(bucket: FlattenedTensorBucket, *, by_value: bool = False) -> bytes:
+    """The payload of SGLang's load_format "flattened_bucket": the object
+    {"flattened_tensor": tensor, "metadata": [FlattenedTensorMetadata, ...]}.
+
+    A bucket filled into `shared_bytes` travels as the name of its file (the receiver sees what
+    is written to it later, and each payload is to be read once); any other is first copied to
+    such a file.  With by_value its bytes are part of the payload.
+    """
+    flat = bucket.get_flattened_tensor()
+    sent = _by_value(flat) if by_value else _by_file(flat)
+    metadata = [_entry(entry) for entry in bucket.get_metadata()]
+    return _Writer().finish({"flattened_tensor": sent, "metadata": metadata})
+
+
+def named_tensors(pairs: list[tuple[str, torch.Tensor]]) -> bytes:
+    """The payload of SGLang's other load formats: [(name, tensor), ...], by value."""
+    return _Writer().finish([(name, _by_value(tensor)) for name, tensor in pairs])
+
+
+def control(data: bytes) -> bytes:
+    """A payload that carries `data` alone: one uint8 tensor by value named wsync.control's
+    TENSOR_NAME.  For the load_format that names wsync's loader."""
+    return named_tensors([(TENSOR_NAME, torch.frombuffer(bytearray(data), dtype=torch.uint8))])
+
+
+def control_bytes(value: object) -> bytes | None:
+    """What `control` was given, from the object that an engine unpickled; None if that is
+    another kind of payload."""
+    if not isinstance(value, list | tuple) or len(value) != 1:
+        return None
+    pair = value[0]
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] != TENSOR_NAME:
+        return None
+    tensor = pair[1]
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.uint8 or tensor.dim() != 1:
+        return None
+    tensor = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
+
+
+def to_text(data: bytes) -> str:
+    """Base64, the form that an HTTP request carries; every SGLang version takes it."""
+    return base64.b64encode(data).decode("ascii")
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def load(data: bytes | str) -> object:
+    """Unpickles a payload, given as bytes or as base64 text.
+
+    Whoever can reach an engine's API can send one, so only these are understood: lists, tuples,
+    dicts, strings, numbers, CPU tensors by file, by file descriptor and by value, and bucket
+    metadata, which becomes wsync's FlattenedTensorMetadata.  Anything else is a ProtocolError that
+    names it.
+    """
+    if isinstance(data, str):
+        try:
+            data = base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise ProtocolError(f"payload: not base64: {error}") from None
+    try:
+        value = _Reader(io.BytesIO(data)).load()
+    except ProtocolError:
+        raise
+    except Exception as error:  # what a malformed pickle raises is not specified
+        raise ProtocolError(f"payload: {type(error).__name__}: {error}") from None
+    if isinstance(value, dict) and isinstance(value.get("metadata"), list):
+        value["metadata"] = [_to_metadata(entry) for entry in value["metadata"]]
+    return value
+
+
+class _Global:
+    """What a pickle may call; it cannot change it."""
+
+    __slots__ = ("_function",)
+    _function: Callable[..., object]
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        object.__setattr__(self, "_function", function)
+
+    def __call__(self, *arguments: object) -> object:
+        return self._function(*arguments)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise ProtocolError(f"payload: sets attribute {name!r} of a global")
+
+
+class _State:
+    """Stands for an object that a pickle makes without arguments and fills from a dict."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, object] = {}
+
+    def __setstate__(self, state: object) -> None:
+        if not isinstance(state, dict):
+            raise ProtocolError(f"payload: state is a {type(state).__name__} instead of a dict")
+        self.fields = state
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in _STATES:
+            # a class of this pickle's own: nothing it does to it outlives it
+            return type(name, (_State,), {"kind": (module, name), "__new__": _new_state})
+        known = _GLOBALS.get((module, name))
+        if known is None:
+            raise ProtocolError(f"payload: global {module}.{name} is not allowed")
+        return _Global(known)
+
+    def persistent_load(self, pid: object) -> Any:
+        raise ProtocolError("payload: persistent identifiers are not allowed")
+
+
+def _new_state(cls: type, *arguments: object) -> _State:
+    if arguments:
+        raise ProtocolError(f"payload: {cls.__name__} is made with arguments")
+    state: _State = object.__new__(cls)
+    state.fields = {}
+    return state
+
+
+def _to_metadata(entry: object) -> FlattenedTensorMetadata:
+    fields = entry.fields if isinstance(entry, _State) else None
+    wanted = FlattenedTensorMetadata.__dataclass_fields__.keys()
+    if fields is None or fields.keys() != wanted:
+        raise ProtocolError("payload: metadata is not a list of FlattenedTensorMetadata")
+    name, shape, dtype, start, end, numel = (fields[field] for field in wanted)
+    if (
+        not isinstance(name, str)
+        or not isinstance(shape, torch.Size)
+        or not isinstance(dtype, torch.dtype)
+        or not isinstance(start, int)
+        or not isinstance(end, int)
+        or not isinstance(numel, int)
+    ):
+        raise ProtocolError(f"payload: metadata of {name!r} has fields of the wrong types")
+    return FlattenedTensorMetadata(name, shape, dtype, start, end, numel)
+
+
+def _sizes(values: object) -> tuple[int, ...]:
+    if not isinstance(values, tuple) or not all(type(v) is int and v >= 0 for v in values):
+        raise ProtocolError(f"payload: {values!r} is not a shape")
+    return tuple(values)
+
+
+def _make_size(values: object) -> torch.Size:
+    return torch.Size(_sizes(values))
+
+
+def _load_storage(data: object) -> Any:
+    """torch.storage._load_from_bytes, whose pickle inside must be harmless too."""
+    if not isinstance(data, bytes):
+        raise ProtocolError("payload: a storage is not made of bytes")
+    storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if not isinstance(storage, torch.storage.TypedStorage):
+        raise ProtocolError(f"payload: {type(storage).__name__} instead of a storage")
+    return storage
+
+
+def _typed(storage: object, dtype: object) -> Any:
+    if not isinstance(storage, torch.UntypedStorage) or not isinstance(dtype, torch.dtype):
+        raise ProtocolError("payload: a typed storage needs a storage and a dtype")
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _view(storage: object, offset: object, shape: object, stride: object) -> torch.Tensor:
+    """A tensor over a storage that never grows it."""
+    if not isinstance(storage, torch.storage.TypedStorage):
+        raise ProtocolError(f"payload: a tensor over a {type(storage).__name__}")
+    if type(offset) is not int or offset < 0:
+        raise ProtocolError(f"payload: storage offset {offset!r}")
+    sizes, strides = _sizes(shape), _sizes(stride)
+    if len(sizes) != len(strides):
+        raise ProtocolError(f"payload: shape {sizes} with stride {strides}")
+    untyped, dtype = storage._untyped_storage, storage.dtype
+    last = sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+    end = 0 if 0 in sizes else (offset + last + 1) * dtype.itemsize
+    if end > untyped.nbytes():
+        raise ProtocolError(
+            f"payload: tensor of shape {sizes} and stride {strides} at {offset} needs {end} "
+            f"bytes of a storage of {untyped.nbytes()}"
+        )
+    return torch.empty(0, dtype=dtype).set_(untyped, 0 if 0 in sizes else offset, sizes, strides)
+
+
+def _tensor(cls: object, storage: object, place: object) -> torch.Tensor:
+    if not isinstance(place, tuple) or len(place) != 4:
+        raise ProtocolError("payload: a tensor's place is not (offset, shape, stride, grad)")
+    return _view(storage, *place[:3])
+
+
+def _tensor_v2(
+    storage: object, offset: object, shape: object, stride: object, *_rest: object
+) -> torch.Tensor:
+    return _view(storage, offset, shape, stride)
+
+
+def _map_file(cls: object, manager: object, handle: object, nbytes: object) -> Any:
+    if not isinstance(manager, bytes) or not isinstance(handle, bytes) or type(nbytes) is not int:
+        raise ProtocolError("payload: a shared storage is not (manager, handle, bytes)")
+    from torch.multiprocessing.reductions import rebuild_storage_filename
+
+    return rebuild_storage_filename(torch.UntypedStorage, manager, handle, nbytes)  # type: ignore[no-untyped-call]
+
+
+def _map_descriptor(cls: object, descriptor: object, nbytes: object) -> Any:
+    """torch's default between related processes: the sender passes a file descriptor."""
+    fields = descriptor.fields if isinstance(descriptor, _State) else {}
+    if fields.keys() != {"_id"} or type(nbytes) is not int:
+        raise ProtocolError("payload: a shared storage is not (descriptor, bytes)")
+    from multiprocessing.resource_sharer import DupFd
+
+    from torch.multiprocessing.reductions import rebuild_storage_fd
+
+    shared: Any = DupFd.__new__(DupFd)
+    shared._id = fields["_id"]
+    return rebuild_storage_fd(torch.UntypedStorage, shared, nbytes)  # type: ignore[no-untyped-call]
+
+
+def _empty_storage(cls: object) -> Any:
+    return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+
+
+def _refuse_call(*_arguments: object) -> object:
+    raise ProtocolError("payload: calls a class that is only named")
+
+
+_STATES: Final = {_METADATA_GLOBAL, ("multiprocessing.resource_sharer", "DupFd")}
+_GLOBALS: Final[dict[tuple[str, str], Callable[..., object]]] = {
+    ("torch", "Size"): _make_size,
+    ("torch", "Tensor"): _refuse_call,
+    ("torch.nn.parameter", "Parameter"): _refuse_call,
+    ("torch.storage", "UntypedStorage"): _refuse_call,
+    ("torch.storage", "_load_from_bytes"): _load_storage,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+    ("collections", "OrderedDict"): dict,
+    (_REDUCTIONS, "rebuild_tensor"): _tensor,
+    (_REDUCTIONS, "rebuild_typed_storage"): _typed,
+    (_REDUCTIONS, "rebuild_storage_filename"): _map_file,
+    (_REDUCTIONS, "rebuild_storage_fd"): _map_descriptor,
+    (_REDUCTIONS, "rebuild_storage_empty"): _empty_storage,
+}
