@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Every allocation of the host backend fails in turn. */
+#include "device/device.h"
+#include "oom.h"
+
+typedef struct buffers {
+    unsigned char from[64];
+    unsigned char to[64];
+} buffers_t;
+
+static wsync_status_t attempt(void *context, wsync_error_t *err)
+{
+    static const wsync_copy_t copy = {
+        .row_count = 64, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    const wsync_device_ops_t *ops = wsync_device_host();
+    buffers_t *buffers = context;
+    const wsync_span_t source = {buffers->from, sizeof(buffers->from)};
+    const wsync_span_t destination = {buffers->to, sizeof(buffers->to)};
+    wsync_memory_t *memory = NULL;
+    wsync_memory_t *peer = NULL;
+    wsync_stream_t *stream = NULL;
+    wsync_status_t status = ops->memory_create(4096, &memory, err);
+    wsync_error_t ignored;
+
+    memset(buffers->from, 1, sizeof(buffers->from));
+    memset(buffers->to, 0, sizeof(buffers->to));
+    if (status == WSYNC_OK) {
+        status = ops->memory_import(ops->memory_fd(memory), 4096, &peer, err);
+    }
+    if (status == WSYNC_OK) {
+        status = ops->stream_create(2, &stream, err);
+    }
+    if (status == WSYNC_OK) {
+        status = ops->stream_copy(stream, &copy, 1, &source, 1, &destination, 1, err);
+        CHECK_OK(ops->stream_synchronize(stream, 60000, &ignored), ignored);
+        CHECK_EQ(buffers->to[0], status == WSYNC_OK);
+    }
+    if (status == WSYNC_OK) {
+        status = ops->stream_record(stream, (wsync_event_t){memory, 8}, 1, err);
+        CHECK_OK(ops->stream_synchronize(stream, 60000, &ignored), ignored);
+        CHECK_EQ(ops->event_query((wsync_event_t){peer, 8}), status == WSYNC_OK);
+    }
+    ops->stream_destroy(stream);
+    ops->memory_destroy(peer);
+    ops->memory_destroy(memory);
+    return status;
+}
+
+TEST(host)
+{
+    buffers_t buffers;
+
+    (void)oom_run(attempt, &buffers);
+}

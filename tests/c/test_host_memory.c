@@ -1,0 +1,223 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Host memory: what is made, what is imported, what is refused. */
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#include "device/device.h"
+#include "harness.h"
+
+enum { NBYTES = 100001 }; /* not a whole number of pages */
+
+static wsync_memory_t *make(void)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_device_host()->memory_create(NBYTES, &memory, &err), err);
+    return memory;
+}
+
+/* The import must fail with this status and leave the output alone. */
+static void check_refused(int fd, uint64_t nbytes, wsync_status_t status, const char *part)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_EQ(wsync_device_host()->memory_import(fd, nbytes, &memory, &err), status);
+    CHECK(memory == NULL);
+    CHECK_EQ(err.status, status);
+    CHECK_HAS(err.message, part);
+}
+
+/* A memfd of NBYTES with some seals. */
+static int make_fd(int seals)
+{
+    const int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+
+    CHECK(fd >= 0);
+    CHECK_EQ(ftruncate(fd, NBYTES), 0);
+    CHECK_EQ(fcntl(fd, F_ADD_SEALS, seals), 0);
+    return fd;
+}
+
+TEST(create_gives_zeroed_memory)
+{
+    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_memory_t *memory = make();
+    const unsigned char *data = ops->memory_data(memory);
+
+    CHECK_EQ(ops->memory_nbytes(memory), NBYTES);
+    for (size_t i = 0; i < NBYTES; i++) {
+        CHECK_EQ(data[i], 0);
+    }
+    ops->memory_destroy(memory);
+    ops->memory_destroy(NULL);
+}
+
+TEST(created_memory_keeps_its_size_for_ever)
+{
+    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_memory_t *memory = make();
+    const int fd = ops->memory_fd(memory);
+
+    CHECK(ftruncate(fd, 1) != 0 && errno == EPERM);
+    CHECK(ftruncate(fd, 2 * NBYTES) != 0 && errno == EPERM);
+    CHECK((fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0);
+    ops->memory_destroy(memory);
+}
+
+TEST(create_refuses_sizes_that_cannot_be)
+{
+    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_EQ(ops->memory_create(0, &memory, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(ops->memory_create(1ULL << 60, &memory, &err), WSYNC_ERR_NO_MEMORY);
+    CHECK_HAS(err.message, "1152921504606846976");
+    CHECK_EQ(ops->memory_create(UINT64_MAX, &memory, &err), WSYNC_ERR_NO_MEMORY);
+    CHECK_HAS(err.message, "18446744073709551615");
+    CHECK(memory == NULL);
+}
+
+TEST(import_sees_what_the_peer_writes)
+{
+    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_memory_t *memory = make();
+    wsync_memory_t *peer = NULL;
+    wsync_error_t err = {0};
+    unsigned char *data = ops->memory_data(memory);
+    unsigned char *seen;
+
+    data[NBYTES - 1] = 42;
+    CHECK_OK(ops->memory_import(ops->memory_fd(memory), NBYTES, &peer, &err), err);
+    seen = ops->memory_data(peer);
+    CHECK(seen != data);
+    CHECK_EQ(seen[NBYTES - 1], 42);
+    seen[0] = 7;
+    CHECK_EQ(data[0], 7);
+    ops->memory_destroy(memory);
+    CHECK_EQ(seen[0], 7); /* an import survives the exporter */
+    ops->memory_destroy(peer);
+}
+
+TEST(memory_lives_until_the_last_reference)
+{
+    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_memory_t *memory = make();
+    unsigned char *data = ops->memory_data(memory);
+
+    ops->memory_retain(memory);
+    ops->memory_destroy(memory);
+    data[0] = 1;
+    CHECK_EQ(*(unsigned char *)ops->memory_data(memory), 1);
+    ops->memory_destroy(memory);
+}
+
+TEST(import_refuses_what_is_not_a_memfd)
+{
+    char path[] = "/var/tmp/wsync-test-XXXXXX";
+    const int file = mkstemp(path);
+    const int null = open("/dev/null", O_RDWR);
+    int ends[2];
+
+    CHECK(file >= 0 && null >= 0);
+    CHECK_EQ(unlink(path), 0);
+    CHECK_EQ(ftruncate(file, NBYTES), 0);
+    CHECK_EQ(pipe(ends), 0);
+    check_refused(file, NBYTES, WSYNC_ERR_REFUSED, "descriptor");
+    check_refused(null, NBYTES, WSYNC_ERR_REFUSED, "not a memfd");
+    check_refused(ends[0], NBYTES, WSYNC_ERR_REFUSED, "not a memfd");
+    check_refused(-1, NBYTES, WSYNC_ERR_OS, "descriptor -1");
+    (void)close(file);
+    (void)close(null);
+    (void)close(ends[0]);
+    (void)close(ends[1]);
+}
+
+TEST(import_refuses_memory_that_could_change_size)
+{
+    const int seals[] = {0, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL,
+                         F_SEAL_SHRINK | F_SEAL_SEAL};
+
+    for (size_t i = 0; i < sizeof(seals) / sizeof(seals[0]); i++) {
+        const int fd = make_fd(seals[i]);
+
+        check_refused(fd, NBYTES, WSYNC_ERR_REFUSED, "seals");
+        (void)close(fd);
+    }
+}
+
+TEST(import_refuses_another_size)
+{
+    const int fd = make_fd(F_SEAL_SHRINK | F_SEAL_GROW);
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    check_refused(fd, NBYTES - 1, WSYNC_ERR_INVALID, "100001 bytes, expected 100000");
+    check_refused(fd, NBYTES + 1, WSYNC_ERR_INVALID, "expected 100002");
+    check_refused(fd, 0, WSYNC_ERR_INVALID, "expected 0");
+    check_refused(fd, UINT64_MAX, WSYNC_ERR_INVALID, "100001 bytes");
+    CHECK_OK(wsync_device_host()->memory_import(fd, NBYTES, &memory, &err), err);
+    wsync_device_host()->memory_destroy(memory);
+    (void)close(fd);
+}
+
+TEST(import_refuses_memory_that_cannot_be_written)
+{
+    const int sealed = make_fd(F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE);
+    const int fd = make_fd(F_SEAL_SHRINK | F_SEAL_GROW);
+    char path[64];
+    int reader;
+
+    (void)snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+    reader = open(path, O_RDONLY);
+    CHECK(reader >= 0);
+    check_refused(sealed, NBYTES, WSYNC_ERR_REFUSED, "cannot be mapped for writing");
+    check_refused(reader, NBYTES, WSYNC_ERR_REFUSED, "cannot be mapped for writing");
+    (void)close(sealed);
+    (void)close(fd);
+    (void)close(reader);
+}
+
+/* Descriptors before and after: a failure must not keep one. */
+static int lowest_free_fd(void)
+{
+    const int fd = dup(0);
+
+    CHECK(fd >= 0);
+    (void)close(fd);
+    return fd;
+}
+
+TEST(failing_calls_leave_no_descriptor)
+{
+    const wsync_device_ops_t *ops = wsync_device_host();
+    const int fd = make_fd(F_SEAL_SHRINK | F_SEAL_GROW);
+    const int before = lowest_free_fd();
+    const struct rlimit few = {(rlim_t)before, (rlim_t)before + 64};
+    const struct rlimit enough = {(rlim_t)before + 64, (rlim_t)before + 64};
+    const struct rlimit small = {4096, RLIM_INFINITY};
+    const struct rlimit any = {RLIM_INFINITY, RLIM_INFINITY};
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+    CHECK_EQ(ops->memory_create(NBYTES, &memory, &err), WSYNC_ERR_OS);
+    CHECK_EQ(err.native, EMFILE);
+    CHECK_EQ(ops->memory_import(fd, NBYTES, &memory, &err), WSYNC_ERR_OS);
+    CHECK_EQ(setrlimit(RLIMIT_NOFILE, &enough), 0);
+
+    CHECK(signal(SIGXFSZ, SIG_IGN) != SIG_ERR);
+    CHECK_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+    CHECK_EQ(ops->memory_create(NBYTES, &memory, &err), WSYNC_ERR_NO_MEMORY);
+    CHECK_HAS(err.message, "100001 bytes");
+    CHECK_EQ(setrlimit(RLIMIT_FSIZE, &any), 0);
+
+    CHECK(memory == NULL);
+    CHECK_EQ(lowest_free_fd(), before);
+    (void)close(fd);
+}
