@@ -215,13 +215,20 @@ TEST(synchronize_ends_at_its_deadline)
     unsigned char to[1024];
     const wsync_span_t source = {from, sizeof(from)};
     const wsync_span_t destination = {to, sizeof(to)};
-    const wsync_copy_t copy = slow_copy(20 * 1000 * 1000);
+    wsync_copy_t copy = slow_copy(250 * 1000);
+    wsync_status_t status;
     wsync_error_t err = {0};
 
     CHECK_OK(ops->stream_synchronize(stream, 0, &err), err);
-    CHECK_OK(ops->stream_copy(stream, &copy, 1, &source, 1, &destination, 1, &err), err);
-    CHECK_EQ(ops->stream_synchronize(stream, 0, &err), WSYNC_ERR_TIMEOUT);
-    CHECK_EQ(ops->stream_synchronize(stream, 1, &err), WSYNC_ERR_TIMEOUT);
+    /* More and more work, until it is more than this thread's pause before the call. */
+    do {
+        CHECK(copy.extent[0] < INT64_C(1) << 32);
+        copy.extent[0] *= 2;
+        CHECK_OK(ops->stream_copy(stream, &copy, 1, &source, 1, &destination, 1, &err),
+                 err);
+        status = ops->stream_synchronize(stream, 1, &err);
+    } while (status == WSYNC_OK);
+    CHECK_EQ(status, WSYNC_ERR_TIMEOUT);
     CHECK_HAS(err.message, "1 entries");
     CHECK_OK(ops->stream_synchronize(stream, DEADLINE_MS, &err), err);
     ops->stream_destroy(stream);
