@@ -1,0 +1,294 @@
+"""SGLang's HTTP endpoints in front of an Engine (paths, shapes and codes of SGLang 0.5.18)."""
+
+import asyncio
+import base64
+import binascii
+import hmac
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel, Field
+
+from wsync._core import StateError, WsyncError, __version__
+from wsync.engine.gate import PAUSE_MODES
+
+if TYPE_CHECKING:
+    from wsync.engine.transformers import Engine, Generation
+
+T = TypeVar("T")
+
+# Waiting requests hold a thread each; control has its own, or they could lock it out.
+_GENERATE_THREADS = 32
+_CONTROL_THREADS = 8
+_CONTROL_SECONDS = 600.0
+
+
+class Pause(BaseModel):
+    mode: str = "abort"
+
+
+class Update(BaseModel):
+    serialized_named_tensors: list[str]
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class NewVersion(BaseModel):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class Abort(BaseModel):
+    rid: str = ""
+    abort_all: bool = False
+
+
+class Check(BaseModel):
+    action: str = "checksum"
+
+
+class SamplingParams(BaseModel):
+    max_new_tokens: int = Field(default=128, ge=0)
+    temperature: float = Field(default=1.0, ge=0)
+    ignore_eos: bool = False
+
+
+class Generate(BaseModel):
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: SamplingParams = SamplingParams()
+    rid: str = ""
+    return_logprob: bool = False
+    stream: bool = False
+
+
+class Logits(BaseModel):
+    input_ids: list[int]
+
+
+class _Pools:
+    """Threads for what blocks."""
+
+    def __init__(self) -> None:
+        self.generate = ThreadPoolExecutor(_GENERATE_THREADS, "wsync-generate")
+        self.control = ThreadPoolExecutor(_CONTROL_THREADS, "wsync-control")
+
+
+async def _run(pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, function)
+
+
+def build_app(engine: "Engine", *, api_key: str | None = None) -> FastAPI:
+    """The endpoints around `engine`, which is at `app.state.engine`."""
+    app = FastAPI(title="wsync.engine.transformers", version=__version__)
+    app.state.engine = engine
+    pools = _Pools()
+    _add_rules(app, api_key)
+    _add_information(app, engine, pools)
+    _add_generation(app, engine, pools)
+    _add_weights(app, engine, pools)
+    return app
+
+
+def _add_rules(app: FastAPI, api_key: str | None) -> None:
+    """Authorization, and SGLang's codes for errors."""
+
+    @app.middleware("http")
+    async def authorize(
+        request: Request, proceed: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        shown = request.headers.get("authorization", "").encode()
+        if (
+            api_key is not None
+            and not request.url.path.startswith("/health")
+            and not hmac.compare_digest(shown, f"Bearer {api_key}".encode())
+        ):
+            return JSONResponse({"error": "Unauthorized"}, 401)
+        return await proceed(request)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        return _error(f"{where}: {first['msg']}")
+
+    @app.exception_handler(WsyncError)
+    async def failed(request: Request, error: WsyncError) -> Response:
+        return _error(str(error))
+
+
+def _add_information(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    @app.get("/model_info")
+    @app.get("/get_model_info")
+    async def model_info() -> dict[str, Any]:
+        return engine.model_info()
+
+    @app.get("/server_info")
+    @app.get("/get_server_info")
+    async def server_info() -> dict[str, Any]:
+        return {
+            "model_path": engine.model_path,
+            "tp_size": 1,
+            "pp_size": 1,
+            "dp_size": 1,
+            "custom_weight_loader": ["wsync.sglang.load_weights"],
+            "version": f"wsync {__version__}",
+            "internal_states": [],
+        }
+
+    @app.api_route("/weights_checker", methods=["GET", "POST"])
+    async def weights_checker(body: Check | None = None) -> Response:
+        action = (body or Check()).action
+        if action != "checksum":
+            return _outcome(False, f"action {action!r}: only checksum is known here")
+        sums = await _run(pools.control, engine.checksums)
+        digest = sha256(repr(sorted(sums.items())).encode()).hexdigest()
+        rank = {
+            "checksums": sums,
+            "per_gpu_checksum": digest,
+            "parallelism_info": {"tp_rank": 0, "tp_size": 1},
+        }
+        return JSONResponse(
+            {"success": True, "message": "", "ranks": [rank], "per_engine_checksum": digest}
+        )
+
+
+def _add_generation(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
+    @app.post("/pause_generation")
+    async def pause(body: Pause | None = None) -> Response:
+        mode = (body or Pause()).mode
+        if mode not in PAUSE_MODES:
+            return _error(f"mode {mode!r}: one of {', '.join(PAUSE_MODES)}")
+        await _run(pools.control, lambda: engine.gate.pause(mode, _CONTROL_SECONDS))
+        return JSONResponse({"message": f"Generation paused: {mode}.", "status": "ok"})
+
+    @app.post("/continue_generation")
+    async def resume() -> Response:
+        try:
+            await _run(pools.control, lambda: engine.resume(_CONTROL_SECONDS))
+        except StateError as error:
+            return JSONResponse({"message": str(error), "status": "error"}, 400)
+        return JSONResponse({"message": "Generation continued.", "status": "ok"})
+
+    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush() -> Response:
+        try:
+            engine.gate.flush()
+        except StateError as error:
+            return PlainTextResponse(str(error), 400)
+        return PlainTextResponse("Cache flushed.\n")
+
+    @app.post("/abort_request")
+    async def abort(body: Abort) -> Response:
+        engine.gate.abort(None if body.abort_all else body.rid)
+        return Response(status_code=200)
+
+    @app.post("/generate")
+    async def generate(body: Generate) -> Response:
+        if body.stream:
+            return _error("stream: not supported here")
+        return await _run(pools.generate, lambda: _generate(engine, body))
+
+    @app.post("/wsync/logits")
+    async def logits(body: Logits) -> Any:
+        """Ours: fp32 logits [tokens, vocab] of a prompt, for comparisons."""
+        return await _run(
+            pools.generate, lambda: JSONResponse({"logits": engine.logits(body.input_ids)})
+        )
+
+
+def _add_weights(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
+    @app.post("/update_weights_from_tensor")
+    async def update_weights(body: Update) -> Response:
+        try:
+            payloads = [
+                base64.b64decode(text, validate=True) for text in body.serialized_named_tensors
+            ]
+        except (binascii.Error, ValueError) as error:
+            return _error(f"serialized_named_tensors: {error}")
+        if body.abort_all_requests:
+            engine.gate.abort(None)
+        success, message = await _run(
+            pools.control,
+            lambda: engine.update_weights(
+                payloads,
+                load_format=body.load_format,
+                weight_version=body.weight_version,
+                flush_cache=body.flush_cache,
+            ),
+        )
+        return _outcome(success, message)
+
+    @app.post("/update_weight_version")
+    async def update_weight_version(body: NewVersion) -> Response:
+        if body.abort_all_requests:
+            engine.gate.abort(None)
+        engine.weight_version = body.new_version
+        return JSONResponse(
+            {
+                "success": True,
+                "message": f"Weight version updated to {body.new_version}",
+                "new_version": body.new_version,
+            }
+        )
+
+
+def _generate(engine: "Engine", body: Generate) -> Response:
+    """One answer for one prompt, a list of answers for a list of prompts."""
+    from wsync.engine.transformers import Sampling
+
+    if (body.text is None) == (body.input_ids is None):
+        return _error("give either text or input_ids")
+    sampling = Sampling(**body.sampling_params.model_dump())
+    prompts: list[list[int]]
+    if body.input_ids is not None:
+        single = not body.input_ids or isinstance(body.input_ids[0], int)
+        prompts = [body.input_ids] if single else body.input_ids  # type: ignore[assignment,list-item]
+    else:
+        single = isinstance(body.text, str)
+        texts = [body.text] if isinstance(body.text, str) else (body.text or [])
+        prompts = [engine.encode(text) for text in texts]
+    answers = []
+    for prompt in prompts:
+        done = engine.generate(prompt, sampling, body.rid)
+        answers.append(_answer(engine, prompt, done, body.return_logprob))
+    return JSONResponse(answers[0] if single else answers)
+
+
+def _answer(
+    engine: "Engine", prompt: list[int], done: "Generation", logprobs: bool
+) -> dict[str, Any]:
+    meta: dict[str, Any] = {
+        "id": done.rid,
+        "finish_reason": done.finish,
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(done.output_ids),
+        "weight_version": engine.weight_version,
+    }
+    if logprobs:
+        pairs = zip(done.logprobs, done.output_ids, strict=True)
+        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+    return {
+        "text": engine.decode(done.output_ids),
+        "output_ids": done.output_ids,
+        "meta_info": meta,
+    }
+
+
+def _outcome(success: bool, message: str) -> Response:
+    return JSONResponse({"success": success, "message": message}, 200 if success else 400)
+
+
+def _error(message: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, 400)

@@ -1,0 +1,435 @@
+"""Loaders: how the rounds of an update get from the ring into an engine's parameters.
+
+A loader belongs to one worker and is driven by wsync.engine.receiver.Receiver:
+
+    attach(ring, manifest)   whenever the trainer has a new plan
+    begin(rounds)            once an update
+    load(round)              for each round; the round lies in the ring
+    finish(timeout)          all rounds were given: is everything there?
+"""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+
+from wsync._core import (
+    BufferTable,
+    Layout,
+    LayoutBuilder,
+    LayoutError,
+    Memory,
+    ProtocolError,
+    Route,
+    StateError,
+    Stream,
+    ViewPool,
+    describe,
+)
+
+LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]
+
+# names listed in one message
+_LISTED: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a worker has loaded: tensors of the manifest, bytes that were delivered for them, and
+    a checksum (0: not computed)."""
+
+    tensors: int
+    nbytes: int
+    checksum: int = 0
+
+
+class Loader(Protocol):
+    """What a Receiver needs.  Any exception fails the update and becomes its text."""
+
+    def blob(self) -> bytes:
+        """The worker's layout in bytes, or b"" to be sent whole tensors."""
+
+    def attach(self, ring: Memory, manifest: Layout) -> None:
+        """A new plan: round k's boxes are the shards of `manifest` with buffer k, their
+        offsets count from the start of `ring`."""
+
+    def begin(self, rounds: int) -> None: ...
+    def load(self, round: int) -> Stream | None:
+        """Loads a round.  Its slot is free when the returned stream gets there (None: now)."""
+
+    def finish(self, timeout: float) -> Receipt:
+        """Waits until everything is loaded; raises if a parameter was not delivered."""
+
+
+class _Manifest:
+    """What will be delivered, by round."""
+
+    def __init__(self, ring: Memory, layout: Layout) -> None:
+        self.ring = ring
+        self.layout = layout
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        # round -> [(name, dtype, box shape, offset)]
+        self.rounds: dict[int, list[tuple[str, str, tuple[int, ...], int]]] = {}
+        self.nbytes: dict[int, int] = {}
+        self.empty: list[tuple[str, str]] = []
+        for index in range(layout.tensor_count):
+            name, dtype, shape, _ = layout.tensor(index)
+            self.shapes[name] = shape
+            shards = layout.shards(index)
+            if not shards:
+                self.empty.append((name, dtype))
+            for _, buffer, offset, _, extent, _, _ in shards:
+                self.rounds.setdefault(buffer, []).append((name, dtype, extent, offset))
+                size = _numel(extent) * _dtype(dtype).itemsize
+                self.nbytes[buffer] = self.nbytes.get(buffer, 0) + size
+
+    def check_rounds(self, rounds: int) -> None:
+        if self.rounds and max(self.rounds) >= rounds:
+            raise ProtocolError(
+                f"update of {rounds} rounds: the manifest has {max(self.rounds) + 1}"
+            )
+
+    def receipt(self, loaded: Iterable[int]) -> Receipt:
+        nbytes = sum(self.nbytes.get(round, 0) for round in loaded)
+        return Receipt(self.layout.tensor_count, nbytes)
+
+
+class _Router:
+    """Runs a route from the ring into tensors, on a stream of its own."""
+
+    def __init__(self, manifest: _Manifest, destination: Layout, stream: Stream) -> None:
+        self.manifest = manifest
+        self._route = Route(manifest.layout, destination)
+        self._stream = stream
+        self._destinations: BufferTable | None = None
+        ring = manifest.ring
+        spans = [(ring.address, ring.nbytes)] * self._route.buffer_count
+        self._sources = BufferTable(spans, ring)
+
+    def bind(self, tensors: Sequence[torch.Tensor], names: Sequence[str] | None = None) -> None:
+        """Says where the destination's buffers lie now; parameters may move between updates."""
+        self._destinations = BufferTable.of(describe(tensors, names), tensors)
+
+    def load(self, round: int) -> Stream | None:
+        if self._destinations is None:
+            raise StateError(f"round {round} before the update has begun")
+        if round < self._route.buffer_count:
+            self._stream.copy(self._route, round, 0, self._sources, self._destinations)
+        return self._stream
+
+    def finish(self, timeout: float) -> None:
+        self._stream.synchronize(timeout)
+        self._destinations = None
+
+
+class LayoutLoader:
+    """Loads the boxes of a worker that keeps fused or sharded parameters.
+
+    layout: this worker's boxes; buffer i is tensors[i], offsets count from its first element.
+    Only these boxes are asked of the trainer.  Every byte of them must be delivered exactly
+    once; anything outside them (padding rows) is left alone.
+    """
+
+    def __init__(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], *, threads: int = 1
+    ) -> None:
+        if layout.buffer_count() > len(tensors):
+            raise LayoutError(f"layout of {layout.buffer_count()} buffers, {len(tensors)} tensors")
+        self._layout = layout
+        self._tensors = list(tensors)
+        self._stream = Stream(threads)
+        self._router: _Router | None = None
+        self._loaded: set[int] = set()
+
+    def blob(self) -> bytes:
+        return self._layout.to_bytes()
+
+    def attach(self, ring: Memory, manifest: Layout) -> None:
+        self._router = None
+        self._router = _Router(_Manifest(ring, manifest), self._layout, self._stream)
+
+    def begin(self, rounds: int) -> None:
+        router = self._attached()
+        router.manifest.check_rounds(rounds)
+        router.bind(self._tensors)
+        self._loaded = set()
+
+    def load(self, round: int) -> Stream | None:
+        self._loaded.add(round)
+        return self._attached().load(round)
+
+    def finish(self, timeout: float) -> Receipt:
+        router = self._attached()
+        router.finish(timeout)
+        return router.manifest.receipt(self._loaded)
+
+    def _attached(self) -> _Router:
+        if self._router is None:
+            raise StateError("no ring is attached")
+        return self._router
+
+
+class ModuleLoader:
+    """Loads whole tensors into a torch module.
+
+    If the module has a `load_weights` method (or one is given) it is called once a round with
+    [(name, tensor)], the tensors being views of the ring that it must not keep; a loader that
+    keeps them is named in a warning and gets copies from then on.  Its answer, where it is a set
+    of parameter names (vLLM's convention), is used to check that every parameter was loaded.
+
+    Otherwise tensors are copied to the module's parameters and persistent buffers of the same
+    name: an unknown name and a parameter that is not delivered are errors.  Names that stand for
+    one tensor (a tied head) count as one.  ignore: names that may be unknown or missing.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        load_weights: LoadWeights | None = None,
+        *,
+        ignore: Iterable[str] = (),
+        threads: int = 1,
+    ) -> None:
+        self._module = module
+        self._ignore = frozenset(ignore)
+        method = load_weights if load_weights is not None else getattr(module, "load_weights", None)
+        self._strategy: _ByCall | _ByName = (
+            _ByName(module, self._ignore, threads)
+            if method is None
+            else _ByCall(module, method, self._ignore)
+        )
+        self._manifest: _Manifest | None = None
+        self._loaded: set[int] = set()
+
+    def blob(self) -> bytes:
+        return b""
+
+    def attach(self, ring: Memory, manifest: Layout) -> None:
+        self._manifest = None
+        described = _Manifest(ring, manifest)
+        self._strategy.attach(described)
+        self._manifest = described
+
+    def begin(self, rounds: int) -> None:
+        self._attached().check_rounds(rounds)
+        self._strategy.begin()
+        self._loaded = set()
+
+    def load(self, round: int) -> Stream | None:
+        self._attached()
+        self._loaded.add(round)
+        return self._strategy.load(round)
+
+    def finish(self, timeout: float) -> Receipt:
+        manifest = self._attached()
+        self._strategy.finish(timeout)
+        return manifest.receipt(self._loaded)
+
+    def _attached(self) -> _Manifest:
+        if self._manifest is None:
+            raise StateError("no ring is attached")
+        return self._manifest
+
+
+class _ByName:
+    """Copies tensors to the parameters and buffers of the same name."""
+
+    def __init__(self, module: torch.nn.Module, ignore: frozenset[str], threads: int) -> None:
+        self._module = module
+        self._ignore = ignore
+        self._stream = Stream(threads)
+        self._manifest: _Manifest | None = None
+        self._router: _Router | None = None
+        self._signature: list[Any] = []
+
+    def attach(self, manifest: _Manifest) -> None:
+        self._manifest = manifest
+        self._router = None
+
+    def begin(self) -> None:
+        assert self._manifest is not None
+        names, tensors = self._targets(self._manifest)
+        signature = [(n, t.dtype, t.shape, t.stride()) for n, t in zip(names, tensors, strict=True)]
+        if self._router is None or signature != self._signature:
+            builder = LayoutBuilder()
+            builder.add_tensors(names, describe(tensors, names))
+            self._router = _Router(self._manifest, builder.build(), self._stream)
+            self._signature = signature
+        self._router.bind(tensors, names)
+
+    def load(self, round: int) -> Stream | None:
+        assert self._router is not None
+        return self._router.load(round)
+
+    def finish(self, timeout: float) -> None:
+        assert self._router is not None
+        self._router.finish(timeout)
+
+    def _targets(self, manifest: _Manifest) -> tuple[list[str], list[torch.Tensor]]:
+        """The tensors to fill and the names that they are delivered under."""
+        state = _state(self._module)
+        delivered = manifest.shapes
+        unknown = delivered.keys() - state.keys() - self._ignore
+        if unknown:
+            raise LayoutError(f"{_list(unknown)}: not in {type(self._module).__name__}")
+        names: list[str] = []
+        tensors: list[torch.Tensor] = []
+        missing: list[str] = []
+        for aliases in _aliases(state):
+            name = next((alias for alias in aliases if alias in delivered), None)
+            if name is None:
+                if not self._ignore.intersection(aliases):
+                    missing.append(aliases[0])
+                continue
+            tensor = state[name]
+            if tuple(tensor.shape) != delivered[name]:
+                raise LayoutError(
+                    f"{name}: shape {delivered[name]} delivered, {tuple(tensor.shape)} in "
+                    f"{type(self._module).__name__}"
+                )
+            if tensor.numel() > 0:
+                names.append(name)
+                tensors.append(tensor)
+        if missing:
+            raise LayoutError(f"{_list(missing)}: in {type(self._module).__name__}, not delivered")
+        return names, tensors
+
+
+class _ByCall:
+    """Hands views of the ring to a load_weights method."""
+
+    def __init__(
+        self, module: torch.nn.Module, method: LoadWeights, ignore: frozenset[str]
+    ) -> None:
+        self._module = module
+        self._method = method
+        self._ignore = ignore
+        self._like = torch.empty(0)
+        self._manifest: _Manifest | None = None
+        self._pool: ViewPool | None = None
+        self._keeps: bool | None = None  # unknown until a round was watched
+        self._named: set[str] | None = None
+
+    def attach(self, manifest: _Manifest) -> None:
+        self._manifest = manifest
+        self._pool = ViewPool(manifest.ring)
+
+    def begin(self) -> None:
+        self._named = None
+
+    def load(self, round: int) -> None:
+        assert self._manifest is not None and self._pool is not None
+        if round not in self._manifest.rounds:
+            return
+        if self._keeps is None:
+            self._watch(round)
+            return
+        pairs = self._pool.views(self._like, self._manifest.layout, round)
+        if self._keeps:
+            pairs = [(name, view.clone()) for name, view in pairs]
+        self._call(pairs)
+        del pairs
+        kept = _live(self._pool)
+        if kept:
+            # too late for this round: its slot cannot be given back under the loader's feet
+            self._keeps = True
+            raise StateError(
+                f"{self._who()} keeps {kept} tensors of round {round} after it has returned; "
+                "the update is given up, the next one will be given copies"
+            )
+
+    def finish(self, timeout: float) -> None:
+        assert self._manifest is not None
+        shapes = self._manifest.shapes
+        empty = [(n, torch.empty(shapes[n], dtype=_dtype(d))) for n, d in self._manifest.empty]
+        if empty:
+            self._call(empty)
+        if self._named is None:
+            return
+        parameters = {name for name, _ in self._module.named_parameters()}
+        missing = parameters - self._named - self._ignore
+        if missing:
+            raise LayoutError(f"{_list(missing)}: not loaded by {self._who()}")
+
+    def _watch(self, round: int) -> None:
+        """The first round is given out as views of a private copy, so that a loader that keeps
+        them is found out without harm."""
+        assert self._manifest is not None
+        items = self._manifest.rounds[round]
+        start = min(offset for _, _, _, offset in items)
+        end = max(
+            offset + _numel(shape) * _dtype(dtype).itemsize for _, dtype, shape, offset in items
+        )
+        private = Memory(end - start)
+        memoryview(private)[:] = memoryview(self._manifest.ring)[start:end]  # type: ignore[arg-type]
+        pool = ViewPool(private)
+        self._call(
+            [
+                (name, pool.view(self._like, dtype, shape, offset - start))
+                for name, dtype, shape, offset in items
+            ]
+        )
+        kept = _live(pool)
+        self._keeps = kept > 0
+        if self._keeps:
+            warnings.warn(
+                f"{self._who()} keeps tensors after it has returned ({kept} of {len(items)}); "
+                "it gets copies, which cost time and memory",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _call(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        answer = self._method(pairs)
+        if isinstance(answer, set | frozenset):
+            self._named = (self._named or set()) | answer
+
+    def _who(self) -> str:
+        return getattr(self._method, "__qualname__", None) or type(self._method).__qualname__
+
+
+def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, not copied."""
+    state: Mapping[str, Any] = module.state_dict(keep_vars=True)
+    return {
+        name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)
+    }
+
+
+def _aliases(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names grouped by the memory that they stand for, in order."""
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+        groups.setdefault(place, []).append(name)
+    return list(groups.values())
+
+
+def _live(pool: ViewPool) -> int:
+    """Views still alive; garbage in reference cycles does not count."""
+    if pool.live:
+        gc.collect()
+    return pool.live
+
+
+def _list(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = len(ordered) - _LISTED
+    return ", ".join(ordered[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise LayoutError(f"torch {torch.__version__} has no dtype {name!r}")
+    return dtype

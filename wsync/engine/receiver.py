@@ -1,0 +1,123 @@
+"""The receiver: one engine worker's part in updates, driven by control messages."""
+
+import logging
+import threading
+
+from wsync._core import Importer, Layout, ProtocolError, WsyncError
+from wsync.control import Control
+from wsync.engine.loaders import Loader, Receipt
+
+_log = logging.getLogger(__name__)
+
+
+class Receiver:
+    """Takes part in updates on behalf of one worker.
+
+    `handle` is given the bytes of a control message and returns (success, text) when the update
+    has been committed or has failed; it raises neither for bad input nor for failed updates.
+    The session with the trainer rank, its ring and its manifest stay attached between updates;
+    a message with another session id replaces it.
+
+    consistent: False from the first byte loaded until the update commits; a worker whose update
+    failed stays inconsistent, `reason` says why, until a later update commits.
+    update: number of the last committed update, or None.
+    """
+
+    def __init__(self, loader: Loader, *, worker: int = 0) -> None:
+        self._loader = loader
+        self._worker = worker
+        self._session = ""
+        self._importer: Importer | None = None
+        self._generation = -1
+        self._busy = threading.Lock()
+        self.consistent = True
+        self.reason = ""
+        self.update: int | None = None
+        self.receipt: Receipt | None = None
+
+    def handle(self, control: bytes) -> tuple[bool, str]:
+        """Does what a control message says; (success, text)."""
+        try:
+            message = Control.from_bytes(control)
+        except ProtocolError as error:
+            return False, f"worker {self._worker}: {error}"
+        if not self._busy.acquire(blocking=False):
+            return False, f"worker {self._worker}: another update is running"
+        try:
+            return self._close(message) if message.op == "close" else self._open(message)
+        finally:
+            self._busy.release()
+
+    def restored(self) -> None:
+        """Says that every weight was replaced by other means than an update."""
+        self.consistent, self.reason = True, ""
+
+    def close(self) -> None:
+        """Gives up the session."""
+        importer, self._importer, self._session = self._importer, None, ""
+        if importer is not None:
+            importer.close()
+
+    def _close(self, message: Control) -> tuple[bool, str]:
+        """The request around a close carries the weight version: refusing it keeps an engine
+        from taking on the version of an update that it does not have."""
+        if not self.consistent:
+            return False, f"worker {self._worker}: {self.reason}"
+        if self.update != message.update:
+            last = "none" if self.update is None else self.update
+            return False, (
+                f"worker {self._worker}: update {message.update} was not committed here, "
+                f"the last one is {last}"
+            )
+        return True, f"update {message.update}"
+
+    def _open(self, message: Control) -> tuple[bool, str]:
+        try:
+            self._run(message)
+        except Exception as error:
+            text = f"worker {self._worker}: update {message.update}: {_text(error)}"
+            _log.warning("%s", text)
+            if self._importer is not None:
+                self._importer.fail(text)
+            self.close()
+            if not self.consistent:
+                self.reason = f"the weights are inconsistent: {text}"
+            return False, text
+        return True, f"update {message.update}"
+
+    def _run(self, message: Control) -> None:
+        importer = self._connect(message)
+        timeout = message.deadline
+        update, rounds = importer.begin(timeout)
+        if update != message.update:
+            raise ProtocolError(f"the trainer has begun update {update}")
+        if importer.generation != self._generation:
+            self._generation = -1
+            self._loader.attach(importer.ring, Layout.from_bytes(importer.manifest))
+            self._generation = importer.generation
+        self._loader.begin(rounds)
+        for round in range(rounds):
+            importer.take(round, timeout)
+            if self.consistent:
+                self.consistent = False
+                self.reason = f"the weights are inconsistent: update {update} is running"
+            stream = self._loader.load(round)
+            importer.done(round, stream, timeout)
+        receipt = self._loader.finish(timeout)
+        importer.prepared(receipt.tensors, receipt.nbytes, receipt.checksum, timeout)
+        importer.verdict(timeout)
+        self.consistent, self.reason = True, ""
+        self.update, self.receipt = update, receipt
+
+    def _connect(self, message: Control) -> Importer:
+        if self._importer is None or self._session != message.session:
+            self.close()
+            self._generation = -1
+            self._importer = Importer(message.address, self._loader.blob(), message.deadline)
+            self._session = message.session
+        return self._importer
+
+
+def _text(error: Exception) -> str:
+    # wsync's own errors say everything in their message
+    return str(error) if isinstance(error, WsyncError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,182 @@
+"""The transformers engine as a process: its command line, and a helper that starts one."""
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from wsync._core import DeadlineError
+from wsync.engine.child import Child
+
+_STOP_SECONDS = 10.0
+_POLL_SECONDS = 0.05
+
+
+class ServerProcess(Child):
+    """A running engine in a child process; `url` is its address.  Close it, or use `with`."""
+
+    url: str = ""
+
+    def __enter__(self) -> "ServerProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def await_health(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        port = self._read_port(deadline, timeout)
+        self.url = f"http://127.0.0.1:{port}"
+        while time.monotonic() < deadline:
+            self.check_alive()
+            with contextlib.suppress(requests.RequestException), requests.Session() as session:
+                session.trust_env = False
+                if session.get(self.url + "/health", timeout=5).status_code == 200:
+                    return
+            time.sleep(_POLL_SECONDS)
+        raise DeadlineError(f"engine {self.name}: not healthy after {timeout:g} s: {self.log()}")
+
+    def _read_port(self, deadline: float, timeout: float) -> int:
+        assert self.process.stdout is not None
+        while time.monotonic() < deadline:
+            if select.select([self.process.stdout], [], [], _POLL_SECONDS)[0]:
+                line = self.process.stdout.readline()
+                if line:
+                    return int(json.loads(line)["port"])
+                self.process.wait(_STOP_SECONDS)
+            self.check_alive()
+        raise DeadlineError(f"engine {self.name}: no port after {timeout:g} s: {self.log()}")
+
+
+def serve_in_process(
+    model: "str | os.PathLike[str] | Any",
+    *,
+    random_weights: bool = False,
+    api_key: str | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    ignore: Sequence[str] = (),
+    timeout: float = 120.0,
+) -> ServerProcess:
+    """Starts an engine in a child process on a free port and waits until it is healthy.
+
+    model: a checkpoint folder; or a config (a folder that holds one with random_weights=True,
+    or a transformers config object), of which the weights are drawn with `seed`.  dtype: torch's
+    name, by default the checkpoint's or config's.  The child ends with this process.  Raises
+    DeadlineError, or PeerClosedError with the end of the child's log.
+    """
+    folder: tempfile.TemporaryDirectory[str] | None = None
+    if hasattr(model, "save_pretrained"):
+        folder = tempfile.TemporaryDirectory(prefix="wsync-engine-")
+        model.save_pretrained(folder.name)
+        model, random_weights = folder.name, True
+    command = [sys.executable, "-P", "-m", "wsync.engine.transformers"]
+    command += ["--config" if random_weights else "--model", os.fspath(model)]
+    command += ["--port", "0", "--child", "--seed", str(seed)]
+    command += ["--dtype", dtype] if dtype else []
+    for name in ignore:
+        command += ["--ignore", name]
+    # the key does not go on the command line, which everybody can read
+    server = ServerProcess(command, str(model), environment={"WSYNC_API_KEY": api_key or ""})
+    try:
+        server.await_health(timeout)
+    except BaseException:
+        server.close()
+        raise
+    finally:
+        if folder is not None:
+            folder.cleanup()
+    return server
+
+
+def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """(model, tokenizer or None) as the command line says."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(arguments.threads)
+    options: dict[str, Any] = {}
+    if arguments.dtype:
+        options["dtype"] = getattr(torch, arguments.dtype)
+    path = arguments.model or arguments.config
+    auto: Any = transformers.AutoModelForCausalLM
+    tokenizers: Any = transformers.AutoTokenizer
+    if arguments.model:
+        model = auto.from_pretrained(path, local_files_only=True, **options)
+    else:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        torch.manual_seed(arguments.seed)
+        model = auto.from_config(config, **options)
+    tokenizer = None
+    if any((Path(path) / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        tokenizer = tokenizers.from_pretrained(path, local_files_only=True)
+    return model, tokenizer
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of `python -m wsync.engine.transformers`."""
+    import uvicorn
+
+    from wsync.engine.transformers import create_app
+
+    options = _parser().parse_args(arguments)
+    model, tokenizer = load(options)
+    app = create_app(
+        model,
+        tokenizer=tokenizer,
+        api_key=options.api_key or os.environ.get("WSYNC_API_KEY") or None,
+        model_path=options.model or options.config,
+        weight_version=options.weight_version,
+        ignore=options.ignore,
+        threads=options.threads,
+    )
+    with socket.create_server((options.host, options.port)) as listener:
+        port = listener.getsockname()[1]
+        print(json.dumps({"port": port}), flush=True)
+        level = "warning" if options.child else "info"
+        server = uvicorn.Server(uvicorn.Config(app, log_level=level, access_log=False))
+        if options.child:
+            threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
+        server.run(sockets=[listener])
+
+
+def _end_with_parent(server: Any) -> None:
+    """The parent holds the other end of standard input: its end of file is the parent's end."""
+    while os.read(0, 4096):  # not sys.stdin, whose lock would be held at exit
+        pass
+    server.should_exit = True
+    time.sleep(_STOP_SECONDS / 2)
+    os._exit(1)  # requests that wait would keep the server up
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m wsync.engine.transformers",
+        description="A small inference engine with SGLang's weight-update endpoints.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", metavar="DIR", help="checkpoint folder")
+    source.add_argument("--config", metavar="DIR", help="config folder; weights are random")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000, help="0 takes a free one")
+    parser.add_argument("--api-key", help="bearer key; also read from WSYNC_API_KEY")
+    parser.add_argument("--dtype", help="torch's name of a dtype")
+    parser.add_argument("--seed", type=int, default=0, help="of random weights")
+    parser.add_argument("--threads", type=int, default=1, help="of torch and of copies")
+    parser.add_argument("--weight-version", default="default")
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="NAME", help="tensor an update may lack"
+    )
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser

@@ -1,0 +1,330 @@
+"""A small inference engine on a Hugging Face transformers model, with SGLang's endpoints.
+
+For notebooks, demonstrations and tests: it generates text one token at a time and takes weight
+updates the way SGLang does.  One worker, CPU.
+
+    python -m wsync.engine.transformers --model DIR --port 30000     # weights from DIR
+    python -m wsync.engine.transformers --config DIR --port 30000    # random weights
+
+Without a tokenizer, text is token ids in decimal with spaces between them.
+
+Weights go by the names of the model's runtime parameters.  transformers 4.57 keeps experts one
+by one, as checkpoints do; 5 fuses them, so MoE updates need 4.57 here.
+"""
+
+import math
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wsync import control
+from wsync._core import InvalidArgumentError, LayoutError, StateError, WsyncError, checksum
+from wsync.engine.gate import Gate
+from wsync.engine.loaders import ModuleLoader
+from wsync.engine.receiver import Receiver
+from wsync.engine.unpickle import loads
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+REQUEST_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to generate; temperature 0 takes the likeliest token."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.max_new_tokens) is not int or self.max_new_tokens < 0:
+            raise InvalidArgumentError(f"max_new_tokens {self.max_new_tokens!r}: an integer >= 0")
+        if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
+            raise InvalidArgumentError(f"temperature {self.temperature!r}: a number >= 0")
+
+
+@dataclass(slots=True)
+class Generation:
+    """What came out: token ids, their log probabilities, and why it ended."""
+
+    rid: str
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine:
+    """The engine behind the endpoints: a model, its receiver, and who may run when."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        model_path: str = "",
+        weight_version: str = "default",
+        ignore: Sequence[str] = (),
+        threads: int = 1,
+    ) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.model_path = model_path or str(getattr(model.config, "name_or_path", ""))
+        self.weight_version = weight_version
+        self.gate = Gate()
+        self.receiver = Receiver(ModuleLoader(model, ignore=ignore, threads=threads))
+        # names that stock updates have delivered since the weights became inconsistent
+        self._restored: set[str] = set()
+        self._sampler = threading.local()
+
+    # --- generation -------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        if self.tokenizer is not None:
+            return list(self.tokenizer.encode(text))
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError:
+            raise InvalidArgumentError(
+                f"text {text[:60]!r}: without a tokenizer, text is token ids in decimal"
+            ) from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        if self.tokenizer is not None:
+            return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return " ".join(map(str, ids))
+
+    def generate(self, ids: Sequence[int], sampling: Sampling, rid: str = "") -> Generation:
+        """Continues `ids`.  Waits while the engine is paused; what runs when it is paused ends,
+        starts over or goes on as the pause's mode says."""
+        self._check_prompt(ids, sampling)
+        result = Generation(rid or uuid.uuid4().hex)
+        tokens = list(ids)
+        cache: Any = None
+        stops = set() if sampling.ignore_eos else self._eos()
+        result.finish = {"type": "length", "length": sampling.max_new_tokens}
+        with self.gate.request(result.rid, REQUEST_SECONDS) as ticket:
+            while len(result.output_ids) < sampling.max_new_tokens:
+                with self.gate.step(ticket, REQUEST_SECONDS) as go, torch.no_grad():
+                    if not go:
+                        result.finish = {"type": "abort", "message": "Aborted by a pause."}
+                        break
+                    self.check_consistent()
+                    if ticket.retracted:
+                        cache, ticket.retracted = None, False
+                    step = self.model(
+                        input_ids=torch.tensor([tokens if cache is None else tokens[-1:]]),
+                        past_key_values=cache,
+                        use_cache=True,
+                    )
+                cache = step.past_key_values
+                token, logprob = _pick(step.logits[0, -1], sampling.temperature)
+                tokens.append(token)
+                result.output_ids.append(token)
+                result.logprobs.append(logprob)
+                if token in stops:
+                    result.finish = {"type": "stop", "matched": token}
+                    break
+        return result
+
+    def logits(self, ids: Sequence[int]) -> list[list[float]]:
+        """fp32 logits [len(ids), vocab] of one prompt, for comparisons."""
+        self._check_prompt(ids, Sampling(max_new_tokens=0))
+        with (
+            self.gate.request(uuid.uuid4().hex, REQUEST_SECONDS) as ticket,
+            self.gate.step(ticket, REQUEST_SECONDS) as go,
+            torch.no_grad(),
+        ):
+            if not go:
+                raise StateError("aborted by a pause")
+            self.check_consistent()
+            logits = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+        rows: list[list[float]] = logits.float().tolist()
+        return rows
+
+    def check_consistent(self) -> None:
+        if not self.receiver.consistent:
+            raise StateError(self.receiver.reason)
+
+    def resume(self, timeout: float) -> None:
+        """Refused while the weights are inconsistent."""
+        if not self.receiver.consistent and self.receiver.reason:
+            self.check_consistent()
+        self.gate.resume(timeout)
+
+    def _check_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
+        vocab = int(self.model.config.vocab_size)
+        if not ids:
+            raise InvalidArgumentError("the prompt is empty")
+        for position, token in enumerate(ids):
+            if type(token) is not int or not 0 <= token < vocab:
+                raise InvalidArgumentError(f"input_ids[{position}]: {token!r}, vocabulary {vocab}")
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        if longest is not None and len(ids) + sampling.max_new_tokens > longest:
+            raise InvalidArgumentError(
+                f"{len(ids)} tokens and {sampling.max_new_tokens} new ones: at most {longest}"
+            )
+
+    def _eos(self) -> set[int]:
+        eos = getattr(self.model.config, "eos_token_id", None)
+        return set(eos) if isinstance(eos, list | tuple) else set() if eos is None else {eos}
+
+    # --- weights ----------------------------------------------------------------------------
+
+    def update_weights(
+        self,
+        payloads: Sequence[bytes],
+        *,
+        load_format: str | None = None,
+        weight_version: str | None = None,
+        flush_cache: bool = False,
+        timeout: float = REQUEST_SECONDS,
+    ) -> tuple[bool, str]:
+        """One update request; (success, text).  The version is taken on by success only."""
+        try:
+            if not payloads:
+                raise InvalidArgumentError("serialized_named_tensors is empty, one worker needs 1")
+            with self.gate.update(timeout):
+                if flush_cache:
+                    self.gate.flush()
+                success, text = self._load(loads(payloads[0]), load_format)
+                if success and weight_version is not None:
+                    self.weight_version = weight_version
+        except WsyncError as error:
+            return False, str(error)
+        return success, text
+
+    def _load(self, content: Any, load_format: str | None) -> tuple[bool, str]:
+        if load_format == control.LOAD_FORMAT:
+            success, text = self.receiver.handle(control.message(_pairs(content)))
+            if not self.receiver.consistent:
+                self._restored = set()
+            return success, text
+        if load_format == "flattened_bucket":
+            pairs = _bucket(content)
+        elif load_format in (None, "direct"):
+            pairs = _pairs(content)
+        else:
+            raise InvalidArgumentError(f"Unknown load_format={load_format}")
+        self._copy(pairs)
+        return True, "Success"
+
+    def _copy(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Copies by name.  Everything is checked before the first byte is written."""
+        state = self.model.state_dict(keep_vars=True)
+        for name, tensor in pairs:
+            if name not in state:
+                raise LayoutError(f"{name}: not in {type(self.model).__name__}")
+            if tensor.shape != state[name].shape:
+                raise LayoutError(
+                    f"{name}: shape {tuple(tensor.shape)} delivered, "
+                    f"{tuple(state[name].shape)} in {type(self.model).__name__}"
+                )
+        with torch.no_grad():
+            for name, tensor in pairs:
+                state[name].copy_(tensor)
+        if not self.receiver.consistent:
+            self._restored.update(name for name, _ in pairs)
+            places = {state[name].data_ptr() for name in self._restored}
+            if all(tensor.data_ptr() in places for tensor in state.values()):
+                self.receiver.restored()
+
+    def checksums(self) -> dict[str, str]:
+        """A 64-bit checksum in hex of every parameter's and persistent buffer's bytes."""
+        state: Mapping[str, torch.Tensor] = self.model.state_dict()
+        return {name: f"{_checksum(tensor):016x}" for name, tensor in state.items()}
+
+    def model_info(self) -> dict[str, Any]:
+        config = self.model.config
+        return {
+            "model_path": self.model_path,
+            "served_model_name": self.model_path,
+            "tokenizer_path": str(getattr(self.tokenizer, "name_or_path", "")),
+            "is_generation": True,
+            "weight_version": self.weight_version,
+            "model_type": config.model_type,
+            "architectures": config.architectures or [type(self.model).__name__],
+            "consistent": self.receiver.consistent,
+            "reason": self.receiver.reason,
+        }
+
+
+def create_app(
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    api_key: str | None = None,
+    model_path: str = "",
+    weight_version: str = "default",
+    ignore: Sequence[str] = (),
+    threads: int = 1,
+) -> "FastAPI":
+    """An ASGI application around a transformers causal language model.
+
+    api_key: asked for as a bearer key everywhere but on /health.  ignore: tensor names that an
+    update may lack, or bring although the model does not have them.  threads: copy threads.
+    The Engine is at `app.state.engine`.
+    """
+    from wsync.engine.app import build_app
+
+    engine = Engine(
+        model,
+        tokenizer=tokenizer,
+        model_path=model_path,
+        weight_version=weight_version,
+        ignore=ignore,
+        threads=threads,
+    )
+    return build_app(engine, api_key=api_key)
+
+
+def _pick(logits: torch.Tensor, temperature: float) -> tuple[int, float]:
+    logprobs = logits.float().log_softmax(-1)
+    if temperature == 0:
+        token = int(logprobs.argmax())
+    else:
+        token = int(torch.multinomial((logits.float() / temperature).softmax(-1), 1))
+    return token, float(logprobs[token])
+
+
+def _pairs(content: Any) -> list[tuple[str, torch.Tensor]]:
+    """[(name, tensor)] of an unpickled payload."""
+    try:
+        pairs = [(name, tensor) for name, tensor in content]
+    except (TypeError, ValueError):
+        pairs = [(None, None)]
+    for name, tensor in pairs:
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError("payload: not a list of (name, tensor)")
+    return pairs
+
+
+def _bucket(content: Any) -> list[tuple[str, torch.Tensor]]:
+    from wsync.bucket import FlattenedTensorBucket
+
+    if not isinstance(content, dict) or not content.keys() >= {"flattened_tensor", "metadata"}:
+        raise InvalidArgumentError("payload: not a dict of flattened_tensor and metadata")
+    bucket = FlattenedTensorBucket(
+        flattened_tensor=content["flattened_tensor"], metadata=content["metadata"]
+    )
+    return bucket.reconstruct_tensors()
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return checksum(flat.numpy())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    from wsync.engine.serve import main as serve
+
+    serve(arguments)
+
+
+if __name__ == "__main__":
+    main()
