@@ -1,0 +1,440 @@
+"""Real Megatron-Core trainers on CPU over gloo.
+
+Megatron-Core asks for CUDA in a few places that do not need it.  `install` (or `on_cpu`, the same
+for a `with` block) answers those on the CPU; `groups` sets Megatron's parallel groups up on an
+initialised gloo process group; `build` makes a small trainer from a Hugging Face configuration:
+
+    with on_cpu(), groups(Parallel(tp=2, pp=2)) as parallel:
+        trainer = build(Qwen3Config(...), parallel)
+        trainer.step(ids)
+        logits = trainer.logits(ids)
+
+Limits: attention on a CPU computes whole sequences, so context-parallel ranks are replicas here;
+experts use the all-gather dispatcher; there is no dropout and no sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.nn import Module
+
+__all__ = ["Parallel", "Trainer", "build", "groups", "install", "named_weights", "on_cpu"]
+
+
+class _Stream:
+    """Stands for a CUDA stream: work on a CPU is done when the call returns."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        del args, options
+
+    def wait_stream(self, other: object) -> None:
+        del other
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _same(tensor: Any, *args: object, **options: object) -> Any:
+    del args, options
+    return tensor
+
+
+def _replace(stack: contextlib.ExitStack, home: Any, name: str, value: object) -> None:
+    missing = object()
+    old = home.__dict__.get(name, missing)
+    setattr(home, name, value)
+    if old is missing:
+        stack.callback(delattr, home, name)
+    else:
+        stack.callback(setattr, home, name, old)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Makes Megatron-Core build and run its models on the CPU, for the whole process."""
+    with contextlib.ExitStack() as stack:
+        stream = _Stream()
+        for name, value in (
+            ("current_device", lambda: torch.device("cpu")),
+            ("Stream", _Stream),
+            ("current_stream", lambda *args, **options: stream),
+            ("stream", lambda stream: contextlib.nullcontext()),
+            ("synchronize", lambda *args: None),
+        ):
+            _replace(stack, torch.cuda, name, value)
+        _replace(stack, torch.Tensor, "cuda", _same)
+        _replace(stack, torch.nn.Module, "cuda", _same)
+
+        from megatron.core.tensor_parallel import random as megatron_random
+        from megatron.core.transformer.moe import moe_utils
+
+        # 0.16.1 names this function even where TransformerEngine is missing.
+        _replace(stack, moe_utils, "te_general_gemm", None)
+        megatron_random.initialize_rng_tracker()
+        tracker = type(megatron_random.get_cuda_rng_tracker())
+        _replace(stack, tracker, "fork", lambda self, name=None: contextlib.nullcontext())
+        yield
+
+
+def install() -> Callable[[], None]:
+    """`on_cpu` without a block: returns the function that undoes it."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(on_cpu())
+    return stack.close
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Sizes of the parallel groups; what is left of the ranks is data-parallel.
+
+    vpp: model chunks per pipeline stage, or None.  etp: None is Megatron's default (tp).
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int | None = None
+    cp: int = 1
+
+
+@contextlib.contextmanager
+def groups(parallel: Parallel) -> Iterator[Parallel]:
+    """Megatron's groups on the default process group; collective."""
+    from megatron.core import parallel_state as state
+
+    state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+    )
+    try:
+        if parallel.vpp is not None:
+            state.set_virtual_pipeline_model_parallel_rank(0)
+        yield parallel
+    finally:
+        state.destroy_model_parallel()
+
+
+def _moe_options(hf: Any) -> dict[str, Any]:
+    experts = getattr(hf, "num_experts", None)
+    if not experts:
+        return {}
+    dense = set(getattr(hf, "mlp_only_layers", None) or ())
+    every = getattr(hf, "decoder_sparse_step", 1)
+    options: dict[str, Any] = {
+        "num_moe_experts": experts,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_layer_freq": [
+            int(layer not in dense and (layer + 1) % every == 0)
+            for layer in range(hf.num_hidden_layers)
+        ],
+    }
+    shared = getattr(hf, "shared_expert_intermediate_size", None)
+    if shared:
+        options |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": True}
+    return options
+
+
+def transformer_config(hf: Any, parallel: Parallel, dtype: torch.dtype, **overrides: Any) -> Any:
+    """Megatron's TransformerConfig for a llama, qwen2, qwen3, qwen2_moe or qwen3_moe config."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    kind = hf.model_type
+    options: dict[str, Any] = {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        "ffn_hidden_size": hf.intermediate_size,
+        "activation_func": torch.nn.functional.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": kind.startswith("qwen2"),
+        "qk_layernorm": kind.startswith("qwen3"),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "bf16": dtype is torch.bfloat16,
+    }
+    return TransformerConfig(**(options | _moe_options(hf) | overrides))
+
+
+def build(
+    hf: Any,
+    parallel: Parallel,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    engine: bool = False,
+    vocab_multiple: int = 16,
+    **overrides: Any,
+) -> Trainer:
+    """A trainer of the shape of a Hugging Face config, with random weights of its own.
+
+    The weights depend on the seed and the parallel sizes; replicas are equal.  `engine` uses
+    TransformerEngine's modules, where some stand-in or the real one is installed.  The vocabulary
+    is padded to a multiple of vocab_multiple * tp.  `overrides` go to TransformerConfig.
+    """
+    from megatron.core import parallel_state as state
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    config = transformer_config(hf, parallel, dtype, **overrides)
+    unit = vocab_multiple * parallel.tp
+    chunks: list[Module] = []
+    for stage in range(parallel.vpp or 1):
+        vp_stage = stage if parallel.vpp else None
+        ends = {"ignore_virtual": parallel.vpp is None, "vp_stage": vp_stage}
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
+        )
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=-(-hf.vocab_size // unit) * unit,
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=state.is_pipeline_first_stage(**ends),
+            post_process=state.is_pipeline_last_stage(**ends),
+            position_embedding_type="rope",
+            rotary_base=_rope_theta(hf),
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            vp_stage=vp_stage,
+        )
+        chunk.rotary_pos_emb.cp_group = None  # every rank computes the whole sequence
+        chunks.append(chunk.eval())  # without dropout, training needs no other mode
+    trainer = Trainer(chunks, config, hf, parallel, dtype)
+    trainer.randomize(seed)
+    return trainer
+
+
+def _rope_theta(hf: Any) -> float:
+    theta = getattr(hf, "rope_theta", None)
+    return float(theta if theta is not None else hf.rope_parameters["rope_theta"])
+
+
+def named_weights(chunks: Sequence[Module], experts: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """(name in the unsharded model, local tensor) of all parameters and expert biases."""
+    from megatron.core import parallel_state as state
+
+    share = experts // state.get_expert_model_parallel_world_size()
+    first = share * state.get_expert_model_parallel_rank()
+    for chunk in chunks:
+        layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # type: ignore[union-attr]
+        buffers = [item for item in chunk.named_buffers() if item[0].endswith("expert_bias")]
+        for name, tensor in [*chunk.named_parameters(), *buffers]:
+            if name.startswith("decoder.layers."):
+                _, _, local, rest = name.split(".", 3)
+                name = f"decoder.layers.{layers[int(local)]}.{rest}"
+            name = re.sub(
+                r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+",
+                lambda match: str(int(match.group()) + first),
+                name,
+            )
+            yield name, tensor
+
+
+@dataclass
+class Trainer:
+    """One rank of a trainer."""
+
+    chunks: list[Module]
+    config: Any
+    hf: Any
+    parallel: Parallel
+    dtype: torch.dtype
+    optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
+
+    @torch.no_grad()
+    def randomize(self, seed: int, scale: float = 0.1) -> None:
+        """New random weights, equal on replicas: norms around 1, all else around 0."""
+        from megatron.core import parallel_state as state
+
+        for name, tensor in named_weights(self.chunks, getattr(self.hf, "num_experts", 0) or 0):
+            if name == "output_layer.weight" and self.hf.tie_word_embeddings:
+                name = "embedding.word_embeddings.weight"
+            shard = 0
+            if getattr(tensor, "tensor_model_parallel", False):
+                shard = state.get_tensor_model_parallel_rank()
+            if ".experts." in name:
+                shard = state.get_expert_tensor_parallel_rank()
+                if re.search(r"\.weight[12]$", name) and "linear_fc" not in name:
+                    shard += 1000 * state.get_expert_model_parallel_rank()
+            text = f"{seed}/{shard}/{name}"
+            generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
+            values = torch.randn(tensor.shape, generator=generator) * scale
+            tensor.copy_(values + 1.0 if "norm" in name else values)
+
+    def _pipeline(self, run: Callable[[int, Tensor | None], Tensor], shape: tuple[int, ...]) -> Any:
+        """Runs all chunks in model order; passes hidden states on between stages."""
+        from megatron.core import parallel_state as state
+
+        group = state.get_pipeline_model_parallel_group()
+        stages, stage = group.size(), group.rank()
+        hidden: Tensor | None = None
+        output: Tensor | None = None
+        for virtual in range(len(self.chunks)):
+            for holder in range(stages):
+                if holder == stage:
+                    output = run(virtual, hidden)
+                if (virtual, holder) == (len(self.chunks) - 1, stages - 1):
+                    return output if holder == stage else None
+                if holder == stage and output is not None:
+                    hidden = output.detach().contiguous()
+                else:
+                    hidden = torch.empty(shape, dtype=self.dtype)
+                if stages > 1:
+                    dist.broadcast(hidden, dist.get_global_rank(group, holder), group=group)
+        return None
+
+    def _call(self, virtual: int, hidden: Tensor | None, ids: Tensor, **options: Any) -> Tensor:
+        chunk: Any = self.chunks[virtual]
+        if not chunk.pre_process:
+            chunk.set_input_tensor(hidden)
+        batch, length = ids.shape
+        mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
+        positions = torch.arange(length)[None].expand(batch, length)
+        result: Tensor = chunk(
+            input_ids=ids, position_ids=positions, attention_mask=mask, **options
+        )
+        return result
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor) -> Tensor:
+        """Logits (batch, length, vocab_size) of token ids (batch, length), on every rank."""
+        from megatron.core import parallel_state as state
+
+        shape = (ids.shape[1], ids.shape[0], self.hf.hidden_size)
+        output = self._pipeline(lambda virtual, hidden: self._call(virtual, hidden, ids), shape)
+        pipeline = state.get_pipeline_model_parallel_group()
+        tensor = state.get_tensor_model_parallel_group()
+        full = torch.empty((*ids.shape, self.hf.vocab_size), dtype=self.dtype)
+        if output is not None:
+            parts = [torch.empty_like(output) for _ in range(tensor.size())]
+            dist.all_gather(parts, output.contiguous(), group=tensor)
+            full = torch.cat(parts, -1)[..., : self.hf.vocab_size].contiguous()
+        if pipeline.size() > 1:
+            last = dist.get_global_rank(pipeline, pipeline.size() - 1)
+            dist.broadcast(full, last, group=pipeline)
+        return full
+
+    def step(self, ids: Tensor, learning_rate: float = 1e-2) -> float | None:
+        """One AdamW step on predicting the next token; the loss on the last stage, else None."""
+        if self.optimizer is None:
+            parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+            self.optimizer = torch.optim.AdamW(parameters, lr=learning_rate)
+        self.optimizer.zero_grad()
+        loss = self._backward(ids)
+        self._reduce_gradients()
+        self.optimizer.step()
+        return loss
+
+    def _backward(self, ids: Tensor) -> float | None:
+        from megatron.core import parallel_state as state
+
+        kept: dict[int, tuple[Tensor | None, Tensor]] = {}
+        labels = torch.roll(ids, -1, 1)
+
+        def run(virtual: int, hidden: Tensor | None) -> Tensor:
+            first = self.chunks[virtual].pre_process
+            start = None if first or hidden is None else hidden.detach().requires_grad_()
+            options = {"labels": labels} if self.chunks[virtual].post_process else {}
+            output = self._call(virtual, start, ids, **options)
+            kept[virtual] = (start, output.float().mean() if options else output)
+            return kept[virtual][1]
+
+        shape = (ids.shape[1], ids.shape[0], self.hf.hidden_size)
+        loss = self._pipeline(run, shape)
+        group = state.get_pipeline_model_parallel_group()
+        gradient: Tensor | None = None
+        for virtual in reversed(range(len(self.chunks))):
+            for holder in reversed(range(group.size())):
+                if holder == group.rank():
+                    start, output = kept[virtual]
+                    torch.autograd.backward(output, gradient)
+                    gradient = None if start is None else start.grad
+                if (virtual, holder) == (0, 0):
+                    break
+                if gradient is None or holder != group.rank():
+                    gradient = torch.empty(shape, dtype=self.dtype)
+                gradient = gradient.contiguous()
+                if group.size() > 1:
+                    dist.broadcast(gradient, dist.get_global_rank(group, holder), group=group)
+        return None if loss is None else loss.item()
+
+    def _reduce_gradients(self) -> None:
+        """Keeps replicas equal: sums over shared parts, averages over data-parallel ranks."""
+        from megatron.core import parallel_state as state
+
+        weights = [item for chunk in self.chunks for item in chunk.named_parameters()]
+        for _, weight in weights:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        whole = [
+            (name, weight)
+            for name, weight in weights
+            if not getattr(weight, "tensor_model_parallel", False)
+        ]
+        tensor = state.get_tensor_model_parallel_group()
+        heads = [w for name, w in whole if re.search(r"\.[qk]_layernorm\.", name)]
+        _all_reduce(heads, tensor, average=False)
+        _all_reduce([w for _, w in whole if all(w is not h for h in heads)], tensor, average=True)
+        if self.hf.tie_word_embeddings and self.parallel.pp > 1:
+            self._reduce_tied(weights, state.get_embedding_group(check_initialized=False))
+        experts = [w for name, w in weights if ".experts." in name]
+        others = [w for name, w in weights if ".experts." not in name]
+        _all_reduce(experts, state.get_expert_data_parallel_group(), average=True)
+        both = state.get_data_parallel_group(with_context_parallel=True)
+        _all_reduce(others, both, average=True)
+
+    def _reduce_tied(self, weights: Sequence[tuple[str, Tensor]], group: ProcessGroup) -> None:
+        ends = ("embedding.word_embeddings.weight", "output_layer.weight")
+        _all_reduce([w for name, w in weights if name in ends], group, average=False)
+
+
+def _all_reduce(weights: Sequence[Tensor], group: ProcessGroup, *, average: bool) -> None:
+    """Reduces the gradients of some parameters as one tensor."""
+    if group.size() == 1 or not weights:
+        return
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    if average:
+        flat /= group.size()
+    counts = [gradient.numel() for gradient in gradients]
+    for gradient, part in zip(gradients, torch.split(flat, counts), strict=True):
+        gradient.copy_(part.view_as(gradient))
