@@ -1,0 +1,121 @@
+"""The demo's two engines, and how what they hold is checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from wsync import _core
+from wsync.engine.serve import serve_in_process
+from wsync.engine.tensor_parallel import TensorParallelEngine
+from wsync.handles import EngineHandle, handle
+
+_NEW_TOKENS = 40
+_SECONDS = 60.0
+
+
+class Engines:
+    """A transformers engine over HTTP and a tensor-parallel engine of two processes."""
+
+    def __init__(self, config: Any) -> None:
+        import requests
+
+        self._http = requests.Session()
+        self._http.trust_env = False
+        self._server = serve_in_process(config, dtype="float32")
+        try:
+            self._sharded = TensorParallelEngine(config, tp=2)
+        except BaseException:
+            self._server.close()
+            raise
+        names = (f"HTTP engine at {self._server.url}", "tensor-parallel engine, 2 processes")
+        self._facts: list[dict[str, Any]] = [{"name": name, "checked": ""} for name in names]
+
+    @property
+    def handles(self) -> list[EngineHandle]:
+        return [handle(self._server.url), self._sharded]
+
+    def note(self, moment: str, prompt: list[int]) -> None:
+        """Keeps what each engine generates now."""
+        answer = self._post(
+            "/generate",
+            {
+                "input_ids": prompt,
+                "sampling_params": {"max_new_tokens": _NEW_TOKENS, "temperature": 0.0},
+            },
+        )
+        generated = self._sharded.generate(prompt, max_new_tokens=_NEW_TOKENS)
+        for fact, ids in zip(self._facts, (answer["output_ids"], generated), strict=True):
+            fact[moment] = _text(prompt + ids)
+        self._facts[0][f"weight_version_{moment}"] = answer["meta_info"]["weight_version"]
+
+    def check(
+        self,
+        expected: dict[str, torch.Tensor],
+        ids: torch.Tensor,
+        logits: torch.Tensor,
+        version: str,
+        tolerance: float,
+    ) -> list[str]:
+        """Compares versions, bytes and logits; returns what is wrong."""
+        problems = []
+        sums = self._post("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
+        problems += _compare_sums(sums, expected)
+        problems += _compare_bytes(self._sharded.weights(), expected)
+        over_http = self._post("/wsync/logits", {"input_ids": ids[0].tolist()})["logits"]
+        pairs = (torch.tensor(over_http), self._sharded.logits(ids[0].tolist()))
+        versions = [engine.model_info(_SECONDS)["weight_version"] for engine in self.handles]
+        for fact, found, has in zip(self._facts, pairs, versions, strict=True):
+            worst = float((found - logits[0].float()).abs().max())
+            if not worst <= tolerance:
+                problems.append(f"{fact['name']}: logits differ by {worst:.2e}")
+            if has != version:
+                problems.append(f"{fact['name']}: version {has!r} instead of {version!r}")
+            fact["checked"] = (
+                f"{len(expected)} tensors compared; logits within {worst:.1e} of the trainer's; "
+                f"version {has}"
+            )
+            fact["logits_difference"] = worst
+        return problems
+
+    def facts(self) -> list[dict[str, Any]]:
+        return self._facts
+
+    def close(self) -> None:
+        self._sharded.close()
+        self._server.close()
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        answer = self._http.post(self._server.url + path, json=body, timeout=_SECONDS)
+        answer.raise_for_status()
+        return answer.json()
+
+
+def _compare_sums(sums: dict[str, str], expected: dict[str, torch.Tensor]) -> list[str]:
+    problems = [
+        f"HTTP engine: {name} is not in the trainer" for name in sums if name not in expected
+    ]
+    for name, tensor in expected.items():
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if sums.get(name) != f"{_core.checksum(flat.numpy()):016x}":
+            problems.append(f"HTTP engine: {name} has other bytes")
+    return problems
+
+
+def _compare_bytes(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    problems = []
+    for name in sorted(found.keys() | expected.keys()):
+        if name not in found or name not in expected:
+            problems.append(f"tensor-parallel engine: {name} is on one side only")
+        elif not torch.equal(_as_bytes(found[name]), _as_bytes(expected[name])):
+            problems.append(f"tensor-parallel engine: {name} has other bytes")
+    return problems
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _text(ids: list[int]) -> str:
+    return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
