@@ -1,0 +1,252 @@
+"""Whole updates from one trainer process, with real engine processes on the other side."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import wsync
+from wsync.engine.serve import serve_in_process
+from wsync.engine.tensor_parallel import TensorParallelEngine
+
+Weights = dict[str, torch.Tensor]
+QUICK = wsync.Options(deadline=3.0, progress=False)
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    return transformers.Qwen3Config(
+        vocab_size=101,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+
+
+@pytest.fixture
+def engine(config: Any) -> Iterator[TensorParallelEngine]:
+    with TensorParallelEngine(config, tp=2) as running:
+        yield running
+
+
+def draw(config: Any, seed: int) -> Weights:
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def same(found: Weights, expected: Weights) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8))
+        for name in expected
+    )
+
+
+def test_every_byte_arrives_and_the_version_is_taken_on(
+    config: Any, engine: TensorParallelEngine
+) -> None:
+    weights = draw(config, 1)
+    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+        report = sync.update(version=7)
+    assert same(engine.weights(), weights)
+    assert engine.weight_version == "7"
+    assert not engine.paused
+    assert report.tensors == len(weights)
+    assert report.model_nbytes == sum(t.numel() * 4 for t in weights.values())
+    assert report.redundancy == 1.0  # each worker is sent the boxes that it keeps
+    assert report.delivered_nbytes > report.model_nbytes  # norms go to both workers
+    assert report.seconds >= sum(report.phases.values()) > 0
+
+
+def test_later_updates_reuse_the_ring_and_may_bring_other_storage(
+    config: Any, engine: TensorParallelEngine
+) -> None:
+    weights = draw(config, 1)
+    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+        sync.update()
+        for seed in (2, 3):
+            moved = draw(config, seed)
+            report = sync.update(moved)
+            assert same(engine.weights(), moved)
+    assert report.version == "3"
+    assert engine.weight_version == "3"
+
+
+def test_many_small_rounds_give_the_same_bytes(config: Any, engine: TensorParallelEngine) -> None:
+    weights = draw(config, 4)
+    options = wsync.Options(deadline=5, round_nbytes=1 << 14, ring_nbytes=1 << 16, progress=False)
+    with wsync.connect(weights, engines=[engine], options=options) as sync:
+        report = sync.update()
+    assert report.rounds > 5
+    assert same(engine.weights(), weights)
+
+
+def test_two_kinds_of_engine_in_one_update(config: Any, engine: TensorParallelEngine) -> None:
+    weights = draw(config, 5)
+    with serve_in_process(config) as server:
+        with wsync.connect(weights, engines=[server.url, engine], options=QUICK) as sync:
+            sync.update(version="after-step-5")
+        handle = wsync.handle(server.url)
+        assert handle.model_info(10)["weight_version"] == "after-step-5"
+        assert checksums(server.url) == expected_checksums(weights)
+    assert same(engine.weights(), weights)
+
+
+def checksums(url: str) -> dict[str, str]:
+    import requests
+
+    answer = requests.post(f"{url}/weights_checker", json={"action": "checksum"}, timeout=10)
+    sums: dict[str, str] = answer.json()["ranks"][0]["checksums"]
+    return sums
+
+
+def expected_checksums(weights: Weights) -> dict[str, str]:
+    from wsync._core import checksum
+
+    return {
+        name: f"{checksum(t.contiguous().flatten().view(torch.uint8).numpy()):016x}"
+        for name, t in weights.items()
+    }
+
+
+def test_a_stock_engine_gets_flattened_buckets(config: Any) -> None:
+    weights = draw(config, 6)
+    options = wsync.Options(
+        deadline=10, delivery="stock", bucket_nbytes=1 << 15, progress=False
+    )
+    with serve_in_process(config) as server:
+        with wsync.connect(weights, engines=[server.url], options=options) as sync:
+            for seed in (6, 7):
+                weights = draw(config, seed)
+                report = sync.update(weights)
+                assert checksums(server.url) == expected_checksums(weights)
+        assert report.rounds > 3
+        assert wsync.handle(server.url).model_info(10)["weight_version"] == "2"
+
+
+def test_non_contiguous_and_empty_tensors_are_read_where_they_lie() -> None:
+    from support.bare import BareEngine
+
+    weights = {
+        "a.transposed": torch.arange(15.0).reshape(3, 5).t(),
+        "b.sliced": torch.arange(20, dtype=torch.bfloat16).reshape(4, 5)[:, 1:3],
+        "c.empty": torch.empty(0, 4),
+        "d.scalar": torch.tensor(3.5),
+    }
+    with BareEngine({name: (t.shape, t.dtype) for name, t in weights.items()}) as engine:
+        with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+            sync.update()
+        found = engine.weights()
+    assert found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(found[name], tensor), name
+
+
+# --- what goes wrong --------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_not_there_is_named() -> None:
+    with pytest.raises(wsync.PeerClosedError, match=r"http://127\.0\.0\.1:9"):
+        wsync.connect({"a": torch.zeros(1)}, engines=["http://127.0.0.1:9"])
+
+
+def test_a_round_size_that_cannot_work_names_budget_and_tensor(config: Any) -> None:
+    weights = draw(config, 1)
+    options = wsync.Options(deadline=3, round_nbytes=100, progress=False)
+    with TensorParallelEngine(config, tp=1, delivery="full") as engine:
+        with wsync.connect(weights, engines=[engine], options=options) as sync:
+            with pytest.raises(wsync.InvalidArgumentError, match=r"100"):
+                sync.update()
+
+
+def test_a_tensor_that_the_trainer_lacks_is_named_and_nothing_is_written(
+    config: Any, engine: TensorParallelEngine
+) -> None:
+    before = engine.weights()
+    weights = draw(config, 1)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+        with pytest.raises(wsync.LayoutError, match=r"layers\.1\.mlp\.up_proj"):
+            sync.update()
+    assert same(engine.weights(), before)
+
+
+def test_weights_of_another_shape_are_refused_by_name(
+    config: Any, engine: TensorParallelEngine
+) -> None:
+    weights = draw(config, 1)
+    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+        sync.update()
+        wrong = {**weights, "model.norm.weight": torch.zeros(3)}
+        with pytest.raises(wsync.LayoutError, match=r"model\.norm\.weight: .*\(3,\)"):
+            sync.update(wrong)
+        sync.update()
+
+
+def test_a_stalled_engine_costs_the_deadline_and_the_next_update_recovers(
+    config: Any, engine: TensorParallelEngine
+) -> None:
+    weights = draw(config, 1)
+    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+        sync.update()
+        os.kill(engine.pids[1], signal.SIGSTOP)
+        start = time.monotonic()
+        try:
+            with pytest.raises(wsync.DeadlineError):
+                sync.update()
+        finally:
+            os.kill(engine.pids[1], signal.SIGCONT)
+        # pausing, the first thing that waits for the worker, has the request deadline
+        assert time.monotonic() - start < 4 * QUICK.request_deadline
+        weights = draw(config, 2)
+        sync.update(weights)
+    assert same(engine.weights(), weights)
+
+
+def test_an_engine_that_dies_during_an_update_is_named(config: Any) -> None:
+    weights = draw(config, 1)
+    options = wsync.Options(deadline=5, round_nbytes=1 << 12, ring_nbytes=1 << 13, progress=False)
+    with (
+        TensorParallelEngine(config, tp=1, name="victim") as victim,
+        TensorParallelEngine(config, tp=1, name="survivor") as survivor,
+    ):
+        with wsync.connect(weights, engines=[victim, survivor], options=options) as sync:
+            sync.update()
+            # stop it so that the update is surely under way when it is killed
+            os.kill(victim.pids[0], signal.SIGSTOP)
+            killer = threading.Timer(0.5, os.kill, (victim.pids[0], signal.SIGKILL))
+            killer.start()
+            with pytest.raises(wsync.WsyncError) as caught:
+                sync.update()
+            killer.join()
+        assert isinstance(caught.value, wsync.PeerClosedError | wsync.RemoteError)
+        assert "victim" in str(caught.value) or str(victim.pids[0]) in str(caught.value)
+        with wsync.connect(weights, engines=[survivor], options=options) as sync:
+            sync.update()
+        assert same(survivor.weights(), weights)
+
+
+def test_updating_before_connecting_is_refused() -> None:
+    with pytest.raises(wsync.InvalidArgumentError, match="no engines"):
+        wsync.connect({"a": torch.zeros(1)}, engines=[])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("deadline", 0), ("threads", 0), ("round_nbytes", -1), ("exchange", "tcp"), ("delivery", "x")],
+)
+def test_options_that_make_no_sense_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(wsync.InvalidArgumentError, match=f"{field}={value!r}"):
+        wsync.Options(**{field: value})
