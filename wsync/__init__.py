@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from wsync.api import connect as connect
     from wsync.bucket import FlattenedTensorBucket as FlattenedTensorBucket
     from wsync.bucket import FlattenedTensorMetadata as FlattenedTensorMetadata
+    from wsync.handles import EngineHandle as EngineHandle
+    from wsync.handles import handle as handle
     from wsync.options import Options as Options
     from wsync.report import Report as Report
     from wsync.sync import Sync as Sync
@@ -52,6 +54,7 @@ _HOMES = {
         "__version__",
     ),
     "wsync.api": ("connect",),
+    "wsync.handles": ("EngineHandle", "handle"),
     "wsync.bucket": ("FlattenedTensorBucket", "FlattenedTensorMetadata"),
     "wsync.options": ("Options",),
     "wsync.report": ("Report",),
