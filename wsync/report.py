@@ -34,6 +34,14 @@ class Report:
     def redundancy(self) -> float:
         return self.delivered_nbytes / self.needed_nbytes if self.needed_nbytes else 1.0
 
+    def __str__(self) -> str:
+        rate = self.delivered_nbytes / self.seconds / 1e9 if self.seconds else 0.0
+        return (
+            f"version {self.version}: {self.tensors} tensors, {self.delivered_nbytes:,} bytes to "
+            f"{self.workers} workers in {self.seconds:.3f} s ({rate:.2f} GB/s, "
+            f"{self.rounds} rounds, redundancy {self.redundancy:.2f})"
+        )
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time spent in the block to phase `name`."""

@@ -1,0 +1,33 @@
+"""The README's notebook example runs in a real kernel, and its limits hold."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+def notebook_cell() -> str:
+    _, found, rest = README.read_text(encoding="utf-8").partition("**In a notebook**")
+    assert found
+    block = re.search(r"```python\n(.*?)```", rest, re.DOTALL)
+    assert block
+    return block[1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_notebook_example_runs_under_ipykernel() -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(notebook_cell())])
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    printed = "".join(output.get("text", "") for output in notebook.cells[0].outputs)
+    assert re.search(r"version 7: \d+ tensors, [\d,]+ bytes to 1 workers", printed)
+    assert printed.rstrip().endswith("\n7")
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
