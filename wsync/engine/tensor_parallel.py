@@ -67,6 +67,7 @@ class TensorParallelEngine:
             raise InvalidArgumentError(f"tp {tp}: at least 1")
         self.name = name
         self.workers = tp
+        self.load_formats = (control.LOAD_FORMAT,)
         self.weight_version = "default"
         self.paused = False
         self._config = config
