@@ -231,7 +231,7 @@ static wsync_status_t read_text(reader_t *reader, const char *what)
 {
     uint64_t nbytes = 0;
     char *text;
-    wsync_status_t status = read_number(reader, what, reader->nbytes, &nbytes);
+    wsync_status_t status = read_number(reader, what, UINT32_MAX, &nbytes);
 
     if (status != WSYNC_OK) {
         return status;
@@ -295,6 +295,11 @@ static wsync_status_t read_tensor(reader_t *reader, wsync_layout_builder_t *buil
     if (status == WSYNC_OK) {
         status = refuse(reader, start,
                         wsync_dtype_from_name(reader->text, &tensor.dtype, reader->err));
+    }
+    if (status == WSYNC_OK && strcmp(wsync_dtype_name(tensor.dtype), reader->text) != 0) {
+        return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                          "byte %zu: dtype %s is spelled '%.64s'", start,
+                          wsync_dtype_name(tensor.dtype), reader->text);
     }
     if (status == WSYNC_OK) {
         status = read_u32(reader, "number of dimensions", WSYNC_MAX_NDIM, &tensor.ndim);
