@@ -168,7 +168,7 @@ const wsync_shard_t *wsync_layout_shards(const wsync_layout_t *layout, size_t te
                                          size_t *count)
 {
     *count = layout->first[tensor + 1] - layout->first[tensor];
-    return layout->shards + layout->first[tensor];
+    return *count != 0 ? &layout->shards[layout->first[tensor]] : NULL;
 }
 
 size_t wsync_layout_shard_count(const wsync_layout_t *layout)

@@ -97,7 +97,7 @@ size_t wsync_layout_tensor_count(const wsync_layout_t *layout);
 const wsync_tensor_t *wsync_layout_tensor(const wsync_layout_t *layout, size_t index);
 /* Index of a name, or SIZE_MAX. */
 size_t wsync_layout_find(const wsync_layout_t *layout, const char *name);
-/* All shards of one tensor, contiguous. */
+/* All shards of one tensor, contiguous; NULL where there are none. */
 const wsync_shard_t *wsync_layout_shards(const wsync_layout_t *layout, size_t tensor,
                                          size_t *count);
 size_t wsync_layout_shard_count(const wsync_layout_t *layout);

@@ -192,6 +192,7 @@ TEST(empty_boxes_are_dropped)
 {
     wsync_layout_builder_t *builder = new_builder();
     wsync_layout_t *layout;
+    size_t count = 9;
 
     add_rows(builder, matrix("a", 4, 3), 0, 0, 0, 4, 0);
     add_rows(builder, matrix("b", 0, 3), 0, 1, 0, 0, 0);
@@ -199,6 +200,8 @@ TEST(empty_boxes_are_dropped)
     CHECK_EQ(wsync_layout_tensor_count(layout), 2);
     CHECK_EQ(wsync_layout_shard_count(layout), 0);
     CHECK_EQ(wsync_layout_nbytes(layout), 24);
+    CHECK(wsync_layout_shards(layout, 1, &count) == NULL);
+    CHECK_EQ(count, 0);
     wsync_layout_destroy(layout);
 }
 
