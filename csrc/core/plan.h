@@ -13,7 +13,7 @@
 #include "core/layout.h"
 #include "core/status.h"
 
-/* What a set of engine workers wants.  Only tensors and boxes of `layout` are read.  Tensors
+/* What a set of engine workers wants.  Only tensors and boxes of `layout` are read. Tensors
  * and groups of a `whole` destination are never split over rounds, and its boxes must be
  * whole tensors. */
 typedef struct wsync_destination {
@@ -52,8 +52,8 @@ typedef enum wsync_phase {
     WSYNC_PHASE_COUNT,
 } wsync_phase_t;
 
-/* Equal bytes from one rank to one or more others in one round.  In the copies of the round a
- * message is the buffer whose index is its position in the round's message list. */
+/* Equal bytes from one rank to one or more others in one round.  In the copies of the round
+ * a message is the buffer whose index is its position in the round's message list. */
 typedef struct wsync_message {
     uint32_t source;
     uint32_t peer_count;
@@ -81,7 +81,8 @@ typedef struct wsync_plan_stats {
 typedef struct wsync_plan wsync_plan_t;
 
 /* LAYOUT: a destination box that no source holds, overlapping boxes of different origins
- * (both named), destination boxes of one worker that overlap, disagreeing shapes or dtypes. */
+ * (both named), destination boxes of one worker that overlap, disagreeing shapes or dtypes.
+ */
 wsync_status_t wsync_plan_create(const wsync_plan_spec_t *spec, wsync_plan_t **plan,
                                  wsync_error_t *err);
 void wsync_plan_destroy(wsync_plan_t *plan);
@@ -103,8 +104,8 @@ uint64_t wsync_plan_send_nbytes(const wsync_plan_t *plan);
 uint64_t wsync_plan_recv_nbytes(const wsync_plan_t *plan);
 /* The bucket's layout as the worker will see it (owned by the caller): rank 0, buffer =
  * round, offset = bytes from the start of the ring, boxes contiguous in row-major order at
- * 64-byte aligned starts, dtype = the dtype that is delivered.  Zero-size tensors of a whole
- * destination appear as tensors without shards. */
+ * 64-byte aligned starts, dtype = the dtype that is delivered.  Zero-size tensors of a
+ * whole destination appear as tensors without shards. */
 wsync_status_t wsync_plan_manifest(const wsync_plan_t *plan, uint32_t worker,
                                    wsync_layout_t **manifest, wsync_error_t *err);
 wsync_plan_stats_t wsync_plan_stats(const wsync_plan_t *plan);
