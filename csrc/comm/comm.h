@@ -22,8 +22,7 @@ typedef struct wsync_comm wsync_comm_t;
 typedef struct wsync_comm_ops {
     const char *name;
     /* Starts an update with a plan (borrowed until the next begin or destroy). */
-    wsync_status_t (*begin)(wsync_comm_t *comm, const wsync_plan_t *plan,
-                            wsync_error_t *err);
+    wsync_status_t (*begin)(wsync_comm_t *comm, const wsync_plan_t *plan, wsync_error_t *err);
     wsync_status_t (*acquire)(wsync_comm_t *comm, uint32_t round, int timeout_ms,
                               wsync_error_t *err);
     /* Fills one span per message of the round, in the plan's order; borrowed memory, valid
@@ -40,9 +39,9 @@ typedef struct wsync_comm_ops {
 } wsync_comm_ops_t;
 
 /* Ranks of one host: every rank's send staging (two halves, one per round parity, each as
- * large as the largest round it sends) is shared memory that the others map and read;
- * nothing is received into staging of one's own.  Built in two steps, so that addresses can
- * be exchanged in between by the caller. */
+ * large as the largest round it sends) is shared memory that the others map and read; nothing
+ * is received into staging of one's own.  Built in two steps, so that addresses can be
+ * exchanged in between by the caller. */
 /* Begins to listen.  staging_nbytes is the size of one half. */
 wsync_status_t wsync_shared_comm_create(const wsync_device_ops_t *ops, const char *parent,
                                         uint32_t rank, uint32_t rank_count,

@@ -71,6 +71,7 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
     X(layout)                 \
     X(builder)                \
     X(route)                  \
+    X(plan)                   \
     X(views)                  \
     X(pack)
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from wsync import control, payload
+from wsync import control
 from wsync._core import (
     DeadlineError,
     InvalidArgumentError,
@@ -34,6 +34,7 @@ from wsync.engine.child import Child
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.receiver import Receiver
 from wsync.engine.sharded import ShardedModel
+from wsync.engine.unpickle import loads
 
 DELIVERIES: Final = ("needed", "full")
 _GROUP_SECONDS: Final = 60.0
@@ -136,7 +137,7 @@ class TensorParallelEngine:
             raise InvalidArgumentError(
                 f"engine {self.name}: {len(payloads)} payloads for {self.workers} workers"
             )
-        self._call("update", [(data, load_format) for data in payloads], timeout)
+        self._call("update", [(payload, load_format) for payload in payloads], timeout)
         if weight_version is not None:
             self.weight_version = str(weight_version)
 
@@ -316,10 +317,10 @@ class _Worker:
             return None
         raise InvalidArgumentError(f"unknown question {what!r}")
 
-    def _update(self, data: bytes, load_format: str | None) -> str:
-        content: Any = payload.load(data)
+    def _update(self, payload: bytes, load_format: str | None) -> str:
+        content = loads(payload)
         if load_format == control.LOAD_FORMAT:
-            success, text = self.receiver.handle(payload.control_bytes(content))
+            success, text = self.receiver.handle(control.message(content))
             if not success:
                 raise RemoteError(text)
             return text

@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Lists of numbers (ranks, destinations) stored once each and numbered in the order of
+ * their arrival: equal lists have equal indices. */
+#ifndef WSYNC_CORE_IDSETS_H
+#define WSYNC_CORE_IDSETS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/status.h"
+
+typedef struct wsync_idset {
+    size_t first; /* in ids */
+    uint32_t count;
+    uint32_t hash;
+} wsync_idset_t;
+
+/* Initialise with {0}, release with wsync_idsets_fini; may be moved by assignment. */
+typedef struct wsync_idsets {
+    wsync_idset_t *items;
+    size_t count;
+    size_t capacity;
+    uint32_t *ids;
+    size_t id_count;
+    size_t id_capacity;
+    uint32_t *slots;   /* open addressing: index + 1, 0 is free */
+    size_t slot_count; /* a power of two, or 0 */
+} wsync_idsets_t;
+
+/* Finds or adds (copies) a list, which must not lie in `sets`. */
+wsync_status_t wsync_idsets_add(wsync_idsets_t *sets, const uint32_t *ids, size_t count,
+                                uint32_t *index, wsync_error_t *err);
+
+/* Borrowed until the next add. */
+const uint32_t *wsync_idsets_get(const wsync_idsets_t *sets, uint32_t index, size_t *count);
+
+/* Whether an ascending list contains `id`. */
+bool wsync_idsets_contains(const wsync_idsets_t *sets, uint32_t index, uint32_t id);
+
+void wsync_idsets_fini(wsync_idsets_t *sets);
+
+#endif

@@ -1,0 +1,482 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "core/plan.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/layout_parts.h"
+#include "core/plan_internal.h"
+
+static const uint64_t DEFAULT_ROUND_NBYTES = UINT64_C(32) << 20;
+
+/* --- making --------------------------------------------------------------------------- */
+
+wsync_status_t wsync_plan_no_memory(const wsync_planner_t *planner, const char *what,
+                                    size_t count)
+{
+    return wsync_fail(planner->err, WSYNC_ERR_NO_MEMORY, 0, "plan", "no memory for %zu %s",
+                      count, what);
+}
+
+static wsync_status_t check_spec(const wsync_plan_spec_t *spec, wsync_error_t *err)
+{
+    const uint32_t source_ranks = wsync_layout_rank_count(spec->source);
+
+    if (spec->rank >= spec->rank_count || spec->rank_count > WSYNC_MAX_RANKS) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "plan",
+                          "rank %u is not one of %u ranks (at most %d)", spec->rank,
+                          spec->rank_count, WSYNC_MAX_RANKS);
+    }
+    if (source_ranks > spec->rank_count) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "plan",
+                          "the source layout has shards on rank %u, the plan has %u ranks",
+                          source_ranks - 1, spec->rank_count);
+    }
+    for (uint32_t i = 0; i < spec->worker_count; i++) {
+        const wsync_worker_t *worker = &spec->workers[i];
+
+        if (worker->destination >= spec->destination_count ||
+            worker->home >= spec->rank_count) {
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "plan",
+                              "worker %u: destination %u on rank %u, the plan has %u "
+                              "destinations and %u ranks",
+                              i, worker->destination, worker->home, spec->destination_count,
+                              spec->rank_count);
+        }
+    }
+    return WSYNC_OK;
+}
+
+static wsync_plan_budget_t budget(const char *name, uint64_t asked, uint64_t otherwise)
+{
+    return (wsync_plan_budget_t){name, asked != 0 ? asked : otherwise, asked != 0};
+}
+
+/* Rounds are a quarter of the ring, staging is as large as a round. */
+static void set_budgets(wsync_planner_t *planner)
+{
+    const wsync_plan_spec_t *spec = planner->spec;
+    uint64_t otherwise = DEFAULT_ROUND_NBYTES;
+
+    if (spec->ring_nbytes != 0 && spec->ring_nbytes / 4 < otherwise) {
+        otherwise = wsync_plan_pad(spec->ring_nbytes / 4 + 1) - WSYNC_PLAN_ALIGN;
+        otherwise = otherwise != 0 ? otherwise : WSYNC_PLAN_ALIGN;
+    }
+    planner->ring = budget("ring_nbytes", spec->ring_nbytes, UINT64_MAX);
+    planner->round = budget("round_nbytes", spec->round_nbytes, otherwise);
+    planner->send = budget("send_nbytes", spec->send_nbytes, planner->round.nbytes);
+    planner->recv = budget("recv_nbytes", spec->recv_nbytes, planner->round.nbytes);
+    if (planner->ring.nbytes < planner->round.nbytes) {
+        planner->round.nbytes = planner->ring.nbytes;
+    }
+}
+
+static wsync_status_t sort_workers(wsync_planner_t *planner)
+{
+    const wsync_plan_spec_t *spec = planner->spec;
+    const size_t count = spec->destination_count;
+
+    planner->first_worker = calloc(count + 2, sizeof(*planner->first_worker));
+    planner->workers = malloc((spec->worker_count + 1U) * sizeof(*planner->workers));
+    if (planner->first_worker == NULL || planner->workers == NULL) {
+        return wsync_plan_no_memory(planner, "workers", spec->worker_count);
+    }
+    /* Counts are kept two places ahead, so that filling turns them into first places. */
+    for (uint32_t i = 0; i < spec->worker_count; i++) {
+        planner->first_worker[spec->workers[i].destination + 2U]++;
+    }
+    for (size_t i = 2; i < count + 2; i++) {
+        planner->first_worker[i] += planner->first_worker[i - 1];
+    }
+    for (uint32_t i = 0; i < spec->worker_count; i++) {
+        planner->workers[planner->first_worker[spec->workers[i].destination + 1U]++] = i;
+    }
+    return WSYNC_OK;
+}
+
+static wsync_status_t planner_init(wsync_planner_t *planner)
+{
+    const wsync_plan_spec_t *spec = planner->spec;
+
+    set_budgets(planner);
+    planner->loads = calloc(spec->rank_count, sizeof(*planner->loads));
+    planner->weights = calloc(spec->rank_count, sizeof(*planner->weights));
+    planner->touched = calloc(spec->rank_count, sizeof(*planner->touched));
+    planner->use.sends = calloc(spec->rank_count, sizeof(*planner->use.sends));
+    planner->use.recvs = calloc(spec->rank_count, sizeof(*planner->use.recvs));
+    planner->use.slots = calloc(spec->destination_count + 1U, sizeof(*planner->use.slots));
+    if (planner->loads == NULL || planner->weights == NULL || planner->touched == NULL ||
+        planner->use.sends == NULL || planner->use.recvs == NULL ||
+        planner->use.slots == NULL) {
+        return wsync_plan_no_memory(planner, "ranks", spec->rank_count);
+    }
+    return sort_workers(planner);
+}
+
+static void planner_fini(wsync_planner_t *planner)
+{
+    free(planner->refs);
+    free(planner->first_ref);
+    free(planner->whole);
+    free(planner->next);
+    free(planner->leader);
+    free(planner->first_worker);
+    free(planner->workers);
+    wsync_idsets_fini(&planner->ranks);
+    wsync_idsets_fini(&planner->audiences);
+    free(planner->audience_info.items);
+    free(planner->classes.items);
+    free(planner->groups.items);
+    free(planner->class_slots);
+    free(planner->loads);
+    free(planner->sources.items);
+    free(planner->demands.items);
+    free(planner->wants.items);
+    free(planner->pieces.items);
+    free(planner->sends.items);
+    free(planner->items.items);
+    free(planner->empties.items);
+    free(planner->order);
+    free(planner->first_in_round.items);
+    free(planner->use.slots);
+    free(planner->use.sends);
+    free(planner->use.recvs);
+    free(planner->missing.items);
+    free(planner->missing_next.items);
+    free(planner->ids.items);
+    free(planner->more_ids.items);
+    free(planner->weights);
+    free(planner->touched);
+}
+
+/* --- what manifests are made of ------------------------------------------------------- */
+
+/* The plan's own description of a source tensor; group numbers are the first taker's. */
+static wsync_status_t keep_tensor(const wsync_planner_t *planner, wsync_plan_t *plan,
+                                  uint32_t source, uint32_t *numbers)
+{
+    const wsync_plan_ref_t *ref = &planner->refs[planner->first_ref[source]];
+    const wsync_tensor_t *tensor = wsync_layout_tensor(planner->spec->source, source);
+    uint32_t index;
+    bool added;
+    wsync_status_t status;
+
+    if (numbers[source] != WSYNC_PLAN_NONE) {
+        return WSYNC_OK;
+    }
+    status = wsync_names_add(&plan->names, tensor->name, &index, &added, planner->err);
+    if (status == WSYNC_OK) {
+        plan->tensors[index] = *tensor;
+        plan->tensors[index].name = plan->names.items[index].text;
+        plan->tensors[index].group =
+            wsync_layout_tensor(planner->spec->destinations[ref->destination].layout,
+                                ref->tensor)
+                ->group;
+        numbers[source] = index;
+    }
+    return status;
+}
+
+static wsync_status_t keep_want(const wsync_planner_t *planner, wsync_plan_t *plan,
+                                const wsync_plan_want_t *want, uint32_t round,
+                                uint32_t *numbers)
+{
+    const wsync_status_t status = keep_tensor(planner, plan, want->tensor, numbers);
+
+    if (status == WSYNC_OK) {
+        plan->deliveries[plan->delivery_count++] =
+            (wsync_plan_delivery_t){.box = want->box,
+                                    .nbytes = want->nbytes,
+                                    .tensor = numbers[want->tensor],
+                                    .audience = want->audience,
+                                    .round = round,
+                                    .dtype = want->dtype};
+    }
+    return status;
+}
+
+static wsync_status_t keep_deliveries(const wsync_planner_t *planner, wsync_plan_t *plan)
+{
+    const size_t count = wsync_layout_tensor_count(planner->spec->source);
+    const size_t room = planner->wants.count + planner->empties.count + 1;
+    uint32_t *numbers = malloc((count + 1) * sizeof(*numbers));
+    wsync_status_t status = WSYNC_OK;
+
+    plan->tensors = malloc((count + 1) * sizeof(*plan->tensors));
+    plan->deliveries = malloc(room * sizeof(*plan->deliveries));
+    if (numbers == NULL || plan->tensors == NULL || plan->deliveries == NULL) {
+        status = wsync_plan_no_memory(planner, "boxes", room);
+        goto cleanup;
+    }
+    for (size_t i = 0; i < count; i++) {
+        numbers[i] = WSYNC_PLAN_NONE;
+    }
+    for (uint32_t round = 0; round < plan->round_count; round++) {
+        for (size_t i = planner->first_in_round.items[round];
+             i < planner->first_in_round.items[round + 1]; i++) {
+            const wsync_plan_item_t *item = &planner->items.items[planner->order[i]];
+
+            for (size_t j = 0; j < item->want_count && status == WSYNC_OK; j++) {
+                status =
+                    keep_want(planner, plan, &planner->wants.items[item->first_want + j],
+                              round, numbers);
+            }
+        }
+    }
+    for (size_t i = 0; i < planner->empties.count && status == WSYNC_OK; i++) {
+        status = keep_want(planner, plan, &planner->empties.items[i], 0, numbers);
+    }
+
+cleanup:
+    free(numbers);
+    return status;
+}
+
+/* Bytes of the boxes that the workers asked for, counted from their layouts. */
+static uint64_t count_needed(const wsync_planner_t *planner)
+{
+    const wsync_plan_spec_t *spec = planner->spec;
+    uint64_t total = 0;
+
+    for (size_t i = 0; i < wsync_layout_tensor_count(spec->source); i++) {
+        const wsync_tensor_t *source = wsync_layout_tensor(spec->source, i);
+        const wsync_box_t whole = wsync_box_whole(source->ndim, source->shape);
+
+        for (size_t j = planner->first_ref[i]; j < planner->first_ref[i + 1]; j++) {
+            const wsync_plan_ref_t *ref = &planner->refs[j];
+            const wsync_destination_t *wanted = &spec->destinations[ref->destination];
+            const size_t workers = planner->first_worker[ref->destination + 1U] -
+                                   planner->first_worker[ref->destination];
+            const size_t a = wsync_dtype_nbytes(source->dtype);
+            const size_t b =
+                wsync_dtype_nbytes(wsync_layout_tensor(wanted->layout, ref->tensor)->dtype);
+            uint64_t elements = 0;
+            size_t count;
+            const wsync_shard_t *shards =
+                wsync_layout_shards(wanted->layout, ref->tensor, &count);
+
+            if (wanted->whole) {
+                elements = wsync_box_count(&whole);
+            }
+            for (size_t k = 0; k < count && !wanted->whole; k++) {
+                elements += wsync_box_count(&shards[k].box);
+            }
+            total += elements * workers * (a < b ? a : b);
+        }
+    }
+    return total;
+}
+
+static wsync_status_t fill_plan(wsync_planner_t *planner, wsync_plan_t *plan)
+{
+    const wsync_plan_spec_t *spec = planner->spec;
+    wsync_status_t status;
+
+    plan->rank = spec->rank;
+    plan->worker_count = spec->worker_count;
+    plan->destination_count = spec->destination_count;
+    plan->destinations = malloc((spec->worker_count + 1U) * sizeof(*plan->destinations));
+    if (plan->destinations == NULL) {
+        return wsync_plan_no_memory(planner, "workers", spec->worker_count);
+    }
+    for (uint32_t i = 0; i < spec->worker_count; i++) {
+        plan->destinations[i] = spec->workers[i].destination;
+    }
+    status = wsync_plan_make_rings(planner, plan);
+    if (status == WSYNC_OK) {
+        status = wsync_plan_emit(planner, plan);
+    }
+    if (status == WSYNC_OK) {
+        status = keep_deliveries(planner, plan);
+    }
+    if (status == WSYNC_OK) {
+        plan->stats.needed_nbytes = count_needed(planner);
+        /* Moved: messages point into the list of ranks. */
+        plan->ranks = planner->ranks;
+        plan->audiences = planner->audiences;
+        planner->ranks = (wsync_idsets_t){0};
+        planner->audiences = (wsync_idsets_t){0};
+    }
+    return status;
+}
+
+wsync_status_t wsync_plan_create(const wsync_plan_spec_t *spec, wsync_plan_t **plan,
+                                 wsync_error_t *err)
+{
+    wsync_planner_t planner = {.spec = spec, .err = err};
+    wsync_plan_t *made = NULL;
+    wsync_status_t status = check_spec(spec, err);
+
+    if (status == WSYNC_OK) {
+        status = planner_init(&planner);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_plan_make_items(&planner);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_plan_make_rounds(&planner);
+    }
+    if (status != WSYNC_OK) {
+        goto cleanup;
+    }
+    made = calloc(1, sizeof(*made));
+    if (made == NULL) {
+        status = wsync_plan_no_memory(&planner, "plan", 1);
+        goto cleanup;
+    }
+    status = fill_plan(&planner, made);
+    if (status == WSYNC_OK) {
+        *plan = made;
+        made = NULL;
+    }
+
+cleanup:
+    wsync_plan_destroy(made);
+    planner_fini(&planner);
+    return status;
+}
+
+void wsync_plan_destroy(wsync_plan_t *plan)
+{
+    if (plan == NULL) {
+        return;
+    }
+    free(plan->destinations);
+    free(plan->slots);
+    free(plan->rings);
+    for (int i = 0; i < WSYNC_PHASE_COUNT; i++) {
+        wsync_copies_fini(&plan->copies[i]);
+        free(plan->first_copy[i]);
+    }
+    free(plan->messages.items);
+    free(plan->first_message);
+    wsync_idsets_fini(&plan->ranks);
+    wsync_idsets_fini(&plan->audiences);
+    wsync_names_fini(&plan->names);
+    free(plan->tensors);
+    free(plan->deliveries);
+    free(plan);
+}
+
+/* --- reading -------------------------------------------------------------------------- */
+
+uint32_t wsync_plan_round_count(const wsync_plan_t *plan)
+{
+    return plan->round_count;
+}
+
+uint32_t wsync_plan_worker_count(const wsync_plan_t *plan)
+{
+    return plan->worker_count;
+}
+
+const wsync_copy_t *wsync_plan_copies(const wsync_plan_t *plan, uint32_t round,
+                                      wsync_phase_t phase, size_t *count)
+{
+    const size_t first = plan->first_copy[phase][round];
+
+    *count = plan->first_copy[phase][round + 1] - first;
+    return *count != 0 ? plan->copies[phase].items + first : NULL;
+}
+
+const wsync_message_t *wsync_plan_messages(const wsync_plan_t *plan, uint32_t round,
+                                           size_t *count)
+{
+    const size_t first = plan->first_message[round];
+
+    *count = plan->first_message[round + 1] - first;
+    return *count != 0 ? plan->messages.items + first : NULL;
+}
+
+wsync_slot_t wsync_plan_slot(const wsync_plan_t *plan, uint32_t worker, uint32_t round)
+{
+    return plan->slots[(size_t)plan->destinations[worker] * plan->round_count + round];
+}
+
+uint64_t wsync_plan_ring_nbytes(const wsync_plan_t *plan, uint32_t worker)
+{
+    return plan->rings[plan->destinations[worker]];
+}
+
+uint64_t wsync_plan_send_nbytes(const wsync_plan_t *plan)
+{
+    return plan->send_nbytes;
+}
+
+uint64_t wsync_plan_recv_nbytes(const wsync_plan_t *plan)
+{
+    return plan->recv_nbytes;
+}
+
+wsync_plan_stats_t wsync_plan_stats(const wsync_plan_t *plan)
+{
+    return plan->stats;
+}
+
+uint64_t wsync_plan_fingerprint(const wsync_plan_t *plan)
+{
+    return plan->fingerprint;
+}
+
+/* --- manifests ------------------------------------------------------------------------ */
+
+static wsync_status_t add_delivery(const wsync_plan_t *plan,
+                                   const wsync_plan_delivery_t *delivery, uint64_t offset,
+                                   uint32_t origin, wsync_layout_builder_t *builder,
+                                   wsync_error_t *err)
+{
+    wsync_tensor_t tensor = plan->tensors[delivery->tensor];
+    wsync_shard_t shard = {.buffer = delivery->round,
+                           .origin = origin,
+                           .offset = offset,
+                           .box = delivery->box};
+    int64_t step = (int64_t)wsync_dtype_nbytes(delivery->dtype);
+    wsync_status_t status;
+
+    tensor.dtype = delivery->dtype;
+    for (unsigned i = WSYNC_MAX_NDIM; i-- > 0;) {
+        shard.stride[i] = i < tensor.ndim ? step : 0;
+        step *= delivery->box.extent[i];
+    }
+    status = wsync_layout_builder_tensor(builder, &tensor, &shard.tensor, err);
+    if (status == WSYNC_OK && delivery->nbytes != 0) {
+        status = wsync_layout_builder_shard(builder, &shard, err);
+    }
+    return status;
+}
+
+wsync_status_t wsync_plan_manifest(const wsync_plan_t *plan, uint32_t worker,
+                                   wsync_layout_t **manifest, wsync_error_t *err)
+{
+    const uint32_t destination = plan->destinations[worker];
+    const wsync_slot_t *slots = plan->slots + (size_t)destination * plan->round_count;
+    wsync_layout_builder_t *builder = NULL;
+    uint64_t fill = 0;
+    uint32_t round = 0;
+    uint32_t origin = 0;
+    wsync_status_t status = wsync_layout_builder_create(&builder, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_layout_builder_origin(builder, "", &origin, err);
+    }
+    for (size_t i = 0; i < plan->delivery_count && status == WSYNC_OK; i++) {
+        const wsync_plan_delivery_t *delivery = &plan->deliveries[i];
+        uint64_t offset = 0;
+
+        if (!wsync_idsets_contains(&plan->audiences, delivery->audience, destination)) {
+            continue;
+        }
+        if (delivery->nbytes != 0) {
+            fill = delivery->round == round ? fill : 0;
+            round = delivery->round;
+            offset = slots[round].offset + fill;
+            fill += wsync_plan_pad(delivery->nbytes);
+        }
+        status = add_delivery(plan, delivery, offset, origin, builder, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_layout_builder_finish(builder, manifest, err);
+    }
+    wsync_layout_builder_destroy(builder);
+    return status;
+}

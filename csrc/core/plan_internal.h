@@ -1,0 +1,255 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What the files of the planner share; others use plan.h.
+ *
+ *   plan_items.c   tensors -> items: what is never cut, and what is cut to fit
+ *   plan_match.c   one tensor: which source boxes serve which wanted boxes
+ *   plan_choose.c  one piece: which replica serves which workers
+ *   plan_rounds.c  items -> rounds, and where the rounds lie in the rings
+ *   plan_emit.c    rounds -> messages and this rank's copies
+ *   plan.c         the entry point, the accessors and the manifest
+ *
+ * Everything but the emitted copies is decided from what all ranks know, so that all ranks
+ * decide the same. */
+#ifndef WSYNC_CORE_PLAN_INTERNAL_H
+#define WSYNC_CORE_PLAN_INTERNAL_H
+
+#include "core/array.h"
+#include "core/idsets.h"
+#include "core/names.h"
+#include "core/plan.h"
+
+enum { WSYNC_PLAN_ALIGN = 64 };
+static const uint32_t WSYNC_PLAN_NONE = UINT32_MAX;
+
+static inline uint64_t wsync_plan_pad(uint64_t nbytes)
+{
+    return (nbytes + WSYNC_PLAN_ALIGN - 1) / WSYNC_PLAN_ALIGN * WSYNC_PLAN_ALIGN;
+}
+
+/* A box whose bytes every destination of the audience wants, in one dtype. */
+typedef struct wsync_plan_want {
+    wsync_box_t box;
+    uint64_t nbytes; /* as delivered */
+    size_t first_piece;
+    uint32_t piece_count;
+    uint32_t tensor;   /* of the source layout */
+    uint32_t audience; /* set of destinations */
+    wsync_dtype_t dtype;
+} wsync_plan_want_t;
+
+/* The part of a want that one source box serves. */
+typedef struct wsync_plan_piece {
+    wsync_box_t box;
+    uint64_t nbytes;
+    size_t first_send;
+    uint32_t send_count;
+    uint32_t class;
+    uint32_t shard; /* this rank's shard of the tensor, or WSYNC_PLAN_NONE */
+} wsync_plan_piece_t;
+
+/* One source serving one set of peers with a piece. */
+typedef struct wsync_plan_send {
+    uint32_t source;
+    uint32_t peers;   /* set of ranks */
+    uint32_t message; /* while a round is emitted: its number in order of appearance */
+    uint64_t offset;  /* while a round is emitted: bytes from the message's start */
+} wsync_plan_send_t;
+
+/* What is scheduled as a whole: adjacent wants. */
+typedef struct wsync_plan_item {
+    size_t first_want;
+    uint32_t want_count;
+    uint32_t owner;  /* the rank that serves most of its bytes */
+    uint64_t nbytes; /* with padding */
+} wsync_plan_item_t;
+
+/* Who is behind a set of destinations. */
+typedef struct wsync_plan_audience {
+    uint32_t homes; /* set of ranks; WSYNC_PLAN_NONE until first used */
+    uint32_t worker_count;
+} wsync_plan_audience_t;
+
+/* What is common to all pieces with one audience and one set of holders. */
+typedef struct wsync_plan_class {
+    uint32_t audience;
+    uint32_t holders; /* set of ranks */
+    uint32_t locals;  /* set of ranks that hold the piece and want it */
+    uint32_t group_count;
+    size_t first_group;
+    bool has_rest; /* the last group is served from any host */
+} wsync_plan_class_t;
+
+/* Homes of one class that choose among the same candidates. */
+typedef struct wsync_plan_group {
+    uint32_t peers;      /* set of ranks */
+    uint32_t candidates; /* set of ranks */
+    uint32_t with_rest;  /* set of ranks: also the rest's peers; lazily made */
+} wsync_plan_group_t;
+
+typedef struct wsync_plan_budget {
+    const char *name;
+    uint64_t nbytes; /* what rounds are filled to */
+    bool fixed;      /* asked for; otherwise an item that cannot be cut may exceed it */
+} wsync_plan_budget_t;
+
+/* What a round uses so far.  Bytes include padding. */
+typedef struct wsync_plan_use {
+    uint64_t *slots; /* of every destination */
+    uint64_t *sends; /* of every rank */
+    uint64_t *recvs; /* of every rank */
+} wsync_plan_use_t;
+
+/* A distinct box of the tensor at hand in the source layout. */
+typedef struct wsync_plan_source {
+    wsync_box_t box;
+    uint32_t holders;
+    uint32_t shard; /* this rank's, or WSYNC_PLAN_NONE */
+    uint32_t origin;
+} wsync_plan_source_t;
+
+/* A distinct box of the tensor at hand that is wanted. */
+typedef struct wsync_plan_demand {
+    wsync_box_t box;
+    uint32_t audience;
+    wsync_dtype_t dtype;
+} wsync_plan_demand_t;
+
+/* One destination's interest in a source tensor. */
+typedef struct wsync_plan_ref {
+    uint32_t destination;
+    uint32_t tensor; /* of the destination's layout */
+} wsync_plan_ref_t;
+
+#define WSYNC_PLAN_ARRAY(type) \
+    struct {                   \
+        type *items;           \
+        size_t count;          \
+        size_t capacity;       \
+    }
+
+typedef WSYNC_PLAN_ARRAY(wsync_box_t) wsync_plan_boxes_t;
+typedef WSYNC_PLAN_ARRAY(uint32_t) wsync_plan_ids_t;
+
+typedef struct wsync_planner {
+    const wsync_plan_spec_t *spec;
+    wsync_plan_budget_t round;
+    wsync_plan_budget_t send;
+    wsync_plan_budget_t recv;
+    wsync_plan_budget_t ring;
+    /* the interest of all destinations, by source tensor */
+    wsync_plan_ref_t *refs;
+    size_t *first_ref; /* tensor count + 1 */
+    bool *whole;       /* of every source tensor: somebody wants it whole */
+    uint32_t *next;    /* of every source tensor: the next one of its keep-together group */
+    uint32_t *leader;  /* of every source tensor: the first one of its group */
+    /* workers by destination */
+    size_t *first_worker; /* destination count + 1 */
+    uint32_t *workers;
+    /* interned lists */
+    wsync_idsets_t ranks;
+    wsync_idsets_t audiences; /* sets of destinations */
+    WSYNC_PLAN_ARRAY(wsync_plan_audience_t) audience_info;
+    WSYNC_PLAN_ARRAY(wsync_plan_class_t) classes;
+    WSYNC_PLAN_ARRAY(wsync_plan_group_t) groups;
+    uint32_t *class_slots; /* open addressing: index + 1, 0 is free */
+    size_t class_slot_count;
+    uint64_t *loads; /* of every rank: bytes it was chosen to send, once a peer */
+    /* the tensor at hand */
+    WSYNC_PLAN_ARRAY(wsync_plan_source_t) sources;
+    WSYNC_PLAN_ARRAY(wsync_plan_demand_t) demands;
+    bool sources_overlap;
+    /* decisions */
+    WSYNC_PLAN_ARRAY(wsync_plan_want_t) wants;
+    WSYNC_PLAN_ARRAY(wsync_plan_piece_t) pieces;
+    WSYNC_PLAN_ARRAY(wsync_plan_send_t) sends;
+    WSYNC_PLAN_ARRAY(wsync_plan_item_t) items;
+    WSYNC_PLAN_ARRAY(wsync_plan_want_t) empties; /* zero-size tensors: in no item */
+    size_t *order;                               /* items in the order of rounds */
+    WSYNC_PLAN_ARRAY(size_t) first_in_round;     /* in order; one more than rounds */
+    wsync_plan_use_t use;
+    /* scratch */
+    wsync_plan_boxes_t missing;
+    wsync_plan_boxes_t missing_next;
+    wsync_plan_ids_t ids;
+    wsync_plan_ids_t more_ids;
+    uint64_t *weights; /* of every rank; zero between uses */
+    uint32_t *touched; /* ranks whose weight is not zero */
+    uint32_t touched_count;
+    void *grown; /* see WSYNC_PLAN_RESERVE */
+    wsync_error_t *err;
+} wsync_planner_t;
+
+/* Makes room for `more` items in a WSYNC_PLAN_ARRAY; false if there is no memory. */
+#define WSYNC_PLAN_RESERVE(planner, array, more)                                       \
+    ((planner)->grown =                                                                \
+         wsync_array_reserve((array).items, &(array).capacity, (array).count + (more), \
+                             sizeof(*(array).items)),                                  \
+     (planner)->grown != NULL && ((array).items = (planner)->grown, true))
+
+wsync_status_t wsync_plan_no_memory(const wsync_planner_t *planner, const char *what,
+                                    size_t count);
+
+/* Collects what destinations want, decides keep-together groups, makes all items. */
+wsync_status_t wsync_plan_make_items(wsync_planner_t *planner);
+
+/* Fills planner->sources and ->demands with the distinct boxes of a source tensor. */
+wsync_status_t wsync_plan_load_tensor(wsync_planner_t *planner, uint32_t tensor);
+/* Appends a want and its pieces for a box of the loaded tensor. */
+wsync_status_t wsync_plan_add_want(wsync_planner_t *planner, uint32_t tensor,
+                                   const wsync_plan_demand_t *demand);
+
+/* Interns a set of destinations (ascending) as an audience. */
+wsync_status_t wsync_plan_audience(wsync_planner_t *planner, const uint32_t *ids,
+                                   size_t count, uint32_t *audience);
+/* Appends the sends that serve a piece's class and counts their load. */
+wsync_status_t wsync_plan_choose(wsync_planner_t *planner, uint32_t audience,
+                                 uint32_t holders, wsync_plan_piece_t *piece);
+
+/* Adds an item's bytes to the round's use; false if a budget is exceeded (the bytes are
+ * added all the same). */
+bool wsync_plan_use_add(wsync_planner_t *planner, const wsync_plan_item_t *item);
+void wsync_plan_use_clear(wsync_planner_t *planner);
+
+/* Decides planner->order and ->first_in_round. */
+wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner);
+/* Decides the slots (destination-major) and ring sizes of all destinations. */
+wsync_status_t wsync_plan_make_rings(wsync_planner_t *planner, wsync_plan_t *plan);
+/* Fills the plan's messages, copies, staging sizes, statistics and fingerprint. */
+wsync_status_t wsync_plan_emit(wsync_planner_t *planner, wsync_plan_t *plan);
+
+/* What a delivered tensor is, and what lies in a worker's slots. */
+typedef struct wsync_plan_delivery {
+    wsync_box_t box;
+    uint64_t nbytes;
+    uint32_t tensor; /* of plan->tensors */
+    uint32_t audience;
+    uint32_t round;
+    wsync_dtype_t dtype;
+} wsync_plan_delivery_t;
+
+struct wsync_plan {
+    uint32_t rank;
+    uint32_t round_count;
+    uint32_t worker_count;
+    uint32_t destination_count;
+    uint32_t *destinations; /* of every worker */
+    wsync_slot_t *slots;    /* destination * round_count + round */
+    uint64_t *rings;        /* of every destination */
+    wsync_copies_t copies[WSYNC_PHASE_COUNT];
+    size_t *first_copy[WSYNC_PHASE_COUNT]; /* round_count + 1 */
+    WSYNC_PLAN_ARRAY(wsync_message_t) messages;
+    size_t *first_message; /* round_count + 1 */
+    wsync_idsets_t ranks;  /* peers of messages */
+    uint64_t send_nbytes;
+    uint64_t recv_nbytes;
+    /* for manifests */
+    wsync_idsets_t audiences;
+    wsync_names_t names; /* index = tensor */
+    wsync_tensor_t *tensors;
+    wsync_plan_delivery_t *deliveries; /* in the order of rounds */
+    size_t delivery_count;
+    wsync_plan_stats_t stats;
+    uint64_t fingerprint;
+};
+
+#endif

@@ -1,0 +1,556 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * One tensor: its distinct boxes on both sides, and which source box serves what. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/layout_parts.h"
+#include "core/plan_internal.h"
+
+static int compare_boxes(const wsync_box_t *a, const wsync_box_t *b)
+{
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
+        if (a->start[i] != b->start[i]) {
+            return a->start[i] < b->start[i] ? -1 : 1;
+        }
+    }
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
+        if (a->extent[i] != b->extent[i]) {
+            return a->extent[i] < b->extent[i] ? -1 : 1;
+        }
+    }
+    return 0;
+}
+
+/* --- pairs of boxes that overlap ------------------------------------------------------ */
+
+/* A box on its way through the sweep. */
+typedef struct mark {
+    int64_t start;
+    int64_t end;
+    const wsync_box_t *box;
+    size_t index;
+} mark_t;
+
+/* Called for every pair that overlaps, first < second. */
+typedef wsync_status_t (*pair_func_t)(wsync_planner_t *planner, uint32_t tensor,
+                                      size_t first, size_t second);
+
+static int compare_marks(const void *left, const void *right)
+{
+    const mark_t *a = left;
+    const mark_t *b = right;
+
+    if (a->start != b->start) {
+        return a->start < b->start ? -1 : 1;
+    }
+    return (a->index > b->index) - (a->index < b->index);
+}
+
+/* The axis along which boxes are shortest on average: sorted along it, few boxes have to be
+ * compared with each other. */
+static unsigned sweep_axis(const wsync_tensor_t *tensor, const mark_t *marks, size_t count)
+{
+    unsigned best = 0;
+    double least = 0.0;
+
+    for (unsigned i = 0; i < tensor->ndim; i++) {
+        double sum = 0.0;
+
+        for (size_t j = 0; j < count; j++) {
+            sum += (double)marks[j].box->extent[i];
+        }
+        sum /= (double)tensor->shape[i];
+        if (i == 0 || sum < least) {
+            best = i;
+            least = sum;
+        }
+    }
+    return best;
+}
+
+/* marks hold count boxes and their indices in any order. */
+static wsync_status_t sweep(wsync_planner_t *planner, uint32_t tensor, mark_t *marks,
+                            size_t count, pair_func_t found)
+{
+    const unsigned axis =
+        sweep_axis(wsync_layout_tensor(planner->spec->source, tensor), marks, count);
+
+    for (size_t i = 0; i < count; i++) {
+        marks[i].start = marks[i].box->start[axis];
+        marks[i].end = marks[i].start + marks[i].box->extent[axis];
+    }
+    qsort(marks, count, sizeof(*marks), compare_marks);
+    for (size_t i = 0; i < count; i++) {
+        for (size_t j = i + 1; j < count && marks[j].start < marks[i].end; j++) {
+            wsync_box_t common;
+
+            if (wsync_box_intersect(marks[i].box, marks[j].box, &common)) {
+                const bool swap = marks[j].index < marks[i].index;
+                const wsync_status_t status = found(
+                    planner, tensor, marks[swap ? j : i].index, marks[swap ? i : j].index);
+
+                if (status != WSYNC_OK) {
+                    return status;
+                }
+            }
+        }
+    }
+    return WSYNC_OK;
+}
+
+/* --- source boxes --------------------------------------------------------------------- */
+
+typedef struct shard_key {
+    const wsync_shard_t *shard;
+    uint32_t index; /* among the tensor's shards */
+} shard_key_t;
+
+static int compare_shards(const void *left, const void *right)
+{
+    const shard_key_t *a = left;
+    const shard_key_t *b = right;
+    const int boxes = compare_boxes(&a->shard->box, &b->shard->box);
+
+    if (boxes != 0) {
+        return boxes;
+    }
+    if (a->shard->origin != b->shard->origin) {
+        return a->shard->origin < b->shard->origin ? -1 : 1;
+    }
+    if (a->shard->rank != b->shard->rank) {
+        return a->shard->rank < b->shard->rank ? -1 : 1;
+    }
+    return (a->index > b->index) - (a->index < b->index);
+}
+
+/* Makes one source of shards that are copies of each other, ranks ascending. */
+static wsync_status_t add_source(wsync_planner_t *planner, const shard_key_t *keys,
+                                 size_t count)
+{
+    wsync_plan_source_t source = {.box = keys[0].shard->box,
+                                  .shard = WSYNC_PLAN_NONE,
+                                  .origin = keys[0].shard->origin};
+    wsync_status_t status;
+
+    planner->ids.count = 0;
+    if (!WSYNC_PLAN_RESERVE(planner, planner->ids, count) ||
+        !WSYNC_PLAN_RESERVE(planner, planner->sources, 1)) {
+        return wsync_plan_no_memory(planner, "source boxes", planner->sources.count + 1);
+    }
+    for (size_t i = 0; i < count; i++) {
+        const uint32_t rank = keys[i].shard->rank;
+
+        if (i > 0 && rank == keys[i - 1].shard->rank) {
+            continue; /* twice on one rank: the first serves */
+        }
+        planner->ids.items[planner->ids.count++] = rank;
+        if (rank == planner->spec->rank) {
+            source.shard = keys[i].index;
+        }
+    }
+    status = wsync_idsets_add(&planner->ranks, planner->ids.items, planner->ids.count,
+                              &source.holders, planner->err);
+    if (status == WSYNC_OK) {
+        planner->sources.items[planner->sources.count++] = source;
+    }
+    return status;
+}
+
+static wsync_status_t check_origins(wsync_planner_t *planner, uint32_t tensor, size_t first,
+                                    size_t second)
+{
+    const wsync_layout_t *layout = planner->spec->source;
+    const wsync_plan_source_t *a = &planner->sources.items[first];
+    const wsync_plan_source_t *b = &planner->sources.items[second];
+    const wsync_tensor_t *what = wsync_layout_tensor(layout, tensor);
+    char start[WSYNC_SHAPE_TEXT_NBYTES];
+    wsync_box_t common = a->box;
+
+    planner->sources_overlap = true;
+    if (a->origin == b->origin) {
+        return WSYNC_OK;
+    }
+    (void)wsync_box_intersect(&a->box, &b->box, &common);
+    return wsync_fail(planner->err, WSYNC_ERR_LAYOUT, 0, "plan",
+                      "%.256s: %.128s (rank %u) and %.128s (rank %u) both hold the element "
+                      "at %s",
+                      what->name, wsync_layout_origin(layout, a->origin),
+                      planner->ranks.ids[planner->ranks.items[a->holders].first],
+                      wsync_layout_origin(layout, b->origin),
+                      planner->ranks.ids[planner->ranks.items[b->holders].first],
+                      wsync_shape_text(start, what->ndim, common.start));
+}
+
+static wsync_status_t load_sources(wsync_planner_t *planner, uint32_t tensor)
+{
+    size_t count;
+    const wsync_shard_t *shards =
+        wsync_layout_shards(planner->spec->source, tensor, &count);
+    shard_key_t *keys = malloc((count + 1) * sizeof(*keys));
+    mark_t *marks = NULL;
+    wsync_status_t status = WSYNC_OK;
+    size_t end;
+
+    planner->sources.count = 0;
+    planner->sources_overlap = false;
+    if (keys == NULL) {
+        return wsync_plan_no_memory(planner, "shards", count);
+    }
+    for (size_t i = 0; i < count; i++) {
+        keys[i] = (shard_key_t){&shards[i], (uint32_t)i};
+    }
+    qsort(keys, count, sizeof(*keys), compare_shards);
+    for (size_t i = 0; i < count && status == WSYNC_OK; i = end) {
+        end = i + 1;
+        while (end < count && keys[end].shard->origin == keys[i].shard->origin &&
+               wsync_box_equal(&keys[end].shard->box, &keys[i].shard->box)) {
+            end++;
+        }
+        status = add_source(planner, keys + i, end - i);
+    }
+    if (status != WSYNC_OK || planner->sources.count < 2) {
+        goto cleanup;
+    }
+    marks = malloc(planner->sources.count * sizeof(*marks));
+    if (marks == NULL) {
+        status = wsync_plan_no_memory(planner, "source boxes", planner->sources.count);
+        goto cleanup;
+    }
+    for (size_t i = 0; i < planner->sources.count; i++) {
+        marks[i].box = &planner->sources.items[i].box;
+        marks[i].index = i;
+    }
+    status = sweep(planner, tensor, marks, planner->sources.count, check_origins);
+
+cleanup:
+    free(keys);
+    free(marks);
+    return status;
+}
+
+/* --- wanted boxes --------------------------------------------------------------------- */
+
+typedef struct demand_key {
+    const wsync_box_t *box;
+    wsync_dtype_t dtype;
+    uint32_t destination;
+} demand_key_t;
+
+static int compare_demands(const void *left, const void *right)
+{
+    const demand_key_t *a = left;
+    const demand_key_t *b = right;
+    const int boxes = compare_boxes(a->box, b->box);
+
+    if (boxes != 0) {
+        return boxes;
+    }
+    if (a->dtype != b->dtype) {
+        return a->dtype < b->dtype ? -1 : 1;
+    }
+    return (a->destination > b->destination) - (a->destination < b->destination);
+}
+
+/* The dtype that travels: narrowing is done at the source, widening by the engine. */
+static wsync_status_t delivered_dtype(const wsync_planner_t *planner,
+                                      const wsync_tensor_t *source,
+                                      const wsync_tensor_t *destination,
+                                      wsync_dtype_t *dtype)
+{
+    wsync_transform_t transform;
+
+    if (wsync_dtype_transform(source->dtype, destination->dtype, &transform, NULL) !=
+        WSYNC_OK) {
+        return wsync_fail(planner->err, WSYNC_ERR_UNSUPPORTED, 0, "plan",
+                          "%.256s: no conversion from %s to %s", source->name,
+                          wsync_dtype_name(source->dtype),
+                          wsync_dtype_name(destination->dtype));
+    }
+    *dtype = wsync_dtype_nbytes(source->dtype) < wsync_dtype_nbytes(destination->dtype)
+                 ? source->dtype
+                 : destination->dtype;
+    return WSYNC_OK;
+}
+
+static wsync_status_t fail_twice(const wsync_planner_t *planner, uint32_t tensor,
+                                 uint32_t destination, const wsync_box_t *a,
+                                 const wsync_box_t *b)
+{
+    const wsync_tensor_t *what = wsync_layout_tensor(planner->spec->source, tensor);
+    char start[WSYNC_SHAPE_TEXT_NBYTES];
+    wsync_box_t common = *a;
+
+    (void)wsync_box_intersect(a, b, &common);
+    return wsync_fail(planner->err, WSYNC_ERR_LAYOUT, 0, "plan",
+                      "%.256s: destination %u wants the element at %s twice", what->name,
+                      destination, wsync_shape_text(start, what->ndim, common.start));
+}
+
+static wsync_status_t check_demands(wsync_planner_t *planner, uint32_t tensor, size_t first,
+                                    size_t second)
+{
+    const wsync_plan_demand_t *a = &planner->demands.items[first];
+    const wsync_plan_demand_t *b = &planner->demands.items[second];
+    size_t count;
+    const uint32_t *ids = wsync_idsets_get(&planner->audiences, a->audience, &count);
+
+    for (size_t i = 0; i < count; i++) {
+        if (wsync_idsets_contains(&planner->audiences, b->audience, ids[i])) {
+            return fail_twice(planner, tensor, ids[i], &a->box, &b->box);
+        }
+    }
+    return WSYNC_OK;
+}
+
+/* Makes one demand of equal boxes, destinations ascending. */
+static wsync_status_t add_demand(wsync_planner_t *planner, uint32_t tensor,
+                                 const demand_key_t *keys, size_t count)
+{
+    wsync_plan_demand_t demand = {.box = *keys[0].box, .dtype = keys[0].dtype};
+    wsync_status_t status;
+
+    planner->ids.count = 0;
+    if (!WSYNC_PLAN_RESERVE(planner, planner->ids, count) ||
+        !WSYNC_PLAN_RESERVE(planner, planner->demands, 1)) {
+        return wsync_plan_no_memory(planner, "wanted boxes", planner->demands.count + 1);
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (i > 0 && keys[i].destination == keys[i - 1].destination) {
+            return fail_twice(planner, tensor, keys[i].destination, keys[i].box,
+                              keys[i].box);
+        }
+        planner->ids.items[planner->ids.count++] = keys[i].destination;
+    }
+    status = wsync_plan_audience(planner, planner->ids.items, planner->ids.count,
+                                 &demand.audience);
+    if (status == WSYNC_OK) {
+        planner->demands.items[planner->demands.count++] = demand;
+    }
+    return status;
+}
+
+/* Fills keys (room for all boxes) with what the destinations want of a tensor. */
+static wsync_status_t collect_demands(wsync_planner_t *planner, uint32_t tensor,
+                                      const wsync_box_t *whole, demand_key_t *keys)
+{
+    const wsync_tensor_t *source = wsync_layout_tensor(planner->spec->source, tensor);
+    size_t used = 0;
+
+    for (size_t i = planner->first_ref[tensor]; i < planner->first_ref[tensor + 1]; i++) {
+        const wsync_plan_ref_t *ref = &planner->refs[i];
+        const wsync_destination_t *destination =
+            &planner->spec->destinations[ref->destination];
+        demand_key_t key = {.box = whole, .destination = ref->destination};
+        size_t count;
+        const wsync_shard_t *shards =
+            wsync_layout_shards(destination->layout, ref->tensor, &count);
+        const wsync_status_t status = delivered_dtype(
+            planner, source, wsync_layout_tensor(destination->layout, ref->tensor),
+            &key.dtype);
+
+        if (status != WSYNC_OK) {
+            return status;
+        }
+        if (destination->whole && count == 0) {
+            keys[used++] = key;
+        }
+        for (size_t j = 0; j < count; j++) {
+            key.box = &shards[j].box;
+            keys[used++] = key;
+        }
+    }
+    return WSYNC_OK;
+}
+
+static wsync_status_t load_demands(wsync_planner_t *planner, uint32_t tensor)
+{
+    const wsync_tensor_t *source = wsync_layout_tensor(planner->spec->source, tensor);
+    const wsync_box_t whole = wsync_box_whole(source->ndim, source->shape);
+    demand_key_t *keys = NULL;
+    mark_t *marks = NULL;
+    size_t count = 0;
+    size_t end;
+    wsync_status_t status;
+
+    planner->demands.count = 0;
+    for (size_t i = planner->first_ref[tensor]; i < planner->first_ref[tensor + 1]; i++) {
+        const wsync_plan_ref_t *ref = &planner->refs[i];
+        size_t boxes;
+
+        (void)wsync_layout_shards(planner->spec->destinations[ref->destination].layout,
+                                  ref->tensor, &boxes);
+        count += boxes != 0 ? boxes : 1;
+    }
+    keys = malloc((count + 1) * sizeof(*keys));
+    if (keys == NULL) {
+        return wsync_plan_no_memory(planner, "wanted boxes", count);
+    }
+    status = collect_demands(planner, tensor, &whole, keys);
+    if (status == WSYNC_OK) {
+        qsort(keys, count, sizeof(*keys), compare_demands);
+    }
+    for (size_t i = 0; i < count && status == WSYNC_OK; i = end) {
+        end = i + 1;
+        while (end < count && keys[end].dtype == keys[i].dtype &&
+               wsync_box_equal(keys[end].box, keys[i].box)) {
+            end++;
+        }
+        status = add_demand(planner, tensor, keys + i, end - i);
+    }
+    if (status != WSYNC_OK || planner->demands.count < 2) {
+        goto cleanup;
+    }
+    marks = malloc(planner->demands.count * sizeof(*marks));
+    if (marks == NULL) {
+        status = wsync_plan_no_memory(planner, "wanted boxes", planner->demands.count);
+        goto cleanup;
+    }
+    for (size_t i = 0; i < planner->demands.count; i++) {
+        marks[i].box = &planner->demands.items[i].box;
+        marks[i].index = i;
+    }
+    status = sweep(planner, tensor, marks, planner->demands.count, check_demands);
+
+cleanup:
+    free(keys);
+    free(marks);
+    return status;
+}
+
+wsync_status_t wsync_plan_load_tensor(wsync_planner_t *planner, uint32_t tensor)
+{
+    const wsync_status_t status = load_sources(planner, tensor);
+
+    return status == WSYNC_OK ? load_demands(planner, tensor) : status;
+}
+
+/* --- pieces --------------------------------------------------------------------------- */
+
+static wsync_status_t add_piece(wsync_planner_t *planner, wsync_plan_want_t *want,
+                                const wsync_plan_source_t *source, const wsync_box_t *box)
+{
+    wsync_plan_piece_t piece = {.box = *box, .shard = source->shard};
+    wsync_status_t status;
+
+    if (!WSYNC_PLAN_RESERVE(planner, planner->pieces, 1)) {
+        return wsync_plan_no_memory(planner, "pieces", planner->pieces.count + 1);
+    }
+    piece.nbytes = wsync_box_count(box) * wsync_dtype_nbytes(want->dtype);
+    status = wsync_plan_choose(planner, want->audience, source->holders, &piece);
+    if (status == WSYNC_OK) {
+        planner->pieces.items[planner->pieces.count++] = piece;
+        want->piece_count++;
+    }
+    return status;
+}
+
+static wsync_status_t add_missing(wsync_planner_t *planner, wsync_plan_boxes_t *boxes,
+                                  const wsync_box_t *box)
+{
+    if (!WSYNC_PLAN_RESERVE(planner, *boxes, 1)) {
+        return wsync_plan_no_memory(planner, "boxes", boxes->count + 1);
+    }
+    boxes->items[boxes->count++] = *box;
+    return WSYNC_OK;
+}
+
+/* Takes from one source box what is still missing of the want. */
+static wsync_status_t take(wsync_planner_t *planner, wsync_plan_want_t *want,
+                           const wsync_plan_source_t *source)
+{
+    const wsync_plan_boxes_t left = planner->missing;
+    wsync_plan_boxes_t *next = &planner->missing_next;
+    wsync_status_t status = WSYNC_OK;
+
+    next->count = 0;
+    for (size_t i = 0; i < left.count && status == WSYNC_OK; i++) {
+        wsync_box_t parts[2 * WSYNC_MAX_NDIM];
+        wsync_box_t common;
+        unsigned count = 1;
+
+        parts[0] = left.items[i];
+        if (wsync_box_intersect(&left.items[i], &source->box, &common)) {
+            status = add_piece(planner, want, source, &common);
+            count = wsync_box_subtract(&left.items[i], &common, parts);
+        }
+        for (unsigned j = 0; j < count && status == WSYNC_OK; j++) {
+            status = add_missing(planner, next, &parts[j]);
+        }
+    }
+    planner->missing = *next;
+    *next = left;
+    return status;
+}
+
+static wsync_status_t fail_missing(const wsync_planner_t *planner, uint32_t tensor)
+{
+    const wsync_tensor_t *what = wsync_layout_tensor(planner->spec->source, tensor);
+    const wsync_box_t *box = &planner->missing.items[0];
+    char start[WSYNC_SHAPE_TEXT_NBYTES];
+    char extent[WSYNC_SHAPE_TEXT_NBYTES];
+
+    return wsync_fail(planner->err, WSYNC_ERR_LAYOUT, 0, "plan",
+                      "%.256s: no rank holds the box that starts at %s with extent %s",
+                      what->name, wsync_shape_text(start, what->ndim, box->start),
+                      wsync_shape_text(extent, what->ndim, box->extent));
+}
+
+/* Covers a want where source boxes overlap or leave something out. */
+static wsync_status_t cover(wsync_planner_t *planner, wsync_plan_want_t *want)
+{
+    wsync_status_t status;
+
+    planner->missing.count = 0;
+    status = add_missing(planner, &planner->missing, &want->box);
+    for (size_t i = 0;
+         i < planner->sources.count && planner->missing.count > 0 && status == WSYNC_OK;
+         i++) {
+        status = take(planner, want, &planner->sources.items[i]);
+    }
+    if (status == WSYNC_OK && planner->missing.count > 0) {
+        status = fail_missing(planner, want->tensor);
+    }
+    return status;
+}
+
+wsync_status_t wsync_plan_add_want(wsync_planner_t *planner, uint32_t tensor,
+                                   const wsync_plan_demand_t *demand)
+{
+    const uint64_t count = wsync_box_count(&demand->box);
+    wsync_plan_want_t want = {.box = demand->box,
+                              .nbytes = count * wsync_dtype_nbytes(demand->dtype),
+                              .first_piece = planner->pieces.count,
+                              .tensor = tensor,
+                              .audience = demand->audience,
+                              .dtype = demand->dtype};
+    uint64_t covered = 0;
+    wsync_status_t status = WSYNC_OK;
+
+    if (!WSYNC_PLAN_RESERVE(planner, planner->wants, 1)) {
+        return wsync_plan_no_memory(planner, "wanted boxes", planner->wants.count + 1);
+    }
+    for (size_t i = 0; i < planner->sources.count; i++) {
+        wsync_box_t common;
+
+        if (wsync_box_intersect(&want.box, &planner->sources.items[i].box, &common)) {
+            covered += wsync_box_count(&common);
+        }
+    }
+    if (planner->sources_overlap || covered != count) {
+        status = cover(planner, &want);
+    } else {
+        /* Disjoint and complete: the intersections are the pieces. */
+        for (size_t i = 0; i < planner->sources.count && status == WSYNC_OK; i++) {
+            const wsync_plan_source_t *source = &planner->sources.items[i];
+            wsync_box_t common;
+
+            if (wsync_box_intersect(&want.box, &source->box, &common)) {
+                status = add_piece(planner, &want, source, &common);
+            }
+        }
+    }
+    if (status == WSYNC_OK) {
+        planner->wants.items[planner->wants.count++] = want;
+    }
+    return status;
+}

@@ -1,0 +1,503 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Plan: what every rank does in every round. */
+#include "python/plan.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+
+#include "python/convert.h"
+#include "python/layout.h"
+
+/* A specification and what it borrows. */
+typedef struct plan_spec {
+    wsync_plan_spec_t spec;
+    wsync_destination_t *destinations;
+    wsync_worker_t *workers;
+    uint32_t *hosts;
+    PyObject *owners[2]; /* the destinations' sequence and list of Layout objects */
+} plan_spec_t;
+
+/* --- arguments ------------------------------------------------------------------------ */
+
+static int read_destination(ModuleState *state, PyObject *item, Py_ssize_t index,
+                            plan_spec_t *parsed)
+{
+    PyObject *layout;
+    int whole;
+
+    if (!PyTuple_Check(item)) {
+        PyErr_Format(PyExc_TypeError, "destination %zd is no (layout, whole): %R", index,
+                     item);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(item, "O!p;destination: (layout, whole)", state->type_Layout,
+                          &layout, &whole) ||
+        PyList_Append(parsed->owners[1], layout) < 0) {
+        return -1;
+    }
+    parsed->destinations[index] =
+        (wsync_destination_t){((LayoutObject *)layout)->layout, whole != 0};
+    return 0;
+}
+
+static int read_worker(PyObject *item, Py_ssize_t index, plan_spec_t *parsed)
+{
+    wsync_worker_t *worker = &parsed->workers[index];
+    long long destination;
+    long long home;
+
+    if (!PyTuple_Check(item)) {
+        PyErr_Format(PyExc_TypeError, "worker %zd is no (destination, home): %R", index,
+                     item);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(item, "LL;worker: (destination, home)", &destination, &home) ||
+        wsync_py_read_u32(destination, "destination", &worker->destination) < 0) {
+        return -1;
+    }
+    return wsync_py_read_u32(home, "home", &worker->home);
+}
+
+static int read_host(PyObject *item, Py_ssize_t index, plan_spec_t *parsed)
+{
+    const long long host = PyLong_AsLongLong(item);
+
+    if (host == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    return wsync_py_read_u32(host, "host", &parsed->hosts[index]);
+}
+
+/* Turns a sequence into a tuple and allocates one C item for each of its items. */
+static PyObject *open_sequence(PyObject *sequence, size_t item_nbytes, void **items,
+                               uint32_t *count)
+{
+    PyObject *tuple = PySequence_Tuple(sequence);
+
+    if (tuple == NULL || wsync_py_read_u32(PyTuple_Size(tuple), "length", count) < 0) {
+        Py_XDECREF(tuple);
+        return NULL;
+    }
+    *items = calloc((size_t)*count + 1, item_nbytes);
+    if (*items == NULL) {
+        Py_DECREF(tuple);
+        return PyErr_NoMemory();
+    }
+    return tuple;
+}
+
+static int read_destinations(ModuleState *state, PyObject *sequence, plan_spec_t *parsed)
+{
+    void *items = NULL;
+
+    parsed->owners[0] = open_sequence(sequence, sizeof(*parsed->destinations), &items,
+                                      &parsed->spec.destination_count);
+    parsed->destinations = items;
+    parsed->owners[1] = PyList_New(0);
+    if (parsed->owners[0] == NULL || parsed->owners[1] == NULL) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_Size(parsed->owners[0]); i++) {
+        if (read_destination(state, PyTuple_GetItem(parsed->owners[0], i), i, parsed) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int read_workers(PyObject *sequence, plan_spec_t *parsed)
+{
+    void *items = NULL;
+    PyObject *tuple = open_sequence(sequence, sizeof(*parsed->workers), &items,
+                                    &parsed->spec.worker_count);
+    int result = tuple != NULL ? 0 : -1;
+
+    parsed->workers = items;
+    for (Py_ssize_t i = 0; result == 0 && i < PyTuple_Size(tuple); i++) {
+        result = read_worker(PyTuple_GetItem(tuple, i), i, parsed);
+    }
+    Py_XDECREF(tuple);
+    return result;
+}
+
+static int read_hosts(PyObject *sequence, plan_spec_t *parsed)
+{
+    void *items = NULL;
+    PyObject *tuple =
+        open_sequence(sequence, sizeof(*parsed->hosts), &items, &parsed->spec.rank_count);
+    int result = tuple != NULL ? 0 : -1;
+
+    parsed->hosts = items;
+    for (Py_ssize_t i = 0; result == 0 && i < PyTuple_Size(tuple); i++) {
+        result = read_host(PyTuple_GetItem(tuple, i), i, parsed);
+    }
+    Py_XDECREF(tuple);
+    return result;
+}
+
+/* "K" would take a negative number for a huge one. */
+static int read_budget(PyObject *number, const char *name, uint64_t *nbytes)
+{
+    const long long value = number != NULL ? PyLong_AsLongLong(number) : 0;
+
+    if (value == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (value < 0) {
+        PyErr_Format(PyExc_ValueError, "%s %lld is negative", name, value);
+        return -1;
+    }
+    *nbytes = (uint64_t)value;
+    return 0;
+}
+
+static void spec_fini(plan_spec_t *parsed)
+{
+    free(parsed->destinations);
+    free(parsed->workers);
+    free(parsed->hosts);
+    Py_XDECREF(parsed->owners[0]);
+    Py_XDECREF(parsed->owners[1]);
+}
+
+static int spec_init(ModuleState *state, PyObject *args, PyObject *kwargs,
+                     plan_spec_t *parsed)
+{
+    static char *keywords[] = {
+        "source",       "destinations", "workers",     "hosts",       "rank",
+        "round_nbytes", "ring_nbytes",  "send_nbytes", "recv_nbytes", NULL};
+    wsync_plan_spec_t *spec = &parsed->spec;
+    PyObject *source;
+    PyObject *sequences[3];
+    PyObject *budgets[4] = {NULL};
+    long long rank;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOL|$OOOO:Plan", keywords,
+                                     state->type_Layout, &source, &sequences[0],
+                                     &sequences[1], &sequences[2], &rank, &budgets[0],
+                                     &budgets[1], &budgets[2], &budgets[3]) ||
+        wsync_py_read_u32(rank, "rank", &spec->rank) < 0 ||
+        read_destinations(state, sequences[0], parsed) < 0 ||
+        read_workers(sequences[1], parsed) < 0 || read_hosts(sequences[2], parsed) < 0 ||
+        read_budget(budgets[0], keywords[5], &spec->round_nbytes) < 0 ||
+        read_budget(budgets[1], keywords[6], &spec->ring_nbytes) < 0 ||
+        read_budget(budgets[2], keywords[7], &spec->send_nbytes) < 0 ||
+        read_budget(budgets[3], keywords[8], &spec->recv_nbytes) < 0) {
+        return -1;
+    }
+    spec->source = ((LayoutObject *)source)->layout;
+    spec->destinations = parsed->destinations;
+    spec->workers = parsed->workers;
+    spec->hosts = parsed->hosts;
+    return 0;
+}
+
+/* --- life ----------------------------------------------------------------------------- */
+
+static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    ModuleState *state = wsync_py_type_state(type);
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    plan_spec_t parsed = {.spec = {0}};
+    PlanObject *self = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (spec_init(state, args, kwargs, &parsed) < 0) {
+        goto cleanup;
+    }
+    self = (PlanObject *)allocate(type, 0);
+    if (self == NULL) {
+        goto cleanup;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_plan_create(&parsed.spec, &self->plan, &err);
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        Py_CLEAR(self);
+        (void)wsync_py_raise(state, &err);
+    }
+
+cleanup:
+    spec_fini(&parsed);
+    return (PyObject *)self;
+}
+
+static void plan_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    wsync_plan_destroy(((PlanObject *)self)->plan);
+    release(self);
+    Py_DECREF(type);
+}
+
+/* --- reading -------------------------------------------------------------------------- */
+
+static const wsync_plan_t *plan_of(PyObject *self)
+{
+    return ((PlanObject *)self)->plan;
+}
+
+static bool check_index(long long value, uint32_t count, const char *what, uint32_t *index)
+{
+    if (value < 0 || value >= (long long)count) {
+        PyErr_Format(PyExc_IndexError, "%s %lld of a plan with %u", what, value, count);
+        return false;
+    }
+    *index = (uint32_t)value;
+    return true;
+}
+
+static bool check_round(PyObject *self, long long value, uint32_t *round)
+{
+    return check_index(value, wsync_plan_round_count(plan_of(self)), "round", round);
+}
+
+static bool check_worker(PyObject *self, long long value, uint32_t *worker)
+{
+    return check_index(value, wsync_plan_worker_count(plan_of(self)), "worker", worker);
+}
+
+static PyObject *plan_round_count(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLong(wsync_plan_round_count(plan_of(self)));
+}
+
+static PyObject *plan_send_nbytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_plan_send_nbytes(plan_of(self)));
+}
+
+static PyObject *plan_recv_nbytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_plan_recv_nbytes(plan_of(self)));
+}
+
+static PyObject *plan_fingerprint(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_plan_fingerprint(plan_of(self)));
+}
+
+static PyObject *plan_stats(PyObject *self, void *Py_UNUSED(closure))
+{
+    const wsync_plan_stats_t stats = wsync_plan_stats(plan_of(self));
+
+    return Py_BuildValue("{sKsKsKsK}", "delivered_nbytes",
+                         (unsigned long long)stats.delivered_nbytes, "needed_nbytes",
+                         (unsigned long long)stats.needed_nbytes, "sent_nbytes",
+                         (unsigned long long)stats.sent_nbytes, "message_count",
+                         (unsigned long long)stats.message_count);
+}
+
+static PyObject *plan_ring_nbytes(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"worker", NULL};
+    long long value;
+    uint32_t worker;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "L:ring_nbytes", keywords, &value) ||
+        !check_worker(self, value, &worker)) {
+        return NULL;
+    }
+    return PyLong_FromUnsignedLongLong(wsync_plan_ring_nbytes(plan_of(self), worker));
+}
+
+static PyObject *plan_slot(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"worker", "round", NULL};
+    long long values[2];
+    uint32_t worker;
+    uint32_t round;
+    wsync_slot_t slot;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LL:slot", keywords, &values[0],
+                                     &values[1]) ||
+        !check_worker(self, values[0], &worker) || !check_round(self, values[1], &round)) {
+        return NULL;
+    }
+    slot = wsync_plan_slot(plan_of(self), worker, round);
+    return Py_BuildValue("KKL", (unsigned long long)slot.offset,
+                         (unsigned long long)slot.nbytes, (long long)slot.wait_round);
+}
+
+static PyObject *rank_tuple(const uint32_t *ranks, uint32_t count)
+{
+    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
+
+    for (uint32_t i = 0; tuple != NULL && i < count; i++) {
+        PyObject *value = PyLong_FromUnsignedLong(ranks[i]);
+
+        if (value == NULL || PyTuple_SetItem(tuple, (Py_ssize_t)i, value) < 0) {
+            Py_CLEAR(tuple);
+        }
+    }
+    return tuple;
+}
+
+static PyObject *plan_messages(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"round", NULL};
+    const wsync_message_t *messages;
+    PyObject *list;
+    long long value;
+    uint32_t round;
+    size_t count;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "L:messages", keywords, &value) ||
+        !check_round(self, value, &round)) {
+        return NULL;
+    }
+    messages = wsync_plan_messages(plan_of(self), round, &count);
+    list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        const wsync_message_t *message = &messages[i];
+        PyObject *item = Py_BuildValue(
+            "INKKK", message->source, rank_tuple(message->peers, message->peer_count),
+            (unsigned long long)message->send_offset,
+            (unsigned long long)message->recv_offset, (unsigned long long)message->nbytes);
+
+        if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+/* The copies of the round and phase that the arguments name; false with an exception set.
+ */
+static bool parse_phase(PyObject *self, PyObject *args, PyObject *kwargs,
+                        const char *format, const wsync_copy_t **copies, size_t *count)
+{
+    static char *keywords[] = {"round", "phase", NULL};
+    long long values[2];
+    uint32_t round;
+    uint32_t phase;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, &values[0],
+                                     &values[1]) ||
+        !check_round(self, values[0], &round) ||
+        !check_index(values[1], WSYNC_PHASE_COUNT, "phase", &phase)) {
+        return false;
+    }
+    *copies = wsync_plan_copies(plan_of(self), round, (wsync_phase_t)phase, count);
+    return true;
+}
+
+static PyObject *plan_copies(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    const wsync_copy_t *copies;
+    size_t count;
+
+    if (!parse_phase(self, args, kwargs, "LL:copies", &copies, &count)) {
+        return NULL;
+    }
+    return wsync_py_copy_list(copies, count);
+}
+
+static PyObject *plan_copy_count(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    const wsync_copy_t *copies;
+    size_t count;
+
+    if (!parse_phase(self, args, kwargs, "LL:copy_count", &copies, &count)) {
+        return NULL;
+    }
+    return PyLong_FromSize_t(count);
+}
+
+static PyObject *plan_manifest(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"worker", NULL};
+    ModuleState *state = wsync_py_type_state(Py_TYPE(self));
+    const wsync_plan_t *plan = plan_of(self);
+    wsync_layout_t *manifest = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+    long long value;
+    uint32_t worker;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "L:manifest", keywords, &value) ||
+        !check_worker(self, value, &worker)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_plan_manifest(plan, worker, &manifest, &err);
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
+    }
+    return wsync_py_layout_new(state, manifest);
+}
+
+#define WITH_KEYWORDS(function) \
+    ((PyCFunction)(void (*)(void))(function)), METH_VARARGS | METH_KEYWORDS
+
+static PyMethodDef plan_methods[] = {
+    {"ring_nbytes", WITH_KEYWORDS(plan_ring_nbytes),
+     "ring_nbytes($self, worker)\n--\n\nBytes of a worker's ring."},
+    {"slot", WITH_KEYWORDS(plan_slot),
+     "slot($self, worker, round)\n--\n\n"
+     "Where the round lies in the worker's ring: (offset, nbytes, wait_round).  It may be\n"
+     "written once the worker has finished wait_round (-1: at once)."},
+    {"messages", WITH_KEYWORDS(plan_messages),
+     "messages($self, round)\n--\n\n"
+     "What this rank sends or receives: (source, peers, send_offset, recv_offset, "
+     "nbytes)."},
+    {"copies", WITH_KEYWORDS(plan_copies),
+     "copies($self, round, phase)\n--\n\nThis rank's copies of PACK, LOCAL or UNPACK."},
+    {"copy_count", WITH_KEYWORDS(plan_copy_count),
+     "copy_count($self, round, phase)\n--\n\nHow many copies that are."},
+    {"manifest", WITH_KEYWORDS(plan_manifest),
+     "manifest($self, worker)\n--\n\n"
+     "The layout of the worker's ring: rank 0, buffer = round, offsets from the start of\n"
+     "the ring, boxes contiguous, dtypes as delivered."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef plan_getset[] = {
+    {"round_count", plan_round_count, NULL, "Number of rounds.", NULL},
+    {"send_nbytes", plan_send_nbytes, NULL,
+     "Largest send staging that a round needs on this rank.", NULL},
+    {"recv_nbytes", plan_recv_nbytes, NULL,
+     "Largest receive staging that a round needs on this rank.", NULL},
+    {"fingerprint", plan_fingerprint, NULL,
+     "64 bits that are equal on all ranks with equal plans.", NULL},
+    {"stats", plan_stats, NULL,
+     "Of all ranks: delivered_nbytes, needed_nbytes, sent_nbytes, message_count.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot plan_slots[] = {
+    {Py_tp_doc,
+     "Plan(source, destinations, workers, hosts, rank, *, round_nbytes=0, ring_nbytes=0, "
+     "send_nbytes=0, recv_nbytes=0)\n--\n\n"
+     "How the boxes of `source` get into the rings of all workers, and what `rank` does\n"
+     "for it.  destinations: (layout, whole); workers: (destination, home rank); hosts:\n"
+     "one per trainer rank; budgets in bytes, 0 for the default."},
+    {Py_tp_new, plan_new},
+    {Py_tp_dealloc, plan_dealloc},
+    {Py_tp_methods, plan_methods},
+    {Py_tp_getset, plan_getset},
+    {0, NULL},
+};
+
+static PyType_Spec plan_type_spec = {
+    .name = "wsync._core.Plan",
+    .basicsize = sizeof(PlanObject),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = plan_slots,
+};
+
+int wsync_py_register_plan(PyObject *module)
+{
+    ModuleState *state = wsync_py_state(module);
+
+    if (wsync_py_add_type(module, &plan_type_spec, &state->type_Plan) < 0 ||
+        PyModule_AddIntConstant(module, "PACK", WSYNC_PHASE_PACK) < 0 ||
+        PyModule_AddIntConstant(module, "LOCAL", WSYNC_PHASE_LOCAL) < 0) {
+        return -1;
+    }
+    return PyModule_AddIntConstant(module, "UNPACK", WSYNC_PHASE_UNPACK);
+}
