@@ -13,8 +13,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as wait_for
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -37,7 +39,7 @@ from wsync.engine.sharded import ShardedModel
 from wsync.engine.unpickle import loads
 
 DELIVERIES: Final = ("needed", "full")
-_GROUP_SECONDS: Final = 60.0
+_GROUP_SECONDS: Final = 120.0
 _POLL_SECONDS: Final = 0.2
 
 
@@ -77,7 +79,8 @@ class TensorParallelEngine:
         self._pipes: list[Connection[Any, Any]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="wsync-tp-")
         settings = {
-            "config": config,
+            # plain values: a worker need not import transformers
+            "config": SimpleNamespace(**{**config.to_dict(), "model_type": config.model_type}),
             "tp": tp,
             "experts": experts,
             "dtype": dtype,
@@ -293,6 +296,7 @@ class _Worker:
                 init_method="file://" + settings["store"],
                 rank=self.rank,
                 world_size=settings["tp"],
+                timeout=timedelta(seconds=_GROUP_SECONDS),
             )
         loader: Loader
         if settings["delivery"] == "needed":

@@ -1,0 +1,480 @@
+"""A receiver and its loaders against a real exporter in the same process."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from wsync._core import (
+    Exporter,
+    Layout,
+    LayoutBuilder,
+    Memory,
+    PeerClosedError,
+    RemoteError,
+    Stream,
+)
+from wsync.control import Control
+from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
+from wsync.engine.receiver import Receiver
+
+Tensors = Mapping[str, torch.Tensor]
+SECONDS = 10.0
+
+
+def aligned(nbytes: int) -> int:
+    return (nbytes + 63) // 64 * 64
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Trainer:
+    """A trainer rank that delivers whole tensors; rounds[k] are the names in round k.  The ring
+    holds two slots, so that a slot is written again while the update runs."""
+
+    def __init__(self, tensors: Tensors, rounds: Sequence[Sequence[str]], session: str = "a1"):
+        self.session = session
+        self.rounds = rounds
+        self.exporter = Exporter()
+        sizes = [sum(aligned(tensors[name].nbytes) for name in names) for names in rounds]
+        self.slot = max([*sizes, 64])
+        self.ring = Memory(2 * self.slot)
+        self.stream = Stream()
+        self.manifest = self._manifest(tensors)
+        self.blob = b""
+
+    def _manifest(self, tensors: Tensors) -> Layout:
+        builder = LayoutBuilder()
+        self.offsets: dict[str, int] = {}
+        for name, tensor in tensors.items():
+            builder.add_tensor(name, dtype_of(tensor), list(tensor.shape))
+        for round, names in enumerate(self.rounds):
+            offset = round % 2 * self.slot
+            for name in names:
+                tensor = tensors[name].contiguous()
+                strides = [stride * tensor.element_size() for stride in tensor.stride()]
+                zeros = [0] * tensor.dim()
+                shape = list(tensor.shape)
+                builder.add_shard(
+                    name, dtype_of(tensor), shape, zeros, shape, round, offset, strides
+                )
+                self.offsets[name] = offset
+                offset += aligned(tensor.nbytes)
+        return builder.build()
+
+    def control(self, update: int, op: str = "open", deadline: float = SECONDS) -> bytes:
+        address = self.exporter.address if op == "open" else ""
+        message = Control(
+            op=op, session=self.session, update=update, deadline=deadline, address=address
+        )
+        return message.to_bytes()
+
+    def accept(self) -> None:
+        self.blob = self.exporter.accept(SECONDS)
+        self.exporter.attach(self.ring, self.manifest.to_bytes(), SECONDS)
+
+    def send(self, tensors: Tensors, rounds: range | None = None) -> None:
+        for round in range(len(self.rounds)) if rounds is None else rounds:
+            self.exporter.acquire(round - 2 if round >= 2 else -1, SECONDS)
+            for name in self.rounds[round]:
+                data, offset = as_bytes(tensors[name]), self.offsets[name]
+                memoryview(self.ring)[offset : offset + len(data)] = data  # type: ignore[arg-type]
+            self.exporter.post(round, self.stream, SECONDS)
+
+    def update(self, number: int, tensors: Tensors) -> tuple[int, int, int]:
+        self.exporter.begin(number, len(self.rounds), SECONDS)
+        self.send(tensors)
+        receipt = self.exporter.prepared(SECONDS)
+        self.exporter.commit(SECONDS)
+        return receipt
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+Handled = Future[tuple[bool, str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[Receiver, bytes], Handled]]:
+    """Runs Receiver.handle in a thread, as an engine does."""
+    with ThreadPoolExecutor() as pool:
+        yield lambda receiver, control: pool.submit(receiver.handle, control)
+
+
+Start = Callable[[Receiver, bytes], Handled]
+
+
+class Tiny(torch.nn.Module):
+    """Two linear layers and a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(10, 4)
+        self.up = torch.nn.Linear(4, 6)
+        self.head = torch.nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("bias", torch.zeros(3))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+def tiny_weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed.weight": (10, 4), "up.weight": (6, 4), "up.bias": (6,), "bias": (3,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+ROUNDS = [["embed.weight"], ["up.weight"], ["up.bias", "bias"]]
+
+
+def first_update(start: Start, loader: Loader, weights: Tensors, rounds: Any = ROUNDS) -> Any:
+    """(trainer, receiver, receipt) after a committed first update."""
+    trainer, receiver = Trainer(weights, rounds), Receiver(loader)
+    handled = start(receiver, trainer.control(1))
+    trainer.accept()
+    receipt = trainer.update(1, weights)
+    assert handled.result(SECONDS)[0]
+    return trainer, receiver, receipt
+
+
+def failed_update(start: Start, loader: Loader, weights: Tensors, rounds: Any = ROUNDS) -> str:
+    """The text of a first update that the receiver refuses; both sides have the same."""
+    trainer, receiver = Trainer(weights, rounds), Receiver(loader)
+    handled = start(receiver, trainer.control(1))
+    trainer.accept()
+    with pytest.raises((RemoteError, PeerClosedError)) as caught:
+        trainer.update(1, weights)
+    success, text = handled.result(SECONDS)
+    assert not success
+    if isinstance(caught.value, RemoteError):
+        assert text in str(caught.value)
+    return text
+
+
+def check(module: torch.nn.Module, weights: Tensors) -> None:
+    state = module.state_dict()
+    for name, tensor in weights.items():
+        assert as_bytes(state[name]) == as_bytes(tensor.to(state[name].dtype)), name
+
+
+# --- by name --------------------------------------------------------------------------------
+
+
+def test_tensors_are_copied_by_name_update_after_update(start: Start) -> None:
+    module = Tiny()
+    pointers = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+    weights = tiny_weights(1)
+    trainer, receiver, receipt = first_update(start, ModuleLoader(module), weights)
+    assert trainer.blob == b""
+    assert receipt[:2] == (4, sum(tensor.nbytes for tensor in weights.values()))
+    check(module, weights)
+    weights = tiny_weights(2)
+    handled = start(receiver, trainer.control(2))  # the same session: nothing is attached again
+    trainer.update(2, weights)
+    assert handled.result(SECONDS) == (True, "update 2")
+    check(module, weights)
+    assert pointers == {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+    assert (receiver.consistent, receiver.reason, receiver.update) == (True, "", 2)
+
+
+def test_parameters_may_move_between_updates(start: Start) -> None:
+    module = Tiny()
+    trainer, receiver, _ = first_update(start, ModuleLoader(module), tiny_weights(1))
+    module.up.weight.data = torch.zeros(4, 6).t()
+    handled = start(receiver, trainer.control(2))
+    trainer.update(2, tiny_weights(2))
+    assert handled.result(SECONDS)[0]
+    check(module, tiny_weights(2))
+
+
+def test_narrow_weights_fill_a_wider_module(start: Start) -> None:
+    module = Tiny()
+    weights = {name: tensor.bfloat16() for name, tensor in tiny_weights(1).items()}
+    first_update(start, ModuleLoader(module), weights)
+    check(module, weights)
+
+
+def test_a_tied_head_may_be_delivered_or_not(start: Start) -> None:
+    module, weights = Tiny(), tiny_weights(1)
+    weights["head.weight"] = weights["embed.weight"]
+    first_update(start, ModuleLoader(module), weights, [*ROUNDS, ["head.weight"]])
+    check(module, weights)
+    del weights["embed.weight"]
+    first_update(start, ModuleLoader(module), weights, [*ROUNDS[1:], ["head.weight"]])
+    check(module, weights)
+
+
+def test_empty_tensors_count_as_delivered(start: Start) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("empty", torch.empty(3, 0))
+    module.register_buffer("full", torch.zeros(3))
+    weights = {"empty": torch.empty(3, 0), "full": torch.ones(3)}
+    _, _, receipt = first_update(start, ModuleLoader(module), weights, [["full"]])
+    assert receipt[:2] == (2, 12)
+    check(module, weights)
+
+
+def test_an_unknown_name_is_refused_unless_ignored(start: Start) -> None:
+    weights = {**tiny_weights(1), "stranger": torch.ones(2)}
+    rounds = [*ROUNDS, ["stranger"]]
+    before = as_bytes(torch.nn.utils.parameters_to_vector((module := Tiny()).parameters()))
+    assert "stranger: not in Tiny" in failed_update(start, ModuleLoader(module), weights, rounds)
+    # nothing was loaded: the weights are still the old ones
+    assert as_bytes(torch.nn.utils.parameters_to_vector(module.parameters())) == before
+    first_update(start, ModuleLoader(module, ignore=["stranger"]), weights, rounds)
+    check(module, tiny_weights(1))
+
+
+def test_a_parameter_that_is_not_delivered_is_named_unless_ignored(start: Start) -> None:
+    weights = tiny_weights(1)
+    del weights["up.bias"]
+    rounds = [["embed.weight", "up.weight", "bias"]]
+    text = failed_update(start, ModuleLoader(Tiny()), weights, rounds)
+    assert "up.bias: in Tiny, not delivered" in text
+    first_update(start, ModuleLoader(Tiny(), ignore=["up.bias"]), weights, rounds)
+
+
+def test_another_shape_is_refused_with_both(start: Start) -> None:
+    weights = {**tiny_weights(1), "up.weight": torch.ones(4, 6)}
+    text = failed_update(start, ModuleLoader(Tiny()), weights)
+    assert "up.weight: shape (4, 6) delivered, (6, 4) in Tiny" in text
+
+
+# --- by load_weights ------------------------------------------------------------------------
+
+
+class Loading(Tiny):
+    """A module with its own loader, which notes where its input lies."""
+
+    def __init__(self, *, keep_from: int | None = None) -> None:
+        super().__init__()
+        self.pointers: list[int] = []
+        self.kept: dict[str, torch.Tensor] = {}
+        self.calls = 0
+        self.keep_from = keep_from
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        state = self.state_dict()
+        for name, tensor in weights:
+            self.pointers.append(tensor.data_ptr())
+            state[name].copy_(tensor)
+            if self.keep_from is not None and self.calls >= self.keep_from:
+                self.kept[name] = tensor
+        self.calls += 1
+
+
+def test_a_modules_own_loader_is_called_once_a_round_with_views(start: Start) -> None:
+    module = Loading()
+    trainer, receiver, _ = first_update(start, ModuleLoader(module), tiny_weights(1))
+    check(module, tiny_weights(1))
+    assert module.calls == 3
+    module.pointers.clear()
+    handled = start(receiver, trainer.control(2))
+    trainer.update(2, tiny_weights(2))
+    assert handled.result(SECONDS)[0]
+    check(module, tiny_weights(2))
+    assert len(module.pointers) == 4
+    # the importer maps the ring at an address of its own: distances are the manifest's
+    offsets = [trainer.offsets[name] for names in ROUNDS for name in names]
+    assert [p - module.pointers[0] for p in module.pointers] == [o - offsets[0] for o in offsets]
+
+
+def test_a_loader_that_keeps_its_input_is_named_and_gets_copies(start: Start) -> None:
+    module = Loading(keep_from=0)
+    loader = ModuleLoader(module)
+    with pytest.warns(RuntimeWarning, match=r"Loading.load_weights keeps tensors"):
+        trainer, receiver, _ = first_update(start, loader, tiny_weights(1))
+    for seed in (2, 3):
+        kept = dict(module.kept)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is named once
+            handled = start(receiver, trainer.control(seed))
+            trainer.update(seed, tiny_weights(seed))
+            assert handled.result(SECONDS) == (True, f"update {seed}")
+        for name, tensor in tiny_weights(seed - 1).items():
+            assert torch.equal(kept[name], tensor), "what was kept has changed"
+    check(module, tiny_weights(3))
+
+
+def test_a_loader_that_begins_to_keep_later_costs_one_update(start: Start) -> None:
+    module = Loading(keep_from=1)
+    loader = ModuleLoader(module)
+    text = failed_update(start, loader, tiny_weights(1))
+    assert "Loading.load_weights keeps 1 tensors of round 1" in text
+    module.kept.clear()
+    first_update(start, loader, tiny_weights(2))
+    assert torch.equal(module.kept["bias"], tiny_weights(2)["bias"])
+    check(module, tiny_weights(2))
+
+
+def test_a_loader_that_says_what_it_loaded_must_load_everything(start: Start) -> None:
+    class Telling(Loading):
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:  # type: ignore[override]
+            super().load_weights(weights)
+            return {name for name, _ in weights if name != "up.bias"}
+
+    text = failed_update(start, ModuleLoader(Telling()), tiny_weights(1))
+    assert "up.bias: not loaded by" in text
+    first_update(start, ModuleLoader(Telling(), ignore=["up.bias"]), tiny_weights(1))
+
+
+# --- by layout ------------------------------------------------------------------------------
+
+
+def fused() -> tuple[Layout, list[torch.Tensor]]:
+    """Rows 2..4 of `a` above rows 0..2 of `b`, and columns 1..3 of `c`, inside padded tensors."""
+    builder = LayoutBuilder()
+    builder.add_shard("a", "float32", [6, 4], [2, 0], [2, 4], 0, 0, [16, 4])
+    builder.add_shard("b", "float32", [6, 4], [0, 0], [2, 4], 0, 32, [16, 4])
+    builder.add_shard("c", "float32", [3, 4], [0, 1], [3, 2], 1, 4, [12, 4])
+    return builder.build(), [torch.zeros(5, 4), torch.zeros(3, 3)]
+
+
+def test_boxes_of_fused_parameters_are_filled_and_padding_is_left_alone(start: Start) -> None:
+    layout, tensors = fused()
+    weights = {name: torch.randn(6, 4) for name in "ab"} | {"c": torch.randn(3, 4)}
+    trainer, _, receipt = first_update(
+        start, LayoutLoader(layout, tensors), weights, [["a"], ["b"], ["c"]]
+    )
+    assert Layout.from_bytes(trainer.blob).names() == ["a", "b", "c"]
+    assert torch.equal(tensors[0][:2], weights["a"][2:4])
+    assert torch.equal(tensors[0][2:4], weights["b"][:2])
+    assert torch.equal(tensors[1][:, 1:], weights["c"][:, 1:3])
+    assert not tensors[0][4].any() and not tensors[1][:, 0].any()
+    assert receipt[:2] == (3, 2 * 96 + 48)
+
+
+def test_a_box_that_is_not_delivered_is_named(start: Start) -> None:
+    layout, tensors = fused()
+    weights = {"a": torch.ones(6, 4), "c": torch.ones(3, 4)}
+    text = failed_update(start, LayoutLoader(layout, tensors), weights, [["a"], ["c"]])
+    assert "LayoutError" not in text  # wsync's messages speak for themselves
+    assert "b" in text.split("update 1: ")[1]
+    assert not any(tensor.any() for tensor in tensors)
+
+
+# --- failures -------------------------------------------------------------------------------
+
+
+class Exploding(Loading):
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        if weights[0][0] == "up.weight" and self.keep_from is None:
+            raise RuntimeError("no kernel for up.weight")
+        super().load_weights(weights)
+
+
+def test_a_failed_load_reaches_the_trainer_and_a_later_update_heals(start: Start) -> None:
+    module = Exploding()
+    trainer, receiver = Trainer(tiny_weights(1), ROUNDS), Receiver(ModuleLoader(module), worker=3)
+    handled = start(receiver, trainer.control(1))
+    trainer.accept()
+    with pytest.raises(RemoteError, match="worker 3: update 1: RuntimeError: no kernel for up"):
+        trainer.update(1, tiny_weights(1))
+    success, text = handled.result(SECONDS)
+    assert (success, receiver.consistent) == (False, False)
+    assert text in receiver.reason
+    accepted, why = receiver.handle(trainer.control(1, "close"))
+    assert (accepted, "inconsistent" in why) == (False, True)
+    module.keep_from = 99
+    again = Trainer(tiny_weights(2), ROUNDS, session="b2")
+    handled = start(receiver, again.control(2))
+    again.accept()
+    again.update(2, tiny_weights(2))
+    assert handled.result(SECONDS) == (True, "update 2")
+    assert (receiver.consistent, receiver.reason) == (True, "")
+    check(module, tiny_weights(2))
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (lambda exporter: exporter.abort("rank 2 has failed: no space"), "rank 2 has failed"),
+        (lambda exporter: exporter.close(), ""),
+    ],
+)
+def test_a_trainer_that_gives_up_or_dies_leaves_an_inconsistent_worker(
+    start: Start, end: Callable[[Exporter], None], text: str
+) -> None:
+    trainer, receiver = Trainer(tiny_weights(1), ROUNDS), Receiver(ModuleLoader(Tiny()))
+    handled = start(receiver, trainer.control(1))
+    trainer.accept()
+    trainer.exporter.begin(1, 3, SECONDS)
+    trainer.send(tiny_weights(1), range(1))
+    trainer.exporter.acquire(0, SECONDS)  # round 0 has been loaded
+    end(trainer.exporter)
+    success, answer = handled.result(SECONDS)
+    assert not success
+    assert text in answer
+    assert not receiver.consistent
+    assert answer in receiver.reason
+
+
+def test_an_abort_before_the_first_round_leaves_the_old_weights_in_place(start: Start) -> None:
+    module = Tiny()
+    trainer, receiver, _ = first_update(start, ModuleLoader(module), tiny_weights(1))
+    handled = start(receiver, trainer.control(2))
+    trainer.exporter.begin(2, 3, SECONDS)
+    trainer.exporter.abort("changed my mind")
+    assert "changed my mind" in handled.result(SECONDS)[1]
+    assert receiver.consistent
+    check(module, tiny_weights(1))
+
+
+def test_a_trainer_that_stalls_costs_the_messages_deadline(start: Start) -> None:
+    trainer, receiver = Trainer(tiny_weights(1), ROUNDS), Receiver(ModuleLoader(Tiny()))
+    handled = start(receiver, trainer.control(1, deadline=0.2))
+    trainer.accept()
+    trainer.exporter.begin(1, 3, SECONDS)
+    success, text = handled.result(SECONDS)
+    assert not success
+    assert text.startswith("worker 0: update 1: ")
+
+
+def test_nobody_listening_changes_nothing() -> None:
+    receiver = Receiver(ModuleLoader(Tiny()))
+    trainer = Trainer(tiny_weights(1), ROUNDS)
+    control = trainer.control(1, deadline=0.2)
+    trainer.exporter.close()
+    success, text = receiver.handle(control)
+    assert not success
+    assert text.startswith("worker 0: update 1: ")
+    assert receiver.consistent
+
+
+@pytest.mark.parametrize("control", [b"", b"{}", b"\xff", None])
+def test_a_bad_message_is_answered(control: bytes | None) -> None:
+    success, text = Receiver(ModuleLoader(Tiny()), worker=2).handle(control)
+    assert not success
+    assert text.startswith("worker 2: ")
+
+
+def test_a_version_is_refused_where_its_update_is_not(start: Start) -> None:
+    trainer, receiver, _ = first_update(start, ModuleLoader(Tiny()), tiny_weights(1))
+    assert receiver.handle(trainer.control(1, "close")) == (True, "update 1")
+    success, text = receiver.handle(trainer.control(2, "close"))
+    assert not success
+    assert "update 2 was not committed here, the last one is 1" in text
+
+
+def test_another_number_than_the_one_announced_is_refused(start: Start) -> None:
+    trainer, receiver = Trainer(tiny_weights(1), ROUNDS), Receiver(ModuleLoader(Tiny()))
+    handled = start(receiver, trainer.control(1))
+    trainer.accept()
+    trainer.exporter.begin(5, 3, SECONDS)
+    success, text = handled.result(SECONDS)
+    assert (success, "the trainer has begun update 5" in text) == (False, True)
+
+
+def test_a_worker_takes_part_in_one_update_at_a_time(start: Start) -> None:
+    trainer, receiver = Trainer(tiny_weights(1), ROUNDS), Receiver(ModuleLoader(Tiny()))
+    handled = start(receiver, trainer.control(1))
+    trainer.accept()
+    assert receiver.handle(trainer.control(1)) == (False, "worker 0: another update is running")
+    trainer.update(1, tiny_weights(1))
+    assert handled.result(SECONDS)[0]
