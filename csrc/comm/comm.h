@@ -8,9 +8,11 @@
  *   wait k      what the others sent to this rank in round k can be read
  *   release k   this rank has read it once `stream` gets here
  *
- * acquire(k + 1), spans(k + 1) and post(k + 1) may come before wait(k).  Waits end with
- * TIMEOUT and can be repeated; CLOSED says which rank is gone.  After any other error the
- * exchange can only be destroyed. */
+ * acquire(k + 1), spans(k + 1) and post(k + 1) may come before wait(k).  All rounds are
+ * posted on one stream and released on one stream.  Waits end with TIMEOUT and can be
+ * repeated; CLOSED says which rank is gone.  A call out of order is STATE and changes
+ * nothing; after any other error the exchange can only be closed and destroyed.  One thread
+ * at a time. */
 #ifndef WSYNC_COMM_COMM_H
 #define WSYNC_COMM_COMM_H
 
@@ -21,8 +23,11 @@ typedef struct wsync_comm wsync_comm_t;
 
 typedef struct wsync_comm_ops {
     const char *name;
-    /* Starts an update with a plan (borrowed until the next begin or destroy). */
-    wsync_status_t (*begin)(wsync_comm_t *comm, const wsync_plan_t *plan, wsync_error_t *err);
+    /* Starts an update with a plan (borrowed until the next begin or close).  INVALID names
+     * both sizes if the plan's staging does not fit, STATE if the last update has not
+     * ended. */
+    wsync_status_t (*begin)(wsync_comm_t *comm, const wsync_plan_t *plan,
+                            wsync_error_t *err);
     wsync_status_t (*acquire)(wsync_comm_t *comm, uint32_t round, int timeout_ms,
                               wsync_error_t *err);
     /* Fills one span per message of the round, in the plan's order; borrowed memory, valid
@@ -35,21 +40,25 @@ typedef struct wsync_comm_ops {
                            wsync_error_t *err);
     wsync_status_t (*release)(wsync_comm_t *comm, uint32_t round, wsync_stream_t *stream,
                               wsync_error_t *err);
-    void (*destroy)(wsync_comm_t *comm); /* NULL is a no-op */
+    /* Leaves the others, who see an end in the middle of an update as CLOSED.  Spans stay
+     * readable and writable for streams that still run; only destroy may follow. */
+    void (*close)(wsync_comm_t *comm);
+    void (*destroy)(wsync_comm_t *comm); /* closes; NULL is a no-op */
 } wsync_comm_ops_t;
 
 /* Ranks of one host: every rank's send staging (two halves, one per round parity, each as
- * large as the largest round it sends) is shared memory that the others map and read; nothing
- * is received into staging of one's own.  Built in two steps, so that addresses can be
- * exchanged in between by the caller. */
-/* Begins to listen.  staging_nbytes is the size of one half. */
+ * large as the largest round it sends) is shared memory that the others map and read;
+ * nothing is received into staging of one's own.  Built in two steps, so that addresses can
+ * be exchanged in between by the caller. */
+/* Begins to listen.  staging_nbytes is the size of one half; rounded up to whole pages. */
 wsync_status_t wsync_shared_comm_create(const wsync_device_ops_t *ops, const char *parent,
                                         uint32_t rank, uint32_t rank_count,
                                         uint64_t staging_nbytes, wsync_comm_t **comm,
                                         wsync_error_t *err);
 /* Text to hand to all ranks (path and token); borrowed. */
 const char *wsync_shared_comm_address(const wsync_comm_t *comm);
-/* Connects to the ranks below, accepts the ranks above; addresses[i] is rank i's. */
+/* Connects to the ranks below, accepts the ranks above; addresses[i] is rank i's.  TIMEOUT
+ * names the ranks that are missing, and the call can be repeated. */
 wsync_status_t wsync_shared_comm_connect(wsync_comm_t *comm, const char *const *addresses,
                                          int timeout_ms, wsync_error_t *err);
 const wsync_comm_ops_t *wsync_shared_comm_ops(void);

@@ -68,6 +68,7 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
     X(checksum)               \
     X(exporter)               \
     X(importer)               \
+    X(comm)                   \
     X(layout)                 \
     X(builder)                \
     X(route)                  \
