@@ -86,8 +86,9 @@ def main() -> int:
     wrong, checked = escapes()
     if set(known) != set(MAY_USE):
         wrong.append(f"layers in the build: {sorted(known)}, here: {sorted(MAY_USE)}")
-    headers = sorted(CSRC.glob("*/*.h"))
-    for layer, command in known.items():
+    headers = sorted(path for layer in MAY_USE for path in (CSRC / layer).glob("*.h"))
+    for layer in sorted(known.keys() & MAY_USE):
+        command = known[layer]
         cases = [
             (f'"{path.relative_to(CSRC)}"', path.parent.name in MAY_USE[layer]) for path in headers
         ]

@@ -1,11 +1,9 @@
 import json
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsync import control
 from wsync._core import ProtocolError
 from wsync.control import Control
 
@@ -103,28 +101,3 @@ def test_noise_is_refused(data: bytes) -> None:
 def test_a_close_has_no_address() -> None:
     with pytest.raises(ProtocolError, match="'address'"):
         Control.from_bytes(json.dumps({**OPEN, "op": "close"}).encode())
-
-
-def tensor(data: bytes) -> torch.Tensor:
-    return torch.tensor(list(data), dtype=torch.uint8)
-
-
-def test_the_message_is_found_in_the_tensors_of_a_request() -> None:
-    data = json.dumps(OPEN).encode()
-    assert control.message([("__wsync__", tensor(data))]) == data
-
-
-@pytest.mark.parametrize(
-    ("pairs", "text"),
-    [
-        ([], "0 tensors"),
-        ([("__wsync__", tensor(b"{}"))] * 2, "2 tensors"),
-        ([("model.norm.weight", tensor(b"{}"))], "model.norm.weight"),
-        ([("__wsync__", torch.zeros(4))], "float32"),
-        ([("__wsync__", torch.zeros(2, 2, dtype=torch.uint8))], r"\(2, 2\)"),
-        ([("__wsync__", torch.zeros(4097, dtype=torch.uint8))], "4097"),
-    ],
-)
-def test_other_tensors_are_refused(pairs: list[tuple[str, torch.Tensor]], text: str) -> None:
-    with pytest.raises(ProtocolError, match=text):
-        control.message(pairs)

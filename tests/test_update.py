@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 import wsync
 from wsync.engine.serve import serve_in_process
 from wsync.engine.tensor_parallel import TensorParallelEngine
@@ -123,9 +124,7 @@ def expected_checksums(weights: Weights) -> dict[str, str]:
 
 def test_a_stock_engine_gets_flattened_buckets(config: Any) -> None:
     weights = draw(config, 6)
-    options = wsync.Options(
-        deadline=10, delivery="stock", bucket_nbytes=1 << 15, progress=False
-    )
+    options = wsync.Options(deadline=10, delivery="stock", bucket_nbytes=1 << 15, progress=False)
     with serve_in_process(config) as server:
         with wsync.connect(weights, engines=[server.url], options=options) as sync:
             for seed in (6, 7):

@@ -15,7 +15,6 @@ bytes, so they are parsed as hostile: every field is checked and nothing else is
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -107,26 +106,6 @@ class Control:
         for name in sorted(fields.keys() - wanted):
             raise ProtocolError(f"control message: unknown field {_short(name)}")
         return Control(**fields)
-
-
-def message(named_tensors: Iterable[tuple[str, Any]]) -> bytes:
-    """The control message among the tensors of a weight-update request.
-
-    named_tensors is what the engine unpickled: exactly one pair of TENSOR_NAME and a 1-d uint8
-    tensor.  ProtocolError names what was found instead.
-    """
-    pairs = list(named_tensors)
-    if len(pairs) != 1:
-        raise ProtocolError(f"control payload: {len(pairs)} tensors instead of one")
-    name, tensor = pairs[0]
-    if name != TENSOR_NAME:
-        raise ProtocolError(f"control payload: tensor {_short(name)} instead of {TENSOR_NAME!r}")
-    dtype, shape = str(tensor.dtype), tuple(tensor.shape)
-    if dtype != "torch.uint8" or len(shape) != 1 or shape[0] > MAX_NBYTES:
-        raise ProtocolError(
-            f"control payload: {dtype} of shape {shape} instead of at most {MAX_NBYTES} uint8"
-        )
-    return bytes(tensor.tolist())
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

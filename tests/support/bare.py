@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+
 from wsync.control import LOAD_FORMAT, message
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.receiver import Receiver

@@ -278,11 +278,11 @@ class _ByName:
         names: list[str] = []
         tensors: list[torch.Tensor] = []
         missing: list[str] = []
-        for aliases in _aliases(state):
-            name = next((alias for alias in aliases if alias in delivered), None)
+        for group in aliases(state):
+            name = next((alias for alias in group if alias in delivered), None)
             if name is None:
-                if not self._ignore.intersection(aliases):
-                    missing.append(aliases[0])
+                if not self._ignore.intersection(group):
+                    missing.append(group[0])
                 continue
             tensor = state[name]
             if tuple(tensor.shape) != delivered[name]:
@@ -399,7 +399,7 @@ def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _aliases(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
+def aliases(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Names grouped by the memory that they stand for, in order."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in state.items():

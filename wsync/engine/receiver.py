@@ -35,8 +35,11 @@ class Receiver:
         self.update: int | None = None
         self.receipt: Receipt | None = None
 
-    def handle(self, control: bytes) -> tuple[bool, str]:
-        """Does what a control message says; (success, text)."""
+    def handle(self, control: bytes | None) -> tuple[bool, str]:
+        """Does what a control message says; (success, text).  None, which is what
+        wsync.payload.control_bytes makes of other payloads, is refused."""
+        if control is None:
+            return False, f"worker {self._worker}: the payload is not a control message"
         try:
             message = Control.from_bytes(control)
         except ProtocolError as error:

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from wsync import control
+from wsync import control, payload
 from wsync._core import (
     DeadlineError,
     InvalidArgumentError,
@@ -36,7 +36,6 @@ from wsync.engine.child import Child
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.receiver import Receiver
 from wsync.engine.sharded import ShardedModel
-from wsync.engine.unpickle import loads
 
 DELIVERIES: Final = ("needed", "full")
 _GROUP_SECONDS: Final = 120.0
@@ -140,7 +139,7 @@ class TensorParallelEngine:
             raise InvalidArgumentError(
                 f"engine {self.name}: {len(payloads)} payloads for {self.workers} workers"
             )
-        self._call("update", [(payload, load_format) for payload in payloads], timeout)
+        self._call("update", [(data, load_format) for data in payloads], timeout)
         if weight_version is not None:
             self.weight_version = str(weight_version)
 
@@ -321,10 +320,10 @@ class _Worker:
             return None
         raise InvalidArgumentError(f"unknown question {what!r}")
 
-    def _update(self, payload: bytes, load_format: str | None) -> str:
-        content = loads(payload)
+    def _update(self, data: bytes, load_format: str | None) -> str:
+        content: Any = payload.load(data)
         if load_format == control.LOAD_FORMAT:
-            success, text = self.receiver.handle(control.message(content))
+            success, text = self.receiver.handle(payload.control_bytes(content))
             if not success:
                 raise RemoteError(text)
             return text

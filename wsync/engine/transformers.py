@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wsync import control
+from wsync import payload
 from wsync._core import InvalidArgumentError, LayoutError, StateError, WsyncError, checksum
+from wsync.control import LOAD_FORMAT
 from wsync.engine.gate import Gate
-from wsync.engine.loaders import ModuleLoader
+from wsync.engine.loaders import ModuleLoader, aliases
 from wsync.engine.receiver import Receiver
-from wsync.engine.unpickle import loads
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -192,7 +192,7 @@ class Engine:
             with self.gate.update(timeout):
                 if flush_cache:
                     self.gate.flush()
-                success, text = self._load(loads(payloads[0]), load_format)
+                success, text = self._load(payload.load(payloads[0]), load_format)
                 if success and weight_version is not None:
                     self.weight_version = weight_version
         except WsyncError as error:
@@ -200,8 +200,8 @@ class Engine:
         return success, text
 
     def _load(self, content: Any, load_format: str | None) -> tuple[bool, str]:
-        if load_format == control.LOAD_FORMAT:
-            success, text = self.receiver.handle(control.message(_pairs(content)))
+        if load_format == LOAD_FORMAT:
+            success, text = self.receiver.handle(payload.control_bytes(content))
             if not self.receiver.consistent:
                 self._restored = set()
             return success, text
@@ -235,9 +235,10 @@ class Engine:
                 self.receiver.restored()
 
     def checksums(self) -> dict[str, str]:
-        """A 64-bit checksum in hex of every parameter's and persistent buffer's bytes."""
+        """A 64-bit checksum in hex of the bytes of every parameter and persistent buffer; names
+        that stand for one tensor (a tied head) give one entry, under the first."""
         state: Mapping[str, torch.Tensor] = self.model.state_dict()
-        return {name: f"{_checksum(tensor):016x}" for name, tensor in state.items()}
+        return {names[0]: f"{_checksum(state[names[0]]):016x}" for names in aliases(state)}
 
     def model_info(self) -> dict[str, Any]:
         config = self.model.config

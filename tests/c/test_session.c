@@ -1,0 +1,808 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Both halves of a session in one thread (what is sent waits in the socket), in two threads
+ * and in two processes. */
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/mman.h>
+
+#include "harness.h"
+#include "ipc/blob.h"
+#include "ipc/session_internal.h"
+
+enum { SOON_MS = 20, PATIENT_MS = 20000, RING_NBYTES = 1 << 16 };
+
+typedef struct session {
+    wsync_exporter_t *exporter;
+    wsync_importer_t *importer;
+    wsync_memory_t *ring;
+    wsync_stream_t *stream;
+} session_t;
+
+static const wsync_device_ops_t *ops(void)
+{
+    return wsync_device_host();
+}
+
+static session_t open_session(void)
+{
+    session_t s = {0};
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_exporter_create(ops(), NULL, &s.exporter, &err), err);
+    CHECK_OK(ops()->memory_create(RING_NBYTES, &s.ring, &err), err);
+    CHECK_OK(ops()->stream_create(1, &s.stream, &err), err);
+    return s;
+}
+
+static void connect_session(session_t *s)
+{
+    uint8_t *blob = NULL;
+    size_t nbytes = 0;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_importer_create(
+                 ops(), wsync_exporter_path(s->exporter), wsync_exporter_token(s->exporter),
+                 (const uint8_t *)"layout", 6, PATIENT_MS, &s->importer, &err),
+             err);
+    CHECK_OK(wsync_exporter_accept(s->exporter, PATIENT_MS, &blob, &nbytes, &err), err);
+    CHECK_EQ(nbytes, 6);
+    CHECK(memcmp(blob, "layout", 6) == 0);
+    free(blob);
+}
+
+static void attach_session(session_t *s)
+{
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_exporter_attach(s->exporter, s->ring, (const uint8_t *)"manifest", 8,
+                                   PATIENT_MS, &err),
+             err);
+}
+
+static void begin_session(session_t *s, uint64_t update, uint32_t round_count)
+{
+    uint64_t seen_update = 0;
+    uint32_t seen_count = 0;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_exporter_begin(s->exporter, update, round_count, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_importer_begin(s->importer, PATIENT_MS, &seen_update, &seen_count, &err),
+             err);
+    CHECK_EQ(seen_update, update);
+    CHECK_EQ(seen_count, round_count);
+}
+
+static session_t updating_session(uint32_t round_count)
+{
+    session_t s = open_session();
+
+    connect_session(&s);
+    attach_session(&s);
+    begin_session(&s, 1, round_count);
+    return s;
+}
+
+static void close_session(session_t *s)
+{
+    wsync_importer_destroy(s->importer);
+    wsync_exporter_destroy(s->exporter);
+    ops()->stream_destroy(s->stream);
+    ops()->memory_destroy(s->ring);
+}
+
+/* --- a whole update --------------------------------------------------------------------
+ */
+
+enum { UPDATES = 5, ROUNDS = 40, SLOTS = 3, SLOT_WORDS = RING_NBYTES / 8 / SLOTS };
+
+static uint64_t value_of(uint64_t update, uint32_t round, size_t word)
+{
+    return update * 1000003 + (uint64_t)round * 1009 + word;
+}
+
+static void *work(void *context)
+{
+    session_t *s = context;
+    wsync_stream_t *stream = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops()->stream_create(1, &stream, &err), err);
+    for (uint64_t i = 0; i < UPDATES; i++) {
+        const uint64_t *ring;
+        uint64_t update = 0;
+        uint32_t count = 0;
+        size_t nbytes = 0;
+
+        CHECK_OK(wsync_importer_begin(s->importer, PATIENT_MS, &update, &count, &err), err);
+        CHECK_EQ(update, i + 7);
+        CHECK_EQ(count, ROUNDS + i);
+        CHECK_EQ(wsync_importer_generation(s->importer), 1 + i / 2);
+        CHECK(memcmp(wsync_importer_manifest(s->importer, &nbytes), "manifest", 8) == 0);
+        CHECK_EQ(nbytes, 8);
+        ring = ops()->memory_data(wsync_importer_ring(s->importer));
+        for (uint32_t round = 0; round < count; round++) {
+            CHECK_OK(wsync_importer_take(s->importer, round, PATIENT_MS, &err), err);
+            for (size_t word = 0; word < SLOT_WORDS; word++) {
+                CHECK_EQ(ring[round % SLOTS * SLOT_WORDS + word],
+                         value_of(update, round, word));
+            }
+            CHECK_OK(wsync_importer_done(s->importer, round, round % 3 ? stream : NULL,
+                                         PATIENT_MS, &err),
+                     err);
+        }
+        CHECK_OK(wsync_importer_prepared(s->importer,
+                                         &(wsync_receipt_t){11, 22 + update, UINT64_MAX},
+                                         PATIENT_MS, &err),
+                 err);
+        CHECK_OK(wsync_importer_verdict(s->importer, PATIENT_MS, &err), err);
+    }
+    ops()->stream_destroy(stream);
+    return NULL;
+}
+
+TEST(every_round_of_every_update_arrives)
+{
+    session_t s = open_session();
+    uint64_t *values = malloc(RING_NBYTES);
+    wsync_error_t err = {0};
+    pthread_t worker;
+
+    CHECK(values != NULL);
+    connect_session(&s);
+    CHECK_EQ(pthread_create(&worker, NULL, work, &s), 0);
+    for (uint64_t i = 0; i < UPDATES; i++) {
+        const uint64_t update = i + 7;
+        const uint32_t count = (uint32_t)(ROUNDS + i);
+        wsync_receipt_t receipt = {0};
+
+        if (i % 2 == 0) {
+            ops()->memory_destroy(s.ring);
+            CHECK_OK(ops()->memory_create(RING_NBYTES, &s.ring, &err), err);
+            attach_session(&s);
+        }
+        CHECK_OK(wsync_exporter_begin(s.exporter, update, count, PATIENT_MS, &err), err);
+        for (uint32_t round = 0; round < count; round++) {
+            const wsync_copy_t copy = {
+                .source_offset = round % SLOTS * SLOT_WORDS * 8ULL,
+                .destination_offset = round % SLOTS * SLOT_WORDS * 8ULL,
+                .row_count = SLOT_WORDS,
+                .source_item_nbytes = 8,
+                .destination_item_nbytes = 8};
+            const wsync_span_t from = {values, RING_NBYTES};
+            const wsync_span_t to = {ops()->memory_data(s.ring), RING_NBYTES};
+
+            CHECK_OK(
+                wsync_exporter_acquire(
+                    s.exporter, (int64_t)round - SLOTS < 0 ? -1 : (int64_t)round - SLOTS,
+                    PATIENT_MS, &err),
+                err);
+            for (size_t word = 0; word < SLOT_WORDS; word++) {
+                values[round % SLOTS * SLOT_WORDS + word] = value_of(update, round, word);
+            }
+            CHECK_OK(ops()->stream_copy(s.stream, &copy, 1, &from, 1, &to, 1, &err), err);
+            CHECK_OK(wsync_exporter_post(s.exporter, round, s.stream, PATIENT_MS, &err),
+                     err);
+            CHECK_OK(ops()->stream_synchronize(s.stream, PATIENT_MS, &err), err);
+        }
+        CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
+        CHECK_EQ(receipt.tensor_count, 11);
+        CHECK_EQ(receipt.nbytes, 22 + update);
+        CHECK(receipt.checksum == UINT64_MAX);
+        CHECK_OK(wsync_exporter_commit(s.exporter, PATIENT_MS, &err), err);
+    }
+    CHECK_EQ(pthread_join(worker, NULL), 0);
+    free(values);
+    close_session(&s);
+}
+
+TEST(the_next_update_may_be_sent_before_the_verdict_is_read)
+{
+    session_t s = updating_session(0);
+    wsync_receipt_t receipt = {0};
+    wsync_error_t err = {0};
+    uint64_t update = 0;
+    uint32_t count = 0;
+
+    CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
+    CHECK_OK(wsync_exporter_commit(s.exporter, PATIENT_MS, &err), err);
+    attach_session(&s);
+    CHECK_OK(wsync_exporter_begin(s.exporter, 2, 1, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
+    CHECK_EQ(wsync_importer_generation(s.importer), 1);
+    CHECK_OK(wsync_importer_begin(s.importer, PATIENT_MS, &update, &count, &err), err);
+    CHECK_EQ(update, 2);
+    CHECK_EQ(wsync_importer_generation(s.importer), 2);
+    CHECK_OK(wsync_importer_take(s.importer, 0, PATIENT_MS, &err), err);
+    close_session(&s);
+}
+
+/* --- misuse and waits ------------------------------------------------------------------
+ */
+
+TEST(calls_out_of_order_change_nothing)
+{
+    session_t s = open_session();
+    wsync_receipt_t receipt = {0};
+    wsync_error_t err = {0};
+    uint8_t *blob = NULL;
+    size_t nbytes = 0;
+    uint64_t update = 0;
+    uint32_t count = 0;
+
+#define STATE(call)                      \
+    do {                                 \
+        CHECK_EQ(call, WSYNC_ERR_STATE); \
+        CHECK(err.message[0] != '\0');   \
+        memset(&err, 0, sizeof(err));    \
+    } while (0)
+
+    STATE(wsync_exporter_attach(s.exporter, s.ring, NULL, 0, SOON_MS, &err));
+    STATE(wsync_exporter_begin(s.exporter, 1, 1, SOON_MS, &err));
+    connect_session(&s);
+    STATE(wsync_exporter_accept(s.exporter, SOON_MS, &blob, &nbytes, &err));
+    STATE(wsync_exporter_begin(s.exporter, 1, 1, SOON_MS, &err));
+    STATE(wsync_exporter_acquire(s.exporter, -1, SOON_MS, &err));
+    STATE(wsync_importer_take(s.importer, 0, SOON_MS, &err));
+    STATE(wsync_importer_done(s.importer, 0, NULL, SOON_MS, &err));
+    STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err));
+    STATE(wsync_importer_verdict(s.importer, SOON_MS, &err));
+    attach_session(&s);
+    STATE(wsync_exporter_post(s.exporter, 0, s.stream, SOON_MS, &err));
+    begin_session(&s, 1, 2);
+    STATE(wsync_importer_begin(s.importer, SOON_MS, &update, &count, &err));
+    STATE(wsync_exporter_begin(s.exporter, 2, 1, SOON_MS, &err));
+    STATE(wsync_exporter_attach(s.exporter, s.ring, NULL, 0, SOON_MS, &err));
+    STATE(wsync_exporter_acquire(s.exporter, 0, SOON_MS, &err));
+    STATE(wsync_exporter_acquire(s.exporter, -2, SOON_MS, &err));
+    STATE(wsync_exporter_post(s.exporter, 1, s.stream, SOON_MS, &err));
+    STATE(wsync_exporter_prepared(s.exporter, SOON_MS, &receipt, &err));
+    STATE(wsync_exporter_commit(s.exporter, SOON_MS, &err));
+    STATE(wsync_importer_take(s.importer, 1, SOON_MS, &err));
+    STATE(wsync_importer_done(s.importer, 0, NULL, SOON_MS, &err));
+    CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_post(s.exporter, 1, s.stream, PATIENT_MS, &err), err);
+    STATE(wsync_exporter_post(s.exporter, 2, s.stream, SOON_MS, &err));
+    CHECK_OK(wsync_importer_take(s.importer, 0, PATIENT_MS, &err), err);
+    STATE(wsync_importer_take(s.importer, 0, SOON_MS, &err));
+    STATE(wsync_importer_done(s.importer, 1, NULL, SOON_MS, &err));
+    CHECK_OK(wsync_importer_done(s.importer, 0, NULL, PATIENT_MS, &err), err);
+    STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err));
+    CHECK_HAS((wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err), err.message),
+              "1 of 2 rounds are done");
+    CHECK_OK(wsync_importer_take(s.importer, 1, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_importer_done(s.importer, 1, NULL, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
+    STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err));
+    STATE(wsync_exporter_commit(s.exporter, SOON_MS, &err));
+    CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
+    CHECK_OK(wsync_exporter_commit(s.exporter, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
+    STATE(wsync_importer_verdict(s.importer, SOON_MS, &err));
+#undef STATE
+    close_session(&s);
+}
+
+TEST(timeouts_name_what_was_awaited_and_leave_the_session_good)
+{
+    session_t s = open_session();
+    wsync_receipt_t receipt = {0};
+    wsync_error_t err = {0};
+    uint8_t *blob = NULL;
+    size_t nbytes = 0;
+    uint64_t update = 0;
+    uint32_t count = 0;
+
+#define LATE(call, text)                   \
+    do {                                   \
+        CHECK_EQ(call, WSYNC_ERR_TIMEOUT); \
+        CHECK_HAS(err.message, text);      \
+    } while (0)
+
+    LATE(wsync_exporter_accept(s.exporter, SOON_MS, &blob, &nbytes, &err),
+         wsync_exporter_path(s.exporter));
+    connect_session(&s);
+    LATE(wsync_importer_begin(s.importer, SOON_MS, &update, &count, &err), "next update");
+    attach_session(&s);
+    LATE(wsync_importer_begin(s.importer, SOON_MS, &update, &count, &err), "trainer (pid ");
+    CHECK_EQ(wsync_importer_generation(s.importer), 1);
+    begin_session(&s, 1, 1);
+    LATE(wsync_importer_take(s.importer, 0, SOON_MS, &err), "round 0");
+    CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
+    LATE(wsync_exporter_acquire(s.exporter, 0, SOON_MS, &err), "the end of round 0");
+    LATE(wsync_exporter_acquire(s.exporter, 0, 0, &err), "worker (pid ");
+    CHECK_OK(wsync_importer_take(s.importer, 0, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_importer_done(s.importer, 0, s.stream, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_acquire(s.exporter, 0, PATIENT_MS, &err), err);
+    LATE(wsync_exporter_prepared(s.exporter, SOON_MS, &receipt, &err), "the receipt");
+    CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
+    LATE(wsync_importer_verdict(s.importer, SOON_MS, &err), "the commit");
+    CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
+    CHECK_OK(wsync_exporter_commit(s.exporter, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
+#undef LATE
+    close_session(&s);
+}
+
+/* --- the end of the other side ---------------------------------------------------------
+ */
+
+/* Brings a session to one of the exporter's waits. */
+enum { AT_ATTACH, AT_BEGIN, AT_ACQUIRE, AT_POST, AT_PREPARED, AT_COMMIT, EXPORTER_PLACES };
+
+static session_t session_at(int place)
+{
+    session_t s = open_session();
+    wsync_receipt_t receipt = {0};
+    wsync_error_t err = {0};
+
+    connect_session(&s);
+    if (place >= AT_BEGIN) {
+        attach_session(&s);
+    }
+    if (place >= AT_ACQUIRE) {
+        begin_session(&s, 1, 1);
+    }
+    if (place == AT_ACQUIRE || place >= AT_PREPARED) {
+        CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
+    }
+    if (place >= AT_PREPARED) {
+        CHECK_OK(wsync_importer_take(s.importer, 0, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_importer_done(s.importer, 0, NULL, PATIENT_MS, &err), err);
+    }
+    if (place >= AT_COMMIT) {
+        CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
+    }
+    return s;
+}
+
+static wsync_status_t call_at(session_t *s, int place, wsync_error_t *err)
+{
+    wsync_receipt_t receipt = {0};
+
+    switch (place) {
+    case AT_ATTACH:
+        return wsync_exporter_attach(s->exporter, s->ring, NULL, 0, PATIENT_MS, err);
+    case AT_BEGIN:
+        return wsync_exporter_begin(s->exporter, 1, 1, PATIENT_MS, err);
+    case AT_ACQUIRE:
+        return wsync_exporter_acquire(s->exporter, 0, PATIENT_MS, err);
+    case AT_POST:
+        return wsync_exporter_post(s->exporter, 0, s->stream, PATIENT_MS, err);
+    case AT_PREPARED:
+        return wsync_exporter_prepared(s->exporter, PATIENT_MS, &receipt, err);
+    default:
+        return wsync_exporter_commit(s->exporter, PATIENT_MS, err);
+    }
+}
+
+TEST(exporter_sees_the_worker_leave_in_every_state)
+{
+    for (int place = 0; place < EXPORTER_PLACES; place++) {
+        session_t s = session_at(place);
+        wsync_error_t err = {0};
+        char text[64];
+
+        wsync_importer_destroy(s.importer);
+        s.importer = NULL;
+        CHECK_EQ(call_at(&s, place, &err), WSYNC_ERR_CLOSED);
+        (void)snprintf(text, sizeof(text), "worker (pid %d) closed the connection while",
+                       (int)getpid());
+        CHECK_HAS(err.message, text);
+        if (place == AT_ACQUIRE) {
+            CHECK_HAS(err.message, "while the end of round 0 was awaited");
+        }
+        CHECK_EQ(call_at(&s, place, &err), WSYNC_ERR_STATE);
+        CHECK_HAS(err.message, "closed the connection");
+        wsync_exporter_abort(s.exporter, "over");
+        close_session(&s);
+    }
+}
+
+TEST(exporter_hears_why_the_worker_failed_in_every_state)
+{
+    for (int place = 0; place < EXPORTER_PLACES; place++) {
+        session_t s = session_at(place);
+        wsync_error_t err = {0};
+
+        wsync_importer_fail(s.importer, "lm_head.weight:\x1b no such parameter");
+        CHECK_EQ(call_at(&s, place, &err), WSYNC_ERR_REMOTE);
+        CHECK_HAS(err.message, "failed: lm_head.weight:? no such parameter");
+        CHECK_EQ(wsync_importer_take(s.importer, 0, SOON_MS, &err), WSYNC_ERR_STATE);
+        CHECK_HAS(err.message, "no such parameter");
+        close_session(&s);
+    }
+}
+
+/* The importer's waits: begin, take (before and after the announcement), done, prepared,
+ * verdict. */
+enum { IN_BEGIN, IN_TAKE, IN_DONE, IN_PREPARED, IN_VERDICT, IMPORTER_PLACES };
+
+static session_t session_in(int place)
+{
+    session_t s = open_session();
+    wsync_receipt_t receipt = {0};
+    wsync_error_t err = {0};
+
+    connect_session(&s);
+    attach_session(&s);
+    if (place >= IN_TAKE) {
+        begin_session(&s, 1, 1);
+    }
+    if (place >= IN_DONE) {
+        CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_importer_take(s.importer, 0, PATIENT_MS, &err), err);
+    }
+    if (place >= IN_PREPARED) {
+        CHECK_OK(wsync_importer_done(s.importer, 0, NULL, PATIENT_MS, &err), err);
+    }
+    if (place >= IN_VERDICT) {
+        CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
+    }
+    return s;
+}
+
+static wsync_status_t call_in(session_t *s, int place, wsync_error_t *err)
+{
+    wsync_receipt_t receipt = {0};
+    uint64_t update = 0;
+    uint32_t count = 0;
+
+    switch (place) {
+    case IN_BEGIN:
+        return wsync_importer_begin(s->importer, PATIENT_MS, &update, &count, err);
+    case IN_TAKE:
+        return wsync_importer_take(s->importer, 0, PATIENT_MS, err);
+    case IN_DONE:
+        return wsync_importer_done(s->importer, 0, s->stream, PATIENT_MS, err);
+    case IN_PREPARED:
+        return wsync_importer_prepared(s->importer, &receipt, PATIENT_MS, err);
+    default:
+        return wsync_importer_verdict(s->importer, PATIENT_MS, err);
+    }
+}
+
+TEST(importer_sees_the_trainer_leave_or_abort_in_every_state)
+{
+    for (int place = 0; place < IMPORTER_PLACES; place++) {
+        session_t s = session_in(place);
+        wsync_error_t err = {0};
+
+        wsync_exporter_destroy(s.exporter);
+        s.exporter = NULL;
+        CHECK_EQ(call_in(&s, place, &err), WSYNC_ERR_CLOSED);
+        CHECK_HAS(err.message, "trainer (pid ");
+        close_session(&s);
+
+        s = session_in(place);
+        wsync_exporter_abort(s.exporter, "rank 3: out of patience");
+        CHECK_EQ(call_in(&s, place, &err), WSYNC_ERR_REMOTE);
+        CHECK_HAS(err.message, "aborted: rank 3: out of patience");
+        CHECK_EQ(call_in(&s, place, &err), WSYNC_ERR_STATE);
+        close_session(&s);
+    }
+}
+
+TEST(a_commit_counts_even_if_the_trainer_leaves_at_once)
+{
+    session_t s = session_in(IN_VERDICT);
+    wsync_receipt_t receipt = {0};
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
+    CHECK_OK(wsync_exporter_commit(s.exporter, PATIENT_MS, &err), err);
+    wsync_exporter_destroy(s.exporter);
+    s.exporter = NULL;
+    CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
+    close_session(&s);
+}
+
+TEST(a_killed_worker_is_named)
+{
+    session_t s = open_session();
+    wsync_error_t err = {0};
+    uint8_t *blob = NULL;
+    size_t nbytes = 0;
+    int ends[2];
+    char text[64];
+    char byte;
+    pid_t worker;
+
+    CHECK_EQ(pipe(ends), 0);
+    worker = fork();
+    if (worker == 0) {
+        uint64_t update;
+        uint32_t count;
+
+        CHECK_OK(wsync_importer_create(ops(), wsync_exporter_path(s.exporter),
+                                       wsync_exporter_token(s.exporter), NULL, 0,
+                                       PATIENT_MS, &s.importer, &err),
+                 err);
+        CHECK_OK(wsync_importer_begin(s.importer, PATIENT_MS, &update, &count, &err), err);
+        CHECK_OK(wsync_importer_take(s.importer, 0, PATIENT_MS, &err), err);
+        CHECK_EQ(write(ends[1], "k", 1), 1);
+        (void)pause();
+        _exit(1);
+    }
+    CHECK_OK(wsync_exporter_accept(s.exporter, PATIENT_MS, &blob, &nbytes, &err), err);
+    CHECK_EQ(nbytes, 0);
+    free(blob);
+    attach_session(&s);
+    CHECK_OK(wsync_exporter_begin(s.exporter, 1, 2, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
+    CHECK_EQ(read(ends[0], &byte, 1), 1);
+    CHECK_EQ(kill(worker, SIGKILL), 0);
+    CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
+    (void)snprintf(text, sizeof(text), "worker (pid %d) closed", (int)worker);
+    CHECK_HAS(err.message, text);
+    CHECK_EQ(waitpid(worker, NULL, 0), worker);
+    close_session(&s);
+}
+
+/* --- hostile peers ---------------------------------------------------------------------
+ */
+
+static wsync_channel_t *raw_worker(session_t *s)
+{
+    wsync_channel_t *channel = NULL;
+    wsync_frame_t hello = {.arguments = {3, 0, 0, SESSION_PURPOSE}, .fd_count = 1};
+    wsync_error_t err = {0};
+    uint8_t *blob = NULL;
+    size_t nbytes = 0;
+
+    CHECK_OK(wsync_blob_create((const uint8_t *)"abc", 3, &hello.fds[0], &err), err);
+    CHECK_OK(wsync_channel_connect(wsync_exporter_path(s->exporter),
+                                   wsync_exporter_token(s->exporter), &hello, PATIENT_MS,
+                                   &channel, &err),
+             err);
+    wsync_frame_fini(&hello);
+    CHECK_OK(wsync_exporter_accept(s->exporter, PATIENT_MS, &blob, &nbytes, &err), err);
+    free(blob);
+    return channel;
+}
+
+static void raw_send(wsync_channel_t *channel, wsync_frame_t frame)
+{
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_channel_send(channel, &frame, PATIENT_MS, &err), err);
+}
+
+TEST(frames_of_a_hostile_worker_are_refused)
+{
+    const wsync_frame_t bad[] = {
+        {.kind = 0},
+        {.kind = 99},
+        {.kind = WSYNC_FRAME_HELLO},
+        {.kind = SESSION_ATTACH},
+        {.kind = SESSION_COMMIT},
+        {.kind = SESSION_DONE, .arguments = {1}},
+        {.kind = SESSION_DONE, .arguments = {UINT64_MAX}},
+        {.kind = SESSION_DONE, .arguments = {0, 2}},
+        {.kind = SESSION_DONE, .fds = {0}, .fd_count = 1},
+        {.kind = SESSION_PREPARED},
+    };
+
+    for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
+        session_t s = open_session();
+        wsync_channel_t *worker = raw_worker(&s);
+        wsync_error_t err = {0};
+
+        attach_session(&s);
+        CHECK_OK(wsync_exporter_begin(s.exporter, 1, 1, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
+        raw_send(worker, bad[i]);
+        CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, PATIENT_MS, &err),
+                 WSYNC_ERR_PROTOCOL);
+        CHECK_HAS(err.message, "worker (pid ");
+        CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, SOON_MS, &err), WSYNC_ERR_STATE);
+        wsync_channel_destroy(worker);
+        close_session(&s);
+    }
+}
+
+TEST(hellos_that_are_no_workers_are_refused)
+{
+    for (int i = 0; i < 3; i++) {
+        session_t s = open_session();
+        wsync_channel_t *channel = NULL;
+        wsync_frame_t hello = {.arguments = {3, 0, 0, SESSION_PURPOSE}, .fd_count = 1};
+        wsync_error_t err = {0};
+        uint8_t *blob = NULL;
+        size_t nbytes = 0;
+
+        hello.fds[0] = memfd_create("loose", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        CHECK_EQ(write(hello.fds[0], "abc", 3), 3);
+        hello.arguments[3] = i == 0 ? SESSION_PURPOSE : 1;
+        hello.fd_count = i < 2;
+        CHECK_OK(wsync_channel_connect(wsync_exporter_path(s.exporter),
+                                       wsync_exporter_token(s.exporter), &hello, PATIENT_MS,
+                                       &channel, &err),
+                 err);
+        CHECK_EQ(wsync_exporter_accept(s.exporter, PATIENT_MS, &blob, &nbytes, &err),
+                 i == 0 ? WSYNC_ERR_REFUSED : WSYNC_ERR_PROTOCOL);
+        CHECK(blob == NULL);
+        (void)close(hello.fds[0]);
+        wsync_channel_destroy(channel);
+        close_session(&s);
+    }
+}
+
+/* A trainer that is only a channel. */
+typedef struct raw_trainer {
+    wsync_listener_t *listener;
+    wsync_channel_t *channel;
+    wsync_importer_t *importer;
+    wsync_memory_t *ring;
+    wsync_memory_t *control;
+    int manifest;
+} raw_trainer_t;
+
+static raw_trainer_t open_trainer(void)
+{
+    static const uint8_t token[WSYNC_TOKEN_NBYTES] = {7};
+    raw_trainer_t t = {0};
+    wsync_frame_t hello;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_listener_create(NULL, &t.listener, &err), err);
+    CHECK_OK(wsync_importer_create(ops(), wsync_listener_path(t.listener), token, NULL, 0,
+                                   PATIENT_MS, &t.importer, &err),
+             err);
+    CHECK_OK(wsync_listener_accept(t.listener, token, PATIENT_MS, &t.channel, &hello, NULL,
+                                   &err),
+             err);
+    wsync_frame_fini(&hello);
+    CHECK_OK(ops()->memory_create(RING_NBYTES, &t.ring, &err), err);
+    CHECK_OK(ops()->memory_create(SESSION_CONTROL_NBYTES, &t.control, &err), err);
+    CHECK_OK(wsync_blob_create((const uint8_t *)"abc", 3, &t.manifest, &err), err);
+    return t;
+}
+
+static wsync_frame_t attach_frame(const raw_trainer_t *t)
+{
+    return (wsync_frame_t){
+        .kind = SESSION_ATTACH,
+        .arguments = {RING_NBYTES, 3, SESSION_CONTROL_NBYTES},
+        .fds = {ops()->memory_fd(t->ring), t->manifest, ops()->memory_fd(t->control)},
+        .fd_count = 3};
+}
+
+static void close_trainer(raw_trainer_t *t)
+{
+    wsync_importer_destroy(t->importer);
+    wsync_channel_destroy(t->channel);
+    wsync_listener_destroy(t->listener);
+    ops()->memory_destroy(t->ring);
+    ops()->memory_destroy(t->control);
+    (void)close(t->manifest);
+}
+
+TEST(attaches_of_a_hostile_trainer_are_refused)
+{
+    enum { CASES = 9 };
+
+    for (int i = 0; i < CASES; i++) {
+        raw_trainer_t t = open_trainer();
+        wsync_frame_t frame = attach_frame(&t);
+        wsync_status_t expected = WSYNC_ERR_PROTOCOL;
+        const int loose = memfd_create("loose", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        wsync_error_t err = {0};
+        uint64_t update = 0;
+        uint32_t count = 0;
+
+        CHECK_EQ(ftruncate(loose, RING_NBYTES), 0);
+        switch (i) {
+        case 0:
+            frame.fd_count = 2;
+            break;
+        case 1:
+            frame.fd_count = 0;
+            break;
+        case 2:
+            frame.arguments[0] = RING_NBYTES * 2;
+            expected = WSYNC_ERR_INVALID;
+            break;
+        case 3:
+            frame.arguments[0] = UINT64_MAX;
+            expected = WSYNC_ERR_INVALID;
+            break;
+        case 4:
+            frame.arguments[1] = 4;
+            break;
+        case 5:
+            frame.arguments[2] = 0;
+            break;
+        case 6:
+            frame.fds[0] = loose;
+            expected = WSYNC_ERR_REFUSED;
+            break;
+        case 7:
+            frame.fds[1] = loose;
+            expected = WSYNC_ERR_REFUSED;
+            break;
+        default:
+            frame.fds[2] = frame.fds[0]; /* a control page of another size */
+            expected = WSYNC_ERR_INVALID;
+            break;
+        }
+        raw_send(t.channel, frame);
+        CHECK_EQ(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err),
+                 expected);
+        CHECK_EQ(wsync_importer_generation(t.importer), 0);
+        CHECK_EQ(wsync_importer_begin(t.importer, SOON_MS, &update, &count, &err),
+                 WSYNC_ERR_STATE);
+        (void)close(loose);
+        close_trainer(&t);
+    }
+}
+
+TEST(frames_of_a_hostile_trainer_are_refused)
+{
+    const wsync_frame_t early[] = {
+        {.kind = SESSION_BEGIN}, {.kind = SESSION_ROUND}, {.kind = SESSION_COMMIT}};
+    const wsync_frame_t late[] = {
+        {.kind = SESSION_ROUND, .arguments = {1}},
+        {.kind = SESSION_COMMIT},
+        {.kind = SESSION_BEGIN, .arguments = {2, 1, 0}},
+        {.kind = SESSION_ATTACH},
+        {.kind = SESSION_DONE},
+        {.kind = SESSION_ROUND, .fds = {0}, .fd_count = 1},
+    };
+    uint64_t update = 0;
+    uint32_t count = 0;
+    wsync_error_t err = {0};
+
+    for (size_t i = 0; i < sizeof(early) / sizeof(early[0]); i++) {
+        raw_trainer_t t = open_trainer();
+
+        raw_send(t.channel, early[i]);
+        CHECK_EQ(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err),
+                 WSYNC_ERR_PROTOCOL);
+        close_trainer(&t);
+    }
+    for (size_t i = 0; i < sizeof(late) / sizeof(late[0]); i++) {
+        raw_trainer_t t = open_trainer();
+
+        raw_send(t.channel, attach_frame(&t));
+        raw_send(t.channel, (wsync_frame_t){.kind = SESSION_BEGIN, .arguments = {1, 1, 0}});
+        CHECK_OK(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err), err);
+        raw_send(t.channel, late[i]);
+        CHECK_EQ(wsync_importer_take(t.importer, 0, PATIENT_MS, &err), WSYNC_ERR_PROTOCOL);
+        close_trainer(&t);
+    }
+    for (uint64_t i = 0; i < 2; i++) { /* a wrong base, too many rounds */
+        raw_trainer_t t = open_trainer();
+
+        raw_send(t.channel, attach_frame(&t));
+        raw_send(t.channel,
+                 (wsync_frame_t){.kind = SESSION_BEGIN,
+                                 .arguments = {1, i == 0 ? 1 : 1ULL << 32, 1 - i}});
+        CHECK_EQ(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err),
+                 WSYNC_ERR_PROTOCOL);
+        close_trainer(&t);
+    }
+}
+
+/* The frame came, the word does not: the socket must still be watched. */
+TEST(an_announced_round_that_never_comes_ends_with_the_deadline_or_the_peer)
+{
+    raw_trainer_t t = open_trainer();
+    uint64_t update = 0;
+    uint32_t count = 0;
+    wsync_error_t err = {0};
+
+    raw_send(t.channel, attach_frame(&t));
+    raw_send(t.channel, (wsync_frame_t){.kind = SESSION_BEGIN, .arguments = {1, 1, 0}});
+    raw_send(t.channel, (wsync_frame_t){.kind = SESSION_ROUND});
+    CHECK_OK(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err), err);
+    CHECK_EQ(wsync_importer_take(t.importer, 0, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    wsync_channel_destroy(t.channel);
+    t.channel = NULL;
+    CHECK_EQ(wsync_importer_take(t.importer, 0, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
+    CHECK_HAS(err.message, "while round 0 was awaited");
+    close_trainer(&t);
+}

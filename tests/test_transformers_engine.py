@@ -1,0 +1,393 @@
+"""The transformers engine over HTTP: SGLang's shapes and codes, generation, stock payloads."""
+
+import base64
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import requests
+import torch
+import uvicorn
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from wsync import payload
+from wsync._core import DeadlineError, PeerClosedError, RemoteError
+from wsync.bucket import FlattenedTensorBucket
+from wsync.engine.serve import ServerProcess, serve_in_process
+from wsync.engine.transformers import create_app
+from wsync.handles import handle
+
+PROMPT = [5, 6, 7]
+GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+
+
+def config(**changes: Any) -> Qwen3Config:
+    fields: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
+    return Qwen3Config(**{**fields, **changes})
+
+
+def model_of(seed: int, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config(**changes), dtype=torch.float32)
+
+
+class Server:
+    """The application on a real socket, in a thread of the test."""
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        app = create_app(model, **options)
+        self.engine = app.state.engine
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    def post(self, path: str, body: Any = None, **options: Any) -> requests.Response:
+        return requests.post(self.url + path, json=body, timeout=30, **options)
+
+    def get(self, path: str) -> requests.Response:
+        return requests.get(self.url + path, timeout=30)
+
+    def generate(self, **sampling: Any) -> Any:
+        body = {"input_ids": PROMPT, "sampling_params": {**GREEDY, **sampling}}
+        return self.post("/generate", body)
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Server]:
+    """A server whose weights no test changes."""
+    server = Server(model_of(0), model_path="tiny")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(*arguments: Any, **options: Any) -> Server:
+        servers.append(Server(*arguments, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def pickled(content: Any) -> str:
+    return base64.b64encode(pickle.dumps(content)).decode()
+
+
+def update(server: Server, content: Any, load_format: str | None = None, **more: Any) -> Any:
+    body = {
+        "serialized_named_tensors": [content if isinstance(content, str) else pickled(content)],
+        "load_format": load_format,
+        "flush_cache": False,
+        **more,
+    }
+    return server.post("/update_weights_from_tensor", body)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# --- generation -----------------------------------------------------------------------------
+
+
+def test_greedy_generation_is_what_transformers_generates(shared: Server) -> None:
+    model = model_of(0)
+    expected = model.generate(
+        torch.tensor([PROMPT]), do_sample=False, max_new_tokens=8, eos_token_id=None, pad_token_id=0
+    )[0, len(PROMPT) :].tolist()
+    answer = shared.generate().json()
+    assert answer["output_ids"] == expected
+    assert answer["text"] == " ".join(map(str, expected))
+    meta = answer["meta_info"]
+    assert meta["weight_version"] == "default"
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 8)
+    assert meta["finish_reason"] == {"type": "length", "length": 8}
+
+
+def test_text_is_token_ids_where_there_is_no_tokenizer(shared: Server) -> None:
+    by_ids = shared.generate().json()
+    by_text = shared.post("/generate", {"text": "5 6 7", "sampling_params": GREEDY}).json()
+    assert by_text["output_ids"] == by_ids["output_ids"]
+    refused = shared.post("/generate", {"text": "hello"})
+    assert refused.status_code == 400
+    assert "without a tokenizer" in refused.json()["error"]["message"]
+
+
+def test_several_prompts_get_several_answers(shared: Server) -> None:
+    body = {"input_ids": [PROMPT, [9]], "sampling_params": GREEDY, "return_logprob": True}
+    first, second = shared.post("/generate", body).json()
+    assert first["output_ids"] == shared.generate().json()["output_ids"]
+    logprobs = second["meta_info"]["output_token_logprobs"]
+    assert [entry[1] for entry in logprobs] == second["output_ids"]
+    assert all(entry[0] < 0 for entry in logprobs)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({}, "either text or input_ids"),
+        ({"input_ids": []}, "empty"),
+        ({"input_ids": [96]}, "96, vocabulary 96"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 5000}}, "at most 4096"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
+        ({"input_ids": "x"}, "input_ids"),
+        ({"input_ids": [1], "stream": True}, "stream"),
+    ],
+)
+def test_a_bad_request_is_explained(shared: Server, body: Any, text: str) -> None:
+    answer = shared.post("/generate", body)
+    assert answer.status_code == 400
+    assert text in answer.json()["error"]["message"]
+
+
+def test_logits_are_transformers_logits(shared: Server) -> None:
+    with torch.no_grad():
+        expected = model_of(0)(torch.tensor([PROMPT])).logits[0]
+    got = torch.tensor(shared.post("/wsync/logits", {"input_ids": PROMPT}).json()["logits"])
+    assert torch.equal(got, expected)
+
+
+# --- information and authorization ----------------------------------------------------------
+
+
+def test_the_server_says_what_it_is(shared: Server) -> None:
+    info = shared.get("/model_info").json()
+    assert info == shared.get("/get_model_info").json()
+    assert (info["model_path"], info["weight_version"]) == ("tiny", "default")
+    assert info["architectures"] == ["Qwen3ForCausalLM"]
+    assert shared.get("/server_info").json()["tp_size"] == 1
+    assert shared.get("/health").status_code == 200
+
+
+def test_only_health_is_open_without_the_key(serve: Callable[..., Server]) -> None:
+    server = serve(model_of(0), api_key="secret")
+    assert server.get("/health").status_code == 200
+    refused = server.get("/model_info")
+    assert (refused.status_code, refused.json()) == (401, {"error": "Unauthorized"})
+    assert server.post("/pause_generation", {}).status_code == 401
+    wrong = server.post("/generate", {}, headers={"Authorization": "Bearer secre"})
+    assert wrong.status_code == 401
+    with pytest.raises(RemoteError, match="HTTP 401: Unauthorized"):
+        handle(server.url, api_key="wrong")
+    engine = handle(server.url, api_key="secret")
+    assert (engine.workers, engine.model_info(5)["weight_version"]) == (1, "default")
+
+
+# --- weights --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load_format", ["flattened_bucket", None, "direct"])
+def test_stock_payloads_replace_the_weights(
+    serve: Callable[..., Server], load_format: str | None
+) -> None:
+    server, other = serve(model_of(0)), model_of(1)
+    before = server.get("/weights_checker").json()
+    pairs = list(other.state_dict().items())
+    for index, part in enumerate((pairs[:7], pairs[7:])):
+        content: Any = part
+        if load_format == "flattened_bucket":
+            content = payload.to_text(payload.bucket(FlattenedTensorBucket(named_tensors=part)))
+        answer = update(server, content, load_format, weight_version=str(index))
+        assert (answer.status_code, answer.json()["success"]) == (200, True), answer.text
+    assert server.get("/model_info").json()["weight_version"] == "1"
+    for name, tensor in server.engine.model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+    after = server.get("/weights_checker").json()
+    assert after["ranks"][0]["checksums"].keys() == other.state_dict().keys()
+    assert after["per_engine_checksum"] != before["per_engine_checksum"]
+
+
+def test_tensors_in_torchs_named_shared_memory_are_read(serve: Callable[..., Server]) -> None:
+    server, tensor = serve(model_of(0)), torch.arange(32.0)
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        data = bytes(ForkingPickler.dumps([("model.norm.weight", tensor)]))
+        body = {"serialized_named_tensors": [base64.b64encode(data).decode()]}
+        answer = server.post("/update_weights_from_tensor", body)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    assert answer.status_code == 200, answer.text
+    assert torch.equal(server.engine.model.model.norm.weight, tensor)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "text"),
+    [
+        ([("model.norm.weight", torch.ones(32)), ("nobody", torch.ones(1))], "nobody: not in"),
+        (
+            [("model.norm.weight", torch.ones(32)), ("lm_head.weight", torch.ones(95, 32))],
+            r"lm_head.weight: shape (95, 32) delivered, (96, 32)",
+        ),
+        ([1, 2], "not a list of (name, tensor)"),
+    ],
+)
+def test_a_bad_payload_is_refused_and_changes_nothing(
+    shared: Server, pairs: Any, text: str
+) -> None:
+    before = shared.get("/weights_checker").json()["per_engine_checksum"]
+    answer = update(shared, pairs, weight_version="9")
+    assert answer.status_code == 400
+    assert answer.json()["success"] is False
+    assert text in answer.json()["message"]
+    assert shared.get("/model_info").json()["weight_version"] == "default"
+    assert shared.get("/weights_checker").json()["per_engine_checksum"] == before
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"serialized_named_tensors": ["%%"]}, "serialized_named_tensors"),
+        ({"serialized_named_tensors": ["gARn"]}, "payload: "),
+        ({"serialized_named_tensors": []}, "empty"),
+        ({}, "serialized_named_tensors"),
+        ({"serialized_named_tensors": [pickled([])], "load_format": "dummy"}, "dummy"),
+    ],
+)
+def test_a_malformed_update_is_explained(shared: Server, body: Any, text: str) -> None:
+    answer = shared.post("/update_weights_from_tensor", body)
+    assert answer.status_code == 400
+    assert text in answer.text
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return print, ("the bomb went off",)
+
+
+def test_a_hostile_pickle_is_refused(shared: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = update(shared, [("model.norm.weight", Bomb())])
+    assert (answer.status_code, answer.json()["success"]) == (400, False)
+    assert "print is not allowed" in answer.json()["message"]
+    assert capsys.readouterr().out == ""
+
+
+def test_the_loaders_format_wants_a_control_message(shared: Server) -> None:
+    answer = update(shared, [("model.norm.weight", torch.ones(32))], "wsync.sglang.load_weights")
+    assert answer.status_code == 400
+    assert "not a control message" in answer.json()["message"]
+
+
+def test_the_version_can_be_set_alone(serve: Callable[..., Server]) -> None:
+    server = serve(model_of(0))
+    assert server.post("/update_weight_version", {"new_version": "12"}).status_code == 200
+    assert server.generate().json()["meta_info"]["weight_version"] == "12"
+
+
+# --- pause, flush, continue -----------------------------------------------------------------
+
+
+def test_pause_ends_running_requests_and_holds_new_ones(serve: Callable[..., Server]) -> None:
+    server = serve(model_of(0))
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(server.generate, max_new_tokens=4000)
+        wait_until(server.engine.gate.busy)
+        busy = server.post("/flush_cache")
+        assert (busy.status_code, "pending" in busy.text) == (400, True)
+        paused = server.post("/pause_generation", {"mode": "abort"})
+        assert (paused.status_code, paused.json()["status"]) == (200, "ok")
+        assert running.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert server.post("/flush_cache").status_code == 200
+        held = pool.submit(server.generate)
+        time.sleep(0.1)
+        assert not held.done()
+        assert server.post("/continue_generation", {}).json()["status"] == "ok"
+        assert held.result().json()["output_ids"]
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_frozen_request_goes_on_with_the_new_weights(
+    serve: Callable[..., Server], mode: str
+) -> None:
+    server, other = serve(model_of(0)), model_of(1)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(server.generate, max_new_tokens=3000)
+        wait_until(server.engine.gate.busy)
+        assert server.post("/pause_generation", {"mode": mode}).status_code == 200
+        assert server.post("/flush_cache").status_code == 400
+        answer = update(server, list(other.state_dict().items()), weight_version="2")
+        assert answer.status_code == 200
+        server.post("/continue_generation", {})
+        time.sleep(0.1)
+        server.post("/abort_request", {"abort_all": True})
+        done = running.result().json()
+    assert done["meta_info"]["finish_reason"]["type"] in ("abort", "length")
+    assert done["meta_info"]["weight_version"] == "2"
+
+
+def test_an_update_of_an_unpaused_engine_waits_for_requests(serve: Callable[..., Server]) -> None:
+    server = serve(model_of(0))
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(server.generate, max_new_tokens=200)
+        wait_until(server.engine.gate.busy)
+        assert update(server, [("model.norm.weight", torch.zeros(32))]).status_code == 200
+        assert running.done() or server.engine.gate.busy() == 0
+        assert len(running.result().json()["output_ids"]) == 200
+
+
+def test_an_unknown_pause_mode_is_refused(shared: Server) -> None:
+    assert shared.post("/pause_generation", {"mode": "nap"}).status_code == 400
+    assert shared.generate().status_code == 200
+
+
+# --- the process ----------------------------------------------------------------------------
+
+
+def test_an_engine_process_serves_and_ends_with_its_parent() -> None:
+    with serve_in_process(config(), api_key="k", dtype="float32", seed=0) as server:
+        assert isinstance(server, ServerProcess)
+        engine = handle(server.url, api_key="k")
+        assert engine.workers == 1
+        body = {"input_ids": PROMPT}
+        answer = requests.post(
+            server.url + "/wsync/logits",
+            json=body,
+            headers={"Authorization": "Bearer k"},
+            timeout=30,
+        )
+        with torch.no_grad():
+            expected = model_of(0)(torch.tensor([PROMPT])).logits[0]
+        assert torch.equal(torch.tensor(answer.json()["logits"]), expected)
+        assert server.process.stdin is not None
+        server.process.stdin.close()
+        server.process.wait(30)
+        with pytest.raises(PeerClosedError):
+            engine.model_info(5)
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
+    with pytest.raises(PeerClosedError, match=r"(?s)ended with 1: .*nonesuch"):
+        serve_in_process(tmp_path, random_weights=True)
+    with pytest.raises(DeadlineError, match="no port after"):
+        serve_in_process(config(), timeout=0.05)
