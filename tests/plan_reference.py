@@ -333,7 +333,7 @@ def play_round(world: World, plans: list, memory: list, rings: list[Slots], k: i
             size = ITEM_NBYTES[dtype]
             out = size if copy[5] == 0 else 2
             for a, b in element_moves(copy, size, out):
-                assert 0 <= a and a + size <= len(data) and b + out <= len(buffers[copy[1]])
+                assert a >= 0 and a + size <= len(data) and b + out <= len(buffers[copy[1]])
                 assert (copy[1], b) not in seen
                 seen.add((copy[1], b))
                 buffers[copy[1]][b : b + out] = convert(copy[5], data[a : a + size])
@@ -357,7 +357,7 @@ def play_round(world: World, plans: list, memory: list, rings: list[Slots], k: i
                     assert message[0] != rank and copy[5] == 0
                     data, size = packed[message[0], message[2]], out
                 for a, b in element_moves(copy, size, out):
-                    assert 0 <= a and a + size <= len(data)
+                    assert a >= 0 and a + size <= len(data)
                     ring.write(k, b, convert(copy[5], bytes(data[a : a + size])))
                     total += out
     for ring in rings:

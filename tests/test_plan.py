@@ -1,11 +1,24 @@
 """Plans against an oracle that plays them byte by byte, and what is refused."""
 
+import itertools
 import math
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_reference import ITEM_NBYTES, Box, Destination, Shard, Tensor, World, pad, play, whole
+from plan_reference import (
+    ALIGN,
+    DEFAULT_ROUND,
+    ITEM_NBYTES,
+    Box,
+    Destination,
+    Shard,
+    Tensor,
+    World,
+    pad,
+    play,
+    whole,
+)
 
 from wsync import _core
 
@@ -17,7 +30,7 @@ def cuts(draw: st.DrawFn, extent: int) -> list[tuple[int, int]]:
     """(start, extent) of the uneven parts of an axis."""
     points = sorted(draw(st.sets(st.integers(1, max(1, extent - 1)), max_size=2)) - {extent})
     edges = [0, *points, extent]
-    return [(a, b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    return [(a, b - a) for a, b in itertools.pairwise(edges) if b > a]
 
 
 @st.composite
@@ -91,21 +104,355 @@ def worlds(draw: st.DrawFn) -> World:
     worker = st.tuples(st.integers(0, len(destinations) - 1), st.integers(0, ranks - 1))
     workers = draw(st.lists(worker, min_size=1, max_size=5))
     world = World(made, shards, destinations, workers, hosts)
-    least = ALIGNED
+    least = ALIGN
     if any(destinations[d].whole for d, _ in workers):
         # Room for all tensors at once, whatever is kept together and however it is padded.
         least = sum(pad(math.prod(t.shape) * ITEM_NBYTES[t.dtype]) for t in made)
-        least += ALIGNED * len(shards) * len(shards)
+        least += ALIGN * len(shards) * len(shards)
     for name in ("round_nbytes", "ring_nbytes", "send_nbytes", "recv_nbytes"):
         factor = draw(st.sampled_from([0, 0, 1, 2, 3]))
         world.budgets[name] = factor * least * (len(destinations) if name == "recv_nbytes" else 1)
     return world
 
 
-ALIGNED = 64
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(worlds())
 def test_every_byte_arrives_once_in_time_and_in_budget(world: World) -> None:
     play(world)
+
+
+# --- worlds of matrices -------------------------------------------------------------------------
+
+
+def rows(first: int, count: int, columns: int = 32) -> Box:
+    return Box((first, 0), (count, columns))
+
+
+def matrix(name: str, count: int = 4, group: int = 0, columns: int = 32) -> Tensor:
+    return Tensor(name, "bfloat16", (count, columns), group)
+
+
+def everything(made: list[Tensor]) -> Destination:
+    return Destination(True, {i: [] for i in range(len(made))})
+
+
+def messages(plans: list[_core.Plan]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """(round, source, peers) of all messages."""
+    return [
+        (k, m[0], m[1])
+        for k in range(plans[0].round_count)
+        for rank, plan in enumerate(plans)
+        for m in plan.messages(k)
+        if m[0] == rank
+    ]
+
+
+def count(plan: _core.Plan, phase: int) -> int:
+    return sum(plan.copy_count(k, phase) for k in range(plan.round_count))
+
+
+def test_a_home_that_holds_a_replica_copies_from_itself() -> None:
+    made = [matrix("w")]
+    shards = [Shard(0, rank, whole(made[0])) for rank in range(3)]
+    plans = play(World(made, shards, [everything(made)], [(0, 2), (0, 1)], [0, 0, 0]))
+    assert messages(plans) == []
+    assert [count(plan, _core.LOCAL) for plan in plans] == [0, 1, 1]
+
+
+def test_a_replica_on_the_same_host_serves_before_a_remote_one() -> None:
+    made = [matrix(f"w{i}") for i in range(4)]
+    shards = [Shard(i, rank, whole(made[i])) for i in range(4) for rank in (0, 2)]
+    plans = play(World(made, shards, [everything(made)], [(0, 3)], [0, 0, 1, 1]))
+    assert {(source, peers) for _, source, peers in messages(plans)} == {(2, (3,))}
+
+
+def test_replicas_share_the_load() -> None:
+    made = [matrix(f"w{i}") for i in range(6)]
+    shards = [Shard(i, rank, whole(made[i])) for i in range(6) for rank in (0, 1, 2)]
+    plans = play(World(made, shards, [everything(made)], [(0, 3)], [0, 0, 0, 0]))
+    assert [count(plan, _core.PACK) for plan in plans] == [2, 2, 2, 0]
+
+
+def test_homes_served_by_one_source_share_a_message() -> None:
+    made = [matrix("w")]
+    shards = [Shard(0, 0, whole(made[0]))]
+    workers = [(0, 1), (0, 2), (0, 2), (0, 0)]
+    plans = play(World(made, shards, [everything(made)], workers, [0, 0, 1]))
+    assert messages(plans) == [(0, 0, (1, 2))]
+    assert count(plans[0], _core.PACK) == 1
+    assert [count(plan, _core.LOCAL) for plan in plans] == [1, 0, 0]
+    assert [count(plan, _core.UNPACK) for plan in plans] == [0, 1, 2]
+    assert plans[0].stats["sent_nbytes"] == 2 * 256
+
+
+def test_all_pieces_from_one_rank_to_another_are_one_message_a_round() -> None:
+    made = [matrix(f"w{i}") for i in range(8)]
+    shards = [Shard(i, i % 2, whole(made[i])) for i in range(8)]
+    plans = play(World(made, shards, [everything(made)], [(0, 2)], [0, 0, 0]))
+    assert plans[0].round_count == 1
+    assert messages(plans) == [(0, 0, (2,)), (0, 1, (2,))]
+
+
+def test_all_owners_send_in_every_round() -> None:
+    made = [matrix(f"layers.{i}") for i in range(16)]
+    shards = [Shard(i, i // 4, whole(made[i])) for i in range(16)]  # four pipeline stages
+    world = World(made, shards, [everything(made)], [(0, 4)], [0] * 5)
+    world.budgets["round_nbytes"] = 4 * 256
+    plans = play(world)
+    assert plans[0].round_count == 4
+    for k in range(4):
+        assert [source for n, source, _ in messages(plans) if n == k] == [0, 1, 2, 3]
+
+
+def test_all_destinations_receive_in_every_round() -> None:
+    made = [matrix(f"experts.{i}") for i in range(16)]
+    shards = [Shard(i, 0, whole(made[i])) for i in range(16)]
+    quarters = [
+        Destination(False, {i: [whole(made[i])] for i in range(4 * d, 4 * d + 4)}) for d in range(4)
+    ]
+    world = World(made, shards, quarters, [(d, d) for d in range(4)], [0] * 4)
+    world.budgets = {"round_nbytes": 256, "send_nbytes": 1024}
+    plans = play(world)
+    assert plans[0].round_count == 4
+    for k in range(4):
+        assert [plans[0].slot(worker, k)[1] for worker in range(4)] == [256] * 4
+
+
+def test_a_group_stays_together_across_owners() -> None:
+    made = [matrix(f"w{i}", group=9 if i in (0, 7) else 0) for i in range(8)]
+    shards = [Shard(i, i // 4, whole(made[i])) for i in range(8)]
+    world = World(made, shards, [everything(made)], [(0, 0)], [0, 0])
+    world.budgets["round_nbytes"] = 512
+    manifest = play(world)[0].manifest(0)
+    assert manifest.shards(manifest.find("w0"))[0][1] == manifest.shards(manifest.find("w7"))[0][1]
+
+
+def test_what_need_not_be_whole_is_cut_along_its_outermost_axis() -> None:
+    made = [Tensor("w", "bfloat16", (2, 6, 32))]
+    half = Box((1, 0, 0), (1, 6, 32))
+    world = World(made, [Shard(0, 0, whole(made[0]))], [Destination(False, {0: [half]})], [], [0])
+    world.workers = [(0, 0)]
+    world.budgets["round_nbytes"] = 128
+    manifest = play(world)[0].manifest(0)
+    boxes = sorted(shard[3:5] for shard in manifest.shards(0))
+    assert boxes == [((1, at, 0), (1, 2, 32)) for at in (0, 2, 4)]
+
+
+def test_a_tensor_that_one_destination_wants_whole_is_not_cut() -> None:
+    made = [matrix("w", 8)]
+    part = Destination(False, {0: [rows(0, 8)]})
+    world = World(made, [Shard(0, 0, whole(made[0]))], [everything(made), part], [], [0, 0])
+    world.workers = [(0, 0), (1, 1)]
+    assert play(world)[0].round_count == 1
+    world.workers = [(1, 1)]
+    world.budgets["round_nbytes"] = 256
+    assert play(world)[0].round_count == 2
+
+
+def big(nbytes: list[int], **budgets: int) -> _core.Plan:
+    """A plan of tensors that no test has memory for."""
+    source = _core.LayoutBuilder()
+    wanted = _core.LayoutBuilder()
+    for i, size in enumerate(nbytes):
+        source.add_shard(f"w{i}", "uint8", (size,), (0,), (size,), i, 0, (1,))
+        wanted.add_tensor(f"w{i}", "uint8", (size,))
+    return _core.Plan(source.build(), [(wanted.build(), True)], [(0, 0)], [0], 0, **budgets)
+
+
+def test_default_rounds_are_32_mib_but_for_tensors_that_are_larger() -> None:
+    mib = 1 << 20
+    plan = big([100 * mib] + [8 * mib] * 40)
+    slots = [plan.slot(0, k) for k in range(plan.round_count)]
+    assert [nbytes // mib for _, nbytes, _ in slots] == [100] + [32] * 10
+    # Four rounds, or the two largest neighbours.
+    assert plan.ring_nbytes(0) == 132 * mib
+    assert [offset // mib for offset, _, _ in slots[:5]] == [0, 100, 0, 32, 64]
+    assert [wait for _, _, wait in slots[:5]] == [-1, -1, 0, 0, 0]
+    assert big([8 * mib] * 40).ring_nbytes(0) == 4 * DEFAULT_ROUND
+    assert big([8 * mib] * 3).ring_nbytes(0) == 24 * mib  # never more than the model
+
+
+def test_an_explicit_ring_makes_rounds_a_quarter_of_it() -> None:
+    plan = big([1024] * 64, ring_nbytes=16384)
+    assert plan.ring_nbytes(0) == 16384
+    assert {plan.slot(0, k)[1] for k in range(plan.round_count)} == {4096}
+
+
+def test_zero_size_tensors_are_in_the_manifest_of_a_whole_destination() -> None:
+    made = [Tensor("empty", "float32", (0, 3)), matrix("w")]
+    world = World(made, [Shard(1, 0, whole(made[1]))], [everything(made)], [(0, 0)], [0])
+    manifest = play(world)[0].manifest(0)
+    assert manifest.tensor(manifest.find("empty"))[1:3] == ("float32", (0, 3))
+    assert manifest.shards(manifest.find("empty")) == []
+
+
+def test_a_narrowing_cast_is_done_at_the_source_and_a_widening_one_is_not() -> None:
+    made = [Tensor("narrow", "float32", (4,)), Tensor("widen", "bfloat16", (4,))]
+    shards = [Shard(i, 0, whole(made[i])) for i in range(2)]
+    wanted = everything(made)
+    wanted.dtypes = {0: "bfloat16", 1: "float32"}
+    plans = play(World(made, shards, [wanted], [(0, 1)], [0, 0]))
+    manifest = plans[1].manifest(0)
+    assert [manifest.tensor(i)[1] for i in range(2)] == ["bfloat16", "bfloat16"]
+    assert plans[0].stats["sent_nbytes"] == 64 + 8
+
+
+def test_equal_specifications_have_equal_fingerprints_and_others_do_not() -> None:
+    def world(columns: int, hosts: list[int], home: int) -> World:
+        made = [matrix("w", columns=columns)]
+        shards = [Shard(0, rank, whole(made[0])) for rank in (0, 2)]
+        return World(made, shards, [everything(made)], [(0, home)], hosts)
+
+    first = world(32, [0, 0, 1], 1).plans()
+    again = world(32, [0, 0, 1], 1).plans()
+    assert {plan.fingerprint for plan in first + again} == {first[0].fingerprint}
+    others = [world(33, [0, 0, 1], 1), world(32, [1, 0, 0], 1), world(32, [0, 0, 1], 2)]
+    prints = {other.plans()[0].fingerprint for other in others}
+    assert len(prints | {first[0].fingerprint}) == 4
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def refused(world: World, error: type[_core.WsyncError], *parts: str) -> None:
+    """The same text on every rank, with all the parts in it."""
+    source = world.source()
+    destinations = [world.destination(d) for d in world.destinations]
+    texts = set()
+    for rank in range(len(world.hosts)):
+        with pytest.raises(error) as caught:
+            _core.Plan(source, destinations, world.workers, world.hosts, rank, **world.budgets)
+        texts.add(str(caught.value))
+    (text,) = texts
+    for part in parts:
+        assert part in text
+
+
+def two_ranks(made: list[Tensor], shards: list[Shard], wanted: Destination) -> World:
+    return World(made, shards, [wanted], [(0, 1)], [0, 0])
+
+
+def test_a_box_that_nobody_holds_is_named() -> None:
+    made = [matrix("model.up_proj", 8)]
+    shards = [Shard(0, 0, rows(0, 2)), Shard(0, 1, rows(5, 3))]
+    world = two_ranks(made, shards, everything(made))
+    refused(world, _core.LayoutError, "model.up_proj", "[2, 0]", "[3, 32]")
+    play(two_ranks(made, shards, Destination(False, {0: [rows(6, 2)]})))
+
+
+def test_overlapping_boxes_of_two_parameters_are_named() -> None:
+    made = [matrix("model.up_proj", 8)]
+    shards = [Shard(0, 0, rows(0, 5), "fc1.weight"), Shard(0, 1, rows(4, 4), "fc2.weight")]
+    world = two_ranks(made, shards, everything(made))
+    refused(world, _core.LayoutError, "model.up_proj", "fc1.weight", "fc2.weight", "[4, 0]")
+    equal = [Shard(0, 0, rows(0, 8), "fc1.weight"), Shard(0, 1, rows(0, 8), "fc2.weight")]
+    world = two_ranks(made, equal, everything(made))
+    refused(world, _core.LayoutError, "model.up_proj", "fc1.weight", "fc2.weight", "rank 1")
+
+
+def test_overlapping_boxes_of_one_parameter_are_replicas() -> None:
+    made = [matrix("w", 8)]
+    shards = [Shard(0, 0, rows(0, 5), "fc1.weight"), Shard(0, 1, rows(4, 4), "fc1.weight")]
+    play(two_ranks(made, shards, everything(made)))
+
+
+@pytest.mark.parametrize("boxes", [[rows(0, 3), rows(2, 2)], [rows(0, 3), rows(0, 3)]])
+def test_a_destination_that_wants_an_element_twice_is_named(boxes: list[Box]) -> None:
+    made = [matrix("w")]
+    world = two_ranks(made, [Shard(0, 0, whole(made[0]))], Destination(False, {0: boxes}))
+    refused(world, _core.LayoutError, "w: destination 0", "twice", f"[{boxes[1].start[0]}, 0]")
+
+
+def test_a_tensor_that_the_source_lacks_is_named() -> None:
+    source = _core.LayoutBuilder()
+    source.add_tensor("known", "bfloat16", (4,))
+    wanted = _core.LayoutBuilder()
+    wanted.add_tensor("model.unknown", "bfloat16", (4,))
+    with pytest.raises(_core.LayoutError, match=r"model\.unknown: destination 0"):
+        _core.Plan(source.build(), [(wanted.build(), True)], [(0, 0)], [0], 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "error", "text"),
+    [
+        ("bfloat16", (4, 3), _core.LayoutError, r"w: source shape \[4, 2\] != .* \[4, 3\]"),
+        ("bfloat16", (4, 2, 1), _core.LayoutError, r"w: source shape \[4, 2\] != .*\[4, 2, 1\]"),
+        ("float16", (4, 2), _core.UnsupportedError, "w: no conversion from bfloat16 to float16"),
+    ],
+)
+def test_a_tensor_that_both_sides_describe_differently_is_named(
+    dtype: str, shape: tuple[int, ...], error: type[_core.WsyncError], text: str
+) -> None:
+    source = _core.LayoutBuilder()
+    source.add_shard("w", "bfloat16", (4, 2), (0, 0), (4, 2), 0, 0, (4, 2))
+    wanted = _core.LayoutBuilder()
+    wanted.add_tensor("w", dtype, shape)
+    with pytest.raises(error, match=text):
+        _core.Plan(source.build(), [(wanted.build(), True)], [(0, 0)], [0], 0)
+
+
+def test_a_whole_destination_with_a_part_of_a_tensor_is_named() -> None:
+    made = [matrix("w")]
+    world = two_ranks(made, [Shard(0, 0, whole(made[0]))], Destination(True, {0: [rows(0, 2)]}))
+    refused(world, _core.LayoutError, "w: destination 0", "[2, 32]")
+
+
+@pytest.mark.parametrize("name", ["round_nbytes", "ring_nbytes", "send_nbytes", "recv_nbytes"])
+def test_a_budget_that_cannot_hold_a_whole_tensor_is_named(name: str) -> None:
+    made = [matrix("small"), matrix("large", 8)]
+    world = two_ranks(made, [Shard(i, 0, whole(made[i])) for i in range(2)], everything(made))
+    world.budgets = {name: 448}
+    refused(world, _core.InvalidArgumentError, f"{name} is 448", "large", "512")
+    world.budgets = {name: 512}
+    play(world)
+
+
+def test_a_budget_that_cannot_hold_a_group_names_its_ends() -> None:
+    made = [matrix("a", group=3), matrix("b"), matrix("c", group=3)]
+    world = two_ranks(made, [Shard(i, 0, whole(made[i])) for i in range(3)], everything(made))
+    world.budgets = {"round_nbytes": 256}
+    refused(world, _core.InvalidArgumentError, "round_nbytes is 256", "a together with c", "512")
+
+
+def test_a_budget_below_one_element_is_named() -> None:
+    made = [matrix("w")]
+    wanted = Destination(False, {0: [whole(made[0])]})
+    world = two_ranks(made, [Shard(0, 0, whole(made[0]))], wanted)
+    world.budgets = {"recv_nbytes": 63}
+    refused(world, _core.InvalidArgumentError, "recv_nbytes is 63", "w", "64")
+
+
+@pytest.mark.parametrize(
+    ("workers", "hosts", "rank", "text"),
+    [
+        ([(1, 0)], [0, 0], 0, "worker 0: destination 1"),
+        ([(0, 0), (0, 2)], [0, 0], 0, "worker 1: destination 0 on rank 2"),
+        ([(0, 0)], [0, 0], 2, "rank 2 is not one of 2"),
+        ([(0, 0)], [0], 0, "shards on rank 1, the plan has 1"),
+    ],
+)
+def test_numbers_out_of_range_are_named(
+    workers: list[tuple[int, int]], hosts: list[int], rank: int, text: str
+) -> None:
+    made = [matrix("w")]
+    world = two_ranks(made, [Shard(0, 1, whole(made[0]))], everything(made))
+    destination = world.destination(world.destinations[0])
+    with pytest.raises(_core.InvalidArgumentError, match=text):
+        _core.Plan(world.source(), [destination], workers, hosts, rank)
+
+
+def test_arguments_of_the_wrong_type_are_refused() -> None:
+    layout = _core.LayoutBuilder().build()
+    with pytest.raises(TypeError, match="destination 0"):
+        _core.Plan(layout, [layout], [], [0], 0)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="worker 0"):
+        _core.Plan(layout, [(layout, True)], [0], [0], 0)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="round_nbytes -1"):
+        _core.Plan(layout, [], [], [0], 0, round_nbytes=-1)
+    plan = _core.Plan(layout, [(layout, True)], [(0, 0)], [0], 0)
+    assert plan.round_count == 0 and plan.ring_nbytes(0) == 0
+    for call in (plan.slot, plan.copies, plan.copy_count):
+        with pytest.raises(IndexError):
+            call(0, 0)
+    with pytest.raises(IndexError):
+        plan.manifest(1)

@@ -289,19 +289,24 @@ static wsync_status_t check_fixed(const wsync_planner_t *planner,
     return WSYNC_OK;
 }
 
+static uint64_t divide_up(uint64_t a, uint64_t b)
+{
+    return a / b + (a % b != 0);
+}
+
 /* How many times the fullest budget is needed.  planner->use holds the item alone. */
 static uint64_t count_parts(const wsync_planner_t *planner)
 {
     uint64_t parts = 2;
 
     for (uint32_t i = 0; i < planner->spec->destination_count; i++) {
-        const uint64_t need = planner->use.slots[i] / planner->round.nbytes + 1;
+        const uint64_t need = divide_up(planner->use.slots[i], planner->round.nbytes);
 
         parts = need > parts ? need : parts;
     }
     for (uint32_t i = 0; i < planner->spec->rank_count; i++) {
-        const uint64_t send = planner->use.sends[i] / planner->send.nbytes + 1;
-        const uint64_t recv = planner->use.recvs[i] / planner->recv.nbytes + 1;
+        const uint64_t send = divide_up(planner->use.sends[i], planner->send.nbytes);
+        const uint64_t recv = divide_up(planner->use.recvs[i], planner->recv.nbytes);
 
         parts = send > parts ? send : parts;
         parts = recv > parts ? recv : parts;

@@ -62,31 +62,57 @@ void wsync_plan_use_clear(wsync_planner_t *planner)
 
 /* --- whose turn it is ----------------------------------------------------------------- */
 
-/* A rank and the items that it owns. */
-typedef struct owner {
-    uint32_t rank;
-    size_t next; /* in by_owner */
-    size_t end;
+/* How far something has got. */
+typedef struct progress {
     uint64_t done; /* bytes that are scheduled */
     uint64_t total;
+} progress_t;
+
+/* Items of one owner for the same destinations, in their order. */
+typedef struct stream {
+    progress_t progress;
+    size_t next; /* in entries */
+    size_t end;
+} stream_t;
+
+/* A rank and the streams that it has left. */
+typedef struct owner {
+    progress_t progress;
+    uint32_t rank;
+    uint32_t stream_count;
+    size_t first_stream;
 } owner_t;
+
+typedef struct entry {
+    uint32_t owner;
+    uint32_t audience; /* WSYNC_PLAN_NONE where an item has several */
+    size_t item;
+} entry_t;
 
 /* Owners that have items left, a heap: the one to go next is first. */
 typedef struct owners {
     owner_t *heap;
     size_t count;
-    size_t *by_owner; /* items, sorted by owner */
+    stream_t *streams; /* by owner */
+    entry_t *entries;  /* by stream */
 } owners_t;
 
 __extension__ typedef unsigned __int128 wide_t;
 
-/* Smaller fraction first, then smaller rank. */
-static bool goes_before(const owner_t *a, const owner_t *b)
+/* -1, 0 or 1: the fraction a is smaller than b, equal or larger. */
+static int compare_progress(const progress_t *a, const progress_t *b)
 {
     const wide_t left = (wide_t)a->done * b->total;
     const wide_t right = (wide_t)b->done * a->total;
 
-    return left != right ? left < right : a->rank < b->rank;
+    return (left > right) - (left < right);
+}
+
+static bool goes_before(const owner_t *a, const owner_t *b)
+{
+    const int order = compare_progress(&a->progress, &b->progress);
+
+    return order != 0 ? order < 0 : a->rank < b->rank;
 }
 
 static void sift_down(owners_t *owners, size_t at)
@@ -111,58 +137,139 @@ static void sift_down(owners_t *owners, size_t at)
     }
 }
 
+static int compare_entries(const void *left, const void *right)
+{
+    const entry_t *a = left;
+    const entry_t *b = right;
+
+    if (a->owner != b->owner) {
+        return a->owner < b->owner ? -1 : 1;
+    }
+    if (a->audience != b->audience) {
+        return a->audience < b->audience ? -1 : 1;
+    }
+    return (a->item > b->item) - (a->item < b->item);
+}
+
 static void owners_fini(owners_t *owners)
 {
     free(owners->heap);
-    free(owners->by_owner);
+    free(owners->streams);
+    free(owners->entries);
+}
+
+/* Cuts the sorted entries into streams, and those into owners. */
+static void split_entries(const wsync_planner_t *planner, owners_t *owners)
+{
+    size_t stream_count = 0;
+
+    for (size_t i = 0; i < planner->items.count; i++) {
+        const entry_t *entry = &owners->entries[i];
+        const bool new_owner = i == 0 || entry->owner != entry[-1].owner;
+        const uint64_t nbytes = planner->items.items[entry->item].nbytes;
+        stream_t *stream;
+        owner_t *owner;
+
+        if (new_owner) {
+            owners->heap[owners->count++] =
+                (owner_t){.rank = entry->owner, .first_stream = stream_count};
+        }
+        owner = &owners->heap[owners->count - 1];
+        if (new_owner || entry->audience != entry[-1].audience) {
+            owners->streams[stream_count++] = (stream_t){.next = i};
+            owner->stream_count++;
+        }
+        stream = &owners->streams[stream_count - 1];
+        stream->end = i + 1;
+        stream->progress.total += nbytes;
+        owner->progress.total += nbytes;
+    }
 }
 
 static wsync_status_t owners_init(const wsync_planner_t *planner, owners_t *owners)
 {
-    const size_t rank_count = planner->spec->rank_count;
     const size_t count = planner->items.count;
-    size_t used = 0;
-    size_t first = 0;
 
-    owners->heap = calloc(rank_count + 1, sizeof(*owners->heap));
-    owners->by_owner = malloc((count + 1) * sizeof(*owners->by_owner));
-    if (owners->heap == NULL || owners->by_owner == NULL) {
+    owners->heap = malloc((planner->spec->rank_count + 1U) * sizeof(*owners->heap));
+    owners->streams = malloc((count + 1) * sizeof(*owners->streams));
+    owners->entries = malloc((count + 1) * sizeof(*owners->entries));
+    if (owners->heap == NULL || owners->streams == NULL || owners->entries == NULL) {
         return wsync_plan_no_memory(planner, "items", count);
     }
     for (size_t i = 0; i < count; i++) {
-        owner_t *owner = &owners->heap[planner->items.items[i].owner];
+        const wsync_plan_item_t *item = &planner->items.items[i];
 
-        owner->end++;
-        owner->total += planner->items.items[i].nbytes;
+        owners->entries[i] = (entry_t){item->owner,
+                                       item->want_count == 1
+                                           ? planner->wants.items[item->first_want].audience
+                                           : WSYNC_PLAN_NONE,
+                                       i};
     }
-    for (size_t i = 0; i < rank_count; i++) {
-        owner_t *owner = &owners->heap[i];
-
-        owner->rank = (uint32_t)i;
-        owner->next = first;
-        first += owner->end;
-        owner->end = owner->next;
-    }
-    for (size_t i = 0; i < count; i++) {
-        owners->by_owner[owners->heap[planner->items.items[i].owner].end++] = i;
-    }
-    for (size_t i = 0; i < rank_count; i++) {
-        if (owners->heap[i].next < owners->heap[i].end) {
-            owners->heap[used++] = owners->heap[i];
-        }
-    }
+    qsort(owners->entries, count, sizeof(*owners->entries), compare_entries);
     /* All fractions are zero: ascending ranks are a heap. */
-    owners->count = used;
+    split_entries(planner, owners);
     return WSYNC_OK;
 }
 
-static size_t owners_take(owners_t *owners, const wsync_planner_t *planner)
+/* How full the fullest slot is that an item goes to. */
+static uint64_t fill_before(const wsync_planner_t *planner, size_t index)
+{
+    const wsync_plan_item_t *item = &planner->items.items[index];
+    uint64_t most = 0;
+
+    for (size_t i = 0; i < item->want_count; i++) {
+        size_t count;
+        const uint32_t *ids =
+            wsync_idsets_get(&planner->audiences,
+                             planner->wants.items[item->first_want + i].audience, &count);
+
+        for (size_t j = 0; j < count; j++) {
+            const uint64_t used = planner->use.slots[ids[j]];
+
+            most = used > most ? used : most;
+        }
+    }
+    return most;
+}
+
+/* The owner's stream whose destinations have got least in this round, so that all of them
+ * get something in every round; then the one that is least far. */
+static stream_t *pick_stream(const wsync_planner_t *planner, const owners_t *owners,
+                             const owner_t *owner)
+{
+    stream_t *best = &owners->streams[owner->first_stream];
+    uint64_t least;
+
+    if (owner->stream_count == 1) {
+        return best;
+    }
+    least = fill_before(planner, owners->entries[best->next].item);
+    for (uint32_t i = 1; i < owner->stream_count; i++) {
+        stream_t *stream = &owners->streams[owner->first_stream + i];
+        const uint64_t fill = fill_before(planner, owners->entries[stream->next].item);
+
+        if (fill < least ||
+            (fill == least && compare_progress(&stream->progress, &best->progress) < 0)) {
+            best = stream;
+            least = fill;
+        }
+    }
+    return best;
+}
+
+/* Takes the next item of the owner whose turn it is. */
+static size_t owners_take(const wsync_planner_t *planner, owners_t *owners)
 {
     owner_t *owner = &owners->heap[0];
-    const size_t item = owners->by_owner[owner->next++];
+    stream_t *stream = pick_stream(planner, owners, owner);
+    const size_t item = owners->entries[stream->next++].item;
 
-    owner->done += planner->items.items[item].nbytes;
-    if (owner->next == owner->end) {
+    stream->progress.done += planner->items.items[item].nbytes;
+    owner->progress.done += planner->items.items[item].nbytes;
+    if (stream->next == stream->end) {
+        *stream = owners->streams[owner->first_stream + --owner->stream_count];
+    }
+    if (owner->stream_count == 0) {
         owners->heap[0] = owners->heap[--owners->count];
     }
     sift_down(owners, 0);
@@ -181,7 +288,7 @@ wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner)
     }
     wsync_plan_use_clear(planner);
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
-        const size_t index = owners_take(&owners, planner);
+        const size_t index = owners_take(planner, &owners);
         const wsync_plan_item_t *item = &planner->items.items[index];
         const bool fits = wsync_plan_use_add(planner, item);
 
