@@ -364,8 +364,8 @@ def _check_attributes(name: str, tensor: Tensor, plan: _Plan, ranks: int) -> Non
         raise _core.LayoutError(
             f"{name}: its shape is cut over {ranks} ranks, but tensor_model_parallel is False"
         )
-    # Experts' second layer: TransformerEngine's grouped one reports 0 on Megatron-Core 0.16.
-    known = ".experts.linear_fc2." in name
+    # Experts' second layer: under TransformerEngine it reports 0 on Megatron-Core 0.16.
+    known = ".experts." in name and ".linear_fc2." in name
     if parallel and dimension not in (None, -1, *plan.cut_dimensions) and not known:
         raise _core.LayoutError(
             f"{name}: partition_dim is {dimension}, but its shape is cut along dimension "
