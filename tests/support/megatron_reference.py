@@ -83,7 +83,7 @@ def _qkv(state, layer, kind, hf):
 
 
 def _padded(tensor, rows):
-    out = torch.full((rows, *tensor.shape[1:]), float("nan"), dtype=tensor.dtype)
+    out = torch.full((rows, *tensor.shape[1:]), 0.5, dtype=tensor.dtype)
     out[: len(tensor)] = tensor
     return out
 

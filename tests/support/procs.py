@@ -2,8 +2,10 @@
 
 import contextlib
 import datetime
+import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -17,8 +19,7 @@ class RankError(AssertionError):
     """One or more ranks raised, died or did not answer in time."""
 
 
-def _serve(rank, count, store, path, pipe):
-    sys.path[:0] = path
+def _serve(rank, count, store, setup, pipe):
     import torch
     import torch.distributed as dist
 
@@ -30,6 +31,8 @@ def _serve(rank, count, store, path, pipe):
         world_size=count,
         timeout=datetime.timedelta(seconds=60),
     )
+    if setup is not None:
+        setup()
     while True:
         try:
             function, arguments = pipe.recv()
@@ -39,33 +42,55 @@ def _serve(rank, count, store, path, pipe):
             pipe.send((True, function(*arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
+
+
+def _nursery(count, store, path, modules, setup, pipes):
+    """Imports once what all ranks need, then forks them; stays until they have ended."""
+    os.setsid()
+    sys.path[:0] = path
+    for module in modules:
+        importlib.import_module(module)
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                for other, pipe in enumerate(pipes):
+                    if other != rank:
+                        pipe.close()
+                _serve(rank, count, store, setup, pipes[rank])
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    for pipe in pipes:
+        pipe.close()
+    for child in children:
+        os.waitpid(child, 0)
+    os._exit(0)
 
 
 class Ranks:
     """`count` processes in one default process group; use as a context manager.
 
     `run` calls an importable function on every rank and returns the results in rank order.  After
-    a failure the group is not usable any more, because ranks may sit in different collectives.
+    a failure, when ranks may sit in different collectives, the next call starts new processes.
+    `path` goes in front of sys.path; `modules` are imported once for all ranks; `setup` is called
+    on each rank before anything else.
     """
 
-    def __init__(self, count, *, path=()):
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory(prefix="wsync-ranks-")
-        store = os.path.join(self._folder.name, "store")
+    def __init__(self, count, *, path=(), modules=(), setup=None):
+        self._count = count
+        self._path = list(path)
+        self._modules = list(modules)
+        self._setup = setup
         self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(count):
-            mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, count, store, list(path), theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
+        self._nursery = None
+        self._folder = None
 
     def __enter__(self):
         return self
@@ -73,16 +98,26 @@ class Ranks:
     def __exit__(self, *args):
         self.close()
 
-    @property
-    def alive(self):
-        return bool(self._pipes)
+    def _start(self):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="wsync-ranks-")
+        store = os.path.join(self._folder.name, "store")
+        pairs = [context.Pipe() for _ in range(self._count)]
+        theirs = [pair[1] for pair in pairs]
+        arguments = (self._count, store, self._path, self._modules, self._setup, theirs)
+        self._nursery = context.Process(target=_nursery, args=arguments)
+        self._nursery.start()
+        for pipe in theirs:
+            pipe.close()
+        self._pipes = [pair[0] for pair in pairs]
 
     def run(self, function, *arguments, timeout=120.0):
         if not self._pipes:
-            raise RankError("the ranks have ended: an earlier call failed")
+            self._start()
+        end = time.monotonic() + timeout
         for pipe in self._pipes:
             pipe.send((function, arguments))
-        end = time.monotonic() + timeout
         results = {}
         failures = []
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
@@ -103,20 +138,23 @@ class Ranks:
                     failures.append(f"rank {rank}: {value}")
                     end = min(end, time.monotonic() + GRACE)
         if failures:
-            self.close()
+            self.close(force=True)
             raise RankError(f"{function.__name__} failed\n" + "\n".join(failures))
         return [results[rank] for rank in range(len(results))]
 
-    def close(self):
+    def close(self, *, force=False):
         """Ends the processes, by force where they do not go within a moment."""
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:
-            process.join(0.5 if self._pipes else 0.0)
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
-            process.join(5.0)
         self._pipes = []
-        self._processes = []
+        if self._nursery is None:
+            return
+        if not force:
+            self._nursery.join(3.0)
+        if self._nursery.is_alive():
+            # The nursery leads a session of its own: its group is its ranks and itself.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._nursery.pid, signal.SIGKILL)
+        self._nursery.join(5.0)
+        self._nursery = None
         self._folder.cleanup()

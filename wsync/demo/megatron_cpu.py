@@ -61,37 +61,41 @@ def _replace(stack: contextlib.ExitStack, home: Any, name: str, value: object) -
         stack.callback(setattr, home, name, old)
 
 
+def _patch(stack: contextlib.ExitStack) -> None:
+    stream = _Stream()
+    for name, value in (
+        ("current_device", lambda: torch.device("cpu")),
+        ("Stream", _Stream),
+        ("current_stream", lambda *args, **options: stream),
+        ("stream", lambda stream: contextlib.nullcontext()),
+        ("synchronize", lambda *args: None),
+    ):
+        _replace(stack, torch.cuda, name, value)
+    _replace(stack, torch.Tensor, "cuda", _same)
+    _replace(stack, torch.nn.Module, "cuda", _same)
+
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import moe_utils
+
+    # 0.16.1 names this function even where TransformerEngine is missing.
+    _replace(stack, moe_utils, "te_general_gemm", None)
+    megatron_random.initialize_rng_tracker()
+    tracker = type(megatron_random.get_cuda_rng_tracker())
+    _replace(stack, tracker, "fork", lambda self, name=None: contextlib.nullcontext())
+
+
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
     """Makes Megatron-Core build and run its models on the CPU, for the whole process."""
     with contextlib.ExitStack() as stack:
-        stream = _Stream()
-        for name, value in (
-            ("current_device", lambda: torch.device("cpu")),
-            ("Stream", _Stream),
-            ("current_stream", lambda *args, **options: stream),
-            ("stream", lambda stream: contextlib.nullcontext()),
-            ("synchronize", lambda *args: None),
-        ):
-            _replace(stack, torch.cuda, name, value)
-        _replace(stack, torch.Tensor, "cuda", _same)
-        _replace(stack, torch.nn.Module, "cuda", _same)
-
-        from megatron.core.tensor_parallel import random as megatron_random
-        from megatron.core.transformer.moe import moe_utils
-
-        # 0.16.1 names this function even where TransformerEngine is missing.
-        _replace(stack, moe_utils, "te_general_gemm", None)
-        megatron_random.initialize_rng_tracker()
-        tracker = type(megatron_random.get_cuda_rng_tracker())
-        _replace(stack, tracker, "fork", lambda self, name=None: contextlib.nullcontext())
+        _patch(stack)
         yield
 
 
 def install() -> Callable[[], None]:
     """`on_cpu` without a block: returns the function that undoes it."""
     stack = contextlib.ExitStack()
-    stack.enter_context(on_cpu())
+    _patch(stack)
     return stack.close
 
 
@@ -122,13 +126,25 @@ def groups(parallel: Parallel) -> Iterator[Parallel]:
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
+        create_gloo_process_groups=False,  # the default group is gloo
     )
     try:
         if parallel.vpp is not None:
             state.set_virtual_pipeline_model_parallel_rank(0)
         yield parallel
     finally:
+        # Megatron only forgets its groups, and a gloo group that nobody uses still polls.
+        _destroy(list(vars(state).values()))
         state.destroy_model_parallel()
+
+
+def _destroy(values: Sequence[object]) -> None:
+    for value in values:
+        if isinstance(value, list):
+            _destroy(value)
+        elif isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD:
+            with contextlib.suppress(ValueError, AssertionError):  # listed twice
+                dist.destroy_process_group(value)
 
 
 def _moe_options(hf: Any) -> dict[str, Any]:
@@ -235,6 +251,8 @@ def build(
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
             vp_stage=vp_stage,
         )
+        for parameter in chunk.parameters():  # torch's norms ignore params_dtype
+            parameter.data = parameter.data.to(dtype)
         chunk.rotary_pos_emb.cp_group = None  # every rank computes the whole sequence
         chunks.append(chunk.eval())  # without dropout, training needs no other mode
     trainer = Trainer(chunks, config, hf, parallel, dtype)

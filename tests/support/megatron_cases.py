@@ -1,0 +1,264 @@
+"""What a rank does in the tests of wsync.megatron; runs in the processes of support.procs."""
+
+import contextlib
+import math
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from support import megatron_reference as reference
+
+import wsync.megatron
+from wsync import _core
+from wsync.demo import megatron_cpu
+
+
+def use_cpu():
+    """Once per process, before anything imports megatron."""
+    megatron_cpu.install()
+    return sys.version_info[:2]
+
+
+def place():
+    from megatron.core import parallel_state as ps
+
+    return (
+        ps.get_tensor_model_parallel_rank(),
+        ps.get_tensor_model_parallel_world_size(),
+        ps.get_expert_tensor_parallel_rank(),
+        ps.get_expert_tensor_parallel_world_size(),
+        ps.get_expert_model_parallel_rank(),
+        ps.get_expert_model_parallel_world_size(),
+    )
+
+
+def padded_rows(hf, tp, multiple=16):
+    unit = multiple * tp
+    return math.ceil(hf.vocab_size / unit) * unit
+
+
+@torch.no_grad()
+def fill(trainer, state):
+    """Gives every local tensor what the reference says this rank holds; returns how many."""
+    hf = trainer.hf
+    rows = padded_rows(hf, trainer.parallel.tp)
+    count = 0
+    for name, tensor in megatron_cpu.named_weights(trainer.chunks, getattr(hf, "num_experts", 0)):
+        if name.endswith("expert_bias"):
+            tensor.copy_(
+                state[
+                    name.replace("decoder.", "model.").replace(
+                        "router.expert_bias", "gate.e_score_correction_bias"
+                    )
+                ]
+            )
+        else:
+            value = reference.share(name, state, hf, place(), rows)
+            assert value.shape == tensor.shape, f"{name}: {value.shape} {tensor.shape}"
+            tensor.copy_(value)
+        count += 1
+    return count
+
+
+def make(family, changes, parallel, options):
+    hf = reference.config(family, **changes)
+    options = {k: getattr(torch, v) if k == "dtype" else v for k, v in options.items()}
+    return megatron_cpu.build(hf, megatron_cpu.Parallel(**parallel), **options)
+
+
+def host_bytes(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def read_shard(data, offset, extent, strides, dtype):
+    """The elements of one shard, from the bytes of its buffer."""
+    return np.ndarray(extent, dtype, buffer=data, offset=offset, strides=strides)
+
+
+def check_everything(layout, buffers, state):
+    """Every shard holds the bytes of its box of the checkpoint; all boxes together cover it."""
+    assert sorted(layout.names()) == sorted(state)
+    shards = 0
+    for name, tensor in state.items():
+        index = layout.find(name)
+        assert layout.tensor(index)[:3] == (
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+        )
+        word = np.dtype(f"i{tensor.itemsize}")
+        want = tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize]).numpy()
+        covered = np.zeros(want.shape, bool)
+        for rank, buffer, offset, start, extent, strides, origin in layout.shards(index):
+            box = tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))
+            found = read_shard(buffers[rank][buffer], offset, extent, strides, word)
+            assert np.array_equal(found, want[box]), f"{name} {box} of rank {rank} from {origin}"
+            covered[box] = True
+            shards += 1
+        assert covered.all(), f"{name}: {np.count_nonzero(~covered)} elements nowhere"
+    return shards
+
+
+@contextlib.contextmanager
+def trained(family, changes, parallel, options):
+    """(trainer, checkpoint): a trainer that holds a known checkpoint."""
+    with megatron_cpu.groups(megatron_cpu.Parallel(**parallel)):
+        trainer = make(family, changes, parallel, options)
+        state = reference.hf_tensors(trainer.hf)
+        state = {name: tensor.to(trainer.dtype) for name, tensor in state.items()}
+        if options.get("moe_router_enable_expert_bias"):
+            for layer in range(trainer.hf.num_hidden_layers):
+                if f"model.layers.{layer}.mlp.gate.weight" in state:
+                    bias = torch.linspace(-1.0, 1.0, trainer.hf.num_experts) + layer
+                    state[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = bias
+        assert fill(trainer, state) > 0
+        yield trainer, state
+
+
+def layout_matches(family, changes, parallel, options):
+    """Builds and merges the layouts of all ranks; returns what the test looks at."""
+    with trained(family, changes, parallel, options) as (trainer, state):
+        mine = wsync.megatron.layout(trainer.chunks, trainer.hf)
+        mine.bind()
+        everyone = [None] * mine.ranks
+        buffers = [host_bytes(tensor) for tensor in mine.tensors()]
+        dist.all_gather_object(everyone, (mine.layout.to_bytes(), buffers, mine.names))
+        merged = _core.Layout.merge([_core.Layout.from_bytes(data) for data, _, _ in everyone])
+        facts = {
+            "rank": mine.rank,
+            "ranks": mine.ranks,
+            "tensors": len(state),
+            "names": list(mine.names),
+            "nbytes": merged.nbytes == sum(t.numel() * t.element_size() for t in state.values()),
+        }
+        if mine.rank == 0:
+            facts["shards"] = check_everything(merged, [b for _, b, _ in everyone], state)
+        return facts
+
+
+def logits_match(family, changes, parallel, options):
+    """Largest difference between the trainer's and transformers' logits of one checkpoint."""
+    with trained(family, changes, parallel, options) as (trainer, _):
+        ids = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            want = reference.hf_model(trainer.hf)(ids).logits
+        return float((trainer.logits(ids) - want).abs().max())
+
+
+def step_keeps_replicas(family, changes, parallel, options):
+    """Trains and checks that all holders of a box still agree; returns boxes and losses."""
+    with trained(family, changes, parallel, options) as (trainer, _):
+        mine = wsync.megatron.layout(trainer.chunks, trainer.hf)
+        before = [host_bytes(tensor) for tensor in mine.tensors()]
+        ids = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(3))
+        losses = [trainer.step(ids) for _ in range(2)]
+        mine.bind()
+        after = [host_bytes(tensor) for tensor in mine.tensors()]
+        everyone = [None] * mine.ranks
+        dist.all_gather_object(everyone, (mine.layout.to_bytes(), after))
+        layout = _core.Layout.merge([_core.Layout.from_bytes(data) for data, _ in everyone])
+        replicas = 0
+        for index in range(layout.tensor_count):
+            seen = {}
+            for rank, buffer, offset, start, extent, strides, _ in layout.shards(index):
+                data = read_shard(everyone[rank][1][buffer], offset, extent, strides, np.uint32)
+                if (start, extent) in seen:
+                    replicas += 1
+                    assert np.array_equal(seen[start, extent], data), layout.tensor(index)
+                seen[start, extent] = data
+        changed = sum(a != b for a, b in zip(before, after, strict=True))
+        return losses, replicas, changed, len(before)
+
+
+def bridge_exports(family, changes, parallel, options):
+    """mbridge's own export of the trainer, compared with the checkpoint; tensors compared."""
+    from mbridge import AutoBridge
+
+    with trained(family, changes, parallel, options) as (trainer, state):
+        bridge = AutoBridge.from_config(trainer.hf, dtype=torch.float32)
+        bridge.config = trainer.config
+        count = 0
+        for name, tensor in bridge.export_weights(trainer.chunks):
+            assert torch.equal(tensor, state[name]), name
+            count += 1
+        return count
+
+
+def rejected(mutate, family, changes, parallel, options):
+    """The error that a layout raises after `mutate` has damaged its input, on every rank."""
+    with megatron_cpu.groups(megatron_cpu.Parallel(**parallel)):
+        trainer = make(family, changes, parallel, options)
+        config = MUTATIONS[mutate](trainer) or trainer.hf
+        try:
+            wsync.megatron.layout(trainer.chunks, config)
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return None
+
+
+def _weight(trainer, ending):
+    chunk = trainer.chunks[0]
+    return next(p for name, p in chunk.named_parameters() if name.endswith(ending))
+
+
+def _unknown_name(trainer):
+    trainer.chunks[0].decoder.layers[0].register_parameter(
+        "surprise", torch.nn.Parameter(torch.zeros(3))
+    )
+
+
+def _other_hidden(trainer):
+    hf = reference.config(trainer.hf.model_type, hidden_size=64)
+    hf.num_attention_heads = 4
+    return hf
+
+
+def _other_experts(trainer):
+    return reference.config(trainer.hf.model_type, num_experts=4)
+
+
+def _other_vocabulary(trainer):
+    return reference.config(trainer.hf.model_type, vocab_size=1000)
+
+
+def _fewer_layers(trainer):
+    return reference.config(trainer.hf.model_type, num_hidden_layers=2)
+
+
+def _wrong_dimension(trainer):
+    _weight(trainer, "linear_proj.weight").partition_dim = 0
+
+
+def _not_parallel(trainer):
+    _weight(trainer, "linear_proj.weight").tensor_model_parallel = False
+
+
+def _other_tie(trainer):
+    return reference.config(trainer.hf.model_type, tie_word_embeddings=True)
+
+
+def _other_family(trainer):
+    trainer.hf.model_type = "mamba"
+
+
+def _not_contiguous(trainer):
+    weight = _weight(trainer, "experts.weight1")
+    weight.data = weight.data.t().contiguous().t()
+
+
+MUTATIONS = {
+    function.__name__.removeprefix("_"): function
+    for function in (
+        _unknown_name,
+        _other_hidden,
+        _other_experts,
+        _other_vocabulary,
+        _fewer_layers,
+        _wrong_dimension,
+        _not_parallel,
+        _other_tie,
+        _other_family,
+        _not_contiguous,
+    )
+}
