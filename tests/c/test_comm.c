@@ -1,0 +1,722 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Ranks of one host that read each other's staging: as threads, as processes, and taking
+ * turns in one thread. */
+#include <pthread.h>
+#include <signal.h>
+
+#include "comm/shared_internal.h"
+#include "layouts.h"
+
+enum {
+    SOON_MS = 20,
+    PATIENT_MS = 20000,
+    MAX_RANKS = 4,
+    TENSORS = 12,
+    ROWS = 8, /* of one rank */
+    COLUMNS = 96,
+    PART = ROWS * COLUMNS, /* elements of one rank's part of one tensor */
+    UPDATES = 3,
+    MAX_ROUNDS = 32,
+};
+
+static const wsync_device_ops_t *device(void)
+{
+    return wsync_device_host();
+}
+
+static const wsync_comm_ops_t *ops(void)
+{
+    return wsync_shared_comm_ops();
+}
+
+static void tensor_name(uint32_t tensor, char name[16])
+{
+    (void)snprintf(name, 16, "t%u", tensor);
+}
+
+/* Rank r holds rows [r * ROWS, (r + 1) * ROWS) of every tensor in buffer 0; every rank
+ * below worker_count serves a worker that wants everything. */
+static wsync_plan_t *make_plan(uint32_t rank, uint32_t rank_count, uint32_t worker_count,
+                               uint64_t round_nbytes)
+{
+    wsync_layout_builder_t *source = new_builder();
+    wsync_layout_builder_t *wanted = new_builder();
+    wsync_destination_t destination = {.whole = true};
+    wsync_worker_t workers[MAX_RANKS] = {0};
+    const uint32_t hosts[MAX_RANKS] = {0};
+    wsync_plan_spec_t spec = {.destinations = &destination,
+                              .workers = workers,
+                              .hosts = hosts,
+                              .destination_count = 1,
+                              .worker_count = worker_count,
+                              .rank_count = rank_count,
+                              .rank = rank,
+                              .round_nbytes = round_nbytes,
+                              .ring_nbytes = 1 << 20};
+    wsync_layout_t *source_layout;
+    wsync_layout_t *wanted_layout;
+    wsync_plan_t *plan = NULL;
+    wsync_error_t err = {0};
+
+    for (uint32_t t = 0; t < TENSORS; t++) {
+        char name[16];
+        wsync_tensor_t tensor;
+
+        tensor_name(t, name);
+        tensor = matrix(name, (int64_t)rank_count * ROWS, COLUMNS);
+        for (uint32_t r = 0; r < rank_count; r++) {
+            add_rows(source, tensor, r, 0, 2ULL * t * PART, (int64_t)r * ROWS, ROWS);
+        }
+        add_rows(wanted, tensor, 0, t, 0, 0, (int64_t)rank_count * ROWS);
+    }
+    for (uint32_t w = 0; w < worker_count; w++) {
+        workers[w].home = w;
+    }
+    source_layout = finish(source);
+    wanted_layout = finish(wanted);
+    spec.source = source_layout;
+    destination.layout = wanted_layout;
+    CHECK_OK(wsync_plan_create(&spec, &plan, &err), err);
+    wsync_layout_destroy(source_layout);
+    wsync_layout_destroy(wanted_layout);
+    return plan;
+}
+
+static uint16_t value_of(uint64_t update, uint32_t rank, uint32_t tensor, uint32_t element)
+{
+    return (uint16_t)(update * 7919 + rank * 104729 + tensor * 1299709 + element);
+}
+
+/* The ring of this rank's worker must hold every tensor of the update. */
+static void check_ring(const wsync_plan_t *plan, uint32_t worker, uint32_t rank_count,
+                       uint64_t update, const uint8_t *ring)
+{
+    wsync_layout_t *manifest = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_plan_manifest(plan, worker, &manifest, &err), err);
+    CHECK_EQ(wsync_layout_tensor_count(manifest), TENSORS);
+    for (uint32_t t = 0; t < TENSORS; t++) {
+        const wsync_shard_t *shards;
+        const uint16_t *values;
+        size_t count = 0;
+        char name[16];
+
+        tensor_name(t, name);
+        shards = wsync_layout_shards(manifest, wsync_layout_find(manifest, name), &count);
+        CHECK_EQ(count, 1);
+        values = (const uint16_t *)(const void *)(ring + shards[0].offset);
+        for (uint32_t r = 0; r < rank_count; r++) {
+            for (uint32_t i = 0; i < PART; i++) {
+                CHECK_EQ(values[r * PART + i], value_of(update, r, t, i));
+            }
+        }
+    }
+    wsync_layout_destroy(manifest);
+}
+
+/* --- ranks as threads ------------------------------------------------------------------
+ */
+
+typedef struct world {
+    uint32_t rank_count;
+    uint32_t worker_count;
+    uint64_t round_nbytes;
+    const char *addresses[MAX_RANKS];
+    wsync_comm_t *comms[MAX_RANKS];
+} world_t;
+
+typedef struct member {
+    world_t *world;
+    uint32_t rank;
+    wsync_memory_t *parameters;
+    wsync_memory_t *ring;
+    wsync_stream_t *stream;
+    wsync_span_t spans[MAX_ROUNDS][64]; /* streams read them until the update has ended */
+    wsync_span_t rings[MAX_RANKS];
+    wsync_span_t buffer;
+} member_t;
+
+static void enqueue(member_t *m, const wsync_plan_t *plan, uint32_t round,
+                    wsync_phase_t phase)
+{
+    const wsync_span_t *messages = m->spans[round];
+    const uint32_t workers = m->world->worker_count;
+    wsync_error_t err = {0};
+    size_t count = 0;
+    const wsync_copy_t *copies = wsync_plan_copies(plan, round, phase, &count);
+    const wsync_span_t *sources = phase == WSYNC_PHASE_UNPACK ? messages : &m->buffer;
+    const wsync_span_t *destinations = phase == WSYNC_PHASE_PACK ? messages : m->rings;
+
+    CHECK_OK(device()->stream_copy(m->stream, copies, count, sources,
+                                   phase == WSYNC_PHASE_UNPACK ? 64 : 1, destinations,
+                                   phase == WSYNC_PHASE_PACK ? 64 : workers, &err),
+             err);
+}
+
+/* Acquires, packs and posts a round. */
+static void send_round(member_t *m, wsync_comm_t *comm, const wsync_plan_t *plan,
+                       uint32_t round)
+{
+    wsync_error_t err = {0};
+    size_t count = 0;
+
+    CHECK_OK(ops()->acquire(comm, round, PATIENT_MS, &err), err);
+    (void)wsync_plan_messages(plan, round, &count);
+    CHECK(count <= 64);
+    CHECK_OK(ops()->spans(comm, round, m->spans[round], count, &err), err);
+    enqueue(m, plan, round, WSYNC_PHASE_PACK);
+    CHECK_OK(ops()->post(comm, round, m->stream, &err), err);
+}
+
+static void update_rank(member_t *m, wsync_comm_t *comm, const wsync_plan_t *plan,
+                        uint64_t update)
+{
+    uint16_t *values = device()->memory_data(m->parameters);
+    const uint32_t rounds = wsync_plan_round_count(plan);
+    wsync_error_t err = {0};
+
+    CHECK(rounds <= MAX_ROUNDS);
+    for (uint32_t t = 0; t < TENSORS; t++) {
+        for (uint32_t i = 0; i < PART; i++) {
+            values[t * PART + i] = value_of(update, m->rank, t, i);
+        }
+    }
+    CHECK_OK(ops()->begin(comm, plan, &err), err);
+    for (uint32_t round = 0; round < rounds; round++) {
+        if (round == 0) {
+            send_round(m, comm, plan, 0);
+        }
+        if (round + 1 < rounds) {
+            send_round(m, comm, plan, round + 1); /* ahead of what is received */
+        }
+        enqueue(m, plan, round, WSYNC_PHASE_LOCAL);
+        CHECK_OK(ops()->wait(comm, round, PATIENT_MS, &err), err);
+        enqueue(m, plan, round, WSYNC_PHASE_UNPACK);
+        CHECK_OK(ops()->release(comm, round, m->stream, &err), err);
+    }
+    CHECK_OK(device()->stream_synchronize(m->stream, PATIENT_MS, &err), err);
+    if (m->rank < m->world->worker_count) {
+        check_ring(plan, m->rank, m->world->rank_count, update,
+                   device()->memory_data(m->ring));
+    }
+}
+
+static void *run_rank(void *context)
+{
+    member_t *m = context;
+    world_t *world = m->world;
+    wsync_comm_t *comm = world->comms[m->rank];
+    wsync_plan_t *plan =
+        make_plan(m->rank, world->rank_count, world->worker_count, world->round_nbytes);
+    wsync_plan_t *finer = make_plan(m->rank, world->rank_count, world->worker_count,
+                                    world->round_nbytes * 3 / 4);
+    wsync_error_t err = {0};
+
+    CHECK_OK(device()->memory_create(2ULL * TENSORS * PART, &m->parameters, &err), err);
+    CHECK_OK(device()->memory_create(1 << 20, &m->ring, &err), err);
+    CHECK_OK(device()->stream_create(1, &m->stream, &err), err);
+    m->buffer = (wsync_span_t){device()->memory_data(m->parameters), 2ULL * TENSORS * PART};
+    m->rings[m->rank] = (wsync_span_t){device()->memory_data(m->ring), 1 << 20};
+    CHECK_OK(wsync_shared_comm_connect(comm, world->addresses, PATIENT_MS, &err), err);
+    for (uint64_t update = 0; update < UPDATES; update++) {
+        update_rank(m, comm, update % 2 ? finer : plan, update);
+    }
+    ops()->destroy(comm); /* others may still be reading their last round */
+    device()->stream_destroy(m->stream);
+    device()->memory_destroy(m->parameters);
+    device()->memory_destroy(m->ring);
+    wsync_plan_destroy(plan);
+    wsync_plan_destroy(finer);
+    return NULL;
+}
+
+static void run_world(uint32_t rank_count, uint32_t worker_count)
+{
+    world_t world = {.rank_count = rank_count,
+                     .worker_count = worker_count,
+                     .round_nbytes = 2ULL * 2 * PART * rank_count};
+    static member_t members[MAX_RANKS];
+    pthread_t threads[MAX_RANKS];
+    wsync_error_t err = {0};
+
+    for (uint32_t r = 0; r < rank_count; r++) {
+        wsync_plan_t *plan = make_plan(r, rank_count, worker_count, world.round_nbytes);
+
+        CHECK(wsync_plan_round_count(plan) > 4);
+        CHECK_OK(
+            wsync_shared_comm_create(device(), NULL, r, rank_count,
+                                     wsync_plan_send_nbytes(plan), &world.comms[r], &err),
+            err);
+        world.addresses[r] = wsync_shared_comm_address(world.comms[r]);
+        wsync_plan_destroy(plan);
+    }
+    for (uint32_t r = 0; r < rank_count; r++) {
+        members[r] = (member_t){.world = &world, .rank = r};
+        CHECK_EQ(pthread_create(&threads[r], NULL, run_rank, &members[r]), 0);
+    }
+    for (uint32_t r = 0; r < rank_count; r++) {
+        CHECK_EQ(pthread_join(threads[r], NULL), 0);
+    }
+}
+
+TEST(every_rank_serves_a_worker)
+{
+    run_world(4, 4);
+}
+
+TEST(some_ranks_only_send)
+{
+    run_world(3, 1);
+}
+
+TEST(one_rank_is_alone)
+{
+    run_world(1, 1);
+}
+
+/* --- two ranks in one thread -----------------------------------------------------------
+ */
+
+typedef struct duo {
+    wsync_comm_t *comms[2];
+    wsync_plan_t *plans[2];
+    wsync_stream_t *stream;
+} duo_t;
+
+static void make_duo(duo_t *duo, uint64_t staging_nbytes)
+{
+    wsync_error_t err = {0};
+
+    for (uint32_t r = 0; r < 2; r++) {
+        duo->plans[r] = make_plan(r, 2, 2, 4096);
+        CHECK(wsync_plan_round_count(duo->plans[r]) > 4);
+        CHECK_OK(
+            wsync_shared_comm_create(
+                device(), NULL, r, 2,
+                staging_nbytes ? staging_nbytes : wsync_plan_send_nbytes(duo->plans[r]),
+                &duo->comms[r], &err),
+            err);
+    }
+    CHECK_OK(device()->stream_create(1, &duo->stream, &err), err);
+}
+
+static void connect_duo(duo_t *duo)
+{
+    const char *addresses[2] = {wsync_shared_comm_address(duo->comms[0]),
+                                wsync_shared_comm_address(duo->comms[1])};
+    wsync_status_t status[2] = {WSYNC_ERR_TIMEOUT, WSYNC_ERR_TIMEOUT};
+    wsync_error_t err = {0};
+
+    for (int i = 0; status[0] != WSYNC_OK || status[1] != WSYNC_OK; i++) {
+        const int r = i & 1;
+
+        CHECK(i < 1000);
+        if (status[r] == WSYNC_ERR_TIMEOUT) {
+            status[r] = wsync_shared_comm_connect(duo->comms[r], addresses, SOON_MS, &err);
+        }
+        if (status[r] != WSYNC_OK && status[r] != WSYNC_ERR_TIMEOUT) {
+            FAIL("rank %d: %s", r, err.message);
+        }
+    }
+}
+
+static duo_t open_duo(void)
+{
+    duo_t duo = {0};
+    wsync_error_t err = {0};
+
+    make_duo(&duo, 0);
+    connect_duo(&duo);
+    for (int r = 0; r < 2; r++) {
+        CHECK_OK(ops()->begin(duo.comms[r], duo.plans[r], &err), err);
+    }
+    return duo;
+}
+
+static void close_duo(duo_t *duo)
+{
+    for (int r = 0; r < 2; r++) {
+        ops()->destroy(duo->comms[r]);
+        wsync_plan_destroy(duo->plans[r]);
+    }
+    device()->stream_destroy(duo->stream);
+}
+
+static void send_of(duo_t *duo, int r, uint32_t round)
+{
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops()->acquire(duo->comms[r], round, PATIENT_MS, &err), err);
+    CHECK_OK(ops()->post(duo->comms[r], round, duo->stream, &err), err);
+}
+
+static void receive_of(duo_t *duo, int r, uint32_t round)
+{
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops()->wait(duo->comms[r], round, PATIENT_MS, &err), err);
+    CHECK_OK(ops()->release(duo->comms[r], round, duo->stream, &err), err);
+}
+
+TEST(waits_end_with_the_deadline_and_go_on)
+{
+    duo_t duo = open_duo();
+    wsync_error_t err = {0};
+
+    send_of(&duo, 0, 0);
+    CHECK_EQ(ops()->wait(duo.comms[0], 0, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_HAS(err.message, "round 0 while rank 1 (pid ");
+    send_of(&duo, 1, 0);
+    send_of(&duo, 0, 1);
+    receive_of(&duo, 0, 0);
+    /* Rank 1 has not read round 0, whose half round 2 would overwrite. */
+    CHECK_EQ(ops()->acquire(duo.comms[0], 2, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_HAS(err.message, "to read what it was sent");
+    receive_of(&duo, 1, 0);
+    CHECK_OK(ops()->acquire(duo.comms[0], 2, PATIENT_MS, &err), err);
+    close_duo(&duo);
+}
+
+TEST(halves_are_guarded_from_one_update_to_the_next)
+{
+    duo_t duo = open_duo();
+    const uint32_t last = wsync_plan_round_count(duo.plans[0]) - 1;
+    wsync_error_t err = {0};
+
+    for (uint32_t round = 0; round < last; round++) {
+        for (int r = 0; r < 2; r++) {
+            send_of(&duo, r, round);
+        }
+        for (int r = 0; r < 2; r++) {
+            receive_of(&duo, r, round);
+        }
+    }
+    send_of(&duo, 0, last);
+    send_of(&duo, 1, last);
+    receive_of(&duo, 0, last);
+    /* Rank 0 is through and begins again; rank 1 still reads the last round. */
+    CHECK_OK(ops()->begin(duo.comms[0], duo.plans[0], &err), err);
+    send_of(&duo, 0, 0);
+    CHECK_EQ(ops()->begin(duo.comms[1], duo.plans[1], &err), WSYNC_ERR_STATE);
+    CHECK_HAS(err.message, "has not ended");
+    CHECK_EQ(ops()->acquire(duo.comms[0], 1, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    receive_of(&duo, 1, last);
+    CHECK_OK(ops()->acquire(duo.comms[0], 1, PATIENT_MS, &err), err);
+    close_duo(&duo);
+}
+
+TEST(calls_out_of_order_change_nothing)
+{
+    duo_t duo = {0};
+    wsync_comm_t *comm;
+    wsync_span_t spans[64];
+    wsync_error_t err = {0};
+    const char *none[2] = {0};
+    size_t count = 0;
+
+#define STATE(call) CHECK_EQ(call, WSYNC_ERR_STATE)
+
+    make_duo(&duo, 0);
+    comm = duo.comms[0];
+    STATE(ops()->begin(comm, duo.plans[0], &err));
+    CHECK_HAS(err.message, "not connected");
+    connect_duo(&duo);
+    STATE(wsync_shared_comm_connect(comm, none, SOON_MS, &err));
+    STATE(ops()->acquire(comm, 0, SOON_MS, &err));
+    STATE(ops()->spans(comm, 0, spans, 0, &err));
+    CHECK_OK(ops()->begin(comm, duo.plans[0], &err), err);
+    CHECK_OK(ops()->begin(duo.comms[1], duo.plans[1], &err), err);
+    STATE(ops()->begin(comm, duo.plans[0], &err));
+    STATE(ops()->acquire(comm, 1, SOON_MS, &err));
+    STATE(ops()->post(comm, 0, duo.stream, &err));
+    STATE(ops()->wait(comm, 0, SOON_MS, &err));
+    STATE(ops()->release(comm, 0, duo.stream, &err));
+    send_of(&duo, 0, 0);
+    STATE(ops()->post(comm, 0, duo.stream, &err));
+    STATE(ops()->release(comm, 0, duo.stream, &err));
+    send_of(&duo, 0, 1);
+    STATE(ops()->acquire(comm, 2, SOON_MS, &err)); /* everybody would wait for everybody */
+    STATE(ops()->spans(comm, 2, spans, 0, &err));
+    (void)wsync_plan_messages(duo.plans[0], 1, &count);
+    CHECK_EQ(ops()->spans(comm, 1, spans, count + 1, &err), WSYNC_ERR_INVALID);
+    CHECK_OK(ops()->spans(comm, 1, spans, count, &err), err);
+    send_of(&duo, 1, 0);
+    receive_of(&duo, 0, 0);
+    receive_of(&duo, 1, 0);
+    send_of(&duo, 0, 2);
+    STATE(ops()->spans(comm, 0, spans, count, &err)); /* the half is round 2's now */
+#undef STATE
+    close_duo(&duo);
+}
+
+TEST(small_staging_is_refused_with_both_sizes)
+{
+    duo_t duo = {0};
+    wsync_plan_t *large = make_plan(0, 2, 2, 1 << 17);
+    wsync_plan_t *other = make_plan(1, 2, 2, 1 << 17);
+    wsync_error_t err = {0};
+    char text[32];
+
+    make_duo(&duo, 0);
+    connect_duo(&duo);
+    CHECK(wsync_plan_send_nbytes(large) > 4096);
+    CHECK_EQ(ops()->begin(duo.comms[0], large, &err), WSYNC_ERR_INVALID);
+    (void)snprintf(text, sizeof(text), "needs %llu bytes",
+                   (unsigned long long)wsync_plan_send_nbytes(large));
+    CHECK_HAS(err.message, text);
+    CHECK_HAS(err.message, "has 4096");
+    CHECK_OK(ops()->begin(duo.comms[0], duo.plans[0], &err), err);
+    close_duo(&duo);
+
+    /* Enough here, too little over there: the reader must not run over its end. */
+    memset(&duo, 0, sizeof(duo));
+    make_duo(&duo, 0);
+    ops()->destroy(duo.comms[0]);
+    CHECK_OK(wsync_shared_comm_create(device(), NULL, 0, 2, 1 << 17, &duo.comms[0], &err),
+             err);
+    connect_duo(&duo);
+    CHECK_EQ(ops()->begin(duo.comms[0], large, &err), WSYNC_ERR_INVALID);
+    CHECK_HAS(err.message, "the staging of rank 1 has 4096");
+    CHECK_EQ(ops()->begin(duo.comms[1], other, &err), WSYNC_ERR_INVALID);
+    close_duo(&duo);
+    wsync_plan_destroy(large);
+    wsync_plan_destroy(other);
+}
+
+TEST(plans_of_more_ranks_are_refused)
+{
+    duo_t duo = {0};
+    wsync_plan_t *plan = make_plan(0, 3, 3, 8192);
+    wsync_error_t err = {0};
+
+    make_duo(&duo, 1 << 17);
+    connect_duo(&duo);
+    CHECK_EQ(ops()->begin(duo.comms[0], plan, &err), WSYNC_ERR_INVALID);
+    CHECK_HAS(err.message, "the exchange has 2");
+    wsync_plan_destroy(plan);
+    close_duo(&duo);
+}
+
+TEST(missing_ranks_are_named)
+{
+    wsync_comm_t *comm = NULL;
+    const char *addresses[4] = {0};
+    wsync_error_t err = {0};
+
+    CHECK_EQ(wsync_shared_comm_create(device(), NULL, 2, 2, 64, &comm, &err),
+             WSYNC_ERR_INVALID);
+    CHECK_OK(wsync_shared_comm_create(device(), NULL, 0, 4, 64, &comm, &err), err);
+    CHECK_EQ(wsync_shared_comm_connect(comm, addresses, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_HAS(err.message, "waits for 3 of 4 ranks to connect: 1 2 3");
+    ops()->destroy(comm);
+    CHECK_OK(wsync_shared_comm_create(device(), NULL, 1, 4, 64, &comm, &err), err);
+    addresses[0] = "00000000000000000000000000000000@/tmp/wsync-none/s";
+    CHECK_EQ(wsync_shared_comm_connect(comm, addresses, SOON_MS, &err), WSYNC_ERR_CLOSED);
+    CHECK_HAS(err.message, "rank 0");
+    CHECK_HAS(err.message, "nobody listens");
+    ops()->destroy(comm);
+}
+
+/* --- ranks that leave ------------------------------------------------------------------
+ */
+
+TEST(a_rank_that_leaves_in_the_middle_is_named)
+{
+    duo_t duo = open_duo();
+    wsync_error_t err = {0};
+    char text[64];
+
+    send_of(&duo, 0, 0);
+    ops()->close(duo.comms[1]);
+    CHECK_EQ(ops()->wait(duo.comms[0], 0, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
+    (void)snprintf(text, sizeof(text),
+                   "rank 1 (pid %d) closed the connection while round 0", (int)getpid());
+    CHECK_HAS(err.message, text);
+    CHECK_EQ(ops()->wait(duo.comms[0], 0, SOON_MS, &err), WSYNC_ERR_STATE);
+    CHECK_HAS(err.message, "closed the connection");
+    CHECK_EQ(ops()->acquire(duo.comms[1], 0, SOON_MS, &err), WSYNC_ERR_STATE);
+    close_duo(&duo);
+}
+
+TEST(a_rank_that_is_needed_cannot_leave_in_order)
+{
+    duo_t duo = {0};
+    wsync_error_t err = {0};
+
+    make_duo(&duo, 0);
+    connect_duo(&duo);
+    CHECK_OK(ops()->begin(duo.comms[0], duo.plans[0], &err), err);
+    ops()->close(duo.comms[1]); /* between updates: it says goodbye */
+    CHECK_OK(ops()->acquire(duo.comms[0], 0, PATIENT_MS, &err), err);
+    CHECK_EQ(ops()->post(duo.comms[0], 0, duo.stream, &err), WSYNC_ERR_CLOSED);
+    CHECK_HAS(err.message, "had left the exchange while round 0");
+    close_duo(&duo);
+}
+
+TEST(spans_outlive_close)
+{
+    duo_t duo = open_duo();
+    wsync_span_t spans[64];
+    wsync_error_t err = {0};
+    size_t count = 0;
+
+    CHECK_OK(ops()->acquire(duo.comms[0], 0, PATIENT_MS, &err), err);
+    (void)wsync_plan_messages(duo.plans[0], 0, &count);
+    CHECK(count >= 2);
+    CHECK_OK(ops()->spans(duo.comms[0], 0, spans, count, &err), err);
+    ops()->close(duo.comms[0]);
+    for (size_t i = 0; i < count; i++) {
+        memset(spans[i].data, 1, spans[i].nbytes);
+    }
+    close_duo(&duo);
+}
+
+TEST(a_killed_rank_is_named)
+{
+    duo_t duo = {0};
+    wsync_error_t err = {0};
+    char text[64];
+    int ends[2];
+    char byte;
+    pid_t child;
+
+    make_duo(&duo, 0);
+    CHECK_EQ(pipe(ends), 0);
+    child = fork();
+    if (child == 0) {
+        const char *addresses[2] = {wsync_shared_comm_address(duo.comms[0]), NULL};
+
+        CHECK_OK(wsync_shared_comm_connect(duo.comms[1], addresses, PATIENT_MS, &err), err);
+        CHECK_EQ(write(ends[1], "c", 1), 1);
+        (void)pause();
+        _exit(1);
+    }
+    CHECK_OK(wsync_shared_comm_connect(duo.comms[0], NULL, PATIENT_MS, &err), err);
+    CHECK_OK(ops()->begin(duo.comms[0], duo.plans[0], &err), err);
+    send_of(&duo, 0, 0);
+    CHECK_EQ(read(ends[0], &byte, 1), 1);
+    CHECK_EQ(kill(child, SIGKILL), 0);
+    CHECK_EQ(ops()->wait(duo.comms[0], 0, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
+    (void)snprintf(text, sizeof(text), "rank 1 (pid %d) closed the connection", (int)child);
+    CHECK_HAS(err.message, text);
+    CHECK_EQ(waitpid(child, NULL, 0), child);
+    close_duo(&duo);
+}
+
+/* --- hostile ranks ---------------------------------------------------------------------
+ */
+
+/* Says that it is rank 1 of 2 to rank 0, and takes its welcome. */
+static wsync_channel_t *raw_rank(wsync_comm_t *comm, wsync_frame_t hello,
+                                 wsync_status_t expected, wsync_error_t *err)
+{
+    uint8_t token[WSYNC_TOKEN_NBYTES];
+    char path[WSYNC_PATH_NBYTES];
+    wsync_channel_t *channel = NULL;
+
+    CHECK_OK(wsync_address_parse(wsync_shared_comm_address(comm), token, path, err), *err);
+    CHECK_OK(wsync_channel_connect(path, token, &hello, PATIENT_MS, &channel, err), *err);
+    CHECK_EQ(wsync_shared_comm_connect(comm, NULL, PATIENT_MS, err), expected);
+    return channel;
+}
+
+static wsync_frame_t hello_of(const wsync_memory_t *staging, const wsync_memory_t *control)
+{
+    return (wsync_frame_t){
+        .arguments = {1, 4096, 2, SHARED_PURPOSE},
+        .fds = {device()->memory_fd(staging), device()->memory_fd(control)},
+        .fd_count = 2};
+}
+
+TEST(introductions_are_checked)
+{
+    wsync_memory_t *staging = NULL;
+    wsync_memory_t *control = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(device()->memory_create(8192, &staging, &err), err);
+    CHECK_OK(device()->memory_create(4096, &control, &err), err);
+    for (int i = 0; i < 9; i++) {
+        wsync_frame_t hello = hello_of(staging, control);
+        wsync_status_t expected = WSYNC_ERR_PROTOCOL;
+        wsync_comm_t *comm = NULL;
+
+        switch (i) {
+        case 0:
+            expected = WSYNC_OK;
+            break;
+        case 1:
+            hello.arguments[0] = 0;
+            break;
+        case 2:
+            hello.arguments[0] = UINT64_MAX;
+            break;
+        case 3:
+            hello.arguments[1] = UINT64_MAX;
+            break;
+        case 4:
+            hello.arguments[2] = 3;
+            break;
+        case 5:
+            hello.arguments[3] = 0;
+            break;
+        case 6:
+            hello.fd_count = 1;
+            break;
+        case 7:
+            hello.arguments[1] = 8192;
+            expected = WSYNC_ERR_INVALID;
+            break;
+        default:
+            hello.fds[1] = hello.fds[0];
+            expected = WSYNC_ERR_INVALID;
+            break;
+        }
+        CHECK_OK(wsync_shared_comm_create(device(), NULL, 0, 2, 4096, &comm, &err), err);
+        wsync_channel_destroy(raw_rank(comm, hello, expected, &err));
+        ops()->destroy(comm);
+    }
+    device()->memory_destroy(staging);
+    device()->memory_destroy(control);
+}
+
+TEST(announcements_are_checked)
+{
+    const wsync_frame_t bad[] = {
+        {.kind = 0},
+        {.kind = SHARED_WELCOME},
+        {.kind = SHARED_READY},
+        {.kind = SHARED_RELEASED, .arguments = {2}}, /* round 1 has not been posted */
+        {.kind = SHARED_RELEASED},
+        {.kind = SHARED_READY, .arguments = {1}, .fds = {0}, .fd_count = 1},
+    };
+    wsync_memory_t *staging = NULL;
+    wsync_memory_t *control = NULL;
+    wsync_stream_t *stream = NULL;
+    wsync_plan_t *plan = make_plan(0, 2, 2, 4096);
+    wsync_error_t err = {0};
+
+    CHECK_OK(device()->memory_create(8192, &staging, &err), err);
+    CHECK_OK(device()->memory_create(4096, &control, &err), err);
+    CHECK_OK(device()->stream_create(1, &stream, &err), err);
+    for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
+        wsync_channel_t *channel;
+        wsync_comm_t *comm = NULL;
+
+        CHECK_OK(wsync_shared_comm_create(device(), NULL, 0, 2, 4096, &comm, &err), err);
+        channel = raw_rank(comm, hello_of(staging, control), WSYNC_OK, &err);
+        CHECK_OK(ops()->begin(comm, plan, &err), err);
+        CHECK_OK(ops()->acquire(comm, 0, PATIENT_MS, &err), err);
+        CHECK_OK(ops()->post(comm, 0, stream, &err), err);
+        CHECK_OK(wsync_channel_send(channel, &bad[i], PATIENT_MS, &err), err);
+        CHECK_EQ(ops()->wait(comm, 0, PATIENT_MS, &err), WSYNC_ERR_PROTOCOL);
+        CHECK_HAS(err.message, "rank 1 (pid ");
+        wsync_channel_destroy(channel);
+        ops()->destroy(comm);
+    }
+    wsync_plan_destroy(plan);
+    device()->stream_destroy(stream);
+    device()->memory_destroy(staging);
+    device()->memory_destroy(control);
+}
