@@ -184,9 +184,16 @@ def test_two_workers_give_transformers_logits(engine: TensorParallelEngine) -> N
     found = engine.weights()
     assert found.keys() == weights_of(model).keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in weights_of(model).items())
-    tokens = model.generate(
-        torch.tensor([PROMPT]), do_sample=False, max_new_tokens=5, eos_token_id=None, pad_token_id=0
-    )[0, len(PROMPT) :].tolist()
+    prompt = torch.tensor([PROMPT])
+    generated = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),  # or the token 0 is taken for padding
+        do_sample=False,
+        max_new_tokens=5,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens = generated[0, len(PROMPT) :].tolist()
     assert engine.generate(PROMPT, max_new_tokens=5) == tokens
 
 

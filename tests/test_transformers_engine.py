@@ -13,11 +13,13 @@ import pytest
 import requests
 import torch
 import uvicorn
+from support.trainer import Trainer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from wsync import payload
 from wsync._core import DeadlineError, PeerClosedError, RemoteError
 from wsync.bucket import FlattenedTensorBucket
+from wsync.control import LOAD_FORMAT
 from wsync.engine.serve import ServerProcess, serve_in_process
 from wsync.engine.transformers import create_app
 from wsync.handles import handle
@@ -108,6 +110,12 @@ def update(server: Server, content: Any, load_format: str | None = None, **more:
         **more,
     }
     return server.post("/update_weights_from_tensor", body)
+
+
+def steer(server: Server, message: bytes, **more: Any) -> requests.Response:
+    content = payload.to_text(payload.control(message))
+    answer: requests.Response = update(server, content, LOAD_FORMAT, **more)
+    return answer
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -293,9 +301,52 @@ def test_a_hostile_pickle_is_refused(shared: Server, capsys: pytest.CaptureFixtu
 
 
 def test_the_loaders_format_wants_a_control_message(shared: Server) -> None:
-    answer = update(shared, [("model.norm.weight", torch.ones(32))], "wsync.sglang.load_weights")
+    answer = update(shared, [("model.norm.weight", torch.ones(32))], LOAD_FORMAT)
     assert answer.status_code == 400
     assert "not a control message" in answer.json()["message"]
+
+
+def test_wsyncs_update_arrives_over_http(serve: Callable[..., Server]) -> None:
+    server, weights = serve(model_of(0)), model_of(1).state_dict()
+    names = list(weights)
+    trainer = Trainer(weights, [names[:9], names[9:]])
+    with ThreadPoolExecutor() as pool:
+        opened = pool.submit(steer, server, trainer.control(1))
+        trainer.accept()
+        trainer.update(1, weights)
+        assert opened.result().json() == {"success": True, "message": "update 1"}
+    assert server.get("/model_info").json()["weight_version"] == "default"
+    assert steer(server, trainer.control(1, "close"), weight_version="7").status_code == 200
+    assert server.get("/model_info").json()["weight_version"] == "7"
+    for name, tensor in server.engine.model.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_inconsistent_weights_are_not_generated_with(serve: Callable[..., Server]) -> None:
+    server, weights = serve(model_of(0)), model_of(1).state_dict()
+    names = list(weights)
+    trainer = Trainer(weights, [names[:9], names[9:]])
+    server.post("/pause_generation", {})
+    with ThreadPoolExecutor() as pool:
+        opened = pool.submit(steer, server, trainer.control(1))
+        trainer.accept()
+        trainer.exporter.begin(1, 2, 10)
+        trainer.send(weights, range(1))
+        trainer.exporter.acquire(0, 10)
+        trainer.exporter.abort("rank 3 is out of memory")
+        assert opened.result().status_code == 400
+    assert steer(server, trainer.control(1, "close"), weight_version="7").status_code == 400
+    info = server.get("/model_info").json()
+    assert (info["weight_version"], info["consistent"]) == ("default", False)
+    refused = server.post("/continue_generation", {})
+    assert (refused.status_code, refused.json()["status"]) == (400, "error")
+    assert "rank 3 is out of memory" in refused.json()["message"]
+    # whole weights by other means heal it
+    assert update(server, list(weights.items())[:5]).status_code == 200
+    assert server.post("/continue_generation", {}).status_code == 400
+    assert update(server, list(weights.items())[5:]).status_code == 200
+    assert server.post("/continue_generation", {}).status_code == 200
+    assert server.generate().status_code == 200
 
 
 def test_the_version_can_be_set_alone(serve: Callable[..., Server]) -> None:
