@@ -7,7 +7,7 @@ sglang on the trainer.  CPU tensors travel in one of two ways, both torch's own:
 
 * by shared file (`torch.multiprocessing.reductions.rebuild_storage_filename`): the receiver maps
   a segment of /dev/shm that torch_shm_manager removes after its last user;
-* by value (`torch._utils._rebuild_tensor_v2` over `torch.storage._load_from_bytes`).
+* by value (`torch._utils._rebuild_tensor_v2` or v3 over `torch.storage._load_from_bytes`).
 
 Torch's default, passing file descriptors, fails between processes without a common ancestor.
 """
@@ -146,23 +146,20 @@ class _Deferred:
 
 
 def _by_value(tensor: torch.Tensor) -> _Deferred:
-    """A tensor with its bytes in the pickle."""
-    flat = tensor.detach().clone(memory_format=torch.contiguous_format)  # storage of its own
+    """A tensor with its bytes in the pickle.  The storage is written as bytes, because torch has
+    storage types for some dtypes only."""
+    own = tensor.detach().clone(memory_format=torch.contiguous_format)
     data = io.BytesIO()
     storage = torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
-        wrap_storage=flat.untyped_storage(), dtype=flat.dtype, _internal=True
+        wrap_storage=own.untyped_storage(), dtype=torch.uint8, _internal=True
     )
     torch.save(storage, data, _use_new_zipfile_serialization=False)
-
-    def write(writer: _Writer) -> None:
-        loaded = _Deferred(
-            lambda inner: inner.call("torch.storage", "_load_from_bytes", (data.getvalue(),))
-        )
-        hooks = _Deferred(lambda inner: inner.call("collections", "OrderedDict", ()))
-        arguments = (loaded, 0, tuple(flat.shape), flat.stride(), False, hooks)
-        writer.call("torch._utils", "_rebuild_tensor_v2", arguments)
-
-    return _Deferred(write)
+    loaded = _called("torch.storage", "_load_from_bytes", data.getvalue())
+    hooks = _called("collections", "OrderedDict")
+    arguments = (loaded, 0, tuple(own.shape), own.stride(), False, hooks)
+    if own.dtype == torch.uint8:
+        return _called("torch._utils", "_rebuild_tensor_v2", *arguments)
+    return _called("torch._utils", "_rebuild_tensor_v3", *arguments, own.dtype)
 
 
 def _by_file(tensor: torch.Tensor) -> _Deferred:
@@ -176,25 +173,25 @@ def _by_file(tensor: torch.Tensor) -> _Deferred:
     manager, handle, nbytes = storage._share_filename_cpu_()
     storage._shared_incref()  # type: ignore[no-untyped-call]
 
-    def write(writer: _Writer) -> None:
-        untyped = _Deferred(
-            lambda inner: inner.call(
-                _REDUCTIONS,
-                "rebuild_storage_filename",
-                (_named("torch.storage", "UntypedStorage"), manager, handle, nbytes),
-            )
-        )
-        typed = _Deferred(
-            lambda inner: inner.call(_REDUCTIONS, "rebuild_typed_storage", (untyped, tensor.dtype))
-        )
-        place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), False)
-        writer.call(_REDUCTIONS, "rebuild_tensor", (_named("torch", "Tensor"), typed, place))
-
-    return _Deferred(write)
+    untyped = _called(
+        _REDUCTIONS,
+        "rebuild_storage_filename",
+        _named("torch.storage", "UntypedStorage"),
+        manager,
+        handle,
+        nbytes,
+    )
+    typed = _called(_REDUCTIONS, "rebuild_typed_storage", untyped, tensor.dtype)
+    place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), False)
+    return _called(_REDUCTIONS, "rebuild_tensor", _named("torch", "Tensor"), typed, place)
 
 
 def _named(module: str, name: str) -> _Deferred:
     return _Deferred(lambda writer: writer.name(module, name))
+
+
+def _called(module: str, name: str, *arguments: object) -> _Deferred:
+    return _Deferred(lambda writer: writer.call(module, name, arguments))
 
 
 def _entry(entry: Any) -> _Deferred:
@@ -244,7 +241,9 @@ def named_tensors(pairs: list[tuple[str, torch.Tensor]]) -> bytes:
 def control(data: bytes) -> bytes:
     """A payload that carries `data` alone: one uint8 tensor by value named wsync.control's
     TENSOR_NAME.  For the load_format that names wsync's loader."""
-    return named_tensors([(TENSOR_NAME, torch.frombuffer(bytearray(data), dtype=torch.uint8))])
+    # frombuffer takes no empty buffer
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+    return named_tensors([(TENSOR_NAME, tensor.to(torch.uint8))])
 
 
 def control_bytes(value: object) -> bytes | None:
@@ -422,6 +421,20 @@ def _tensor_v2(
     return _view(storage, offset, shape, stride)
 
 
+def _tensor_v3(
+    storage: object,
+    offset: object,
+    shape: object,
+    stride: object,
+    _grad: object,
+    _hooks: object,
+    dtype: object,
+    *_rest: object,
+) -> torch.Tensor:
+    untyped = storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
+    return _view(_typed(untyped, dtype), offset, shape, stride)
+
+
 def _map_file(cls: object, manager: object, handle: object, nbytes: object) -> Any:
     if not isinstance(manager, bytes) or not isinstance(handle, bytes) or type(nbytes) is not int:
         raise ProtocolError("payload: a shared storage is not (manager, handle, bytes)")
@@ -460,6 +473,7 @@ _GLOBALS: Final[dict[tuple[str, str], Callable[..., object]]] = {
     ("torch.storage", "UntypedStorage"): _refuse_call,
     ("torch.storage", "_load_from_bytes"): _load_storage,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("collections", "OrderedDict"): dict,
     (_REDUCTIONS, "rebuild_tensor"): _tensor,
     (_REDUCTIONS, "rebuild_typed_storage"): _typed,
