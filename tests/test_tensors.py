@@ -1,0 +1,333 @@
+"""Tensors described in C, and views of shared memory handed out as tensors."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from wsync._core import (
+    InvalidArgumentError,
+    LayoutBuilder,
+    Memory,
+    UnsupportedError,
+    ViewPool,
+    describe,
+    pack,
+)
+
+DTYPES = [
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz"),
+    *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "int64", "int32"),
+    *("int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool", "complex64", "complex128"),
+]
+
+
+class Duck:
+    """A tensor of a torch without the exchange API."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tensor, name)
+
+
+def two_tensor() -> torch.Tensor:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    return TwoTensor(torch.ones(2, 4), torch.ones(2, 4))
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+# --- describe ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_known_by_its_torch_name(dtype: str) -> None:
+    tensor = torch.empty(3, 2, dtype=getattr(torch, dtype))
+    address, name, shape, stride, spanned = describe([tensor])[0]
+    assert (address, name, shape, stride) == (tensor.data_ptr(), dtype, (3, 2), (2, 1))
+    assert spanned == 6 * tensor.itemsize
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_views_of_a_tensor_are_described_like_torch_sees_them(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=5))
+    tensor = torch.empty(shape, dtype=torch.int16)
+    if shape:
+        tensor = tensor.permute(data.draw(st.permutations(range(len(shape)))))
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        tensor = tensor[(slice(None),) * dim + (slice(data.draw(st.integers(0, 4)), None, 2),)]
+    for given_as in (tensor, nn.Parameter(tensor, requires_grad=False), Duck(tensor)):
+        address, _, sizes, stride, spanned = describe([given_as])[0]
+        assert sizes == tuple(tensor.shape)
+        if tensor.numel() == 0:
+            assert spanned == 0
+            continue
+        assert address == tensor.data_ptr()
+        # the stride of a dimension of one element is torch's own choice
+        mine, theirs = zip(stride, sizes, strict=True), zip(tensor.stride(), sizes, strict=True)
+        assert [s for s, n in mine if n > 1] == [s for s, n in theirs if n > 1]
+        last = sum((n - 1) * s for n, s in zip(sizes, tensor.stride(), strict=True))
+        assert spanned == 2 * (last + 1)
+
+
+def test_a_table_counts_its_tensors_and_bytes() -> None:
+    tensors = [torch.ones(3), torch.ones(2, 2, dtype=torch.bfloat16).t(), torch.tensor(1.0)]
+    table = describe(tensors)
+    assert (len(table), table.nbytes) == (3, 12 + 8 + 4)
+    assert [row[2] for row in (table[0], table[1], table[2])] == [(3,), (2, 2), ()]
+    with pytest.raises(IndexError):
+        table[3]
+    assert len(describe([])) == 0
+
+
+def test_a_dtensor_is_described_by_its_local_tensor(tmp_path: object) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        local = torch.ones(3, 4)
+        sharded = DTensor.from_local(local, mesh, [Shard(0)])
+        assert describe([sharded, nn.Parameter(sharded)])[0][0] == local.data_ptr()
+        empty = DTensor.from_local(
+            torch.ones(0, 4), mesh, [Shard(0)], shape=torch.Size((3, 4)), stride=(4, 1)
+        )
+        assert describe([empty])[0][2] == (0, 4)
+        with pytest.raises(UnsupportedError, match=r"w \(DTensor\): mesh dim 0 holds partial sums"):
+            describe([DTensor.from_local(local, mesh, [Partial()])], ["w"])
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (two_tensor, InvalidArgumentError, r"w \(TwoTensor\): its 32 bytes lie nowhere.*NULL"),
+        (freed, InvalidArgumentError, r"w \(Tensor\): its 16 bytes lie nowhere"),
+        (lambda: torch.empty(2, device="meta"), UnsupportedError, r"w \(Tensor\): .*meta"),
+        (lambda: torch.eye(3).to_sparse(), UnsupportedError, r"w .*torch.sparse_coo"),
+        (
+            lambda: torch.ones(2, dtype=torch.complex64).conj(),
+            UnsupportedError,
+            r"w .*conj bit",
+        ),
+        (
+            lambda: torch.ones(2, dtype=torch.complex64).conj().imag,
+            UnsupportedError,
+            r"w .*neg bit",
+        ),
+        (lambda: torch.empty(2, dtype=torch.bits8), UnsupportedError, r"w .*torch.bits8"),
+        (lambda: torch.ones([1] * 7), UnsupportedError, r"w .*7 dimensions, at most 6"),
+        (lambda: None, InvalidArgumentError, r"w \(NoneType\): not a torch tensor"),
+        (lambda: b"bytes", InvalidArgumentError, r"w \(bytes\): not a torch tensor"),
+    ],
+)
+def test_what_has_no_plain_bytes_is_refused_by_name(
+    make: object, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        describe([torch.ones(1), make()], ["first", "w"])  # type: ignore[operator]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantized_tensor_is_refused() -> None:
+    tensor = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+    with pytest.raises(UnsupportedError, match=r"tensor 0 .*torch\.qint8"):
+        describe([tensor])
+
+
+def test_empty_tensors_need_no_memory() -> None:
+    assert describe([torch.empty(0, 3), freed()[:0]])[1][4] == 0
+
+
+def test_names_must_be_as_many_as_tensors() -> None:
+    with pytest.raises(InvalidArgumentError, match="2 tensors but 1 names"):
+        describe([torch.ones(1), torch.ones(1)], ["w"])
+
+
+def test_the_largest_model_is_described_quickly() -> None:
+    """18,867 tensors; the bound is loose because test machines are shared."""
+    tensors = [nn.Parameter(torch.empty(2, 2)) for _ in range(18867)]
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        table = describe(tensors)
+        seconds.append(time.perf_counter() - start)
+    print(f"described {len(table)} tensors in {min(seconds) * 1e3:.1f} ms")
+    assert len(table) == 18867
+    assert table[18866][0] == tensors[-1].data_ptr()
+
+
+# --- pack --------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 5), max_size=4),
+            st.sampled_from(["uint8", "bfloat16", "float32", "complex128"]),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from([1, 4, 16, 64]),
+)
+def test_packed_bytes_are_those_of_contiguous_tensors(
+    specs: list[tuple[list[int], str, bool]], alignment: int
+) -> None:
+    tensors = []
+    for shape, dtype, transposed in specs:
+        numel = torch.Size(shape).numel()
+        kind = getattr(torch, dtype)
+        data = torch.randint(0, 255, (numel * kind.itemsize,), dtype=torch.uint8)
+        tensor = data.view(kind).reshape(shape) if numel else torch.empty(shape, dtype=kind)
+        tensors.append(tensor.permute(list(range(len(shape)))[::-1]) if transposed else tensor)
+    table = describe(tensors)
+    starts, nbytes = table.offsets(alignment)
+    assert all(start % alignment == 0 for start in starts)
+    out = torch.full((nbytes + 1,), 0xA5, dtype=torch.uint8)
+    expected = out.clone()
+    pack(table, out.data_ptr(), nbytes, starts)
+    for tensor, start in zip(tensors, starts, strict=True):
+        flat = tensor.contiguous().flatten().view(torch.uint8)
+        expected[start : start + flat.numel()] = flat
+    assert torch.equal(out, expected)
+
+
+def test_pack_refuses_what_does_not_fit() -> None:
+    tensor = torch.ones(4)
+    table = describe([tensor])
+    out = torch.zeros(16, dtype=torch.uint8)
+    with pytest.raises(InvalidArgumentError):
+        pack(table, out.data_ptr(), 16, [1])
+    with pytest.raises(InvalidArgumentError, match="16 bytes, the buffer 15"):
+        pack(table, out.data_ptr(), 15, [0])
+    with pytest.raises(InvalidArgumentError, match="1 tensors but 2 offsets"):
+        pack(table, out.data_ptr(), 16, [0, 0])
+    with pytest.raises(InvalidArgumentError, match="inside the buffer"):
+        pack(table, tensor.data_ptr(), 16, [0])
+    assert not out.any()
+    with pytest.raises(InvalidArgumentError, match="alignment 3"):
+        table.offsets(3)
+
+
+# --- views -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_view_shows_the_bytes_of_the_memory(dtype: str) -> None:
+    memory = Memory(4096)
+    pool = ViewPool(memory)
+    view = pool.view(torch.Tensor, dtype, (2, 3), 64)
+    assert view.dtype == getattr(torch, dtype)
+    assert view.shape == (2, 3)
+    assert view.is_contiguous()
+    assert view.data_ptr() == memory.address + 64
+    view.view(torch.uint8).fill_(7)
+    nbytes = 6 * view.itemsize
+    assert bytes(memoryview(memory)[63 : 65 + nbytes]) == b"\0" + b"\x07" * nbytes + b"\0"
+
+
+def test_views_are_counted_until_they_are_released() -> None:
+    pool = ViewPool(Memory(4096))
+    views = [pool.view(torch.ones(1), "float32", shape, 0) for shape in ((4,), (), (0, 3))]
+    assert pool.live == 3
+    part = views[0][1:3]
+    del views[0]
+    assert pool.live == 3, "a slice still shows the bytes"
+    del part
+    assert pool.live == 2
+    views.clear()
+    assert pool.live == 0
+
+
+def test_a_view_keeps_the_memory_alive_and_may_die_in_another_thread() -> None:
+    memory = Memory(1 << 20)
+    pool = ViewPool(memory)
+    views = [pool.view(torch.Tensor, "uint8", (1 << 20,), 0)]
+    views[0].fill_(3)
+    del memory
+    gc.collect()
+    assert int(views[0].sum(dtype=torch.int64)) == 3 << 20
+    thread = threading.Thread(target=views.clear)
+    thread.start()
+    thread.join(30)
+    assert pool.live == 0
+    last = pool.view(torch.Tensor, "uint8", (8,), 0)
+    del pool
+    gc.collect()
+    assert last.tolist() == [3] * 8
+
+
+def test_autograd_may_release_views_without_the_interpreter_lock() -> None:
+    pool = ViewPool(Memory(4096))
+    weight = torch.ones(8, requires_grad=True)
+    loss = (weight * pool.view(torch.Tensor, "float32", (8,), 0)).sum()
+    assert pool.live == 1, "saved for backward"
+    loss.backward()
+    del loss
+    assert pool.live == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("float32", (1,), 2), "offset 2 is not a multiple of float32's 4 bytes"),
+        (("float32", (1025,), 0), "4100 bytes at offset 0 of a memory of 4096"),
+        (("float32", (1,), 4096), "4 bytes at offset 4096 of a memory of 4096"),
+        (("float32", (1 << 62, 4), 0), r"more than 2\^63 bytes"),
+        (("float32", (-1,), 0), "dim 0: extent -1"),
+        (("float31", (1,), 0), "unknown dtype 'float31'"),
+    ],
+)
+def test_views_outside_the_memory_are_refused(arguments: tuple[object, ...], text: str) -> None:
+    pool = ViewPool(Memory(4096))
+    with pytest.raises(InvalidArgumentError, match=text):
+        pool.view(torch.Tensor, *arguments)  # type: ignore[arg-type]
+    assert pool.live == 0
+
+
+def test_views_need_a_type_that_can_be_made() -> None:
+    pool = ViewPool(Memory(4096))
+    with pytest.raises(UnsupportedError, match=r"torch 2\.10 or newer"):
+        pool.view(object(), "float32", (1,), 0)
+    with pytest.raises(UnsupportedError, match="7 dimensions, at most 6"):
+        pool.view(torch.Tensor, "float32", (1,) * 7, 0)
+
+
+def test_views_of_a_manifest_are_its_whole_tensors_in_order() -> None:
+    builder = LayoutBuilder()
+    builder.add_shard("b", "float32", (2, 2), (0, 0), (2, 2), 0, 64, (8, 4))
+    builder.add_shard("a", "bfloat16", (3,), (0,), (3,), 0, 0, (2,))
+    builder.add_shard("half", "float32", (4,), (0,), (2,), 0, 128, (4,))
+    builder.add_shard("transposed", "float32", (2, 2), (0, 0), (2, 2), 0, 192, (4, 8))
+    builder.add_shard("later", "float32", (1,), (0,), (1,), 1, 256, (4,))
+    layout = builder.build()
+    memory = Memory(4096)
+    pool = ViewPool(memory)
+    views = pool.views(torch.Tensor, layout, 0)
+    assert [
+        (name, v.dtype, tuple(v.shape), v.data_ptr() - memory.address) for name, v in views
+    ] == [
+        ("b", torch.float32, (2, 2), 64),
+        ("a", torch.bfloat16, (3,), 0),
+    ]
+    assert [name for name, _ in pool.views(torch.Tensor, layout, 1)] == ["later"]
+    assert pool.live == 2
