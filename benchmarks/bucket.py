@@ -1,0 +1,111 @@
+"""`bucket`: fill a warm bucket from many tensors, bfloat16.
+
+wsync.FlattenedTensorBucket(named_tensors, out=...) against one memcpy of the same bytes, and
+against SGLang's FlattenedTensorBucket, which allocates anew each time.  See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import wsync
+
+REPEATS = 7
+TOTAL_NBYTES = 256 << 20
+SIZES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def run() -> Iterator[dict[str, Any]]:
+    for label, nbytes in SIZES.items():
+        count = TOTAL_NBYTES // nbytes
+        yield from case(
+            f"{count} tensors of {label}", {f"t{i}": (nbytes // 2,) for i in range(count)}
+        )
+    yield from case("Qwen3-0.6B", qwen3_shapes())
+
+
+def bucket_class() -> tuple[str, Any]:
+    """(what it is, class) of the peers' bucket."""
+    from benchmarks import sglang_bucket
+
+    return sglang_bucket.ORIGIN, sglang_bucket.FlattenedTensorBucket
+
+
+def qwen3_shapes() -> Shapes:
+    """The 310 tensors of Qwen3-0.6B, 596 million elements; its embeddings are tied."""
+    layer: Shapes = {
+        "input_layernorm": (1024,),
+        "self_attn.q_proj": (2048, 1024),
+        "self_attn.k_proj": (1024, 1024),
+        "self_attn.v_proj": (1024, 1024),
+        "self_attn.o_proj": (1024, 2048),
+        "self_attn.q_norm": (128,),
+        "self_attn.k_norm": (128,),
+        "post_attention_layernorm": (1024,),
+        "mlp.gate_proj": (3072, 1024),
+        "mlp.up_proj": (3072, 1024),
+        "mlp.down_proj": (1024, 3072),
+    }
+    shapes: Shapes = {"model.embed_tokens.weight": (151936, 1024)}
+    for index in range(28):
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes | {"model.norm.weight": (1024,)}
+
+
+def case(label: str, shapes: Shapes) -> Iterator[dict[str, Any]]:
+    """Two rows: against memcpy, against the peers' bucket."""
+    peer, peer_class = bucket_class()
+    named = list(_weights(shapes).items())
+    expected = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named])
+    nbytes = expected.numel()
+    warm = torch.empty(nbytes, dtype=torch.uint8)
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "wsync": lambda: wsync.FlattenedTensorBucket(named, out=warm).flattened_tensor,
+        "one memcpy": lambda: _memcpy(warm, expected),
+        peer: lambda: peer_class(named_tensors=named).flattened_tensor,  # type: ignore[no-any-return]
+    }
+    verified = {}
+    for name, way in ways.items():
+        warm.fill_(0xA5)
+        verified[name] = torch.equal(way(), expected)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(REPEATS):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - start)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    for name in ("one memcpy", peer):
+        yield {
+            "benchmark": "bucket",
+            "case": label,
+            "bytes": nbytes,
+            "seconds": median["wsync"],
+            "peer": name,
+            "peer_seconds": median[name],
+            "ratio": median[name] / median["wsync"],
+            "verified": verified["wsync"] and verified[name],
+        }
+
+
+def _weights(shapes: Shapes) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: torch.randint(-30000, 30000, shape, dtype=torch.int16, generator=generator).view(
+            torch.bfloat16
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def _memcpy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+    return target
