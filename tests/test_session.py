@@ -222,8 +222,11 @@ def test_interrupts_reach_a_wait() -> None:
     script = (
         "from wsync import _core\n"
         "exporter = _core.Exporter()\n"
-        "print('waiting', flush=True)\n"
-        "try:\n    exporter.accept(600.0)\nexcept KeyboardInterrupt:\n    print('interrupted')\n"
+        "try:\n"
+        "    print('waiting', flush=True)\n"
+        "    exporter.accept(600.0)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
     )
     with subprocess.Popen(
         [sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True

@@ -1,0 +1,97 @@
+"""The exchange between the ranks of one host, with a real plan and real processes."""
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+
+import pytest
+from exchange_ranks import PATIENCE, RANKS, ROUND, make_plan, run
+
+from wsync import _core
+
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+class World:
+    """Rank processes that have told each other their addresses."""
+
+    def __init__(self, behaviours: list[str]) -> None:
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank, behaviour in enumerate(behaviours):
+            here, there = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=run, args=(rank, there, behaviour))
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+        addresses = [self.hear(rank) for rank in range(len(behaviours))]
+        for pipe in self.pipes:
+            pipe.send(addresses)
+
+    def hear(self, rank: int) -> object:
+        assert self.pipes[rank].poll(PATIENCE), f"rank {rank} says nothing"
+        return self.pipes[rank].recv()
+
+    def pid(self, rank: int) -> int:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in self.pipes:
+            pipe.close()
+
+
+def test_every_worker_gets_every_byte() -> None:
+    assert make_plan(0).round_count > 2 * ROUND
+    world = World(["work"] * RANKS)
+    try:
+        assert [world.hear(rank) for rank in range(RANKS)] == ["3 updates"] * RANKS
+    finally:
+        world.close()
+
+
+def test_a_killed_rank_is_named_on_all_others() -> None:
+    world = World(["work", "stop", "work"])
+    try:
+        assert world.hear(1) == "stopping"
+        os.waitid(os.P_PID, world.pid(1), os.WSTOPPED | os.WNOWAIT)
+        os.kill(world.pid(1), signal.SIGKILL)
+        texts = [str(world.hear(rank)) for rank in (0, 2)]
+        # The first to notice leaves too, and may be what the other one sees.
+        assert all(text.startswith("PeerClosedError: rank ") for text in texts), texts
+        assert any(f"rank 1 (pid {world.pid(1)}) closed the connection" in text for text in texts)
+    finally:
+        world.close()
+
+
+def test_a_stopped_rank_ends_the_wait_with_the_deadline() -> None:
+    world = World(["hurry", "stop", "work"])
+    try:
+        assert world.hear(1) == "stopping"
+        assert world.hear(0) == (
+            f"DeadlineError: deadline passed in round {ROUND} while rank 1 "
+            f"(pid {world.pid(1)}) was awaited to send"
+        )
+    finally:
+        world.close()
+
+
+def test_missing_ranks_are_named() -> None:
+    exchange = _core.SharedExchange(0, RANKS, 4096)
+    assert exchange.name == "shared" == _core.SharedExchange.name
+    with pytest.raises(_core.DeadlineError, match="waits for 2 of 3 ranks to connect: 1 2"):
+        exchange.connect([exchange.address] * RANKS, 0.1)
+    with pytest.raises(_core.InvalidArgumentError, match="2 addresses for 3 ranks"):
+        exchange.connect([exchange.address] * 2, 0.1)
+    with pytest.raises(_core.StateError, match="not connected"):
+        exchange.begin(make_plan(0))
+    exchange.close()
+    with pytest.raises(_core.StateError, match="is closed"):
+        exchange.begin(make_plan(0))
