@@ -409,7 +409,7 @@ static bool sort_shards(wsync_layout_builder_t *builder, wsync_layout_t *layout)
         builder->shards = NULL;
         return true;
     }
-    layout->shards = malloc(builder->shard_count * sizeof(*layout->shards));
+    layout->shards = malloc((builder->shard_count + 1) * sizeof(*layout->shards));
     if (layout->shards == NULL) {
         return false;
     }
@@ -419,11 +419,11 @@ static bool sort_shards(wsync_layout_builder_t *builder, wsync_layout_t *layout)
     return true;
 }
 
-static bool count_buffers(wsync_layout_t *layout, size_t shard_count)
+static bool count_buffers(const wsync_layout_builder_t *builder, wsync_layout_t *layout)
 {
-    for (size_t i = 0; i < shard_count; i++) {
-        if (layout->shards[i].rank >= layout->rank_count) {
-            layout->rank_count = layout->shards[i].rank + 1;
+    for (size_t i = 0; i < builder->shard_count; i++) {
+        if (builder->shards[i].rank >= layout->rank_count) {
+            layout->rank_count = builder->shards[i].rank + 1;
         }
     }
     layout->buffer_counts =
@@ -431,11 +431,11 @@ static bool count_buffers(wsync_layout_t *layout, size_t shard_count)
     if (layout->buffer_counts == NULL) {
         return false;
     }
-    for (size_t i = 0; i < shard_count; i++) {
-        uint32_t *count = &layout->buffer_counts[layout->shards[i].rank];
+    for (size_t i = 0; i < builder->shard_count; i++) {
+        uint32_t *count = &layout->buffer_counts[builder->shards[i].rank];
 
-        if (layout->shards[i].buffer >= *count) {
-            *count = layout->shards[i].buffer + 1;
+        if (builder->shards[i].buffer >= *count) {
+            *count = builder->shards[i].buffer + 1;
         }
     }
     return true;
@@ -444,14 +444,13 @@ static bool count_buffers(wsync_layout_t *layout, size_t shard_count)
 wsync_status_t wsync_layout_builder_finish(wsync_layout_builder_t *builder,
                                            wsync_layout_t **layout, wsync_error_t *err)
 {
-    const size_t shard_count = builder->shard_count;
     wsync_layout_t *made = calloc(1, sizeof(*made));
     wsync_status_t status = WSYNC_OK;
 
-    if (made == NULL || !sort_shards(builder, made) || !count_buffers(made, shard_count)) {
+    if (made == NULL || !count_buffers(builder, made) || !sort_shards(builder, made)) {
         status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout",
                             "no memory for a layout of %zu tensors in %zu shards",
-                            builder->names.count, shard_count);
+                            builder->names.count, builder->shard_count);
         goto cleanup;
     }
     made->nbytes = builder->nbytes;

@@ -211,7 +211,7 @@ static wsync_status_t check_once(const route_builder_t *builder)
     const wsync_status_t status = wsync_copies_find_overlap(
         builder->copies.items, builder->copies.count, &overlap, builder->err);
 
-    if (status != WSYNC_OK || !overlap.found) {
+    if (status != WSYNC_OK || !overlap.found || builder->tensors == NULL) {
         return status;
     }
     return wsync_fail(
@@ -247,34 +247,39 @@ static wsync_status_t check_rank(const wsync_layout_t *layout, const char *side,
     return WSYNC_OK;
 }
 
-static int compare_sources(const void *left, const void *right)
-{
-    const wsync_copy_t *const *a = left;
-    const wsync_copy_t *const *b = right;
+typedef struct sort_key {
+    uint32_t buffer;
+    size_t index; /* the order of addition holds within a buffer */
+} sort_key_t;
 
-    if ((*a)->source_buffer != (*b)->source_buffer) {
-        return (*a)->source_buffer < (*b)->source_buffer ? -1 : 1;
+static int compare_keys(const void *left, const void *right)
+{
+    const sort_key_t *a = left;
+    const sort_key_t *b = right;
+
+    if (a->buffer != b->buffer) {
+        return a->buffer < b->buffer ? -1 : 1;
     }
-    return (*a > *b) - (*a < *b); /* the order of addition within a buffer */
+    return (a->index > b->index) - (a->index < b->index);
 }
 
 static wsync_status_t sort_copies(wsync_copies_t *copies, wsync_error_t *err)
 {
-    const wsync_copy_t **order = malloc((copies->count + 1) * sizeof(*order));
+    sort_key_t *keys = malloc((copies->count + 1) * sizeof(*keys));
     wsync_copy_t *sorted = malloc((copies->count + 1) * sizeof(*sorted));
     wsync_status_t status = WSYNC_OK;
 
-    if (order == NULL || sorted == NULL) {
+    if (keys == NULL || sorted == NULL) {
         status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "route",
                             "no memory to sort %zu copies", copies->count);
         goto cleanup;
     }
     for (size_t i = 0; i < copies->count; i++) {
-        order[i] = &copies->items[i];
+        keys[i] = (sort_key_t){copies->items[i].source_buffer, i};
     }
-    qsort(order, copies->count, sizeof(*order), compare_sources);
+    qsort(keys, copies->count, sizeof(*keys), compare_keys);
     for (size_t i = 0; i < copies->count; i++) {
-        sorted[i] = *order[i];
+        sorted[i] = copies->items[keys[i].index];
     }
     free(copies->items);
     copies->items = sorted;
@@ -282,7 +287,7 @@ static wsync_status_t sort_copies(wsync_copies_t *copies, wsync_error_t *err)
     sorted = NULL;
 
 cleanup:
-    free(order);
+    free(keys);
     free(sorted);
     return status;
 }

@@ -77,7 +77,7 @@ static PyObject *layout_merge(PyObject *module, PyObject *args, PyObject *kwargs
         return NULL;
     }
     count = PyTuple_Size(tuple);
-    layouts = malloc(((size_t)count + 1) * sizeof(*layouts));
+    layouts = (const wsync_layout_t **)malloc(((size_t)count + 1) * sizeof(*layouts));
     if (layouts == NULL) {
         (void)PyErr_NoMemory();
         goto cleanup;
@@ -98,7 +98,7 @@ static PyObject *layout_merge(PyObject *module, PyObject *args, PyObject *kwargs
                                 : wsync_py_raise(state, &err);
 
 cleanup:
-    free(layouts);
+    free((void *)layouts);
     Py_DECREF(tuple);
     return result;
 }
