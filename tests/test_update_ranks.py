@@ -1,0 +1,108 @@
+"""Whole updates from sharded Megatron trainers over gloo, into a tensor-parallel engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from support import update_cases
+from support.procs import RankError, Ranks
+from wsync.demo.megatron_cpu import Parallel
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+
+
+def dense(layers: int = 2, *, tied: bool = False) -> Any:
+    return transformers.Qwen3Config(**COMMON, num_hidden_layers=layers, tie_word_embeddings=tied)
+
+
+def sparse() -> Any:
+    return transformers.Qwen3MoeConfig(
+        **COMMON,
+        num_hidden_layers=2,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[],
+        decoder_sparse_step=1,
+        tie_word_embeddings=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(4, path=sys.path) as started:
+        yield started
+
+
+CASES = {
+    "tp2pp2": (dense(), Parallel(tp=2, pp=2), {}, "auto"),
+    "tp2pp2-gloo": (dense(), Parallel(tp=2, pp=2), {}, "gloo"),
+    "tp2pp2-full": (dense(), Parallel(tp=2, pp=2), {"delivery": "full"}, "shared"),
+    "tp4-two-groups": (dense(), Parallel(tp=4), {}, "auto"),
+    "tp2pp2vpp2-tied": (dense(4, tied=True), Parallel(tp=2, pp=2, vpp=2), {}, "auto"),
+    "replicas": (dense(), Parallel(), {}, "auto"),
+    "moe-tp2pp2ep2": (sparse(), Parallel(tp=2, pp=2, ep=2, etp=1), {"experts": "ep"}, "auto"),
+    "moe-ep4-gloo-full": (sparse(), Parallel(ep=4, etp=1), {"delivery": "full"}, "gloo"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_byte_arrives(name: str, ranks: Ranks) -> None:
+    config, parallel, engine, exchange = CASES[name]
+    facts = ranks.run(
+        update_cases.update_twice, config, parallel, {"tp": 2, **engine}, exchange, timeout=90
+    )
+    assert [fact["wrong"] for fact in facts] == [[]] * 4
+    for field in ("version", "rounds", "delivered_nbytes"):
+        assert len({fact[field] for fact in facts}) == 1, field
+    first = facts[0]
+    assert first["exchange"] == ("gloo" if exchange == "gloo" else "shared")
+    assert first["rounds"] > 1
+    if engine.get("delivery") == "full":
+        assert first["delivered_nbytes"] == 2 * first["model_nbytes"]
+    else:
+        assert first["redundancy"] == 1.0
+
+
+@pytest.mark.parametrize("exchange", ["shared", "gloo"])
+def test_all_ranks_raise_the_first_error_and_the_next_update_recovers(
+    exchange: str, ranks: Ranks
+) -> None:
+    found = ranks.run(
+        update_cases.fail_once, dense(), Parallel(tp=2, pp=2), {"tp": 2}, exchange, timeout=90
+    )
+    errors = {facts["error"] for facts in found}
+    assert errors == {"RemoteError: trainer rank 1: ValueError: a planted failure"}
+    assert [facts["wrong"] for facts in found] == [[]] * 4
+    assert found[0]["inconsistent"]
+    assert found[0]["paused"]
+
+
+def test_a_rank_that_dies_is_reported_by_all_others(tmp_path: Path) -> None:
+    with Ranks(4, path=sys.path) as ranks, pytest.raises(RankError):
+        ranks.run(
+            update_cases.die_in_the_middle,
+            dense(),
+            Parallel(tp=2, pp=2),
+            {"tp": 2},
+            str(tmp_path),
+            timeout=60,
+        )
+    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert sorted(texts) == ["rank0", "rank1", "rank3"]
+    assert len(set(texts.values())) == 1
+    assert next(iter(texts.values())).startswith("PeerClosedError: trainer rank ")
