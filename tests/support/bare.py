@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wsync.control import LOAD_FORMAT, message
+from wsync.control import LOAD_FORMAT
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.receiver import Receiver
 
@@ -91,5 +91,6 @@ def _serve(pipe: Connection, shapes: Shapes) -> None:
             torch.save(dict(module.state_dict()), data)
             pipe.send(data.getvalue())
         else:
-            pairs: Any = payload.load(argument)
-            pipe.send(receiver.handle(message(pairs)))
+            control = payload.control_bytes(payload.load(argument))
+            assert control is not None
+            pipe.send(receiver.handle(control))
