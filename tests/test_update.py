@@ -36,10 +36,17 @@ def config() -> Any:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine(config: Any) -> Iterator[TensorParallelEngine]:
+    """One engine for many tests: each connects to it anew."""
     with TensorParallelEngine(config, tp=2) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def server(config: Any) -> Iterator[str]:
+    with serve_in_process(config) as running:
+        yield running.url
 
 
 def draw(config: Any, seed: int) -> Weights:
@@ -94,14 +101,14 @@ def test_many_small_rounds_give_the_same_bytes(config: Any, engine: TensorParall
     assert same(engine.weights(), weights)
 
 
-def test_two_kinds_of_engine_in_one_update(config: Any, engine: TensorParallelEngine) -> None:
+def test_two_kinds_of_engine_in_one_update(
+    config: Any, engine: TensorParallelEngine, server: str
+) -> None:
     weights = draw(config, 5)
-    with serve_in_process(config) as server:
-        with wsync.connect(weights, engines=[server.url, engine], options=QUICK) as sync:
-            sync.update(version="after-step-5")
-        handle = wsync.handle(server.url)
-        assert handle.model_info(10)["weight_version"] == "after-step-5"
-        assert checksums(server.url) == expected_checksums(weights)
+    with wsync.connect(weights, engines=[server, engine], options=QUICK) as sync:
+        sync.update(version="after-step-5")
+    assert wsync.handle(server).model_info(10)["weight_version"] == "after-step-5"
+    assert checksums(server) == expected_checksums(weights)
     assert same(engine.weights(), weights)
 
 
@@ -122,17 +129,15 @@ def expected_checksums(weights: Weights) -> dict[str, str]:
     }
 
 
-def test_a_stock_engine_gets_flattened_buckets(config: Any) -> None:
-    weights = draw(config, 6)
+def test_a_stock_engine_gets_flattened_buckets(config: Any, server: str) -> None:
     options = wsync.Options(deadline=10, delivery="stock", bucket_nbytes=1 << 15, progress=False)
-    with serve_in_process(config) as server:
-        with wsync.connect(weights, engines=[server.url], options=options) as sync:
-            for seed in (6, 7):
-                weights = draw(config, seed)
-                report = sync.update(weights)
-                assert checksums(server.url) == expected_checksums(weights)
-        assert report.rounds > 3
-        assert wsync.handle(server.url).model_info(10)["weight_version"] == "2"
+    with wsync.connect(draw(config, 6), engines=[server], options=options) as sync:
+        for seed in (6, 7):
+            weights = draw(config, seed)
+            report = sync.update(weights)
+            assert checksums(server) == expected_checksums(weights)
+    assert report.rounds > 3
+    assert wsync.handle(server).model_info(10)["weight_version"] == "2"
 
 
 def test_non_contiguous_and_empty_tensors_are_read_where_they_lie() -> None:
@@ -173,7 +178,9 @@ def test_a_round_size_that_cannot_work_names_budget_and_tensor(config: Any) -> N
 def test_a_tensor_that_the_trainer_lacks_is_named_and_nothing_is_written(
     config: Any, engine: TensorParallelEngine
 ) -> None:
-    before = engine.weights()
+    before = draw(config, 8)
+    with wsync.connect(before, engines=[engine], options=QUICK) as sync:
+        sync.update()
     weights = draw(config, 1)
     del weights["model.layers.1.mlp.up_proj.weight"]
     with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
