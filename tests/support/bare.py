@@ -31,6 +31,7 @@ class BareEngine:
         self._process.start()
         theirs.close()
         self.weight_version: str | None = None
+        self.weights()  # importing torch takes a while: an engine is one that answers
 
     def pause_generation(self) -> None: ...
     def flush_cache(self) -> None: ...
