@@ -10,6 +10,7 @@ import socket
 import tempfile
 import time
 import traceback
+import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -160,6 +161,8 @@ def _rank(rank: int, settings: Settings, store: str, results: Connection) -> Non
     import torch
 
     torch.set_num_threads(1)
+    # megatron-core says in many words that it has neither TransformerEngine nor a GPU here
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     try:
         from wsync.demo.trainer import train
