@@ -106,7 +106,7 @@ def layouts(draw: st.DrawFn) -> _core.Layout:
                 draw(st.integers(0, 2**32 - 2)),
                 draw(st.integers(0, 2**61)),
                 strides,
-                draw(st.sampled_from(["", "p", "ä"])),
+                draw(st.sampled_from(["", "p", "\u00e4"])),
                 group,
             )
     return builder.build()

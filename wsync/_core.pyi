@@ -2,7 +2,7 @@
 50 ms during a wait and may raise to end it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, Final, Self, final
 
 __version__: Final[str]
 
@@ -37,7 +37,7 @@ Shard = tuple[int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], 
 
 @final
 class LayoutBuilder:
-    def __new__(cls, rank: int = 0) -> LayoutBuilder: ...
+    def __new__(cls, rank: int = 0) -> Self: ...
     def add_tensors(self, names: Sequence[str], tensors: TensorTable, groups: Sequence[int] | None = None) -> None:
         """Buffer i holds the whole tensor names[i], as tensors[i] describes it."""
     def add_tensor(self, name: str, dtype: str, shape: Sequence[int], group: int = 0) -> None:
@@ -85,9 +85,9 @@ CopyTuple = tuple[int, int, int, int, int, int, tuple[int, ...], tuple[int, ...]
 
 @final
 class Plan:
-    def __init__(self, source: Layout, destinations: Sequence[tuple[Layout, bool]],
+    def __new__(cls, source: Layout, destinations: Sequence[tuple[Layout, bool]],
                  workers: Sequence[tuple[int, int]], hosts: Sequence[int], rank: int, *,
-                 round_nbytes: int = 0, ring_nbytes: int = 0, send_nbytes: int = 0, recv_nbytes: int = 0) -> None:
+                 round_nbytes: int = 0, ring_nbytes: int = 0, send_nbytes: int = 0, recv_nbytes: int = 0) -> Self:
         """destinations: (layout, whole); workers: (destination, home rank); hosts: one per trainer rank."""
     @property
     def round_count(self) -> int: ...
@@ -111,7 +111,7 @@ class Plan:
 @final
 class Route:
     """Copies that fill `destination` from `source` in one process, grouped by source buffer (round)."""
-    def __new__(cls, source: Layout, destination: Layout) -> Route: ...
+    def __new__(cls, source: Layout, destination: Layout) -> Self: ...
     @property
     def buffer_count(self) -> int: ...
     def copies(self, buffer: int) -> list[CopyTuple]: ...
@@ -123,7 +123,7 @@ class Route:
 class TensorTable:
     """Where tensors lie; borrows them, so keep them alive.  Made by describe()."""
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> tuple[int, str, tuple[int, ...], tuple[int, ...], int]:
+    def __getitem__(self, index: int, /) -> tuple[int, str, tuple[int, ...], tuple[int, ...], int]:
         """(address, dtype, shape, element strides, bytes spanned from the address)"""
     @property
     def nbytes(self) -> int:
@@ -137,16 +137,16 @@ def describe(tensors: Sequence[Any], names: Sequence[str] | None = None) -> Tens
 @final
 class BufferTable:
     """Spans that buffer indices stand for while copies run.  `owner` is kept alive with it."""
-    def __init__(self, spans: Sequence[tuple[int, int]], owner: object = None) -> None: ...
+    def __new__(cls, spans: Sequence[tuple[int, int]], owner: object = None) -> Self: ...
     @staticmethod
     def of(tensors: TensorTable, owner: object = None) -> BufferTable: ...
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> tuple[int, int]: ...
+    def __getitem__(self, index: int, /) -> tuple[int, int]: ...
 
 @final
 class ViewPool:
     """Hands out torch tensors that are views of a Memory and counts the ones still alive."""
-    def __init__(self, memory: Memory) -> None: ...
+    def __new__(cls, memory: Memory) -> Self: ...
     def view(self, like: Any, dtype: str, shape: Sequence[int], offset: int, /) -> Any:
         """A tensor of type(like) over contiguous bytes; keeps the memory alive until it is released."""
     def views(self, like: Any, layout: Layout, buffer: int, /) -> list[tuple[str, Any]]:
@@ -162,7 +162,7 @@ def pack(tensors: TensorTable, address: int, nbytes: int, offsets: Sequence[int]
 @final
 class Memory:
     """Shared memory of the host device (a sealed memfd), mapped and faulted in."""
-    def __init__(self, nbytes: int) -> None: ...
+    def __new__(cls, nbytes: int) -> Self: ...
     @staticmethod
     def from_fd(fd: int, nbytes: int) -> Memory: ...
     def fileno(self) -> int: ...
@@ -174,14 +174,14 @@ class Memory:
 
 @final
 class Event:
-    def __init__(self, memory: Memory, offset: int) -> None: ...
+    def __new__(cls, memory: Memory, offset: int) -> Self: ...
     def wait(self, value: int, timeout: float, check: Check = None) -> None: ...
     @property
     def value(self) -> int: ...
 
 @final
 class Stream:
-    def __init__(self, threads: int = 1) -> None: ...
+    def __new__(cls, threads: int = 1) -> Self: ...
     def copy(self, copies: Plan | Route, index: int, phase: int, sources: BufferTable, destinations: BufferTable) -> int:
         """Enqueues the copies of a plan's round and phase, or of a route's buffer (phase ignored).  Returns the bytes
         written.  Everything is kept alive until the stream has passed."""
@@ -193,7 +193,7 @@ class Stream:
 
 @final
 class Exporter:
-    def __init__(self, directory: str | None = None) -> None: ...
+    def __new__(cls, directory: str | None = None) -> Self: ...
     @property
     def address(self) -> str:
         """What a worker needs to connect: "<token in hex>@<socket path>"."""
@@ -210,7 +210,7 @@ class Exporter:
 
 @final
 class Importer:
-    def __init__(self, address: str, blob: bytes, timeout: float) -> None: ...
+    def __new__(cls, address: str, blob: bytes, timeout: float) -> Self: ...
     def begin(self, timeout: float, check: Check = None) -> tuple[int, int]:
         """(update, rounds)"""
     @property
@@ -231,7 +231,7 @@ class Importer:
 @final
 class SharedExchange:
     """Ranks of one host read each other's send staging."""
-    def __init__(self, rank: int, ranks: int, staging_nbytes: int, directory: str | None = None) -> None: ...
+    def __new__(cls, rank: int, ranks: int, staging_nbytes: int, directory: str | None = None) -> Self: ...
     name: ClassVar[str]
     @property
     def address(self) -> str: ...
@@ -244,5 +244,5 @@ class SharedExchange:
     def release(self, round: int, stream: Stream) -> None: ...
     def close(self) -> None: ...
 
-def checksum(data: Any) -> int:
+def checksum(data: Any, /) -> int:
     """64-bit checksum of a contiguous buffer (FNV-style over 8-byte words); 0 is never returned."""

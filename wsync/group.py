@@ -129,7 +129,7 @@ class _Board:
 
     def __init__(self, prefix: str, rank: int) -> None:
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(prefix, store)
+        self._store = dist.distributed_c10d.PrefixStore(prefix, store)
         self._rank = rank
 
     def check(self) -> None:
@@ -165,5 +165,5 @@ def _encode_error(error: BaseException, rank: int) -> str:
 
 def _decode_error(text: str) -> BaseException:
     fields = json.loads(text)
-    cls = getattr(_core, fields["class"], _core.RemoteError)
-    return cls(fields["text"])  # type: ignore[no-any-return]
+    cls: type[BaseException] = getattr(_core, fields["class"], _core.RemoteError)
+    return cls(fields["text"])

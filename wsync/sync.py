@@ -89,7 +89,7 @@ class Sync:
         except BaseException as error:
             raise self._fail(error) from None
         report.seconds = time.perf_counter() - start
-        self.version = int(version) if str(version).isdecimal() else self.version + 1
+        self.version = int(str(version)) if str(version).isdecimal() else self.version + 1
         return report
 
     def close(self) -> None:

@@ -354,25 +354,26 @@ static PyObject *exchange_close(PyObject *object, PyObject *unused)
 
 static PyMethodDef exchange_methods[] = {
     METHOD("connect", exchange_connect,
-           "connect(addresses, timeout, check=None)\n--\n\n"
+           "connect($self, addresses, timeout, check=None)\n--\n\n"
            "Meets the other ranks; addresses[i] is rank i's address."),
-    METHOD("begin", exchange_begin, "begin(plan)\n--\n\nStarts an update."),
+    METHOD("begin", exchange_begin, "begin($self, plan)\n--\n\nStarts an update."),
     METHOD("acquire", exchange_acquire,
-           "acquire(round, timeout, check=None)\n--\n\n"
+           "acquire($self, round, timeout, check=None)\n--\n\n"
            "Waits until the send staging of a round may be written."),
     METHOD("spans", exchange_spans,
-           "spans(round)\n--\n\n"
+           "spans($self, round)\n--\n\n"
            "Where the messages of a round are packed to and unpacked from."),
     METHOD("post", exchange_post,
-           "post(round, stream)\n--\n\n"
+           "post($self, round, stream)\n--\n\n"
            "What was packed is on its way when the stream gets here."),
     METHOD("wait", exchange_wait_round,
-           "wait(round, timeout, check=None)\n--\n\n"
+           "wait($self, round, timeout, check=None)\n--\n\n"
            "Waits until what the others sent can be read."),
-    METHOD("release", exchange_release,
-           "release(round, stream)\n--\n\nIt has been read when the stream gets here."),
+    METHOD(
+        "release", exchange_release,
+        "release($self, round, stream)\n--\n\nIt has been read when the stream gets here."),
     {"close", exchange_close, METH_NOARGS,
-     "close()\n--\n\n"
+     "close($self)\n--\n\n"
      "Leaves; the others see an end in the middle of an update as PeerClosedError."},
     {NULL, NULL, 0, NULL},
 };

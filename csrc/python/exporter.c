@@ -336,25 +336,27 @@ static PyObject *exporter_close(PyObject *object, PyObject *unused)
 
 static PyMethodDef exporter_methods[] = {
     METHOD(accept,
-           "accept(timeout, check=None)\n--\n\n"
+           "accept($self, timeout, check=None)\n--\n\n"
            "Waits for the worker; returns what it says of itself."),
     METHOD(attach,
-           "attach(ring, manifest, timeout, check=None)\n--\n\n"
+           "attach($self, ring, manifest, timeout, check=None)\n--\n\n"
            "Gives the worker a ring and the manifest of what will lie in it."),
-    METHOD(begin, "begin(update, rounds, timeout, check=None)\n--\n\nStarts an update."),
+    METHOD(begin,
+           "begin($self, update, rounds, timeout, check=None)\n--\n\nStarts an update."),
     METHOD(acquire,
-           "acquire(wait_round, timeout, check=None)\n--\n\n"
+           "acquire($self, wait_round, timeout, check=None)\n--\n\n"
            "Waits until the worker has finished a round; -1: nothing to wait for."),
     METHOD(post,
-           "post(round, stream, timeout, check=None)\n--\n\n"
+           "post($self, round, stream, timeout, check=None)\n--\n\n"
            "Announces a round, ready when the stream gets here."),
     METHOD(prepared,
-           "prepared(timeout, check=None)\n--\n\n"
+           "prepared($self, timeout, check=None)\n--\n\n"
            "Waits until the worker has loaded everything: (tensors, bytes, "
            "checksum)."),
-    METHOD(commit, "commit(timeout, check=None)\n--\n\nEnds the update."),
-    METHOD(abort, "abort(text)\n--\n\nEnds the update badly and the session with it."),
-    {"close", exporter_close, METH_NOARGS, "close()\n--\n\nEnds the session."},
+    METHOD(commit, "commit($self, timeout, check=None)\n--\n\nEnds the update."),
+    METHOD(abort,
+           "abort($self, text)\n--\n\nEnds the update badly and the session with it."),
+    {"close", exporter_close, METH_NOARGS, "close($self)\n--\n\nEnds the session."},
     {NULL, NULL, 0, NULL},
 };
 

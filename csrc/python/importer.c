@@ -363,25 +363,25 @@ static PyObject *importer_manifest(PyObject *object, void *closure)
 
 static PyMethodDef importer_methods[] = {
     METHOD(begin,
-           "begin(timeout, check=None)\n--\n\n"
+           "begin($self, timeout, check=None)\n--\n\n"
            "Waits for the next update, taking a new ring first if there is one: "
            "(update, rounds)."),
     METHOD(take,
-           "take(round, timeout, check=None)\n--\n\n"
+           "take($self, round, timeout, check=None)\n--\n\n"
            "Waits until a round lies in the ring."),
     METHOD(done,
-           "done(round, stream, timeout, check=None)\n--\n\n"
+           "done($self, round, stream, timeout, check=None)\n--\n\n"
            "Gives the slot back when the stream gets here (None: now)."),
     METHOD(prepared,
-           "prepared(tensors, nbytes, checksum, timeout, check=None)\n--\n\n"
+           "prepared($self, tensors, nbytes, checksum, timeout, check=None)\n--\n\n"
            "Says that everything is loaded."),
     METHOD(verdict,
-           "verdict(timeout, check=None)\n--\n\n"
+           "verdict($self, timeout, check=None)\n--\n\n"
            "Waits for the commit; RemoteError carries the trainer's text."),
     METHOD(fail,
-           "fail(text)\n--\n\n"
+           "fail($self, text)\n--\n\n"
            "Tells the trainer that the update failed here; ends the session."),
-    {"close", importer_close, METH_NOARGS, "close()\n--\n\nEnds the session."},
+    {"close", importer_close, METH_NOARGS, "close($self)\n--\n\nEnds the session."},
     {NULL, NULL, 0, NULL},
 };
 

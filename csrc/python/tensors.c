@@ -150,7 +150,7 @@ static PyObject *table_offsets(PyObject *self, PyTypeObject *cls, PyObject *cons
 static PyMethodDef table_methods[] = {
     {"offsets", (PyCFunction)(void (*)(void))table_offsets,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
-     "offsets(alignment)\n--\n\n"
+     "offsets($self, alignment, /)\n--\n\n"
      "(starts, nbytes): where the tensors lie when they are laid one after another at\n"
      "multiples of `alignment`, and the end of the last."},
     {NULL, NULL, 0, NULL},

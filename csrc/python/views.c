@@ -395,12 +395,12 @@ static void pool_dealloc(PyObject *self)
 static PyMethodDef pool_methods[] = {
     {"view", (PyCFunction)(void (*)(void))pool_view,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
-     "view(like, dtype, shape, offset, /)\n--\n\n"
+     "view($self, like, dtype, shape, offset, /)\n--\n\n"
      "A tensor of type(like) over contiguous bytes; keeps the memory alive until it is\n"
      "released.  like: a tensor, or torch.Tensor itself."},
     {"views", (PyCFunction)(void (*)(void))pool_views,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
-     "views(like, layout, buffer, /)\n--\n\n"
+     "views($self, like, layout, buffer, /)\n--\n\n"
      "(name, tensor) of all whole tensors that lie in `buffer` of a manifest, in order."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,0 +1,268 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * One half of a session against a peer that sends what it should not, or not at all. */
+#include <sys/mman.h>
+
+#include "ipc/blob.h"
+#include "session_fixture.h"
+
+static wsync_channel_t *raw_worker(session_t *s)
+{
+    wsync_channel_t *channel = NULL;
+    wsync_frame_t hello = {.arguments = {3, 0, 0, SESSION_PURPOSE}, .fd_count = 1};
+    wsync_error_t err = {0};
+    uint8_t *blob = NULL;
+    size_t nbytes = 0;
+
+    CHECK_OK(wsync_blob_create((const uint8_t *)"abc", 3, &hello.fds[0], &err), err);
+    CHECK_OK(wsync_channel_connect(wsync_exporter_path(s->exporter),
+                                   wsync_exporter_token(s->exporter), &hello, PATIENT_MS,
+                                   &channel, &err),
+             err);
+    wsync_frame_fini(&hello);
+    CHECK_OK(wsync_exporter_accept(s->exporter, PATIENT_MS, &blob, &nbytes, &err), err);
+    free(blob);
+    return channel;
+}
+
+static void raw_send(wsync_channel_t *channel, wsync_frame_t frame)
+{
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_channel_send(channel, &frame, PATIENT_MS, &err), err);
+}
+
+TEST(frames_of_a_hostile_worker_are_refused)
+{
+    const wsync_frame_t bad[] = {
+        {.kind = 0},
+        {.kind = 99},
+        {.kind = WSYNC_FRAME_HELLO},
+        {.kind = SESSION_ATTACH},
+        {.kind = SESSION_COMMIT},
+        {.kind = SESSION_DONE, .arguments = {1}},
+        {.kind = SESSION_DONE, .arguments = {UINT64_MAX}},
+        {.kind = SESSION_DONE, .arguments = {0, 2}},
+        {.kind = SESSION_DONE, .fds = {0}, .fd_count = 1},
+        {.kind = SESSION_PREPARED},
+    };
+
+    for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
+        session_t s = open_session();
+        wsync_channel_t *worker = raw_worker(&s);
+        wsync_error_t err = {0};
+
+        attach_session(&s);
+        CHECK_OK(wsync_exporter_begin(s.exporter, 1, 1, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
+        raw_send(worker, bad[i]);
+        CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, PATIENT_MS, &err),
+                 WSYNC_ERR_PROTOCOL);
+        CHECK_HAS(err.message, "worker (pid ");
+        CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, SOON_MS, &err), WSYNC_ERR_STATE);
+        wsync_channel_destroy(worker);
+        close_session(&s);
+    }
+}
+
+TEST(hellos_that_are_no_workers_are_refused)
+{
+    for (int i = 0; i < 3; i++) {
+        session_t s = open_session();
+        wsync_channel_t *channel = NULL;
+        wsync_frame_t hello = {.arguments = {3, 0, 0, SESSION_PURPOSE}, .fd_count = 1};
+        wsync_error_t err = {0};
+        uint8_t *blob = NULL;
+        size_t nbytes = 0;
+
+        hello.fds[0] = memfd_create("loose", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        CHECK_EQ(write(hello.fds[0], "abc", 3), 3);
+        hello.arguments[3] = i == 0 ? SESSION_PURPOSE : 1;
+        hello.fd_count = i < 2;
+        CHECK_OK(wsync_channel_connect(wsync_exporter_path(s.exporter),
+                                       wsync_exporter_token(s.exporter), &hello, PATIENT_MS,
+                                       &channel, &err),
+                 err);
+        CHECK_EQ(wsync_exporter_accept(s.exporter, PATIENT_MS, &blob, &nbytes, &err),
+                 i == 0 ? WSYNC_ERR_REFUSED : WSYNC_ERR_PROTOCOL);
+        CHECK(blob == NULL);
+        (void)close(hello.fds[0]);
+        wsync_channel_destroy(channel);
+        close_session(&s);
+    }
+}
+
+/* A trainer that is only a channel. */
+typedef struct raw_trainer {
+    wsync_listener_t *listener;
+    wsync_channel_t *channel;
+    wsync_importer_t *importer;
+    wsync_memory_t *ring;
+    wsync_memory_t *control;
+    int manifest;
+} raw_trainer_t;
+
+static raw_trainer_t open_trainer(void)
+{
+    static const uint8_t token[WSYNC_TOKEN_NBYTES] = {7};
+    raw_trainer_t t = {0};
+    wsync_frame_t hello;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_listener_create(NULL, &t.listener, &err), err);
+    CHECK_OK(wsync_importer_create(ops(), wsync_listener_path(t.listener), token, NULL, 0,
+                                   PATIENT_MS, &t.importer, &err),
+             err);
+    CHECK_OK(wsync_listener_accept(t.listener, token, PATIENT_MS, &t.channel, &hello, NULL,
+                                   &err),
+             err);
+    wsync_frame_fini(&hello);
+    CHECK_OK(ops()->memory_create(RING_NBYTES, &t.ring, &err), err);
+    CHECK_OK(ops()->memory_create(SESSION_CONTROL_NBYTES, &t.control, &err), err);
+    CHECK_OK(wsync_blob_create((const uint8_t *)"abc", 3, &t.manifest, &err), err);
+    return t;
+}
+
+static wsync_frame_t attach_frame(const raw_trainer_t *t)
+{
+    return (wsync_frame_t){
+        .kind = SESSION_ATTACH,
+        .arguments = {RING_NBYTES, 3, SESSION_CONTROL_NBYTES},
+        .fds = {ops()->memory_fd(t->ring), t->manifest, ops()->memory_fd(t->control)},
+        .fd_count = 3};
+}
+
+static void close_trainer(raw_trainer_t *t)
+{
+    wsync_importer_destroy(t->importer);
+    wsync_channel_destroy(t->channel);
+    wsync_listener_destroy(t->listener);
+    ops()->memory_destroy(t->ring);
+    ops()->memory_destroy(t->control);
+    (void)close(t->manifest);
+}
+
+TEST(attaches_of_a_hostile_trainer_are_refused)
+{
+    enum { CASES = 9 };
+
+    for (int i = 0; i < CASES; i++) {
+        raw_trainer_t t = open_trainer();
+        wsync_frame_t frame = attach_frame(&t);
+        wsync_status_t expected = WSYNC_ERR_PROTOCOL;
+        const int loose = memfd_create("loose", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        wsync_error_t err = {0};
+        uint64_t update = 0;
+        uint32_t count = 0;
+
+        CHECK_EQ(ftruncate(loose, RING_NBYTES), 0);
+        switch (i) {
+        case 0:
+            frame.fd_count = 2;
+            break;
+        case 1:
+            frame.fd_count = 0;
+            break;
+        case 2:
+            frame.arguments[0] = RING_NBYTES * 2;
+            expected = WSYNC_ERR_INVALID;
+            break;
+        case 3:
+            frame.arguments[0] = UINT64_MAX;
+            expected = WSYNC_ERR_INVALID;
+            break;
+        case 4:
+            frame.arguments[1] = 4;
+            break;
+        case 5:
+            frame.arguments[2] = 0;
+            break;
+        case 6:
+            frame.fds[0] = loose;
+            expected = WSYNC_ERR_REFUSED;
+            break;
+        case 7:
+            frame.fds[1] = loose;
+            expected = WSYNC_ERR_REFUSED;
+            break;
+        default:
+            frame.fds[2] = frame.fds[0]; /* a control page of another size */
+            expected = WSYNC_ERR_INVALID;
+            break;
+        }
+        raw_send(t.channel, frame);
+        CHECK_EQ(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err),
+                 expected);
+        CHECK_EQ(wsync_importer_generation(t.importer), 0);
+        CHECK_EQ(wsync_importer_begin(t.importer, SOON_MS, &update, &count, &err),
+                 WSYNC_ERR_STATE);
+        (void)close(loose);
+        close_trainer(&t);
+    }
+}
+
+TEST(frames_of_a_hostile_trainer_are_refused)
+{
+    const wsync_frame_t early[] = {
+        {.kind = SESSION_BEGIN}, {.kind = SESSION_ROUND}, {.kind = SESSION_COMMIT}};
+    const wsync_frame_t late[] = {
+        {.kind = SESSION_ROUND, .arguments = {1}},
+        {.kind = SESSION_COMMIT},
+        {.kind = SESSION_BEGIN, .arguments = {2, 1, 0}},
+        {.kind = SESSION_ATTACH},
+        {.kind = SESSION_DONE},
+        {.kind = SESSION_ROUND, .fds = {0}, .fd_count = 1},
+    };
+    uint64_t update = 0;
+    uint32_t count = 0;
+    wsync_error_t err = {0};
+
+    for (size_t i = 0; i < sizeof(early) / sizeof(early[0]); i++) {
+        raw_trainer_t t = open_trainer();
+
+        raw_send(t.channel, early[i]);
+        CHECK_EQ(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err),
+                 WSYNC_ERR_PROTOCOL);
+        close_trainer(&t);
+    }
+    for (size_t i = 0; i < sizeof(late) / sizeof(late[0]); i++) {
+        raw_trainer_t t = open_trainer();
+
+        raw_send(t.channel, attach_frame(&t));
+        raw_send(t.channel, (wsync_frame_t){.kind = SESSION_BEGIN, .arguments = {1, 1, 0}});
+        CHECK_OK(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err), err);
+        raw_send(t.channel, late[i]);
+        CHECK_EQ(wsync_importer_take(t.importer, 0, PATIENT_MS, &err), WSYNC_ERR_PROTOCOL);
+        close_trainer(&t);
+    }
+    for (uint64_t i = 0; i < 2; i++) { /* a wrong base, too many rounds */
+        raw_trainer_t t = open_trainer();
+
+        raw_send(t.channel, attach_frame(&t));
+        raw_send(t.channel,
+                 (wsync_frame_t){.kind = SESSION_BEGIN,
+                                 .arguments = {1, i == 0 ? 1 : 1ULL << 32, 1 - i}});
+        CHECK_EQ(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err),
+                 WSYNC_ERR_PROTOCOL);
+        close_trainer(&t);
+    }
+}
+
+/* The frame came, the word does not: the socket must still be watched. */
+TEST(an_announced_round_that_never_comes_ends_with_the_deadline_or_the_peer)
+{
+    raw_trainer_t t = open_trainer();
+    uint64_t update = 0;
+    uint32_t count = 0;
+    wsync_error_t err = {0};
+
+    raw_send(t.channel, attach_frame(&t));
+    raw_send(t.channel, (wsync_frame_t){.kind = SESSION_BEGIN, .arguments = {1, 1, 0}});
+    raw_send(t.channel, (wsync_frame_t){.kind = SESSION_ROUND});
+    CHECK_OK(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err), err);
+    CHECK_EQ(wsync_importer_take(t.importer, 0, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    wsync_channel_destroy(t.channel);
+    t.channel = NULL;
+    CHECK_EQ(wsync_importer_take(t.importer, 0, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
+    CHECK_HAS(err.message, "while round 0 was awaited");
+    close_trainer(&t);
+}
