@@ -11,6 +11,7 @@ import pytest
 import transformers
 from support import update_cases
 from support.procs import RankError, Ranks
+
 from wsync.demo.megatron_cpu import Parallel
 
 COMMON: dict[str, Any] = {

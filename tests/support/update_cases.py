@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 import wsync
 from wsync import megatron
 from wsync.connection import Connection
