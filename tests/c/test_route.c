@@ -170,6 +170,19 @@ TEST(interleaved_columns_do_not_overlap)
     CHECK(!find_overlap(copies, 3).found);
 }
 
+TEST(a_long_copy_reaches_past_a_short_one)
+{
+    const wsync_copy_t copies[3] = {strided(0, 4, 8, 12), strided(4, 4, 1, 4),
+                                    strided(48, 4, 1, 4)};
+    const wsync_overlap_t overlap = find_overlap(copies, 3);
+
+    CHECK(!find_overlap(copies, 2).found);
+    CHECK(overlap.found);
+    CHECK_EQ(overlap.first, 0);
+    CHECK_EQ(overlap.second, 2);
+    CHECK_EQ(overlap.offset, 48);
+}
+
 TEST(a_copy_may_overlap_itself)
 {
     const wsync_copy_t same = strided(10, 4, 2, 0);
