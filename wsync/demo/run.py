@@ -163,6 +163,7 @@ def _rank(rank: int, settings: Settings, store: str, results: Connection) -> Non
     torch.set_num_threads(1)
     # megatron-core says in many words that it has neither TransformerEngine nor a GPU here
     warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     try:
         from wsync.demo.trainer import train
