@@ -17,7 +17,13 @@ from wsync.connection import Connection
 from wsync.demo import megatron_cpu, reference
 from wsync.engine.tensor_parallel import TensorParallelEngine
 
-OPTIONS: dict[str, Any] = {"deadline": 4.0, "progress": False, "round_nbytes": 1 << 15}
+# a ring of two rounds: when a later one is posted, the first has surely been loaded
+OPTIONS: dict[str, Any] = {
+    "deadline": 4.0,
+    "progress": False,
+    "round_nbytes": 1 << 15,
+    "ring_nbytes": 1 << 16,
+}
 
 
 @contextlib.contextmanager
@@ -88,11 +94,12 @@ def fail_once(
 
 @contextlib.contextmanager
 def breaking_rank(rank: int) -> Any:
-    """Makes one rank fail after its first round."""
+    """Makes one rank fail in its last round."""
     original = Connection._receive
 
     def receive(self: Connection, number: int, *rest: Any) -> None:
-        if dist.get_rank() == rank and number == 1:
+        assert self.plan is not None
+        if dist.get_rank() == rank and number == self.plan.round_count - 1:
             raise ValueError("a planted failure")
         original(self, number, *rest)
 
