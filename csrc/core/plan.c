@@ -7,7 +7,7 @@
 #include "core/layout_parts.h"
 #include "core/plan_internal.h"
 
-static const uint64_t DEFAULT_ROUND_NBYTES = UINT64_C(32) << 20;
+static const uint64_t default_round_nbytes = UINT64_C(32) << 20;
 
 /* --- making --------------------------------------------------------------------------- */
 
@@ -56,7 +56,7 @@ static wsync_plan_budget_t budget(const char *name, uint64_t asked, uint64_t oth
 static void set_budgets(wsync_planner_t *planner)
 {
     const wsync_plan_spec_t *spec = planner->spec;
-    uint64_t otherwise = DEFAULT_ROUND_NBYTES;
+    uint64_t otherwise = default_round_nbytes;
 
     if (spec->ring_nbytes != 0 && spec->ring_nbytes / 4 < otherwise) {
         otherwise = wsync_plan_pad(spec->ring_nbytes / 4 + 1) - WSYNC_PLAN_ALIGN;

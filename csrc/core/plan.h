@@ -13,9 +13,11 @@
 #include "core/layout.h"
 #include "core/status.h"
 
-/* What a set of engine workers wants.  Only tensors and boxes of `layout` are read. Tensors
- * and groups of a `whole` destination are never split over rounds, and its boxes must be
- * whole tensors. */
+/* What a set of engine workers wants.  Only tensors and boxes of `layout` are read.  A
+ * `whole` destination wants every tensor of its layout whole: its boxes, where there are
+ * any, must be whole tensors, and neither a tensor nor a keep-together group (of its layout
+ * or of the source's) is split over rounds.  Any other destination wants the boxes alone,
+ * which may be cut. */
 typedef struct wsync_destination {
     const wsync_layout_t *layout; /* borrowed until wsync_plan_create returns */
     bool whole;
@@ -36,9 +38,12 @@ typedef struct wsync_plan_spec {
     uint32_t worker_count;
     uint32_t rank_count;
     uint32_t rank; /* whose copies are emitted */
-    /* Budgets in bytes; 0 takes the default of 32 MiB a round and a ring of four rounds.  A
-     * budget given as 0 grows to what the largest unsplittable tensor or group needs; an
-     * explicit one that cannot hold it is INVALID and names both. */
+    /* Budgets in bytes, in which every box and every piece of a message is padded to 64.  0
+     * takes the default: rounds of 32 MiB, or a quarter of a smaller explicit ring; a ring
+     * of four rounds, or of the two largest neighbours if that is more; staging as large as
+     * a round.  A round exceeds a default for the sake of one tensor or group that cannot
+     * be cut and is larger; an explicit budget that cannot hold it is INVALID and names
+     * both. No ring is larger than all that its worker gets. */
     uint64_t round_nbytes; /* slot of one worker in one round */
     uint64_t ring_nbytes;  /* all slots of one worker */
     uint64_t send_nbytes;  /* send staging of one rank in one round */
@@ -71,10 +76,11 @@ typedef struct wsync_slot {
     int64_t wait_round;
 } wsync_slot_t;
 
+/* Of all ranks and rounds.  Both of the first count the dtype that is delivered. */
 typedef struct wsync_plan_stats {
     uint64_t delivered_nbytes; /* bytes written into the rings of all workers */
     uint64_t needed_nbytes;    /* for each worker the union of the boxes it reads */
-    uint64_t sent_nbytes;      /* bytes of all messages, once a peer */
+    uint64_t sent_nbytes;      /* bytes of all messages with padding, once a peer */
     uint64_t message_count;
 } wsync_plan_stats_t;
 

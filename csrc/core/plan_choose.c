@@ -31,7 +31,7 @@ static wsync_status_t find_homes(wsync_planner_t *planner, const uint32_t *ids,
         const size_t first = planner->first_worker[ids[i]];
         const size_t end = planner->first_worker[ids[i] + 1];
 
-        if (!WSYNC_PLAN_RESERVE(planner, *homes, end - first)) {
+        if (!WSYNC_PLAN_RESERVE(*homes, end - first)) {
             return wsync_plan_no_memory(planner, "homes", homes->count);
         }
         for (size_t j = first; j < end; j++) {
@@ -58,7 +58,7 @@ wsync_status_t wsync_plan_audience(wsync_planner_t *planner, const uint32_t *ids
         wsync_idsets_add(&planner->audiences, ids, count, &index, planner->err);
 
     if (status == WSYNC_OK && index == planner->audience_info.count) {
-        if (!WSYNC_PLAN_RESERVE(planner, planner->audience_info, 1)) {
+        if (!WSYNC_PLAN_RESERVE(planner->audience_info, 1)) {
             return wsync_plan_no_memory(planner, "sets of destinations", index + 1U);
         }
         status = find_homes(planner, ids, count, &info);
@@ -108,7 +108,7 @@ static wsync_status_t add_group(wsync_planner_t *planner, wsync_plan_class_t *cl
     wsync_plan_group_t group = {.with_rest = WSYNC_PLAN_NONE};
     wsync_status_t status;
 
-    if (!WSYNC_PLAN_RESERVE(planner, planner->groups, 1)) {
+    if (!WSYNC_PLAN_RESERVE(planner->groups, 1)) {
         return wsync_plan_no_memory(planner, "groups of peers", planner->groups.count + 1);
     }
     status =
@@ -293,7 +293,7 @@ static wsync_status_t find_class(wsync_planner_t *planner, uint32_t audience,
     }
     at = class_slot(planner, audience, holders);
     if (planner->class_slots[at] == 0) {
-        if (!WSYNC_PLAN_RESERVE(planner, planner->classes, 1)) {
+        if (!WSYNC_PLAN_RESERVE(planner->classes, 1)) {
             return wsync_plan_no_memory(planner, "classes", planner->classes.count + 1);
         }
         status = make_class(planner, audience, holders, &class);
@@ -334,7 +334,7 @@ static wsync_status_t join_rest(wsync_planner_t *planner, wsync_plan_group_t *gr
     const uint32_t *b = wsync_idsets_get(&planner->ranks, rest, &b_count);
 
     joined->count = 0;
-    if (!WSYNC_PLAN_RESERVE(planner, *joined, a_count + b_count)) {
+    if (!WSYNC_PLAN_RESERVE(*joined, a_count + b_count)) {
         return wsync_plan_no_memory(planner, "peers", a_count + b_count);
     }
     for (size_t i = 0, j = 0; i < a_count || j < b_count;) {
@@ -390,7 +390,7 @@ wsync_status_t wsync_plan_choose(wsync_planner_t *planner, uint32_t audience,
     if (class->group_count == 0) {
         return WSYNC_OK;
     }
-    if (!WSYNC_PLAN_RESERVE(planner, planner->sends, class->group_count)) {
+    if (!WSYNC_PLAN_RESERVE(planner->sends, class->group_count)) {
         return wsync_plan_no_memory(planner, "messages", planner->sends.count);
     }
     for (uint32_t i = 0; i < class->group_count && status == WSYNC_OK; i++) {

@@ -117,7 +117,7 @@ static bool grow_slots(emitter_t *emitter)
     const size_t more =
         emitter->slots.count != 0 ? emitter->slots.count : (size_t)FIRST_SLOT_COUNT;
 
-    if (!WSYNC_PLAN_RESERVE(emitter->planner, emitter->slots, more)) {
+    if (!WSYNC_PLAN_RESERVE(emitter->slots, more)) {
         return false;
     }
     emitter->slots.count += more;
@@ -143,7 +143,7 @@ static wsync_status_t add_to_message(emitter_t *emitter, wsync_plan_send_t *send
     }
     at = find_slot(emitter, send->source, send->peers);
     if (emitter->slots.items[at] == 0) {
-        if (!WSYNC_PLAN_RESERVE(emitter->planner, emitter->messages, 1)) {
+        if (!WSYNC_PLAN_RESERVE(emitter->messages, 1)) {
             return wsync_plan_no_memory(emitter->planner, "messages",
                                         emitter->messages.count + 1);
         }
@@ -179,8 +179,8 @@ static wsync_status_t place_messages(emitter_t *emitter)
     uint64_t recv_end = 0;
 
     emitter->order.count = 0;
-    if (!WSYNC_PLAN_RESERVE(emitter->planner, emitter->order, count + 1) ||
-        !WSYNC_PLAN_RESERVE(emitter->planner, plan->messages, count + 1)) {
+    if (!WSYNC_PLAN_RESERVE(emitter->order, count + 1) ||
+        !WSYNC_PLAN_RESERVE(plan->messages, count + 1)) {
         return wsync_plan_no_memory(emitter->planner, "messages", count);
     }
     for (uint32_t i = 0; i < count; i++) {

@@ -19,7 +19,7 @@
 #include "core/plan.h"
 
 enum { WSYNC_PLAN_ALIGN = 64 };
-static const uint32_t WSYNC_PLAN_NONE = UINT32_MAX;
+#define WSYNC_PLAN_NONE UINT32_MAX
 
 static inline uint64_t wsync_plan_pad(uint64_t nbytes)
 {
@@ -120,12 +120,32 @@ typedef struct wsync_plan_ref {
     uint32_t tensor; /* of the destination's layout */
 } wsync_plan_ref_t;
 
+/* A growable array; {0} is empty. */
 #define WSYNC_PLAN_ARRAY(type) \
     struct {                   \
-        type *items;           \
+        union {                \
+            type *items;       \
+            void *memory;      \
+        };                     \
         size_t count;          \
         size_t capacity;       \
     }
+
+/* Makes room for `more` items; false if there is no memory. */
+#define WSYNC_PLAN_RESERVE(array, more)                                            \
+    wsync_plan_reserve(&(array).memory, &(array).capacity, (array).count + (more), \
+                       sizeof(*(array).items))
+
+static inline bool wsync_plan_reserve(void **memory, size_t *capacity, size_t count,
+                                      size_t item_nbytes)
+{
+    void *grown = wsync_array_reserve(*memory, capacity, count, item_nbytes);
+
+    if (grown != NULL) {
+        *memory = grown;
+    }
+    return grown != NULL;
+}
 
 typedef WSYNC_PLAN_ARRAY(wsync_box_t) wsync_plan_boxes_t;
 typedef WSYNC_PLAN_ARRAY(uint32_t) wsync_plan_ids_t;
@@ -175,16 +195,8 @@ typedef struct wsync_planner {
     uint64_t *weights; /* of every rank; zero between uses */
     uint32_t *touched; /* ranks whose weight is not zero */
     uint32_t touched_count;
-    void *grown; /* see WSYNC_PLAN_RESERVE */
     wsync_error_t *err;
 } wsync_planner_t;
-
-/* Makes room for `more` items in a WSYNC_PLAN_ARRAY; false if there is no memory. */
-#define WSYNC_PLAN_RESERVE(planner, array, more)                                       \
-    ((planner)->grown =                                                                \
-         wsync_array_reserve((array).items, &(array).capacity, (array).count + (more), \
-                             sizeof(*(array).items)),                                  \
-     (planner)->grown != NULL && ((array).items = (planner)->grown, true))
 
 wsync_status_t wsync_plan_no_memory(const wsync_planner_t *planner, const char *what,
                                     size_t count);

@@ -77,7 +77,7 @@ static wsync_status_t find_refs(wsync_planner_t *planner, found_refs_t *found)
         if (planner->first_worker[i] == planner->first_worker[i + 1]) {
             continue; /* nobody takes it */
         }
-        if (!WSYNC_PLAN_RESERVE(planner, *found, count)) {
+        if (!WSYNC_PLAN_RESERVE(*found, count)) {
             return wsync_plan_no_memory(planner, "tensors", found->count + count);
         }
         for (size_t j = 0; j < count; j++) {
@@ -214,7 +214,7 @@ static wsync_status_t make_groups(wsync_planner_t *planner)
     wsync_status_t status = WSYNC_OK;
     size_t used;
 
-    planner->leader = malloc((count + 1U) * sizeof(*planner->leader));
+    planner->leader = calloc(count + 1U, sizeof(*planner->leader));
     planner->next = malloc((count + 1U) * sizeof(*planner->next));
     if (members == NULL || last == NULL || planner->leader == NULL ||
         planner->next == NULL) {
@@ -390,7 +390,7 @@ static wsync_status_t add_item(wsync_planner_t *planner, size_t first_want, bool
     uint64_t least = planner->round.nbytes;
 
     *parts = 0;
-    if (!WSYNC_PLAN_RESERVE(planner, planner->items, 1)) {
+    if (!WSYNC_PLAN_RESERVE(planner->items, 1)) {
         return wsync_plan_no_memory(planner, "items", planner->items.count + 1);
     }
     item.want_count = (uint32_t)(planner->wants.count - first_want);
@@ -451,7 +451,7 @@ static wsync_status_t add_cut(wsync_planner_t *planner, uint32_t tensor,
 
 static wsync_status_t add_empties(wsync_planner_t *planner, uint32_t tensor)
 {
-    if (!WSYNC_PLAN_RESERVE(planner, planner->empties, planner->demands.count)) {
+    if (!WSYNC_PLAN_RESERVE(planner->empties, planner->demands.count)) {
         return wsync_plan_no_memory(planner, "tensors", planner->empties.count + 1);
     }
     for (size_t i = 0; i < planner->demands.count; i++) {

@@ -31,6 +31,9 @@ typedef struct mark {
     size_t index;
 } mark_t;
 
+/* Box number `index` of what is swept. */
+typedef const wsync_box_t *(*box_func_t)(const wsync_planner_t *planner, size_t index);
+
 /* Called for every pair that overlaps, first < second. */
 typedef wsync_status_t (*pair_func_t)(wsync_planner_t *planner, uint32_t tensor,
                                       size_t first, size_t second);
@@ -68,18 +71,9 @@ static unsigned sweep_axis(const wsync_tensor_t *tensor, const mark_t *marks, si
     return best;
 }
 
-/* marks hold count boxes and their indices in any order. */
-static wsync_status_t sweep(wsync_planner_t *planner, uint32_t tensor, mark_t *marks,
-                            size_t count, pair_func_t found)
+static wsync_status_t sweep_marks(wsync_planner_t *planner, uint32_t tensor,
+                                  const mark_t *marks, size_t count, pair_func_t found)
 {
-    const unsigned axis =
-        sweep_axis(wsync_layout_tensor(planner->spec->source, tensor), marks, count);
-
-    for (size_t i = 0; i < count; i++) {
-        marks[i].start = marks[i].box->start[axis];
-        marks[i].end = marks[i].start + marks[i].box->extent[axis];
-    }
-    qsort(marks, count, sizeof(*marks), compare_marks);
     for (size_t i = 0; i < count; i++) {
         for (size_t j = i + 1; j < count && marks[j].start < marks[i].end; j++) {
             wsync_box_t common;
@@ -96,6 +90,33 @@ static wsync_status_t sweep(wsync_planner_t *planner, uint32_t tensor, mark_t *m
         }
     }
     return WSYNC_OK;
+}
+
+/* Calls `found` for all pairs of `count` boxes that overlap. */
+static wsync_status_t sweep(wsync_planner_t *planner, uint32_t tensor, box_func_t box,
+                            size_t count, pair_func_t found)
+{
+    mark_t *marks;
+    wsync_status_t status;
+    unsigned axis;
+
+    marks = calloc(count, sizeof(*marks));
+    if (marks == NULL) {
+        return wsync_plan_no_memory(planner, "boxes", count);
+    }
+    for (size_t i = 0; i < count; i++) {
+        marks[i].box = box(planner, i);
+        marks[i].index = i;
+    }
+    axis = sweep_axis(wsync_layout_tensor(planner->spec->source, tensor), marks, count);
+    for (size_t i = 0; i < count; i++) {
+        marks[i].start = marks[i].box->start[axis];
+        marks[i].end = marks[i].start + marks[i].box->extent[axis];
+    }
+    qsort(marks, count, sizeof(*marks), compare_marks);
+    status = sweep_marks(planner, tensor, marks, count, found);
+    free(marks);
+    return status;
 }
 
 /* --- source boxes --------------------------------------------------------------------- */
@@ -133,8 +154,8 @@ static wsync_status_t add_source(wsync_planner_t *planner, const shard_key_t *ke
     wsync_status_t status;
 
     planner->ids.count = 0;
-    if (!WSYNC_PLAN_RESERVE(planner, planner->ids, count) ||
-        !WSYNC_PLAN_RESERVE(planner, planner->sources, 1)) {
+    if (!WSYNC_PLAN_RESERVE(planner->ids, count) ||
+        !WSYNC_PLAN_RESERVE(planner->sources, 1)) {
         return wsync_plan_no_memory(planner, "source boxes", planner->sources.count + 1);
     }
     for (size_t i = 0; i < count; i++) {
@@ -181,13 +202,17 @@ static wsync_status_t check_origins(wsync_planner_t *planner, uint32_t tensor, s
                       wsync_shape_text(start, what->ndim, common.start));
 }
 
+static const wsync_box_t *source_box(const wsync_planner_t *planner, size_t index)
+{
+    return &planner->sources.items[index].box;
+}
+
 static wsync_status_t load_sources(wsync_planner_t *planner, uint32_t tensor)
 {
     size_t count;
     const wsync_shard_t *shards =
         wsync_layout_shards(planner->spec->source, tensor, &count);
     shard_key_t *keys = malloc((count + 1) * sizeof(*keys));
-    mark_t *marks = NULL;
     wsync_status_t status = WSYNC_OK;
     size_t end;
 
@@ -208,23 +233,10 @@ static wsync_status_t load_sources(wsync_planner_t *planner, uint32_t tensor)
         }
         status = add_source(planner, keys + i, end - i);
     }
-    if (status != WSYNC_OK || planner->sources.count < 2) {
-        goto cleanup;
-    }
-    marks = malloc(planner->sources.count * sizeof(*marks));
-    if (marks == NULL) {
-        status = wsync_plan_no_memory(planner, "source boxes", planner->sources.count);
-        goto cleanup;
-    }
-    for (size_t i = 0; i < planner->sources.count; i++) {
-        marks[i].box = &planner->sources.items[i].box;
-        marks[i].index = i;
-    }
-    status = sweep(planner, tensor, marks, planner->sources.count, check_origins);
-
-cleanup:
     free(keys);
-    free(marks);
+    if (status == WSYNC_OK && planner->sources.count > 1) {
+        status = sweep(planner, tensor, source_box, planner->sources.count, check_origins);
+    }
     return status;
 }
 
@@ -235,6 +247,8 @@ typedef struct demand_key {
     wsync_dtype_t dtype;
     uint32_t destination;
 } demand_key_t;
+
+typedef WSYNC_PLAN_ARRAY(demand_key_t) demand_keys_t;
 
 static int compare_demands(const void *left, const void *right)
 {
@@ -310,8 +324,8 @@ static wsync_status_t add_demand(wsync_planner_t *planner, uint32_t tensor,
     wsync_status_t status;
 
     planner->ids.count = 0;
-    if (!WSYNC_PLAN_RESERVE(planner, planner->ids, count) ||
-        !WSYNC_PLAN_RESERVE(planner, planner->demands, 1)) {
+    if (!WSYNC_PLAN_RESERVE(planner->ids, count) ||
+        !WSYNC_PLAN_RESERVE(planner->demands, 1)) {
         return wsync_plan_no_memory(planner, "wanted boxes", planner->demands.count + 1);
     }
     for (size_t i = 0; i < count; i++) {
@@ -329,12 +343,11 @@ static wsync_status_t add_demand(wsync_planner_t *planner, uint32_t tensor,
     return status;
 }
 
-/* Fills keys (room for all boxes) with what the destinations want of a tensor. */
-static wsync_status_t collect_demands(wsync_planner_t *planner, uint32_t tensor,
-                                      const wsync_box_t *whole, demand_key_t *keys)
+/* Collects what the destinations want of a tensor. */
+static wsync_status_t collect_demands(const wsync_planner_t *planner, uint32_t tensor,
+                                      const wsync_box_t *whole, demand_keys_t *keys)
 {
     const wsync_tensor_t *source = wsync_layout_tensor(planner->spec->source, tensor);
-    size_t used = 0;
 
     for (size_t i = planner->first_ref[tensor]; i < planner->first_ref[tensor + 1]; i++) {
         const wsync_plan_ref_t *ref = &planner->refs[i];
@@ -351,69 +364,49 @@ static wsync_status_t collect_demands(wsync_planner_t *planner, uint32_t tensor,
         if (status != WSYNC_OK) {
             return status;
         }
+        if (!WSYNC_PLAN_RESERVE(*keys, count + 1)) {
+            return wsync_plan_no_memory(planner, "wanted boxes", keys->count + count);
+        }
         if (destination->whole && count == 0) {
-            keys[used++] = key;
+            keys->items[keys->count++] = key;
         }
         for (size_t j = 0; j < count; j++) {
             key.box = &shards[j].box;
-            keys[used++] = key;
+            keys->items[keys->count++] = key;
         }
     }
     return WSYNC_OK;
+}
+
+static const wsync_box_t *demand_box(const wsync_planner_t *planner, size_t index)
+{
+    return &planner->demands.items[index].box;
 }
 
 static wsync_status_t load_demands(wsync_planner_t *planner, uint32_t tensor)
 {
     const wsync_tensor_t *source = wsync_layout_tensor(planner->spec->source, tensor);
     const wsync_box_t whole = wsync_box_whole(source->ndim, source->shape);
-    demand_key_t *keys = NULL;
-    mark_t *marks = NULL;
-    size_t count = 0;
+    demand_keys_t keys = {0};
     size_t end;
-    wsync_status_t status;
+    wsync_status_t status = collect_demands(planner, tensor, &whole, &keys);
 
     planner->demands.count = 0;
-    for (size_t i = planner->first_ref[tensor]; i < planner->first_ref[tensor + 1]; i++) {
-        const wsync_plan_ref_t *ref = &planner->refs[i];
-        size_t boxes;
-
-        (void)wsync_layout_shards(planner->spec->destinations[ref->destination].layout,
-                                  ref->tensor, &boxes);
-        count += boxes != 0 ? boxes : 1;
-    }
-    keys = malloc((count + 1) * sizeof(*keys));
-    if (keys == NULL) {
-        return wsync_plan_no_memory(planner, "wanted boxes", count);
-    }
-    status = collect_demands(planner, tensor, &whole, keys);
     if (status == WSYNC_OK) {
-        qsort(keys, count, sizeof(*keys), compare_demands);
+        qsort(keys.items, keys.count, sizeof(*keys.items), compare_demands);
     }
-    for (size_t i = 0; i < count && status == WSYNC_OK; i = end) {
+    for (size_t i = 0; i < keys.count && status == WSYNC_OK; i = end) {
         end = i + 1;
-        while (end < count && keys[end].dtype == keys[i].dtype &&
-               wsync_box_equal(keys[end].box, keys[i].box)) {
+        while (end < keys.count && keys.items[end].dtype == keys.items[i].dtype &&
+               wsync_box_equal(keys.items[end].box, keys.items[i].box)) {
             end++;
         }
-        status = add_demand(planner, tensor, keys + i, end - i);
+        status = add_demand(planner, tensor, keys.items + i, end - i);
     }
-    if (status != WSYNC_OK || planner->demands.count < 2) {
-        goto cleanup;
+    free(keys.items);
+    if (status == WSYNC_OK && planner->demands.count > 1) {
+        status = sweep(planner, tensor, demand_box, planner->demands.count, check_demands);
     }
-    marks = malloc(planner->demands.count * sizeof(*marks));
-    if (marks == NULL) {
-        status = wsync_plan_no_memory(planner, "wanted boxes", planner->demands.count);
-        goto cleanup;
-    }
-    for (size_t i = 0; i < planner->demands.count; i++) {
-        marks[i].box = &planner->demands.items[i].box;
-        marks[i].index = i;
-    }
-    status = sweep(planner, tensor, marks, planner->demands.count, check_demands);
-
-cleanup:
-    free(keys);
-    free(marks);
     return status;
 }
 
@@ -432,7 +425,7 @@ static wsync_status_t add_piece(wsync_planner_t *planner, wsync_plan_want_t *wan
     wsync_plan_piece_t piece = {.box = *box, .shard = source->shard};
     wsync_status_t status;
 
-    if (!WSYNC_PLAN_RESERVE(planner, planner->pieces, 1)) {
+    if (!WSYNC_PLAN_RESERVE(planner->pieces, 1)) {
         return wsync_plan_no_memory(planner, "pieces", planner->pieces.count + 1);
     }
     piece.nbytes = wsync_box_count(box) * wsync_dtype_nbytes(want->dtype);
@@ -447,7 +440,7 @@ static wsync_status_t add_piece(wsync_planner_t *planner, wsync_plan_want_t *wan
 static wsync_status_t add_missing(wsync_planner_t *planner, wsync_plan_boxes_t *boxes,
                                   const wsync_box_t *box)
 {
-    if (!WSYNC_PLAN_RESERVE(planner, *boxes, 1)) {
+    if (!WSYNC_PLAN_RESERVE(*boxes, 1)) {
         return wsync_plan_no_memory(planner, "boxes", boxes->count + 1);
     }
     boxes->items[boxes->count++] = *box;
@@ -526,7 +519,7 @@ wsync_status_t wsync_plan_add_want(wsync_planner_t *planner, uint32_t tensor,
     uint64_t covered = 0;
     wsync_status_t status = WSYNC_OK;
 
-    if (!WSYNC_PLAN_RESERVE(planner, planner->wants, 1)) {
+    if (!WSYNC_PLAN_RESERVE(planner->wants, 1)) {
         return wsync_plan_no_memory(planner, "wanted boxes", planner->wants.count + 1);
     }
     for (size_t i = 0; i < planner->sources.count; i++) {

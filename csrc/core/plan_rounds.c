@@ -190,9 +190,9 @@ static wsync_status_t owners_init(const wsync_planner_t *planner, owners_t *owne
 {
     const size_t count = planner->items.count;
 
-    owners->heap = malloc((planner->spec->rank_count + 1U) * sizeof(*owners->heap));
-    owners->streams = malloc((count + 1) * sizeof(*owners->streams));
-    owners->entries = malloc((count + 1) * sizeof(*owners->entries));
+    owners->heap = calloc(planner->spec->rank_count + 1U, sizeof(*owners->heap));
+    owners->streams = calloc(count + 1, sizeof(*owners->streams));
+    owners->entries = calloc(count + 1, sizeof(*owners->entries));
     if (owners->heap == NULL || owners->streams == NULL || owners->entries == NULL) {
         return wsync_plan_no_memory(planner, "items", count);
     }
@@ -300,13 +300,13 @@ wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner)
             wsync_plan_use_clear(planner);
             (void)wsync_plan_use_add(planner, item);
         }
-        if (!WSYNC_PLAN_RESERVE(planner, planner->first_in_round, 2)) {
+        if (!WSYNC_PLAN_RESERVE(planner->first_in_round, 2)) {
             status = wsync_plan_no_memory(planner, "rounds", planner->first_in_round.count);
         } else {
             planner->first_in_round.items[planner->first_in_round.count++] = i;
         }
     }
-    if (status == WSYNC_OK && WSYNC_PLAN_RESERVE(planner, planner->first_in_round, 1)) {
+    if (status == WSYNC_OK && WSYNC_PLAN_RESERVE(planner->first_in_round, 1)) {
         planner->first_in_round.items[planner->first_in_round.count++] = count;
     } else if (status == WSYNC_OK) {
         status = wsync_plan_no_memory(planner, "rounds", 1);
