@@ -176,8 +176,11 @@ def bridge_exports(family, changes, parallel, options):
     from mbridge import AutoBridge
 
     with trained(family, changes, parallel, options) as (trainer, state):
-        bridge = AutoBridge.from_config(trainer.hf, dtype=torch.float32)
-        bridge.config = trainer.config
+        bridge = AutoBridge.from_config(
+            trainer.hf, dtype=torch.float32, make_vocab_size_divisible_by=16
+        )
+        bridge.config = trainer.config  # what its get_model would have set
+        bridge.padded_vocab_size = padded_rows(trainer.hf, trainer.parallel.tp)
         count = 0
         for name, tensor in bridge.export_weights(trainer.chunks):
             assert torch.equal(tensor, state[name]), name

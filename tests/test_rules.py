@@ -1,0 +1,316 @@
+"""The rule language: boxes from unsharded Megatron parameters to Hugging Face tensors.
+
+Expansions are applied to arrays whose elements are all different and compared with numpy's own
+reshape, transpose, split and concatenate.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wsync import _core
+from wsync.families import FAMILIES, family_of, read_model
+from wsync.rules import Cut, Rule, RuleError, Target
+
+
+def numbered(shape):
+    return np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
+
+
+def apply(rule, full, numbers=None, **sizes):
+    """{target name: array} of a whole parameter, each element written once and all of them."""
+    expansion = rule.expand(sizes)
+    assert expansion.shape == full.shape
+    found = {}
+    for piece in expansion.pieces:
+        name = piece.name.format(**(numbers or {}))
+        out = found.setdefault(name, np.full(piece.shape, -1, np.int64))
+        start, extent = piece.source_box()
+        part = full[tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))]
+        kept = [axis for axis in piece.axes if axis >= 0]
+        dropped = tuple(axis for axis in range(full.ndim) if axis not in kept)
+        part = part.squeeze(dropped)
+        part = part.transpose(np.argsort(np.argsort(kept))) if kept else part
+        where = tuple(
+            slice(a, a + n) for a, n in zip(piece.target_start, piece.extent, strict=True)
+        )
+        assert (out[where] == -1).all(), f"{name} is written twice"
+        out[where] = part.reshape(piece.extent)
+    for name, out in found.items():
+        assert (out >= 0).all(), f"{name} has holes"
+    return found
+
+
+def local_share(rule, full, cut, expert=None, **sizes):
+    """What a rank holds of a whole parameter, put together from its regions."""
+    placement = rule.expand(sizes).place(cut, expert)
+    out = np.full(placement.shape, -1, np.int64)
+    for start, extent, local in placement.regions:
+        source = tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))
+        out[tuple(slice(a, a + n) for a, n in zip(local, extent, strict=True))] = full[source]
+    assert (out >= 0).all()
+    return out
+
+
+def test_rename():
+    full = numbered((6, 4))
+    rule = Rule("a.{layer}.w", "h *f", Target("b.{layer}.w", "h f"))
+    assert rule.match("a.12.w") == {"layer": 12}
+    assert rule.match("a.12.wx") is None
+    found = apply(rule, full, {"layer": 12}, h=6, f=4)
+    assert found.keys() == {"b.12.w"}
+    assert (found["b.12.w"] == full).all()
+    assert len(rule.expand({"h": 6, "f": 4}).pieces) == 1
+
+
+def test_gate_and_up_are_cut_each_on_their_own():
+    rule, _ = FAMILIES["llama"].find("decoder.layers.0.mlp.linear_fc1.weight")
+    gate, up = numbered((8, 3)), numbered((8, 3)) + 100
+    full = np.concatenate([gate, up])
+    found = apply(rule, full, {"layer": 0}, ffn=8, h=3)
+    assert (found["model.layers.0.mlp.gate_proj.weight"] == gate).all()
+    assert (found["model.layers.0.mlp.up_proj.weight"] == up).all()
+    want = np.concatenate([gate[6:8], up[6:8]])
+    assert (local_share(rule, full, Cut(3, 4), ffn=8, h=3) == want).all()
+
+
+@given(g=st.integers(1, 4), n=st.integers(1, 4), d=st.integers(1, 5), h=st.integers(1, 3))
+def test_query_groups(g, n, d, h):
+    rule, _ = FAMILIES["qwen3"].find("decoder.layers.3.self_attention.linear_qkv.weight")
+    full = numbered((g * (n + 2) * d, h))
+    found = apply(rule, full, {"layer": 3}, g=g, n=n, d=d, h=h)
+    grouped = full.reshape(g, n + 2, d, h)
+    want = {
+        "q": grouped[:, :n].reshape(-1, h),
+        "k": grouped[:, n].reshape(-1, h),
+        "v": grouped[:, n + 1].reshape(-1, h),
+    }
+    for part, array in want.items():
+        assert (found[f"model.layers.3.self_attn.{part}_proj.weight"] == array).all()
+
+
+def test_query_group_biases():
+    rule, _ = FAMILIES["qwen2"].find("decoder.layers.0.self_attention.linear_qkv.bias")
+    full = numbered((2 * 4 * 3,))
+    found = apply(rule, full, {"layer": 0}, g=2, n=2, d=3)
+    want = full.reshape(2, 4, 3)[:, 3].reshape(-1)
+    assert (found["model.layers.0.self_attn.v_proj.bias"] == want).all()
+
+
+def test_more_ranks_than_query_groups_cut_inside_a_group():
+    rule, _ = FAMILIES["qwen3"].find("decoder.layers.0.self_attention.linear_qkv.weight")
+    sizes = {"g": 2, "n": 2, "d": 3, "h": 2}
+    full = numbered((24, 2))
+    assert (local_share(rule, full, Cut(1, 4), **sizes) == full[6:12]).all()
+    expansion = rule.expand(sizes)
+    placement = expansion.place(Cut(1, 4))
+    names = {p.name.split(".")[4] for p in expansion.pieces if placement.meets(p)}
+    assert names == {"k_proj", "v_proj"}  # the group's second half: its keys and values
+
+
+def test_padding_stays_behind():
+    rule, _ = FAMILIES["llama"].find("output_layer.weight")
+    full = numbered((12, 3))
+    expansion = rule.expand({"vocab": 10, "h": 3}, 2)
+    assert expansion.shape == (12, 3)
+    (piece,) = expansion.pieces
+    assert (piece.shape, piece.extent) == ((10, 3), (10, 3))
+    assert not expansion.place(Cut(11, 12)).meets(piece)
+    assert expansion.place(Cut(9, 12)).meets(piece)
+    assert (full[:10] == numbered((10, 3))).all()
+
+
+def test_legacy_grouped_experts():
+    family = FAMILIES["qwen3_moe"]
+    sizes = {"experts": 4, "h": 3, "moe_ffn": 5}
+    rule, _ = family.find("decoder.layers.1.mlp.experts.weight1")
+    full = numbered((4, 3, 10))
+    found = apply(rule, full, {"layer": 1}, **sizes)
+    assert len(found) == 8
+    for expert in range(4):
+        base = f"model.layers.1.mlp.experts.{expert}."
+        assert (found[f"{base}gate_proj.weight"] == full[expert, :, :5].T).all()
+        assert (found[f"{base}up_proj.weight"] == full[expert, :, 5:].T).all()
+    rule, _ = family.find("decoder.layers.1.mlp.experts.weight2")
+    full = numbered((4, 5, 3))
+    found = apply(rule, full, {"layer": 1}, **sizes)
+    for expert in range(4):
+        name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
+        assert (found[name] == full[expert].T).all()
+    share = local_share(rule, full, Cut(), Cut(1, 2), **sizes)
+    assert (share == full[2:]).all()
+
+
+@given(g=st.integers(1, 3), n=st.integers(1, 3), d=st.integers(1, 4), h=st.integers(1, 3))
+def test_qwen3_next_gated_query_rows(g, n, d, h):
+    """Queries and their gates alternate in Megatron; each head has both, one after the other."""
+    rule = Rule(
+        "decoder.layers.{layer}.self_attention.linear_qkv.weight",
+        "*(g (two:2 n | k:1 | v:1) d) h",
+        Target("q", "(g n two d) h"),
+        Target("k", "(g k d) h"),
+        Target("v", "(g v d) h"),
+    )
+    full = numbered((g * (2 * n + 2) * d, h))
+    found = apply(rule, full, g=g, n=n, d=d, h=h)
+    grouped = full.reshape(g, 2 * n + 2, d, h)
+    q = grouped[:, : 2 * n].reshape(g, 2, n, d, h).swapaxes(1, 2)
+    assert (found["q"] == q.reshape(-1, h)).all()
+    assert (found["k"] == grouped[:, 2 * n].reshape(-1, h)).all()
+    assert (found["v"] == grouped[:, 2 * n + 1].reshape(-1, h)).all()
+
+
+def test_swapped_column_halves():
+    rule = Rule(
+        "mtp.layers.{layer}.eh_proj.weight",
+        "h (a:h | b:h)",
+        Target("model.mtp_layers.{layer}.input_proj.weight", "h (b | a)"),
+    )
+    full = numbered((4, 8))
+    found = apply(rule, full, {"layer": 0}, h=4)
+    want = np.concatenate([full[:, 4:], full[:, :4]], 1)
+    assert (found["model.mtp_layers.0.input_proj.weight"] == want).all()
+    assert len(rule.expand({"h": 4}).pieces) == 2
+
+
+def test_swapped_halves_of_every_head():
+    rule = Rule("wq_b", "(heads (a:64 | b:64)) h", Target("wq_b", "(heads (b | a)) h"))
+    full = numbered((3 * 128, 2))
+    want = full.reshape(3, 2, 64, 2)[:, ::-1].reshape(-1, 2)
+    assert (apply(rule, full, heads=3, h=2)["wq_b"] == want).all()
+
+
+def test_three_dimensional_experts():
+    rule = Rule(
+        "experts.linear_fc1", "@e (*gate:f | *up:f) h", Target("gate_up_proj", "e (gate up) h")
+    )
+    with pytest.raises(RuleError, match="asks for axes"):
+        rule.expand({"e": 2, "f": 3, "h": 4}).pieces  # noqa: B018
+    rule = Rule(
+        "experts.linear_fc1", "@e (*gate:f | *up:f) h", Target("gate_up_proj", "e (gate | up) h")
+    )
+    full = numbered((4, 6, 5))
+    assert (apply(rule, full, e=4, f=3, h=5)["gate_up_proj"] == full).all()
+    share = local_share(rule, full, Cut(2, 3), Cut(1, 2), e=4, f=3, h=5)
+    assert (share == full[2:, [2, 5]]).all()
+
+
+def test_tensors_that_stay_together():
+    from wsync.families import Family
+
+    rules = (
+        Rule("l.{layer}.q_down", "q h", Target("{layer}.q_a", "q h", together="latent")),
+        Rule("l.{layer}.kv_down", "kv h", Target("{layer}.kv_a", "kv h", together="latent")),
+        Rule("l.{layer}.o", "h", Target("{layer}.o", "h")),
+    )
+    family = Family("made_up", rules)
+    (piece,) = rules[0].expand({"q": 2, "h": 3}).pieces
+    assert family.group(piece.together, 0) == 1
+    assert family.group(piece.together, 5) == 6
+    assert family.group("", 5) == 0
+
+
+@given(st.data())
+def test_any_product_and_concatenation(data):
+    """Random views of one dimension, read in another order, against numpy's transpose."""
+    sizes = {name: data.draw(st.integers(1, 4), label=name) for name in "abc"}
+    order = data.draw(st.permutations("abc"))
+    rule = Rule("p", "(a b c) h", Target("t", f"({' '.join(order)}) h"))
+    full = numbered((sizes["a"] * sizes["b"] * sizes["c"], 2))
+    want = full.reshape(sizes["a"], sizes["b"], sizes["c"], 2)
+    want = want.transpose(["abc".index(axis) for axis in order] + [3]).reshape(-1, 2)
+    assert (apply(rule, full, h=2, **sizes)["t"] == want).all()
+
+
+def test_shares_cover_the_parameter_once():
+    for family, rank_count in itertools.product(FAMILIES.values(), (1, 2, 4)):
+        sizes = {"h": 8, "vocab": 16, "layers": 2, "g": 2, "n": 2, "d": 4, "experts": 4}
+        sizes |= {"ffn": 8, "moe_ffn": 8, "shared_ffn": 8}
+        for rule in family.rules:
+            expansion = rule.expand(sizes)
+            full = numbered(expansion.shape)
+            seen = np.zeros(expansion.shape, int)
+            for rank in range(rank_count):
+                for start, extent, _ in expansion.place(Cut(rank, rank_count)).regions:
+                    seen[tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))] += 1
+            assert seen.min() == seen.max()
+            assert seen.max() in (1, rank_count), rule
+            apply(rule, full, {"layer": 0, "expert": 0}, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("view", "targets", "text"),
+    [
+        ("a b)", ["a b"], "unexpected"),
+        ("(a b", ["a b"], "not closed"),
+        ("(a |) b", ["a b"], "alternative is empty"),
+        ("a a", ["a"], "occurs twice"),
+        ("a b", ["a c"], "axes \\['c'\\] are not in"),
+        ("a b", ["a:3 b"], "sizes and marks belong"),
+        ("a b", [], "no targets"),
+        ("a:? b:?", ["a b"], "more than one inferred"),
+        ("a - b", ["a b"], "unexpected text"),
+        ("a b c d e f g", ["a b c d e f g"], "more than 6"),
+    ],
+)
+def test_rules_without_sense(view, targets, text):
+    with pytest.raises(RuleError, match=text):
+        Rule("p", view, *(Target(f"t{i}", target) for i, target in enumerate(targets)))
+
+
+def test_elements_that_go_nowhere():
+    rule = Rule("p", "(a | b) h", Target("t", "a h"))
+    with pytest.raises(RuleError, match="no target takes"):
+        rule.expand({"a": 1, "b": 2, "h": 1}).pieces  # noqa: B018
+
+
+def test_uneven_cut():
+    rule, _ = FAMILIES["llama"].find("decoder.layers.0.mlp.linear_fc2.weight")
+    with pytest.raises(_core.LayoutError, match="6 elements cannot be cut over 4"):
+        rule.expand({"h": 2, "ffn": 6}).place(Cut(0, 4))
+
+
+def test_unknown_parameter_names_parameter_and_family():
+    with pytest.raises(_core.LayoutError) as error:
+        FAMILIES["qwen3"].find("decoder.layers.0.mlp.router.weight")
+    assert "decoder.layers.0.mlp.router.weight" in str(error.value)
+    assert "'qwen3'" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "Qwen3MoeConfig", "qwen3moe", "Qwen3MoeForCausalLM"])
+def test_family_names(name):
+    assert family_of(name).name == "qwen3_moe"
+
+
+def test_unknown_family_lists_the_known():
+    with pytest.raises(_core.UnsupportedError, match=r"'mamba' is not known; known are llama, "):
+        family_of("mamba")
+
+
+class Args:
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+def test_sizes_from_trainer_arguments():
+    args = Args(
+        hidden_size=64, num_attention_heads=8, num_query_groups=2, kv_channels=None,
+        num_layers=3, ffn_hidden_size=96, vocab_size=50, num_experts=None,
+        untie_embeddings_and_output_weights=True,
+    )  # fmt: skip
+    model = read_model(args, "qwen3")
+    assert model.family.name == "qwen3"
+    assert model.tied is False
+    wanted = {"h": 64, "g": 2, "n": 4, "d": 8, "layers": 3, "ffn": 96, "vocab": 50}
+    assert wanted.items() <= model.sizes.items()
+    assert "experts" not in model.sizes
+
+
+def test_configurations_without_sense():
+    with pytest.raises(_core.InvalidArgumentError, match="pass model_name="):
+        read_model(Args(hidden_size=8))
+    with pytest.raises(_core.LayoutError, match="6 attention heads do not divide into 4"):
+        read_model(Args(hidden_size=12, num_attention_heads=6, num_key_value_heads=4), "llama")
