@@ -180,6 +180,7 @@ def bridge_exports(family, changes, parallel, options):
             trainer.hf, dtype=torch.float32, make_vocab_size_divisible_by=16
         )
         bridge.config = trainer.config  # what its get_model would have set
+        bridge.vocab_size = trainer.hf.vocab_size
         bridge.padded_vocab_size = padded_rows(trainer.hf, trainer.parallel.tp)
         count = 0
         for name, tensor in bridge.export_weights(trainer.chunks):

@@ -77,8 +77,9 @@ def _nursery(count, store, path, modules, setup, pipes):
 class Ranks:
     """`count` processes in one default process group; use as a context manager.
 
-    `run` calls an importable function on every rank and returns the results in rank order.  After
-    a failure, when ranks may sit in different collectives, the next call starts new processes.
+    `run` calls an importable function on every rank and returns the results in rank order.  Where
+    a rank gave no answer, the others may sit in a collective: all are killed, and the next call
+    starts new processes.
     `path` goes in front of sys.path; `modules` are imported once for all ranks; `setup` is called
     on each rank before anything else.
     """
@@ -120,26 +121,30 @@ class Ranks:
             pipe.send((function, arguments))
         results = {}
         failures = []
+        unanswered = []
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
             ready = wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
-                failures += [f"rank {rank}: no answer in time" for rank in waiting.values()]
+                unanswered += [f"rank {rank}: no answer in time" for rank in waiting.values()]
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
                     good, value = pipe.recv()
                 except EOFError:
-                    good, value = False, "the process ended"
+                    unanswered.append(f"rank {rank}: the process ended")
+                    end = min(end, time.monotonic() + GRACE)
+                    continue
                 if good:
                     results[rank] = value
                 else:
                     failures.append(f"rank {rank}: {value}")
                     end = min(end, time.monotonic() + GRACE)
-        if failures:
+        if unanswered:
             self.close(force=True)
-            raise RankError(f"{function.__name__} failed\n" + "\n".join(failures))
+        if failures or unanswered:
+            raise RankError(f"{function.__name__} failed\n" + "\n".join(failures + unanswered))
         return [results[rank] for rank in range(len(results))]
 
     def close(self, *, force=False):

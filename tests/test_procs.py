@@ -1,0 +1,25 @@
+"""The helper behind the multi-process tests: failures are told, nothing hangs, nothing is left."""
+
+import os
+import time
+
+import pytest
+from support.procs import RankError, Ranks
+
+
+def test_failures_deadlines_and_restarts():
+    with Ranks(2) as ranks:
+        first = ranks.run(os.getpid)
+        assert len(set(first)) == 2
+        with pytest.raises(RankError, match=r"rank 0: (?s:.*)TypeError"):
+            ranks.run(len, 3)
+        assert ranks.run(os.getpid) == first
+        with pytest.raises(RankError, match="rank 1: no answer in time"):
+            ranks.run(time.sleep, 60, timeout=0.5)
+        second = ranks.run(os.getpid)
+        assert not set(first) & set(second)
+        with pytest.raises(RankError, match="rank 0: the process ended"):
+            ranks.run(os._exit, 3)
+    for pid in (*first, *second):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
