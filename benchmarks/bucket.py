@@ -16,7 +16,8 @@ import torch
 
 import wsync
 
-REPEATS = 7
+REPEATS = 21
+SLOW_REPEATS = 4
 TOTAL_NBYTES = 256 << 20
 SIZES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
 
@@ -65,35 +66,46 @@ def case(label: str, shapes: Shapes) -> Iterator[dict[str, Any]]:
     peer, peer_class = bucket_class()
     named = list(_weights(shapes).items())
     expected = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named])
-    nbytes = expected.numel()
-    warm = torch.empty(nbytes, dtype=torch.uint8)
-    ways: dict[str, Callable[[], torch.Tensor]] = {
-        "wsync": lambda: wsync.FlattenedTensorBucket(named, out=warm).flattened_tensor,
-        "one memcpy": lambda: _memcpy(warm, expected),
-        peer: lambda: peer_class(named_tensors=named).flattened_tensor,  # type: ignore[no-any-return]
+    warm = torch.empty(expected.numel(), dtype=torch.uint8)
+
+    def fill() -> torch.Tensor:
+        return wsync.FlattenedTensorBucket(named, out=warm).flattened_tensor
+
+    peers: dict[str, tuple[int, Callable[[], torch.Tensor]]] = {
+        "one memcpy": (REPEATS, lambda: _memcpy(warm, expected)),
+        peer: (SLOW_REPEATS, lambda: peer_class(named_tensors=named).flattened_tensor),
     }
-    verified = {}
-    for name, way in ways.items():
-        warm.fill_(0xA5)
-        verified[name] = torch.equal(way(), expected)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(REPEATS):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            way()
-            seconds[name].append(time.perf_counter() - start)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    for name in ("one memcpy", peer):
+    for name, (repeats, way) in peers.items():
+        verified = True
+        for each in (fill, way):
+            warm.fill_(0xA5)
+            verified = verified and torch.equal(each(), expected)
+        seconds, peer_seconds = _alternate(fill, way, repeats)
         yield {
             "benchmark": "bucket",
             "case": label,
-            "bytes": nbytes,
-            "seconds": median["wsync"],
+            "bytes": expected.numel(),
+            "seconds": seconds,
             "peer": name,
-            "peer_seconds": median[name],
-            "ratio": median[name] / median["wsync"],
-            "verified": verified["wsync"] and verified[name],
+            "peer_seconds": peer_seconds,
+            "ratio": peer_seconds / seconds,
+            "verified": verified,
         }
+
+
+def _alternate(
+    first: Callable[[], object], second: Callable[[], object], repeats: int
+) -> tuple[float, float]:
+    """Median seconds of each.  Who begins changes from turn to turn, because each finds the caches
+    as the other left them."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(repeats):
+        order = ((first, times[0]), (second, times[1]))
+        for way, seconds in order if turn % 2 else order[::-1]:
+            start = time.perf_counter()
+            way()
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(times[0]), statistics.median(times[1])
 
 
 def _weights(shapes: Shapes) -> dict[str, torch.Tensor]:

@@ -160,8 +160,8 @@ def test_names_must_be_as_many_as_tensors() -> None:
         describe([torch.ones(1), torch.ones(1)], ["w"])
 
 
-def test_the_largest_model_is_described_quickly() -> None:
-    """18,867 tensors; the bound is loose because test machines are shared."""
+def test_as_many_tensors_as_a_large_model_has() -> None:
+    """Qwen3-30B-A3B; the time is printed, not judged, because test machines are shared."""
     tensors = [nn.Parameter(torch.empty(2, 2)) for _ in range(18867)]
     seconds = []
     for _ in range(5):
@@ -170,7 +170,9 @@ def test_the_largest_model_is_described_quickly() -> None:
         seconds.append(time.perf_counter() - start)
     print(f"described {len(table)} tensors in {min(seconds) * 1e3:.1f} ms")
     assert len(table) == 18867
-    assert table[18866][0] == tensors[-1].data_ptr()
+    assert [table[i][0] for i in (0, 9000, 18866)] == [
+        tensors[i].data_ptr() for i in (0, 9000, 18866)
+    ]
 
 
 # --- pack --------------------------------------------------------------------------------------
