@@ -8,6 +8,7 @@
 
 typedef struct packing {
     const TensorTableObject *table;
+    size_t count;          /* of tensors */
     uint64_t *offsets;     /* owned; one a tensor */
     wsync_span_t *sources; /* owned; one a tensor */
     wsync_copies_t copies; /* owned */
@@ -67,10 +68,9 @@ static wsync_status_t append_tensor(packing_t *packing, size_t index, wsync_erro
 /* Without the GIL. */
 static wsync_status_t packing_run(packing_t *packing, wsync_error_t *err)
 {
-    const size_t count = (size_t)packing->table->count;
     wsync_status_t status;
 
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; i < packing->count; i++) {
         const wsync_tensor_row_t *row = &packing->table->rows[i];
 
         packing->sources[i] = (wsync_span_t){row->data, row->nbytes_spanned};
@@ -79,8 +79,9 @@ static wsync_status_t packing_run(packing_t *packing, wsync_error_t *err)
             return status;
         }
     }
-    status = wsync_copies_check(packing->copies.items, packing->copies.count,
-                                packing->sources, count, &packing->destination, 1, err);
+    status =
+        wsync_copies_check(packing->copies.items, packing->copies.count, packing->sources,
+                           packing->count, &packing->destination, 1, err);
     if (status == WSYNC_OK) {
         wsync_host_copy_run(packing->copies.items, packing->copies.count, packing->sources,
                             &packing->destination);
@@ -92,7 +93,6 @@ static int read_offsets(ModuleState *state, packing_t *packing, PyObject *sequen
 {
     PyObject *tuple = PySequence_Tuple(sequence);
     const Py_ssize_t count = packing->table->count;
-    const size_t allocated = count > 0 ? (size_t)count : 1;
     int result = -1;
 
     if (tuple == NULL) {
@@ -106,14 +106,16 @@ static int read_offsets(ModuleState *state, packing_t *packing, PyObject *sequen
         (void)wsync_py_raise(state, &err);
         goto cleanup;
     }
-    packing->offsets = calloc(allocated, sizeof(*packing->offsets));
-    packing->sources = calloc(allocated, sizeof(*packing->sources));
+    packing->count = count > 0 ? (size_t)count : 0;
+    packing->offsets = calloc(packing->count + 1, sizeof(*packing->offsets));
+    packing->sources = calloc(packing->count + 1, sizeof(*packing->sources));
     if (packing->offsets == NULL || packing->sources == NULL) {
         (void)PyErr_NoMemory();
         goto cleanup;
     }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        packing->offsets[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, i));
+    for (size_t i = 0; i < packing->count; i++) {
+        packing->offsets[i] =
+            PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, (Py_ssize_t)i));
         if (packing->offsets[i] == (uint64_t)-1 && PyErr_Occurred()) {
             goto cleanup;
         }
