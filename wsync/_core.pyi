@@ -170,7 +170,7 @@ class Memory:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-    # supports the buffer protocol (writable bytes)
+    def __buffer__(self, flags: int, /) -> memoryview: ...  # writable bytes
 
 @final
 class Event:

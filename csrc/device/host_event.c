@@ -12,7 +12,7 @@
 
 /* The futex compares 32 bits.  A value that grew by exactly 2^32 between the load and the
  * sleep looks unchanged; so no sleep is longer than this. */
-static const uint64_t SLEEP_NS = 50ULL * 1000 * 1000;
+enum { SLEEP_NS = 50 * 1000 * 1000 };
 
 static uint64_t now_ns(void)
 {

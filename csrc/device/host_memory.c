@@ -47,11 +47,13 @@ static uint64_t read_limit(const char *path, const char *key, uint64_t unit)
         return UINT64_MAX;
     }
     while (fgets(line, (int)sizeof(line), file) != NULL) {
-        unsigned long long value;
+        const char *text = line + strlen(key);
+        char *end = line;
 
-        if (strncmp(line, key, strlen(key)) == 0 &&
-            sscanf(line + strlen(key), "%llu", &value) == 1) {
-            if (__builtin_mul_overflow((uint64_t)value, unit, &limit)) {
+        if (strncmp(line, key, strlen(key)) == 0) {
+            const unsigned long long value = strtoull(text, &end, 10);
+
+            if (end != text && __builtin_mul_overflow((uint64_t)value, unit, &limit)) {
                 limit = UINT64_MAX;
             }
             break;

@@ -42,8 +42,9 @@ static void copy_streaming(unsigned char *destination, const unsigned char *sour
         const __m128i c = _mm_loadu_si128(from + 2);
         const __m128i d = _mm_loadu_si128(from + 3);
 
-        /* An address past the row's end is only a hint, it cannot fault. */
-        _mm_prefetch((const char *)((uintptr_t)source + PREFETCH_NBYTES), _MM_HINT_NTA);
+        _mm_prefetch(
+            (const char *)source + (nbytes > PREFETCH_NBYTES ? PREFETCH_NBYTES : 0),
+            _MM_HINT_NTA);
         _mm_stream_si128(to, a);
         _mm_stream_si128(to + 1, b);
         _mm_stream_si128(to + 2, c);

@@ -1,0 +1,396 @@
+"""Memory, events, streams and buffer tables of the host device, as Python sees them."""
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from wsync import _core
+
+DEADLINE = 60.0
+
+
+def make_layout(tensors: Sequence[Tensor]) -> _core.Layout:
+    """A layout in which buffer i holds the whole tensor "t<i>"."""
+    builder = _core.LayoutBuilder()
+    builder.add_tensors([f"t{i}" for i in range(len(tensors))], _core.describe(tensors))
+    return builder.build()
+
+
+def copy_tensors(
+    stream: _core.Stream, sources: Sequence[Tensor], destinations: Sequence[Tensor]
+) -> int:
+    """Enqueues the copies of sources[i] to destinations[i]; returns the bytes written."""
+    route = _core.Route(make_layout(sources), make_layout(destinations))
+    source_table = _core.BufferTable.of(_core.describe(sources), sources)
+    destination_table = _core.BufferTable.of(_core.describe(destinations), destinations)
+    return sum(
+        stream.copy(route, i, 0, source_table, destination_table) for i in range(route.buffer_count)
+    )
+
+
+def copied(source: Tensor, dtype: torch.dtype, *, threads: int = 1) -> Tensor:
+    destination = torch.zeros(source.shape, dtype=dtype)
+    stream = _core.Stream(threads)
+    nbytes = copy_tensors(stream, [source], [destination])
+    stream.synchronize(DEADLINE)
+    stream.close()
+    assert nbytes == destination.nbytes
+    return destination
+
+
+def assert_same_bits(result: Tensor, expected: Tensor) -> None:
+    """Equal bit for bit, except that any NaN stands for any other."""
+    assert result.dtype == expected.dtype
+    nan = expected.isnan()
+    assert torch.equal(result.isnan(), nan)
+    integer = {2: torch.int16, 4: torch.int32}[result.element_size()]
+    assert torch.equal(result.view(integer)[~nan], expected.view(integer)[~nan])
+
+
+def all_16_bits(dtype: torch.dtype) -> Tensor:
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def special_floats() -> Tensor:
+    """Random bit patterns, and what lies at and next to every 16-bit value and tie."""
+    generator = torch.Generator().manual_seed(5)
+    low, high = -(2**31), 2**31 - 1
+    bits = torch.randint(low, high, (300_001,), generator=generator, dtype=torch.int64)
+    halves = all_16_bits(torch.float16).float().view(torch.int32).long()
+    brains = all_16_bits(torch.bfloat16).float().view(torch.int32).long()
+    parts = [bits]
+    for values, tie in ((halves, 2**12), (brains, 2**15)):
+        parts += [values + base + delta for base in (0, tie) for delta in (-1, 0, 1)]
+    return torch.cat(parts).clamp(low, high).to(torch.int32).view(torch.float32)
+
+
+# --- copies --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["rows", "elements"])
+def test_widening_is_exact_for_every_bfloat16(step: int) -> None:
+    source = all_16_bits(torch.bfloat16)[::step]
+    assert_same_bits(copied(source, torch.float32), source.float())
+
+
+@pytest.mark.parametrize("step", [1, 3], ids=["rows", "elements"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrowing_rounds_like_torch(dtype: torch.dtype, step: int) -> None:
+    source = special_floats()[::step]
+    assert source.isnan().any() and source.isinf().any()
+    assert_same_bits(copied(source, dtype), source.to(dtype))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128], ids=str
+)
+def test_strided_and_transposed_tensors_arrive(dtype: torch.dtype, threads: int) -> None:
+    base = torch.arange(3 * 130 * 257).reshape(3, 130, 257).to(dtype)
+    sources = [
+        base,
+        base.transpose(1, 2),
+        base.permute(2, 0, 1),
+        base[:, ::2, 5:200],
+        base[1:, :, ::3],
+        base.expand(2, 3, 130, 257),
+        base[0, 0, 0],
+        base[:, :0],
+    ]
+    destinations = [torch.zeros(s.shape, dtype=dtype) for s in sources]
+    stream = _core.Stream(threads)
+    nbytes = copy_tensors(stream, sources, destinations)
+    stream.synchronize(DEADLINE)
+    assert nbytes == sum(d.nbytes for d in destinations)
+    for source, destination in zip(sources, destinations, strict=True):
+        assert torch.equal(destination, source)
+
+
+def test_large_tensors_arrive() -> None:
+    source = torch.randn(2_000_003)  # long enough for streaming stores, not aligned
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(copied(source[1:], dtype, threads=2), source[1:].to(dtype))
+
+
+def test_copies_outside_their_buffers_are_refused() -> None:
+    source = torch.ones(100)
+    destination = torch.zeros(100)
+    route = _core.Route(make_layout([source]), make_layout([destination]))
+    table = _core.BufferTable.of(_core.describe([source]), source)
+    small = _core.BufferTable([(destination.data_ptr(), 399)], destination)
+    stream = _core.Stream()
+    with pytest.raises(_core.InvalidArgumentError, match="399"):
+        stream.copy(route, 0, 0, table, small)
+    with pytest.raises(_core.InvalidArgumentError):
+        stream.copy(route, 0, 0, table, _core.BufferTable([]))
+    with pytest.raises(_core.InvalidArgumentError, match="buffer 1 of 1"):
+        stream.copy(route, 1, 0, table, table)
+    with pytest.raises(_core.InvalidArgumentError, match="buffer -1 of 1"):
+        stream.copy(route, -1, 0, table, table)
+    with pytest.raises(TypeError, match="Plan or a Route"):
+        stream.copy("route", 0, 0, table, table)  # type: ignore[arg-type]
+    stream.synchronize(DEADLINE)
+    assert not destination.any()
+
+
+# --- memory --------------------------------------------------------------------------------
+
+
+def test_memory_is_a_writable_buffer() -> None:
+    memory = _core.Memory(1000)
+    view = memoryview(memory)
+    assert view.nbytes == memory.nbytes == 1000 and not view.readonly
+    assert bytes(view) == bytes(1000)
+    view[999] = 7
+    assert ctypes.c_ubyte.from_address(memory.address + 999).value == 7
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    del memory, view
+    gc.collect()
+    assert tensor[999] == 7  # the buffer keeps the mapping
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "error", "match"),
+    [
+        (0, ValueError, "0 bytes"),
+        (-1, ValueError, "-1"),
+        (2**64, ValueError, str(2**64)),
+        (2**60, MemoryError, str(2**60)),
+    ],
+)
+def test_impossible_sizes_are_errors(nbytes: int, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        _core.Memory(nbytes)
+
+
+def test_foreign_descriptors_are_refused() -> None:
+    memory = _core.Memory(4096)
+    with pytest.raises(_core.InvalidArgumentError, match="4096 bytes, expected 4097"):
+        _core.Memory.from_fd(memory.fileno(), 4097)
+    unsealed = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 4096)
+    with pytest.raises(_core.PeerRefusedError, match="seals"):
+        _core.Memory.from_fd(unsealed, 4096)
+    os.close(unsealed)
+    with open(os.devnull, "rb") as file, pytest.raises(PermissionError, match="not a memfd"):
+        _core.Memory.from_fd(file.fileno(), 4096)
+    with pytest.raises(_core.SystemCallError) as caught:
+        _core.Memory.from_fd(-1, 4096)
+    assert isinstance(caught.value, OSError) and caught.value.origin == "fcntl"
+
+
+_PEER = """
+import socket, sys
+from wsync import _core
+peer = socket.socket(fileno=int(sys.argv[1]))
+message, fds, _, _ = socket.recv_fds(peer, 8, 1)
+memory = _core.Memory.from_fd(fds[0], int.from_bytes(message, "little"))
+event = _core.Event(memory, 0)
+event.wait(1, 60.0)
+view = memoryview(memory)
+view[8192:12288] = bytes(255 - b for b in view[4096:8192])
+stream = _core.Stream()
+stream.record(event, 2)
+stream.synchronize(60.0)
+"""
+
+
+def test_two_processes_share_memory_and_events() -> None:
+    memory = _core.Memory(12288)
+    data = os.urandom(4096)
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-P", "-c", _PEER, str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as peer, ours, theirs:
+        socket.send_fds(ours, [memory.nbytes.to_bytes(8, "little")], [memory.fileno()])
+        source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        destination = torch.frombuffer(memory, dtype=torch.uint8)[4096:8192]
+        stream = _core.Stream()
+        copy_tensors(stream, [source], [destination])
+        event = _core.Event(memory, 0)
+        stream.record(event, 1)
+        event.wait(2, DEADLINE)
+        assert peer.wait(DEADLINE) == 0
+    assert bytes(memoryview(memory)[8192:]) == bytes(255 - b for b in data)
+
+
+# --- events and streams --------------------------------------------------------------------
+
+
+def test_events_wait_until_their_deadline() -> None:
+    memory = _core.Memory(64)
+    event = _core.Event(memory, 8)
+    stream = _core.Stream()
+    with pytest.raises(_core.DeadlineError, match="is 0, waited for 1"):
+        event.wait(1, 0.01)
+    stream.record(event, 2**40)
+    event.wait(2**40, DEADLINE)
+    assert event.value == 2**40
+    with pytest.raises(TimeoutError):
+        event.wait(2**40 + 1, 0.0)
+
+
+@pytest.mark.parametrize("offset", [4, 60, 64, 2**63])
+def test_events_lie_inside_their_memory(offset: int) -> None:
+    with pytest.raises(_core.InvalidArgumentError, match="memory of 64 bytes"):
+        _core.Event(_core.Memory(64), offset)
+
+
+def test_check_ends_a_wait() -> None:
+    event = _core.Event(_core.Memory(64), 0)
+    calls: list[int] = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("the peer failed")
+
+    with pytest.raises(KeyError, match="the peer failed"):
+        event.wait(1, DEADLINE, check)
+
+
+def test_signals_end_a_wait() -> None:
+    event = _core.Event(_core.Memory(64), 0)
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise InterruptedError("signal")
+
+    previous = signal.signal(signal.SIGUSR1, interrupt)
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGUSR1))
+    try:
+        timer.start()
+        with pytest.raises(InterruptedError, match="signal"):
+            event.wait(1, DEADLINE)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, previous)
+
+
+class Owner:
+    """Something whose life can be watched."""
+
+
+def test_copies_keep_their_buffers_alive_until_the_stream_has_passed() -> None:
+    stream = _core.Stream()
+    source, destination = torch.arange(1000.0), torch.zeros(1000)
+    route = _core.Route(make_layout([source]), make_layout([destination]))
+    owner = Owner()
+    alive = weakref.ref(owner)
+    table = _core.BufferTable.of(_core.describe([source]), owner)
+    stream.copy(
+        route, 0, 0, table, _core.BufferTable.of(_core.describe([destination]), destination)
+    )
+    del table, owner
+    assert alive() is not None  # nothing was let go before this thread asked
+    stream.synchronize(DEADLINE)
+    assert alive() is None
+    assert torch.equal(source, destination)
+
+
+def test_a_busy_stream_lets_go_of_what_it_has_passed() -> None:
+    memory = _core.Memory(64)
+    stream = _core.Stream()
+    source, destination = torch.arange(10.0), torch.zeros(10)
+    route = _core.Route(make_layout([source]), make_layout([destination]))
+    to = _core.BufferTable.of(_core.describe([destination]), destination)
+    owners: list[weakref.ref[Owner]] = []
+    for i in range(1, 51):
+        owner = Owner()
+        owners.append(weakref.ref(owner))
+        table = _core.BufferTable.of(_core.describe([source]), owner)
+        stream.copy(route, 0, 0, table, to)
+        stream.record(_core.Event(memory, 0), i)
+        _core.Event(memory, 0).wait(i, DEADLINE)
+        del table, owner
+    assert sum(owner() is not None for owner in owners) < 5
+
+
+def test_closing_waits_and_then_refuses() -> None:
+    memory = _core.Memory(64)
+    event = _core.Event(memory, 0)
+    stream = _core.Stream(2)
+    source, destination = torch.ones(3_000_000), torch.zeros(3_000_000)
+    copy_tensors(stream, [source], [destination])
+    stream.record(event, 1)
+    stream.close()
+    assert event.value == 1 and torch.equal(source, destination)
+    stream.close()
+    with pytest.raises(_core.StateError, match="closed"):
+        stream.record(event, 2)
+    with pytest.raises(_core.StateError, match="closed"):
+        stream.synchronize(1.0)
+
+
+def test_cycles_through_a_stream_are_collected() -> None:
+    owner = Owner()
+    alive = weakref.ref(owner)
+    stream = _core.Stream()
+    source, destination = torch.ones(10), torch.zeros(10)
+    route = _core.Route(make_layout([source]), make_layout([destination]))
+    owner.stream = stream  # type: ignore[attr-defined]
+    table = _core.BufferTable.of(_core.describe([source]), owner)
+    stream.copy(
+        route, 0, 0, table, _core.BufferTable.of(_core.describe([destination]), destination)
+    )
+    del owner, stream, table
+    gc.collect()
+    assert alive() is None
+    assert torch.equal(source, destination)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 65])
+def test_thread_counts_are_checked(threads: int) -> None:
+    with pytest.raises(_core.InvalidArgumentError, match="1 to 64"):
+        _core.Stream(threads)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_streams_survive_a_fork_of_their_process() -> None:
+    stream = _core.Stream()
+    event = _core.Event(_core.Memory(64), 0)
+    child = os.fork()
+    if child == 0:
+        try:
+            stream.record(event, 1)
+        except _core.StateError:
+            del stream
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    stream.record(event, 3)
+    event.wait(3, DEADLINE)
+
+
+# --- buffer tables -------------------------------------------------------------------------
+
+
+def test_buffer_tables_hold_their_spans() -> None:
+    tensors = [torch.zeros(4, 6)[:, :3], torch.zeros(0), torch.zeros(5, dtype=torch.bfloat16)]
+    table = _core.BufferTable.of(_core.describe(tensors), tensors)
+    assert len(table) == 3
+    # From the first to the end of the last element: three rows of six, and three elements.
+    assert table[0] == (tensors[0].data_ptr(), (3 * 6 + 3) * 4)
+    assert table[1][1] == 0
+    assert table[-1] == (tensors[2].data_ptr(), 10)
+    with pytest.raises(IndexError):
+        table[3]
+    spans = [(4096, 10), (0, 0)]
+    assert [_core.BufferTable(spans)[i] for i in range(2)] == spans
+
+
+@pytest.mark.parametrize("span", [(0, 1), (2**64 - 1, 2), (2**64, 0), (1, -1), (1,), (1, 2, 3)])
+def test_impossible_spans_are_errors(span: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError):
+        _core.BufferTable([span])  # type: ignore[list-item]
