@@ -349,7 +349,7 @@ static int parse_span(ModuleState *state, PyObject *item, size_t index, wsync_sp
                              (unsigned long long)span->nbytes, (unsigned long long)address);
             (void)wsync_py_raise(state, &err);
         } else {
-            span->data = (void *)(uintptr_t)address;
+            span->data = PyLong_AsVoidPtr(PyTuple_GetItem(pair, 0));
             result = 0;
         }
     }

@@ -58,12 +58,12 @@ PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_span_t *spans,
 
 /* Between these two the stream cannot be closed and may be used without the GIL.  enter
  * raises StateError and returns NULL if the stream is closed. */
-wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *stream);
-void wsync_py_stream_leave(StreamObject *stream);
+wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *self);
+void wsync_py_stream_leave(StreamObject *self);
 
 /* Call after something was enqueued that borrows from `owner`: keeps owner alive until the
  * stream has passed this point.  Never fails: where memory is short owner lives for ever.
  */
-void wsync_py_stream_hold(StreamObject *stream, PyObject *owner);
+void wsync_py_stream_hold(StreamObject *self, PyObject *owner);
 
 #endif

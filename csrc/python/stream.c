@@ -11,10 +11,6 @@
 #include "python/plan.h"
 #include "python/route.h"
 
-/* Until the planner is in the tree. */
-#pragma weak wsync_plan_round_count
-#pragma weak wsync_plan_copies
-
 enum { PROGRESS_NBYTES = 64 };
 
 static wsync_event_t progress_event(const StreamObject *self)

@@ -215,7 +215,7 @@ TEST(synchronize_ends_at_its_deadline)
     unsigned char to[1024];
     const wsync_span_t source = {from, sizeof(from)};
     const wsync_span_t destination = {to, sizeof(to)};
-    wsync_copy_t copy = slow_copy(250 * 1000);
+    wsync_copy_t copy = slow_copy(250000);
     wsync_status_t status;
     wsync_error_t err = {0};
 
