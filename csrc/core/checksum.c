@@ -39,7 +39,7 @@ uint64_t wsync_checksum(const void *data, size_t nbytes)
         lane[i] = fnv_basis + i;
     }
     for (; left >= LANE_NBYTES; left -= LANE_NBYTES, at += LANE_NBYTES) {
-        for (int i = 0; i < LANES; i++) {
+        for (size_t i = 0; i < LANES; i++) {
             lane[i] = mix(lane[i], load_word(at + 8 * i, 8));
         }
     }

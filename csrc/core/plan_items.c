@@ -512,6 +512,7 @@ wsync_status_t wsync_plan_make_items(wsync_planner_t *planner)
         status = make_groups(planner);
     }
     for (uint32_t i = 0; i < count && status == WSYNC_OK; i++) {
+        /* NOLINTNEXTLINE(clang-analyzer-core.UndefinedBinaryOperatorResult) */
         if (planner->leader[i] == i && planner->first_ref[i] < planner->first_ref[i + 1]) {
             status = add_tensor(planner, i);
         }

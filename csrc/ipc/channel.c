@@ -204,6 +204,7 @@ wsync_status_t wsync_channel_send(wsync_channel_t *channel, const wsync_frame_t 
     for (;;) {
         wsync_status_t status;
 
+        /* NOLINTNEXTLINE(clang-analyzer-core.NullDereference) */
         if (sendmsg(channel->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) {
             return WSYNC_OK;
         }

@@ -51,7 +51,7 @@ void wsync_frame_encode_header(const wsync_frame_t *frame,
     put_u32(header + 4, FRAME_VERSION);
     put_u32(header + 8, frame->kind);
     put_u32(header + 12, frame->payload_nbytes);
-    for (int i = 0; i < 4; i++) {
+    for (size_t i = 0; i < 4; i++) {
         put_u64(header + 16 + 8 * i, frame->arguments[i]);
     }
 }
@@ -86,7 +86,7 @@ wsync_status_t wsync_frame_parse(const uint8_t *data, size_t nbytes, wsync_frame
     }
     frame->kind = get_u32(data + 8);
     frame->payload_nbytes = payload_nbytes;
-    for (int i = 0; i < 4; i++) {
+    for (size_t i = 0; i < 4; i++) {
         frame->arguments[i] = get_u64(data + 16 + 8 * i);
     }
     memcpy(frame->payload, data + WSYNC_FRAME_HEADER_NBYTES, payload_nbytes);

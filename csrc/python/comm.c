@@ -123,7 +123,7 @@ static const char **read_addresses(const ExchangeObject *self, PyObject *tuple)
         (void)wsync_py_raise(wsync_py_type_state(Py_TYPE((PyObject *)self)), &err);
         return NULL;
     }
-    addresses = calloc((size_t)count, sizeof(*addresses));
+    addresses = (const char **)calloc((size_t)count, sizeof(*addresses));
     if (addresses == NULL) {
         (void)PyErr_NoMemory();
         return NULL;
@@ -350,7 +350,7 @@ static PyObject *exchange_close(PyObject *object, PyObject *unused)
 }
 
 #define METHOD(name, function, text) \
-    {name, (PyCFunction)(void (*)(void))function, METH_VARARGS | METH_KEYWORDS, text}
+    {name, (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS, text}
 
 static PyMethodDef exchange_methods[] = {
     METHOD("connect", exchange_connect,
