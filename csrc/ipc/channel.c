@@ -114,7 +114,7 @@ wsync_status_t wsync_channel_connect(const char *path,
         return status;
     }
     status = wsync_channel_adopt(fd, &self, err);
-    if (status != WSYNC_OK) {
+    if (self == NULL) {
         return status;
     }
     first.kind = WSYNC_FRAME_HELLO;
@@ -171,10 +171,10 @@ wsync_status_t wsync_channel_send(wsync_channel_t *channel, const wsync_frame_t 
                                   int timeout_ms, wsync_error_t *err)
 {
     const int64_t deadline = wsync_deadline_ms(timeout_ms);
-    uint8_t header[WSYNC_FRAME_HEADER_NBYTES];
+    uint8_t data[WSYNC_FRAME_WIRE_NBYTES];
     control_buffer_t control = {0};
-    struct iovec parts[2] = {{.iov_base = header, .iov_len = sizeof(header)}};
-    struct msghdr message = {.msg_iov = parts, .msg_iovlen = 1};
+    struct iovec part = {.iov_base = data};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
 
     if (frame->payload_nbytes > WSYNC_FRAME_PAYLOAD_NBYTES ||
         frame->fd_count > WSYNC_FRAME_FDS) {
@@ -185,12 +185,9 @@ wsync_status_t wsync_channel_send(wsync_channel_t *channel, const wsync_frame_t 
             (unsigned)frame->payload_nbytes, WSYNC_FRAME_PAYLOAD_NBYTES,
             (unsigned)frame->fd_count, WSYNC_FRAME_FDS);
     }
-    wsync_frame_encode_header(frame, header);
-    if (frame->payload_nbytes > 0) {
-        parts[1].iov_base = (void *)(uintptr_t)frame->payload; /* sendmsg only reads it */
-        parts[1].iov_len = frame->payload_nbytes;
-        message.msg_iovlen = 2;
-    }
+    wsync_frame_encode_header(frame, data);
+    memcpy(data + WSYNC_FRAME_HEADER_NBYTES, frame->payload, frame->payload_nbytes);
+    part.iov_len = WSYNC_FRAME_HEADER_NBYTES + (size_t)frame->payload_nbytes;
     if (frame->fd_count > 0) {
         const size_t fds_nbytes = sizeof(int) * frame->fd_count;
 
