@@ -30,7 +30,7 @@ TENSORS = [
     ("model.embed.weight", torch.randn(5, 3).to(torch.bfloat16)),
     ("odd", torch.arange(7, dtype=torch.uint8)),
     ("scale", torch.tensor(0.5)),
-    ("model.ünicode.weight", torch.randn(4, 4).to(torch.float8_e4m3fn)),
+    ("model.\u00fcnicode.weight", torch.randn(4, 4).to(torch.float8_e4m3fn)),
     ("bias", torch.randn(9, dtype=torch.float64)),
     ("none", torch.empty(0, 3)),
 ]
