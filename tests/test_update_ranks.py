@@ -101,7 +101,7 @@ def test_a_rank_that_dies_is_reported_by_all_others(tmp_path: Path) -> None:
             Parallel(tp=2, pp=2),
             {"tp": 2},
             str(tmp_path),
-            timeout=60,
+            timeout=120,
         )
     texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert sorted(texts) == ["rank0", "rank1", "rank3"]
