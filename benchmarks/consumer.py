@@ -41,6 +41,7 @@ class Consumer:
         )
         self._process.start()
         theirs.close()
+        self.digest()  # importing torch takes a while: an engine is one that answers
 
     def pause_generation(self) -> None:
         return None
