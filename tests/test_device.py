@@ -144,6 +144,30 @@ def test_copies_outside_their_buffers_are_refused() -> None:
     assert not destination.any()
 
 
+def test_a_plan_fills_the_ring_round_by_round() -> None:
+    tensors = [torch.randn(300, 70), torch.arange(5000, dtype=torch.int64)]
+    layout = make_layout(tensors)
+    plan = _core.Plan(layout, [(layout, True)], [(0, 0)], [0], 0)
+    sources = _core.BufferTable.of(_core.describe(tensors), tensors)
+    ring = _core.Memory(plan.ring_nbytes(0))
+    rings = _core.BufferTable([(ring.address, ring.nbytes)], ring)
+    stream = _core.Stream(2)
+    total = sum(
+        stream.copy(plan, number, _core.LOCAL, sources, rings) for number in range(plan.round_count)
+    )
+    stream.synchronize(DEADLINE)
+    assert total == sum(tensor.nbytes for tensor in tensors)
+    manifest = plan.manifest(0)
+    for i, tensor in enumerate(tensors):
+        offset = manifest.shards(manifest.find(f"t{i}"))[0][2]
+        data = bytes(memoryview(ring)[offset : offset + tensor.nbytes])
+        assert data == tensor.numpy().tobytes()
+    with pytest.raises(_core.InvalidArgumentError, match=f"round {plan.round_count} of"):
+        stream.copy(plan, plan.round_count, _core.LOCAL, sources, rings)
+    with pytest.raises(_core.InvalidArgumentError, match="phase 3 of 3"):
+        stream.copy(plan, 0, 3, sources, rings)
+
+
 # --- memory --------------------------------------------------------------------------------
 
 
