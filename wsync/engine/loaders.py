@@ -364,7 +364,7 @@ class _ByCall:
             offset + _numel(shape) * _dtype(dtype).itemsize for _, dtype, shape, offset in items
         )
         private = Memory(end - start)
-        memoryview(private)[:] = memoryview(self._manifest.ring)[start:end]  # type: ignore[arg-type]
+        memoryview(private)[:] = memoryview(self._manifest.ring)[start:end]
         pool = ViewPool(private)
         self._call(
             [
