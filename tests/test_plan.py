@@ -1,7 +1,6 @@
 """Plans against an oracle that plays them byte by byte, and what is refused."""
 
 import itertools
-import math
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,13 +8,11 @@ from hypothesis import strategies as st
 from plan_reference import (
     ALIGN,
     DEFAULT_ROUND,
-    ITEM_NBYTES,
     Box,
     Destination,
     Shard,
     Tensor,
     World,
-    pad,
     play,
     whole,
 )
@@ -104,21 +101,24 @@ def worlds(draw: st.DrawFn) -> World:
     worker = st.tuples(st.integers(0, len(destinations) - 1), st.integers(0, ranks - 1))
     workers = draw(st.lists(worker, min_size=1, max_size=5))
     world = World(made, shards, destinations, workers, hosts)
-    least = ALIGN
-    if any(destinations[d].whole for d, _ in workers):
-        # Room for all tensors at once, whatever is kept together and however it is padded.
-        least = sum(pad(math.prod(t.shape) * ITEM_NBYTES[t.dtype]) for t in made)
-        least += ALIGN * len(shards) * len(shards)
     for name in ("round_nbytes", "ring_nbytes", "send_nbytes", "recv_nbytes"):
-        factor = draw(st.sampled_from([0, 0, 1, 2, 3]))
-        world.budgets[name] = factor * least * (len(destinations) if name == "recv_nbytes" else 1)
+        world.budgets[name] = ALIGN * draw(st.sampled_from([0, 0, 0, 1, 2, 3, 8]))
     return world
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(worlds())
 def test_every_byte_arrives_once_in_time_and_in_budget(world: World) -> None:
-    play(world)
+    """Where a budget is refused because of what cannot be cut, the next larger one is tried."""
+    while True:
+        try:
+            play(world)
+        except _core.InvalidArgumentError as error:
+            assert any(d.whole for d in world.destinations)
+            name = str(error).split()[0]
+            world.budgets[name] += ALIGN
+        else:
+            break
 
 
 # --- worlds of matrices -------------------------------------------------------------------------

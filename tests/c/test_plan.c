@@ -23,8 +23,8 @@ static void fixture_init(fixture_t *fixture)
     wsync_layout_builder_t *wanted = new_builder();
 
     for (uint32_t rank = 0; rank < RANKS; rank++) {
-        add_rows(source, matrix("a", 8, 32), rank, 0, 0, 4 * (rank % 2), 4);
-        add_rows(source, matrix("b", 8, 32), rank, 1, 0, 4 * (rank % 2), 4);
+        add_rows(source, matrix("a", 8, 32), rank, 0, 0, rank % 2 == 0 ? 0 : 4, 4);
+        add_rows(source, matrix("b", 8, 32), rank, 1, 0, rank % 2 == 0 ? 0 : 4, 4);
     }
     add_rows(wanted, matrix("a", 8, 32), 0, 0, 0, 0, 8);
     add_rows(wanted, matrix("b", 8, 32), 0, 1, 0, 0, 8);
