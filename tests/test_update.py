@@ -158,6 +158,18 @@ def test_non_contiguous_and_empty_tensors_are_read_where_they_lie() -> None:
         assert torch.equal(found[name], tensor), name
 
 
+def test_a_large_tensor_is_cut_where_the_engine_copies_by_name() -> None:
+    from support.bare import BareEngine
+
+    weights = {"large": torch.arange(40_000.0).reshape(200, 200), "small": torch.ones(3)}
+    options = wsync.Options(deadline=3, round_nbytes=1 << 14, progress=False)
+    with BareEngine({name: (t.shape, t.dtype) for name, t in weights.items()}) as engine:
+        with wsync.connect(weights, engines=[engine], options=options) as sync:
+            report = sync.update()
+        assert same(engine.weights(), weights)
+    assert report.rounds >= 10
+
+
 # --- what goes wrong --------------------------------------------------------------------------
 
 

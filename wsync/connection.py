@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from wsync import _core
+from wsync.control import PIECES, WHOLE
 from wsync.exchange import Exchange, GlooExchange
 from wsync.group import TrainerGroup
 from wsync.handles import EngineHandle
@@ -184,7 +185,9 @@ class Connection:
     def _make_plan(self, layouts: list[bytes]) -> _core.Plan:
         kinds = list(dict.fromkeys(layouts))
         destinations = [
-            (_core.Layout.from_bytes(kind), False) if kind else (whole(self._model), True)
+            (everything(self._model), kind == WHOLE)
+            if kind in (WHOLE, PIECES)
+            else (_core.Layout.from_bytes(kind), False)
             for kind in kinds
         ]
         return _core.Plan(
@@ -231,8 +234,8 @@ class Connection:
         return exchange
 
 
-def whole(model: _core.Layout) -> _core.Layout:
-    """Every tensor of a model, each in one piece: what a stock load_weights needs."""
+def everything(model: _core.Layout) -> _core.Layout:
+    """The layout of a worker that keeps every tensor of a model."""
     builder = _core.LayoutBuilder()
     for index in range(model.tensor_count):
         name, dtype, shape, group = model.tensor(index)

@@ -26,6 +26,11 @@ LOAD_FORMAT: Final = "wsync.sglang.load_weights"
 TENSOR_NAME: Final = "__wsync__"
 """Name of the uint8 tensor that holds the message."""
 
+WHOLE: Final = b""
+PIECES: Final = b"*"
+"""What a worker asks for when it joins, where that is no layout: every tensor in one piece (a
+load_weights of the engine's own reads them), or every tensor in pieces as small as is good."""
+
 PROTOCOL: Final = 1
 MAX_NBYTES: Final = 4096
 MAX_DEADLINE: Final = 24 * 3600.0

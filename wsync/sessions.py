@@ -99,7 +99,7 @@ class WorkerSession:
         return control.to_bytes()
 
     def accept(self, timeout: float, check: Check) -> bytes:
-        """Waits for the worker; returns the layout it keeps, or nothing for whole tensors."""
+        """Waits for the worker; returns the layout it keeps, or control.WHOLE or PIECES."""
         return self._exporter.accept(timeout, check)
 
     def attach(self, plan: _core.Plan, timeout: float, check: Check) -> Span:

@@ -11,6 +11,7 @@ import torch
 
 from wsync import _core, payload
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+from wsync.control import WHOLE
 from wsync.handles import EngineHandle
 
 Check = Callable[[], object]
@@ -44,7 +45,7 @@ class StockSession:
 
     def accept(self, timeout: float, check: Check) -> bytes:
         """A stock engine takes whole tensors."""
-        return b""
+        return WHOLE
 
     def attach(self, plan: _core.Plan, timeout: float, check: Check) -> tuple[int, int]:
         self._ring = payload.shared_bytes(max(plan.ring_nbytes(self.worker), 1))

@@ -29,6 +29,7 @@ from wsync._core import (
     ViewPool,
     describe,
 )
+from wsync.control import PIECES, WHOLE
 
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]
 
@@ -50,7 +51,7 @@ class Loader(Protocol):
     """What a Receiver needs.  Any exception fails the update and becomes its text."""
 
     def blob(self) -> bytes:
-        """The worker's layout in bytes, or b"" to be sent whole tensors."""
+        """The worker's layout in bytes, or control.WHOLE or control.PIECES."""
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         """A new plan: round k's boxes are the shards of `manifest` with buffer k, their
@@ -205,7 +206,7 @@ class ModuleLoader:
         self._loaded: set[int] = set()
 
     def blob(self) -> bytes:
-        return b""
+        return PIECES if isinstance(self._strategy, _ByName) else WHOLE
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._manifest = None
