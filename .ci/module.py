@@ -65,7 +65,7 @@ def main() -> int:
         objects += len(items)
         wrong += [f"{item}: {s}" for item in items for s in mutable_sections(item)]
     print(*wrong, sep="\n", end="\n" if wrong else "")
-    print(f"exports {sorted(EXPORTS)}, links {sorted(libraries)}")
+    print(f"exports {sorted(exports(module))}, links {sorted(libraries)}")
     print(f"checked: {objects + 2} objects and tables")
     return 1 if wrong else 0
 
