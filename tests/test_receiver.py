@@ -10,6 +10,7 @@ import torch
 from support.trainer import SECONDS, Tensors, Trainer, as_bytes
 
 from wsync._core import Exporter, Layout, LayoutBuilder, PeerClosedError, RemoteError
+from wsync.control import PIECES
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.receiver import Receiver
 
