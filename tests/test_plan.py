@@ -173,6 +173,14 @@ def test_replicas_share_the_load() -> None:
     assert [count(plan, _core.PACK) for plan in plans] == [2, 2, 2, 0]
 
 
+def test_replicas_share_the_load_of_a_tensor_that_is_cut() -> None:
+    made = [matrix("w", 12)]
+    shards = [Shard(0, rank, whole(made[0])) for rank in range(3)]
+    wanted = Destination(False, {0: [whole(made[0])]})
+    world = World(made, shards, [wanted], [(0, 3)], [0] * 4, {"round_nbytes": 256})
+    assert [count(plan, _core.PACK) for plan in play(world)] == [1, 1, 1, 0]
+
+
 def test_homes_served_by_one_source_share_a_message() -> None:
     made = [matrix("w")]
     shards = [Shard(0, 0, whole(made[0]))]
@@ -278,6 +286,23 @@ def test_an_explicit_ring_makes_rounds_a_quarter_of_it() -> None:
     assert {plan.slot(0, k)[1] for k in range(plan.round_count)} == {4096}
 
 
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(0, 20))
+def test_a_slot_waits_for_the_last_round_that_it_overlaps(sizes: list[int], more: int) -> None:
+    largest = max(sizes) * ALIGN
+    ring_nbytes = largest + more * ALIGN
+    plan = big([n * ALIGN for n in sizes], round_nbytes=largest, ring_nbytes=ring_nbytes)
+    assert plan.ring_nbytes(0) == min(ring_nbytes, sum(sizes) * ALIGN)
+    slots = [plan.slot(0, k) for k in range(plan.round_count)]
+    wait = -1
+    for k, (offset, nbytes, wait_round) in enumerate(slots):
+        assert offset + nbytes <= plan.ring_nbytes(0)
+        for j, (at, size, _) in enumerate(slots[:k]):
+            if at < offset + nbytes and offset < at + size:
+                wait = max(wait, j)
+        assert wait_round == wait
+
+
 def test_zero_size_tensors_are_in_the_manifest_of_a_whole_destination() -> None:
     made = [Tensor("empty", "float32", (0, 3)), matrix("w")]
     world = World(made, [Shard(1, 0, whole(made[1]))], [everything(made)], [(0, 0)], [0])
@@ -354,6 +379,13 @@ def test_overlapping_boxes_of_one_parameter_are_replicas() -> None:
     made = [matrix("w", 8)]
     shards = [Shard(0, 0, rows(0, 5), "fc1.weight"), Shard(0, 1, rows(4, 4), "fc1.weight")]
     play(two_ranks(made, shards, everything(made)))
+
+
+def test_one_box_twice_on_one_rank_is_a_replica() -> None:
+    made = [matrix("w")]
+    shards = [Shard(0, 0, whole(made[0])), Shard(0, 0, whole(made[0]), order=(1, 0))]
+    plans = play(two_ranks(made, shards, everything(made)))
+    assert messages(plans) == [(0, 0, (1,))]
 
 
 @pytest.mark.parametrize("boxes", [[rows(0, 3), rows(2, 2)], [rows(0, 3), rows(0, 3)]])
