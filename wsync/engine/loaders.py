@@ -282,7 +282,7 @@ class _ByName:
         for group in aliases(state):
             name = next((alias for alias in group if alias in delivered), None)
             if name is None:
-                if not self._ignore.intersection(group):
+                if state[group[0]].numel() and not self._ignore.intersection(group):
                     missing.append(group[0])
                 continue
             tensor = state[name]
