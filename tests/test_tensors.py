@@ -333,3 +333,18 @@ def test_views_of_a_manifest_are_its_whole_tensors_in_order() -> None:
     ]
     assert [name for name, _ in pool.views(torch.Tensor, layout, 1)] == ["later"]
     assert pool.live == 2
+
+
+def test_views_of_all_buffers_are_all_whole_tensors() -> None:
+    builder = LayoutBuilder()
+    expected: dict[int, list[str]] = {buffer: [] for buffer in range(7)}
+    for i in range(300):
+        buffer = i * i % 7  # out of order, and some never
+        builder.add_shard(f"t{i}", "uint8", (8,), (0,), (8,), buffer, 8 * i, (1,))
+        expected[buffer].append(f"t{i}")
+    layout, pool = builder.build(), ViewPool(Memory(4096))
+    found = {buffer: pool.views(torch.Tensor, layout, buffer) for buffer in range(7)}
+    assert {buffer: [name for name, _ in pairs] for buffer, pairs in found.items()} == expected
+    for buffer in (-1, 2**32):
+        with pytest.raises(ValueError, match="buffer"):
+            pool.views(torch.Tensor, layout, buffer)

@@ -4,6 +4,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "python/convert.h"
 #include "python/device.h"
 #include "python/layout.h"
 #include "python/tensors.h"
@@ -305,19 +306,23 @@ static int append_view(PyObject *list, const char *name, PyObject *tensor)
 }
 
 static int append_views(ModuleState *state, const DLPackExchangeAPI *api, view_pool_t *pool,
-                        const wsync_layout_t *layout, unsigned long buffer, PyObject *list)
+                        LayoutObject *manifest, uint32_t buffer, PyObject *list)
 {
-    for (size_t i = 0; i < wsync_layout_tensor_count(layout); i++) {
-        const wsync_tensor_t *tensor = wsync_layout_tensor(layout, i);
-        size_t count = 0;
-        const wsync_shard_t *shards = wsync_layout_shards(layout, i, &count);
+    size_t count = 0;
+    const wsync_shard_t *const *shards =
+        wsync_py_layout_in_buffer(manifest, buffer, &count);
 
-        for (size_t k = 0; k < count; k++) {
-            if (shards[k].buffer == buffer && is_whole(tensor, &shards[k]) &&
-                append_view(list, tensor->name,
-                            make_view(state, api, pool, tensor, shards[k].offset)) < 0) {
-                return -1;
-            }
+    if (shards == NULL) {
+        return -1;
+    }
+    for (size_t i = 0; i < count; i++) {
+        const wsync_tensor_t *tensor =
+            wsync_layout_tensor(manifest->layout, shards[i]->tensor);
+
+        if (is_whole(tensor, shards[i]) &&
+            append_view(list, tensor->name,
+                        make_view(state, api, pool, tensor, shards[i]->offset)) < 0) {
+            return -1;
         }
     }
     return 0;
@@ -328,7 +333,8 @@ static PyObject *pool_views(PyObject *self, PyTypeObject *cls, PyObject *const *
 {
     ModuleState *state = wsync_py_type_state(cls);
     const DLPackExchangeAPI *api = NULL;
-    unsigned long buffer = 0;
+    long long number = 0;
+    uint32_t buffer = 0;
     PyObject *list = NULL;
 
     if (count != 3 || kwnames != NULL) {
@@ -338,14 +344,14 @@ static PyObject *pool_views(PyObject *self, PyTypeObject *cls, PyObject *const *
         PyErr_SetString(PyExc_TypeError, "views() takes a Layout as its second argument");
         return NULL;
     }
-    buffer = PyLong_AsUnsignedLong(args[2]);
-    if (PyErr_Occurred()) {
+    number = PyLong_AsLongLong(args[2]);
+    if (PyErr_Occurred() || wsync_py_read_u32(number, "buffer", &buffer) < 0) {
         return NULL;
     }
     api = find_importer(state, args[0]);
     list = api != NULL ? PyList_New(0) : NULL;
     if (list != NULL && append_views(state, api, ((ViewPoolObject *)self)->pool,
-                                     ((LayoutObject *)args[1])->layout, buffer, list) < 0) {
+                                     (LayoutObject *)args[1], buffer, list) < 0) {
         Py_CLEAR(list);
     }
     return list;
