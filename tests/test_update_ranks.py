@@ -79,6 +79,17 @@ def test_every_byte_arrives(name: str, ranks: Ranks) -> None:
         assert first["redundancy"] == 1.0
 
 
+def test_slimes_calls_work_and_engines_may_change(ranks: Ranks) -> None:
+    found = ranks.run(update_cases.as_slime_does, dense(), Parallel(tp=2, pp=2), timeout=90)
+    for facts in found:
+        assert facts["early"] == "update_weights before connect_rollout_engines"
+        assert facts["wrong"] == []
+        assert (facts["version"], facts["engine_version"]) == (2, "2")
+        assert facts["metrics"]["wsync/update_seconds"] > 0
+        assert facts["metrics"]["wsync/model_nbytes"] > 0
+        assert facts["second_pop"] == {}
+
+
 @pytest.mark.parametrize("exchange", ["shared", "gloo"])
 def test_all_ranks_raise_the_first_error_and_the_next_update_recovers(
     exchange: str, ranks: Ranks

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -133,3 +134,67 @@ def die_in_the_middle(
             text = f"{type(error).__name__}: {error}"
             Path(folder, f"rank{dist.get_rank()}").write_text(text)
         os._exit(0)  # groups that a rank has left cannot be taken down in order
+
+
+def slime_arguments(config: Any) -> Any:
+    """The fields of slime's arguments that a layout needs."""
+    return SimpleNamespace(
+        hf_checkpoint="",
+        megatron_to_hf_mode="raw",
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        num_experts=None,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=config.head_dim,
+        untie_embeddings_and_output_weights=not config.tie_word_embeddings,
+        update_weight_buffer_size=1 << 20,
+    )
+
+
+def as_slime_does(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any]:
+    """slime's calls: connect, update, connect to other engines, update; backups move each time."""
+    with trainer_and_engine(config, parallel, {"tp": 2}) as (trainer, first):
+
+        def weights_getter() -> dict[str, torch.Tensor]:
+            weights = megatron_cpu.named_weights(trainer.chunks)
+            return {f"module.module.{name}": tensor.detach().clone() for name, tensor in weights}
+
+        updater = wsync.UpdateWeightFromTensor(
+            slime_arguments(config),
+            trainer.chunks,
+            weights_getter,
+            model_name="qwen3",
+            quantization_config=None,
+            options=wsync.Options(**OPTIONS),
+        )
+        early = ""
+        try:
+            updater.update_weights()
+        except wsync.StateError as error:
+            early = str(error)
+        wrong: list[str] = []
+        with contextlib.ExitStack() as stack:
+            updater.connect_rollout_engines([first] if first else [], None)
+            trainer.randomize(3)
+            updater.update_weights()
+            wrong += compare(first, reference.hf_state_dict(trainer.chunks, config))
+            metrics = updater.pop_metrics()
+            other = None
+            if dist.get_rank() == 0:
+                other = stack.enter_context(TensorParallelEngine(config, tp=1))
+            updater.connect_rollout_engines([other] if other else [], None)
+            trainer.randomize(4)
+            updater.update_weights()
+            wrong += compare(other, reference.hf_state_dict(trainer.chunks, config))
+            updater.disconnect_rollout_engines()
+            return {
+                "early": early,
+                "wrong": wrong,
+                "version": updater.weight_version,
+                "engine_version": other.weight_version if other else "2",
+                "metrics": metrics,
+                "second_pop": [updater.pop_metrics(), updater.pop_metrics()][1],
+            }
