@@ -4,6 +4,7 @@
  * Worker threads never touch Python objects.  What was enqueued is held in a list with a
  * mark; the stream records each mark in a word of its own after the work it belongs to, and
  * calls that have the interpreter lock drop the holds whose marks have passed. */
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -129,6 +130,21 @@ static int stream_traverse(PyObject *object, visitproc visit, void *arg)
         Py_VISIT(self->holds[i].owner);
     }
     return 0;
+}
+
+/* The collector finalizes all objects of a cycle before it clears the first: this is the
+ * last moment at which what the copies in flight read and write is surely there. */
+static void stream_finalize(PyObject *object)
+{
+    StreamObject *self = (StreamObject *)object;
+
+    if (self->stream != NULL) {
+        self->users++;
+        Py_BEGIN_ALLOW_THREADS(void)
+            self->ops->stream_synchronize(self->stream, INT_MAX, NULL);
+        Py_END_ALLOW_THREADS
+        self->users--;
+    }
 }
 
 /* Unreachable, so nobody is inside a call; what is enqueued ends by itself. */
@@ -371,6 +387,7 @@ static PyType_Slot stream_slots[] = {
     {Py_tp_dealloc, stream_dealloc},
     {Py_tp_traverse, stream_traverse},
     {Py_tp_clear, stream_clear},
+    {Py_tp_finalize, stream_finalize},
     {Py_tp_methods, stream_methods},
     {0, NULL},
 };
