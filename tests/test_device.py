@@ -283,6 +283,17 @@ def test_check_ends_a_wait() -> None:
         event.wait(1, DEADLINE, check)
 
 
+def test_a_timeout_that_is_no_number_does_not_wait_for_ever() -> None:
+    def check() -> None:
+        assert len(calls) < 3, "still waiting"
+        calls.append(1)
+
+    calls: list[int] = []
+    event = _core.Event(_core.Memory(64), 0)
+    with pytest.raises(_core.DeadlineError):
+        event.wait(1, float("nan"), check)
+
+
 def test_signals_end_a_wait() -> None:
     event = _core.Event(_core.Memory(64), 0)
 
@@ -372,6 +383,36 @@ def test_cycles_through_a_stream_are_collected() -> None:
     gc.collect()
     assert alive() is None
     assert torch.equal(source, destination)
+
+
+def test_a_collected_cycle_keeps_its_memory_until_the_copies_are_done() -> None:
+    event = _core.Event(_core.Memory(64), 0)
+    seen: list[int] = []
+
+    class Watch:  # untracked by the collector: it goes when what refers to it is cleared
+        __slots__ = ()
+
+        def __del__(self) -> None:
+            seen.append(event.value)
+
+    source, destination = torch.ones(1 << 22), torch.zeros(1 << 22)
+    route = _core.Route(make_layout([source]), make_layout([destination]))
+    to = _core.BufferTable.of(_core.describe([destination]), destination)
+    gc.collect()
+    gc.disable()
+    try:
+        owner = Owner()
+        stream = _core.Stream()
+        owner.watch, owner.stream = Watch(), stream  # type: ignore[attr-defined]
+        table = _core.BufferTable.of(_core.describe([source]), owner)
+        for _ in range(16):
+            stream.copy(route, 0, 0, table, to)
+        stream.record(event, 1)
+        del owner, stream, table
+        gc.collect(0)
+    finally:
+        gc.enable()
+    assert seen == [1]
 
 
 @pytest.mark.parametrize("threads", [0, -1, 65])

@@ -94,7 +94,7 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
             }
             Py_DECREF(result);
         }
-        if (monotonic_seconds() >= deadline) {
+        if (!(monotonic_seconds() < deadline)) { /* a NaN is no deadline to wait for */
             (void)wsync_py_raise(state, &err);
             return -1;
         }
