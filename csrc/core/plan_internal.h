@@ -65,7 +65,7 @@ typedef struct wsync_plan_item {
 
 /* Who is behind a set of destinations. */
 typedef struct wsync_plan_audience {
-    uint32_t homes; /* set of ranks; WSYNC_PLAN_NONE until first used */
+    uint32_t homes; /* set of ranks */
     uint32_t worker_count;
 } wsync_plan_audience_t;
 
