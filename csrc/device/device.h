@@ -28,8 +28,8 @@ typedef struct wsync_device_ops {
     wsync_status_t (*memory_create)(uint64_t nbytes, wsync_memory_t **memory,
                                     wsync_error_t *err);
     /* Maps what a peer exported.  fd is borrowed.  REFUSED if the descriptor is not sealed
-     * against shrinking and growing; INVALID if its size is not nbytes: never a fault
-     * later. */
+     * against shrinking and growing, or has no memory for some of its bytes yet; INVALID if
+     * its size is not nbytes: never a fault later. */
     wsync_status_t (*memory_import)(int fd, uint64_t nbytes, wsync_memory_t **memory,
                                     wsync_error_t *err);
     /* Memory is counted: it is created with one reference, retain adds one and destroy

@@ -17,7 +17,10 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
-enum { SIZE_SEALS = F_SEAL_SHRINK | F_SEAL_GROW };
+enum {
+    SIZE_SEALS = F_SEAL_SHRINK | F_SEAL_GROW,
+    BLOCK_NBYTES = 512, /* of st_blocks */
+};
 
 struct wsync_memory {
     void *data;
@@ -219,6 +222,12 @@ wsync_status_t wsync_host_memory_import(int fd, uint64_t nbytes, wsync_memory_t 
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
                           "descriptor %d holds %lld bytes, expected %" PRIu64, fd,
                           (long long)info.st_size, nbytes);
+    }
+    /* Mapping gives every page memory: as much as the peer has paid for already. */
+    if ((uint64_t)info.st_blocks < nbytes / BLOCK_NBYTES) {
+        return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
+                          "descriptor %d has memory for %lld of its %" PRIu64 " bytes", fd,
+                          (long long)info.st_blocks * BLOCK_NBYTES, nbytes);
     }
     own = fcntl(fd, F_DUPFD_CLOEXEC, 3);
     if (own < 0) {

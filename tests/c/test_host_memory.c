@@ -38,7 +38,7 @@ static int make_fd(int seals)
     const int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
 
     CHECK(fd >= 0);
-    CHECK_EQ(ftruncate(fd, NBYTES), 0);
+    CHECK_EQ(posix_fallocate(fd, 0, NBYTES), 0);
     CHECK_EQ(fcntl(fd, F_ADD_SEALS, seals), 0);
     return fd;
 }
@@ -163,6 +163,19 @@ TEST(import_refuses_another_size)
     check_refused(fd, UINT64_MAX, WSYNC_ERR_INVALID, "100001 bytes");
     CHECK_OK(wsync_device_host()->memory_import(fd, NBYTES, &memory, &err), err);
     wsync_device_host()->memory_destroy(memory);
+    (void)close(fd);
+}
+
+/* Else a peer could have us pay for any size that it names. */
+TEST(import_refuses_memory_that_is_not_there_yet)
+{
+    const int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+
+    CHECK(fd >= 0);
+    CHECK_EQ(ftruncate(fd, NBYTES), 0);
+    CHECK_EQ(posix_fallocate(fd, 0, 4096), 0);
+    CHECK_EQ(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
+    check_refused(fd, NBYTES, WSYNC_ERR_REFUSED, "4096 of its 100001 bytes");
     (void)close(fd);
 }
 
