@@ -213,6 +213,16 @@ def test_packed_bytes_are_those_of_contiguous_tensors(
     assert torch.equal(out, expected)
 
 
+def test_the_stride_of_a_dimension_of_one_element_means_nothing() -> None:
+    tensor = torch.arange(4.0).as_strided((1, 4), (2**61, 1))
+    table, packed = describe([tensor]), torch.zeros(4)
+    pack(table, packed.data_ptr(), packed.nbytes, [0])
+    assert packed.tolist() == [0.0, 1.0, 2.0, 3.0]
+    builder = LayoutBuilder()
+    builder.add_tensors(["a"], table)
+    assert builder.build().shards(0)[0][4] == (1, 4)
+
+
 def test_pack_refuses_what_does_not_fit() -> None:
     tensor = torch.ones(4)
     table = describe([tensor])

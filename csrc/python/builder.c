@@ -191,6 +191,9 @@ static int add_row(PyObject *self, const wsync_tensor_row_t *row, const char *na
     }
     for (unsigned i = 0; i < row->ndim; i++) {
         tensor.shape[i] = row->shape[i];
+        if (row->shape[i] == 1) {
+            continue; /* torch lets any stride stand here */
+        }
         if (__builtin_mul_overflow(row->stride[i], (int64_t)wsync_dtype_nbytes(row->dtype),
                                    &shard.stride[i])) {
             status = wsync_fail(&err, WSYNC_ERR_INVALID, 0, "layout",

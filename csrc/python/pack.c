@@ -55,7 +55,8 @@ static wsync_status_t append_tensor(packing_t *packing, size_t index, wsync_erro
                           (unsigned long long)packing->destination.nbytes);
     }
     for (unsigned i = WSYNC_MAX_NDIM; i-- > 0;) {
-        source.stride[i] = row->stride[i] * item;
+        /* torch lets any stride stand beside an extent of 1 */
+        source.stride[i] = row->shape[i] > 1 ? row->stride[i] * item : 0;
         destination.stride[i] = stride;
         stride *= row->shape[i];
     }
