@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class StockSession:
         self._buckets: list[list[FlattenedTensorMetadata]] = []
         self._slots: list[tuple[int, int, int]] = []
         self._requests: list[Future[None]] = []
+        self._last = -1
         self._version = ""
         self._given_up = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="wsync-stock")
@@ -51,6 +53,8 @@ class StockSession:
         self._ring = payload.shared_bytes(max(plan.ring_nbytes(self.worker), 1))
         self._slots = [plan.slot(self.worker, k) for k in range(plan.round_count)]
         self._buckets = _buckets(plan.manifest(self.worker), self._slots)
+        # where other engines take part, the last rounds may be theirs alone
+        self._last = max((k for k, bucket in enumerate(self._buckets) if bucket), default=-1)
         return self._ring.data_ptr(), self._ring.numel()
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
@@ -89,28 +93,22 @@ class StockSession:
         bucket = FlattenedTensorBucket(
             flattened_tensor=self._ring[offset : offset + nbytes], metadata=self._buckets[round]
         )
-        last = round == len(self._slots) - 1
         self._engine.update_weights(
             [payload.bucket(bucket) for _ in range(self._engine.workers)],
             load_format=LOAD_FORMAT,
-            weight_version=self._version if last else None,
+            weight_version=self._version if round == self._last else None,
             timeout=self._timeout,
         )
 
     def _answered(self, round: int, timeout: float, check: Check) -> None:
-        request, waited = self._requests[round], 0.0
-        while True:
-            try:
-                return request.result(0.05)
-            except TimeoutError:
-                if request.done():
-                    raise
+        request, end = self._requests[round], time.monotonic() + timeout
+        while not wait([request], 0.05).done:
             check()
-            waited += 0.05
-            if waited > timeout:
+            if time.monotonic() > end:
                 raise _core.DeadlineError(
                     f"engine {self._engine.name}: bucket {round} was not loaded in {timeout:.0f} s"
                 )
+        request.result()
 
 
 def _buckets(
