@@ -32,7 +32,8 @@ def assign_homes(
     """Chooses the trainer rank that serves each worker.
 
     A worker goes to the rank on its GPU where `offsets` (per engine, the index of its first
-    GPU) says which that is, else to the rank on the first rank's host with the fewest sessions.
+    GPU) says which that is, on whatever host; else to the rank on the first rank's host with the
+    fewest sessions.
     An engine of 0 workers is a stock one: rank 0 serves it, because its requests carry the data.
 
     Raises:
@@ -42,7 +43,8 @@ def assign_homes(
         raise _core.InvalidArgumentError(
             f"{len(offsets)} engine_gpu_offsets for {len(engine_workers)} engines"
         )
-    sessions = {rank: 0 for rank, host in enumerate(hosts) if host == hosts[0]}
+    sessions = [0] * len(hosts)
+    near = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
     workers = []
     for engine, count in enumerate(engine_workers):
         if count < 0:
@@ -52,8 +54,8 @@ def assign_homes(
             workers.append(Worker(engine, 0, 0, stock=True))
         for index in range(count):
             home = None if offsets is None else offsets[engine] + index
-            if home not in sessions:
-                home = min(sessions, key=lambda rank: (sessions[rank], rank))
+            if home is None or not 0 <= home < len(hosts):
+                home = min(near, key=lambda rank: (sessions[rank], rank))
             sessions[home] += 1
             workers.append(Worker(engine, index, home))
     return workers
@@ -139,7 +141,8 @@ class WorkerSession:
         self._exporter.commit(timeout, check)
 
     def abort(self, text: str) -> None:
-        self._exporter.abort(text)
+        # an engine's words: they may hold what a C string cannot
+        self._exporter.abort(text.replace("\0", " ").encode("utf-8", "replace").decode())
 
     def close(self) -> None:
         self._exporter.close()
