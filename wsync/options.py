@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wsync import _core
+from wsync.control import MAX_DEADLINE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,8 +13,9 @@ class Options:
     """Choices that hold for all updates of a connection.
 
     Attributes:
-        deadline: seconds that an engine worker waits for anything; trainer ranks wait 5 s
-            longer for each other, requests to engines 10 s longer.
+        deadline: seconds that an engine worker waits for anything, and that engines have to
+            pause or to go on; trainer ranks wait 5 s longer for each other, and for the request
+            that is open during an update 10 s longer.
         round_nbytes: bytes that move to one worker in one step; 0 chooses.
         ring_nbytes: bytes of the ring of one worker; 0 chooses.
         bucket_nbytes: bytes of a round where some engine runs without wsync and takes one request
@@ -53,6 +55,10 @@ class Options:
         for name in ("deadline", "threads"):
             if not getattr(self, name) > 0:
                 raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is not positive")
+        if self.deadline > MAX_DEADLINE:
+            raise _core.InvalidArgumentError(
+                f"deadline={self.deadline!r} is over {MAX_DEADLINE:.0f} s"
+            )
         for name in ("round_nbytes", "ring_nbytes", "bucket_nbytes"):
             if getattr(self, name) < 0:
                 raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is negative")
