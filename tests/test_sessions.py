@@ -17,12 +17,17 @@ def test_workers_are_spread_over_the_ranks_of_one_host() -> None:
     assert homes([4, 2], [0, 0]) == [0, 1, 0, 1, 0, 1]
 
 
-def test_ranks_of_another_host_serve_nobody() -> None:
+def test_ranks_of_another_host_serve_nobody_by_chance() -> None:
     assert homes([3], [0, 0, 2, 2]) == [0, 1, 0]
 
 
 def test_an_offset_names_the_rank_on_the_engines_gpu() -> None:
     assert homes([2, 2], [0, 0, 0, 0], [2, 0]) == [2, 3, 0, 1]
+
+
+def test_an_offset_counts_on_any_host() -> None:
+    assert homes([2, 2], [0, 0, 2, 2], [2, 0]) == [2, 3, 0, 1]
+    assert homes([2], [0, 0, 2, 2], [4]) == [0, 1]
 
 
 def test_workers_beyond_the_trainer_go_to_the_least_busy_rank() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from wsync.handles import handle
+from wsync.handles import EngineHandle, handle
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.options import Options
 from wsync.sync import Sync
@@ -25,7 +25,7 @@ def connect(
 
     Args:
         source: this rank's layout (`wsync.megatron.layout`), or tensors by Hugging Face name.
-        engines: URLs, Ray actors, local engines or handles; the same on every rank.
+        engines: URLs, Ray actors, local engines or handles; read on rank 0 alone.
         api_key: bearer key of engines that are given as URLs.
         options: deadlines, round size, pause mode.
 
@@ -33,9 +33,12 @@ def connect(
         A `Sync`; `update(version=...)` replaces every weight of every engine.
 
     Raises:
-        PeerClosedError, DeadlineError: an engine does not answer.
+        PeerClosedError, DeadlineError: an engine does not answer; the same on every rank.
         LayoutError: the trainer ranks' layouts disagree.
     """
     layout = source if isinstance(source, TrainerLayout) else from_tensors(source)
-    handles = [handle(engine, api_key=api_key) for engine in engines]
+
+    def handles() -> list[EngineHandle]:
+        return [handle(engine, api_key=api_key) for engine in engines]
+
     return Sync(layout, handles, options=options)

@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
 
 from wsync import _core
+from wsync.handles import EngineHandle
 
-_Handle = TypeVar("_Handle")
 
-
-class Calls(Generic[_Handle]):
+class Calls:
     """One call per engine, each in a daemon thread.
 
     Args:
         engines: what to call.
-        call: is given an engine; what it raises is raised by `check` and `join`.
+        call: is given an engine's index and handle; what it raises is raised by `check`, `join`.
     """
 
-    def __init__(self, engines: Sequence[_Handle], call: Callable[[_Handle], object]) -> None:
+    def __init__(
+        self,
+        engines: Sequence[tuple[int, EngineHandle]],
+        call: Callable[[int, EngineHandle], object],
+    ) -> None:
         self._errors: list[BaseException | None] = [None] * len(engines)
         self._done = [threading.Event() for _ in engines]
-        self._engines = engines
-        for index, engine in enumerate(engines):
+        self._names = [engine.name for _, engine in engines]
+        for place, (index, engine) in enumerate(engines):
             threading.Thread(
-                target=self._run, args=(index, engine, call), daemon=True, name="wsync-call"
+                target=self._run, args=(place, index, engine, call), daemon=True, name="wsync-call"
             ).start()
 
-    def _run(self, index: int, engine: _Handle, call: Callable[[_Handle], object]) -> None:
+    def _run(
+        self,
+        place: int,
+        index: int,
+        engine: EngineHandle,
+        call: Callable[[int, EngineHandle], object],
+    ) -> None:
         try:
-            call(engine)
+            call(index, engine)
         except BaseException as error:
-            self._errors[index] = error
+            self._errors[place] = error
         finally:
-            self._done[index].set()
+            self._done[place].set()
 
     def check(self) -> None:
         """Raises the first error so far."""
@@ -45,26 +54,32 @@ class Calls(Generic[_Handle]):
     def check_pending(self) -> None:
         """Raises if any call has ended, well or badly: an update is still under way."""
         self.check()
-        for engine, done in zip(self._engines, self._done, strict=True):
+        for name, done in zip(self._names, self._done, strict=True):
             if done.is_set():
-                name = getattr(engine, "name", engine)
                 raise _core.ProtocolError(
                     f"engine {name} answered the opening request before the update was committed"
                 )
 
     def join(self, timeout: float, check: Callable[[], object] | None = None) -> None:
-        """Waits for all calls; raises the first error, or DeadlineError."""
-        waited = 0.0
-        for done in self._done:
+        """Waits for all calls; raises an error as soon as there is one, or DeadlineError."""
+        end = time.monotonic() + timeout
+        for name, done in zip(self._names, self._done, strict=True):
             while not done.wait(0.05):
-                waited += 0.05
+                self.check()
                 if check is not None:
                     check()
-                if waited > timeout:
-                    raise _core.DeadlineError(f"an engine did not answer within {timeout:.0f} s")
+                if time.monotonic() > end:
+                    raise _core.DeadlineError(
+                        f"engine {name} did not answer within {timeout:.0f} s"
+                    )
         self.check()
 
 
-def call_all(engines: Sequence[_Handle], call: Callable[[_Handle], object], timeout: float) -> None:
+def call_all(
+    engines: Sequence[EngineHandle],
+    call: Callable[[int, EngineHandle], object],
+    timeout: float,
+    check: Callable[[], object] | None = None,
+) -> None:
     """Calls every engine at once and waits for all of them."""
-    Calls(engines, call).join(timeout)
+    Calls(list(enumerate(engines)), call).join(timeout, check)

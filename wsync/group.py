@@ -6,7 +6,9 @@ wait looks at the board about every 50 ms, so all ranks raise the same error soo
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -39,12 +41,14 @@ class TrainerGroup:
     Args:
         group: the ranks that take part; None for the default group.
         timeout: seconds after which a collective has failed.
-    """
 
-    _built = 0
+    Raises:
+        DeadlineError: not all ranks made one.
+    """
 
     def __init__(self, group: ProcessGroup | None = None, *, timeout: float) -> None:
         self.timeout = timeout
+        self.closed = False
         self._gloo: ProcessGroup | None = None
         self._board: _Board | None = None
         self.rank, self.size = 0, 1
@@ -53,15 +57,33 @@ class TrainerGroup:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.size == 1:
             return
-        TrainerGroup._built += 1
         members = dist.get_process_group_ranks(group) if group is not None else None
-        self._gloo = dist.new_group(
-            members,
-            timeout=timedelta(seconds=timeout),
-            backend="gloo",
-            use_local_synchronization=members is not None,
-        )
-        self._board = _Board(f"wsync/{TrainerGroup._built}/{members}", self.rank)
+        self._members = members
+        try:
+            self._gloo = dist.new_group(
+                members,
+                timeout=timedelta(seconds=timeout),
+                backend="gloo",
+                use_local_synchronization=members is not None,
+            )
+        except RuntimeError as error:
+            raise _core.DeadlineError(
+                f"{self.size} trainer ranks did not meet within {timeout:.0f} s: {error}"
+            ) from error
+        # a name of this group's own, whatever other groups its ranks are in
+        name = self.all_gather(secrets.token_hex(8).encode())[0].decode()
+        self._board = _Board(f"wsync/{name}", self.rank)
+
+    def close(self) -> None:
+        """Ends the communicator, with what may be stuck in it; other ranks may still use theirs."""
+        gloo, self.closed = self._gloo, True
+        if gloo is None or self._members is not None:
+            # torch names a group of some ranks by how many groups there are: a name that is
+            # free again would meet what the former group left in the store
+            return
+        self._gloo = None
+        with contextlib.suppress(ValueError):  # all groups were destroyed together
+            dist.destroy_process_group(gloo)
 
     def check(self) -> None:
         """Raises the error that any rank has published; called during every wait."""
@@ -74,8 +96,10 @@ class TrainerGroup:
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Everybody's bytes, by rank."""
-        if self._gloo is None:
+        if self.size == 1:
             return [data]
+        if self._gloo is None:
+            raise _core.StateError("the trainer's group is closed")
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._run(dist.all_gather, sizes, torch.tensor([len(data)]))
         widest = max(int(size) for size in sizes)
@@ -149,8 +173,7 @@ class _Board:
         except RuntimeError:
             return error  # the store died with its rank: say what was seen here
         first = _decode_error(text)
-        first.__cause__ = error
-        return first
+        return error if (type(error), str(error)) == (type(first), str(first)) else first
 
 
 def _encode_error(error: BaseException, rank: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -24,6 +24,8 @@ from wsync.sessions import Worker, assign_homes
 if TYPE_CHECKING:
     import torch
 
+    Weights = Mapping[str, torch.Tensor]
+
 
 class Sync:
     """Keeps a set of engines up to date with a trainer.
@@ -33,18 +35,19 @@ class Sync:
 
     Args:
         source: what this rank holds.
-        engines: handles of the engines; read on rank 0 alone.
+        engines: handles of the engines, or what makes them; read or called on rank 0 alone.
         engine_gpu_offsets: index of the first trainer rank whose GPU each engine shares.
         options: see `Options`.
 
     Raises:
         LayoutError: the ranks' layouts disagree.
+        WsyncError: the engines' handles could not be made; the same on all ranks.
     """
 
     def __init__(
         self,
         source: TrainerLayout,
-        engines: Sequence[EngineHandle],
+        engines: Sequence[EngineHandle] | Callable[[], Sequence[EngineHandle]],
         *,
         engine_gpu_offsets: Sequence[int] | None = None,
         options: Options | None = None,
@@ -52,26 +55,28 @@ class Sync:
         self.version = 0
         self.options = options or Options()
         self._source = source
-        self._engines = list(engines)
+        self._engines: list[EngineHandle] = []
         self._updates = 0
         self._connection: Connection | None = None
+        self._opened: Calls | None = None
         self._group = TrainerGroup(source.group, timeout=self.options.exchange_deadline)
-        self._hosts, self._model = self._meet()
-        self._workers = self._place(engine_gpu_offsets)
-        self._opened: Calls[tuple[int, EngineHandle]] | None = None
-        self._consistent = True
+        with self._one_error():
+            if self._group.rank == 0:
+                self._engines = list(engines() if callable(engines) else engines)
+            self._hosts, self._model = self._meet()
+            self._workers = self._place(engine_gpu_offsets)
 
     def update(
         self,
-        weights: Mapping[str, torch.Tensor] | None = None,
+        weights: Weights | Callable[[], Weights] | None = None,
         *,
         version: int | str | None = None,
     ) -> Report:
         """Replaces every weight of every engine; all trainer ranks call it together.
 
         Args:
-            weights: the parameters' current storage by global name; None for the tensors that
-                the layout was made from.
+            weights: the parameters' current storage by global name, or what returns it; None
+                for the tensors that the layout was made from.
             version: the weight version that engines report afterwards; None counts up.
 
         Returns:
@@ -83,11 +88,9 @@ class Sync:
         """
         report = Report(version=str(self.version + 1 if version is None else version))
         start = time.perf_counter()
-        try:
-            self._renew()
-            self._update(weights, report)
-        except BaseException as error:
-            raise self._fail(error) from None
+        self._renew()
+        with self._one_error():
+            self._update(weights() if callable(weights) else weights, report)
         report.seconds = time.perf_counter() - start
         self.version = int(str(version)) if str(version).isdecimal() else self.version + 1
         return report
@@ -97,6 +100,7 @@ class Sync:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        self._group.close()
 
     def __enter__(self) -> Sync:
         return self
@@ -128,11 +132,10 @@ class Sync:
 
     def _renew(self) -> None:
         """After a failure: a new group, because a collective of the old one may be stuck."""
-        if not self._consistent:
+        if self._group.closed:
             self._group = TrainerGroup(self._source.group, timeout=self.options.exchange_deadline)
-            self._consistent = True
 
-    def _update(self, weights: Mapping[str, torch.Tensor] | None, report: Report) -> None:
+    def _update(self, weights: Weights | None, report: Report) -> None:
         self._updates += 1
         table = self._source.bind(weights)
         sources = _core.BufferTable.of(table, owner=(table, weights))
@@ -152,16 +155,23 @@ class Sync:
             self._group.barrier()
 
     def _pause(self) -> None:
-        options = self.options
+        options, end = self.options, time.monotonic() + self.options.deadline
         if self._group.rank == 0:
 
-            def pause(engine: EngineHandle) -> None:
-                engine.pause(options.pause_mode, options.request_deadline)
+            def pause(index: int, engine: EngineHandle) -> None:
+                engine.pause(options.pause_mode, options.deadline)
                 if options.flush_cache:
-                    engine.flush(options.request_deadline)
+                    engine.flush(_left(end))
 
-            call_all(self._engines, pause, 2 * options.request_deadline)
+            self._call_engines(pause)
         self._group.barrier()
+
+    def _call_engines(self, call: Callable[[int, EngineHandle], object]) -> None:
+        """Calls that keep the deadline themselves: a handle's own error says more than ours.
+
+        The other ranks wait meanwhile, so this has to end before the exchange deadline.
+        """
+        call_all(self._engines, call, self.options.deadline + 2.0, self._group.check)
 
     def _open(self) -> Connection:
         """Has all workers join, and attaches them to a plan if they are not."""
@@ -185,8 +195,7 @@ class Sync:
             if not worker.stock:
                 by_engine.setdefault(worker.engine, []).append(payload.control(openings[number]))
 
-        def open_engine(item: tuple[int, EngineHandle]) -> None:
-            index, engine = item
+        def open_engine(index: int, engine: EngineHandle) -> None:
             engine.update_weights(
                 by_engine[index],
                 load_format=LOAD_FORMAT,
@@ -208,7 +217,8 @@ class Sync:
             return
         from wsync import payload
 
-        timeout = self.options.request_deadline
+        timeout = self.options.deadline
+        end = time.monotonic() + timeout
         self._opened.join(timeout, self._group.check)
         self._opened = None
         control = Control(op="close", session="0", update=self._updates, deadline=timeout)
@@ -216,18 +226,18 @@ class Sync:
 
         stock = {worker.engine for worker in self._workers if worker.stock}
 
-        def finish(item: tuple[int, EngineHandle]) -> None:
-            index, engine = item
+        def finish(index: int, engine: EngineHandle) -> None:
             if index not in stock:
                 engine.update_weights(
                     [closing] * engine.workers,
                     load_format=LOAD_FORMAT,
                     weight_version=version,
-                    timeout=timeout,
+                    timeout=_left(end),
                 )
-            engine.resume(timeout)
 
-        call_all(list(enumerate(self._engines)), finish, 2 * timeout)
+        # no engine goes on before all have taken on the version
+        self._call_engines(finish)
+        self._call_engines(lambda index, engine: engine.resume(_left(end)))
 
     def _describe(self, connection: Connection, report: Report) -> None:
         plan = connection.plan
@@ -253,10 +263,20 @@ class Sync:
             disable=(None if wanted is None else False) if shown else True,
         )
 
+    @contextlib.contextmanager
+    def _one_error(self) -> Iterator[None]:
+        """Raises on every rank what any rank raises in the block; the cause is this rank's."""
+        try:
+            yield
+        except BaseException as error:
+            first = self._fail(error)
+            if first is error:
+                raise
+            raise first from error
+
     def _fail(self, error: BaseException) -> BaseException:
         """Makes one error of all ranks' errors and drops everything that it leaves in doubt."""
         first = self._group.fail(error)
-        self._consistent = False
         if self._connection is not None:
             self._connection.abort(str(first))
             self._connection = None
@@ -265,4 +285,10 @@ class Sync:
             with contextlib.suppress(BaseException):
                 self._opened.join(min(2.0, self.options.deadline))
             self._opened = None
+        self._group.close()
         return first if isinstance(error, Exception) else error
+
+
+def _left(end: float) -> float:
+    """Seconds until a time of time.monotonic()."""
+    return max(end - time.monotonic(), 0.0)

@@ -25,7 +25,8 @@ class UpdateWeightFromTensor:
 
     Args:
         args: slime's arguments; see `wsync.megatron.layout` for the fields that are read.
-            `update_weight_buffer_size` bounds the bytes of a round for engines without wsync.
+            `update_weight_buffer_size` bounds the bytes of a round for engines without wsync,
+            unless options are given.
         model: one module per virtual pipeline stage.
         weights_getter: returns the parameters' current storage by global name; it may hand out
             other storage each time.
@@ -61,7 +62,9 @@ class UpdateWeightFromTensor:
         self.update_weight_metrics: dict[str, float] = {}
         self._weights_getter = weights_getter
         self._source = megatron.layout(model, args, model_name=model_name)
-        self._options = options or Options()
+        self._options = options or Options(
+            bucket_nbytes=getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
+        )
         self._sync: Sync | None = None
 
     def connect_rollout_engines(
@@ -95,10 +98,13 @@ class UpdateWeightFromTensor:
                 f"{len(workers)} engine_gpu_counts for {count} engines"
             )
         self.disconnect_rollout_engines()
-        handles: list[EngineHandle] = [
-            handle(engine, workers=number)
-            for engine, number in zip(rollout_engines, workers, strict=True)
-        ]
+
+        def handles() -> list[EngineHandle]:
+            return [
+                handle(engine, workers=number)
+                for engine, number in zip(rollout_engines, workers, strict=True)
+            ]
+
         self._sync = Sync(
             self._source, handles, engine_gpu_offsets=engine_gpu_offsets, options=self._options
         )
@@ -113,7 +119,7 @@ class UpdateWeightFromTensor:
         if self._sync is None:
             raise _core.StateError("update_weights before connect_rollout_engines")
         version = self.weight_version + 1
-        report = self._sync.update(self._weights_getter(), version=version)
+        report = self._sync.update(self._weights_getter, version=version)
         self.weight_version = version
         self.update_weight_metrics = report.metrics()
 

@@ -1,0 +1,87 @@
+"""Engines that are mere stand-ins, and trainer ranks that come upon them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import wsync
+from wsync.control import LOAD_FORMAT
+from wsync.group import TrainerGroup
+from wsync.layout import TrainerLayout, from_tensors
+
+
+class Engine:
+    """Has slime's engine methods; raises what it is given, or stalls where that is an event."""
+
+    workers = 1
+    load_formats = (LOAD_FORMAT,)
+
+    def __init__(self, *, pause: Any = None, update: Any = None) -> None:
+        self._pause = pause
+        self._update = update
+
+    def pause_generation(self) -> None:
+        _act(self._pause)
+
+    def flush_cache(self) -> None: ...
+    def continue_generation(self) -> None: ...
+
+    def update_weights_from_tensor(self, **_: Any) -> tuple[bool, str]:
+        _act(self._update)
+        return True, ""
+
+
+def _act(what: Any) -> None:
+    if isinstance(what, threading.Event):
+        what.wait(60)
+    elif what is not None:
+        raise what
+
+
+def _layout() -> TrainerLayout:
+    """Every rank holds a replica of one tensor."""
+    return from_tensors({"a": torch.zeros(4)})
+
+
+def _error(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except wsync.WsyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _no_weights() -> dict[str, torch.Tensor]:
+    if dist.get_rank() == 1:
+        raise ValueError("no weights today")
+    return {"a": torch.zeros(4)}
+
+
+def unfortunate() -> dict[str, Any]:
+    """The errors that this rank sees, and how many descriptors they cost it."""
+    part = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        TrainerGroup(part, timeout=5).close()  # ranks may differ in what else they did
+    options = wsync.Options(deadline=1.5, progress=False)
+    found: dict[str, Any] = {}
+
+    def connect() -> None:
+        wsync.connect(_layout(), ["http://127.0.0.1:9"], options=options)
+
+    found["absent"] = _error(connect)
+    before = len(os.listdir("/proc/self/fd"))
+    connect_error = _error(connect)
+    assert connect_error == found["absent"]
+    release = threading.Event()
+    with wsync.connect(_layout(), [Engine(pause=release)], options=options) as sync:
+        found["stalled"] = _error(sync.update)
+        release.set()
+        found["getter"] = _error(lambda: sync.update(_no_weights))
+    found["leaked"] = len(os.listdir("/proc/self/fd")) - before
+    return found

@@ -1,0 +1,140 @@
+"""What trainer ranks do around the rounds of an update, with engines that are mere stand-ins."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import call_cases
+from support.procs import Ranks
+
+import wsync
+from wsync import _core
+from wsync.calls import Calls, call_all
+from wsync.stock import StockSession
+
+QUICK = wsync.Options(deadline=2.0, progress=False)
+
+
+def never() -> None:
+    """A check that finds nothing."""
+
+
+def test_an_engine_that_refuses_is_reported_while_another_stalls() -> None:
+    release = threading.Event()
+    engines: list[Any] = [SimpleNamespace(name="stalled"), SimpleNamespace(name="refusing")]
+
+    def call(index: int, engine: Any) -> None:
+        if index == 1:
+            raise wsync.RemoteError("engine refusing: no")
+        release.wait(30)
+
+    try:
+        with pytest.raises(wsync.RemoteError, match="engine refusing: no"):
+            call_all(engines, call, 20)
+        with pytest.raises(wsync.DeadlineError, match="engine stalled did not answer"):
+            call_all(engines[:1], call, 0.1)
+    finally:
+        release.set()
+
+
+def test_an_engine_that_ends_its_opening_request_early_is_named() -> None:
+    engine: Any = SimpleNamespace(name="hasty")
+    calls = Calls([(3, engine)], lambda index, engine: None)
+    calls.join(5)
+    with pytest.raises(wsync.ProtocolError, match="engine hasty answered"):
+        calls.check_pending()
+
+
+def test_the_error_of_an_engine_keeps_its_cause() -> None:
+    engine = call_cases.Engine(pause=KeyError("a bug"))
+    with wsync.connect({"a": torch.zeros(1)}, [engine], options=QUICK) as sync:
+        with pytest.raises(wsync.RemoteError) as caught:
+            sync.update()
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_any_text_of_an_engine_can_be_passed_on() -> None:
+    engine = call_cases.Engine(update=RuntimeError("bad\0text \udc80"))
+    with wsync.connect({"a": torch.zeros(1)}, [engine], options=QUICK) as sync:
+        with pytest.raises(wsync.RemoteError, match="bad\0text"):
+            sync.update()
+
+
+def test_a_deadline_that_engines_would_refuse_is_refused_at_once() -> None:
+    with pytest.raises(wsync.InvalidArgumentError, match=r"deadline=100000\.0"):
+        wsync.Options(deadline=1e5)
+
+
+class OneRound:
+    """The plan of a stock engine's worker whose last round belongs to other workers."""
+
+    round_count = 2
+
+    def ring_nbytes(self, worker: int) -> int:
+        return 64
+
+    def slot(self, worker: int, round: int) -> tuple[int, int, int]:
+        return (0, 16, -1) if round == 0 else (16, 0, -1)
+
+    def manifest(self, worker: int) -> wsync.Layout:
+        builder = _core.LayoutBuilder()
+        builder.add_shard("a", "float32", [4], [0], [4], 0, 0, [4])
+        return builder.build()
+
+
+def test_a_stock_engine_takes_on_the_version_with_its_own_last_bucket() -> None:
+    sent: list[str | None] = []
+    engine: Any = SimpleNamespace(
+        name="stock",
+        workers=1,
+        update_weights=lambda payloads, weight_version, **_: sent.append(weight_version),
+    )
+    session = StockSession(0, engine, timeout=5)
+    plan: Any = OneRound()
+    session.attach(plan, 5, never)
+    session.begin(1, "7", 5, never)
+    stream = _core.Stream()
+    for round in range(plan.round_count):
+        session.post(round, stream, 5, never)
+    session.prepared(5, never)
+    session.close()
+    assert sent == ["7"]
+
+
+class LateFuture(Future[None]):
+    """Is done just when somebody has waited in vain."""
+
+    def result(self, timeout: float | None = None) -> None:
+        if timeout is not None and not self.done():
+            self.set_result(None)
+            raise TimeoutError
+        super().result(timeout)
+
+
+def test_a_bucket_that_is_answered_late_is_no_error() -> None:
+    engine: Any = SimpleNamespace(name="stock", workers=1)
+    session = StockSession(0, engine, timeout=5)
+    answer = LateFuture()
+    session._requests = [answer]
+    session.prepared(5, lambda: answer.done() or answer.set_result(None))
+    assert answer.done()
+    session.close()
+
+
+def test_all_ranks_hear_of_what_one_rank_finds() -> None:
+    with Ranks(3, path=sys.path) as ranks:
+        found = ranks.run(call_cases.unfortunate, timeout=60)
+    for what in ("absent", "stalled", "getter"):
+        assert len({facts[what] for facts in found}) == 1, what
+    first = found[0]
+    assert first["absent"].startswith("PeerClosedError: trainer rank 0: engine http://127.0.0.1:9")
+    assert first["stalled"].startswith("DeadlineError: trainer rank 0: engine ")
+    assert first["getter"] == "RemoteError: trainer rank 1: ValueError: no weights today"
+    # sockets of communicators that were given up
+    assert [facts["leaked"] for facts in found] == [0] * 3
