@@ -26,7 +26,7 @@ static void layout_dealloc(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
-    free(((LayoutObject *)self)->by_buffer);
+    free((void *)((LayoutObject *)self)->by_buffer);
     wsync_layout_destroy(((LayoutObject *)self)->layout);
     release(self);
     Py_DECREF(type);
@@ -49,7 +49,8 @@ static int compare_buffers(const void *left, const void *right)
 static int order_shards(LayoutObject *self)
 {
     const size_t count = wsync_layout_shard_count(self->layout);
-    const wsync_shard_t **ordered = malloc((count + 1) * sizeof(*ordered));
+    const wsync_shard_t **ordered =
+        (const wsync_shard_t **)malloc((count + 1) * sizeof(*ordered));
     size_t used = 0;
 
     if (ordered == NULL) {
@@ -64,7 +65,7 @@ static int order_shards(LayoutObject *self)
             ordered[used++] = &shards[j];
         }
     }
-    qsort(ordered, used, sizeof(*ordered), compare_buffers);
+    qsort((void *)ordered, used, sizeof(*ordered), compare_buffers);
     self->by_buffer = ordered;
     return 0;
 }
