@@ -65,7 +65,7 @@ CASES = {
 def test_every_byte_arrives(name: str, ranks: Ranks) -> None:
     config, parallel, engine, exchange = CASES[name]
     facts = ranks.run(
-        update_cases.update_twice, config, parallel, {"tp": 2, **engine}, exchange, timeout=90
+        update_cases.update_twice, config, parallel, {"tp": 2, **engine}, exchange, timeout=240
     )
     assert [fact["wrong"] for fact in facts] == [[]] * 4
     for field in ("version", "rounds", "delivered_nbytes"):
@@ -80,7 +80,7 @@ def test_every_byte_arrives(name: str, ranks: Ranks) -> None:
 
 
 def test_slimes_calls_work_and_engines_may_change(ranks: Ranks) -> None:
-    found = ranks.run(update_cases.as_slime_does, dense(), Parallel(tp=2, pp=2), timeout=90)
+    found = ranks.run(update_cases.as_slime_does, dense(), Parallel(tp=2, pp=2), timeout=240)
     for facts in found:
         assert facts["early"] == "update_weights before connect_rollout_engines"
         assert facts["wrong"] == []
@@ -95,7 +95,7 @@ def test_all_ranks_raise_the_first_error_and_the_next_update_recovers(
     exchange: str, ranks: Ranks
 ) -> None:
     found = ranks.run(
-        update_cases.fail_once, dense(), Parallel(tp=2, pp=2), {"tp": 2}, exchange, timeout=90
+        update_cases.fail_once, dense(), Parallel(tp=2, pp=2), {"tp": 2}, exchange, timeout=240
     )
     errors = {facts["error"] for facts in found}
     assert errors == {"RemoteError: trainer rank 1: ValueError: a planted failure"}
