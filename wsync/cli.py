@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(
             f"wsync {words[0]}: needs the Python package {error.name!r}, which is not installed: "
-            f"pip install 'wsync[{words[0]}]' brings it",
+            f"wsync's extra [{words[0]}] brings it",
             file=sys.stderr,
         )
         return 1

@@ -141,11 +141,20 @@ def _nccl() -> tuple[bool, str]:
     return True, f"{major}.{rest // 100}.{rest % 100} ({name})"
 
 
+def importable(module: str) -> bool:
+    """Whether `module` is installed; a bare folder, as `pip uninstall` may leave, is no module."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # its parent
+        return False
+    return spec is not None and spec.origin is not None
+
+
 def _package(module: str, distribution: str) -> Callable[[], tuple[bool, str]]:
     """Looks a package up without importing it: some take seconds, and some want a GPU."""
 
     def probe() -> tuple[bool, str]:
-        if importlib.util.find_spec(module) is None:
+        if not importable(module):
             return False, "not installed"
         try:
             return True, importlib.metadata.version(distribution)
@@ -165,7 +174,7 @@ _PROBES: tuple[tuple[str, Callable[[], tuple[bool, str]]], ...] = (
     ("NVRTC", _nvrtc),
     ("NCCL", _nccl),
     ("transformers", _package("transformers", "transformers")),
-    ("megatron-core", _package("megatron", "megatron-core")),
+    ("megatron-core", _package("megatron.core", "megatron-core")),
     ("mbridge", _package("mbridge", "mbridge")),
     ("fastapi", _package("fastapi", "fastapi")),
     ("uvicorn", _package("uvicorn", "uvicorn")),

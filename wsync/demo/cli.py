@@ -22,19 +22,38 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; 0 if everything was verified, 1 if not, 2 for bad arguments."""
     parser = argparse.ArgumentParser(prog="wsync demo", description=_DESCRIPTION)
     parser.add_argument("--model", choices=("qwen3", "qwen3-moe"), default="qwen3")
-    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size (default 2)")
-    parser.add_argument("--pp", type=int, default=2, help="pipeline-parallel size (default 2)")
-    parser.add_argument("--ep", type=int, help="expert-parallel size (default 2 for qwen3-moe)")
-    parser.add_argument("--updates", type=int, default=3, help="optimizer steps (default 3)")
+    parser.add_argument(
+        "--tp", type=int, default=2, help="tensor-parallel size: 1, 2, 4 or 8 (default 2)"
+    )
+    parser.add_argument(
+        "--pp", type=int, default=2, help="pipeline-parallel size: 1, 2 or 4 (default 2)"
+    )
+    parser.add_argument(
+        "--ep", type=int, help="expert-parallel size: 1, 2, 4 or 8 (default 2 for qwen3-moe)"
+    )
+    parser.add_argument(
+        "--updates",
+        type=int,
+        default=3,
+        help="weight updates, each after some optimizer steps (default 3)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the facts to FILE")
     chosen = parser.parse_args(arguments)
-    expert_parallel = chosen.ep or (2 if chosen.model == "qwen3-moe" else 1)
+    expert_parallel = chosen.ep
+    if expert_parallel is None:
+        expert_parallel = 2 if chosen.model == "qwen3-moe" else 1
     try:
         settings = Settings(
             chosen.model, chosen.tp, chosen.pp, expert_parallel, updates=chosen.updates
         )
     except ValueError as error:
         parser.error(str(error))
+    if chosen.json:
+        try:
+            with open(chosen.json, "a", encoding="utf-8"):
+                pass
+        except OSError as error:
+            parser.error(f"--json {chosen.json}: {error.strerror}")
     # Four trainer processes and four engine processes share the machine's cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
@@ -57,12 +76,14 @@ def print_report(facts: dict[str, Any]) -> None:
     rows = [_row(update, phases) for update in facts["updates"]]
     print()
     print(_table(heads, rows))
+    print("MB: received by all engine processes; pause to commit: seconds of the trainer's rank 0;")
+    print("redundancy: bytes received over bytes needed")
     print()
     for engine in facts["engines"]:
         print(f"{engine['name']}: {engine['checked']}")
         for moment in ("before", "after"):
             if moment in engine:
-                print(f"  generated {moment}: {engine[moment]!r}")
+                print(f"  generated {moment + ':':<7} {engine[moment]!r}")
     print()
     count, total = facts["tensors"], facts["bytes"]
     if facts["verified"]:

@@ -118,4 +118,5 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _text(ids: list[int]) -> str:
-    return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
+    """The model's tokens are bytes; an untrained one says any."""
+    return "".join(chr(token) if 32 <= token < 127 else "?" for token in ids)

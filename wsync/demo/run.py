@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import multiprocessing
 import os
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from wsync.doctor import importable
 
 _START_SECONDS = 600.0
 
@@ -50,7 +51,13 @@ class Settings:
 
     @property
     def megatron(self) -> bool:
-        return importlib.util.find_spec("megatron") is not None
+        return importable("megatron.core")
+
+    @property
+    def parallel(self) -> dict[str, int]:
+        if not self.megatron:
+            return {"tp": 1, "pp": 1, "ep": 1}
+        return {"tp": self.tp, "pp": self.pp, "ep": self.ep}
 
     @property
     def ranks(self) -> int:
@@ -92,19 +99,22 @@ def run_demo(settings: Settings) -> dict[str, Any]:
         DemoFailed: a process failed or died; the others have been ended.
     """
     missing = [
-        name
-        for name in ("torch", "transformers", "fastapi", "uvicorn")
-        if importlib.util.find_spec(name) is None
+        name for name in ("torch", "transformers", "fastapi", "uvicorn") if not importable(name)
     ]
     if missing:
-        raise DemoFailed(f"{', '.join(missing)}: not installed; pip install 'wsync[demo]'")
+        raise DemoFailed(f"{', '.join(missing)}: not installed; wsync's extra [demo] brings it")
     if settings.megatron:
         print(
             f"trainer: megatron-core, {settings.model}, {settings.ranks} processes "
-            f"(TP{settings.tp} x PP{settings.pp}, EP{settings.ep})"
+            f"(TP{settings.tp} x PP{settings.pp}, EP{settings.ep})",
+            flush=True,
         )
     else:
-        print("trainer: megatron-core is not installed, so a plain torch trainer of one process")
+        print(
+            "trainer: megatron-core is not installed, so a plain torch trainer of one process "
+            "(--tp, --pp and --ep do not apply)",
+            flush=True,
+        )
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="wsync-demo-") as folder:
         processes: list[BaseProcess] = []
@@ -138,6 +148,9 @@ def _collect(pipes: list[Connection]) -> dict[str, Any]:
                 kind, content = pipe.recv()
             except EOFError:
                 raise DemoFailed(f"trainer rank {rank} died") from None
+            if kind == "progress":
+                print(content, flush=True)
+                continue
             if kind == "error":
                 raise DemoFailed(f"trainer rank {rank} failed:\n{content}")
             if rank == 0:
@@ -168,7 +181,10 @@ def _rank(rank: int, settings: Settings, store: str, results: Connection) -> Non
     try:
         from wsync.demo.trainer import train
 
-        results.send(("facts", train(rank, settings, store)))
+        def say(text: str) -> None:
+            results.send(("progress", text))
+
+        results.send(("facts", train(rank, settings, store, say)))
     except BaseException:
         results.send(("error", traceback.format_exc()))
         raise SystemExit(1) from None

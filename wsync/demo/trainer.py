@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class PlainTrainer:
         loss = self._model(ids, labels=ids).loss
         loss.backward()
         self._optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     @torch.no_grad()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -79,14 +79,16 @@ class PlainTrainer:
         pass
 
 
-def train(rank: int, settings: Settings, store: str) -> dict[str, Any]:
-    """What one rank does; rank 0 returns the facts of the demo."""
+def train(rank: int, settings: Settings, store: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """What one rank does; rank 0 says how far it is and returns the facts of the demo."""
     config = settings.config()
     with _distributed(rank, settings, store):
         trainer = MegatronTrainer(settings, config) if settings.megatron else PlainTrainer(config)
         engines = Engines(config) if rank == 0 else None
+        if engines is not None:
+            say("engines: " + "; ".join(fact["name"] for fact in engines.facts()))
         try:
-            facts = _updates(trainer, engines, settings)
+            facts = _updates(trainer, engines, settings, say)
         finally:
             if engines is not None:
                 engines.close()
@@ -113,7 +115,10 @@ def _distributed(rank: int, settings: Settings, store: str) -> Iterator[None]:
 
 
 def _updates(
-    trainer: MegatronTrainer | PlainTrainer, engines: Engines | None, settings: Settings
+    trainer: MegatronTrainer | PlainTrainer,
+    engines: Engines | None,
+    settings: Settings,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Alternates training and updating; every rank takes part, rank 0 reports."""
     text = list(SENTENCE.encode())
@@ -136,6 +141,7 @@ def _updates(
             found: list[str] = []
             if engines is not None:
                 found = engines.check(expected, ids, logits, str(number), TOLERANCE)
+                say(f"update {number} of {settings.updates}: {'WRONG' if found else 'verified'}")
             problems += [f"update {number}: {problem}" for problem in found]
             updates.append({**report.facts(), "verified": not found})
             count = len(expected)
@@ -146,7 +152,8 @@ def _updates(
         "verified": not problems,
         "problems": problems,
         "model": settings.model,
-        "parallel": {"tp": settings.tp, "pp": settings.pp, "ep": settings.ep},
+        "trainer": "megatron-core" if settings.megatron else "torch",
+        "parallel": settings.parallel,
         "ranks": settings.ranks,
         "tensors": count,
         "bytes": nbytes,
