@@ -25,7 +25,7 @@ def test_the_notebook_example_runs_under_ipykernel() -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(notebook_cell())])
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     printed = "".join(output.get("text", "") for output in notebook.cells[0].outputs)
-    assert re.search(r"version 7: \d+ tensors, [\d,]+ bytes to 1 workers", printed)
+    assert re.search(r"version 7: \d+ tensors, [\d,]+ bytes to 1 worker ", printed)
     assert printed.rstrip().endswith("\n7")
 
 

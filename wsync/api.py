@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from wsync._core import InvalidArgumentError
 from wsync.handles import EngineHandle, handle
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.options import Options
@@ -25,7 +26,7 @@ def connect(
 
     Args:
         source: this rank's layout (`wsync.megatron.layout`), or tensors by Hugging Face name.
-        engines: URLs, Ray actors, local engines or handles; read on rank 0 alone.
+        engines: a list of URLs, Ray actors, local engines or handles; read on rank 0 alone.
         api_key: bearer key of engines that are given as URLs.
         options: deadlines, round size, pause mode.
 
@@ -39,6 +40,8 @@ def connect(
     layout = source if isinstance(source, TrainerLayout) else from_tensors(source)
 
     def handles() -> list[EngineHandle]:
+        if isinstance(engines, str):
+            raise InvalidArgumentError(f"engines={engines!r}: a list is wanted, [{engines!r}]")
         return [handle(engine, api_key=api_key) for engine in engines]
 
     return Sync(layout, handles, options=options)

@@ -205,7 +205,7 @@ def family_of(name: str) -> Family:
 
 
 # size: the names it has in Hugging Face configs, then in Megatron's arguments
-_FIELDS: Mapping[str, tuple[str, ...]] = {
+FIELDS: Mapping[str, tuple[str, ...]] = {
     "h": ("hidden_size",),
     "vocab": ("vocab_size",),
     "layers": ("num_hidden_layers", "num_layers"),
@@ -231,7 +231,7 @@ def read_model(config: Any, model_name: str | None = None) -> Model:
             f"{type(config).__name__} has no model_type: pass model_name="
         )
     sizes: dict[str, int] = {}
-    for size, fields in _FIELDS.items():
+    for size, fields in FIELDS.items():
         value = next((v for f in fields if (v := getattr(config, f, None)) is not None), None)
         if value is not None:
             sizes[size] = int(value)

@@ -122,6 +122,9 @@ class HttpHandle:
         self._timeout = timeout
         self.workers = self._ask_workers() if workers is None else workers
 
+    def __repr__(self) -> str:
+        return f"HttpHandle({self.name!r})"
+
     @property
     def load_formats(self) -> tuple[str, ...]:
         """What the server was started with as --custom-weight-loader."""

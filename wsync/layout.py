@@ -85,6 +85,11 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> TrainerLayout:
     The mapping is read again at every update, so its tensors may be replaced by others of the
     same dtype, shape and strides.
     """
+    if not isinstance(tensors, Mapping):
+        raise _core.InvalidArgumentError(
+            f"{type(tensors).__name__}: tensors by name are wanted, as dict(m.named_parameters()) "
+            "gives them, or a layout, as wsync.megatron.layout makes one"
+        )
     names = tuple(tensors)
     table = _core.describe([tensors[name] for name in names], names)
     builder = _core.LayoutBuilder(0)

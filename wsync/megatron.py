@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.families import Model, read_model
+from wsync.families import FIELDS, Model, read_model
 from wsync.layout import TrainerLayout, forms_of, global_name
 from wsync.rules import Cut, Expansion, Piece, Placement, Rule
 
@@ -87,8 +87,10 @@ def layout(
     """The layout of this rank of a Megatron-Core model.
 
     `model`: one module, or one per virtual pipeline stage.  `config`: the Hugging Face
-    configuration, or Megatron's (slime's) arguments together with `model_name`.  `group`: the
-    ranks that take part in updates (default: all).  Not collective: nothing is communicated.
+    configuration, or Megatron's (slime's) arguments together with `model_name`: the sizes are read
+    (hidden_size, vocab_size, num_layers, num_attention_heads, num_query_groups, kv_channels, the
+    ffn_hidden_sizes, num_experts) and untie_embeddings_and_output_weights.  `group`: the ranks
+    that take part in updates (default: all).  Not collective: nothing is communicated.
 
     Raises UnsupportedError for an unknown family, LayoutError for a parameter that no rule
     matches, that has another shape than the configuration says, or whose attributes contradict it.
@@ -285,9 +287,10 @@ class _Reader:
             try:
                 found = self._expansions[(id(rule), 0)] = rule.expand(self.spec.sizes)
             except KeyError as error:
+                fields = " or ".join(FIELDS.get(error.args[0], error.args))
                 raise _core.LayoutError(
-                    f"{name}: the configuration does not give the size {error.args[0]!r} that "
-                    f"the family {self.spec.family.name!r} needs for it"
+                    f"{name}: the configuration does not give {fields}, which the family "
+                    f"{self.spec.family.name!r} needs for it"
                 ) from None
         dimension = rule.inferred_dimension()
         if dimension < 0 or len(shape) <= dimension:

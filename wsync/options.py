@@ -52,6 +52,11 @@ class Options:
             value = getattr(self, name)
             if value not in allowed:
                 raise _core.InvalidArgumentError(f"{name}={value!r} is none of {allowed}")
+        for name in ("threads", "round_nbytes", "ring_nbytes", "bucket_nbytes"):
+            if not isinstance(getattr(self, name), int):
+                raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is no integer")
+        if not isinstance(self.deadline, (int, float)):
+            raise _core.InvalidArgumentError(f"deadline={self.deadline!r} is no number of seconds")
         for name in ("deadline", "threads"):
             if not getattr(self, name) > 0:
                 raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is not positive")

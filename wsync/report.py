@@ -36,10 +36,12 @@ class Report:
 
     def __str__(self) -> str:
         rate = self.delivered_nbytes / self.seconds / 1e9 if self.seconds else 0.0
+        speed = f"{rate:.2f} GB/s" if rate >= 0.1 else f"{1e3 * rate:.1f} MB/s"
         return (
-            f"version {self.version}: {self.tensors} tensors, {self.delivered_nbytes:,} bytes to "
-            f"{self.workers} workers in {self.seconds:.3f} s ({rate:.2f} GB/s, "
-            f"{self.rounds} rounds, redundancy {self.redundancy:.2f})"
+            f"version {self.version}: {_count(self.tensors, 'tensor')}, "
+            f"{self.delivered_nbytes:,} bytes to {_count(self.workers, 'worker')} in "
+            f"{self.seconds:.3f} s ({speed}, {_count(self.rounds, 'round')}, "
+            f"redundancy {self.redundancy:.2f})"
         )
 
     @contextmanager
@@ -68,3 +70,7 @@ class Report:
             "redundancy": self.redundancy,
             "phases": dict(self.phases),
         }
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
