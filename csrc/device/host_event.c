@@ -4,6 +4,7 @@
 #include <inttypes.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -105,7 +106,8 @@ wsync_status_t wsync_host_event_wait(wsync_event_t event, uint64_t value, int ti
                     &sleep, NULL, 0) != 0 &&
             errno != EAGAIN && errno != EINTR && errno != ETIMEDOUT) {
             return wsync_fail(err, WSYNC_ERR_OS, errno, "futex",
-                              "event at offset %" PRIu64 ": futex failed", event.offset);
+                              "event at offset %" PRIu64 ": futex: %s", event.offset,
+                              strerror(errno));
         }
     }
 }

@@ -91,11 +91,13 @@ static int populate(void *data, uint64_t nbytes)
     unsigned char *bytes = data;
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
 
-    if (madvise(data, nbytes, MADV_POPULATE_WRITE) == 0) {
-        return 0;
-    }
-    if (errno != EINVAL) {
-        return errno;
+    int result;
+
+    do {
+        result = madvise(data, nbytes, MADV_POPULATE_WRITE);
+    } while (result != 0 && errno == EINTR);
+    if (result == 0 || errno != EINVAL) {
+        return result == 0 ? 0 : errno;
     }
     /* Before Linux 5.14.  An atomic no-op, because a peer may be writing already. */
     for (uint64_t offset = 0; offset < nbytes; offset += page) {
@@ -170,7 +172,10 @@ wsync_status_t wsync_host_memory_create(uint64_t nbytes, wsync_memory_t **memory
     if (fd < 0) {
         return fail_call("memfd_create", errno, nbytes, err);
     }
-    if (ftruncate(fd, (off_t)nbytes) != 0) {
+    do {
+        result = ftruncate(fd, (off_t)nbytes);
+    } while (result != 0 && errno == EINTR);
+    if (result != 0) {
         status = fail_call("ftruncate", errno, nbytes, err);
         goto cleanup;
     }
@@ -206,9 +211,13 @@ wsync_status_t wsync_host_memory_import(int fd, uint64_t nbytes, wsync_memory_t 
     if (seals < 0) {
         const int code = errno;
 
-        /* EINVAL: a file of a file system without seals. */
-        return wsync_fail(err, code == EINVAL ? WSYNC_ERR_REFUSED : WSYNC_ERR_OS, code,
-                          "fcntl", "descriptor %d is not a memfd: %s", fd, strerror(code));
+        if (code != EINVAL) {
+            return wsync_fail(err, WSYNC_ERR_OS, code, "fcntl",
+                              "seals of descriptor %d: fcntl: %s", fd, strerror(code));
+        }
+        return wsync_fail(err, WSYNC_ERR_REFUSED, code, "fcntl",
+                          "descriptor %d is not a memfd: its file system knows no seals",
+                          fd);
     }
     if ((seals & SIZE_SEALS) != SIZE_SEALS) {
         return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",

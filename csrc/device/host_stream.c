@@ -187,8 +187,8 @@ wsync_status_t wsync_host_stream_create(unsigned threads, wsync_stream_t **strea
         code = start_worker(made, &made->threads[i]);
         if (code != 0) {
             status = wsync_fail(err, WSYNC_ERR_OS, code, "pthread_create",
-                                "thread %u of %u of a stream: %s", i + 1, threads,
-                                strerror(code));
+                                "pthread_create: thread %u of %u of a stream: %s", i + 1,
+                                threads, strerror(code));
             goto cleanup;
         }
         made->thread_count++;

@@ -50,7 +50,7 @@ wsync_status_t wsync_blob_create(const uint8_t *data, size_t nbytes, int *fd,
     }
     status = write_all(memfd, data, nbytes, err);
     if (status == WSYNC_OK && fcntl(memfd, F_ADD_SEALS, BLOB_SEALS | F_SEAL_SEAL) < 0) {
-        status = wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl", "sealing a memfd: %s",
+        status = wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl", "fcntl: sealing a memfd: %s",
                             strerror(errno));
     }
     if (status != WSYNC_OK) {
@@ -68,6 +68,10 @@ wsync_status_t wsync_blob_read(int fd, uint64_t nbytes, uint8_t **data, wsync_er
     uint8_t *copy;
     size_t filled = 0;
 
+    if (seals < 0 && errno != EINVAL) {
+        return wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl", "fcntl: seals of a blob: %s",
+                          strerror(errno));
+    }
     if (seals < 0 || (seals & BLOB_SEALS) != BLOB_SEALS) {
         return wsync_fail(err, WSYNC_ERR_REFUSED, seals < 0 ? errno : 0, "blob",
                           "peer's descriptor has seals 0x%x, not all of 0x%x",
@@ -100,7 +104,7 @@ wsync_status_t wsync_blob_read(int fd, uint64_t nbytes, uint8_t **data, wsync_er
         if (count <= 0) {
             free(copy);
             return wsync_fail(err, WSYNC_ERR_OS, errno, "pread",
-                              "blob of %llu bytes: read stopped at %zu: %s",
+                              "blob of %llu bytes: pread stopped at %zu: %s",
                               (unsigned long long)nbytes, filled, strerror(errno));
         }
         filled += (size_t)count;

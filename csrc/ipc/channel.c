@@ -29,8 +29,8 @@ wsync_status_t wsync_channel_adopt(int fd, wsync_channel_t **channel, wsync_erro
     wsync_status_t status;
 
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &nbytes) < 0) {
-        status = wsync_fail(err, WSYNC_ERR_OS, errno, "getsockopt", "SO_PEERCRED: %s",
-                            strerror(errno));
+        status = wsync_fail(err, WSYNC_ERR_OS, errno, "getsockopt",
+                            "getsockopt(SO_PEERCRED): %s", strerror(errno));
         goto fail;
     }
     if (credentials.uid != geteuid()) {
@@ -71,7 +71,7 @@ static wsync_status_t connect_socket(int fd, const struct sockaddr_un *address,
                               strerror(errno));
         }
         if (errno != EAGAIN && errno != EINTR) {
-            return wsync_fail(err, WSYNC_ERR_OS, errno, "connect", "connecting to %s: %s",
+            return wsync_fail(err, WSYNC_ERR_OS, errno, "connect", "connect to %s: %s",
                               address->sun_path, strerror(errno));
         }
         if (wsync_left_ms(deadline, 1) == 0) {

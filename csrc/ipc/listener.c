@@ -60,7 +60,7 @@ static wsync_status_t make_directory(wsync_listener_t *self, const char *parent,
     }
     (void)snprintf(name, sizeof(name), "%s%s", parent, directory_suffix);
     if (mkdtemp(name) == NULL) { /* mode 0700 */
-        return wsync_fail(err, WSYNC_ERR_OS, errno, "mkdtemp", "%s: %s", name,
+        return wsync_fail(err, WSYNC_ERR_OS, errno, "mkdtemp", "mkdtemp: %s: %s", name,
                           strerror(errno));
     }
     memcpy(self->directory, name, sizeof(name));
@@ -94,14 +94,14 @@ wsync_status_t wsync_listener_create(const char *parent, wsync_listener_t **list
     }
     memcpy(address.sun_path, self->path, sizeof(self->path));
     if (bind(self->fd, (const struct sockaddr *)&address, sizeof(address)) < 0) {
-        status = wsync_fail(err, WSYNC_ERR_OS, errno, "bind", "%s: %s", self->path,
+        status = wsync_fail(err, WSYNC_ERR_OS, errno, "bind", "bind: %s: %s", self->path,
                             strerror(errno));
         goto cleanup;
     }
     self->bound = true;
     if (listen(self->fd, LISTEN_BACKLOG) < 0) {
-        status = wsync_fail(err, WSYNC_ERR_OS, errno, "listen", "%s: %s", self->path,
-                            strerror(errno));
+        status = wsync_fail(err, WSYNC_ERR_OS, errno, "listen", "listen: %s: %s",
+                            self->path, strerror(errno));
         goto cleanup;
     }
     *listener = self;
@@ -174,8 +174,8 @@ static wsync_status_t take_connections(wsync_listener_t *self, unsigned *refused
             return WSYNC_OK;
         }
         if (fd < 0) {
-            return wsync_fail(err, WSYNC_ERR_OS, errno, "accept4", "%s: %s", self->path,
-                              strerror(errno));
+            return wsync_fail(err, WSYNC_ERR_OS, errno, "accept4", "accept4: %s: %s",
+                              self->path, strerror(errno));
         }
         status = wsync_channel_adopt(fd, &channel, err);
         if (status == WSYNC_ERR_REFUSED) {
@@ -206,15 +206,18 @@ static wsync_status_t take_connections(wsync_listener_t *self, unsigned *refused
 
 /* Looks whether a connection has said hello.  TIMEOUT: not yet, or it was a stranger. */
 static wsync_status_t try_pending(pending_t *entry, const uint8_t token[WSYNC_TOKEN_NBYTES],
-                                  wsync_frame_t *hello, unsigned *refused)
+                                  wsync_frame_t *hello, unsigned *refused,
+                                  wsync_error_t *err)
 {
-    wsync_error_t ignored;
     wsync_frame_t frame;
-    const wsync_status_t status =
-        wsync_channel_receive(entry->channel, &frame, 0, &ignored);
+    const wsync_status_t status = wsync_channel_receive(entry->channel, &frame, 0, err);
 
     if (status == WSYNC_ERR_TIMEOUT && wsync_left_ms(entry->deadline_ms, 1) > 0) {
         return WSYNC_ERR_TIMEOUT;
+    }
+    if (status == WSYNC_ERR_OS) {
+        drop_pending(entry, refused);
+        return status; /* this process's trouble: no stranger brings it about */
     }
     if (status != WSYNC_OK) {
         drop_pending(entry, refused);
@@ -279,11 +282,16 @@ wsync_status_t wsync_listener_accept(wsync_listener_t *listener,
         for (int i = 0; i < PENDING_COUNT; i++) {
             pending_t *entry = &listener->pending[i];
 
-            if (entry->channel != NULL &&
-                try_pending(entry, token, hello, refused) == WSYNC_OK) {
+            if (entry->channel == NULL) {
+                continue;
+            }
+            status = try_pending(entry, token, hello, refused, err);
+            if (status == WSYNC_OK) {
                 *channel = entry->channel;
                 entry->channel = NULL;
-                return WSYNC_OK;
+            }
+            if (status != WSYNC_ERR_TIMEOUT) {
+                return status;
             }
         }
         status = wait_activity(listener, deadline, err);

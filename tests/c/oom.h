@@ -69,7 +69,7 @@ typedef wsync_status_t (*oom_attempt_func_t)(void *context, wsync_error_t *err);
 /* Repeats an attempt with the k-th allocation failing, k = 0, 1, ..., until one succeeds:
  * each must report NO_MEMORY and leak nothing.  Returns how many allocations were failed.
  */
-static long oom_run(oom_attempt_func_t attempt, void *context)
+static inline long oom_run(oom_attempt_func_t attempt, void *context)
 {
     for (long k = 0;; k++) {
         const long live = atomic_load(&oom_live);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Exchanges whose k-th allocation fails, for all k. */
+ * Two ranks' exchange with every allocation and every system call failing in turn. */
 #include "comm/comm.h"
+#include "faults.h"
 #include "layouts.h"
-#include "oom.h"
 
 enum { PATIENT_MS = 10000 };
 
@@ -40,12 +40,13 @@ static wsync_plan_t *make_plan(uint32_t rank)
 
 static wsync_status_t meet(wsync_comm_t *comms[2], wsync_error_t *err)
 {
+    const char *parent = fault.directory[0] != '\0' ? fault.directory : NULL;
     const char *addresses[2] = {NULL, NULL};
     wsync_status_t status[2] = {WSYNC_ERR_TIMEOUT, WSYNC_ERR_TIMEOUT};
 
     for (uint32_t r = 0; r < 2; r++) {
         const wsync_status_t created =
-            wsync_shared_comm_create(wsync_device_host(), NULL, r, 2, 64, &comms[r], err);
+            wsync_shared_comm_create(wsync_device_host(), parent, r, 2, 64, &comms[r], err);
 
         CHECK((created == WSYNC_OK) == (comms[r] != NULL));
         if (created != WSYNC_OK) {
@@ -101,6 +102,13 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
     if (status == WSYNC_OK) {
         status = exchange(comms, plans, stream, err);
     }
+    fault.closing = true;
+    if (stream != NULL) {
+        wsync_error_t ignored;
+
+        CHECK_OK(wsync_device_host()->stream_synchronize(stream, PATIENT_MS, &ignored),
+                 ignored);
+    }
     for (int r = 0; r < 2; r++) {
         wsync_shared_comm_ops()->destroy(comms[r]);
     }
@@ -108,11 +116,32 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
     return status;
 }
 
-TEST(exchange)
+/* code 0: allocations. */
+static void check(int code)
 {
     wsync_plan_t *plans[2] = {make_plan(0), make_plan(1)};
 
-    CHECK(oom_run(attempt, plans) >= 16);
+    if (code == 0) {
+        CHECK(oom_run(attempt, plans) >= 16);
+    } else {
+        CHECK(fault_run(attempt, plans, code) >= 30);
+    }
     wsync_plan_destroy(plans[0]);
     wsync_plan_destroy(plans[1]);
+}
+
+TEST(allocations)
+{
+    check(0);
+}
+
+TEST(calls)
+{
+    check(EMFILE);
+    check(ENOMEM);
+}
+
+TEST(interruptions)
+{
+    check(EINTR);
 }

@@ -1,12 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Every allocation of the host backend fails in turn. */
+ * Every allocation and every system call of the host backend fails in turn. */
 #include "device/device.h"
-#include "oom.h"
+#include "faults.h"
+
+enum { WAIT_MS = 2, PATIENT_MS = 60000 };
 
 typedef struct buffers {
     unsigned char from[64];
     unsigned char to[64];
 } buffers_t;
+
+/* Nobody sets the word: the wait sleeps and its deadline passes. */
+static wsync_status_t wait_in_vain(wsync_memory_t *memory, wsync_error_t *err)
+{
+    const wsync_status_t status =
+        wsync_device_host()->event_wait((wsync_event_t){memory, 16}, 1, WAIT_MS, err);
+
+    CHECK(status != WSYNC_OK);
+    return status == WSYNC_ERR_TIMEOUT ? WSYNC_OK : status;
+}
 
 static wsync_status_t attempt(void *context, wsync_error_t *err)
 {
@@ -28,27 +40,46 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
         status = ops->memory_import(ops->memory_fd(memory), 4096, &peer, err);
     }
     if (status == WSYNC_OK) {
-        status = ops->stream_create(2, &stream, err);
+        status = ops->stream_create(3, &stream, err);
     }
     if (status == WSYNC_OK) {
         status = ops->stream_copy(stream, &copy, 1, &source, 1, &destination, 1, err);
-        CHECK_OK(ops->stream_synchronize(stream, 60000, &ignored), ignored);
+        CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
         CHECK_EQ(buffers->to[0], status == WSYNC_OK);
     }
     if (status == WSYNC_OK) {
         status = ops->stream_record(stream, (wsync_event_t){memory, 8}, 1, err);
-        CHECK_OK(ops->stream_synchronize(stream, 60000, &ignored), ignored);
+        CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
         CHECK_EQ(ops->event_query((wsync_event_t){peer, 8}), status == WSYNC_OK);
     }
+    if (status == WSYNC_OK) {
+        status = wait_in_vain(peer, err);
+    }
+    fault.closing = true;
     ops->stream_destroy(stream);
     ops->memory_destroy(peer);
     ops->memory_destroy(memory);
     return status;
 }
 
-TEST(host)
+TEST(allocations)
 {
     buffers_t buffers;
 
-    (void)oom_run(attempt, &buffers);
+    CHECK(oom_run(attempt, &buffers) >= 6);
+}
+
+TEST(calls)
+{
+    buffers_t buffers;
+
+    CHECK(fault_run(attempt, &buffers, EMFILE) >= 12);
+    CHECK(fault_run(attempt, &buffers, ENOMEM) >= 12);
+}
+
+TEST(interruptions)
+{
+    buffers_t buffers;
+
+    CHECK(fault_run(attempt, &buffers, EINTR) >= 4);
 }
