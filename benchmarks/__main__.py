@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.environment import environment
 
-NAMES = ("bucket", "update")
+NAMES = ("bucket", "update", "plan")
 
 
 def rows(name: str) -> Iterator[dict[str, Any]]:
