@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wsync import engine as engine
+    from wsync import fsdp as fsdp
     from wsync import layout as layout
     from wsync import megatron as megatron
     from wsync._core import DeadlineError as DeadlineError
@@ -61,7 +62,7 @@ _HOMES = {
     "wsync.sync": ("Sync",),
     "wsync.updater": ("UpdateWeightFromTensor",),
 }
-_SUBMODULES = ("engine", "layout", "megatron")
+_SUBMODULES = ("engine", "fsdp", "layout", "megatron")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [*_HOME_OF, *_SUBMODULES]

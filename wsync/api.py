@@ -25,7 +25,8 @@ def connect(
     """Connects a trainer's weights to running engines.
 
     Args:
-        source: this rank's layout (`wsync.megatron.layout`), or tensors by Hugging Face name.
+        source: this rank's layout (`wsync.megatron.layout`, `wsync.fsdp.layout`), or whole tensors
+            by Hugging Face name.
         engines: a list of URLs, Ray actors, local engines or handles; read on rank 0 alone.
         api_key: bearer key of engines that are given as URLs.
         options: deadlines, round size, pause mode.

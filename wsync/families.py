@@ -18,7 +18,7 @@ from typing import Any
 from wsync import _core
 from wsync.rules import Rule, Target, key_of
 
-__all__ = ["FAMILIES", "Family", "Model", "family_of", "read_model"]
+__all__ = ["FAMILIES", "RUNTIME", "Family", "Model", "family_of", "read_model", "runtime_family"]
 
 _LAYER = "decoder.layers.{layer}."
 _HF = "model.layers.{layer}."
@@ -145,6 +145,24 @@ SHARED_EXPERT: tuple[Rule, ...] = (
 )
 
 
+def _fused_experts(
+    target: str = f"{_HF}mlp.experts.",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    size: str = "moe_ffn",
+) -> tuple[Rule, ...]:
+    """A layer's experts as transformers 5 keeps them at run time; it saves them one by one."""
+    gate, up, down = (f"{target}{{experts}}.{name}.weight" for name in names)
+    return (
+        Rule(
+            f"{_HF}mlp.experts.gate_up_proj",
+            f"experts (gate:{size} | up:{size}) h",
+            Target(gate, "gate h"),
+            Target(up, "up h"),
+        ),
+        Rule(f"{_HF}mlp.experts.down_proj", f"experts h {size}", Target(down, f"h {size}")),
+    )
+
+
 class Family:
     """A named table of rules."""
 
@@ -161,11 +179,18 @@ class Family:
 
         Raises LayoutError that names the parameter and the family if no rule matches.
         """
+        found = self.match(name)
+        if found is None:
+            raise _core.LayoutError(f"{name}: no rule of the family {self.name!r} matches it")
+        return found
+
+    def match(self, name: str) -> tuple[Rule, dict[str, int]] | None:
+        """As `find`, but None if no rule matches."""
         for rule in self._by_key.get(key_of(name), ()):
             numbers = rule.match(name)
             if numbers is not None:
                 return rule, numbers
-        raise _core.LayoutError(f"{name}: no rule of the family {self.name!r} matches it")
+        return None
 
     def group(self, label: str, layer: int) -> int:
         """The keep-together group of a label in a layer; 0 for no label."""
@@ -180,6 +205,36 @@ FAMILIES: Mapping[str, Family] = {
         Family("qwen3", EMBEDDING, ATTENTION, DENSE_MLP),
         Family("qwen2_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS, SHARED_EXPERT),
         Family("qwen3_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS),
+    )
+}
+
+
+# Names of transformers modules at run time to those of checkpoints, where the two differ; by
+# model_type, after transformers 5.23 (`conversion_mapping.py`).  What no rule matches keeps its
+# name.  4.57 has checkpoints' names for all but the families that save fused experts.
+RUNTIME: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        *(
+            Family(name, _fused_experts())
+            for name in (
+                "qwen2_moe",
+                "qwen3_moe",
+                "deepseek_v2",
+                "deepseek_v3",
+                "dots1",
+                "glm4_moe",
+                "glm4_moe_lite",
+                "qwen3_next",
+            )
+        ),
+        Family("olmoe", _fused_experts(size="ffn")),
+        Family(
+            "mixtral",
+            _fused_experts(f"{_HF}block_sparse_moe.experts.", ("w1", "w3", "w2"), size="ffn"),
+            (_rename(f"{_HF}mlp.gate.weight", "experts h", f"{_HF}block_sparse_moe.gate.weight"),),
+        ),
+        Family("gpt_oss"),  # saved fused
     )
 }
 
@@ -230,11 +285,7 @@ def read_model(config: Any, model_name: str | None = None) -> Model:
         raise _core.InvalidArgumentError(
             f"{type(config).__name__} has no model_type: pass model_name="
         )
-    sizes: dict[str, int] = {}
-    for size, fields in FIELDS.items():
-        value = next((v for f in fields if (v := getattr(config, f, None)) is not None), None)
-        if value is not None:
-            sizes[size] = int(value)
+    sizes = _read_sizes(config)
     heads = sizes.get("heads", 0)
     if heads <= 0 or sizes.get("h", 0) <= 0:
         raise _core.InvalidArgumentError(
@@ -253,3 +304,21 @@ def read_model(config: Any, model_name: str | None = None) -> Model:
     if tied is None:
         tied = not getattr(config, "untie_embeddings_and_output_weights", True)
     return Model(family_of(name), sizes, bool(tied))
+
+
+def runtime_family(config: Any) -> tuple[Family | None, dict[str, int], str]:
+    """(family, sizes, model_type) for the run-time names of a Hugging Face model.
+
+    The family is None where RUNTIME has none of that model_type, or without a configuration.
+    """
+    kind = getattr(config, "model_type", None) or ""
+    return RUNTIME.get(kind), _read_sizes(config), kind
+
+
+def _read_sizes(config: Any) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for size, fields in FIELDS.items():
+        value = next((v for f in fields if (v := getattr(config, f, None)) is not None), None)
+        if value is not None:
+            sizes[size] = int(value)
+    return sizes

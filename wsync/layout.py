@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["Form", "TrainerLayout", "from_tensors", "global_name"]
+__all__ = ["Form", "TrainerLayout", "from_tensors", "global_name", "position"]
 
 # dtype, shape, element strides: what must not change after a layout was built
 Form = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -32,7 +32,8 @@ class TrainerLayout:
     Buffer i of `layout` on this rank is the trainer parameter `names[i]`; `tensors()` gives the
     tensors that hold the parameters now, in that order.  `rank` and `ranks` count in `group`
     (None: the default process group, or a process of its own).  `forms[i]` is what the layout was
-    built from.
+    built from.  `pick` finds the buffers' tensors among weights that the caller has by name; None
+    takes those of the same global name.
     """
 
     layout: _core.Layout
@@ -42,6 +43,7 @@ class TrainerLayout:
     rank: int = 0
     ranks: int = 1
     group: ProcessGroup | None = None
+    pick: Callable[[Mapping[str, Tensor]], Sequence[Tensor]] | None = None
 
     def bind(self, weights: Mapping[str, Tensor] | None = None) -> _core.TensorTable:
         """Describes the tensors that hold the parameters now.
@@ -61,6 +63,8 @@ class TrainerLayout:
     def _current(self, weights: Mapping[str, Tensor] | None) -> Sequence[Tensor]:
         if weights is None:
             return self.tensors()
+        if self.pick is not None:
+            return self.pick(weights)
         known = {global_name(name): tensor for name, tensor in weights.items()}
         wanted = [global_name(name) for name in self.names]
         try:
@@ -91,6 +95,12 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> TrainerLayout:
             "gives them, or a layout, as wsync.megatron.layout makes one"
         )
     names = tuple(tensors)
+    for name in names:
+        if is_sharded(tensors[name]):
+            raise _core.InvalidArgumentError(
+                f"{name}: a {type(tensors[name]).__name__} holds its elements on several ranks: "
+                "make the layout with wsync.fsdp.layout"
+            )
     table = _core.describe([tensors[name] for name in names], names)
     builder = _core.LayoutBuilder(0)
     builder.add_tensors(names, table)
@@ -102,6 +112,23 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> TrainerLayout:
             raise _core.LayoutError(f"{error.args[0]}: no longer among the tensors") from None
 
     return TrainerLayout(builder.build(), names, current, forms_of(table))
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor holds its elements on several ranks: a DTensor or a ShardedTensor."""
+    return hasattr(tensor, "placements") or hasattr(tensor, "local_shards")
+
+
+def position(group: ProcessGroup | None) -> tuple[int, int]:
+    """(rank, number of ranks) of this process; 0 of 1 without torch.distributed."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise _core.InvalidArgumentError("this process is not a member of the group it passed")
+    return rank, dist.get_world_size(group)
 
 
 def forms_of(table: _core.TensorTable) -> tuple[Form, ...]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.families import FIELDS, Model, read_model
-from wsync.layout import TrainerLayout, forms_of, global_name
+from wsync.layout import TrainerLayout, forms_of, global_name, position
 from wsync.rules import Cut, Expansion, Piece, Placement, Rule
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def layout(
     chunks = list(model) if isinstance(model, Sequence) else [model]
     spec = read_model(config, model_name)
     ranks = Ranks.current()
-    rank, count = _position(group)
+    rank, count = position(group)
     slots = list(_slots(chunks, spec, ranks))
     names = tuple(slot.name for slot in slots)
 
@@ -115,17 +115,6 @@ def layout(
         regions, maps, strides = reader.read(name, tensor, shape, strides)
         builder.add_parameter(name, index, dtype, strides, regions, maps)
     return TrainerLayout(builder.build(), names, tensors, forms, rank, count, group)
-
-
-def _position(group: ProcessGroup | None) -> tuple[int, int]:
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise _core.InvalidArgumentError("this process is not a member of the group it passed")
-    return rank, dist.get_world_size(group)
 
 
 def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[_Slot]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core, megatron
 from wsync.handles import EngineHandle, handle
+from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.sync import Sync
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class UpdateWeightFromTensor:
-    """Updates colocated rollout engines from a Megatron model.
+    """Updates colocated rollout engines from a Megatron model, or from any trainer's layout.
 
     Every trainer rank makes one and all ranks call its methods together.
 
@@ -27,9 +28,9 @@ class UpdateWeightFromTensor:
         args: slime's arguments; see `wsync.megatron.layout` for the fields that are read.
             `update_weight_buffer_size` bounds the bytes of a round for engines without wsync,
             unless options are given.
-        model: one module per virtual pipeline stage.
+        model: one module per virtual pipeline stage, or a layout (`wsync.fsdp.layout`).
         weights_getter: returns the parameters' current storage by global name; it may hand out
-            other storage each time.
+            other storage each time.  None takes the model's own.
         model_name: family of the model, for example "qwen3_moe".
         quantization_config: must be None; quantised delivery is not supported yet.
         options: see `Options`; the pause mode and all deadlines.
@@ -42,8 +43,8 @@ class UpdateWeightFromTensor:
     def __init__(
         self,
         args: Any,
-        model: Sequence[torch.nn.Module],
-        weights_getter: Callable[[], Mapping[str, torch.Tensor]],
+        model: Sequence[torch.nn.Module] | TrainerLayout,
+        weights_getter: Callable[[], Mapping[str, torch.Tensor]] | None,
         *,
         model_name: str,
         quantization_config: Mapping[str, Any] | None = None,
@@ -61,7 +62,11 @@ class UpdateWeightFromTensor:
         self.weight_version = 0
         self.update_weight_metrics: dict[str, float] = {}
         self._weights_getter = weights_getter
-        self._source = megatron.layout(model, args, model_name=model_name)
+        self._source = (
+            model
+            if isinstance(model, TrainerLayout)
+            else megatron.layout(model, args, model_name=model_name)
+        )
         self._options = options or Options(
             bucket_nbytes=getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
         )

@@ -1,0 +1,332 @@
+"""Layouts of FSDP trainers: real torch sharding over gloo, every byte compared.
+
+The trainer's weights are known, so each shard of the merged layout must hold the bytes of its box;
+where torch can, its own `full_tensor()` confirms the known weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.procs import Ranks
+
+import wsync
+from wsync.fsdp import layout, plain_name
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from support import fsdp_cases as cases
+
+TESTS = str(Path(__file__).parent)
+
+
+def _ranks(count: int) -> Iterator[Ranks]:
+    with Ranks(count, path=[TESTS], modules=["support.fsdp_cases"]) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    yield from _ranks(4)
+
+
+TIED = {"tie_word_embeddings": True}
+LAYOUTS = {
+    "dense": ("dense", "fsdp2", {}),
+    "dense-tied": ("dense", "fsdp2", TIED),
+    "dense-columns": ("dense", "fsdp2-dim1", {}),
+    "dense-tp": ("dense", "tp", {}),
+    "moe": ("moe", "fsdp2", {}),
+    "moe-fused": ("fused", "fsdp2", {}),
+}
+MESHES = {
+    "dense-hsdp": ("dense", "hsdp", {}),
+    "dense-hsdp-tied": ("dense", "hsdp", TIED),
+    "dense-fsdp-tp": ("dense", "fsdp-tp", {}),
+    "moe-hsdp": ("moe", "hsdp", {}),
+    "moe-fsdp-tp": ("moe", "fsdp-tp", {}),
+    "moe-fused-hsdp": ("fused", "hsdp", {}),
+    "moe-fused-fsdp-tp": ("fused", "fsdp-tp", {}),
+}
+FLAT = {
+    "flat": ("dense", "fsdp1", {}),
+    "flat-orig": ("dense", "fsdp1-orig", {}),
+    "flat-tied": ("dense", "fsdp1-orig", TIED),
+    "flat-moe": ("moe", "fsdp1", {}),
+    "flat-fused": ("fused", "fsdp1", {}),
+    "flat-fused-orig": ("fused", "fsdp1-orig", {}),
+}
+
+
+def _matches(ranks: Ranks, case: Any) -> list[dict[str, Any]]:
+    facts: list[dict[str, Any]] = ranks.run(cases.layout_matches, *case)
+    for fact in facts:
+        assert all(count >= fact["tensors"] > 20 for count in fact["shards"])
+        assert fact["borrowed"], "a shard was copied"
+    return facts
+
+
+@pytest.mark.parametrize("case", LAYOUTS.values(), ids=LAYOUTS)
+def test_shards_of_two_ranks(two: Ranks, case: Any) -> None:
+    _matches(two, case)
+
+
+@pytest.mark.parametrize("case", [*LAYOUTS.values(), *MESHES.values()], ids=[*LAYOUTS, *MESHES])
+def test_shards_of_four_ranks(four: Ranks, case: Any) -> None:
+    _matches(four, case)
+
+
+@pytest.mark.parametrize("case", FLAT.values(), ids=FLAT)
+def test_flat_parameters_of_fsdp1(four: Ranks, case: Any) -> None:
+    _matches(four, case)
+
+
+def test_replicas_are_the_same_boxes_on_several_ranks(four: Ranks) -> None:
+    sharded = _matches(four, LAYOUTS["dense"])
+    hybrid = _matches(four, MESHES["dense-hsdp"])
+    flat = _matches(four, ("dense", "fsdp1-hybrid", {}))
+    assert hybrid[0]["mine"] == hybrid[2]["mine"] > 0
+    assert sum(fact["mine"] for fact in hybrid) == hybrid[0]["shards"][0]
+    # two replicas of halves instead of quarters
+    assert hybrid[0]["shards"][0] <= sharded[0]["shards"][0]
+    assert flat[0]["mine"] == flat[2]["mine"] > 0
+
+
+def test_ranks_without_rows_take_part(four: Ranks) -> None:
+    facts = _matches(four, LAYOUTS["moe-fused"])
+    # five experts over four ranks: 2, 2, 1, 0
+    assert [fact["empty"] > 0 for fact in facts] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "fsdp1", "fsdp1-orig"])
+def test_training_is_seen(two: Ranks, how: str) -> None:
+    for fact in two.run(cases.trained_matches, "dense", how):
+        assert fact["shards"] >= fact["changed"] > 20
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("fsdp1", "ShardedTensor"),
+        ("fsdp1-orig", "ShardedTensor"),
+        ("fsdp1-mesh", "DTensor"),
+        ("fsdp1-mesh-orig", "DTensor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_sharded_state_dicts_of_fsdp1(four: Ranks, how: str, kind: str, tied: bool) -> None:
+    for fact in four.run(cases.state_dict_matches, how, tied):
+        assert fact["kinds"] == [kind]
+        assert fact["shards"] > 20
+
+
+# --- any mesh, by one process that plays every rank ------------------------------------------
+
+
+def _played(mesh_shape: tuple[int, ...], placements: Any, whole: torch.Tensor) -> list[Any]:
+    """The layout and the local tensor of every rank of a mesh that exists in name only."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    found = []
+    for rank in range(int(torch.tensor(mesh_shape).prod())):
+        dist.init_process_group(
+            "fake", rank=rank, world_size=int(torch.tensor(mesh_shape).prod()), store=FakeStore()
+        )
+        try:
+            mesh = init_device_mesh("cpu", mesh_shape)
+            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            found.append((layout({"w": tensor}).layout, tensor._local_tensor))
+        finally:
+            dist.destroy_process_group()
+    return found
+
+
+def _covers(played: list[Any], whole: torch.Tensor) -> None:
+    seen = torch.zeros_like(whole)
+    for built, local in played:
+        if local.numel() == 0:
+            assert built.tensor_count == 0
+            continue
+        assert built.tensor(0)[:3] == ("w", "int64", tuple(whole.shape))
+        count = 0
+        for _, _, offset, start, extent, strides, _ in built.shards(0):
+            box = tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))
+            steps = [stride // 8 for stride in strides]
+            view = torch.as_strided(local, extent, steps, local.storage_offset() + offset // 8)
+            assert torch.equal(view, whole[box]), (box, offset)
+            seen[box] += 1
+            count += view.numel()
+        assert count == local.numel()
+    assert bool((seen > 0).all())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 12])
+def test_any_order_of_placements(rows: int) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    whole = torch.arange(rows * 6).reshape(rows, 6)
+    meshes: list[tuple[tuple[int, ...], Any]] = [
+        ((2, 3), [Shard(0), Shard(0)]),
+        ((2, 3), [Shard(0), Shard(1)]),
+        ((3, 2), [Shard(1), Shard(0)]),
+        ((2, 3), [_StridedShard(0, split_factor=3), Shard(0)]),
+        ((3, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+        ((2, 2, 2), [Replicate(), _StridedShard(0, split_factor=2), Shard(0)]),
+        ((2, 2, 2), [Shard(0), _StridedShard(0, split_factor=2), Shard(0)]),
+        ((2, 2), [_StridedShard(0, split_factor=2), Replicate()]),
+        ((4,), [_StridedShard(0, split_factor=3)]),
+    ]
+    for shape, placements in meshes:
+        _covers(_played(shape, placements, whole), whole)
+
+
+def test_a_mesh_of_other_ranks_gives_nothing() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    try:
+        mesh = DeviceMesh("cpu", [0, 1])
+        tensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None)
+        found = layout({"w": tensor, "v": torch.ones(2)})
+        assert found.layout.names() == ["v"]
+        assert (found.rank, found.ranks) == (3, 4)
+    finally:
+        dist.destroy_process_group()
+
+
+# --- names ----------------------------------------------------------------------------------
+
+
+def test_wrappers_are_taken_off_names() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model, state = cases.build("dense")
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer)
+    model = torch.compile(model, backend="eager")
+    found = layout(model)
+    assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
+    assert sorted(found.layout.names()) == sorted(state)
+    assert plain_name("_orig_mod._fsdp_wrapped_module.model.x._checkpoint_wrapped_module.y") == (
+        "model.x.y"
+    )
+
+
+def test_persistent_buffers_are_weights_and_others_are_not() -> None:
+    model = torch.nn.Module()
+    model.register_buffer("kept", torch.ones(2))
+    model.register_buffer("scratch", torch.ones(2), persistent=False)
+    model.register_buffer("none", None)
+    assert layout(model).layout.names() == ["kept"]
+
+
+FUSED = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (None, "a model without config has no rule"),
+        (cases.config("dense"), "the family 'qwen3' has no rule"),
+    ],
+)
+def test_fused_experts_without_a_rule_are_refused(config: Any, text: str) -> None:
+    with pytest.raises(wsync.UnsupportedError, match=f"{FUSED}: .*{text}"):
+        layout({FUSED: torch.ones(5, 72, 64)}, config)
+
+
+def test_fused_experts_of_another_shape_are_refused() -> None:
+    with pytest.raises(wsync.LayoutError, match=r"\(5, 64, 72\) != \(5, 72, 64\) of the conf"):
+        layout({FUSED: torch.ones(5, 64, 72)}, cases.config("moe"))
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("local", "dimension"), [(True, 1), (False, 0)])
+def test_partial_sums_are_refused_by_name(four: Ranks, local: bool, dimension: int) -> None:
+    for text in four.run(cases.partial_error, local):
+        assert text.startswith(f"model.norm.weight: mesh dim {dimension} has placement Partial")
+
+
+def test_a_tensor_that_is_cut_in_another_way_is_refused(two: Ranks) -> None:
+    for text in two.run(cases.resharded_error):
+        assert text == "w: is sharded in another way now than when the layout was made"
+
+
+def test_a_missing_tensor_is_named() -> None:
+    found = layout({"a": torch.ones(1), "b": torch.ones(2)})
+    with pytest.raises(wsync.LayoutError, match=r"b: not among the 1 weights given \(1 of 2"):
+        found.bind({"a": torch.ones(1)})
+
+
+def test_sharded_tensors_are_no_whole_tensors() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None)
+        with pytest.raises(wsync.InvalidArgumentError, match=r"w: a DTensor .*wsync\.fsdp\.layout"):
+            wsync.connect({"w": tensor}, engines=[])
+    finally:
+        dist.destroy_process_group()
+
+
+# --- whole updates ------------------------------------------------------------------------------
+
+UPDATES_OF_TWO = {
+    "dense": ("dense", "fsdp2", {}, {}),
+    "moe-fused": ("fused", "fsdp2", {}, {"experts": "tp"}),
+}
+UPDATES_OF_FOUR = {
+    "dense": ("dense", "fsdp2", {}, {}),
+    "dense-hsdp": ("dense", "hsdp", {}, {}),
+    "dense-fsdp-tp": ("dense", "fsdp-tp", {}, {}),
+    "dense-full": ("dense", "fsdp2", {}, {"delivery": "full"}),
+    "moe": ("moe", "hsdp", {}, {}),
+    "moe-fused-fsdp-tp": ("fused", "fsdp-tp", {}, {}),
+    "flat-fused": ("fused", "fsdp1", {}, {}),
+}
+
+
+def _updated(ranks: Ranks, case: Any) -> None:
+    facts = ranks.run(cases.update, *case, timeout=240)
+    assert [fact["wrong"] for fact in facts] == [[]] * len(facts)
+    assert {fact["version"] for fact in facts} == {"2"}
+    assert facts[0]["rounds"] > 1
+    if case[3].get("delivery") != "full":
+        assert facts[0]["redundancy"] == 1.0
+
+
+@pytest.mark.parametrize("case", UPDATES_OF_TWO.values(), ids=UPDATES_OF_TWO)
+def test_every_byte_arrives_from_two_ranks(two: Ranks, case: Any) -> None:
+    _updated(two, case)
+
+
+@pytest.mark.parametrize("case", UPDATES_OF_FOUR.values(), ids=UPDATES_OF_FOUR)
+def test_every_byte_arrives_from_four_ranks(four: Ranks, case: Any) -> None:
+    _updated(four, case)
+
+
+def test_slimes_updater_takes_a_layout(two: Ranks) -> None:
+    for fact in two.run(cases.update_as_slime_does, timeout=240):
+        assert fact == {"wrong": [], "version": 1}

@@ -1,0 +1,466 @@
+"""Layouts of FSDP trainers: DTensors of any mesh, FSDP1's flat parameters and sharded state dicts.
+
+What a rank holds of a parameter is a set of boxes, told by the placements of its DTensor, the
+metadata of its ShardedTensor, or the interval of the flat parameter that it keeps; the local
+tensor must agree.  Shards are read where they lie: nothing is communicated and nothing copied.
+
+Names are those of the module tree without wrappers, which are Hugging Face's own; what transformers
+fuses at run time goes through the rules of `wsync.families.RUNTIME`.
+
+Replicas (a `Replicate` placement, a plain tensor) are the same boxes on several ranks.  `Partial`
+placements are sums that nobody has added up yet, and are refused.
+
+Formats: `torch.distributed.tensor` and `torch.distributed.fsdp` of torch 2.6 to 2.13.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from wsync import _core
+from wsync.families import Family, runtime_family
+from wsync.layout import TrainerLayout, forms_of, global_name, position
+from wsync.rules import Expansion, Placement, Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.nn import Module
+
+__all__ = ["layout", "plain_name"]
+
+WRAPPERS = frozenset(("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"))
+TIED = "lm_head.weight"
+_FUSED = (".experts.gate_up_proj", ".experts.down_proj")
+
+Shape = tuple[int, ...]
+Regions = tuple[tuple[Shape, Shape, Shape], ...]  # of _core.Region
+# (start, extent) of what a rank holds of one dimension, in the order in which it lies
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Boxes of a parameter that lie in one local tensor.
+
+    `strides`: element strides of the boxes where they are not the local tensor's own.
+    """
+
+    name: str
+    tensor: Tensor
+    shape: Shape
+    regions: Regions
+    strides: Shape | None = None
+
+
+def layout(
+    model: Module | Mapping[str, Tensor],
+    config: Any = None,
+    *,
+    group: ProcessGroup | None = None,
+) -> TrainerLayout:
+    """The layout of this rank of a model under FSDP2, FSDP1 or tensor-parallel DTensors.
+
+    `model`: the module, or a sharded state dict (`StateDictType.SHARDED_STATE_DICT`); the tensors
+    of a state dict are those of its making, so give `Sync.update` a new one each time.  `config`:
+    the Hugging Face configuration (default: the model's own), which tells tied embeddings and how
+    experts are fused.  `group`: the ranks that take part in updates (default: all).  Not
+    collective.  FSDP2 modules are resharded, as `state_dict()` does it, now and at each update.
+
+    Raises UnsupportedError for a placement that is no weight (`Partial`) and for fused experts of
+    a family without rules, LayoutError for a tensor that does not fit its placement.
+    """
+    reader = _Reader()
+    config = getattr(model, "config", None) if config is None else config
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    if isinstance(model, Mapping):
+        read = reader.of_mapping(model, tied)
+    else:
+        read = reader.of_module(model, tied)
+    parts = read()
+    buffers, numbers = _buffers(parts)
+    names = tuple(name for name, _ in buffers)
+    table = _core.describe([tensor for _, tensor in buffers], names)
+    forms = forms_of(table)
+    rank, count = position(group)
+    builder = _core.LayoutBuilder(rank)
+    names_of = _Names(config)
+    for part, number in zip(parts, numbers, strict=True):
+        dtype, _, strides = forms[number]
+        maps = names_of.maps(part)
+        if math.prod(part.shape) == 0:
+            for name, _, shape, *_ in maps:
+                builder.add_tensor(name, dtype, shape)
+        elif part.regions:
+            strides = strides if part.strides is None else part.strides
+            builder.add_parameter(part.name, number, dtype, strides, part.regions, maps)
+
+    def current(weights: Mapping[str, Tensor] | None = None) -> Sequence[Tensor]:
+        found = read() if weights is None else reader.of_mapping(weights, tied, parts)()
+        _check_same(parts, found)
+        return [tensor for _, tensor in _buffers(found)[0]]
+
+    return TrainerLayout(builder.build(), names, current, forms, rank, count, group, current)
+
+
+def plain_name(name: str) -> str:
+    """A name without the path components of FSDP, activation checkpointing and torch.compile."""
+    return global_name(".".join(part for part in name.split(".") if part not in WRAPPERS))
+
+
+# --- where tensors are ------------------------------------------------------------------------
+
+
+class _Reader:
+    """Finds the parts of parameters; what repeats from tensor to tensor is kept."""
+
+    def __init__(self) -> None:
+        self._placed: dict[Any, Regions] = {}
+
+    def of_mapping(
+        self, tensors: Mapping[str, Tensor], tied: bool, wanted: Sequence[_Part] | None = None
+    ) -> Callable[[], list[_Part]]:
+        """Reads tensors by name; `wanted` leaves out what has none of these names."""
+
+        def read() -> list[_Part]:
+            known = {plain_name(name): tensor for name, tensor in tensors.items()}
+            if tied:
+                known.pop(TIED, None)
+            names: Iterable[str] = known
+            if wanted is not None:
+                names = dict.fromkeys(part.name for part in wanted)
+                missing = [name for name in names if name not in known]
+                if missing:
+                    raise _core.LayoutError(
+                        f"{missing[0]}: not among the {len(known)} weights given "
+                        f"({len(missing)} of {len(names)} missing)"
+                    )
+            return [part for name in names for part in self._parts(name, known[name])]
+
+        return read
+
+    def of_module(self, module: Any, tied: bool) -> Callable[[], list[_Part]]:
+        """Reads what a module's state dict would hold, and FSDP1's flat parameters."""
+        flats = list(_flat_handles(module))
+        resharders = [m.reshard for m in module.modules() if _is_fsdp2(m)]
+        for reshard in resharders:
+            reshard()
+        slots = list(_slots(module, flats, tied))
+
+        def read() -> list[_Part]:
+            for reshard in resharders:
+                reshard()
+            parts = [part for name, home, key in slots for part in self._parts(name, home[key])]
+            for prefix, handle in flats:
+                parts += _flat_parts(prefix, handle, tied)
+            return parts
+
+        return read
+
+    def _parts(self, name: str, tensor: Any) -> Iterator[_Part]:
+        shape = tuple(tensor.shape)
+        if hasattr(tensor, "placements"):
+            yield _Part(name, tensor._local_tensor, shape, self._place(name, tensor, shape))
+        elif hasattr(tensor, "local_shards"):
+            for shard in tensor.local_shards():
+                start = tuple(shard.metadata.shard_offsets)
+                extent = tuple(shard.metadata.shard_sizes)
+                _check_local(name, shard.tensor, extent)
+                regions = ((start, extent, (0,) * len(shape)),) if math.prod(extent) else ()
+                yield _Part(name, shard.tensor, shape, regions)
+        else:
+            zeros = (0,) * len(shape)
+            yield _Part(name, tensor, shape, ((zeros, shape, zeros),))
+
+    def _place(self, name: str, tensor: Any, shape: Shape) -> Regions:
+        """The boxes of a DTensor's local tensor."""
+        mesh = tensor.device_mesh
+        local = tuple(tensor._local_tensor.shape)
+        key = (shape, local, tuple(tensor.placements), mesh)
+        regions = self._placed.get(key)
+        if regions is None:
+            coordinate = mesh.get_coordinate()
+            if coordinate is None:  # the mesh belongs to other ranks
+                regions = ()
+            else:
+                places = zip(tensor.placements, mesh.shape, coordinate, strict=True)
+                runs = _cut(name, shape, places)
+                extents = tuple(sum(extent for _, extent in part) for part in runs)
+                _check_local(name, tensor._local_tensor, extents)
+                regions = _regions(runs)
+            self._placed[key] = regions
+        return regions
+
+
+def _is_fsdp2(module: Any) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def _slots(
+    module: Any, flats: Sequence[tuple[str, Any]], tied: bool
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(name, home, key) of every parameter and persistent buffer, each tensor once."""
+    flat = {
+        id(tensor)
+        for _, handle in flats
+        for tensor in (
+            handle.flat_param,
+            *(getattr(handle.flat_param, "_params", None) or ()),
+            *(getattr(handle.flat_param, "_shared_params", None) or ()),
+        )
+    }
+    seen: set[int] = set()
+    for path, owner in module.named_modules():
+        for home in (owner._parameters, owner._buffers):
+            for key, tensor in home.items():
+                if tensor is None or id(tensor) in seen or id(tensor) in flat:
+                    continue
+                if home is owner._buffers and key in owner._non_persistent_buffers_set:
+                    continue
+                name = plain_name(f"{path}.{key}" if path else key)
+                if tied and name == TIED:
+                    raise _core.LayoutError(
+                        f"{name}: a parameter of its own, but the configuration says tied "
+                        "embeddings: wrap both in one FSDP unit"
+                    )
+                seen.add(id(tensor))
+                yield name, home, key
+
+
+# --- DTensor placements ---------------------------------------------------------------------
+
+
+def _cut(name: str, shape: Shape, places: Iterable[tuple[Any, int, int]]) -> list[Runs]:
+    """What a rank holds of every dimension.
+
+    `places`: (placement, ranks of the mesh dimension, this rank's index), outermost mesh dimension
+    first.  Each placement cuts what those before it have left, as torch.chunk does: equal parts but
+    for the last ones, which may be smaller or empty.
+    """
+    runs: list[Runs] = [((0, size),) for size in shape]
+    for number, (placement, ranks, index) in enumerate(places):
+        if placement.is_replicate():
+            continue
+        factor = getattr(placement, "split_factor", 1)
+        if placement.is_partial() or not isinstance(getattr(placement, "dim", None), int):
+            raise _core.UnsupportedError(
+                f"{name}: mesh dim {number} has placement {placement!r}, which is no weight: "
+                "Shard and Replicate are"
+            )
+        runs[placement.dim] = _share(runs[placement.dim], ranks, index, int(factor))
+    return runs
+
+
+def _share(runs: Runs, ranks: int, index: int, factor: int) -> Runs:
+    """A rank's share of a dimension.
+
+    `factor` is _StridedShard's: the dimension is first cut into so many parts, as an inner mesh
+    dimension will cut it (tensor-parallel ranks inside FSDP), and each of them over the ranks.
+    """
+    count = sum(extent for _, extent in runs)
+    found: list[tuple[int, int]] = []
+    for piece in range(factor):
+        start, extent = _chunk(count, factor, piece)
+        offset, extent = _chunk(extent, ranks, index)
+        found += _slice(runs, start + offset, extent)
+    return tuple(found)
+
+
+def _chunk(count: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, extent) of a part of torch.chunk; those that it does not return are empty."""
+    size = -(-count // parts)
+    start = min(size * index, count)
+    return start, min(size, count - start)
+
+
+def _slice(runs: Runs, start: int, extent: int) -> Iterator[tuple[int, int]]:
+    """`extent` elements from the start-th on of what the runs hold one after another."""
+    for first, count in runs:
+        low, high = max(start, 0), min(start + extent, count)
+        if low < high:
+            yield first + low, high - low
+        start -= count
+
+
+def _regions(runs: Sequence[Runs]) -> Regions:
+    """Boxes of a parameter and where each starts in the local tensor."""
+    local = []
+    for part in runs:
+        joined: list[tuple[int, int, int]] = []
+        for start, extent in part:
+            if joined and joined[-1][0] + joined[-1][1] == start:
+                first, count, at = joined[-1]
+                joined[-1] = (first, count + extent, at)
+            elif extent:
+                joined.append((start, extent, sum(count for _, count, _ in joined)))
+        local.append(joined)
+    return tuple(
+        (tuple(c[0] for c in choice), tuple(c[1] for c in choice), tuple(c[2] for c in choice))
+        for choice in itertools.product(*local)
+    )
+
+
+def _check_local(name: str, tensor: Any, extents: Shape) -> None:
+    if tuple(tensor.shape) != extents:
+        raise _core.LayoutError(
+            f"{name}: local shape {tuple(tensor.shape)} != {extents}, the share of this rank"
+        )
+
+
+# --- FSDP1's flat parameters ------------------------------------------------------------------
+
+
+def _flat_handles(module: Any) -> Iterator[tuple[str, Any]]:
+    """(name of the unit, handle) of every FSDP1 unit that has parameters."""
+    for path, owner in module.named_modules():
+        handle = getattr(owner, "_handle", None)
+        if handle is not None and hasattr(handle, "flat_param"):
+            yield plain_name(path), handle
+
+
+def _flat_parts(prefix: str, handle: Any, tied: bool) -> Iterator[_Part]:
+    """The intervals that this rank keeps of a unit's parameters, flattened one after another."""
+    flat = handle.flat_param
+    # before the first forward pass, and without sharding, the parameter itself is the local shard
+    tensor = getattr(flat, "_local_shard", None)
+    tensor = flat if tensor is None or not handle.uses_sharded_strategy else tensor
+    infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
+    for key, size, info in infos:
+        name = plain_name(f"{prefix}.{key}" if prefix else key)
+        if tied and name == TIED:
+            raise _core.LayoutError(
+                f"{name}: a parameter of its own in its FSDP unit, but the configuration says "
+                "tied embeddings: wrap both in one unit"
+            )
+        shape = tuple(size)
+        regions: list[tuple[Shape, Shape, Shape]] = []
+        if info.in_shard:
+            first, last = info.intra_param_start_idx, info.intra_param_end_idx + 1
+            for start, extent, at in _boxes(shape, first, last):
+                # the boxes' strides end in 1, so the last axis counts from the buffer's start
+                local = (0,) * (len(shape) - 1) + (info.offset_in_shard + at - first,)
+                regions.append((start, extent, local))
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        yield _Part(name, tensor, shape, tuple(regions), strides)
+
+
+def _boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape, int]]:
+    """(start, extent, flat index) of the boxes that elements [first, last) consist of."""
+    if len(shape) == 1:
+        yield (first,), (last - first,), first
+        return
+    inner = math.prod(shape[1:])
+    row = first // inner
+    while first < last:
+        base = row * inner
+        if first == base and last - base >= inner:
+            rows = (last - base) // inner
+            yield (row,) + (0,) * (len(shape) - 1), (rows, *shape[1:]), first
+            row += rows
+        else:
+            end = min(last, base + inner)
+            for start, extent, at in _boxes(shape[1:], first - base, end - base):
+                yield (row, *start), (1, *extent), base + at
+            row += 1
+        first = row * inner
+
+
+# --- names ----------------------------------------------------------------------------------
+
+
+class _Names:
+    """Maps from run-time parameters to the tensors of checkpoints, which engines know."""
+
+    def __init__(self, config: Any) -> None:
+        self._family: Family | None
+        self._family, self._sizes, self._kind = runtime_family(config)
+        self._expansions: dict[int, Expansion] = {}
+
+    def maps(self, part: _Part) -> list[_core.Map]:
+        """Where a parameter's elements go; only those maps that its regions meet."""
+        found = self._family.match(part.name) if self._family is not None else None
+        if found is None:
+            self._check_fused(part)
+            zeros = (0,) * len(part.shape)
+            axes = tuple(range(len(part.shape)))
+            return [(part.name, "", part.shape, zeros, zeros, part.shape, axes, 0)]
+        rule, numbers = found
+        expansion = self._expand(rule, part)
+        placement = Placement(part.shape, part.regions)
+        return [
+            (
+                piece.name.format(**numbers),
+                "",
+                piece.shape,
+                piece.target_start,
+                piece.source_start,
+                piece.extent,
+                piece.axes,
+                0,
+            )
+            for piece in expansion.pieces
+            if placement.meets(piece)
+        ]
+
+    def _expand(self, rule: Rule, part: _Part) -> Expansion:
+        expansion = self._expansions.get(id(rule))
+        if expansion is None:
+            try:
+                expansion = self._expansions[id(rule)] = rule.expand(self._sizes)
+            except KeyError as error:
+                raise _core.LayoutError(
+                    f"{part.name}: the configuration does not give the size {error.args[0]!r}, "
+                    f"which the family {self._kind!r} needs for it"
+                ) from None
+        if expansion.shape != part.shape:
+            raise _core.LayoutError(
+                f"{part.name}: shape {part.shape} != {expansion.shape} of the configuration"
+            )
+        return expansion
+
+    def _check_fused(self, part: _Part) -> None:
+        """Fused experts pass as they are only where a family is known to save them so."""
+        if self._family is None and part.name.endswith(_FUSED):
+            known = f"the family {self._kind!r}" if self._kind else "a model without config"
+            raise _core.UnsupportedError(
+                f"{part.name}: experts are fused, and {known} has no rule for engines' names"
+            )
+
+
+# --- parts and buffers --------------------------------------------------------------------------
+
+
+def _buffers(parts: Sequence[_Part]) -> tuple[list[tuple[str, Tensor]], list[int]]:
+    """The distinct local tensors in order, named after their first part, and each part's one."""
+    numbers: dict[int, int] = {}
+    buffers: list[tuple[str, Tensor]] = []
+    for part in parts:
+        if id(part.tensor) not in numbers:
+            numbers[id(part.tensor)] = len(buffers)
+            buffers.append((part.name, part.tensor))
+    return buffers, [numbers[id(part.tensor)] for part in parts]
+
+
+def _check_same(parts: Sequence[_Part], found: Sequence[_Part]) -> None:
+    """Tensors may move; what they hold may not change."""
+    for old, new in zip(parts, found, strict=False):
+        if (old.name, old.shape, old.regions, old.strides) != (
+            new.name,
+            new.shape,
+            new.regions,
+            new.strides,
+        ):
+            raise _core.LayoutError(
+                f"{old.name}: is sharded in another way now than when the layout was made"
+            )
+    if len(parts) != len(found):
+        raise _core.LayoutError(
+            f"{len(found)} tensors are held now, but {len(parts)} when the layout was made"
+        )
