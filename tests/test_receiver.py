@@ -1,5 +1,7 @@
 """A receiver and its loaders against a real exporter in the same process."""
 
+import contextlib
+import resource
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,7 +11,15 @@ import pytest
 import torch
 from support.trainer import SECONDS, Tensors, Trainer, as_bytes
 
-from wsync._core import Exporter, Layout, LayoutBuilder, PeerClosedError, RemoteError
+from wsync._core import (
+    Exporter,
+    Layout,
+    LayoutBuilder,
+    Memory,
+    PeerClosedError,
+    ProtocolError,
+    RemoteError,
+)
 from wsync.control import PIECES
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.receiver import Receiver
@@ -273,6 +283,34 @@ def test_a_box_that_is_not_delivered_is_named(start: Start) -> None:
     assert "LayoutError" not in text  # wsync's messages speak for themselves
     assert "b" in text.split("update 1: ")[1]
     assert not any(tensor.any() for tensor in tensors)
+
+
+@contextlib.contextmanager
+def little_memory(nbytes: int = 2**31) -> Iterator[None]:
+    """Allocations of more than `nbytes` fail, instead of taking the machine down."""
+    with open("/proc/self/statm") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("by_layout", [True, False])
+def test_a_round_that_was_not_announced_costs_nothing(by_layout: bool) -> None:
+    tensor = torch.zeros(4)
+    module = torch.nn.Module()
+    module.register_buffer("a", tensor)
+    manifest, wanted = LayoutBuilder(), LayoutBuilder()
+    manifest.add_shard("a", "float32", [4], [0], [4], 2**32 - 2, 0, [4])
+    wanted.add_shard("a", "float32", [4], [0], [4], 0, 0, [4])
+    loader: Loader = LayoutLoader(wanted.build(), [tensor]) if by_layout else ModuleLoader(module)
+    with little_memory():
+        loader.attach(Memory(64), manifest.build())
+        with pytest.raises(ProtocolError, match="of 3 rounds: the manifest has 4294967295"):
+            loader.begin(3)
 
 
 # --- failures -------------------------------------------------------------------------------

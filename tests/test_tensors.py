@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -114,9 +115,45 @@ def test_a_dtensor_is_described_by_its_local_tensor(tmp_path: object) -> None:
         dist.destroy_process_group()
 
 
+class Wrapper:
+    """Not a tensor itself: its elements are said to lie in `_local_tensor`."""
+
+    dtype = torch.float32
+
+    def __init__(self, shape: tuple[int, ...], inner: Callable[[], object]) -> None:
+        self.shape = shape
+        self._inner = inner
+
+    @property
+    def _local_tensor(self) -> object:
+        return self._inner()
+
+
+def wrapped(depth: int) -> object:
+    inner: object = torch.ones(2, 3)
+    for _ in range(depth):
+        inner = Wrapper((2, 3), lambda inner=inner: inner)  # type: ignore[misc]
+    return inner
+
+
+def endless() -> Wrapper:
+    return Wrapper((2, 3), endless)
+
+
+def test_elements_may_lie_below_a_few_wrappers() -> None:
+    assert [describe([wrapped(depth)])[0][2] for depth in range(5)] == [(2, 3)] * 5
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
+        (lambda: wrapped(5), UnsupportedError, r"w .Wrapper.: .* below more than 4 wrappers"),
+        (endless, UnsupportedError, r"w .Wrapper.: its elements lie below more than 4 wrappers"),
+        (
+            lambda: Wrapper((3, 2), lambda: torch.ones(3, 2).t()),
+            UnsupportedError,
+            r"w .Wrapper.: its _local_tensor has another shape",
+        ),
         (two_tensor, InvalidArgumentError, r"w \(TwoTensor\): its 32 bytes lie nowhere.*NULL"),
         (freed, InvalidArgumentError, r"w \(Tensor\): its 16 bytes lie nowhere"),
         (lambda: torch.empty(2, device="meta"), UnsupportedError, r"w \(Tensor\): .*meta"),

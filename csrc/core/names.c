@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 
 #include "core/array.h"
 
@@ -16,14 +17,37 @@ typedef struct wsync_names_chunk {
     char text[];
 } names_chunk_t;
 
-static uint32_t hash_text(const char *text)
-{
-    uint64_t hash = 0xcbf29ce484222325U; /* FNV-1a */
+__extension__ typedef unsigned __int128 wide_t;
 
-    for (; *text != '\0'; text++) {
-        hash = (hash ^ (uint8_t)*text) * 0x100000001b3U;
+/* Peers choose the names: who cannot know the seed cannot choose names that collide, which
+ * would make a table of n names cost n * n. */
+static uint32_t hash_text(uint64_t seed, const char *text)
+{
+    uint64_t hash = seed;
+    size_t left = strlen(text);
+
+    while (left > 0) {
+        const size_t count = left < sizeof(uint64_t) ? left : sizeof(uint64_t);
+        uint64_t word = 0;
+        wide_t product;
+
+        memcpy(&word, text, count);
+        product = (wide_t)(hash ^ word) * 0x9e3779b97f4a7c15U;
+        hash = (uint64_t)product ^ (uint64_t)(product >> 64) ^ seed;
+        text += count;
+        left -= count;
     }
     return (uint32_t)(hash ^ (hash >> 32));
+}
+
+static uint64_t make_seed(const wsync_names_t *names)
+{
+    uint64_t seed = 0;
+
+    if (getrandom(&seed, sizeof(seed), GRND_NONBLOCK) != (ssize_t)sizeof(seed)) {
+        seed = (uint64_t)(uintptr_t)names * 0x9e3779b97f4a7c15U;
+    }
+    return seed;
 }
 
 /* The slot that holds the text, or the free one where it belongs. */
@@ -55,6 +79,9 @@ static bool grow_slots(wsync_names_t *names)
     slots = calloc(count, sizeof(*slots));
     if (slots == NULL) {
         return false;
+    }
+    if (names->slot_count == 0) {
+        names->seed = make_seed(names);
     }
     for (size_t i = 0; i < names->count; i++) {
         size_t slot = names->items[i].hash & (count - 1);
@@ -97,12 +124,13 @@ static char *copy_text(wsync_names_t *names, const char *text)
 wsync_status_t wsync_names_add(wsync_names_t *names, const char *text, uint32_t *index,
                                bool *added, wsync_error_t *err)
 {
-    const uint32_t hash = hash_text(text);
     wsync_name_t *items = NULL;
     char *copy = NULL;
+    uint32_t hash = 0;
     size_t slot;
 
     if (grow_slots(names)) {
+        hash = hash_text(names->seed, text);
         slot = find_slot(names, text, hash);
         if (names->slots[slot] != 0) {
             *index = names->slots[slot] - 1;
@@ -136,7 +164,7 @@ size_t wsync_names_find(const wsync_names_t *names, const char *text)
     if (names->slot_count == 0) {
         return SIZE_MAX;
     }
-    slot = find_slot(names, text, hash_text(text));
+    slot = find_slot(names, text, hash_text(names->seed, text));
     return names->slots[slot] == 0 ? SIZE_MAX : names->slots[slot] - 1;
 }
 

@@ -21,6 +21,7 @@ typedef struct wsync_names {
     size_t capacity;
     uint32_t *slots;   /* open addressing: index + 1, 0 is free */
     size_t slot_count; /* a power of two, or 0 */
+    uint64_t seed;     /* of the hash */
     struct wsync_names_chunk *chunks;
 } wsync_names_t;
 

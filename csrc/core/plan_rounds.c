@@ -318,21 +318,29 @@ wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner)
 
 /* --- rings ---------------------------------------------------------------------------- */
 
+/* a + b, or the largest number. */
+static uint64_t add_up(uint64_t a, uint64_t b)
+{
+    uint64_t sum;
+
+    return __builtin_add_overflow(a, b, &sum) ? UINT64_MAX : sum;
+}
+
 /* What a destination's ring must hold, from the sizes of its slots. */
 static uint64_t ring_size(const wsync_planner_t *planner, const wsync_slot_t *slots,
                           size_t count)
 {
-    uint64_t wanted =
-        planner->ring.fixed ? planner->ring.nbytes : 4 * planner->round.nbytes;
+    const uint64_t half = add_up(planner->round.nbytes, planner->round.nbytes);
+    uint64_t wanted = planner->ring.fixed ? planner->ring.nbytes : add_up(half, half);
     uint64_t total = 0;
 
     for (size_t i = 0; i < count; i++) {
-        const uint64_t pair = slots[i].nbytes + (i > 0 ? slots[i - 1].nbytes : 0);
+        const uint64_t pair = add_up(slots[i].nbytes, i > 0 ? slots[i - 1].nbytes : 0);
 
         if (!planner->ring.fixed && pair > wanted) {
             wanted = pair;
         }
-        total += slots[i].nbytes;
+        total = add_up(total, slots[i].nbytes);
     }
     return total < wanted ? total : wanted;
 }

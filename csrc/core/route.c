@@ -7,6 +7,11 @@
 #include "core/layout_parts.h"
 #include "core/overlap.h"
 
+/* A peer chooses the source's boxes.  Boxes that lie across each other cut what is missing
+ * into a number of parts that grows with a power of theirs; boxes that tile a tensor, as a
+ * planner makes them, leave few. */
+enum { MAX_MISSING = 1 << 14, MAX_PARTS_A_BOX = 4 };
+
 struct wsync_route {
     wsync_copies_t copies; /* by source buffer */
     uint32_t buffer_count;
@@ -26,6 +31,7 @@ typedef struct route_builder {
     size_t tensor_capacity;
     boxes_t missing; /* parts of the box at hand that nothing has filled yet */
     boxes_t next;
+    size_t parts_left; /* that the destination box at hand may be filled from */
     wsync_error_t *err;
 } route_builder_t;
 
@@ -85,6 +91,16 @@ static wsync_status_t add_copy(route_builder_t *builder, const wsync_tensor_t *s
     return WSYNC_OK;
 }
 
+static wsync_status_t fail_parts(const route_builder_t *builder,
+                                 const wsync_tensor_t *tensor)
+{
+    return wsync_fail(
+        builder->err, WSYNC_ERR_LAYOUT, 0, "route",
+        "%.256s: the source's boxes lie across each other and cut it into too "
+        "many parts (%zu are missing yet)",
+        tensor->name, builder->next.count);
+}
+
 /* Takes from one source shard what is still missing. */
 static wsync_status_t take(route_builder_t *builder, const wsync_tensor_t *source,
                            const wsync_shard_t *from, size_t tensor,
@@ -100,9 +116,13 @@ static wsync_status_t take(route_builder_t *builder, const wsync_tensor_t *sourc
 
         pieces[0] = builder->missing.items[i];
         if (wsync_box_intersect(&pieces[0], &from->box, &common)) {
-            const wsync_status_t status =
-                add_copy(builder, source, from, tensor, to, &common);
+            wsync_status_t status;
 
+            if (builder->parts_left == 0 || builder->next.count > MAX_MISSING) {
+                return fail_parts(builder, source);
+            }
+            builder->parts_left--;
+            status = add_copy(builder, source, from, tensor, to, &common);
             if (status != WSYNC_OK) {
                 return status;
             }
@@ -189,6 +209,7 @@ static wsync_status_t fill_tensor(route_builder_t *builder, size_t tensor)
     from_shards = wsync_layout_shards(builder->source, found, &from_count);
     for (size_t i = 0; i < to_count && status == WSYNC_OK; i++) {
         builder->missing.count = 0;
+        builder->parts_left = MAX_MISSING + MAX_PARTS_A_BOX * from_count;
         if (!add_box(&builder->missing, &to_shards[i].box)) {
             return wsync_fail(builder->err, WSYNC_ERR_NO_MEMORY, 0, "route",
                               "%.256s: no memory for a box", to->name);

@@ -240,6 +240,12 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
     if (status != WSYNC_OK) {
         return status;
     }
+    if (round_count > WSYNC_SESSION_MAX_ROUNDS) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "session",
+                          "begin: update %llu of %u rounds, a session takes at most %d",
+                          (unsigned long long)update, (unsigned)round_count,
+                          WSYNC_SESSION_MAX_ROUNDS);
+    }
     status = wsync_link_drain(&exporter->link, awaited, err);
     if (status == WSYNC_OK) {
         status = wsync_link_send(&exporter->link, &frame, timeout_ms, awaited, err);

@@ -74,7 +74,8 @@ static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_erro
         return wsync_link_unexpected(&self->link, frame, err);
     }
     if (frame->kind == SESSION_BEGIN && !self->updating && self->generation > 0 &&
-        frame->arguments[1] <= UINT32_MAX && frame->arguments[2] == self->link.base) {
+        frame->arguments[1] <= WSYNC_SESSION_MAX_ROUNDS &&
+        frame->arguments[2] == self->link.base) {
         self->update = frame->arguments[0];
         self->round_count = (uint32_t)frame->arguments[1];
         self->announced = 0;

@@ -35,6 +35,9 @@ typedef struct wsync_receipt {
     uint64_t checksum; /* 0: not computed */
 } wsync_receipt_t;
 
+/* Rounds of one update: what a worker keeps for each is bounded by this. */
+enum { WSYNC_SESSION_MAX_ROUNDS = 1 << 20 };
+
 typedef struct wsync_exporter wsync_exporter_t;
 typedef struct wsync_importer wsync_importer_t;
 
@@ -54,6 +57,7 @@ wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
 wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t *ring,
                                      const uint8_t *manifest, size_t nbytes, int timeout_ms,
                                      wsync_error_t *err);
+/* INVALID beyond WSYNC_SESSION_MAX_ROUNDS. */
 wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
                                     uint32_t round_count, int timeout_ms,
                                     wsync_error_t *err);

@@ -11,6 +11,8 @@
 
 /* --- what one call of describe() carries along ---------------------------------------- */
 
+enum { MAX_WRAPPERS = 4 };
+
 typedef struct describer {
     ModuleState *state;
     PyObject *names;      /* borrowed tuple or NULL */
@@ -19,6 +21,7 @@ typedef struct describer {
     PyObject *is_neg_name;
     PyTypeObject *type; /* borrowed: the type that `api` belongs to */
     const DLPackExchangeAPI *api;
+    int depth; /* wrappers around the tensor at hand */
 } describer_t;
 
 /* Raises "<name> (<type>): <what>" for one tensor; drops an exception that is set. */
@@ -332,16 +335,42 @@ static int read_attributes(const describer_t *describer, Py_ssize_t index, PyObj
 static int read_tensor(describer_t *describer, Py_ssize_t index, PyObject *tensor,
                        wsync_tensor_row_t *row);
 
+/* The elements of a wrapper that says nothing of placements lie as its shape says. */
+static int check_same_shape(const describer_t *describer, Py_ssize_t index,
+                            PyObject *tensor, const wsync_tensor_row_t *row)
+{
+    int64_t shape[WSYNC_MAX_NDIM];
+    const Py_ssize_t ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), shape);
+
+    if (ndim < 0) {
+        return fail_with_cause(describer, index, tensor);
+    }
+    if (ndim != (Py_ssize_t)row->ndim ||
+        memcmp(shape, row->shape, (size_t)ndim * sizeof(*shape)) != 0) {
+        return fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+                           "its _local_tensor has another shape, and it has no placements "
+                           "that would say why");
+    }
+    return 0;
+}
+
 /* A DTensor holds its elements in _local_tensor.  Placements that hold partial sums are not
  * a weight's bytes. */
 static int read_local(describer_t *describer, Py_ssize_t index, PyObject *tensor,
                       PyObject *local, wsync_tensor_row_t *row)
 {
-    PyObject *placements = PyObject_GetAttrString(tensor, "placements");
-    PyObject *tuple = placements != NULL ? PySequence_Tuple(placements) : NULL;
-    const Py_ssize_t count = tuple != NULL ? PyTuple_Size(tuple) : 0;
+    PyObject *placements = NULL;
+    PyObject *tuple = NULL;
+    Py_ssize_t count = 0;
     int result = 0;
 
+    if (describer->depth == MAX_WRAPPERS) {
+        return fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+                           "its elements lie below more than %d wrappers", MAX_WRAPPERS);
+    }
+    placements = PyObject_GetAttrString(tensor, "placements");
+    tuple = placements != NULL ? PySequence_Tuple(placements) : NULL;
+    count = tuple != NULL ? PyTuple_Size(tuple) : 0;
     PyErr_Clear(); /* a wrapper of another kind: no placements to judge */
     for (Py_ssize_t i = 0; i < count && result == 0; i++) {
         PyObject *partial =
@@ -356,9 +385,17 @@ static int read_local(describer_t *describer, Py_ssize_t index, PyObject *tensor
                                  "mesh dim %zd holds partial sums, not a weight", i);
         }
     }
+    if (result == 0) {
+        describer->depth++;
+        result = read_tensor(describer, index, local, row);
+        describer->depth--;
+    }
+    if (result == 0 && tuple == NULL) {
+        result = check_same_shape(describer, index, tensor, row);
+    }
     Py_XDECREF(tuple);
     Py_XDECREF(placements);
-    return result == 0 ? read_tensor(describer, index, local, row) : -1;
+    return result;
 }
 
 /* Torch gave no address: the elements are in an inner tensor, or nowhere. */

@@ -125,6 +125,27 @@ TEST(a_ring_of_one_slot_waits_for_every_round)
     fixture_fini(&fixture);
 }
 
+TEST(a_round_budget_may_be_any_number)
+{
+    const uint64_t budgets[] = {UINT64_C(1) << 62, UINT64_C(1) << 63, UINT64_MAX};
+    fixture_t fixture;
+    wsync_error_t err = {0};
+
+    fixture_init(&fixture);
+    fixture.destination.whole = false;
+    fixture.spec.send_nbytes = 128; /* makes several rounds all the same */
+    for (size_t i = 0; i < sizeof(budgets) / sizeof(budgets[0]); i++) {
+        wsync_plan_t *plan = NULL;
+
+        fixture.spec.round_nbytes = budgets[i];
+        CHECK_OK(wsync_plan_create(&fixture.spec, &plan, &err), err);
+        CHECK(wsync_plan_round_count(plan) > 2);
+        CHECK_EQ(wsync_plan_ring_nbytes(plan, 0), 1024); /* all that the worker gets */
+        wsync_plan_destroy(plan);
+    }
+    fixture_fini(&fixture);
+}
+
 TEST(the_plan_outlives_its_layouts)
 {
     fixture_t fixture;

@@ -198,3 +198,73 @@ TEST(a_copy_may_overlap_itself)
     CHECK_EQ(overlap.offset, 13);
     CHECK(!find_overlap(&backwards, 1).found);
 }
+
+/* Box `extent` at `start` of a tensor of bytes that is laid out whole, row-major. */
+static void add_bytes(wsync_layout_builder_t *builder, wsync_tensor_t tensor,
+                      const int64_t *start, const int64_t *extent)
+{
+    wsync_shard_t shard = {.box = wsync_box_whole(tensor.ndim, tensor.shape)};
+    wsync_error_t err = {0};
+    int64_t step = 1;
+
+    for (uint32_t i = tensor.ndim; i-- > 0;) {
+        shard.box.start[i] = start[i];
+        shard.box.extent[i] = extent[i];
+        shard.stride[i] = step;
+        shard.offset += (uint64_t)(start[i] * step);
+        step *= tensor.shape[i];
+    }
+    CHECK_OK(wsync_layout_builder_tensor(builder, &tensor, &shard.tensor, &err), err);
+    CHECK_OK(wsync_layout_builder_origin(builder, "o", &shard.origin, &err), err);
+    CHECK_OK(wsync_layout_builder_shard(builder, &shard, &err), err);
+}
+
+/* Sheets across all axes: 225 boxes leave 76 * 76 * 76 holes. */
+TEST(boxes_across_each_other_are_refused_before_they_cost_memory)
+{
+    enum { SIDE = 228, GAP = 3 };
+    const wsync_tensor_t tensor = {
+        .name = "w", .dtype = WSYNC_DTYPE_UINT8, .ndim = 3, .shape = {SIDE, SIDE, SIDE}};
+    const int64_t origin[3] = {0};
+    wsync_layout_builder_t *source = new_builder();
+    wsync_layout_builder_t *wanted = new_builder();
+
+    for (int64_t at = GAP; at < SIDE; at += GAP) {
+        for (int axis = 0; axis < 3; axis++) {
+            int64_t start[3] = {0};
+            int64_t extent[3] = {SIDE, SIDE, SIDE};
+
+            start[axis] = at;
+            extent[axis] = 1;
+            add_bytes(source, tensor, start, extent);
+        }
+    }
+    add_bytes(wanted, tensor, origin, tensor.shape);
+    refuse(finish(source), finish(wanted), WSYNC_ERR_LAYOUT, "w: the source's boxes lie");
+}
+
+TEST(tiles_may_come_in_any_order)
+{
+    enum { SIDE = 64, STEP = 2731 }; /* no common divisor with the number of tiles */
+    const wsync_tensor_t tensor = {
+        .name = "w", .dtype = WSYNC_DTYPE_UINT8, .ndim = 2, .shape = {2 * SIDE, 2 * SIDE}};
+    const int64_t origin[2] = {0};
+    const int64_t extent[2] = {2, 2};
+    wsync_layout_builder_t *source = new_builder();
+    wsync_layout_builder_t *wanted = new_builder();
+    wsync_route_t *route = NULL;
+    wsync_error_t err = {0};
+    size_t count = 0;
+
+    for (int64_t i = 0; i < SIDE * SIDE; i++) {
+        const int64_t tile = i * STEP % (SIDE * SIDE);
+        const int64_t start[2] = {tile / SIDE * 2, tile % SIDE * 2};
+
+        add_bytes(source, tensor, start, extent);
+    }
+    add_bytes(wanted, tensor, origin, tensor.shape);
+    CHECK_OK(make(finish(source), finish(wanted), &route, &err), err);
+    (void)wsync_route_copies(route, 0, &count);
+    CHECK_EQ(count, SIDE * SIDE);
+    wsync_route_destroy(route);
+}

@@ -160,6 +160,10 @@ TEST(calls_out_of_order_change_nothing)
     STATE(wsync_importer_verdict(s.importer, SOON_MS, &err));
     attach_session(&s);
     STATE(wsync_exporter_post(s.exporter, 0, s.stream, SOON_MS, &err));
+    CHECK_EQ(
+        wsync_exporter_begin(s.exporter, 1, WSYNC_SESSION_MAX_ROUNDS + 1, SOON_MS, &err),
+        WSYNC_ERR_INVALID);
+    CHECK_HAS(err.message, "1048577 rounds");
     begin_session(&s, 1, 2);
     STATE(wsync_importer_begin(s.importer, SOON_MS, &update, &count, &err));
     STATE(wsync_exporter_begin(s.exporter, 2, 1, SOON_MS, &err));

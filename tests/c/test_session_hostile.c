@@ -239,8 +239,9 @@ TEST(frames_of_a_hostile_trainer_are_refused)
 
         raw_send(t.channel, attach_frame(&t));
         raw_send(t.channel,
-                 (wsync_frame_t){.kind = SESSION_BEGIN,
-                                 .arguments = {1, i == 0 ? 1 : 1ULL << 32, 1 - i}});
+                 (wsync_frame_t){
+                     .kind = SESSION_BEGIN,
+                     .arguments = {1, i == 0 ? 1 : WSYNC_SESSION_MAX_ROUNDS + 1, 1 - i}});
         CHECK_EQ(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err),
                  WSYNC_ERR_PROTOCOL);
         close_trainer(&t);

@@ -105,17 +105,20 @@ class _Router:
         self.manifest = manifest
         self._route = Route(manifest.layout, destination)
         self._stream = stream
+        self._sources: BufferTable | None = None
         self._destinations: BufferTable | None = None
-        ring = manifest.ring
-        spans = [(ring.address, ring.nbytes)] * self._route.buffer_count
-        self._sources = BufferTable(spans, ring)
 
     def bind(self, tensors: Sequence[torch.Tensor], names: Sequence[str] | None = None) -> None:
-        """Says where the destination's buffers lie now; parameters may move between updates."""
+        """Says where the destination's buffers lie now; parameters may move between updates.
+        Comes after check_rounds: before that, any number may be the manifest's largest round."""
+        if self._sources is None:
+            ring = self.manifest.ring
+            spans = [(ring.address, ring.nbytes)] * self._route.buffer_count
+            self._sources = BufferTable(spans, ring)
         self._destinations = BufferTable.of(describe(tensors, names), tensors)
 
     def load(self, round: int) -> Stream | None:
-        if self._destinations is None:
+        if self._sources is None or self._destinations is None:
             raise StateError(f"round {round} before the update has begun")
         if round < self._route.buffer_count:
             self._stream.copy(self._route, round, 0, self._sources, self._destinations)
