@@ -226,6 +226,47 @@ def test_all_destinations_receive_in_every_round() -> None:
         assert [plans[0].slot(worker, k)[1] for worker in range(4)] == [256] * 4
 
 
+def test_owners_of_one_destination_do_not_close_rounds_for_the_others() -> None:
+    made = [matrix(f"experts.{i}") for i in range(32)]
+    shards = [Shard(i, i // 4, whole(made[i])) for i in range(32)]  # two owners a destination
+    quarters = [
+        Destination(False, {i: [whole(made[i])] for i in range(8 * d, 8 * d + 8)}) for d in range(4)
+    ]
+    world = World(made, shards, quarters, [(d, 8 + d) for d in range(4)], [0] * 12)
+    world.budgets = {"round_nbytes": 256}
+    plans = play(world)
+    assert plans[0].round_count == 8
+    for k in range(8):
+        assert [plans[0].slot(worker, k)[1] for worker in range(4)] == [256] * 4
+
+
+def test_a_tensor_that_fits_nowhere_does_not_close_the_round_for_smaller_ones() -> None:
+    made = [matrix("a", 6), matrix("b", 8), matrix("c", 2)]
+    world = two_ranks(made, [Shard(i, 0, whole(made[i])) for i in range(3)], everything(made))
+    world.budgets = {"round_nbytes": 512}
+    manifest = play(world)[0].manifest(0)
+    assert [manifest.shards(manifest.find(n))[0][1] for n in "abc"] == [0, 1, 0]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=60),
+    st.booleans(),
+)
+def test_no_two_rounds_would_fit_into_one(sizes: list[tuple[int, int]], uncut: bool) -> None:
+    """So rounds are more than half full on average, whatever the tensors are."""
+    made = [Tensor(f"w{i}", "uint8", (n, ALIGN)) for i, (_, n) in enumerate(sizes)]
+    shards = [Shard(i, owner, whole(made[i])) for i, (owner, _) in enumerate(sizes)]
+    wanted = Destination(uncut, {i: [whole(tensor)] for i, tensor in enumerate(made)})
+    budget = ALIGN * (40 if uncut else 16)
+    world = World(made, shards, [wanted], [(0, 4)], [0] * 5, {"round_nbytes": budget})
+    plan = world.plans()[0]
+    slots = [plan.slot(0, k)[1] for k in range(plan.round_count)]
+    assert sum(slots) == ALIGN * sum(n for _, n in sizes)
+    assert max(slots) <= budget
+    assert all(a + b > budget for a, b in itertools.combinations(slots, 2))
+
+
 def test_a_group_stays_together_across_owners() -> None:
     made = [matrix(f"w{i}", group=9 if i in (0, 7) else 0) for i in range(8)]
     shards = [Shard(i, i // 4, whole(made[i])) for i in range(8)]

@@ -97,19 +97,20 @@ static wsync_status_t sort_workers(wsync_planner_t *planner)
 static wsync_status_t planner_init(wsync_planner_t *planner)
 {
     const wsync_plan_spec_t *spec = planner->spec;
+    const size_t counter_count = wsync_plan_counter_count(planner);
 
     set_budgets(planner);
     planner->loads = calloc(spec->rank_count, sizeof(*planner->loads));
     planner->weights = calloc(spec->rank_count, sizeof(*planner->weights));
     planner->touched = calloc(spec->rank_count, sizeof(*planner->touched));
-    planner->use.sends = calloc(spec->rank_count, sizeof(*planner->use.sends));
-    planner->use.recvs = calloc(spec->rank_count, sizeof(*planner->use.recvs));
-    planner->use.slots = calloc(spec->destination_count + 1U, sizeof(*planner->use.slots));
+    planner->use.slots = calloc(counter_count, sizeof(*planner->use.slots));
+    planner->use.touched = calloc(counter_count, sizeof(*planner->use.touched));
     if (planner->loads == NULL || planner->weights == NULL || planner->touched == NULL ||
-        planner->use.sends == NULL || planner->use.recvs == NULL ||
-        planner->use.slots == NULL) {
+        planner->use.slots == NULL || planner->use.touched == NULL) {
         return wsync_plan_no_memory(planner, "ranks", spec->rank_count);
     }
+    planner->use.sends = planner->use.slots + spec->destination_count;
+    planner->use.recvs = planner->use.sends + spec->rank_count;
     return sort_workers(planner);
 }
 
@@ -139,8 +140,7 @@ static void planner_fini(wsync_planner_t *planner)
     free(planner->order);
     free(planner->first_in_round.items);
     free(planner->use.slots);
-    free(planner->use.sends);
-    free(planner->use.recvs);
+    free(planner->use.touched);
     free(planner->missing.items);
     free(planner->missing_next.items);
     free(planner->ids.items);

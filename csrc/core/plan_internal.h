@@ -92,11 +92,14 @@ typedef struct wsync_plan_budget {
     bool fixed;      /* asked for; otherwise an item that cannot be cut may exceed it */
 } wsync_plan_budget_t;
 
-/* What a round uses so far.  Bytes include padding. */
+/* Bytes with padding by counter: first the slots of all destinations, then the send staging
+ * of all ranks, then their receive staging. */
 typedef struct wsync_plan_use {
-    uint64_t *slots; /* of every destination */
-    uint64_t *sends; /* of every rank */
-    uint64_t *recvs; /* of every rank */
+    uint64_t *slots; /* all counters start here */
+    uint64_t *sends;
+    uint64_t *recvs;
+    uint32_t *touched; /* counters that are not zero */
+    size_t touched_count;
 } wsync_plan_use_t;
 
 /* A distinct box of the tensor at hand in the source layout. */
@@ -186,7 +189,7 @@ typedef struct wsync_planner {
     WSYNC_PLAN_ARRAY(wsync_plan_want_t) empties; /* zero-size tensors: in no item */
     size_t *order;                               /* items in the order of rounds */
     WSYNC_PLAN_ARRAY(size_t) first_in_round;     /* in order; one more than rounds */
-    wsync_plan_use_t use;
+    wsync_plan_use_t use;                        /* of the item at hand */
     /* scratch */
     wsync_plan_boxes_t missing;
     wsync_plan_boxes_t missing_next;
@@ -217,9 +220,12 @@ wsync_status_t wsync_plan_audience(wsync_planner_t *planner, const uint32_t *ids
 wsync_status_t wsync_plan_choose(wsync_planner_t *planner, uint32_t audience,
                                  uint32_t holders, wsync_plan_piece_t *piece);
 
-/* Adds an item's bytes to the round's use; false if a budget is exceeded (the bytes are
- * added all the same). */
-bool wsync_plan_use_add(wsync_planner_t *planner, const wsync_plan_item_t *item);
+/* Number of counters of a use, and how much one may hold. */
+size_t wsync_plan_counter_count(const wsync_planner_t *planner);
+uint64_t wsync_plan_limit(const wsync_planner_t *planner, size_t counter);
+
+/* Sets planner->use to what an item needs, or to nothing. */
+void wsync_plan_use_set(wsync_planner_t *planner, const wsync_plan_item_t *item);
 void wsync_plan_use_clear(wsync_planner_t *planner);
 
 /* Decides planner->order and ->first_in_round. */

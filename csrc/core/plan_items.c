@@ -297,19 +297,14 @@ static uint64_t divide_up(uint64_t a, uint64_t b)
 /* How many times the fullest budget is needed.  planner->use holds the item alone. */
 static uint64_t count_parts(const wsync_planner_t *planner)
 {
-    uint64_t parts = 2;
+    uint64_t parts = 1;
 
-    for (uint32_t i = 0; i < planner->spec->destination_count; i++) {
-        const uint64_t need = divide_up(planner->use.slots[i], planner->round.nbytes);
+    for (size_t i = 0; i < planner->use.touched_count; i++) {
+        const uint32_t counter = planner->use.touched[i];
+        const uint64_t need =
+            divide_up(planner->use.slots[counter], wsync_plan_limit(planner, counter));
 
         parts = need > parts ? need : parts;
-    }
-    for (uint32_t i = 0; i < planner->spec->rank_count; i++) {
-        const uint64_t send = divide_up(planner->use.sends[i], planner->send.nbytes);
-        const uint64_t recv = divide_up(planner->use.recvs[i], planner->recv.nbytes);
-
-        parts = send > parts ? send : parts;
-        parts = recv > parts ? recv : parts;
     }
     return parts;
 }
@@ -388,6 +383,7 @@ static wsync_status_t add_item(wsync_planner_t *planner, size_t first_want, bool
     wsync_plan_item_t item = {.first_want = first_want, .owner = WSYNC_PLAN_NONE};
     wsync_status_t status = WSYNC_OK;
     uint64_t least = planner->round.nbytes;
+    uint64_t needed;
 
     *parts = 0;
     if (!WSYNC_PLAN_RESERVE(planner->items, 1)) {
@@ -399,9 +395,12 @@ static wsync_status_t add_item(wsync_planner_t *planner, size_t first_want, bool
     least = planner->send.nbytes < least ? planner->send.nbytes : least;
     least = planner->recv.nbytes < least ? planner->recv.nbytes : least;
     if (item.nbytes + (uint64_t)item.want_count * WSYNC_PLAN_ALIGN > least) {
-        if (!wsync_plan_use_add(planner, &item)) {
-            *parts = may_cut ? count_parts(planner) : 0;
-            status = may_cut ? WSYNC_OK : check_fixed(planner, &item);
+        wsync_plan_use_set(planner, &item);
+        needed = count_parts(planner);
+        if (needed > 1 && may_cut) {
+            *parts = needed;
+        } else if (needed > 1) {
+            status = check_fixed(planner, &item);
         }
         wsync_plan_use_clear(planner);
     }

@@ -5,59 +5,130 @@
 
 #include "core/plan_internal.h"
 
-/* --- what a round uses ---------------------------------------------------------------- */
+/* Rounds that items are still put into.  More of them find room for more, fewer keep items
+ * nearer to their turn. */
+enum { OPEN_ROUND_COUNT = 64 };
 
-static bool add_sends(wsync_planner_t *planner, const wsync_plan_piece_t *piece)
+/* --- what an item needs --------------------------------------------------------------- */
+
+size_t wsync_plan_counter_count(const wsync_planner_t *planner)
 {
+    return planner->spec->destination_count + 2 * (size_t)planner->spec->rank_count;
+}
+
+uint64_t wsync_plan_limit(const wsync_planner_t *planner, size_t counter)
+{
+    const size_t first_send = planner->spec->destination_count;
+
+    if (counter < first_send) {
+        return planner->round.nbytes;
+    }
+    return counter < first_send + planner->spec->rank_count ? planner->send.nbytes
+                                                            : planner->recv.nbytes;
+}
+
+static void add_need(wsync_plan_use_t *use, uint64_t *counter, uint64_t nbytes)
+{
+    if (*counter == 0) {
+        use->touched[use->touched_count++] = (uint32_t)(counter - use->slots);
+    }
+    *counter += nbytes;
+}
+
+static void add_sends(wsync_planner_t *planner, const wsync_plan_piece_t *piece)
+{
+    wsync_plan_use_t *use = &planner->use;
     const uint64_t nbytes = wsync_plan_pad(piece->nbytes);
-    bool fits = true;
 
     for (size_t i = 0; i < piece->send_count; i++) {
         const wsync_plan_send_t *send = &planner->sends.items[piece->first_send + i];
         size_t count;
         const uint32_t *peers = wsync_idsets_get(&planner->ranks, send->peers, &count);
-        uint64_t most = 0;
 
-        planner->use.sends[send->source] += nbytes;
+        add_need(use, &use->sends[send->source], nbytes);
         for (size_t j = 0; j < count; j++) {
-            const uint64_t used = planner->use.recvs[peers[j]] += nbytes;
-
-            most = used > most ? used : most;
+            add_need(use, &use->recvs[peers[j]], nbytes);
         }
-        fits = fits && most <= planner->recv.nbytes &&
-               planner->use.sends[send->source] <= planner->send.nbytes;
     }
-    return fits;
 }
 
-bool wsync_plan_use_add(wsync_planner_t *planner, const wsync_plan_item_t *item)
+void wsync_plan_use_set(wsync_planner_t *planner, const wsync_plan_item_t *item)
 {
-    bool fits = true;
+    wsync_plan_use_t *use = &planner->use;
 
+    wsync_plan_use_clear(planner);
     for (size_t i = 0; i < item->want_count; i++) {
         const wsync_plan_want_t *want = &planner->wants.items[item->first_want + i];
         size_t count;
         const uint32_t *ids = wsync_idsets_get(&planner->audiences, want->audience, &count);
 
         for (size_t j = 0; j < count; j++) {
-            planner->use.slots[ids[j]] += wsync_plan_pad(want->nbytes);
-            fits = fits && planner->use.slots[ids[j]] <= planner->round.nbytes;
+            add_need(use, &use->slots[ids[j]], wsync_plan_pad(want->nbytes));
         }
         for (size_t j = 0; j < want->piece_count; j++) {
-            fits &= add_sends(planner, &planner->pieces.items[want->first_piece + j]);
+            add_sends(planner, &planner->pieces.items[want->first_piece + j]);
         }
     }
-    return fits;
 }
 
 void wsync_plan_use_clear(wsync_planner_t *planner)
 {
-    const size_t rank_count = planner->spec->rank_count;
+    for (size_t i = 0; i < planner->use.touched_count; i++) {
+        planner->use.slots[planner->use.touched[i]] = 0;
+    }
+    planner->use.touched_count = 0;
+}
 
-    memset(planner->use.slots, 0,
-           planner->spec->destination_count * sizeof(*planner->use.slots));
-    memset(planner->use.sends, 0, rank_count * sizeof(*planner->use.sends));
-    memset(planner->use.recvs, 0, rank_count * sizeof(*planner->use.recvs));
+/* --- rounds that are open ------------------------------------------------------------- */
+
+/* Round n has the counters n % OPEN_ROUND_COUNT.  The oldest closes for a new one. */
+typedef struct open_rounds {
+    uint64_t *used;
+    size_t counter_count;
+    size_t oldest;
+    size_t count; /* of all rounds so far */
+} open_rounds_t;
+
+static uint64_t *used_in(const open_rounds_t *open, size_t round)
+{
+    return open->used + round % OPEN_ROUND_COUNT * open->counter_count;
+}
+
+static bool fits(const wsync_planner_t *planner, const uint64_t *used)
+{
+    const wsync_plan_use_t *use = &planner->use;
+
+    for (size_t i = 0; i < use->touched_count; i++) {
+        const uint32_t counter = use->touched[i];
+
+        if (used[counter] + use->slots[counter] > wsync_plan_limit(planner, counter)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Puts what planner->use holds into the first round where it fits, or into a new one, which
+ * it may exceed. */
+static size_t put(const wsync_planner_t *planner, open_rounds_t *open)
+{
+    const wsync_plan_use_t *use = &planner->use;
+    size_t round = open->oldest;
+    uint64_t *used;
+
+    while (round < open->count && !fits(planner, used_in(open, round))) {
+        round++;
+    }
+    used = used_in(open, round);
+    if (round == open->count) {
+        memset(used, 0, open->counter_count * sizeof(*used));
+        open->count++;
+        open->oldest += open->count - open->oldest > OPEN_ROUND_COUNT;
+    }
+    for (size_t i = 0; i < use->touched_count; i++) {
+        used[use->touched[i]] += use->slots[use->touched[i]];
+    }
+    return round;
 }
 
 /* --- whose turn it is ----------------------------------------------------------------- */
@@ -211,48 +282,16 @@ static wsync_status_t owners_init(const wsync_planner_t *planner, owners_t *owne
     return WSYNC_OK;
 }
 
-/* How full the fullest slot is that an item goes to. */
-static uint64_t fill_before(const wsync_planner_t *planner, size_t index)
-{
-    const wsync_plan_item_t *item = &planner->items.items[index];
-    uint64_t most = 0;
-
-    for (size_t i = 0; i < item->want_count; i++) {
-        size_t count;
-        const uint32_t *ids =
-            wsync_idsets_get(&planner->audiences,
-                             planner->wants.items[item->first_want + i].audience, &count);
-
-        for (size_t j = 0; j < count; j++) {
-            /* NOLINTNEXTLINE(clang-analyzer-core.uninitialized.ArraySubscript) */
-            const uint64_t used = planner->use.slots[ids[j]];
-
-            most = used > most ? used : most;
-        }
-    }
-    return most;
-}
-
-/* The owner's stream whose destinations have got least in this round, so that all of them
- * get something in every round; then the one that is least far. */
-static stream_t *pick_stream(const wsync_planner_t *planner, const owners_t *owners,
-                             const owner_t *owner)
+/* The owner's stream that is least far, so that all destinations get something in turn. */
+static stream_t *pick_stream(const owners_t *owners, const owner_t *owner)
 {
     stream_t *best = &owners->streams[owner->first_stream];
-    uint64_t least;
 
-    if (owner->stream_count == 1) {
-        return best;
-    }
-    least = fill_before(planner, owners->entries[best->next].item);
     for (uint32_t i = 1; i < owner->stream_count; i++) {
         stream_t *stream = &owners->streams[owner->first_stream + i];
-        const uint64_t fill = fill_before(planner, owners->entries[stream->next].item);
 
-        if (fill < least ||
-            (fill == least && compare_progress(&stream->progress, &best->progress) < 0)) {
+        if (compare_progress(&stream->progress, &best->progress) < 0) {
             best = stream;
-            least = fill;
         }
     }
     return best;
@@ -262,7 +301,7 @@ static stream_t *pick_stream(const wsync_planner_t *planner, const owners_t *own
 static size_t owners_take(const wsync_planner_t *planner, owners_t *owners)
 {
     owner_t *owner = &owners->heap[0];
-    stream_t *stream = pick_stream(planner, owners, owner);
+    stream_t *stream = pick_stream(owners, owner);
     const size_t item = owners->entries[stream->next++].item;
 
     stream->progress.done += planner->items.items[item].nbytes;
@@ -277,41 +316,62 @@ static size_t owners_take(const wsync_planner_t *planner, owners_t *owners)
     return item;
 }
 
+/* An item and the round that it was put into. */
+typedef struct turn {
+    size_t item;
+    size_t round;
+} turn_t;
+
+/* Sorts items by their round; within one they keep the order of their turns. */
+static wsync_status_t sort_rounds(wsync_planner_t *planner, const turn_t *turns,
+                                  size_t round_count)
+{
+    const size_t count = planner->items.count;
+    size_t *first;
+
+    planner->order = malloc((count + 1) * sizeof(*planner->order));
+    if (planner->order == NULL ||
+        !WSYNC_PLAN_RESERVE(planner->first_in_round, round_count + 2)) {
+        return wsync_plan_no_memory(planner, "rounds", round_count);
+    }
+    first = planner->first_in_round.items;
+    memset(first, 0, (round_count + 2) * sizeof(*first));
+    /* Counts are kept two places ahead, so that filling turns them into first places. */
+    for (size_t i = 0; i < count; i++) {
+        first[turns[i].round + 2]++;
+    }
+    for (size_t i = 2; i < round_count + 2; i++) {
+        first[i] += first[i - 1];
+    }
+    for (size_t i = 0; i < count; i++) {
+        planner->order[first[turns[i].round + 1]++] = turns[i].item;
+    }
+    planner->first_in_round.count = round_count + 1;
+    return WSYNC_OK;
+}
+
 wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner)
 {
     const size_t count = planner->items.count;
+    open_rounds_t open = {.counter_count = wsync_plan_counter_count(planner)};
     owners_t owners = {0};
+    turn_t *turns = malloc((count + 1) * sizeof(*turns));
     wsync_status_t status = owners_init(planner, &owners);
 
-    planner->order = malloc((count + 1) * sizeof(*planner->order));
-    if (status == WSYNC_OK && planner->order == NULL) {
+    open.used = calloc(open.counter_count, OPEN_ROUND_COUNT * sizeof(*open.used));
+    if (status == WSYNC_OK && (open.used == NULL || turns == NULL)) {
         status = wsync_plan_no_memory(planner, "items", count);
     }
-    wsync_plan_use_clear(planner);
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
-        const size_t index = owners_take(planner, &owners);
-        const wsync_plan_item_t *item = &planner->items.items[index];
-        const bool fits = wsync_plan_use_add(planner, item);
-
-        planner->order[i] = index;
-        if (i > 0 && fits) {
-            continue;
-        }
-        if (i > 0) {
-            wsync_plan_use_clear(planner);
-            (void)wsync_plan_use_add(planner, item);
-        }
-        if (!WSYNC_PLAN_RESERVE(planner->first_in_round, 2)) {
-            status = wsync_plan_no_memory(planner, "rounds", planner->first_in_round.count);
-        } else {
-            planner->first_in_round.items[planner->first_in_round.count++] = i;
-        }
+        turns[i].item = owners_take(planner, &owners);
+        wsync_plan_use_set(planner, &planner->items.items[turns[i].item]);
+        turns[i].round = put(planner, &open);
     }
-    if (status == WSYNC_OK && WSYNC_PLAN_RESERVE(planner->first_in_round, 1)) {
-        planner->first_in_round.items[planner->first_in_round.count++] = count;
-    } else if (status == WSYNC_OK) {
-        status = wsync_plan_no_memory(planner, "rounds", 1);
+    if (status == WSYNC_OK) {
+        status = sort_rounds(planner, turns, open.count);
     }
+    free(open.used);
+    free(turns);
     owners_fini(&owners);
     return status;
 }
