@@ -33,6 +33,7 @@ from wsync.connection import everything
 T = TypeVar("T")
 RANKS_PER_HOST = 8
 RANK = 5
+ROUND_NBYTES = 32 << 20
 GOAL_SECONDS = 2.0
 
 
@@ -67,36 +68,21 @@ def run() -> Iterator[dict[str, Any]]:
         yield json.loads(done.stdout)
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """One row; seconds and peak are those of the plan alone, steps those around it."""
-    weights = case.weights()
-    mine = trainer_layouts(weights, case.trainer)
-    kept, sizes = engine_layouts(weights, case.engine)
-    steps: dict[str, float] = {}
+class Steps(dict[str, float]):
+    """Seconds of the steps around a plan, by name."""
 
-    def step(name: str, work: Callable[[], T]) -> T:
+    def run(self, name: str, work: Callable[[], T]) -> T:
         start = time.perf_counter()
         result = work()
-        steps[name] = time.perf_counter() - start
+        self[name] = time.perf_counter() - start
         return result
 
-    step("encode own layout", mine[RANK].to_bytes)
-    blobs = [layout.to_bytes() for layout in mine]
-    parsed = step("parse all layouts", lambda: [_core.Layout.from_bytes(b) for b in blobs])
-    source = step("merge", lambda: _core.Layout.merge(parsed))
-    parsed.clear()
-    mine.clear()
-    if case.full:
-        total = sum(math.prod(w.shape) * ITEM_NBYTES for w in weights)
-        sizes = [total] * case.engine.tp
-        whole = step("destination", lambda: everything(source))
-        destinations = [(whole, True)]
-    else:
-        texts = [layout.to_bytes() for layout in kept]
-        destinations = step(
-            "destinations", lambda: [(_core.Layout.from_bytes(t), False) for t in texts]
-        )
-    kept.clear()
+
+def measure(case: Case) -> dict[str, Any]:
+    """One row; seconds and peak are those of the plan alone, steps those around it."""
+    weights, steps = case.weights(), Steps()
+    source = connect(case, weights, steps)
+    destinations, sizes = kept_by(case, weights, source, steps)
     ranks = range(case.trainer.ranks)
     plan, seconds, peak = timed(
         lambda: _core.Plan(
@@ -108,32 +94,54 @@ def measure(case: Case) -> dict[str, Any]:
             round_nbytes=case.round_nbytes,
         )
     )
-    manifest = step("manifest", lambda: plan.manifest(RANK))
-    text = step("encode manifest", manifest.to_bytes)
-    received = step("parse manifest", lambda: _core.Layout.from_bytes(text))
+    manifest = steps.run("manifest", lambda: plan.manifest(RANK))
+    text = steps.run("encode manifest", manifest.to_bytes)
+    received = steps.run("parse manifest", lambda: _core.Layout.from_bytes(text))
     if not case.full:
-        step("route", lambda: _core.Route(received, destinations[RANK % len(destinations)][0]))
+        kept = destinations[RANK % len(destinations)][0]
+        steps.run("route", lambda: _core.Route(received, kept))
     local = local_nbytes(weights, case.trainer, None if case.full else case.engine)
     slots = [plan.slot(RANK, k)[1] for k in range(plan.round_count)]
     return {
         "benchmark": "plan",
         "case": case.name,
-        "bytes": sum(sizes) * case.trainer.ranks // len(sizes),
+        "bytes": sum(sizes) * len(ranks) // len(sizes),
         "seconds": seconds,
         "peer": f"none; the goal of {GOAL_SECONDS:g} s",
         "peer_seconds": GOAL_SECONDS,
         "ratio": GOAL_SECONDS / seconds,
-        "verified": verify(plan, sizes, case.trainer.ranks, local),
+        "verified": verify(plan, sizes, len(ranks), local),
         "peak_nbytes": peak,
         "rounds": plan.round_count,
-        "fill": sum(slots) / (max(1, plan.round_count) * (case.round_nbytes or 32 << 20)),
-        "tensors": len(weights),
+        "fill": sum(slots) / (plan.round_count * (case.round_nbytes or ROUND_NBYTES)),
         "source_shards": source.shard_count,
         "wanted_boxes": sum(layout.shard_count for layout, _ in destinations),
-        "layouts_nbytes": sum(map(len, blobs)),
         "manifest_nbytes": len(text),
         "steps": steps,
     }
+
+
+def connect(case: Case, weights: list[Weight], steps: Steps) -> _core.Layout:
+    """The trainer's layout, as every rank makes it of what all ranks sent."""
+    mine = trainer_layouts(weights, case.trainer)
+    steps.run("encode own layout", mine[RANK].to_bytes)
+    blobs = [layout.to_bytes() for layout in mine]
+    parsed = steps.run("parse all layouts", lambda: [_core.Layout.from_bytes(b) for b in blobs])
+    return steps.run("merge", lambda: _core.Layout.merge(parsed))
+
+
+def kept_by(
+    case: Case, weights: list[Weight], source: _core.Layout, steps: Steps
+) -> tuple[list[tuple[_core.Layout, bool]], list[int]]:
+    """The distinct destinations, and the bytes of each as the shapes say."""
+    if case.full:
+        whole = steps.run("destinations", lambda: everything(source))
+        return [(whole, True)], [sum(math.prod(w.shape) * ITEM_NBYTES for w in weights)]
+    layouts, sizes = engine_layouts(weights, case.engine)
+    texts = [layout.to_bytes() for layout in layouts]
+    layouts.clear()
+    parsed = steps.run("destinations", lambda: [_core.Layout.from_bytes(t) for t in texts])
+    return [(layout, False) for layout in parsed], sizes
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float, int]:
