@@ -267,6 +267,15 @@ static uint64_t count_needed(const wsync_planner_t *planner)
     return total;
 }
 
+/* Once copies are emitted nobody asks for pieces, the largest tables there are. */
+static void drop_pieces(wsync_planner_t *planner)
+{
+    free(planner->pieces.items);
+    free(planner->sends.items);
+    planner->pieces.items = NULL;
+    planner->sends.items = NULL;
+}
+
 static wsync_status_t fill_plan(wsync_planner_t *planner, wsync_plan_t *plan)
 {
     const wsync_plan_spec_t *spec = planner->spec;
@@ -287,6 +296,7 @@ static wsync_status_t fill_plan(wsync_planner_t *planner, wsync_plan_t *plan)
         status = wsync_plan_emit(planner, plan);
     }
     if (status == WSYNC_OK) {
+        drop_pieces(planner);
         status = keep_deliveries(planner, plan);
     }
     if (status == WSYNC_OK) {

@@ -21,9 +21,20 @@ static wsync_status_t fail_shape(const wsync_planner_t *planner, const wsync_ten
                       wsync_shape_text(b, to->ndim, to->shape));
 }
 
+/* Layouts of one model mostly have the same order, so the tensor after the one that was found
+ * last is looked at before the table of names. */
+static size_t find_tensor(const wsync_layout_t *layout, const char *name, size_t guess)
+{
+    if (guess < wsync_layout_tensor_count(layout) &&
+        strcmp(wsync_layout_tensor(layout, guess)->name, name) == 0) {
+        return guess;
+    }
+    return wsync_layout_find(layout, name);
+}
+
 /* Finds a destination's tensor in the source; *found is SIZE_MAX if nothing is wanted. */
 static wsync_status_t match_tensor(const wsync_planner_t *planner, uint32_t destination,
-                                   size_t tensor, size_t *found)
+                                   size_t tensor, size_t guess, size_t *found)
 {
     const wsync_destination_t *wanted = &planner->spec->destinations[destination];
     const wsync_tensor_t *to = wsync_layout_tensor(wanted->layout, tensor);
@@ -35,7 +46,7 @@ static wsync_status_t match_tensor(const wsync_planner_t *planner, uint32_t dest
     if (!wanted->whole && count == 0) {
         return WSYNC_OK;
     }
-    *found = wsync_layout_find(planner->spec->source, to->name);
+    *found = find_tensor(planner->spec->source, to->name, guess);
     if (*found == SIZE_MAX) {
         return wsync_fail(planner->err, WSYNC_ERR_LAYOUT, 0, "plan",
                           "%.256s: destination %u wants it, the source has no such tensor",
@@ -73,6 +84,7 @@ static wsync_status_t find_refs(wsync_planner_t *planner, found_refs_t *found)
     for (uint32_t i = 0; i < planner->spec->destination_count; i++) {
         const wsync_layout_t *layout = planner->spec->destinations[i].layout;
         const size_t count = wsync_layout_tensor_count(layout);
+        size_t guess = 0;
 
         if (planner->first_worker[i] == planner->first_worker[i + 1]) {
             continue; /* nobody takes it */
@@ -82,12 +94,13 @@ static wsync_status_t find_refs(wsync_planner_t *planner, found_refs_t *found)
         }
         for (size_t j = 0; j < count; j++) {
             size_t source;
-            const wsync_status_t status = match_tensor(planner, i, j, &source);
+            const wsync_status_t status = match_tensor(planner, i, j, guess, &source);
 
             if (status != WSYNC_OK) {
                 return status;
             }
             if (source != SIZE_MAX) {
+                guess = source + 1;
                 found->items[found->count++] =
                     (found_ref_t){(uint32_t)source, {i, (uint32_t)j}};
             }
