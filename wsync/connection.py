@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from wsync import _core
-from wsync.control import PIECES, WHOLE
+from wsync.control import PIECES, WHOLE, Control
 from wsync.exchange import Exchange, GlooExchange
 from wsync.group import TrainerGroup
 from wsync.handles import EngineHandle
@@ -50,6 +50,7 @@ class Connection:
             else:
                 self._sessions.append(WorkerSession(number, directory=options.directory))
         self._rings = _core.BufferTable([])
+        self._doors = self._meet()
 
     def _stock(self, number: int, engine: EngineHandle) -> Session:
         # torch is needed for what such an engine is sent, and for nothing else here
@@ -61,17 +62,29 @@ class Connection:
     def exchange_name(self) -> str:
         return "none" if self._exchange is None else self._exchange.name
 
-    def openings(self, update: int) -> dict[int, bytes]:
-        """The control message of every worker, by its number; every rank listens by now."""
+    def opening(self, worker: int, update: int) -> Control:
+        """The control message that makes a worker join an update."""
+        session, address = self._doors[worker]
+        return Control(
+            op="open",
+            session=session,
+            update=update,
+            deadline=self._options.deadline,
+            address=address,
+        )
+
+    def _meet(self) -> dict[int, tuple[str, str]]:
+        """Session and address of every worker that runs wsync's receiver, by its number."""
         mine = {
-            session.worker: session.opening(update, self._options.deadline).decode()
+            session.worker: (session.id, session.address)
             for session in self._sessions
+            if isinstance(session, WorkerSession)
         }
         parts = self._group.all_gather(json.dumps(mine).encode())
         return {
-            int(number): text.encode()
+            int(number): (session, address)
             for part in parts
-            for number, text in json.loads(part).items()
+            for number, (session, address) in json.loads(part).items()
         }
 
     def attach(self, check: Check) -> None:
@@ -91,11 +104,16 @@ class Connection:
         self,
         update: int,
         sources: _core.BufferTable,
+        opened: Callable[[], None],
         check: Check,
         report: Report,
         bar: tqdm[None],
     ) -> None:
-        """Moves all rounds into the rings of this rank's workers."""
+        """Moves all rounds into the rings of this rank's workers.
+
+        `opened` returns when all engines have paused and their workers are on their way; it is
+        called while the first round is being packed, and before that is announced.
+        """
         plan, timeout = self.plan, self._options.deadline
         assert plan is not None
         for session in self._sessions:
@@ -110,11 +128,16 @@ class Connection:
             self._stream.copy(plan, number, _core.LOCAL, sources, self._rings)
             if self._exchange is not None:
                 following = self._send(number + 1, sources, check, report)
+            if number == 0:
+                opened()
+            if self._exchange is not None:
                 self._receive(number, spans, check, report)
                 spans = following
             for session in self._sessions:
                 session.post(number, self._stream, timeout, check)
             bar.update()
+        if plan.round_count == 0:
+            opened()
         with report.phase("copy"):
             self._stream.synchronize(timeout, check)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from wsync import _core
-from wsync.control import Control
 
 Check = Callable[[], object]
 Span = tuple[int, int]
@@ -66,7 +65,6 @@ class Session(Protocol):
 
     worker: int
 
-    def opening(self, update: int, deadline: float) -> bytes: ...
     def accept(self, timeout: float, check: Check) -> bytes: ...
     def attach(self, plan: _core.Plan, timeout: float, check: Check) -> Span: ...
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None: ...
@@ -89,16 +87,10 @@ class WorkerSession:
         self._waits: list[int] = []
         self._expected = (0, 0)
 
-    def opening(self, update: int, deadline: float) -> bytes:
-        """The control message that makes the worker join an update."""
-        control = Control(
-            op="open",
-            session=self.id,
-            update=update,
-            deadline=deadline,
-            address=self._exporter.address,
-        )
-        return control.to_bytes()
+    @property
+    def address(self) -> str:
+        """Where the worker is to connect, with the token that lets it in."""
+        return self._exporter.address
 
     def accept(self, timeout: float, check: Check) -> bytes:
         """Waits for the worker; returns the layout it keeps, or control.WHOLE or PIECES."""
@@ -107,7 +99,7 @@ class WorkerSession:
     def attach(self, plan: _core.Plan, timeout: float, check: Check) -> Span:
         """Hands over ring and manifest; returns where the ring lies."""
         manifest = plan.manifest(self.worker)
-        self._expected = (manifest.tensor_count, _delivered(manifest))
+        self._expected = (manifest.tensor_count, manifest.shard_nbytes)
         self._waits = [plan.slot(self.worker, k)[2] for k in range(plan.round_count)]
         self._ring = _core.Memory(max(plan.ring_nbytes(self.worker), 1))
         self._exporter.attach(self._ring, manifest.to_bytes(), timeout, check)
@@ -146,20 +138,3 @@ class WorkerSession:
 
     def close(self) -> None:
         self._exporter.close()
-
-
-def _delivered(manifest: _core.Layout) -> int:
-    """Bytes of all boxes of a manifest."""
-    total = 0
-    for index in range(manifest.tensor_count):
-        for shard in manifest.shards(index):
-            extent, strides = shard[4], shard[5]
-            # row-major and contiguous: the first axis spans the whole box
-            total += extent[0] * strides[0] if extent else _item_nbytes(manifest.tensor(index)[1])
-    return total
-
-
-def _item_nbytes(dtype: str) -> int:
-    import torch
-
-    return int(getattr(torch, dtype).itemsize)

@@ -41,10 +41,6 @@ class StockSession:
         self._given_up = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="wsync-stock")
 
-    def opening(self, update: int, deadline: float) -> bytes:
-        """Nothing opens an update on a stock engine."""
-        return b""
-
     def accept(self, timeout: float, check: Check) -> bytes:
         """A stock engine takes whole tensors."""
         return WHOLE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +59,9 @@ class Sync:
         self._engines: list[EngineHandle] = []
         self._updates = 0
         self._connection: Connection | None = None
+        self._pausing: Calls | None = None
         self._opened: Calls | None = None
+        self._closing = b""
         self._group = TrainerGroup(source.group, timeout=self.options.exchange_deadline)
         with self._one_error():
             if self._group.rank == 0:
@@ -139,13 +142,19 @@ class Sync:
         self._updates += 1
         table = self._source.bind(weights)
         sources = _core.BufferTable.of(table, owner=(table, weights))
-        with report.phase("pause"):
-            self._pause()
-        with report.phase("open"):
-            connection = self._open()
+        self._pause()
+        connection = self._connect()
+        if connection.plan is None:
+            self._open(connection, report)
+            with report.phase("open"):
+                connection.attach(self._check)
+            opened = _nothing
+        else:
+            # the first round is packed while the engines pause
+            opened = functools.partial(self._open, connection, report)
         self._describe(connection, report)
         with self._progress(report) as bar:
-            connection.run(self._updates, sources, self._check, report, bar)
+            connection.run(self._updates, sources, opened, self._check, report, bar)
         with report.phase("prepare"):
             connection.prepared(self._check)
             self._group.barrier()
@@ -155,16 +164,17 @@ class Sync:
             self._group.barrier()
 
     def _pause(self) -> None:
+        """Has the engines stop; `_open` waits until they have."""
         options, end = self.options, time.monotonic() + self.options.deadline
-        if self._group.rank == 0:
+        if self._group.rank != 0:
+            return
 
-            def pause(index: int, engine: EngineHandle) -> None:
-                engine.pause(options.pause_mode, options.deadline)
-                if options.flush_cache:
-                    engine.flush(_left(end))
+        def pause(index: int, engine: EngineHandle) -> None:
+            engine.pause(options.pause_mode, options.deadline)
+            if options.flush_cache:
+                engine.flush(_left(end))
 
-            self._call_engines(pause)
-        self._group.barrier()
+        self._pausing = Calls(list(enumerate(self._engines)), pause)
 
     def _call_engines(self, call: Callable[[int, EngineHandle], object]) -> None:
         """Calls that keep the deadline themselves: a handle's own error says more than ours.
@@ -173,27 +183,32 @@ class Sync:
         """
         call_all(self._engines, call, self.options.deadline + 2.0, self._group.check)
 
-    def _open(self) -> Connection:
-        """Has all workers join, and attaches them to a plan if they are not."""
-        connection = self._connection
-        if connection is None:
-            connection = self._connection = Connection(
+    def _connect(self) -> Connection:
+        if self._connection is None:
+            self._connection = Connection(
                 self._group, self._hosts, self._model, self._workers, self._engines, self.options
             )
-        openings = connection.openings(self._updates)
-        if self._group.rank == 0:
-            self._request(openings)
-        if connection.plan is None:
-            connection.attach(self._check)
-        return connection
+        return self._connection
 
-    def _request(self, openings: dict[int, bytes]) -> None:
+    def _open(self, connection: Connection, report: Report) -> None:
+        """Waits until all engines have paused, and has their workers join."""
+        with report.phase("pause"):
+            if self._pausing is not None:
+                self._pausing.join(self.options.deadline + 2.0, self._group.check)
+                self._pausing = None
+            self._group.barrier()
+        with report.phase("open"):
+            if self._group.rank == 0:
+                self._request(connection)
+
+    def _request(self, connection: Connection) -> None:
         from wsync import payload
 
         by_engine: dict[int, list[bytes]] = {}
         for number, worker in enumerate(self._workers):
             if not worker.stock:
-                by_engine.setdefault(worker.engine, []).append(payload.control(openings[number]))
+                opening = connection.opening(number, self._updates).to_bytes()
+                by_engine.setdefault(worker.engine, []).append(payload.control(opening))
 
         def open_engine(index: int, engine: EngineHandle) -> None:
             engine.update_weights(
@@ -205,9 +220,15 @@ class Sync:
 
         numbered = [item for item in enumerate(self._engines) if item[0] in by_engine]
         self._opened = Calls(numbered, open_engine)
+        closing = Control(
+            op="close", session="0", update=self._updates, deadline=self.options.deadline
+        )
+        self._closing = payload.control(closing.to_bytes())
 
     def _check(self) -> None:
         self._group.check()
+        if self._pausing is not None:
+            self._pausing.check()
         if self._opened is not None:
             self._opened.check_pending()
 
@@ -215,15 +236,11 @@ class Sync:
         """Ends the opening requests, records the version, and lets generation go on."""
         if self._group.rank != 0 or self._opened is None:
             return
-        from wsync import payload
-
         timeout = self.options.deadline
         end = time.monotonic() + timeout
         self._opened.join(timeout, self._group.check)
         self._opened = None
-        control = Control(op="close", session="0", update=self._updates, deadline=timeout)
-        closing = payload.control(control.to_bytes())
-
+        closing = self._closing
         stock = {worker.engine for worker in self._workers if worker.stock}
 
         def finish(index: int, engine: EngineHandle) -> None:
@@ -270,9 +287,12 @@ class Sync:
             yield
         except BaseException as error:
             first = self._fail(error)
-            if first is error:
-                raise
-            raise first from error
+            try:
+                if first is error:
+                    raise
+                raise first from error
+            finally:
+                del first  # its traceback holds this frame, and with it what the update held
 
     def _fail(self, error: BaseException) -> BaseException:
         """Makes one error of all ranks' errors and drops everything that it leaves in doubt."""
@@ -280,13 +300,18 @@ class Sync:
         if self._connection is not None:
             self._connection.abort(str(first))
             self._connection = None
-        if self._opened is not None:
+        for calls in (self._pausing, self._opened):
             # what the engines answer is their side of the failure that is being raised
-            with contextlib.suppress(BaseException):
-                self._opened.join(min(2.0, self.options.deadline))
-            self._opened = None
+            if calls is not None:
+                with contextlib.suppress(BaseException):
+                    calls.join(min(2.0, self.options.deadline))
+        self._pausing = self._opened = None
         self._group.close()
         return first if isinstance(error, Exception) else error
+
+
+def _nothing() -> None:
+    """What is left to do where everything is open."""
 
 
 def _left(end: float) -> float:

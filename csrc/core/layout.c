@@ -200,3 +200,22 @@ uint64_t wsync_layout_nbytes(const wsync_layout_t *layout)
 {
     return layout->nbytes;
 }
+
+uint64_t wsync_layout_shard_nbytes(const wsync_layout_t *layout)
+{
+    uint64_t total = 0;
+
+    for (size_t i = 0; i < wsync_layout_shard_count(layout); i++) {
+        const wsync_shard_t *shard = &layout->shards[i];
+        const wsync_tensor_t *tensor = &layout->tensors[shard->tensor];
+        const uint64_t items = wsync_box_count(&shard->box);
+
+        /* a box lies inside its tensor, whose bytes were checked: only the sum can be too
+         * large */
+        if (__builtin_add_overflow(total, items * wsync_dtype_nbytes(tensor->dtype),
+                                   &total)) {
+            return UINT64_MAX;
+        }
+    }
+    return total;
+}

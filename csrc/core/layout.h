@@ -109,5 +109,7 @@ uint32_t wsync_layout_rank_count(const wsync_layout_t *layout);
 uint32_t wsync_layout_buffer_count(const wsync_layout_t *layout, uint32_t rank);
 /* Bytes of all tensors, each counted once and whole. */
 uint64_t wsync_layout_nbytes(const wsync_layout_t *layout);
+/* Bytes of all shards, replicas counted each time; UINT64_MAX if they are more. */
+uint64_t wsync_layout_shard_nbytes(const wsync_layout_t *layout);
 
 #endif

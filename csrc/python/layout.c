@@ -318,6 +318,12 @@ static PyObject *layout_nbytes(PyObject *self, void *Py_UNUSED(closure))
     return PyLong_FromUnsignedLongLong(wsync_layout_nbytes(((LayoutObject *)self)->layout));
 }
 
+static PyObject *layout_shard_nbytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(
+        wsync_layout_shard_nbytes(((LayoutObject *)self)->layout));
+}
+
 #define WITH_KEYWORDS(function) \
     ((PyCFunction)(void (*)(void))(function)), METH_VARARGS | METH_KEYWORDS
 
@@ -357,6 +363,8 @@ static PyGetSetDef layout_getset[] = {
      NULL},
     {"nbytes", layout_nbytes, NULL, "Bytes of all tensors, each counted once and whole.",
      NULL},
+    {"shard_nbytes", layout_shard_nbytes, NULL,
+     "Bytes of all shards, replicas counted each time.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

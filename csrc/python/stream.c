@@ -34,7 +34,7 @@ static void drop_holds(StreamObject *self, uint64_t passed)
 
 static void prune(StreamObject *self)
 {
-    if (self->hold_count > 0) {
+    if (self->hold_count > 0 && self->progress != NULL) {
         drop_holds(self, self->ops->event_query(progress_event(self)));
     }
 }
@@ -87,12 +87,19 @@ void wsync_py_stream_hold(StreamObject *self, PyObject *owner)
 static void shut(StreamObject *self)
 {
     wsync_stream_t *stream = self->stream;
+    wsync_memory_t *progress = self->progress;
 
     self->stream = NULL;
+    self->progress = NULL;
     if (stream != NULL) {
-        self->ops->stream_destroy(stream);
+        Py_BEGIN_ALLOW_THREADS
+            self->ops->stream_destroy(stream);
+        Py_END_ALLOW_THREADS
     }
     drop_holds(self, UINT64_MAX);
+    if (progress != NULL) {
+        self->ops->memory_destroy(progress);
+    }
 }
 
 static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -164,9 +171,6 @@ static void stream_dealloc(PyObject *object)
 
     PyObject_GC_UnTrack(object);
     shut(self);
-    if (self->ops != NULL) {
-        self->ops->memory_destroy(self->progress);
-    }
     free(self->holds);
     release(object);
     Py_DECREF(type);
@@ -343,7 +347,6 @@ static PyObject *stream_synchronize(PyObject *object, PyObject *args, PyObject *
 static PyObject *stream_close(PyObject *object, PyObject *unused)
 {
     StreamObject *self = (StreamObject *)object;
-    wsync_stream_t *stream = self->stream;
     wsync_error_t err = {0};
 
     (void)unused;
@@ -352,13 +355,7 @@ static PyObject *stream_close(PyObject *object, PyObject *unused)
                          "%u other calls still use the stream", self->users);
         return wsync_py_raise(wsync_py_type_state(Py_TYPE(object)), &err);
     }
-    if (stream != NULL) {
-        self->stream = NULL;
-        Py_BEGIN_ALLOW_THREADS
-            self->ops->stream_destroy(stream);
-        Py_END_ALLOW_THREADS
-        drop_holds(self, UINT64_MAX);
-    }
+    shut(self);
     Py_RETURN_NONE;
 }
 

@@ -19,6 +19,22 @@ class RankError(AssertionError):
     """One or more ranks raised, died or did not answer in time."""
 
 
+def runs(pid, *, patience=5.0):
+    """Whether a process goes on running; one that has ended may stay as a zombie, for whoever is
+    to be its parent need not be quick to reap it."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                state = file.read().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        if state in "ZX":
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def _serve(rank, count, store, setup, pipe):
     import torch
     import torch.distributed as dist

@@ -10,6 +10,7 @@ A loader belongs to one worker and is driven by wsync.engine.receiver.Receiver:
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -26,11 +27,13 @@ from wsync._core import (
     Route,
     StateError,
     Stream,
+    TensorTable,
     ViewPool,
     describe,
 )
 from wsync.control import PIECES, WHOLE
 
+_Reference = Callable[[], torch.Tensor | None]
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]
 
 # names listed in one message
@@ -108,14 +111,14 @@ class _Router:
         self._sources: BufferTable | None = None
         self._destinations: BufferTable | None = None
 
-    def bind(self, tensors: Sequence[torch.Tensor], names: Sequence[str] | None = None) -> None:
+    def bind(self, table: TensorTable, tensors: Sequence[torch.Tensor]) -> None:
         """Says where the destination's buffers lie now; parameters may move between updates.
         Comes after check_rounds: before that, any number may be the manifest's largest round."""
         if self._sources is None:
             ring = self.manifest.ring
             spans = [(ring.address, ring.nbytes)] * self._route.buffer_count
             self._sources = BufferTable(spans, ring)
-        self._destinations = BufferTable.of(describe(tensors, names), tensors)
+        self._destinations = BufferTable.of(table, tensors)
 
     def load(self, round: int) -> Stream | None:
         if self._sources is None or self._destinations is None:
@@ -158,7 +161,7 @@ class LayoutLoader:
     def begin(self, rounds: int) -> None:
         router = self._attached()
         router.manifest.check_rounds(rounds)
-        router.bind(self._tensors)
+        router.bind(describe(self._tensors), self._tensors)
         self._loaded = set()
 
     def load(self, round: int) -> Stream | None:
@@ -247,22 +250,42 @@ class _ByName:
         self._stream = Stream(threads)
         self._manifest: _Manifest | None = None
         self._router: _Router | None = None
-        self._signature: list[Any] = []
+        self._names: list[str] = []
+        self._held: list[_Reference] = []
+        self._places: list[int] = []  # of the tensors with those names in what is held
+        self._layout = b""
 
     def attach(self, manifest: _Manifest) -> None:
         self._manifest = manifest
         self._router = None
 
     def begin(self) -> None:
+        """Finds the parameters as they are now: they may be replaced, move or change their
+        strides between updates, which is rare and has to be noticed at little cost."""
         assert self._manifest is not None
-        names, tensors = self._targets(self._manifest)
-        signature = [(n, t.dtype, t.shape, t.stride()) for n, t in zip(names, tensors, strict=True)]
-        if self._router is None or signature != self._signature:
-            builder = LayoutBuilder()
-            builder.add_tensors(names, describe(tensors, names))
-            self._router = _Router(self._manifest, builder.build(), self._stream)
-            self._signature = signature
-        self._router.bind(tensors, names)
+        held = _held(self._module)
+        if self._router is not None and _same(self._held, held):
+            tensors = [held[place] for place in self._places]
+        else:
+            self._names, tensors = self._targets(self._manifest)
+            self._remember(held, tensors)
+        table = describe(tensors, self._names)
+        builder = LayoutBuilder()
+        builder.add_tensors(self._names, table)
+        layout = builder.build()
+        data = layout.to_bytes()
+        if self._router is None or data != self._layout:
+            self._router = _Router(self._manifest, layout, self._stream)
+            self._layout = data
+        self._router.bind(table, tensors)
+
+    def _remember(self, held: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+        places = {id(tensor): place for place, tensor in enumerate(held)}
+        if all(id(tensor) in places for tensor in tensors):
+            self._held = [weakref.ref(tensor) for tensor in held]
+            self._places = [places[id(tensor)] for tensor in tensors]
+        else:  # a state_dict of the module's own making: it has to be asked each time
+            self._held, self._places = [_gone], []
 
     def load(self, round: int) -> Stream | None:
         assert self._router is not None
@@ -396,11 +419,30 @@ class _ByCall:
 
 
 def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, not copied."""
+    """Parameters and persistent buffers themselves: their storage may be swapped under them."""
     state: Mapping[str, Any] = module.state_dict(keep_vars=True)
-    return {
-        name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)
-    }
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _held(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Every parameter and buffer of a module, in order."""
+    return [
+        tensor
+        for part in module.modules()
+        for tensor in (*part._parameters.values(), *part._buffers.values())
+        if tensor is not None
+    ]
+
+
+def _same(references: Sequence[_Reference], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether these are the tensors that were referred to."""
+    return len(references) == len(tensors) and all(
+        reference() is tensor for reference, tensor in zip(references, tensors, strict=True)
+    )
+
+
+def _gone() -> None:
+    """A reference to nothing."""
 
 
 def aliases(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
