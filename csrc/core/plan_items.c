@@ -21,8 +21,8 @@ static wsync_status_t fail_shape(const wsync_planner_t *planner, const wsync_ten
                       wsync_shape_text(b, to->ndim, to->shape));
 }
 
-/* Layouts of one model mostly have the same order, so the tensor after the one that was found
- * last is looked at before the table of names. */
+/* Layouts of one model mostly have the same order, so the tensor after the one that was
+ * found last is looked at before the table of names. */
 static size_t find_tensor(const wsync_layout_t *layout, const char *name, size_t guess)
 {
     if (guess < wsync_layout_tensor_count(layout) &&

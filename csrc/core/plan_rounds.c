@@ -355,13 +355,15 @@ wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner)
     const size_t count = planner->items.count;
     open_rounds_t open = {.counter_count = wsync_plan_counter_count(planner)};
     owners_t owners = {0};
-    turn_t *turns = malloc((count + 1) * sizeof(*turns));
-    wsync_status_t status = owners_init(planner, &owners);
+    turn_t *turns = calloc(count + 1, sizeof(*turns));
+    wsync_status_t status;
 
     open.used = calloc(open.counter_count, OPEN_ROUND_COUNT * sizeof(*open.used));
-    if (status == WSYNC_OK && (open.used == NULL || turns == NULL)) {
+    if (open.used == NULL || turns == NULL) {
         status = wsync_plan_no_memory(planner, "items", count);
+        goto cleanup;
     }
+    status = owners_init(planner, &owners);
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
         turns[i].item = owners_take(planner, &owners);
         wsync_plan_use_set(planner, &planner->items.items[turns[i].item]);
@@ -370,6 +372,8 @@ wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner)
     if (status == WSYNC_OK) {
         status = sort_rounds(planner, turns, open.count);
     }
+
+cleanup:
     free(open.used);
     free(turns);
     owners_fini(&owners);
