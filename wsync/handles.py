@@ -1,7 +1,8 @@
 """Handles: how a trainer reaches an inference engine's own API.
 
 `handle(engine)` makes one from an HTTP URL (SGLang's endpoints), a Ray actor (slime's engine
-actors), a local object with the same methods, or takes what already is an EngineHandle.
+actors), a local object with the same methods, an `sglang.Engine` of this process (as verl has
+it), or takes what already is an EngineHandle.
 All calls take a timeout in seconds and raise, naming the engine:
 
     DeadlineError    no answer within the timeout
@@ -11,6 +12,7 @@ All calls take a timeout in seconds and raise, naming the engine:
 
 import base64
 import importlib
+import inspect
 import json
 import threading
 import time
@@ -95,6 +97,8 @@ def handle(
         )
     if callable(getattr(method, "remote", None)):
         return RayHandle(engine, workers=workers)
+    if "named_tensors" in inspect.signature(method).parameters:
+        return SglangHandle(engine, workers=workers)
     return LocalHandle(engine, workers=workers)
 
 
@@ -306,14 +310,17 @@ class LocalHandle:
         _check_answer(self.name, method, self._call(method, timeout, **arguments))
 
     def _call(self, method: str, timeout: float, **arguments: Any) -> Any:
-        where = f"engine {self.name}: {method}"
         function: Callable[..., Any] = getattr(self._engine, method)
+        return self._run(lambda: function(**arguments), method, timeout)
+
+    def _run(self, function: Callable[[], Any], what: str, timeout: float) -> Any:
+        where = f"engine {self.name}: {what}"
         outcome: list[Any] = []
         failure: list[BaseException] = []
 
         def run() -> None:
             try:
-                outcome.append(function(**arguments))
+                outcome.append(function())
             except BaseException as error:
                 failure.append(error)
 
@@ -350,6 +357,95 @@ class RayHandle(LocalHandle):
             raise PeerClosedError(f"{where}: {_cut(str(error))}") from error
         except ray.exceptions.RayTaskError as error:
             raise RemoteError(f"{where}: {_cut(str(error))}") from error
+
+
+class SglangHandle(LocalHandle):
+    """An `sglang.Engine` of this process.
+
+    Its update_weights_from_tensor serialises one list of tensors for all workers, so what differs
+    between workers travels as SGLang's LocalSerializedTensor: a name, and for each worker a
+    pickled tensor that this worker alone unpickles.  The request that carries a weight version is
+    handed to the engine's tokenizer manager, because that method takes none.
+
+    Such an engine generates when its owner asks it to, so nothing is paused; where SGLang knows
+    weight-update sessions (0.5.23), one is open from `pause` to `resume`.  Made against SGLang
+    0.5.17 and 0.5.23.
+    """
+
+    def __init__(self, engine: Any, *, workers: int | None = None) -> None:
+        arguments = getattr(engine, "server_args", None)
+        if workers is None:
+            workers = getattr(arguments, "tp_size", 1)
+        super().__init__(engine, workers=workers)
+        loaders = getattr(arguments, "custom_weight_loader", None) or ()
+        self.load_formats = tuple(map(str, loaders))
+
+    def pause(self, mode: str, timeout: float) -> None:
+        if not hasattr(self._engine, "begin_weight_update"):
+            return
+        end = time.monotonic() + timeout
+        if _refusal(self._call("begin_weight_update", timeout)) is not None:
+            # a failed update left its session open
+            self._checked("end_weight_update", end - time.monotonic())
+            self._checked("begin_weight_update", end - time.monotonic())
+
+    def update_weights(
+        self,
+        payloads: Sequence[bytes],
+        *,
+        load_format: str | None,
+        weight_version: int | str | None,
+        timeout: float,
+    ) -> None:
+        _check_payloads(self.name, self.workers, payloads)
+        arguments = {"load_format": load_format, "flush_cache": False}
+        if weight_version is not None:
+            request = _sglang("UpdateWeightsFromTensorReqInput", "managers.io_struct")(
+                serialized_named_tensors=list(payloads),
+                weight_version=str(weight_version),
+                **arguments,
+            )
+            answer = self._run(lambda: self._send(request), "update_weights_from_tensor", timeout)
+            _check_answer(self.name, "update_weights_from_tensor", answer)
+            return
+        tensors: list[Any]
+        if load_format == "flattened_bucket":  # taken as one payload per worker
+            tensors = [base64.b64encode(data).decode() for data in payloads]
+        else:
+            from wsync import payload
+
+            form = _sglang(
+                "LocalSerializedTensor",
+                "model_executor.model_runner_components.weight_updater",
+                "model_executor.model_runner",
+            )
+            tensors = [(name, form(values=values)) for name, values in payload.per_worker(payloads)]
+        self._checked("update_weights_from_tensor", timeout, named_tensors=tensors, **arguments)
+
+    def resume(self, timeout: float) -> None:
+        if hasattr(self._engine, "end_weight_update"):
+            self._checked("end_weight_update", timeout)
+
+    def model_info(self, timeout: float) -> dict[str, Any]:
+        if hasattr(self._engine, "get_model_info"):
+            return super().model_info(timeout)
+        return dict(self._call("get_server_info", timeout))
+
+    def _send(self, request: Any) -> Any:
+        engine: Any = self._engine
+        return engine.loop.run_until_complete(
+            engine.tokenizer_manager.update_weights_from_tensor(request, None)
+        )
+
+
+def _sglang(name: str, *modules: str) -> Any:
+    """A class of the SGLang that is installed here, from the first module that has it."""
+    for module in modules:
+        try:
+            return getattr(importlib.import_module(f"sglang.srt.{module}"), name)
+        except (ImportError, AttributeError):
+            continue
+    raise UnsupportedError(f"this version of sglang has no {name} in any of {', '.join(modules)}")
 
 
 def _check_payloads(name: str, workers: int, payloads: Sequence[bytes]) -> None:

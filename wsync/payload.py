@@ -21,7 +21,7 @@ import io
 import os
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -236,6 +236,19 @@ def bucket(bucket: FlattenedTensorBucket, *, by_value: bool = False) -> bytes:
 def named_tensors(pairs: list[tuple[str, torch.Tensor]]) -> bytes:
     """The payload of SGLang's other load formats: [(name, tensor), ...], by value."""
     return _Writer().finish([(name, _by_value(tensor)) for name, tensor in pairs])
+
+
+def per_worker(payloads: Sequence[bytes]) -> list[tuple[str, list[bytes]]]:
+    """(name, one pickled tensor per worker), from one `named_tensors` payload per worker: what
+    SGLang's LocalSerializedTensor holds.  Raises InvalidArgumentError where names differ."""
+    lists: list[Any] = [load(data) for data in payloads]
+    names = [[name for name, _ in pairs] for pairs in lists]
+    if any(other != names[0] for other in names):
+        raise InvalidArgumentError(f"payloads of {len(lists)} workers name different tensors")
+    return [
+        (name, [_Writer().finish(_by_value(pairs[number][1])) for pairs in lists])
+        for number, name in enumerate(names[0])
+    ]
 
 
 def control(data: bytes) -> bytes:
