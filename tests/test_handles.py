@@ -97,6 +97,8 @@ def test_a_url_is_driven_by_sglangs_requests(server: FakeServer) -> None:
     update(engine)
     engine.resume(5)
     assert engine.model_info(5) == {"weight_version": "7"}
+    # this server knows no weight-update sessions, and is asked once
+    assert server.seen.pop(2)[0] == "/begin_weight_update"
     one, two = (base64.b64encode(data).decode() for data in (b"\x80one", b"\x80two"))
     assert [entry[:2] for entry in server.seen[1:5]] == [
         ("/pause_generation", {"mode": "retract"}),
@@ -113,6 +115,30 @@ def test_a_url_is_driven_by_sglangs_requests(server: FakeServer) -> None:
         ("/continue_generation", {}),
     ]
     assert {entry[2] for entry in server.seen} == {"Bearer secret"}
+
+
+def test_a_weight_update_session_is_open_from_pause_to_resume(server: FakeServer) -> None:
+    """SGLang 0.5.23 refuses weights outside of one; a failed update leaves it open."""
+    calls: list[str] = []
+    state = {"open": True}
+
+    def session(begins: bool) -> Any:
+        calls.append("begin" if begins else "end")
+        good = state["open"] is not begins
+        state["open"] = begins
+        return (200 if good else 400, {"success": good, "message": "already open"})
+
+    for path in ("/pause_generation", "/continue_generation"):
+        server.answers[path] = lambda: (calls.append("call"), (200, {"status": "ok"}))[1]
+    server.answers["/begin_weight_update"] = lambda: session(True)
+    server.answers["/end_weight_update"] = lambda: session(False)
+    engine = HttpHandle(server.url, workers=2)
+    engine.pause("abort", 5)
+    assert (calls, state["open"]) == (["call", "begin", "end", "begin"], True)
+    engine.resume(5)
+    assert (calls[4:], state["open"]) == (["end", "call"], False)
+    engine.pause("abort", 5)
+    assert calls[6:] == ["call", "begin"]
 
 
 def test_an_update_without_version_sends_none(server: FakeServer) -> None:

@@ -106,7 +106,8 @@ class HttpHandle:
     """An engine behind SGLang's HTTP endpoints.
 
     Environment proxies are not used: the engine is reached directly.  Each call opens its own
-    connection, so calls may run in several threads.
+    connection, so calls may run in several threads.  SGLang 0.5.23 takes weights only inside a
+    weight-update session: one is open from `pause` to `resume` where the server knows them.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class HttpHandle:
         self.name = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._server: dict[str, Any] | None = None
+        self._sessions = True
         self._timeout = timeout
         self.workers = self._ask_workers() if workers is None else workers
 
@@ -136,7 +138,13 @@ class HttpHandle:
         return tuple(map(str, loaders)) if isinstance(loaders, list) else ()
 
     def pause(self, mode: str, timeout: float) -> None:
+        end = time.monotonic() + timeout
         self._call("POST", "/pause_generation", {"mode": mode}, timeout)
+        try:
+            self._session("/begin_weight_update", end)
+        except RemoteError:  # a failed update left its session open
+            self._session("/end_weight_update", end)
+            self._session("/begin_weight_update", end)
 
     def flush(self, timeout: float) -> None:
         def flush_once(remaining: float) -> str | None:
@@ -160,7 +168,9 @@ class HttpHandle:
         self._call("POST", "/update_weights_from_tensor", body, timeout)
 
     def resume(self, timeout: float) -> None:
-        self._call("POST", "/continue_generation", {}, timeout)
+        end = time.monotonic() + timeout
+        self._session("/end_weight_update", end)
+        self._call("POST", "/continue_generation", {}, end - time.monotonic())
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         return self._info(("/model_info", "/get_model_info"), timeout)
@@ -199,6 +209,16 @@ class HttpHandle:
         if not isinstance(info, dict):
             raise RemoteError(f"engine {self.name}: {path}: not a JSON object: {_cut(text)}")
         return info
+
+    def _session(self, path: str, end: float) -> None:
+        """Begins or ends a weight-update session; a server that knows none is not asked again."""
+        if not self._sessions:
+            return
+        status, text = self._request("POST", path, {}, end - time.monotonic())
+        if status == 404:
+            self._sessions = False
+        elif status != 200:
+            raise self._failed(path, status, text)
 
     def _call(self, method: str, path: str, body: Mapping[str, Any], timeout: float) -> None:
         status, text = self._request(method, path, body, timeout)
