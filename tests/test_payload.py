@@ -10,6 +10,7 @@ import pickletools
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -198,7 +199,7 @@ def test_tensors_that_torch_pickled_are_read() -> None:
 
 def reduce_to(module: str, name: str, *arguments: object) -> bytes:
     """A pickle that calls a global."""
-    data = pickle.dumps(arguments, 0)[:-1]
+    data = pickle.dumps(arguments, 3)[2:-1]
     return f"c{module}\n{name}\n".encode() + data + b"R."
 
 
@@ -215,8 +216,12 @@ def reduce_to(module: str, name: str, *arguments: object) -> bytes:
         (reduce_to("torch", "Size", ("x",)), "not a shape"),
         (reduce_to("torch", "Size", (-1,)), "not a shape"),
         (reduce_to("torch", "float32"), "TypeError"),
-        (b"\x80\x04ctorch\nTensor\nN}X\x01\x00\x00\x00aK\x01s\x86b.", "sets attribute 'a'"),
-        (b"\x80\x04X\x01\x00\x00\x00aQ.", "persistent"),
+        (b"\x80\x04ctorch\nTensor\nN}X\x01\x00\x00\x00aK\x01s\x86b.", "fills a function"),
+        (b"\x80\x04X\x01\x00\x00\x00aQ.", "opcode 0x51 is not allowed"),
+        (b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.", "opcode 0x96"),
+        (b"\x80\x04}))s.", "a tuple is the key of a dict"),
+        (b"\x80\x04}())u.", "a tuple is the key of a dict"),
+        (b"\x80\x04))a.", "fills a tuple"),
         (b"", "EOFError"),
         (b"\x80\x04]", "payload: "),
         ("not base64!", "not base64"),
@@ -226,6 +231,34 @@ def reduce_to(module: str, name: str, *arguments: object) -> bytes:
 def test_everything_else_is_refused(data: bytes | str, text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
         payload.load(data)
+
+
+def test_few_bytes_take_little_memory() -> None:
+    tracemalloc.start()
+    try:
+        assert payload.load(b"\x80\x04Nr\xff\xff\xff\x03.") is None  # a memo of 2^26 places
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_few_bytes_take_little_time() -> None:
+    """Tuples of the same tuple twice: as text or as a key, each level takes twice as long."""
+    nested = b"\x80\x04)\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(100))
+    with pytest.raises(ProtocolError, match="is not a shape"):
+        payload.load(nested + b"ctorch\nSize\nhd\x85R.")
+    with pytest.raises(ProtocolError, match="key of a dict"):
+        payload.load(nested + b"}hdNs.")
+
+
+def test_a_tensor_that_was_read_cannot_be_moved() -> None:
+    """torch.Tensor.__setstate__ would put it anywhere, and grow its storage."""
+    data = CONTROL[:-1]
+    with pytest.raises(ProtocolError, match="fills a list"):
+        payload.load(data + b"}b.")
+    built = pickle.dumps(torch.ones(3), 4)[:-1]
+    with pytest.raises(ProtocolError, match="fills a Tensor"):
+        payload.load(built + b"}b.")
 
 
 def test_nothing_outside_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

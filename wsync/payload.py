@@ -20,6 +20,7 @@ import ctypes
 import io
 import os
 import pickle
+import reprlib
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -306,22 +307,6 @@ def load(data: bytes | str) -> object:
     return value
 
 
-class _Global:
-    """What a pickle may call; it cannot change it."""
-
-    __slots__ = ("_function",)
-    _function: Callable[..., object]
-
-    def __init__(self, function: Callable[..., object]) -> None:
-        object.__setattr__(self, "_function", function)
-
-    def __call__(self, *arguments: object) -> object:
-        return self._function(*arguments)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise ProtocolError(f"payload: sets attribute {name!r} of a global")
-
-
 class _State:
     """Stands for an object that a pickle makes without arguments and fills from a dict."""
 
@@ -334,7 +319,67 @@ class _State:
         self.fields = state
 
 
-class _Reader(pickle.Unpickler):
+class _Opcodes(dict[int, Any]):
+    def __missing__(self, opcode: int) -> Any:
+        raise ProtocolError(f"payload: pickle opcode {opcode:#x} is not allowed")
+
+
+def _filling(opcode: bytes, kind: type, target: Callable[[Any], object]) -> Callable[[Any], None]:
+    """The opcode, for targets of one kind only: it would call methods of any other object."""
+    fill = pickle._Unpickler.dispatch[opcode[0]]
+
+    def load(reader: Any) -> None:
+        found = target(reader)
+        if not isinstance(found, kind):
+            raise ProtocolError(f"payload: fills a {type(found).__name__}")
+        fill(reader)
+
+    return load
+
+
+def _keyed(load: Callable[[Any], None], keys: Callable[[Any], list[object]]) -> Any:
+    """Hashing a tuple of tuples may take for ever."""
+
+    def checked(reader: Any) -> None:
+        for key in keys(reader):
+            if not isinstance(key, str):
+                raise ProtocolError(f"payload: a {type(key).__name__} is the key of a dict")
+        load(reader)
+
+    return checked
+
+
+class _Reader(pickle._Unpickler):
+    """Python's own reader in Python, because in C the opcodes cannot be chosen, and some give a
+    few bytes gigabytes of memory.  These suffice for pickles of protocol 2 to 5."""
+
+    dispatch = _Opcodes(
+        {
+            opcode[0]: pickle._Unpickler.dispatch[opcode[0]]
+            for opcode in (
+                *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
+                *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT),
+                *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+                *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
+                *(pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
+                *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT),
+                *(pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+                *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ),
+                *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT),
+                *(pickle.BINGET, pickle.LONG_BINGET),
+            )
+        }
+    )
+    dispatch[pickle.APPEND[0]] = _filling(pickle.APPEND, list, lambda r: r.stack[-2])
+    dispatch[pickle.APPENDS[0]] = _filling(pickle.APPENDS, list, lambda r: r.metastack[-1][-1])
+    dispatch[pickle.BUILD[0]] = _filling(pickle.BUILD, _State, lambda r: r.stack[-2])
+    dispatch[pickle.SETITEM[0]] = _keyed(
+        _filling(pickle.SETITEM, dict, lambda r: r.stack[-3]), lambda r: [r.stack[-2]]
+    )
+    dispatch[pickle.SETITEMS[0]] = _keyed(
+        _filling(pickle.SETITEMS, dict, lambda r: r.metastack[-1][-1]), lambda r: r.stack[::2]
+    )
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
@@ -343,11 +388,8 @@ class _Reader(pickle.Unpickler):
             return type(name, (_State,), {"kind": (module, name), "__new__": _new_state})
         known = _GLOBALS.get((module, name))
         if known is None:
-            raise ProtocolError(f"payload: global {module}.{name} is not allowed")
-        return _Global(known)
-
-    def persistent_load(self, pid: object) -> Any:
-        raise ProtocolError("payload: persistent identifiers are not allowed")
+            raise ProtocolError(f"payload: global {module:.80}.{name:.80} is not allowed")
+        return known
 
 
 def _new_state(cls: type, *arguments: object) -> _State:
@@ -372,13 +414,15 @@ def _to_metadata(entry: object) -> FlattenedTensorMetadata:
         or not isinstance(end, int)
         or not isinstance(numel, int)
     ):
-        raise ProtocolError(f"payload: metadata of {name!r} has fields of the wrong types")
+        raise ProtocolError(
+            f"payload: metadata of {reprlib.repr(name)} has fields of the wrong types"
+        )
     return FlattenedTensorMetadata(name, shape, dtype, start, end, numel)
 
 
 def _sizes(values: object) -> tuple[int, ...]:
     if not isinstance(values, tuple) or not all(type(v) is int and v >= 0 for v in values):
-        raise ProtocolError(f"payload: {values!r} is not a shape")
+        raise ProtocolError(f"payload: {reprlib.repr(values)} is not a shape")
     return tuple(values)
 
 
@@ -390,6 +434,8 @@ def _load_storage(data: object) -> Any:
     """torch.storage._load_from_bytes, whose pickle inside must be harmless too."""
     if not isinstance(data, bytes):
         raise ProtocolError("payload: a storage is not made of bytes")
+    if data.startswith(b"PK"):  # a file may unpack to much more than it is
+        raise ProtocolError("payload: a storage in torch's file format")
     storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(storage, torch.storage.TypedStorage):
         raise ProtocolError(f"payload: {type(storage).__name__} instead of a storage")
@@ -407,7 +453,7 @@ def _view(storage: object, offset: object, shape: object, stride: object) -> tor
     if not isinstance(storage, torch.storage.TypedStorage):
         raise ProtocolError(f"payload: a tensor over a {type(storage).__name__}")
     if type(offset) is not int or offset < 0:
-        raise ProtocolError(f"payload: storage offset {offset!r}")
+        raise ProtocolError(f"payload: storage offset {reprlib.repr(offset)}")
     sizes, strides = _sizes(shape), _sizes(stride)
     if len(sizes) != len(strides):
         raise ProtocolError(f"payload: shape {sizes} with stride {strides}")
@@ -474,6 +520,10 @@ def _empty_storage(cls: object) -> Any:
     return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
 
 
+def _empty_dict() -> dict[str, object]:
+    return {}
+
+
 def _refuse_call(*_arguments: object) -> object:
     raise ProtocolError("payload: calls a class that is only named")
 
@@ -487,7 +537,7 @@ _GLOBALS: Final[dict[tuple[str, str], Callable[..., object]]] = {
     ("torch.storage", "_load_from_bytes"): _load_storage,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): _empty_dict,
     (_REDUCTIONS, "rebuild_tensor"): _tensor,
     (_REDUCTIONS, "rebuild_typed_storage"): _typed,
     (_REDUCTIONS, "rebuild_storage_filename"): _map_file,
