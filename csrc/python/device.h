@@ -57,13 +57,14 @@ PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_span_t *spans,
                                   size_t count, PyObject *owner);
 
 /* Between these two the stream cannot be closed and may be used without the GIL.  enter
- * raises StateError and returns NULL if the stream is closed. */
+ * raises StateError and returns NULL if the stream is closed, NoMemoryError if there is no
+ * room for what will be held. */
 wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *self);
 void wsync_py_stream_leave(StreamObject *self);
 
 /* Call after something was enqueued that borrows from `owner`: keeps owner alive until the
- * stream has passed this point.  Never fails: where memory is short owner lives for ever.
- */
+ * stream has passed this point.  Up to three times between enter, which has made room, and
+ * leave. */
 void wsync_py_stream_hold(StreamObject *self, PyObject *owner);
 
 #endif

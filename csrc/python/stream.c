@@ -12,7 +12,10 @@
 #include "python/plan.h"
 #include "python/route.h"
 
-enum { PROGRESS_NBYTES = 64 };
+enum {
+    PROGRESS_NBYTES = 64,
+    MAX_HOLDS = 3, /* of one use of a stream */
+};
 
 static wsync_event_t progress_event(const StreamObject *self)
 {
@@ -48,6 +51,24 @@ static void enqueue_mark(StreamObject *self)
     }
 }
 
+/* Makes room before anything is enqueued: afterwards it would be too late to fail. */
+static bool reserve_holds(StreamObject *self)
+{
+    const size_t wanted = self->hold_count + MAX_HOLDS * ((size_t)self->users + 1);
+    stream_hold_t *holds;
+
+    if (wanted <= self->hold_capacity) {
+        return true;
+    }
+    holds = realloc(self->holds, 2 * wanted * sizeof(*holds));
+    if (holds == NULL) {
+        return false;
+    }
+    self->holds = holds;
+    self->hold_capacity = 2 * wanted;
+    return true;
+}
+
 wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *self)
 {
     wsync_error_t err = {0};
@@ -55,6 +76,12 @@ wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *self)
     prune(self); /* may run Python code that closes the stream */
     if (self->stream == NULL) {
         (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "Stream", "the stream is closed");
+        (void)wsync_py_raise(state, &err);
+        return NULL;
+    }
+    if (!reserve_holds(self)) {
+        (void)wsync_fail(&err, WSYNC_ERR_NO_MEMORY, 0, "Stream",
+                         "no memory to hold what the stream uses");
         (void)wsync_py_raise(state, &err);
         return NULL;
     }
@@ -70,16 +97,6 @@ void wsync_py_stream_leave(StreamObject *self)
 void wsync_py_stream_hold(StreamObject *self, PyObject *owner)
 {
     Py_INCREF(owner);
-    if (self->hold_count == self->hold_capacity) {
-        const size_t capacity = self->hold_capacity > 0 ? 2 * self->hold_capacity : 16;
-        stream_hold_t *holds = realloc(self->holds, capacity * sizeof(*holds));
-
-        if (holds == NULL) {
-            return; /* a leak is better than memory that goes away under a worker */
-        }
-        self->holds = holds;
-        self->hold_capacity = capacity;
-    }
     self->holds[self->hold_count++] = (stream_hold_t){self->mark + 1, owner};
 }
 

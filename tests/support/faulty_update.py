@@ -1,0 +1,107 @@
+"""Run by tests/test_faults.py with support/faults.c preloaded: one whole update by the extension
+alone, both sides in this process, with every allocation and system call of it failing in turn.
+Prints how many did."""
+
+import ctypes
+import errno
+import os
+import sys
+
+from wsync import _core
+from wsync._core import (
+    BufferTable,
+    Exporter,
+    Importer,
+    Layout,
+    LayoutBuilder,
+    Memory,
+    Route,
+    Stream,
+    WsyncError,
+)
+
+SECONDS = 10.0
+NBYTES = 64
+# a mark that a stream could not record: what it holds is let go with a later one, or the stream
+TOLERATED = 1
+
+
+def layout() -> Layout:
+    builder = LayoutBuilder()
+    builder.add_shard("w", "float32", [4, 4], [0, 0], [4, 4], 0, 0, [16, 4])
+    return builder.build()
+
+
+def update() -> None:
+    manifest = layout()
+    ring, out, stream = Memory(NBYTES), Memory(NBYTES), Stream()
+    exporter = Exporter()
+    importer = Importer(exporter.address, b"*", SECONDS)
+    try:
+        memoryview(ring)[:] = bytes(range(NBYTES))
+        assert exporter.accept(SECONDS) == b"*"
+        exporter.attach(ring, manifest.to_bytes(), SECONDS)
+        exporter.begin(1, 1, SECONDS)
+        assert importer.begin(SECONDS) == (1, 1)
+        exporter.post(0, stream, SECONDS)
+        importer.take(0, SECONDS)
+        mapped = importer.ring
+        route = Route(Layout.from_bytes(importer.manifest), manifest)
+        sources = BufferTable([(mapped.address, mapped.nbytes)], mapped)
+        stream.copy(route, 0, 0, sources, BufferTable([(out.address, out.nbytes)], out))
+        importer.done(0, stream, SECONDS)
+        importer.prepared(1, NBYTES, 0, SECONDS)
+        assert exporter.prepared(SECONDS) == (1, NBYTES, 0)
+        exporter.commit(SECONDS)
+        importer.verdict(SECONDS)
+        assert bytes(memoryview(out)) == bytes(range(NBYTES))
+    finally:
+        stream.synchronize(SECONDS)
+        importer.close()
+        exporter.close()
+        stream.close()
+
+
+def place() -> tuple[int, int]:
+    """Where the extension's code lies."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if line.rstrip().endswith(str(_core.__file__)) and " r-xp " in line:
+                begin, end = line.split()[0].split("-")
+                return int(begin, 16), int(end, 16)
+    raise AssertionError(f"{_core.__file__} is not mapped")
+
+
+def main() -> None:
+    shim = ctypes.CDLL(sys.argv[1])
+    shim.faults_place.argtypes = [ctypes.c_size_t] * 2
+    shim.faults_arm.argtypes = [ctypes.c_long, ctypes.c_int]
+    shim.faults_disarm.restype = ctypes.c_char_p
+    shim.faults_place(*place())
+    update()
+    seen: set[str] = set()
+    tolerated = 0
+    for k in range(10_000):
+        before = len(os.listdir("/proc/self/fd"))
+        failure: Exception | None = None
+        shim.faults_arm(k, errno.ENOMEM)
+        try:
+            update()
+        except Exception as error:
+            failure = error
+        struck = shim.faults_disarm()
+        if failure is not None:
+            failure.__traceback__ = None  # it holds the objects of the update
+        assert len(os.listdir("/proc/self/fd")) == before, (k, struck, failure)
+        if struck is None:
+            assert failure is None, failure
+            print(k, *sorted(seen))
+            return
+        seen.add(struck.decode())
+        if failure is None and tolerated < TOLERATED:
+            tolerated += 1  # update() has looked at the bytes
+            continue
+        assert isinstance(failure, WsyncError | MemoryError | OSError), (k, struck, failure)
+
+
+main()
