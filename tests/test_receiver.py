@@ -360,7 +360,7 @@ def test_a_trainer_that_gives_up_or_dies_leaves_an_inconsistent_worker(
     trainer.accept()
     trainer.exporter.begin(1, 3, SECONDS)
     trainer.send(tiny_weights(1), range(1))
-    trainer.exporter.acquire(0, SECONDS)  # round 0 has been loaded
+    trainer.exporter.acquire(0, None, SECONDS)  # round 0 has been loaded
     end(trainer.exporter)
     success, answer = handled.result(SECONDS)
     assert not success

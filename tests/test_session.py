@@ -33,7 +33,7 @@ for _ in range(3):
     ring = memoryview(worker.ring)
     total = 0
     for k in range(rounds):
-        worker.take(k, PATIENCE)
+        worker.take(k, None, PATIENCE)
         slot = ring[k % 2 * SLOT : (k % 2 + 1) * SLOT]
         assert bytes(slot) == bytes([(update * 16 + k) % 256]) * SLOT, (update, k)
         total += _core.checksum(slot) % 1000
@@ -91,7 +91,7 @@ def test_updates_through_a_ring_of_two_slots(spawn: Spawn) -> None:
         exporter.begin(update, rounds, PATIENCE)
         total = 0
         for k in range(rounds):
-            exporter.acquire(k - 2 if k >= 2 else -1, PATIENCE)
+            exporter.acquire(k - 2 if k >= 2 else -1, None, PATIENCE)
             slot = bytes([(update * 16 + k) % 256]) * SLOT
             memoryview(ring)[k % 2 * SLOT : (k % 2 + 1) * SLOT] = slot
             total += _core.checksum(slot) % 1000
@@ -108,7 +108,7 @@ TAKER = (
     PRELUDE
     + """
 worker.begin(PATIENCE)
-worker.take(0, PATIENCE)
+worker.take(0, None, PATIENCE)
 say("taken")
 __import__("signal").pause()
 """
@@ -124,7 +124,7 @@ def test_a_killed_worker_is_an_error_that_names_it(spawn: Spawn) -> None:
     assert read_line(child) == "taken"
     child.kill()
     with pytest.raises(_core.PeerClosedError) as caught:
-        exporter.acquire(0, PATIENCE)
+        exporter.acquire(0, None, PATIENCE)
     assert isinstance(caught.value, ConnectionError)
     assert str(caught.value) == (
         f"worker (pid {child.pid}) closed the connection while the end of round 0 was awaited"
@@ -137,11 +137,11 @@ STALLER = (
     PRELUDE
     + """
 worker.begin(PATIENCE)
-worker.take(0, PATIENCE)
+worker.take(0, None, PATIENCE)
 say("taken")
 os.kill(os.getpid(), __import__("signal").SIGSTOP)
 worker.done(0, None, PATIENCE)
-worker.take(1, PATIENCE)
+worker.take(1, None, PATIENCE)
 """
 )
 
@@ -155,13 +155,13 @@ def test_a_stopped_worker_ends_the_wait_and_may_come_back(spawn: Spawn) -> None:
     assert read_line(child) == "taken"
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
     with pytest.raises(_core.DeadlineError) as caught:
-        exporter.acquire(0, 0.2)
+        exporter.acquire(0, None, 0.2)
     assert isinstance(caught.value, TimeoutError)
     assert str(caught.value) == (
         f"deadline passed while the end of round 0 of worker (pid {child.pid}) was awaited"
     )
     os.kill(child.pid, signal.SIGCONT)
-    exporter.acquire(0, PATIENCE)
+    exporter.acquire(0, None, PATIENCE)
     exporter.post(1, stream, PATIENCE)
     assert child.wait(PATIENCE) == 0
 
@@ -175,14 +175,14 @@ def test_failures_carry_their_text_to_the_other_side(spawn: Spawn) -> None:
     exporter.accept(PATIENCE)
     with pytest.raises(_core.RemoteError) as caught:  # from whichever call comes first
         begin_round(exporter, _core.Memory(SLOT), _core.Stream())
-        exporter.acquire(0, PATIENCE)
+        exporter.acquire(0, None, PATIENCE)
     assert f"worker (pid {child.pid}) failed: lm_head.weight: \u00e9\u00e9" in str(caught.value)
 
     exporter = _core.Exporter()
     child = spawn(
         PRELUDE
         + "worker.begin(PATIENCE)\n"
-        + "try:\n    worker.take(0, PATIENCE)\nexcept _core.RemoteError as e:\n    say(e)",
+        + "try:\n    worker.take(0, None, PATIENCE)\nexcept _core.RemoteError as e:\n    say(e)",
         exporter.address,
     )
     exporter.accept(PATIENCE)

@@ -332,7 +332,7 @@ def test_inconsistent_weights_are_not_generated_with(serve: Callable[..., Server
         trainer.accept()
         trainer.exporter.begin(1, 2, 10)
         trainer.send(weights, range(1))
-        trainer.exporter.acquire(0, 10)
+        trainer.exporter.acquire(0, None, 10)
         trainer.exporter.abort("rank 3 is out of memory")
         assert opened.result().status_code == 400
     assert steer(server, trainer.control(1, "close"), weight_version="7").status_code == 400

@@ -124,7 +124,7 @@ class Connection:
         for number in range(plan.round_count):
             with report.phase("engine"):
                 for session in self._sessions:
-                    session.acquire(number, timeout, check)
+                    session.acquire(number, self._stream, timeout, check)
             self._stream.copy(plan, number, _core.LOCAL, sources, self._rings)
             if self._exchange is not None:
                 following = self._send(number + 1, sources, check, report)
@@ -135,11 +135,22 @@ class Connection:
                 spans = following
             for session in self._sessions:
                 session.post(number, self._stream, timeout, check)
-            bar.update()
+            self._show(number + 1, bar)
         if plan.round_count == 0:
             opened()
+        with report.phase("engine"):
+            for number in range(plan.round_count):
+                for session in self._sessions:
+                    session.wait(number, timeout, check)
+                self._show(number + 1, bar)
         with report.phase("copy"):
             self._stream.synchronize(timeout, check)
+
+    def _show(self, posted: int, bar: tqdm[None]) -> None:
+        """Progress counts what all of this rank's workers have loaded."""
+        loaded = min((session.loaded for session in self._sessions), default=posted)
+        if not bar.disable:
+            bar.update(loaded - bar.n)
 
     def prepared(self, check: Check) -> None:
         """Waits until all workers of this rank hold every byte."""
@@ -151,7 +162,8 @@ class Connection:
             session.commit(self._options.deadline, check)
 
     def abort(self, text: str) -> None:
-        """Tells the workers why, and lets go of everything."""
+        """Stops copying, tells the workers why, and lets go of everything."""
+        self._stream.abandon()
         for session in self._sessions:
             session.abort(text)
         self.close()

@@ -65,11 +65,14 @@ class Session(Protocol):
 
     worker: int
 
+    @property
+    def loaded(self) -> int: ...
     def accept(self, timeout: float, check: Check) -> bytes: ...
     def attach(self, plan: _core.Plan, timeout: float, check: Check) -> Span: ...
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None: ...
-    def acquire(self, round: int, timeout: float, check: Check) -> None: ...
+    def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None: ...
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None: ...
+    def wait(self, round: int, timeout: float, check: Check) -> None: ...
     def prepared(self, timeout: float, check: Check) -> None: ...
     def commit(self, timeout: float, check: Check) -> None: ...
     def abort(self, text: str) -> None: ...
@@ -108,13 +111,22 @@ class WorkerSession:
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
         self._exporter.begin(update, len(self._waits), timeout, check)
 
-    def acquire(self, round: int, timeout: float, check: Check) -> None:
-        """Waits until the slot of a round may be written."""
-        self._exporter.acquire(self._waits[round], timeout, check)
+    @property
+    def loaded(self) -> int:
+        """Rounds that the worker is known to have loaded."""
+        return self._exporter.loaded
+
+    def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
+        """Has the stream wait until the slot of a round may be written."""
+        self._exporter.acquire(self._waits[round], stream, timeout, check)
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         """Announces a round, ready when the stream gets there."""
         self._exporter.post(round, stream, timeout, check)
+
+    def wait(self, round: int, timeout: float, check: Check) -> None:
+        """Waits until the worker has loaded a round."""
+        self._exporter.acquire(round, None, timeout, check)
 
     def prepared(self, timeout: float, check: Check) -> None:
         """Waits until the worker has loaded everything, and compares its count with ours.

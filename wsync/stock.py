@@ -57,20 +57,36 @@ class StockSession:
         self._version = version
         self._requests = []
 
-    def acquire(self, round: int, timeout: float, check: Check) -> None:
+    @property
+    def loaded(self) -> int:
+        """Rounds whose request has been answered."""
+        return sum(request.done() for request in self._requests)
+
+    def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         """Waits until the request of the slot's former round has been answered."""
         wait_round = self._slots[round][2]
         if wait_round >= 0:
-            self._answered(wait_round, timeout, check)
+            self.wait(wait_round, timeout, check)
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         """Sends the bucket once the stream has filled it."""
         stream.synchronize(timeout, check)
         self._requests.append(self._thread.submit(self._send, round))
 
+    def wait(self, round: int, timeout: float, check: Check) -> None:
+        """Waits until the request of a round has been answered."""
+        request, end = self._requests[round], time.monotonic() + timeout
+        while not wait([request], 0.05).done:
+            check()
+            if time.monotonic() > end:
+                raise _core.DeadlineError(
+                    f"engine {self._engine.name}: bucket {round} was not loaded in {timeout:.0f} s"
+                )
+        request.result()
+
     def prepared(self, timeout: float, check: Check) -> None:
         for round in range(len(self._requests)):
-            self._answered(round, timeout, check)
+            self.wait(round, timeout, check)
 
     def commit(self, timeout: float, check: Check) -> None:
         """The last bucket's request has already carried the version."""
@@ -95,16 +111,6 @@ class StockSession:
             weight_version=self._version if round == self._last else None,
             timeout=self._timeout,
         )
-
-    def _answered(self, round: int, timeout: float, check: Check) -> None:
-        request, end = self._requests[round], time.monotonic() + timeout
-        while not wait([request], 0.05).done:
-            check()
-            if time.monotonic() > end:
-                raise _core.DeadlineError(
-                    f"engine {self._engine.name}: bucket {round} was not loaded in {timeout:.0f} s"
-                )
-        request.result()
 
 
 def _buckets(

@@ -17,7 +17,7 @@ typedef struct wsync_stream wsync_stream_t;
 /* A sequence number in memory that both processes map.  It only grows.  Recording value n
  * means: everything enqueued on the stream before has happened. */
 typedef struct wsync_event {
-    wsync_memory_t *memory; /* borrowed; must outlive the event */
+    wsync_memory_t *memory; /* borrowed; streams retain it while they have to do with it */
     uint64_t offset;        /* of an aligned 64-bit word */
 } wsync_event_t;
 
@@ -43,7 +43,8 @@ typedef struct wsync_device_ops {
     /* A stream runs what is enqueued in order, on `threads` workers (>= 1). */
     wsync_status_t (*stream_create)(unsigned threads, wsync_stream_t **stream,
                                     wsync_error_t *err);
-    /* Waits for what is enqueued, then joins. */
+    /* Waits for what is enqueued, up to the first wait whose event has not come; drops the
+     * rest and joins. */
     void (*stream_destroy)(wsync_stream_t *stream);
     /* Enqueues the copies; on error nothing was enqueued.  Checks bounds first
      * (wsync_copies_check).  copies, the spans and the memory they name are borrowed until
@@ -55,6 +56,12 @@ typedef struct wsync_device_ops {
     /* Enqueues: set the event to `value` and wake its waiters. */
     wsync_status_t (*stream_record)(wsync_stream_t *stream, wsync_event_t event,
                                     uint64_t value, wsync_error_t *err);
+    /* Enqueues: what follows starts when the event is at least `value`. */
+    wsync_status_t (*stream_wait)(wsync_stream_t *stream, wsync_event_t event,
+                                  uint64_t value, wsync_error_t *err);
+    /* Drops what has not begun (its records never happen), gives up a wait, and returns
+     * when nothing of what was enqueued runs any more.  The stream can be used again. */
+    void (*stream_abandon)(wsync_stream_t *stream);
     /* Waits in the calling thread until the stream is idle.  TIMEOUT after timeout_ms. */
     wsync_status_t (*stream_synchronize)(wsync_stream_t *stream, int timeout_ms,
                                          wsync_error_t *err);

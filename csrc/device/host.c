@@ -17,6 +17,8 @@ const wsync_device_ops_t *wsync_device_host(void)
         .stream_destroy = wsync_host_stream_destroy,
         .stream_copy = wsync_host_stream_copy,
         .stream_record = wsync_host_stream_record,
+        .stream_wait = wsync_host_stream_wait,
+        .stream_abandon = wsync_host_stream_abandon,
         .stream_synchronize = wsync_host_stream_synchronize,
         .event_wait = wsync_host_event_wait,
         .event_query = wsync_host_event_query,

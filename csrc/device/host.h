@@ -34,6 +34,9 @@ wsync_status_t wsync_host_stream_copy(wsync_stream_t *stream, const wsync_copy_t
                                       size_t destination_count, wsync_error_t *err);
 wsync_status_t wsync_host_stream_record(wsync_stream_t *stream, wsync_event_t event,
                                         uint64_t value, wsync_error_t *err);
+wsync_status_t wsync_host_stream_wait(wsync_stream_t *stream, wsync_event_t event,
+                                      uint64_t value, wsync_error_t *err);
+void wsync_host_stream_abandon(wsync_stream_t *stream);
 wsync_status_t wsync_host_stream_synchronize(wsync_stream_t *stream, int timeout_ms,
                                              wsync_error_t *err);
 

@@ -18,13 +18,21 @@ enum {
     /* Some 50 us of copying: small enough to share a batch evenly, large enough that taking
      * one under the mutex does not show. */
     PIECE_WORK = 1024 * 1024,
+    /* How soon a stream that waits for an event notices that it is to give up. */
+    WAIT_SLICE_MS = 5,
 };
+
+typedef enum entry_kind {
+    ENTRY_COPY,
+    ENTRY_RECORD,
+    ENTRY_WAIT,
+} entry_kind_t;
 
 typedef struct entry {
     struct entry *next;
-    bool is_record;
+    entry_kind_t kind;
     wsync_host_list_t list; /* a batch of copies */
-    wsync_event_t event;    /* a record */
+    wsync_event_t event;    /* of a record or a wait; its memory is retained */
     uint64_t value;
     uint64_t pieces;
     uint64_t taken;    /* pieces handed out */
@@ -40,21 +48,81 @@ struct wsync_stream {
 
     pthread_mutex_t mutex;
     pthread_cond_t work; /* a piece can be taken, or stopping */
-    pthread_cond_t idle; /* an entry was finished */
+    pthread_cond_t idle; /* an entry was finished or dropped */
     entry_t *head;
     entry_t *tail;
-    uint64_t enqueued; /* entries */
-    uint64_t passed;
+    uint64_t enqueued;   /* entries */
+    uint64_t passed;     /* done or dropped */
+    unsigned abandoners; /* calls of abandon under way */
     bool stopping;
 };
 
-static void run_piece(const entry_t *entry, uint64_t piece, wsync_host_cursor_t *cursor)
+/* Whether a wait is to give up.  Not for one who holds the mutex. */
+static bool gives_up(wsync_stream_t *stream)
 {
-    if (entry->is_record) {
+    bool result;
+
+    (void)pthread_mutex_lock(&stream->mutex);
+    result = stream->stopping || stream->abandoners > 0;
+    (void)pthread_mutex_unlock(&stream->mutex);
+    return result;
+}
+
+/* False if the entry is a wait that was given up. */
+static bool run_piece(wsync_stream_t *stream, const entry_t *entry, uint64_t piece,
+                      wsync_host_cursor_t *cursor)
+{
+    switch (entry->kind) {
+    case ENTRY_RECORD:
         wsync_host_event_set(entry->event, entry->value);
-        return;
+        return true;
+    case ENTRY_WAIT:
+        while (wsync_host_event_wait(entry->event, entry->value, WAIT_SLICE_MS, NULL) !=
+               WSYNC_OK) {
+            if (gives_up(stream)) {
+                return false;
+            }
+        }
+        return true;
+    case ENTRY_COPY:
+        wsync_host_list_run(&entry->list, piece * PIECE_WORK, (piece + 1) * PIECE_WORK,
+                            cursor);
+        return true;
     }
-    wsync_host_list_run(&entry->list, piece * PIECE_WORK, (piece + 1) * PIECE_WORK, cursor);
+    return true;
+}
+
+static void free_entry(entry_t *entry)
+{
+    if (entry->kind != ENTRY_COPY) {
+        wsync_host_memory_destroy(entry->event.memory);
+    }
+    free(entry);
+}
+
+/* Takes everything behind the head off the queue, and the head too unless it has begun. */
+static void drop_rest(wsync_stream_t *stream)
+{
+    entry_t *head = stream->head;
+    entry_t *rest = head;
+
+    if (head != NULL && head->taken > 0) {
+        rest = head->next;
+        head->next = NULL;
+        head->pieces = head->taken; /* no more of it is handed out */
+        stream->tail = head;
+    } else {
+        stream->head = NULL;
+        stream->tail = NULL;
+    }
+    while (rest != NULL) {
+        entry_t *next = rest->next;
+
+        free_entry(rest);
+        stream->passed++;
+        rest = next;
+    }
+    (void)pthread_cond_broadcast(&stream->idle);
 }
 
 /* Takes the finished head off the queue. */
@@ -67,7 +135,7 @@ static void pass_head(wsync_stream_t *stream)
         stream->tail = NULL;
     }
     stream->passed++;
-    free(entry);
+    free_entry(entry);
     (void)pthread_cond_broadcast(&stream->idle);
     if (stream->head != NULL && stream->head->pieces > 1) {
         (void)pthread_cond_broadcast(&stream->work);
@@ -84,6 +152,7 @@ static void *worker_main(void *argument)
     for (;;) {
         entry_t *entry = stream->head;
         uint64_t piece;
+        bool kept;
 
         if (entry == NULL && stream->stopping) {
             break;
@@ -98,8 +167,11 @@ static void *worker_main(void *argument)
         }
         piece = entry->taken++;
         (void)pthread_mutex_unlock(&stream->mutex);
-        run_piece(entry, piece, &cursor);
+        kept = run_piece(stream, entry, piece, &cursor);
         (void)pthread_mutex_lock(&stream->mutex);
+        if (!kept) {
+            drop_rest(stream);
+        }
         entry->finished++;
         if (entry->finished == entry->pieces) {
             pass_head(stream);
@@ -289,13 +361,51 @@ wsync_status_t wsync_host_stream_copy(wsync_stream_t *stream, const wsync_copy_t
     return enqueue(stream, &entry, err);
 }
 
+static wsync_status_t enqueue_event(wsync_stream_t *stream, entry_kind_t kind,
+                                    wsync_event_t event, uint64_t value, wsync_error_t *err)
+{
+    const entry_t entry = {.kind = kind, .event = event, .value = value, .pieces = 1};
+    wsync_status_t status = wsync_host_event_check(event, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    wsync_host_memory_retain(event.memory);
+    status = enqueue(stream, &entry, err);
+    if (status != WSYNC_OK) {
+        wsync_host_memory_destroy(event.memory);
+    }
+    return status;
+}
+
 wsync_status_t wsync_host_stream_record(wsync_stream_t *stream, wsync_event_t event,
                                         uint64_t value, wsync_error_t *err)
 {
-    const entry_t entry = {.is_record = true, .event = event, .value = value, .pieces = 1};
-    const wsync_status_t status = wsync_host_event_check(event, err);
+    return enqueue_event(stream, ENTRY_RECORD, event, value, err);
+}
 
-    return status == WSYNC_OK ? enqueue(stream, &entry, err) : status;
+wsync_status_t wsync_host_stream_wait(wsync_stream_t *stream, wsync_event_t event,
+                                      uint64_t value, wsync_error_t *err)
+{
+    return enqueue_event(stream, ENTRY_WAIT, event, value, err);
+}
+
+void wsync_host_stream_abandon(wsync_stream_t *stream)
+{
+    uint64_t target;
+
+    if (stream->pid != getpid()) {
+        return; /* nothing runs in a fork */
+    }
+    (void)pthread_mutex_lock(&stream->mutex);
+    target = stream->enqueued;
+    stream->abandoners++;
+    drop_rest(stream);
+    while (stream->passed < target) {
+        (void)pthread_cond_wait(&stream->idle, &stream->mutex);
+    }
+    stream->abandoners--;
+    (void)pthread_mutex_unlock(&stream->mutex);
 }
 
 wsync_status_t wsync_host_stream_synchronize(wsync_stream_t *stream, int timeout_ms,

@@ -101,7 +101,6 @@ wsync_status_t wsync_exporter_create(const wsync_device_ops_t *ops, const char *
     }
     self->link.ops = ops;
     self->link.peer = "worker";
-    self->link.recorded_word = SESSION_READY_OFFSET;
     self->link.handle = handle_frame;
     self->link.hungry = is_hungry;
     self->link.owner = self;
@@ -261,8 +260,8 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
     return wsync_link_settle(&exporter->link, status, err);
 }
 
-static wsync_status_t await_done(wsync_exporter_t *self, int64_t wait_round, int timeout_ms,
-                                 wsync_error_t *err)
+static wsync_status_t await_done(wsync_exporter_t *self, int64_t wait_round,
+                                 wsync_stream_t *stream, int timeout_ms, wsync_error_t *err)
 {
     const int64_t deadline = wsync_deadline_ms(timeout_ms);
     const wsync_awaited_t awaited = {"the end of round", wait_round};
@@ -277,15 +276,16 @@ static wsync_status_t await_done(wsync_exporter_t *self, int64_t wait_round, int
          * later, never wrong. */
         const uint64_t value = self->link.base + (uint64_t)wait_round + 1;
 
-        status = wsync_link_wait_word(&self->link, SESSION_DONE_OFFSET,
-                                      self->done_value < value ? self->done_value : value,
-                                      deadline, awaited, err);
+        status = wsync_link_order(&self->link, stream, SESSION_DONE_OFFSET,
+                                  self->done_value < value ? self->done_value : value,
+                                  deadline, awaited, err);
     }
     return status;
 }
 
 wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_round,
-                                      int timeout_ms, wsync_error_t *err)
+                                      wsync_stream_t *stream, int timeout_ms,
+                                      wsync_error_t *err)
 {
     wsync_status_t status = require(exporter, "acquire", EXPORTER_UPDATING, err);
 
@@ -297,8 +297,20 @@ wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_r
                           "acquire: round %lld has not been posted, the next is %u",
                           (long long)wait_round, (unsigned)exporter->next_post);
     }
-    status = await_done(exporter, wait_round, timeout_ms, err);
+    status = await_done(exporter, wait_round, stream, timeout_ms, err);
     return wsync_link_settle(&exporter->link, status, err);
+}
+
+uint32_t wsync_exporter_loaded(const wsync_exporter_t *exporter)
+{
+    const wsync_link_t *link = &exporter->link;
+    const uint64_t word =
+        link->ops->event_query(wsync_link_event(link, SESSION_DONE_OFFSET));
+
+    if (exporter->done_count == 0 || word >= exporter->done_value) {
+        return exporter->done_count;
+    }
+    return word > link->base ? (uint32_t)(word - link->base) : 0;
 }
 
 wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
@@ -326,7 +338,6 @@ wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
             stream, wsync_link_event(link, SESSION_READY_OFFSET), value, err);
         if (status == WSYNC_OK) {
             exporter->post_recorded = true;
-            link->recorded = value;
         }
     }
     if (status == WSYNC_OK) {
@@ -360,7 +371,7 @@ wsync_status_t wsync_exporter_prepared(wsync_exporter_t *exporter, int timeout_m
                                  err);
     }
     if (status == WSYNC_OK) {
-        status = await_done(exporter, (int64_t)exporter->round_count - 1,
+        status = await_done(exporter, (int64_t)exporter->round_count - 1, NULL,
                             wsync_left_ms(deadline, INT_MAX), err);
     }
     if (status == WSYNC_OK) {

@@ -125,7 +125,6 @@ wsync_status_t wsync_importer_create(const wsync_device_ops_t *ops, const char *
     }
     self->link.ops = ops;
     self->link.peer = "trainer";
-    self->link.recorded_word = SESSION_DONE_OFFSET;
     self->link.handle = handle_frame;
     self->link.hungry = is_hungry;
     self->link.owner = self;
@@ -228,7 +227,8 @@ static wsync_status_t require_round(const wsync_importer_t *self, const char *ca
 }
 
 wsync_status_t wsync_importer_take(wsync_importer_t *importer, uint32_t round,
-                                   int timeout_ms, wsync_error_t *err)
+                                   wsync_stream_t *stream, int timeout_ms,
+                                   wsync_error_t *err)
 {
     wsync_link_t *link = &importer->link;
     const int64_t deadline = wsync_deadline_ms(timeout_ms);
@@ -244,12 +244,31 @@ wsync_status_t wsync_importer_take(wsync_importer_t *importer, uint32_t round,
         status = wsync_link_pump(link, wsync_left_ms(deadline, INT_MAX), awaited, err);
     }
     if (status == WSYNC_OK) {
-        status =
-            wsync_link_wait_word(link, SESSION_READY_OFFSET,
-                                 link->base + (uint64_t)round + 1, deadline, awaited, err);
+        status = wsync_link_order(link, stream, SESSION_READY_OFFSET,
+                                  link->base + (uint64_t)round + 1, deadline, awaited, err);
     }
     if (status == WSYNC_OK) {
         importer->next_take++;
+    }
+    return wsync_link_settle(link, status, err);
+}
+
+wsync_status_t wsync_importer_wait(wsync_importer_t *importer, uint32_t round,
+                                   int timeout_ms, wsync_error_t *err)
+{
+    wsync_link_t *link = &importer->link;
+    const wsync_awaited_t awaited = {"round", round};
+    wsync_status_t status =
+        require_round(importer, "wait", round, round, importer->next_take, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    status = wsync_link_drain(link, awaited, err);
+    if (status == WSYNC_OK) {
+        status = wsync_link_wait_word(link, SESSION_READY_OFFSET,
+                                      link->base + (uint64_t)round + 1,
+                                      wsync_deadline_ms(timeout_ms), awaited, err);
     }
     return wsync_link_settle(link, status, err);
 }
@@ -275,7 +294,6 @@ wsync_status_t wsync_importer_done(wsync_importer_t *importer, uint32_t round,
             stream, wsync_link_event(link, SESSION_DONE_OFFSET), value, err);
         if (status == WSYNC_OK) {
             importer->done_recorded = true;
-            link->recorded = value;
         }
     }
     if (status == WSYNC_OK) {

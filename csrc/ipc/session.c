@@ -7,8 +7,6 @@
 
 #include "ipc/session_internal.h"
 
-enum { QUIESCE_MS = 10000 };
-
 static int peer_pid(const wsync_link_t *link)
 {
     return link->channel != NULL ? wsync_channel_peer_pid(link->channel) : 0;
@@ -193,6 +191,19 @@ wsync_status_t wsync_link_wait_word(wsync_link_t *link, uint64_t offset, uint64_
     return WSYNC_OK;
 }
 
+wsync_status_t wsync_link_order(wsync_link_t *link, wsync_stream_t *stream, uint64_t offset,
+                                uint64_t value, int64_t deadline_ms,
+                                wsync_awaited_t awaited, wsync_error_t *err)
+{
+    if (stream == NULL) {
+        return wsync_link_wait_word(link, offset, value, deadline_ms, awaited, err);
+    }
+    if (link->ops->event_query(wsync_link_event(link, offset)) >= value) {
+        return WSYNC_OK;
+    }
+    return link->ops->stream_wait(stream, wsync_link_event(link, offset), value, err);
+}
+
 void wsync_link_farewell(wsync_link_t *link, uint32_t kind, const char *text)
 {
     if (link->channel != NULL) {
@@ -214,16 +225,6 @@ void wsync_link_fini(wsync_link_t *link)
 {
     wsync_channel_destroy(link->channel);
     link->channel = NULL;
-    if (link->control != NULL && link->recorded > 0) {
-        const wsync_event_t event = wsync_link_event(link, link->recorded_word);
-
-        /* A stream that still has to record must not find the page unmapped.  Streams wait
-         * for nobody, so this ends; should it not, a leaked page is the lesser harm. */
-        if (link->ops->event_query(event) < link->recorded &&
-            link->ops->event_wait(event, link->recorded, QUIESCE_MS, NULL) != WSYNC_OK) {
-            link->control = NULL;
-        }
-    }
     if (link->control != NULL) {
         link->ops->memory_destroy(link->control);
         link->control = NULL;

@@ -6,7 +6,7 @@
  *   accept       <------- HELLO ----- create        once; carries the worker's layout
  *   attach       -- ATTACH(ring) ---> begin         once per plan
  *   begin        -- BEGIN(update) --> begin
- *   acquire k                         take k        ROUND announces, the ready event orders
+ *   acquire                           take k        ROUND announces, the ready event orders
  *   post k       -- ROUND k -------->
  *                <------- DONE k ---- done k        the slot may be written again
  *   prepared     <--- PREPARED ------ prepared      count, bytes, checksum
@@ -19,9 +19,9 @@
  * nothing.
  *
  * Rounds are posted, taken and done in order, each on one stream a session: what a stream
- * records for a round also vouches for the rounds before it.  Destroying a session waits
- * until the streams have passed what they were given to record.  One thread at a time may
- * use a session. */
+ * records for a round also vouches for the rounds before it.  With streams on both sides no
+ * host thread waits for data: both run ahead by as many rounds as the ring has slots.  One
+ * thread at a time may use a session. */
 #ifndef WSYNC_IPC_SESSION_H
 #define WSYNC_IPC_SESSION_H
 
@@ -61,9 +61,15 @@ wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t 
 wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
                                     uint32_t round_count, int timeout_ms,
                                     wsync_error_t *err);
-/* Waits until the worker has finished `wait_round` (-1: nothing to wait for). */
+/* Has `stream` wait until the worker has finished `wait_round` (-1: nothing to wait for);
+ * returns when the worker has said when that will be.  Without a stream (NULL) the calling
+ * thread waits. */
 wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_round,
-                                      int timeout_ms, wsync_error_t *err);
+                                      wsync_stream_t *stream, int timeout_ms,
+                                      wsync_error_t *err);
+/* Rounds of this update that the worker has finished, as far as is known without waiting.
+ */
+uint32_t wsync_exporter_loaded(const wsync_exporter_t *exporter);
 /* Announces `round`, ready when `stream` gets here.  Rounds are posted in order. */
 wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
                                    wsync_stream_t *stream, int timeout_ms,
@@ -92,8 +98,13 @@ wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
 uint64_t wsync_importer_generation(const wsync_importer_t *importer);
 wsync_memory_t *wsync_importer_ring(const wsync_importer_t *importer);
 const uint8_t *wsync_importer_manifest(const wsync_importer_t *importer, size_t *nbytes);
-/* Waits until `round` lies in the ring. */
+/* Has `stream` wait until `round` lies in the ring; returns when it has been announced.
+ * Without a stream (NULL) the calling thread waits. */
 wsync_status_t wsync_importer_take(wsync_importer_t *importer, uint32_t round,
+                                   wsync_stream_t *stream, int timeout_ms,
+                                   wsync_error_t *err);
+/* Waits in the calling thread until `round`, which has been taken, lies in the ring. */
+wsync_status_t wsync_importer_wait(wsync_importer_t *importer, uint32_t round,
                                    int timeout_ms, wsync_error_t *err);
 /* Gives the slot back when `stream` gets here (NULL: now). */
 wsync_status_t wsync_importer_done(wsync_importer_t *importer, uint32_t round,

@@ -42,10 +42,8 @@ typedef struct wsync_link {
     const wsync_device_ops_t *ops;
     wsync_channel_t *channel; /* NULL before there is a peer and after the end */
     wsync_memory_t *control;
-    const char *peer;       /* "worker", "trainer" */
-    uint64_t base;          /* rounds of all earlier updates */
-    uint64_t recorded;      /* largest value that a stream of ours was told to record */
-    uint64_t recorded_word; /* its offset in the control page */
+    const char *peer; /* "worker", "trainer" */
+    uint64_t base;    /* rounds of all earlier updates */
     bool ended;
     char reason[WSYNC_ERROR_MESSAGE_NBYTES]; /* why, once ended */
 
@@ -66,7 +64,7 @@ wsync_status_t wsync_link_settle(wsync_link_t *link, wsync_status_t status,
 void wsync_link_end(wsync_link_t *link, const char *reason);
 /* Tells the peer and closes; never fails. */
 void wsync_link_farewell(wsync_link_t *link, uint32_t kind, const char *text);
-/* Closes and releases the control page once the streams are done with it. */
+/* Closes and releases the control page. */
 void wsync_link_fini(wsync_link_t *link);
 
 wsync_status_t wsync_link_send(wsync_link_t *link, const wsync_frame_t *frame,
@@ -81,6 +79,10 @@ wsync_status_t wsync_link_drain(wsync_link_t *link, wsync_awaited_t awaited,
 wsync_status_t wsync_link_wait_word(wsync_link_t *link, uint64_t offset, uint64_t value,
                                     int64_t deadline_ms, wsync_awaited_t awaited,
                                     wsync_error_t *err);
+/* The same on a stream, where there is one: returns at once. */
+wsync_status_t wsync_link_order(wsync_link_t *link, wsync_stream_t *stream, uint64_t offset,
+                                uint64_t value, int64_t deadline_ms,
+                                wsync_awaited_t awaited, wsync_error_t *err);
 wsync_event_t wsync_link_event(const wsync_link_t *link, uint64_t offset);
 
 /* PROTOCOL: a frame that has no business here. */

@@ -62,6 +62,12 @@ PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_span_t *spans,
 wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *self);
 void wsync_py_stream_leave(StreamObject *self);
 
+/* The same for an argument that may be None, which gives NULL.  enter raises and returns -1
+ * if the object is neither, or closed. */
+int wsync_py_stream_enter_any(ModuleState *state, PyObject *object,
+                              wsync_stream_t **stream);
+void wsync_py_stream_leave_any(PyObject *object);
+
 /* Call after something was enqueued that borrows from `owner`: keeps owner alive until the
  * stream has passed this point.  Up to three times between enter, which has made room, and
  * leave. */

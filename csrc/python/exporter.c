@@ -97,6 +97,21 @@ static PyObject *exporter_address(PyObject *object, void *closure)
     return PyUnicode_DecodeFSDefault(((ExporterObject *)object)->address);
 }
 
+static PyObject *exporter_loaded(PyObject *object, void *closure)
+{
+    ExporterObject *self = (ExporterObject *)object;
+    uint32_t rounds;
+
+    (void)closure;
+    if (wsync_py_guard_enter(wsync_py_type_state(Py_TYPE(object)), &self->guard,
+                             exporter_name) < 0) {
+        return NULL;
+    }
+    rounds = wsync_exporter_loaded(self->exporter);
+    wsync_py_guard_leave(&self->guard);
+    return PyLong_FromUnsignedLong(rounds);
+}
+
 static wsync_status_t step_accept(void *context, int timeout_ms, wsync_error_t *err)
 {
     exporter_call_t *call = context;
@@ -189,23 +204,30 @@ static wsync_status_t step_acquire(void *context, int timeout_ms, wsync_error_t 
 {
     exporter_call_t *call = context;
 
-    return wsync_exporter_acquire(call->exporter, call->wait_round, timeout_ms, err);
+    return wsync_exporter_acquire(call->exporter, call->wait_round, call->stream,
+                                  timeout_ms, err);
 }
 
 static PyObject *exporter_acquire(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"wait_round", "timeout", "check", NULL};
+    static char *keywords[] = {"wait_round", "stream", "timeout", "check", NULL};
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
     exporter_call_t call = {0};
+    PyObject *stream = NULL;
     long long wait_round = 0;
     double timeout = 0.0;
     PyObject *check = NULL;
+    int result;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Ld|O:acquire", keywords, &wait_round,
-                                     &timeout, &check)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LOd|O:acquire", keywords, &wait_round,
+                                     &stream, &timeout, &check) ||
+        wsync_py_stream_enter_any(state, stream, &call.stream) < 0) {
         return NULL;
     }
     call.wait_round = wait_round;
-    if (exporter_wait((ExporterObject *)object, step_acquire, &call, timeout, check) < 0) {
+    result = exporter_wait((ExporterObject *)object, step_acquire, &call, timeout, check);
+    wsync_py_stream_leave_any(stream);
+    if (result < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -344,8 +366,9 @@ static PyMethodDef exporter_methods[] = {
     METHOD(begin,
            "begin($self, update, rounds, timeout, check=None)\n--\n\nStarts an update."),
     METHOD(acquire,
-           "acquire($self, wait_round, timeout, check=None)\n--\n\n"
-           "Waits until the worker has finished a round; -1: nothing to wait for."),
+           "acquire($self, wait_round, stream, timeout, check=None)\n--\n\n"
+           "Has the stream wait until the worker has finished a round (None: waits here); "
+           "-1: nothing to wait for."),
     METHOD(post,
            "post($self, round, stream, timeout, check=None)\n--\n\n"
            "Announces a round, ready when the stream gets here."),
@@ -363,6 +386,8 @@ static PyMethodDef exporter_methods[] = {
 static PyGetSetDef exporter_getset[] = {
     {"address", exporter_address, NULL,
      "What a worker needs to connect: \"<token in hex>@<socket path>\".", NULL},
+    {"loaded", exporter_loaded, NULL,
+     "Rounds of this update that the worker has finished, as far as is known.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

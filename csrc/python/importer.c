@@ -177,21 +177,58 @@ static wsync_status_t step_take(void *context, int timeout_ms, wsync_error_t *er
 {
     importer_call_t *call = context;
 
-    return wsync_importer_take(call->importer, call->round, timeout_ms, err);
+    return wsync_importer_take(call->importer, call->round, call->stream, timeout_ms, err);
+}
+
+/* take and done differ in the step alone; `format` is that of the arguments. */
+static PyObject *run_on_stream(PyObject *object, PyObject *args, PyObject *kwargs,
+                               const char *format, wsync_py_step_func_t step)
+{
+    static char *keywords[] = {"round", "stream", "timeout", "check", NULL};
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    importer_call_t call = {0};
+    PyObject *stream = NULL;
+    double timeout = 0.0;
+    PyObject *check = NULL;
+    int result;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, wsync_py_convert_u32,
+                                     &call.round, &stream, &timeout, &check) ||
+        wsync_py_stream_enter_any(state, stream, &call.stream) < 0) {
+        return NULL;
+    }
+    result = importer_wait((ImporterObject *)object, step, &call, timeout, check);
+    wsync_py_stream_leave_any(stream);
+    if (result < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
 }
 
 static PyObject *importer_take(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    return run_on_stream(object, args, kwargs, "O&Od|O:take", step_take);
+}
+
+static wsync_status_t step_wait(void *context, int timeout_ms, wsync_error_t *err)
+{
+    importer_call_t *call = context;
+
+    return wsync_importer_wait(call->importer, call->round, timeout_ms, err);
+}
+
+static PyObject *importer_wait_round(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"round", "timeout", "check", NULL};
     importer_call_t call = {0};
     double timeout = 0.0;
     PyObject *check = NULL;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&d|O:take", keywords,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&d|O:wait", keywords,
                                      wsync_py_convert_u32, &call.round, &timeout, &check)) {
         return NULL;
     }
-    if (importer_wait((ImporterObject *)object, step_take, &call, timeout, check) < 0) {
+    if (importer_wait((ImporterObject *)object, step_wait, &call, timeout, check) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -206,37 +243,7 @@ static wsync_status_t step_done(void *context, int timeout_ms, wsync_error_t *er
 
 static PyObject *importer_done(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"round", "stream", "timeout", "check", NULL};
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
-    importer_call_t call = {0};
-    PyObject *stream = NULL;
-    double timeout = 0.0;
-    PyObject *check = NULL;
-    int result;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&Od|O:done", keywords,
-                                     wsync_py_convert_u32, &call.round, &stream, &timeout,
-                                     &check)) {
-        return NULL;
-    }
-    if (stream != Py_None) {
-        if (!Py_IS_TYPE(stream, state->type_Stream)) {
-            PyErr_SetString(PyExc_TypeError, "done: stream must be a Stream or None");
-            return NULL;
-        }
-        call.stream = wsync_py_stream_enter(state, (StreamObject *)stream);
-        if (call.stream == NULL) {
-            return NULL;
-        }
-    }
-    result = importer_wait((ImporterObject *)object, step_done, &call, timeout, check);
-    if (call.stream != NULL) {
-        wsync_py_stream_leave((StreamObject *)stream);
-    }
-    if (result < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return run_on_stream(object, args, kwargs, "O&Od|O:done", step_done);
 }
 
 static wsync_status_t step_prepared(void *context, int timeout_ms, wsync_error_t *err)
@@ -367,8 +374,11 @@ static PyMethodDef importer_methods[] = {
            "Waits for the next update, taking a new ring first if there is one: "
            "(update, rounds)."),
     METHOD(take,
-           "take($self, round, timeout, check=None)\n--\n\n"
-           "Waits until a round lies in the ring."),
+           "take($self, round, stream, timeout, check=None)\n--\n\n"
+           "Has the stream wait until a round lies in the ring (None: waits here)."),
+    {"wait", (PyCFunction)(void (*)(void))importer_wait_round, METH_VARARGS | METH_KEYWORDS,
+     "wait($self, round, timeout, check=None)\n--\n\n"
+     "Waits here until a round that was taken lies in the ring."},
     METHOD(done,
            "done($self, round, stream, timeout, check=None)\n--\n\n"
            "Gives the slot back when the stream gets here (None: now)."),

@@ -94,6 +94,28 @@ void wsync_py_stream_leave(StreamObject *self)
     self->users--;
 }
 
+int wsync_py_stream_enter_any(ModuleState *state, PyObject *object, wsync_stream_t **stream)
+{
+    *stream = NULL;
+    if (object == Py_None) {
+        return 0;
+    }
+    if (!Py_IS_TYPE(object, state->type_Stream)) {
+        PyErr_Format(PyExc_TypeError, "stream must be a Stream or None, not %R",
+                     (PyObject *)Py_TYPE(object));
+        return -1;
+    }
+    *stream = wsync_py_stream_enter(state, (StreamObject *)object);
+    return *stream != NULL ? 0 : -1;
+}
+
+void wsync_py_stream_leave_any(PyObject *object)
+{
+    if (object != Py_None) {
+        wsync_py_stream_leave((StreamObject *)object);
+    }
+}
+
 void wsync_py_stream_hold(StreamObject *self, PyObject *owner)
 {
     Py_INCREF(owner);
@@ -160,17 +182,7 @@ static int stream_traverse(PyObject *object, visitproc visit, void *arg)
  * last moment at which what the copies in flight read and write is surely there. */
 static void stream_finalize(PyObject *object)
 {
-    StreamObject *self = (StreamObject *)object;
-    wsync_status_t status;
-
-    if (self->stream != NULL) {
-        self->users++;
-        Py_BEGIN_ALLOW_THREADS
-            status = self->ops->stream_synchronize(self->stream, INT_MAX, NULL);
-        Py_END_ALLOW_THREADS
-        self->users--;
-        (void)status; /* it fails in a fork of its process, where nothing runs */
-    }
+    shut((StreamObject *)object);
 }
 
 /* Unreachable, so nobody is inside a call; what is enqueued ends by itself. */
@@ -292,7 +304,12 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
     return PyLong_FromUnsignedLongLong(nbytes);
 }
 
-static PyObject *stream_record(PyObject *object, PyObject *args, PyObject *kwargs)
+typedef wsync_status_t (*enqueue_func_t)(wsync_stream_t *, wsync_event_t, uint64_t,
+                                         wsync_error_t *);
+
+/* record and wait: `enqueue` is the device's, `format` that of the arguments. */
+static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwargs,
+                               const char *format, enqueue_func_t enqueue)
 {
     static char *names[] = {"event", "value", NULL};
     StreamObject *self = (StreamObject *)object;
@@ -304,8 +321,8 @@ static PyObject *stream_record(PyObject *object, PyObject *args, PyObject *kwarg
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O:record", names, state->type_Event,
-                                     &event, &number)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, names, state->type_Event, &event,
+                                     &number)) {
         return NULL;
     }
     value = PyLong_AsUnsignedLongLong(number);
@@ -316,15 +333,42 @@ static PyObject *stream_record(PyObject *object, PyObject *args, PyObject *kwarg
     if (stream == NULL) {
         return NULL;
     }
-    status = self->ops->stream_record(stream, ((EventObject *)event)->event, value, &err);
-    if (status == WSYNC_OK) {
-        wsync_py_stream_hold(self, event);
-        enqueue_mark(self);
-    }
+    status = enqueue(stream, ((EventObject *)event)->event, value, &err);
     wsync_py_stream_leave(self);
     if (status != WSYNC_OK) {
         return wsync_py_raise(state, &err);
     }
+    Py_RETURN_NONE;
+}
+
+static PyObject *stream_record(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    return enqueue_event(object, args, kwargs, "O!O:record",
+                         ((StreamObject *)object)->ops->stream_record);
+}
+
+static PyObject *stream_wait(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    return enqueue_event(object, args, kwargs, "O!O:wait",
+                         ((StreamObject *)object)->ops->stream_wait);
+}
+
+static PyObject *stream_abandon(PyObject *object, PyObject *unused)
+{
+    StreamObject *self = (StreamObject *)object;
+    const uint64_t mark = self->mark;
+    wsync_stream_t *stream =
+        wsync_py_stream_enter(wsync_py_type_state(Py_TYPE(object)), self);
+
+    (void)unused;
+    if (stream == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        self->ops->stream_abandon(stream);
+    Py_END_ALLOW_THREADS
+    wsync_py_stream_leave(self);
+    drop_holds(self, mark); /* these marks are passed or will never be recorded */
     Py_RETURN_NONE;
 }
 
@@ -386,12 +430,21 @@ static PyMethodDef stream_methods[] = {
     {"record", (PyCFunction)(void (*)(void))stream_record, METH_VARARGS | METH_KEYWORDS,
      "record($self, event, value)\n--\n\n"
      "Enqueues: set the event once everything enqueued before has happened."},
+    {"wait", (PyCFunction)(void (*)(void))stream_wait, METH_VARARGS | METH_KEYWORDS,
+     "wait($self, event, value)\n--\n\n"
+     "Enqueues: what follows starts once the event is at least value."},
+    {"abandon", stream_abandon, METH_NOARGS,
+     "abandon($self, /)\n--\n\n"
+     "Drops what has not begun, gives up waiting for events, and returns when nothing of\n"
+     "what was enqueued runs any more.  The stream can be used again."},
     {"synchronize", (PyCFunction)(void (*)(void))stream_synchronize,
      METH_VARARGS | METH_KEYWORDS,
      "synchronize($self, timeout, check=None)\n--\n\n"
      "Waits for what is enqueued; DeadlineError after timeout seconds."},
     {"close", stream_close, METH_NOARGS,
-     "close($self, /)\n--\n\nWaits for what is enqueued and ends the threads."},
+     "close($self, /)\n--\n\n"
+     "Waits for what is enqueued, up to the first wait whose event has not come, and ends\n"
+     "the threads."},
     {NULL, NULL, 0, NULL},
 };
 

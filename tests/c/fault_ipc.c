@@ -66,13 +66,13 @@ static wsync_status_t begin(attempt_t *a, int update, wsync_error_t *err)
 static wsync_status_t pass(attempt_t *a, uint32_t round, wsync_error_t *err)
 {
     wsync_status_t status =
-        wsync_exporter_acquire(a->exporter, (int64_t)round - 1, PATIENT_MS, err);
+        wsync_exporter_acquire(a->exporter, (int64_t)round - 1, NULL, PATIENT_MS, err);
 
     if (status == WSYNC_OK) {
         status = wsync_exporter_post(a->exporter, round, a->stream, PATIENT_MS, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_importer_take(a->importer, round, PATIENT_MS, err);
+        status = wsync_importer_take(a->importer, round, NULL, PATIENT_MS, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_importer_done(a->importer, round, round == 1 ? NULL : a->stream,

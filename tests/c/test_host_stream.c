@@ -323,6 +323,92 @@ TEST(idle_streams_end)
     }
 }
 
+/* What is queued behind a wait starts with its event, whoever sets that. */
+TEST(streams_wait_for_events)
+{
+    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_memory_t *memory = make_memory();
+    wsync_stream_t *first = make_stream(1);
+    wsync_stream_t *second = make_stream(3);
+    const wsync_event_t ready = {memory, 0};
+    const wsync_event_t done = {memory, 64};
+    const wsync_event_t outside = {memory, NBYTES};
+    wsync_error_t err = {0};
+
+    CHECK_EQ(ops->stream_wait(second, outside, 1, &err), WSYNC_ERR_INVALID);
+    CHECK_OK(ops->stream_wait(second, ready, 2, &err), err);
+    CHECK_OK(ops->stream_record(second, done, 1, &err), err);
+    CHECK_EQ(ops->stream_synchronize(second, 20, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_OK(ops->stream_record(first, ready, 1, &err), err);
+    CHECK_OK(ops->stream_synchronize(first, DEADLINE_MS, &err), err);
+    CHECK_EQ(ops->event_wait(done, 1, 20, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_OK(ops->stream_record(first, ready, 2, &err), err);
+    CHECK_OK(ops->event_wait(done, 1, DEADLINE_MS, &err), err);
+    ops->stream_destroy(first);
+    ops->stream_destroy(second);
+    ops->memory_destroy(memory);
+}
+
+/* Nothing behind an abandoned wait happens, and the stream goes on with what comes later.
+ * The event's memory is kept for as long as the stream looks at it. */
+TEST(abandoned_streams_drop_what_has_not_begun)
+{
+    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_memory_t *gone = make_memory();
+    wsync_memory_t *memory = make_memory();
+    wsync_stream_t *stream = make_stream(2);
+    const wsync_event_t event = {memory, 0};
+    wsync_error_t err = {0};
+
+    ops->stream_abandon(stream);
+    CHECK_OK(ops->stream_wait(stream, (wsync_event_t){gone, 0}, 1, &err), err);
+    CHECK_OK(ops->stream_record(stream, event, 7, &err), err);
+    ops->memory_destroy(gone);
+    ops->stream_abandon(stream);
+    CHECK_OK(ops->stream_synchronize(stream, 0, &err), err);
+    CHECK_EQ(ops->event_query(event), 0);
+    CHECK_OK(ops->stream_record(stream, event, 3, &err), err);
+    CHECK_OK(ops->event_wait(event, 3, DEADLINE_MS, &err), err);
+    ops->stream_destroy(stream);
+    ops->memory_destroy(memory);
+}
+
+TEST(abandoned_copies_end_with_the_piece_they_are_at)
+{
+    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_memory_t *memory = make_memory();
+    wsync_stream_t *stream = make_stream(2);
+    const wsync_event_t event = {memory, NBYTES - 8};
+    const wsync_copy_t copy = slow_copy(INT64_C(1) << 40); /* hours */
+    const wsync_span_t span = {ops->memory_data(memory), 1024};
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+    CHECK_OK(ops->stream_record(stream, event, 1, &err), err);
+    CHECK_EQ(ops->stream_synchronize(stream, 20, &err), WSYNC_ERR_TIMEOUT);
+    ops->stream_abandon(stream);
+    CHECK_OK(ops->stream_synchronize(stream, 0, &err), err);
+    CHECK_EQ(ops->event_query(event), 0);
+    ops->stream_destroy(stream);
+    ops->memory_destroy(memory);
+}
+
+TEST(destroying_a_stream_gives_up_its_waits)
+{
+    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_memory_t *memory = make_memory();
+    wsync_stream_t *stream = make_stream(2);
+    const wsync_event_t event = {memory, 0};
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops->stream_record(stream, event, 1, &err), err);
+    CHECK_OK(ops->stream_wait(stream, event, 5, &err), err);
+    CHECK_OK(ops->stream_record(stream, event, 9, &err), err);
+    ops->stream_destroy(stream);
+    CHECK_EQ(ops->event_query(event), 1);
+    ops->memory_destroy(memory);
+}
+
 /* A fork inherits the object but not the threads: calls say so, destroy does not hang. */
 TEST(streams_do_not_run_in_a_fork)
 {

@@ -34,7 +34,7 @@ static void *work(void *context)
         CHECK_EQ(nbytes, 8);
         ring = ops()->memory_data(wsync_importer_ring(s->importer));
         for (uint32_t round = 0; round < count; round++) {
-            CHECK_OK(wsync_importer_take(s->importer, round, PATIENT_MS, &err), err);
+            CHECK_OK(wsync_importer_take(s->importer, round, NULL, PATIENT_MS, &err), err);
             for (size_t word = 0; word < SLOT_WORDS; word++) {
                 CHECK_EQ(ring[round % SLOTS * SLOT_WORDS + word],
                          value_of(update, round, word));
@@ -87,7 +87,7 @@ TEST(every_round_of_every_update_arrives)
             CHECK_OK(
                 wsync_exporter_acquire(
                     s.exporter, (int64_t)round - SLOTS < 0 ? -1 : (int64_t)round - SLOTS,
-                    PATIENT_MS, &err),
+                    NULL, PATIENT_MS, &err),
                 err);
             for (size_t word = 0; word < SLOT_WORDS; word++) {
                 values[round % SLOTS * SLOT_WORDS + word] = value_of(update, round, word);
@@ -127,7 +127,7 @@ TEST(the_next_update_may_be_sent_before_the_verdict_is_read)
     CHECK_OK(wsync_importer_begin(s.importer, PATIENT_MS, &update, &count, &err), err);
     CHECK_EQ(update, 2);
     CHECK_EQ(wsync_importer_generation(s.importer), 2);
-    CHECK_OK(wsync_importer_take(s.importer, 0, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_importer_take(s.importer, 0, NULL, PATIENT_MS, &err), err);
     close_session(&s);
 }
 
@@ -153,8 +153,8 @@ TEST(calls_out_of_order_change_nothing)
     connect_session(&s);
     STATE(wsync_exporter_accept(s.exporter, SOON_MS, &blob, &nbytes, &err));
     STATE(wsync_exporter_begin(s.exporter, 1, 1, SOON_MS, &err));
-    STATE(wsync_exporter_acquire(s.exporter, -1, SOON_MS, &err));
-    STATE(wsync_importer_take(s.importer, 0, SOON_MS, &err));
+    STATE(wsync_exporter_acquire(s.exporter, -1, NULL, SOON_MS, &err));
+    STATE(wsync_importer_take(s.importer, 0, NULL, SOON_MS, &err));
     STATE(wsync_importer_done(s.importer, 0, NULL, SOON_MS, &err));
     STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err));
     STATE(wsync_importer_verdict(s.importer, SOON_MS, &err));
@@ -168,24 +168,24 @@ TEST(calls_out_of_order_change_nothing)
     STATE(wsync_importer_begin(s.importer, SOON_MS, &update, &count, &err));
     STATE(wsync_exporter_begin(s.exporter, 2, 1, SOON_MS, &err));
     STATE(wsync_exporter_attach(s.exporter, s.ring, NULL, 0, SOON_MS, &err));
-    STATE(wsync_exporter_acquire(s.exporter, 0, SOON_MS, &err));
-    STATE(wsync_exporter_acquire(s.exporter, -2, SOON_MS, &err));
+    STATE(wsync_exporter_acquire(s.exporter, 0, NULL, SOON_MS, &err));
+    STATE(wsync_exporter_acquire(s.exporter, -2, NULL, SOON_MS, &err));
     STATE(wsync_exporter_post(s.exporter, 1, s.stream, SOON_MS, &err));
     STATE(wsync_exporter_prepared(s.exporter, SOON_MS, &receipt, &err));
     STATE(wsync_exporter_commit(s.exporter, SOON_MS, &err));
-    STATE(wsync_importer_take(s.importer, 1, SOON_MS, &err));
+    STATE(wsync_importer_take(s.importer, 1, NULL, SOON_MS, &err));
     STATE(wsync_importer_done(s.importer, 0, NULL, SOON_MS, &err));
     CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
     CHECK_OK(wsync_exporter_post(s.exporter, 1, s.stream, PATIENT_MS, &err), err);
     STATE(wsync_exporter_post(s.exporter, 2, s.stream, SOON_MS, &err));
-    CHECK_OK(wsync_importer_take(s.importer, 0, PATIENT_MS, &err), err);
-    STATE(wsync_importer_take(s.importer, 0, SOON_MS, &err));
+    CHECK_OK(wsync_importer_take(s.importer, 0, NULL, PATIENT_MS, &err), err);
+    STATE(wsync_importer_take(s.importer, 0, NULL, SOON_MS, &err));
     STATE(wsync_importer_done(s.importer, 1, NULL, SOON_MS, &err));
     CHECK_OK(wsync_importer_done(s.importer, 0, NULL, PATIENT_MS, &err), err);
     STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err));
     CHECK_HAS((wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err), err.message),
               "1 of 2 rounds are done");
-    CHECK_OK(wsync_importer_take(s.importer, 1, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_importer_take(s.importer, 1, NULL, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_done(s.importer, 1, NULL, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
     STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err));
@@ -222,13 +222,13 @@ TEST(timeouts_name_what_was_awaited_and_leave_the_session_good)
     LATE(wsync_importer_begin(s.importer, SOON_MS, &update, &count, &err), "trainer (pid ");
     CHECK_EQ(wsync_importer_generation(s.importer), 1);
     begin_session(&s, 1, 1);
-    LATE(wsync_importer_take(s.importer, 0, SOON_MS, &err), "round 0");
+    LATE(wsync_importer_take(s.importer, 0, NULL, SOON_MS, &err), "round 0");
     CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
-    LATE(wsync_exporter_acquire(s.exporter, 0, SOON_MS, &err), "the end of round 0");
-    LATE(wsync_exporter_acquire(s.exporter, 0, 0, &err), "worker (pid ");
-    CHECK_OK(wsync_importer_take(s.importer, 0, PATIENT_MS, &err), err);
+    LATE(wsync_exporter_acquire(s.exporter, 0, NULL, SOON_MS, &err), "the end of round 0");
+    LATE(wsync_exporter_acquire(s.exporter, 0, NULL, 0, &err), "worker (pid ");
+    CHECK_OK(wsync_importer_take(s.importer, 0, NULL, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_done(s.importer, 0, s.stream, PATIENT_MS, &err), err);
-    CHECK_OK(wsync_exporter_acquire(s.exporter, 0, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_acquire(s.exporter, 0, NULL, PATIENT_MS, &err), err);
     LATE(wsync_exporter_prepared(s.exporter, SOON_MS, &receipt, &err), "the receipt");
     CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
     LATE(wsync_importer_verdict(s.importer, SOON_MS, &err), "the commit");
@@ -259,7 +259,7 @@ static session_t session_at(int place)
         CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
     }
     if (place >= AT_PREPARED) {
-        CHECK_OK(wsync_importer_take(s.importer, 0, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_importer_take(s.importer, 0, NULL, PATIENT_MS, &err), err);
         CHECK_OK(wsync_importer_done(s.importer, 0, NULL, PATIENT_MS, &err), err);
     }
     if (place >= AT_COMMIT) {
@@ -279,7 +279,7 @@ static wsync_status_t call_at(session_t *s, int place, wsync_error_t *err)
     case AT_BEGIN:
         return wsync_exporter_begin(s->exporter, 1, 1, PATIENT_MS, err);
     case AT_ACQUIRE:
-        return wsync_exporter_acquire(s->exporter, 0, PATIENT_MS, err);
+        return wsync_exporter_acquire(s->exporter, 0, NULL, PATIENT_MS, err);
     case AT_POST:
         return wsync_exporter_post(s->exporter, 0, s->stream, PATIENT_MS, err);
     case AT_PREPARED:
@@ -312,6 +312,46 @@ TEST(exporter_sees_the_worker_leave_in_every_state)
     }
 }
 
+/* With streams on both sides the calls run ahead of the data by the slots of the ring. */
+TEST(no_call_waits_for_data_where_there_are_streams)
+{
+    session_t s = updating_session(2);
+    wsync_stream_t *loading = NULL;
+    wsync_stream_t *keeper = NULL;
+    wsync_memory_t *gate = NULL;
+    const wsync_receipt_t receipt = {0};
+    wsync_receipt_t received;
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops()->stream_create(1, &loading, &err), err);
+    CHECK_OK(ops()->stream_create(1, &keeper, &err), err);
+    CHECK_OK(ops()->memory_create(64, &gate, &err), err);
+    CHECK_OK(ops()->stream_wait(s.stream, (wsync_event_t){gate, 0}, 1, &err), err);
+    for (uint32_t round = 0; round < 2; round++) {
+        CHECK_OK(wsync_exporter_acquire(s.exporter, (int64_t)round - 1, s.stream,
+                                        PATIENT_MS, &err),
+                 err);
+        CHECK_OK(wsync_exporter_post(s.exporter, round, s.stream, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_importer_take(s.importer, round, loading, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_importer_done(s.importer, round, loading, PATIENT_MS, &err), err);
+    }
+    CHECK_EQ(wsync_exporter_loaded(s.exporter), 0);
+    CHECK_EQ(wsync_importer_wait(s.importer, 0, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_HAS(err.message, "round 0");
+    CHECK_EQ(wsync_exporter_acquire(s.exporter, 1, NULL, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_HAS(err.message, "the end of round 1");
+    CHECK_OK(ops()->stream_record(keeper, (wsync_event_t){gate, 0}, 1, &err), err);
+    CHECK_OK(wsync_importer_wait(s.importer, 1, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_acquire(s.exporter, 1, NULL, PATIENT_MS, &err), err);
+    CHECK_EQ(wsync_exporter_loaded(s.exporter), 2);
+    CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &received, &err), err);
+    ops()->stream_destroy(loading);
+    ops()->stream_destroy(keeper);
+    ops()->memory_destroy(gate);
+    close_session(&s);
+}
+
 TEST(exporter_hears_why_the_worker_failed_in_every_state)
 {
     for (int place = 0; place < EXPORTER_PLACES; place++) {
@@ -321,7 +361,7 @@ TEST(exporter_hears_why_the_worker_failed_in_every_state)
         wsync_importer_fail(s.importer, "lm_head.weight:\x1b no such parameter");
         CHECK_EQ(call_at(&s, place, &err), WSYNC_ERR_REMOTE);
         CHECK_HAS(err.message, "failed: lm_head.weight:? no such parameter");
-        CHECK_EQ(wsync_importer_take(s.importer, 0, SOON_MS, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(wsync_importer_take(s.importer, 0, NULL, SOON_MS, &err), WSYNC_ERR_STATE);
         CHECK_HAS(err.message, "no such parameter");
         close_session(&s);
     }
@@ -344,7 +384,7 @@ static session_t session_in(int place)
     }
     if (place >= IN_DONE) {
         CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
-        CHECK_OK(wsync_importer_take(s.importer, 0, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_importer_take(s.importer, 0, NULL, PATIENT_MS, &err), err);
     }
     if (place >= IN_PREPARED) {
         CHECK_OK(wsync_importer_done(s.importer, 0, NULL, PATIENT_MS, &err), err);
@@ -365,7 +405,7 @@ static wsync_status_t call_in(session_t *s, int place, wsync_error_t *err)
     case IN_BEGIN:
         return wsync_importer_begin(s->importer, PATIENT_MS, &update, &count, err);
     case IN_TAKE:
-        return wsync_importer_take(s->importer, 0, PATIENT_MS, err);
+        return wsync_importer_take(s->importer, 0, NULL, PATIENT_MS, err);
     case IN_DONE:
         return wsync_importer_done(s->importer, 0, s->stream, PATIENT_MS, err);
     case IN_PREPARED:
@@ -432,7 +472,7 @@ TEST(a_killed_worker_is_named)
                                        PATIENT_MS, &s.importer, &err),
                  err);
         CHECK_OK(wsync_importer_begin(s.importer, PATIENT_MS, &update, &count, &err), err);
-        CHECK_OK(wsync_importer_take(s.importer, 0, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_importer_take(s.importer, 0, NULL, PATIENT_MS, &err), err);
         CHECK_EQ(write(ends[1], "k", 1), 1);
         (void)pause();
         _exit(1);
@@ -445,7 +485,8 @@ TEST(a_killed_worker_is_named)
     CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
     CHECK_EQ(read(ends[0], &byte, 1), 1);
     CHECK_EQ(kill(worker, SIGKILL), 0);
-    CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
+    CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, NULL, PATIENT_MS, &err),
+             WSYNC_ERR_CLOSED);
     (void)snprintf(text, sizeof(text), "worker (pid %d) closed", (int)worker);
     CHECK_HAS(err.message, text);
     CHECK_EQ(waitpid(worker, NULL, 0), worker);

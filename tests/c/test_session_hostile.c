@@ -55,10 +55,10 @@ TEST(frames_of_a_hostile_worker_are_refused)
         CHECK_OK(wsync_exporter_begin(s.exporter, 1, 1, PATIENT_MS, &err), err);
         CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
         raw_send(worker, bad[i]);
-        CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, PATIENT_MS, &err),
+        CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, NULL, PATIENT_MS, &err),
                  WSYNC_ERR_PROTOCOL);
         CHECK_HAS(err.message, "worker (pid ");
-        CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, SOON_MS, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, NULL, SOON_MS, &err), WSYNC_ERR_STATE);
         wsync_channel_destroy(worker);
         close_session(&s);
     }
@@ -231,7 +231,7 @@ TEST(frames_of_a_hostile_trainer_are_refused)
         raw_send(t.channel, (wsync_frame_t){.kind = SESSION_BEGIN, .arguments = {1, 1, 0}});
         CHECK_OK(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err), err);
         raw_send(t.channel, late[i]);
-        CHECK_EQ(wsync_importer_take(t.importer, 0, PATIENT_MS, &err), WSYNC_ERR_PROTOCOL);
+        CHECK_EQ(wsync_importer_take(t.importer, 0, NULL, PATIENT_MS, &err), WSYNC_ERR_PROTOCOL);
         close_trainer(&t);
     }
     for (uint64_t i = 0; i < 2; i++) { /* a wrong base, too many rounds */
@@ -260,10 +260,10 @@ TEST(an_announced_round_that_never_comes_ends_with_the_deadline_or_the_peer)
     raw_send(t.channel, (wsync_frame_t){.kind = SESSION_BEGIN, .arguments = {1, 1, 0}});
     raw_send(t.channel, (wsync_frame_t){.kind = SESSION_ROUND});
     CHECK_OK(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err), err);
-    CHECK_EQ(wsync_importer_take(t.importer, 0, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_EQ(wsync_importer_take(t.importer, 0, NULL, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
     wsync_channel_destroy(t.channel);
     t.channel = NULL;
-    CHECK_EQ(wsync_importer_take(t.importer, 0, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
+    CHECK_EQ(wsync_importer_take(t.importer, 0, NULL, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
     CHECK_HAS(err.message, "while round 0 was awaited");
     close_trainer(&t);
 }

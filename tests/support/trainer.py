@@ -66,7 +66,7 @@ class Trainer:
 
     def send(self, tensors: Tensors, rounds: range | None = None) -> None:
         for round in range(len(self.rounds)) if rounds is None else rounds:
-            self.exporter.acquire(round - 2 if round >= 2 else -1, SECONDS)
+            self.exporter.acquire(round - 2 if round >= 2 else -1, None, SECONDS)
             for name in self.rounds[round]:
                 data, offset = as_bytes(tensors[name]), self.offsets[name]
                 memoryview(self.ring)[offset : offset + len(data)] = data  # type: ignore[arg-type]

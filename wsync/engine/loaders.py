@@ -4,8 +4,9 @@ A loader belongs to one worker and is driven by wsync.engine.receiver.Receiver:
 
     attach(ring, manifest)   whenever the trainer has a new plan
     begin(rounds)            once an update
-    load(round)              for each round; the round lies in the ring
+    load(round)              for each round; it lies in the ring, or will when `stream` gets there
     finish(timeout)          all rounds were given: is everything there?
+    abandon()                instead of finish, where the update has failed
 """
 
 import gc
@@ -53,6 +54,10 @@ class Receipt:
 class Loader(Protocol):
     """What a Receiver needs.  Any exception fails the update and becomes its text."""
 
+    @property
+    def stream(self) -> Stream | None:
+        """Where rounds are loaded; None: in the thread that calls `load`."""
+
     def blob(self) -> bytes:
         """The worker's layout in bytes, or control.WHOLE or control.PIECES."""
 
@@ -61,11 +66,14 @@ class Loader(Protocol):
         offsets count from the start of `ring`."""
 
     def begin(self, rounds: int) -> None: ...
-    def load(self, round: int) -> Stream | None:
-        """Loads a round.  Its slot is free when the returned stream gets there (None: now)."""
+    def load(self, round: int) -> None:
+        """Loads a round; its slot is free when the stream gets here, or now."""
 
     def finish(self, timeout: float) -> Receipt:
         """Waits until everything is loaded; raises if a parameter was not delivered."""
+
+    def abandon(self) -> None:
+        """Returns when nothing more is written."""
 
 
 class _Manifest:
@@ -120,12 +128,11 @@ class _Router:
             self._sources = BufferTable(spans, ring)
         self._destinations = BufferTable.of(table, tensors)
 
-    def load(self, round: int) -> Stream | None:
+    def load(self, round: int) -> None:
         if self._sources is None or self._destinations is None:
             raise StateError(f"round {round} before the update has begun")
         if round < self._route.buffer_count:
             self._stream.copy(self._route, round, 0, self._sources, self._destinations)
-        return self._stream
 
     def finish(self, timeout: float) -> None:
         self._stream.synchronize(timeout)
@@ -147,7 +154,7 @@ class LayoutLoader:
             raise LayoutError(f"layout of {layout.buffer_count()} buffers, {len(tensors)} tensors")
         self._layout = layout
         self._tensors = list(tensors)
-        self._stream = Stream(threads)
+        self.stream = Stream(threads)
         self._router: _Router | None = None
         self._loaded: set[int] = set()
 
@@ -156,7 +163,7 @@ class LayoutLoader:
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._router = None
-        self._router = _Router(_Manifest(ring, manifest), self._layout, self._stream)
+        self._router = _Router(_Manifest(ring, manifest), self._layout, self.stream)
 
     def begin(self, rounds: int) -> None:
         router = self._attached()
@@ -164,14 +171,17 @@ class LayoutLoader:
         router.bind(describe(self._tensors), self._tensors)
         self._loaded = set()
 
-    def load(self, round: int) -> Stream | None:
+    def load(self, round: int) -> None:
         self._loaded.add(round)
-        return self._attached().load(round)
+        self._attached().load(round)
 
     def finish(self, timeout: float) -> Receipt:
         router = self._attached()
         router.finish(timeout)
         return router.manifest.receipt(self._loaded)
+
+    def abandon(self) -> None:
+        self.stream.abandon()
 
     def _attached(self) -> _Router:
         if self._router is None:
@@ -211,6 +221,10 @@ class ModuleLoader:
         self._manifest: _Manifest | None = None
         self._loaded: set[int] = set()
 
+    @property
+    def stream(self) -> Stream | None:
+        return self._strategy.stream
+
     def blob(self) -> bytes:
         return PIECES if isinstance(self._strategy, _ByName) else WHOLE
 
@@ -225,15 +239,19 @@ class ModuleLoader:
         self._strategy.begin()
         self._loaded = set()
 
-    def load(self, round: int) -> Stream | None:
+    def load(self, round: int) -> None:
         self._attached()
         self._loaded.add(round)
-        return self._strategy.load(round)
+        self._strategy.load(round)
 
     def finish(self, timeout: float) -> Receipt:
         manifest = self._attached()
         self._strategy.finish(timeout)
         return manifest.receipt(self._loaded)
+
+    def abandon(self) -> None:
+        if self.stream is not None:
+            self.stream.abandon()
 
     def _attached(self) -> _Manifest:
         if self._manifest is None:
@@ -247,7 +265,7 @@ class _ByName:
     def __init__(self, module: torch.nn.Module, ignore: frozenset[str], threads: int) -> None:
         self._module = module
         self._ignore = ignore
-        self._stream = Stream(threads)
+        self.stream = Stream(threads)
         self._manifest: _Manifest | None = None
         self._router: _Router | None = None
         self._names: list[str] = []
@@ -275,7 +293,7 @@ class _ByName:
         layout = builder.build()
         data = layout.to_bytes()
         if self._router is None or data != self._layout:
-            self._router = _Router(self._manifest, layout, self._stream)
+            self._router = _Router(self._manifest, layout, self.stream)
             self._layout = data
         self._router.bind(table, tensors)
 
@@ -287,9 +305,9 @@ class _ByName:
         else:  # a state_dict of the module's own making: it has to be asked each time
             self._held, self._places = [_gone], []
 
-    def load(self, round: int) -> Stream | None:
+    def load(self, round: int) -> None:
         assert self._router is not None
-        return self._router.load(round)
+        self._router.load(round)
 
     def finish(self, timeout: float) -> None:
         assert self._router is not None
@@ -327,6 +345,8 @@ class _ByName:
 
 class _ByCall:
     """Hands views of the ring to a load_weights method."""
+
+    stream = None
 
     def __init__(
         self, module: torch.nn.Module, method: LoadWeights, ignore: frozenset[str]

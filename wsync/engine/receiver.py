@@ -98,19 +98,32 @@ class Receiver:
             self._generation = -1
             self._loader.attach(importer.ring, Layout.from_bytes(importer.manifest))
             self._generation = importer.generation
-        self._loader.begin(rounds)
-        for round in range(rounds):
-            importer.take(round, timeout)
-            if self.consistent:
-                self.consistent = False
-                self.reason = f"the weights are inconsistent: update {update} is running"
-            stream = self._loader.load(round)
-            importer.done(round, stream, timeout)
-        receipt = self._loader.finish(timeout)
+        try:
+            receipt = self._load(importer, update, rounds, timeout)
+        except BaseException:
+            self._loader.abandon()
+            raise
         importer.prepared(receipt.tensors, receipt.nbytes, receipt.checksum, timeout)
         importer.verdict(timeout)
         self.consistent, self.reason = True, ""
         self.update, self.receipt = update, receipt
+
+    def _load(self, importer: Importer, update: int, rounds: int, timeout: float) -> Receipt:
+        """Takes all rounds.  A loader's stream waits for the data itself: this thread hands it
+        round after round, and then sees to it that each one comes in time."""
+        self._loader.begin(rounds)
+        stream = self._loader.stream
+        for round in range(rounds):
+            importer.take(round, stream, timeout)
+            if self.consistent:
+                self.consistent = False
+                self.reason = f"the weights are inconsistent: update {update} is running"
+            self._loader.load(round)
+            importer.done(round, stream, timeout)
+        if stream is not None:
+            for round in range(rounds):
+                importer.wait(round, timeout)
+        return self._loader.finish(timeout)
 
     def _connect(self, message: Control) -> Importer:
         if self._importer is None or self._session != message.session:
