@@ -62,17 +62,18 @@ static wsync_status_t begin(attempt_t *a, int update, wsync_error_t *err)
     return status;
 }
 
-/* A ring of one slot: each round waits for the end of the one before. */
+/* A ring of one slot: each round waits for the end of the one before, here or on the stream. */
 static wsync_status_t pass(attempt_t *a, uint32_t round, wsync_error_t *err)
 {
+    wsync_stream_t *waiting = round % 2 == 0 ? a->stream : NULL;
     wsync_status_t status =
-        wsync_exporter_acquire(a->exporter, (int64_t)round - 1, NULL, PATIENT_MS, err);
+        wsync_exporter_acquire(a->exporter, (int64_t)round - 1, waiting, PATIENT_MS, err);
 
     if (status == WSYNC_OK) {
         status = wsync_exporter_post(a->exporter, round, a->stream, PATIENT_MS, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_importer_take(a->importer, round, NULL, PATIENT_MS, err);
+        status = wsync_importer_take(a->importer, round, waiting, PATIENT_MS, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_importer_done(a->importer, round, round == 1 ? NULL : a->stream,
@@ -104,10 +105,9 @@ static wsync_status_t commit(attempt_t *a, wsync_error_t *err)
 static void close_both(attempt_t *a, bool aborted)
 {
     const wsync_device_ops_t *ops = wsync_device_host();
-    wsync_error_t err;
 
     if (a->stream != NULL) {
-        CHECK_OK(ops->stream_synchronize(a->stream, PATIENT_MS, &err), err);
+        ops->stream_abandon(a->stream);
     }
     if (aborted && a->exporter != NULL) {
         wsync_exporter_abort(a->exporter, "given up");

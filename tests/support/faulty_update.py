@@ -44,7 +44,7 @@ def update() -> None:
         exporter.begin(1, 1, SECONDS)
         assert importer.begin(SECONDS) == (1, 1)
         exporter.post(0, stream, SECONDS)
-        importer.take(0, SECONDS)
+        importer.take(0, stream, SECONDS)
         mapped = importer.ring
         route = Route(Layout.from_bytes(importer.manifest), manifest)
         sources = BufferTable([(mapped.address, mapped.nbytes)], mapped)
@@ -56,7 +56,7 @@ def update() -> None:
         importer.verdict(SECONDS)
         assert bytes(memoryview(out)) == bytes(range(NBYTES))
     finally:
-        stream.synchronize(SECONDS)
+        stream.abandon()
         importer.close()
         exporter.close()
         stream.close()
