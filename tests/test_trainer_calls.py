@@ -15,7 +15,7 @@ from support.procs import Ranks
 
 import wsync
 from wsync import _core
-from wsync.calls import Calls, call_all
+from wsync.calls import Calls
 from wsync.stock import StockSession
 
 QUICK = wsync.Options(deadline=2.0, progress=False)
@@ -36,9 +36,9 @@ def test_an_engine_that_refuses_is_reported_while_another_stalls() -> None:
 
     try:
         with pytest.raises(wsync.RemoteError, match="engine refusing: no"):
-            call_all(engines, call, 20)
+            Calls(list(enumerate(engines)), call).join(20)
         with pytest.raises(wsync.DeadlineError, match="engine stalled did not answer"):
-            call_all(engines[:1], call, 0.1)
+            Calls([(0, engines[0])], call).join(0.1)
     finally:
         release.set()
 

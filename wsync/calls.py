@@ -73,13 +73,3 @@ class Calls:
                         f"engine {name} did not answer within {timeout:.0f} s"
                     )
         self.check()
-
-
-def call_all(
-    engines: Sequence[EngineHandle],
-    call: Callable[[int, EngineHandle], object],
-    timeout: float,
-    check: Callable[[], object] | None = None,
-) -> None:
-    """Calls every engine at once and waits for all of them."""
-    Calls(list(enumerate(engines)), call).join(timeout, check)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from wsync import _core
-from wsync.calls import Calls, call_all
+from wsync.calls import Calls
 from wsync.connection import Connection
 from wsync.control import LOAD_FORMAT, Control
 from wsync.group import TrainerGroup, host_identity
@@ -176,13 +177,6 @@ class Sync:
 
         self._pausing = Calls(list(enumerate(self._engines)), pause)
 
-    def _call_engines(self, call: Callable[[int, EngineHandle], object]) -> None:
-        """Calls that keep the deadline themselves: a handle's own error says more than ours.
-
-        The other ranks wait meanwhile, so this has to end before the exchange deadline.
-        """
-        call_all(self._engines, call, self.options.deadline + 2.0, self._group.check)
-
     def _connect(self) -> Connection:
         if self._connection is None:
             self._connection = Connection(
@@ -193,37 +187,42 @@ class Sync:
     def _open(self, connection: Connection, report: Report) -> None:
         """Waits until all engines have paused, and has their workers join."""
         with report.phase("pause"):
+            requests = self._requests(connection) if self._group.rank == 0 else {}
             if self._pausing is not None:
+                # a handle's own error, at the deadline, says more than ours
                 self._pausing.join(self.options.deadline + 2.0, self._group.check)
                 self._pausing = None
             self._group.barrier()
         with report.phase("open"):
             if self._group.rank == 0:
-                self._request(connection)
+                self._request(requests)
 
-    def _request(self, connection: Connection) -> None:
+    def _requests(self, connection: Connection) -> dict[int, list[bytes]]:
+        """What the opening request carries for each worker, by engine; and the closing one's."""
         from wsync import payload
 
+        closing = Control(
+            op="close", session="0", update=self._updates, deadline=self.options.deadline
+        )
+        self._closing = payload.control(closing.to_bytes())
         by_engine: dict[int, list[bytes]] = {}
         for number, worker in enumerate(self._workers):
             if not worker.stock:
                 opening = connection.opening(number, self._updates).to_bytes()
                 by_engine.setdefault(worker.engine, []).append(payload.control(opening))
+        return by_engine
 
+    def _request(self, requests: dict[int, list[bytes]]) -> None:
         def open_engine(index: int, engine: EngineHandle) -> None:
             engine.update_weights(
-                by_engine[index],
+                requests[index],
                 load_format=LOAD_FORMAT,
                 weight_version=None,
                 timeout=self.options.request_deadline,
             )
 
-        numbered = [item for item in enumerate(self._engines) if item[0] in by_engine]
+        numbered = [item for item in enumerate(self._engines) if item[0] in requests]
         self._opened = Calls(numbered, open_engine)
-        closing = Control(
-            op="close", session="0", update=self._updates, deadline=self.options.deadline
-        )
-        self._closing = payload.control(closing.to_bytes())
 
     def _check(self) -> None:
         self._group.check()
@@ -242,19 +241,33 @@ class Sync:
         self._opened = None
         closing = self._closing
         stock = {worker.engine for worker in self._workers if worker.stock}
+        # no engine goes on before all have taken on the version
+        together = threading.Barrier(len(self._engines))
 
         def finish(index: int, engine: EngineHandle) -> None:
-            if index not in stock:
-                engine.update_weights(
-                    [closing] * engine.workers,
-                    load_format=LOAD_FORMAT,
-                    weight_version=version,
-                    timeout=_left(end),
-                )
+            try:
+                if index not in stock:
+                    engine.update_weights(
+                        [closing] * engine.workers,
+                        load_format=LOAD_FORMAT,
+                        weight_version=version,
+                        timeout=_left(end),
+                    )
+                together.wait(_left(end))
+            except threading.BrokenBarrierError:
+                return  # another engine has failed, and says why
+            except BaseException:
+                together.abort()
+                raise
+            engine.resume(_left(end))
 
-        # no engine goes on before all have taken on the version
-        self._call_engines(finish)
-        self._call_engines(lambda index, engine: engine.resume(_left(end)))
+        # the other ranks wait meanwhile, so this has to end before the exchange deadline
+        calls = Calls(list(enumerate(self._engines)), finish)
+        calls.join(self.options.deadline + 2.0, self._group.check)
+        if together.broken:
+            raise _core.DeadlineError(
+                f"not all engines have taken on version {version} within {timeout:.0f} s"
+            )
 
     def _describe(self, connection: Connection, report: Report) -> None:
         plan = connection.plan
