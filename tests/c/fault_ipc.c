@@ -62,7 +62,8 @@ static wsync_status_t begin(attempt_t *a, int update, wsync_error_t *err)
     return status;
 }
 
-/* A ring of one slot: each round waits for the end of the one before, here or on the stream. */
+/* A ring of one slot: each round waits for the end of the one before, here or on the
+ * stream. */
 static wsync_status_t pass(attempt_t *a, uint32_t round, wsync_error_t *err)
 {
     wsync_stream_t *waiting = round % 2 == 0 ? a->stream : NULL;

@@ -58,7 +58,8 @@ TEST(frames_of_a_hostile_worker_are_refused)
         CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, NULL, PATIENT_MS, &err),
                  WSYNC_ERR_PROTOCOL);
         CHECK_HAS(err.message, "worker (pid ");
-        CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, NULL, SOON_MS, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, NULL, SOON_MS, &err),
+                 WSYNC_ERR_STATE);
         wsync_channel_destroy(worker);
         close_session(&s);
     }
@@ -231,7 +232,8 @@ TEST(frames_of_a_hostile_trainer_are_refused)
         raw_send(t.channel, (wsync_frame_t){.kind = SESSION_BEGIN, .arguments = {1, 1, 0}});
         CHECK_OK(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err), err);
         raw_send(t.channel, late[i]);
-        CHECK_EQ(wsync_importer_take(t.importer, 0, NULL, PATIENT_MS, &err), WSYNC_ERR_PROTOCOL);
+        CHECK_EQ(wsync_importer_take(t.importer, 0, NULL, PATIENT_MS, &err),
+                 WSYNC_ERR_PROTOCOL);
         close_trainer(&t);
     }
     for (uint64_t i = 0; i < 2; i++) { /* a wrong base, too many rounds */
