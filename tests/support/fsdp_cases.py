@@ -278,6 +278,7 @@ def engine_on_rank_0(settings: Any, **options: Any) -> Iterator[list[Any]]:
         engines = []
         if dist.get_rank() == 0:
             engines = [stack.enter_context(TensorParallelEngine(settings, **options))]
+        dist.barrier()  # starting takes longer than the ranks wait for each other
         yield engines
 
 
