@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from wsync import _core
-from wsync.control import PIECES, WHOLE, Control
+from wsync.control import LEARN, PIECES, WHOLE, Control
 from wsync.exchange import Exchange, GlooExchange
 from wsync.group import TrainerGroup
 from wsync.handles import EngineHandle
@@ -91,6 +91,7 @@ class Connection:
         """Waits for the workers, plans with what they keep, and hands them their rings."""
         timeout = self._options.deadline
         blobs = {s.worker: s.accept(timeout, check) for s in self._sessions}
+        self._teach(blobs, check)
         plan = self._make_plan(self._gather_layouts(blobs))
         self._agree(plan)
         spans = [(0, 0)] * len(self._workers)
@@ -99,6 +100,20 @@ class Connection:
         self._rings = _core.BufferTable(spans, owner=list(self._sessions))
         self._exchange = self._make_exchange(plan, check)
         self.plan = plan
+
+    def _teach(self, blobs: dict[int, bytes], check: Check) -> None:
+        """Has the workers that asked for it learn, all at once."""
+        pupils = [
+            session
+            for session in self._sessions
+            if isinstance(session, WorkerSession) and blobs[session.worker] == LEARN
+        ]
+        if pupils:
+            model = names_of(self._model).to_bytes()
+            for session in pupils:
+                session.teach(model, self._options.deadline, check)
+        for session in pupils:
+            blobs[session.worker] = session.learnt(self._options.deadline, check)
 
     def run(
         self,
@@ -276,4 +291,12 @@ def everything(model: _core.Layout) -> _core.Layout:
         name, dtype, shape, group = model.tensor(index)
         zeros = [0] * len(shape)
         builder.add_shard(name, dtype, shape, zeros, shape, 0, 0, zeros, "", group)
+    return builder.build()
+
+
+def names_of(model: _core.Layout) -> _core.Layout:
+    """The tensors of a model, without saying where they lie."""
+    builder = _core.LayoutBuilder()
+    for index in range(model.tensor_count):
+        builder.add_tensor(*model.tensor(index))
     return builder.build()

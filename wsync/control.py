@@ -28,8 +28,10 @@ TENSOR_NAME: Final = "__wsync__"
 
 WHOLE: Final = b""
 PIECES: Final = b"*"
+LEARN: Final = b"?"
 """What a worker asks for when it joins, where that is no layout: every tensor in one piece (a
-load_weights of the engine's own reads them), or every tensor in pieces as small as is good."""
+load_weights of the engine's own reads them), every tensor in pieces as small as is good, or to be
+told first what tensors there are."""
 
 PROTOCOL: Final = 1
 MAX_NBYTES: Final = 4096

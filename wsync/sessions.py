@@ -85,7 +85,9 @@ class WorkerSession:
     def __init__(self, worker: int, *, directory: str | None) -> None:
         self.worker = worker
         self.id = secrets.token_hex(8)
+        self._directory = directory
         self._exporter = _core.Exporter(directory)
+        self._teacher: _core.Exporter | None = None  # while the worker learns
         self._ring: _core.Memory | None = None
         self._waits: list[int] = []
         self._expected = (0, 0)
@@ -96,8 +98,38 @@ class WorkerSession:
         return self._exporter.address
 
     def accept(self, timeout: float, check: Check) -> bytes:
-        """Waits for the worker; returns the layout it keeps, or control.WHOLE or PIECES."""
+        """Waits for the worker; returns the layout it keeps, or control.WHOLE, PIECES or LEARN."""
         return self._exporter.accept(timeout, check)
+
+    def teach(self, model: bytes, timeout: float, check: Check) -> None:
+        """Tells a worker that asked to LEARN what tensors there are (a layout without shards),
+        and where to come back to."""
+        self._teacher, self._exporter = self._exporter, _core.Exporter(self._directory)
+        lesson = self._exporter.address.encode() + b"\n" + model
+        self._ring = _core.Memory(1)
+        self._teacher.attach(self._ring, lesson, timeout, check)
+        self._teacher.begin(0, 0, timeout, check)
+
+    def learnt(self, timeout: float, check: Check) -> bytes:
+        """Waits until the worker has learnt and is back; what `accept` returns.
+
+        Raises:
+            RemoteError: it failed to learn.
+        """
+        teacher = self._teacher
+        assert teacher is not None
+
+        def alive() -> None:
+            check()
+            try:
+                teacher.prepared(0.0)
+            except _core.DeadlineError:
+                return
+
+        blob = self._exporter.accept(timeout, alive)
+        self._teacher = None
+        teacher.close()
+        return blob
 
     def attach(self, plan: _core.Plan, timeout: float, check: Check) -> Span:
         """Hands over ring and manifest; returns where the ring lies."""
@@ -146,7 +178,12 @@ class WorkerSession:
 
     def abort(self, text: str) -> None:
         # an engine's words: they may hold what a C string cannot
-        self._exporter.abort(text.replace("\0", " ").encode("utf-8", "replace").decode())
+        said = text.replace("\0", " ").encode("utf-8", "replace").decode()
+        if self._teacher is not None:
+            self._teacher.abort(said)
+        self._exporter.abort(said)
 
     def close(self) -> None:
+        if self._teacher is not None:
+            self._teacher.close()
         self._exporter.close()

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 
@@ -59,7 +59,7 @@ class Loader(Protocol):
         """Where rounds are loaded; None: in the thread that calls `load`."""
 
     def blob(self) -> bytes:
-        """The worker's layout in bytes, or control.WHOLE or control.PIECES."""
+        """The worker's layout in bytes, or control.WHOLE, PIECES or LEARN."""
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         """A new plan: round k's boxes are the shards of `manifest` with buffer k, their
@@ -76,7 +76,15 @@ class Loader(Protocol):
         """Returns when nothing more is written."""
 
 
-class _Manifest:
+@runtime_checkable
+class Learner(Protocol):
+    """A loader whose blob is control.LEARN."""
+
+    def learn(self, model: Layout) -> bytes:
+        """What the worker asks for of a model's tensors, as a blob.  The weights may be lost."""
+
+
+class RingManifest:
     """What will be delivered, by round."""
 
     def __init__(self, ring: Memory, layout: Layout) -> None:
@@ -112,7 +120,7 @@ class _Manifest:
 class _Router:
     """Runs a route from the ring into tensors, on a stream of its own."""
 
-    def __init__(self, manifest: _Manifest, destination: Layout, stream: Stream) -> None:
+    def __init__(self, manifest: RingManifest, destination: Layout, stream: Stream) -> None:
         self.manifest = manifest
         self._route = Route(manifest.layout, destination)
         self._stream = stream
@@ -163,7 +171,7 @@ class LayoutLoader:
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._router = None
-        self._router = _Router(_Manifest(ring, manifest), self._layout, self.stream)
+        self._router = _Router(RingManifest(ring, manifest), self._layout, self.stream)
 
     def begin(self, rounds: int) -> None:
         router = self._attached()
@@ -218,7 +226,7 @@ class ModuleLoader:
             if method is None
             else _ByCall(module, method, self._ignore)
         )
-        self._manifest: _Manifest | None = None
+        self._manifest: RingManifest | None = None
         self._loaded: set[int] = set()
 
     @property
@@ -230,7 +238,7 @@ class ModuleLoader:
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._manifest = None
-        described = _Manifest(ring, manifest)
+        described = RingManifest(ring, manifest)
         self._strategy.attach(described)
         self._manifest = described
 
@@ -253,7 +261,7 @@ class ModuleLoader:
         if self.stream is not None:
             self.stream.abandon()
 
-    def _attached(self) -> _Manifest:
+    def _attached(self) -> RingManifest:
         if self._manifest is None:
             raise StateError("no ring is attached")
         return self._manifest
@@ -266,14 +274,14 @@ class _ByName:
         self._module = module
         self._ignore = ignore
         self.stream = Stream(threads)
-        self._manifest: _Manifest | None = None
+        self._manifest: RingManifest | None = None
         self._router: _Router | None = None
         self._names: list[str] = []
         self._held: list[_Reference] = []
         self._places: list[int] = []  # of the tensors with those names in what is held
         self._layout = b""
 
-    def attach(self, manifest: _Manifest) -> None:
+    def attach(self, manifest: RingManifest) -> None:
         self._manifest = manifest
         self._router = None
 
@@ -313,7 +321,7 @@ class _ByName:
         assert self._router is not None
         self._router.finish(timeout)
 
-    def _targets(self, manifest: _Manifest) -> tuple[list[str], list[torch.Tensor]]:
+    def _targets(self, manifest: RingManifest) -> tuple[list[str], list[torch.Tensor]]:
         """The tensors to fill and the names that they are delivered under."""
         state = _state(self._module)
         delivered = manifest.shapes
@@ -355,12 +363,12 @@ class _ByCall:
         self._method = method
         self._ignore = ignore
         self._like = torch.empty(0)
-        self._manifest: _Manifest | None = None
+        self._manifest: RingManifest | None = None
         self._pool: ViewPool | None = None
         self._keeps: bool | None = None  # unknown until a round was watched
         self._named: set[str] | None = None
 
-    def attach(self, manifest: _Manifest) -> None:
+    def attach(self, manifest: RingManifest) -> None:
         self._manifest = manifest
         self._pool = ViewPool(manifest.ring)
 

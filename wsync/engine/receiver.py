@@ -4,8 +4,8 @@ import logging
 import threading
 
 from wsync._core import Importer, Layout, ProtocolError, WsyncError
-from wsync.control import Control
-from wsync.engine.loaders import Loader, Receipt
+from wsync.control import LEARN, Control
+from wsync.engine.loaders import Learner, Loader, Receipt
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class Receiver:
         self._worker = worker
         self._session = ""
         self._importer: Importer | None = None
+        self._teacher: Importer | None = None  # until the session that came of it is under way
         self._generation = -1
         self._busy = threading.Lock()
         self.consistent = True
@@ -57,6 +58,7 @@ class Receiver:
 
     def close(self) -> None:
         """Gives up the session."""
+        self._forget_teacher()
         importer, self._importer, self._session = self._importer, None, ""
         if importer is not None:
             importer.close()
@@ -92,6 +94,7 @@ class Receiver:
         importer = self._connect(message)
         timeout = message.deadline
         update, rounds = importer.begin(timeout)
+        self._forget_teacher()
         if update != message.update:
             raise ProtocolError(f"the trainer has begun update {update}")
         if importer.generation != self._generation:
@@ -129,9 +132,31 @@ class Receiver:
         if self._importer is None or self._session != message.session:
             self.close()
             self._generation = -1
-            self._importer = Importer(message.address, self._loader.blob(), message.deadline)
+            blob = self._loader.blob()
+            self._importer = Importer(message.address, blob, message.deadline)
+            if blob == LEARN:
+                self._learn(message)
             self._session = message.session
         return self._importer
+
+    def _learn(self, message: Control) -> None:
+        """Is told what tensors the trainer has, learns what to keep of them, and connects again
+        with that.  Learning takes the place of the weights."""
+        teacher = self._importer
+        assert teacher is not None and isinstance(self._loader, Learner)
+        teacher.begin(message.deadline)
+        address, _, model = teacher.manifest.partition(b"\n")
+        self.consistent = False
+        self.reason = f"the weights are inconsistent: update {message.update} is running"
+        blob = self._loader.learn(Layout.from_bytes(model))
+        # the trainer listens to the teacher's session until this one has come
+        self._teacher = teacher
+        self._importer = Importer(address.decode("ascii", "replace"), blob, message.deadline)
+
+    def _forget_teacher(self) -> None:
+        teacher, self._teacher = self._teacher, None
+        if teacher is not None:
+            teacher.close()
 
 
 def _text(error: Exception) -> str:

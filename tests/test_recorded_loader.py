@@ -1,0 +1,289 @@
+"""Loaders that are watched once and replayed: the module holds what its load_weights gives."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.fused import SHAPES, Fused, Pairs, bytes_of, changed, differing, draw, held
+from support.workers import ThreadEngine
+
+import wsync
+from wsync.engine.recorded import RecordedLoader
+
+OPTIONS = wsync.Options(deadline=10, progress=False, round_nbytes=2048, ring_nbytes=8192)
+
+
+def update(engine: ThreadEngine, *seeds: int) -> wsync.Report:
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        for seed in seeds:
+            report = sync.update(draw(seed))
+    return report
+
+
+def loaded(module: Fused, seed: int) -> dict[str, torch.Tensor]:
+    """What the module holds after its own load_weights."""
+    module.load_weights(list(draw(seed).items()))
+    return held(module)
+
+
+@pytest.mark.parametrize("needed", [True, False])
+@pytest.mark.parametrize(("tp", "ep"), [(1, False), (2, False), (2, True)])
+def test_every_byte_is_what_load_weights_gives(tp: int, ep: bool, needed: bool) -> None:
+    modules = [Fused(tp, rank, ep=ep) for rank in range(tp)]
+    loaders = [RecordedLoader(module, needed=needed) for module in modules]
+    update(ThreadEngine(loaders), 1, 2)
+    for rank, (module, loader) in enumerate(zip(modules, loaders, strict=True)):
+        assert loader.reason == ""
+        assert differing(held(module), loaded(Fused(tp, rank, ep=ep), 2)) == []
+        assert loader.recording is not None
+        assert loader.recording.fallback == {}
+        assert dict(loader.recording.unwritten) == {
+            "rotary": 28,
+            "expert_map": 32,
+        }
+        skipped = loader.recording.skipped
+        assert len(skipped) == (6 if ep else 0)
+        assert all(name.startswith("experts.") for name in skipped)
+
+
+def test_workers_are_sent_what_they_keep_and_nothing_twice() -> None:
+    modules = [Fused(2, rank, ep=True) for rank in range(2)]
+    full = update(ThreadEngine([RecordedLoader(m, needed=False) for m in modules]), 1)
+    needed = update(ThreadEngine([RecordedLoader(m) for m in modules]), 1)
+    assert full.delivered_nbytes == 2 * full.model_nbytes
+    assert needed.redundancy == 1.0
+    assert needed.delivered_nbytes < 0.7 * full.delivered_nbytes
+
+
+def test_parameters_may_move_and_what_else_changes_is_learnt_anew() -> None:
+    module = Fused()
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        module.qkv = torch.nn.Parameter(torch.empty_like(module.qkv), requires_grad=False)
+        module.o.data = module.o.data.clone()
+        module.w_kc = module.w_kc.clone()
+        sync.update(draw(2))
+        assert differing(held(module), loaded(Fused(), 2)) == []
+        module.norm.data = module.norm.data.float()
+        with pytest.raises(wsync.WsyncError, match=r"norm was bfloat16 .* and is float32"):
+            sync.update(draw(3))
+        assert engine.receivers[0].consistent  # nothing has been written
+        sync.update(draw(4))
+    other = Fused()
+    other.norm.data = other.norm.data.float()
+    assert differing(held(module), loaded(other, 4)) == []
+
+
+def test_a_parameter_without_memory_is_named() -> None:
+    module = Fused()
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+        module.o.untyped_storage().resize_(0)
+        with pytest.raises(wsync.WsyncError, match="o: its memory is gone"):
+            sync.update()
+
+
+def scaled(module: Fused, pairs: Pairs) -> None:
+    for name, tensor in pairs:
+        if name == "norm":
+            module.norm.data.copy_(tensor * 2 + 1)
+        else:
+            Fused.load_weights(module, [(name, tensor)])
+
+
+def paired_scaled(module: Fused, pairs: Pairs) -> None:
+    Fused.load_weights(module, [pair for pair in pairs if pair[0] != "norm"])
+    scaled(module, [pair for pair in pairs if pair[0] == "norm"])
+
+
+def branching(module: Fused, pairs: Pairs) -> None:
+    for name, tensor in pairs:
+        if name == "norm" and tensor.float().sum().item() > 1e9:
+            raise AssertionError("never")
+    Fused.load_weights(module, pairs)
+
+
+def computed_attribute(module: Fused, pairs: Pairs) -> None:
+    Fused.load_weights(module, pairs)
+    if any(name == "kv_b" for name, _ in pairs):
+        module.w_kc.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("load", "names", "reason"),
+    [
+        (paired_scaled, {"norm"}, "norm: add"),
+        (branching, {"norm"}, "its values are looked at"),
+        (computed_attribute, {"kv_b"}, "w_kc: mul_"),
+    ],
+)
+def test_what_is_no_copy_goes_through_load_weights(
+    load: Callable[[Fused, Pairs], None], names: set[str], reason: str
+) -> None:
+    module = changed(load)
+    loader = RecordedLoader(module)
+    update(ThreadEngine([loader]), 1, 2)
+    assert loader.reason == ""
+    assert loader.recording is not None
+    assert loader.recording.fallback.keys() == names
+    assert reason in loader.recording.fallback[names.pop()]
+    assert differing(held(module), loaded(changed(load), 2)) == []
+
+
+def by_pointer(module: Fused, pairs: Pairs) -> None:
+    Fused.load_weights(module, pairs)
+    data = bytes_of(dict(pairs)["norm"])
+    ctypes.memmove(module.norm.data_ptr(), data[2:] + data[:2], len(data))
+
+
+def by_pointer_elsewhere(module: Fused, pairs: Pairs) -> None:
+    Fused.load_weights(module, pairs)
+    ctypes.memmove(module.rotary.data_ptr(), bytes_of(dict(pairs)["norm"]), 28)
+
+
+def by_numpy(module: Fused, pairs: Pairs) -> None:
+    Fused.load_weights(module, pairs)
+    module.router.numpy()[1] = dict(pairs)["wide"].numpy()[2]
+
+
+def raising(module: Fused, pairs: Pairs) -> None:
+    Fused.load_weights(module, pairs[:3])
+    if len(pairs) == len(SHAPES):
+        raise KeyError("half way")
+    Fused.load_weights(module, pairs[3:])
+
+
+_calls = [0]
+
+
+def fickle(module: Fused, pairs: Pairs) -> None:
+    _calls[0] += 1
+    Fused.load_weights(module, pairs)
+    module.scale.data.fill_(_calls[0])
+
+
+def rebinding(module: Fused, pairs: Pairs) -> None:
+    Fused.load_weights(module, pairs)
+    module.norm = torch.nn.Parameter(dict(pairs)["norm"].clone(), requires_grad=False)
+
+
+def overwriting(module: Fused, pairs: Pairs) -> None:
+    Fused.load_weights(module, pairs)
+    module.norm.data.normal_()
+
+
+def drawing(module: Fused, pairs: Pairs) -> None:
+    Fused.load_weights(module, pairs)
+    module.rotary.normal_()
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (by_pointer, "norm: byte 0 of its storage is"),
+        (by_pointer_elsewhere, "rotary: written by means that cannot be seen"),
+        (by_numpy, "router: byte 64 of its storage is"),
+        (fickle, "two recordings differ in their fills"),
+        (rebinding, "it binds other tensors to norm"),
+        (overwriting, "norm: byte 0 of its storage is"),
+        (drawing, "rotary is computed by normal_ from no tensor"),
+    ],
+)
+def test_a_loader_that_cannot_be_replaced_is_used_as_it_is(
+    load: Callable[[Fused, Pairs], None], reason: str
+) -> None:
+    def whole(module: Fused, pairs: Pairs) -> None:
+        """Sees whole models alone: an update of several rounds would be another story."""
+        load(module, pairs)
+
+    module = changed(whole)
+    loader = RecordedLoader(module)
+    engine = ThreadEngine([loader])
+    options = wsync.Options(deadline=10, progress=False)
+    with wsync.connect(draw(0), engines=[engine], options=options) as sync:
+        sync.update(draw(1))
+    assert reason in loader.reason
+    assert engine.receivers[0].consistent
+    if load not in (fickle, overwriting, drawing):
+        assert differing(held(module), loaded(changed(whole), 1)) == []
+
+
+def test_a_loader_that_raises_is_told_and_survived() -> None:
+    broken = [True]
+
+    def load(module: Fused, pairs: Pairs) -> None:
+        (raising if broken[0] else Fused.load_weights)(module, pairs)
+
+    module = changed(load)
+    loader = RecordedLoader(module)
+    engine = ThreadEngine([loader])
+    options = wsync.Options(deadline=10, progress=False)
+    with wsync.connect(draw(0), engines=[engine], options=options) as sync:
+        with pytest.raises(wsync.RemoteError, match="half way"):
+            sync.update(draw(1))
+        assert "it raised KeyError: 'half way'" in loader.reason
+        assert not engine.receivers[0].consistent
+        broken[0] = False
+        sync.update(draw(2))
+    assert loader.reason == ""
+    assert engine.receivers[0].consistent
+    assert differing(held(module), loaded(Fused(), 2)) == []
+
+
+def test_a_tensor_that_is_skipped_is_listed() -> None:
+    def load(module: Fused, pairs: Pairs) -> None:
+        Fused.load_weights(module, [pair for pair in pairs if pair[0] != "o"])
+
+    module = changed(load)
+    before = held(module)["o"]
+    loader = RecordedLoader(module)
+    update(ThreadEngine([loader]), 1)
+    assert loader.recording is not None
+    assert loader.recording.skipped == ["o"]
+    assert ("o", before.nbytes) in loader.recording.unwritten
+    assert bytes_of(module.o) == bytes_of(before)
+
+
+def test_the_last_of_two_writes_wins() -> None:
+    def load(module: Fused, pairs: Pairs) -> None:
+        tensors = dict(pairs)
+        module.qkv.data.zero_()
+        Fused.load_weights(module, pairs)
+        module.qkv.data[3:9, 2:5].copy_(tensors["wide"][:3, 1:7].t())
+        module.qkv.data[8, 4] = 5.0
+
+    module = changed(load)
+    loader = RecordedLoader(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        update(ThreadEngine([loader]), 1)
+    assert differing(held(module), loaded(changed(load), 1)) == []
+
+
+def test_a_loader_that_makes_its_tensors_is_learnt_when_it_has_run() -> None:
+    def load(module: Fused, pairs: Pairs) -> None:
+        if not hasattr(module, "made"):
+            module.made = torch.zeros(HIDDEN := SHAPES["norm"][0], dtype=torch.bfloat16)
+            assert HIDDEN
+        module.made.copy_(dict(pairs)["norm"])
+        Fused.load_weights(module, pairs)
+
+    module = changed(load)
+    loader = RecordedLoader(module)
+    update(ThreadEngine([loader]), 3)
+    assert loader.reason == ""
+    assert bytes_of(module.made) == bytes_of(draw(3)["norm"])
+
+
+def test_something_may_be_done_after_each_update() -> None:
+    seen: list[bytes] = []
+    module = Fused()
+    loader = RecordedLoader(module, after=lambda m: seen.append(bytes_of(m.norm)))
+    update(ThreadEngine([loader]), 1, 2)
+    assert seen == [bytes_of(draw(seed)["norm"]) for seed in (1, 2)]

@@ -1,0 +1,120 @@
+"""Strided regions, compared with what element-by-element bookkeeping says."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+import torch
+
+from wsync.engine.regions import Move, UnexpressedError, boxes, compose, without
+
+ITEM = 2
+SIZES = [12, 24, 48, 72]
+
+
+@st.composite
+def views(draw: Any, count: int) -> torch.Tensor:
+    """A view of a flat tensor of `count` elements."""
+    view = torch.arange(count)
+    for _ in range(draw(st.integers(0, 5))):
+        dim = draw(st.integers(0, view.dim() - 1))
+        size = view.shape[dim]
+        what = draw(st.sampled_from(["split", "narrow", "step", "transpose"]))
+        if what == "split" and view.dim() < 5 and size % 2 == 0:
+            view = view.unflatten(dim, (draw(st.sampled_from([2, size // 2])), -1))
+        elif what == "narrow":
+            start = draw(st.integers(0, size - 1))
+            view = view.narrow(dim, start, draw(st.integers(1, size - start)))
+        elif what == "step":
+            view = view[(slice(None),) * dim + (slice(None, None, 2),)]
+        else:
+            view = view.transpose(dim, draw(st.integers(0, view.dim() - 1)))
+    return view
+
+
+@st.composite
+def pairs(draw: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
+    count = draw(st.sampled_from(SIZES))
+    return count, draw(views(count)), draw(views(count))
+
+
+def between(view: torch.Tensor, other: int, *, writes: bool) -> Move:
+    """A move from (or to) a view of memory at 0, to (or from) contiguous memory at `other`."""
+    strides = [math.prod(view.shape[axis + 1 :]) * ITEM for axis in range(view.dim())]
+    mine = [stride * ITEM for stride in view.stride()]
+    place = view.storage_offset() * ITEM
+    if writes:
+        dims = tuple(zip(view.shape, strides, mine, strict=True))
+        return Move(other, place, dims, ITEM, ITEM)
+    dims = tuple(zip(view.shape, mine, strides, strict=True))
+    return Move(place, other, dims, ITEM, ITEM)
+
+
+def elements(moves: list[Move]) -> dict[int, int]:
+    """Destination -> source of every element."""
+    found: dict[int, int] = {}
+    for move in moves:
+        for index in itertools.product(*(range(n) for n, _, _ in move.dims)):
+            steps = list(zip(index, move.dims, strict=True))
+            destination = move.destination + sum(i * d for i, (_, _, d) in steps)
+            assert destination not in found
+            found[destination] = move.source + sum(i * s for i, (_, s, _) in steps)
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(pairs())
+def test_reading_what_was_written(drawn: tuple[int, torch.Tensor, torch.Tensor]) -> None:
+    _, written, seen = drawn
+    write, read = between(written, 10_000, writes=True), between(seen, 50_000, writes=False)
+    moves, rest = compose(read, write)
+    origin = elements([write])
+    wanted = elements([read])
+    assert elements(moves) == {d: origin[s] for d, s in wanted.items() if s in origin}
+    assert elements(rest) == {d: s for d, s in wanted.items() if s not in origin}
+    assert elements(without(read.turned(), write)) == {
+        s: d for d, s in wanted.items() if s not in origin
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(pairs(), st.sampled_from([(-1,), (-1, 4), (2, -1, 3), (1, -1, 6, 1)]))
+def test_boxes_of_a_tensor(
+    drawn: tuple[int, torch.Tensor, torch.Tensor], shape: tuple[int, ...]
+) -> None:
+    count, _, seen = drawn
+    tensor = torch.arange(count).reshape(shape)
+    read = between(seen, 50_000, writes=False)
+    found: dict[int, int] = {}
+    for box in boxes(read, 0, tensor.shape, ITEM):
+        for index in itertools.product(*(range(n) for n in box.extent)):
+            place = tuple(i + j for i, j in zip(index, box.start, strict=True))
+            address = box.address + sum(i * s for i, s in zip(index, box.strides, strict=True))
+            assert address not in found
+            found[address] = int(tensor[place]) * ITEM
+    assert found == elements([read])
+
+
+def test_elements_of_other_sizes() -> None:
+    read = Move(8, 100, ((4, 4, 4),), 4, 4)
+    write = Move(1000, 0, ((16, 2, 2),), 2, 2)
+    assert [(m.source, m.destination, m.dims) for m in compose(read, write)[0]] == [
+        (1008, 100, ((8, 2, 2),))
+    ]
+    converting = Move(8, 100, ((4, 4, 2),), 4, 2)
+    with pytest.raises(UnexpressedError, match="elements of 4 bytes read as 2"):
+        compose(converting, write)
+
+
+def test_too_many_parts_are_refused() -> None:
+    strided = Move(0, 0, ((100_000, 6, 2),), 2, 2)
+    with pytest.raises(UnexpressedError, match="boxes along one axis"):
+        boxes(strided, 0, (300_000,), 2)

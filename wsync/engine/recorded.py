@@ -1,0 +1,224 @@
+"""A loader that learns what an engine's load_weights does, and does it without Python."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wsync._core import (
+    BufferTable,
+    Layout,
+    LayoutBuilder,
+    LayoutError,
+    Memory,
+    Route,
+    StateError,
+    Stream,
+)
+from wsync.control import LEARN, WHOLE
+from wsync.engine.held import Held
+from wsync.engine.loaders import LoadWeights, ModuleLoader, Receipt, RingManifest
+from wsync.engine.recorder import RebindsError, Recording, RecordingError, record
+from wsync.engine.rehearse import add_boxes, prove
+from wsync.engine.reserved import Rehearsal, dtype_of
+
+_log = logging.getLogger(__name__)
+_Model = list[tuple[str, str, tuple[int, ...], int]]
+
+
+class RecordedLoader:
+    """Replaces a module's load_weights by one list of copies.
+
+    The first time a trainer says what tensors it has, load_weights is watched and tried with
+    made-up tensors; what it was seen to do is adopted if it gives the same bytes.  Tensors whose
+    loading is no copy keep going through load_weights, all together when every round is in.  A
+    loader that cannot be replaced is used as it is; `reason` says why.
+
+    The recording holds while the module holds the same tensors; where they lie may change.
+
+    needed: only what the module keeps is asked of the trainer, instead of whole tensors.
+    after: called with the module when everything is loaded.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        load_weights: LoadWeights | None = None,
+        *,
+        needed: bool = True,
+        after: Callable[[Any], object] | None = None,
+        threads: int = 1,
+    ) -> None:
+        method = load_weights if load_weights is not None else getattr(module, "load_weights", None)
+        if method is None:
+            raise LayoutError(f"{type(module).__name__} has no load_weights to learn from")
+        self.recording: Recording | None = None
+        self.reason = ""
+        self._module = module
+        self._load: LoadWeights = method
+        self._needed = needed
+        self._after = after
+        self._stream = Stream(threads)
+        self._model: _Model = []
+        self._layout: Layout | None = None
+        self._plain = ModuleLoader(module, method)
+        self._manifest: RingManifest | None = None
+        self._route: Route | None = None
+        self._sources: BufferTable | None = None
+        self._destinations: BufferTable | None = None
+        self._held: Held | None = None
+        self._staged: list[tuple[str, torch.Tensor]] = []
+        self._loaded: set[int] = set()
+
+    @property
+    def stream(self) -> Stream | None:
+        return self._plain.stream if self.recording is None else self._stream
+
+    def blob(self) -> bytes:
+        return LEARN if self._needed else WHOLE
+
+    def learn(self, model: Layout) -> bytes:
+        """Learns what the module keeps of a model's tensors; a blob that says it.
+
+        The module's weights are lost, unless this model has been learnt before.
+        """
+        facts = [model.tensor(index) for index in range(model.tensor_count)]
+        known = self._layout if facts == self._model else None
+        if known is not None and self.recording is not None:
+            difference = Held(self._module).difference(self.recording.facts)
+            if not difference:
+                return known.to_bytes()
+            _log.info("the module has changed (%s) and is learnt anew", difference)
+        self._layout = self.recording = None
+        self.reason = ""
+        try:
+            self.recording = self._record(model)
+        except (RecordingError, LayoutError) as error:
+            self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
+            _log.warning("%s; whole tensors go through its load_weights", self.reason)
+            return WHOLE
+        self._model = facts
+        self._layout = self._destination(self.recording)
+        self._tell(self.recording)
+        return self._layout.to_bytes()
+
+    def attach(self, ring: Memory, manifest: Layout) -> None:
+        self._manifest = None
+        if not self._needed:
+            self.learn(manifest)
+        if self.recording is None or self._layout is None:
+            self._plain.attach(ring, manifest)
+            return
+        self._route = Route(manifest, self._layout)
+        self._sources = None
+        self._manifest = RingManifest(ring, manifest)
+
+    def begin(self, rounds: int) -> None:
+        if self.recording is None:
+            self._plain.begin(rounds)
+            return
+        manifest, route = self._attached()
+        manifest.check_rounds(rounds)
+        if self._sources is None:
+            ring = manifest.ring
+            self._sources = BufferTable([(ring.address, ring.nbytes)] * route.buffer_count, ring)
+        held = Held(self._module)
+        difference = held.difference(self.recording.facts)
+        if difference:
+            self._model = []
+            raise StateError(
+                f"{type(self._module).__name__} has changed since it was learnt: {difference}; "
+                "the next update learns it anew"
+            )
+        shapes = {name: (dtype, shape) for name, dtype, shape, _ in self._model}
+        self._staged = []
+        for name in self.recording.fallback:
+            dtype, shape = shapes[name]
+            self._staged.append((name, torch.empty(shape, dtype=dtype_of(dtype))))
+        spans = held.spans() + [(t.data_ptr(), t.nbytes) for _, t in self._staged]
+        self._destinations = BufferTable(spans, (held.tensors, self._staged))
+        self._held = held
+        self._loaded = set()
+
+    def load(self, round: int) -> None:
+        if self.recording is None:
+            self._plain.load(round)
+            return
+        _, route = self._attached()
+        if self._sources is None or self._destinations is None:
+            raise StateError(f"round {round} before the update has begun")
+        self._loaded.add(round)
+        if round < route.buffer_count:
+            self._stream.copy(route, round, 0, self._sources, self._destinations)
+
+    def finish(self, timeout: float) -> Receipt:
+        if self.recording is None:
+            receipt = self._plain.finish(timeout)
+        else:
+            manifest, _ = self._attached()
+            held = self._held
+            assert held is not None
+            self._stream.synchronize(timeout)
+            self._destinations = self._held = None
+            with torch.no_grad():
+                if self._staged:
+                    self._load(self._staged)
+                    self._staged = []
+                for transfer in (*self.recording.fills, *self.recording.copies):
+                    transfer.run(held)
+            receipt = manifest.receipt(self._loaded)
+        if self._after is not None:
+            self._after(self._module)
+        return receipt
+
+    def abandon(self) -> None:
+        self._plain.abandon()
+        self._stream.abandon()
+
+    def _record(self, layout: Layout) -> Recording:
+        model = Rehearsal(layout)
+        try:
+            recording = record(self._module, self._load, model)
+        except RebindsError:
+            # perhaps tensors that it makes when there are none
+            with torch.no_grad():
+                self._load(model.pairs())
+            recording = record(self._module, self._load, model)
+        aside = sum(n for name, _, _, _, n in model.tensors if name in recording.fallback)
+        if 2 * aside > model.nbytes:
+            name, reason = next(iter(recording.fallback.items()))
+            raise RecordingError(f"most of it is no copy; {name}: {reason}")
+        # other values: what a hidden write has left while recording must not look right
+        prove(self._module, self._load, Rehearsal(layout, seed=1), recording, self._stream)
+        return recording
+
+    def _destination(self, recording: Recording) -> Layout:
+        """The module's boxes; buffers are areas, and then tensors that are kept for the loader."""
+        shapes = {name: shape for name, _, shape, _ in self._model}
+        dtypes = {name: dtype for name, dtype, _, _ in self._model}
+        builder = LayoutBuilder()
+        for area, pieces in sorted(recording.by_area().items()):
+            add_boxes(builder, area, pieces, recording, shapes)
+        count = len(Held(self._module).areas)
+        for number, name in enumerate(recording.fallback):
+            shape, item = shapes[name], dtype_of(dtypes[name]).itemsize
+            strides = [stride * item for stride in torch.empty(shape, device="meta").stride()]
+            zeros = [0] * len(shape)
+            builder.add_shard(
+                *(name, dtypes[name], shape, zeros, shape, count + number, 0, strides)
+            )
+        return builder.build()
+
+    def _tell(self, recording: Recording) -> None:
+        for name, reason in recording.fallback.items():
+            _log.warning("%s goes through load_weights: %s", name, reason)
+        for path, nbytes in recording.unwritten:
+            _log.info("%s: nobody writes %d of its bytes", path, nbytes)
+
+    def _attached(self) -> tuple[RingManifest, Route]:
+        if self._manifest is None or self._route is None:
+            raise StateError("no ring is attached")
+        return self._manifest, self._route

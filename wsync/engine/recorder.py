@@ -1,0 +1,429 @@
+"""Learns where an engine keeps the tensors of a model, from its own load_weights.
+
+`record` runs the loader twice under a Tracer and makes a Recording of what it did: boxes of the
+model's tensors that lie in the module's, constants, copies of one held tensor to another, and
+tensors that only the loader itself can load, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from wsync._core import WsyncError
+from wsync.engine.held import Fact, Held, Kept
+from wsync.engine.regions import (
+    Box,
+    Move,
+    UnexpressedError,
+    apart,
+    boxes,
+    common,
+    minus,
+    without,
+)
+from wsync.engine.reserved import Rehearsal, dtype_of
+from wsync.engine.tracer import (
+    COMPUTED,
+    CONSTANT,
+    HELD,
+    SOURCE,
+    ReadsValuesError,
+    Tracer,
+    Write,
+    inline_threads,
+)
+
+LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]
+
+# conversions that copies can do on their way (csrc/core/dtype.h)
+_CASTS: Final = {
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float32),
+}
+_TRIALS: Final = 4
+
+
+class RecordingError(Exception):
+    """Why a loader cannot be replaced by what it was seen to do."""
+
+
+class RebindsError(RecordingError):
+    """The loader made tensors of its own: a second run may find them there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a model's tensor in a held area; box.address counts from the area's start."""
+
+    area: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A copy inside the module, or from constants: done after all pieces, in order.
+
+    Addresses count from the areas' starts; source_area -1 stands for `keep`.
+    """
+
+    area: int
+    source_area: int
+    move: Move
+    dtypes: tuple[torch.dtype, ...]
+    keep: torch.Tensor | None = None
+
+    def run(self, held: Held) -> None:
+        move, first, last = self.move, self.dtypes[0], self.dtypes[-1]
+        shape = [n for n, _, _ in move.dims]
+        target = held.areas[self.area].view(
+            last, move.destination, shape, [d // move.into for _, _, d in move.dims]
+        )
+        strides = [s // move.item for _, s, _ in move.dims]
+        if self.keep is None:
+            source = held.areas[self.source_area].view(first, move.source, shape, strides)
+        else:
+            flat = torch.empty(0, dtype=first, device=self.keep.device)
+            storage = self.keep.untyped_storage()
+            source = flat.set_(storage, move.source // first.itemsize, shape, strides)
+        for dtype in self.dtypes[1:-1]:
+            source = source.to(dtype)
+        target.copy_(source)
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a loader does.
+
+    pieces: by tensor; kept: the dtype it is kept in.  fills, copies: in order, after the pieces.
+    fallback: tensors that the loader itself has to load, and why.  skipped: tensors that it made
+    no use of.  unwritten: (held tensor, bytes) that nobody writes; gaps: where, by area.
+    facts: what the module held.
+    """
+
+    facts: list[Fact]
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+    fills: list[Transfer] = field(default_factory=list)
+    copies: list[Transfer] = field(default_factory=list)
+    fallback: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    unwritten: list[tuple[str, int]] = field(default_factory=list)
+    gaps: dict[int, list[Move]] = field(default_factory=dict)
+    areas: list[int] = field(default_factory=list)  # with pieces, fills or copies
+    computed: list[int] = field(default_factory=list)  # areas that only fallbacks write
+
+    def same(self, other: Recording) -> str:
+        """How another recording differs; "" where it does not."""
+        for what in ("pieces", "kept", "fallback", "skipped", "unwritten"):
+            if getattr(self, what) != getattr(other, what):
+                return what
+        for what in ("fills", "copies"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if [_key(t) for t in mine] != [_key(t) for t in theirs]:
+                return what
+        return ""
+
+    def by_area(self) -> dict[int, list[tuple[str, Box]]]:
+        found: dict[int, list[tuple[str, Box]]] = {}
+        for name, pieces in self.pieces.items():
+            for piece in pieces:
+                found.setdefault(piece.area, []).append((name, piece.box))
+        return found
+
+
+def _key(transfer: Transfer) -> Any:
+    values = None if transfer.keep is None else transfer.keep.cpu().numpy().tobytes()
+    source = transfer.move.source if transfer.keep is None else 0
+    move = transfer.move
+    return (transfer.area, transfer.source_area, source, move.destination, move.dims, values)
+
+
+def record(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> Recording:
+    """What `load` does with the tensors of a model.
+
+    The module's weights are left as they are by every loader whose work can be seen.
+
+    Raises:
+        RecordingError: it cannot be replaced; the text says why.
+        RebindsError: perhaps it can be when it has run once.
+    """
+    first = _record(module, load, model)
+    second = _record(module, load, model)
+    difference = first.same(second)
+    if difference:
+        raise RecordingError(f"two recordings differ in their {difference}")
+    return first
+
+
+def _record(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> Recording:
+    """One recording; tensors whose values are looked at are left to the loader."""
+    everything = frozenset(name for name, *_ in model.tensors)
+    aside: dict[str, str] = {}
+    for _ in range(_TRIALS):
+        held = Held(module)
+        tracer = Tracer(held, model)
+        reason = _trace(module, load, model, tracer, everything - aside.keys())
+        if not reason:
+            break
+        if "?" in tracer.refused or not tracer.refused - aside.keys():
+            raise RecordingError(reason)
+        aside |= dict.fromkeys(tracer.refused, "its values are looked at")
+    else:
+        raise RecordingError(f"values of {len(aside)} tensors and more are looked at")
+    if aside:
+        other = Tracer(held, model, opaque=frozenset(aside))
+        reason = _trace(module, load, model, other, frozenset(aside))
+        if reason:
+            raise RecordingError(reason)
+        for area, writes in enumerate(other.writes):
+            tracer.writes[area] += writes
+            tracer.times[area] += [0] * len(writes)
+    return _Analysis(held, model, tracer, aside).recording
+
+
+def _trace(
+    module: torch.nn.Module,
+    load: LoadWeights,
+    model: Rehearsal,
+    tracer: Tracer,
+    names: frozenset[str],
+) -> str:
+    """Runs the loader under a tracer; why that was in vain, or ""."""
+    kept = Kept(module)
+    try:
+        with torch.no_grad(), inline_threads(), tracer:
+            load(model.pairs(names))
+    except ReadsValuesError as error:
+        return str(error)
+    except WsyncError:
+        raise
+    except Exception as error:
+        raise RecordingError(f"it raised {type(error).__name__}: {error}") from error
+    finally:
+        changed = kept.restore()
+    if tracer.refused:
+        return f"it read values of {', '.join(sorted(tracer.refused)[:5])}"
+    if changed:
+        raise RebindsError(f"it binds other tensors to {', '.join(changed[:5])}")
+    return ""
+
+
+class _Analysis:
+    """Turns what a tracer saw into a recording."""
+
+    def __init__(
+        self, held: Held, model: Rehearsal, tracer: Tracer, fallback: dict[str, str]
+    ) -> None:
+        self._held = held
+        self._model = model
+        self._tracer = tracer
+        self._facts = {fact[0]: fact for fact in model.tensors}
+        self.recording = Recording(held.facts, fallback=dict(fallback))
+        final = [self._last(area) for area in range(len(held.areas))]
+        for area, writes in enumerate(final):
+            for write in writes:
+                self._add(area, write)
+        self._drop_fallbacks()
+        for name, pieces in self.recording.pieces.items():
+            if not apart([piece.box for piece in pieces]):
+                self.recording.pieces[name] = self._once(name, pieces)
+        self._note_areas(final)
+        used = self.recording.pieces.keys() | self.recording.fallback.keys()
+        self.recording.skipped = [name for name, *_ in model.tensors if name not in used]
+        for area in range(len(held.areas)):
+            self._find_gaps(area)
+        self._list_unwritten()
+
+    def _last(self, area: int) -> list[Write]:
+        """The writes to an area without what later ones have written over."""
+        writes = self._tracer.writes[area]
+        parts = [[write.move] for write in writes]
+        spans = [write.move.span() for write in writes]
+        order = sorted(range(len(writes)), key=lambda i: spans[i])
+        active: list[int] = []
+        for i in order:
+            active = [j for j in active if spans[j][1] > spans[i][0]]
+            for j in active:
+                first, second = min(i, j), max(i, j)
+                later = writes[second].move
+                try:
+                    parts[first] = [p for part in parts[first] for p in without(part, later)]
+                except UnexpressedError as error:
+                    path = self._held.areas[area].path
+                    raise RecordingError(f"{path}: it is written over in parts: {error}") from None
+            active.append(i)
+        return [
+            Write(move, w.kind, w.dtypes, w.clock, w.names, w.reason, w.keep)
+            for w, moves in zip(writes, parts, strict=True)
+            for move in moves
+        ]
+
+    def _add(self, area: int, write: Write) -> None:
+        if write.kind == SOURCE:
+            self._add_source(area, write)
+        elif write.kind == CONSTANT:
+            assert write.keep is not None
+            start = write.keep.data_ptr()
+            fill = self._transfer(area, -1, write, start)
+            self.recording.fills.append(fill)
+        elif write.kind == HELD:
+            self._add_copy(area, write)
+        elif write.kind == COMPUTED:
+            if not write.names:
+                path = self._place(area, write.move)
+                raise RecordingError(f"{path} is computed by {write.reason} from no tensor")
+            self._fall_back(write.names, f"{self._place(area, write.move)}: {write.reason}")
+
+    def _add_source(self, area: int, write: Write) -> None:
+        name = self._tracer.name_at(write.move.source)
+        _, dtype, shape, offset, _ = self._facts[name]
+        try:
+            kept = _kept(write.dtypes, dtype_of(dtype))
+            if self.recording.kept.setdefault(name, kept) != kept:
+                raise UnexpressedError(f"kept as {self.recording.kept[name]} and as {kept}")
+            base = self._model.address + offset
+            found = boxes(write.move, base, shape, dtype_of(dtype).itemsize)
+        except UnexpressedError as error:
+            self._fall_back(frozenset([name]), f"{self._place(area, write.move)}: {error}")
+            return
+        start = self._held.areas[area].start
+        pieces = self.recording.pieces.setdefault(name, [])
+        pieces += [Piece(area, Box(b.start, b.extent, b.address - start, b.strides)) for b in found]
+
+    def _add_copy(self, area: int, write: Write) -> None:
+        """A copy of a held tensor can wait until the end if that is not written meanwhile."""
+        source = self._held.find(write.move.source)
+        read = write.move.turned()
+        for time, other in zip(
+            self._tracer.times[source], self._tracer.writes[source], strict=True
+        ):
+            if time >= write.clock and without(read, other.move) != [read]:
+                names = self._tracer.names_of(self._tracer.writes[source])
+                text = f"{self._place(area, write.move)}: a copy of what is written over later"
+                if not names:
+                    raise RecordingError(text)
+                self._fall_back(names, text)
+                return
+        start = self._held.areas[source].start
+        self.recording.copies.append(self._transfer(area, source, write, start))
+
+    def _transfer(self, area: int, source: int, write: Write, start: int) -> Transfer:
+        move = write.move
+        destination = move.destination - self._held.areas[area].start
+        moved = Move(move.source - start, destination, move.dims, move.item, move.into)
+        dtypes = write.dtypes
+        if dtypes[0].itemsize != move.item:  # bytes of elements
+            same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[move.item]
+            dtypes = (same,)
+        return Transfer(area, source, moved, dtypes, write.keep)
+
+    def _fall_back(self, names: frozenset[str], reason: str) -> None:
+        for name in names:
+            self.recording.fallback.setdefault(name, reason)
+
+    def _drop_fallbacks(self) -> None:
+        """What loads through the loader is not copied as well."""
+        for name in self.recording.fallback:
+            self.recording.pieces.pop(name, None)
+            self.recording.kept.pop(name, None)
+
+    def _once(self, name: str, pieces: list[Piece]) -> list[Piece]:
+        """Every element in one place: the others are copies of that."""
+        found: list[Piece] = []
+        dtype = dtype_of(self.recording.kept[name])
+        for piece in pieces:
+            rest = [piece.box]
+            for first in found:
+                left: list[Box] = []
+                for box in rest:
+                    part = common(box, first.box)
+                    if part is None:
+                        left.append(box)
+                        continue
+                    left += minus(box, part)
+                    source = first.box.part(part.start, part.extent)
+                    steps = zip(part.extent, source.strides, part.strides, strict=True)
+                    size = dtype.itemsize
+                    move = Move(source.address, part.address, tuple(steps), size, size)
+                    copy = Transfer(piece.area, first.area, move, (dtype,))
+                    self.recording.copies.insert(0, copy)
+                rest = left
+            found += [Piece(piece.area, box) for box in rest]
+        return found
+
+    def _note_areas(self, final: list[list[Write]]) -> None:
+        recording = self.recording
+        used = {piece.area for pieces in recording.pieces.values() for piece in pieces}
+        used |= {t.area for t in (*recording.fills, *recording.copies)}
+        recording.areas = sorted(used)
+        recording.computed = [a for a, writes in enumerate(final) if writes and a not in used]
+
+    def _find_gaps(self, area: int) -> None:
+        """Parts of the area's tensors that nobody writes."""
+        rest = [
+            _whole(fact, self._held.areas[area].start)
+            for fact in self._held.facts
+            if fact[4] == area
+        ]
+        if len(rest) > 1:
+            rest = _distinct(rest)
+        for write in self._tracer.writes[area]:
+            if not rest:
+                break
+            try:
+                rest = [part for move in rest for part in without(move, write.move)]
+            except UnexpressedError as error:
+                path = self._held.areas[area].path
+                raise RecordingError(f"{path}: its unwritten bytes: {error}") from None
+        if rest:
+            self.recording.gaps[area] = rest
+
+    def _list_unwritten(self) -> None:
+        for area, moves in self.recording.gaps.items():
+            start = self._held.areas[area].start
+            counts: dict[str, int] = {}
+            for move in moves:
+                path = self._held.name(area, move.destination - start)
+                counts[path] = counts.get(path, 0) + move.count * move.into
+            self.recording.unwritten += counts.items()
+
+    def _place(self, area: int, move: Move) -> str:
+        return self._held.name(area, move.destination - self._held.areas[area].start)
+
+
+def _kept(dtypes: tuple[torch.dtype, ...], own: torch.dtype) -> str:
+    """The layout's dtype of a tensor that went through these."""
+    first, last = dtypes[0], dtypes[-1]
+    if len(dtypes) == 1:
+        return str(own).removeprefix("torch.")  # bytes as they are, by whatever name
+    if len(dtypes) == 3 and first == last and (first, dtypes[1]) in _CASTS:
+        return str(own).removeprefix("torch.")  # widened and narrowed again
+    if len(dtypes) == 2 and first == own and (first, last) in _CASTS:
+        return str(last).removeprefix("torch.")
+    raise UnexpressedError("converted " + " to ".join(str(dtype) for dtype in dtypes))
+
+
+def _whole(fact: Fact, start: int) -> Move:
+    _, dtype, shape, strides, _, offset = fact
+    item = dtype_of(dtype).itemsize
+    dims = tuple((n, s * item, s * item) for n, s in zip(shape, strides, strict=True))
+    return Move(0, start + offset, dims, item, item)
+
+
+def _distinct(moves: list[Move]) -> list[Move]:
+    """Regions without what an earlier one covers."""
+    found: list[Move] = []
+    for move in moves:
+        rest = [move]
+        for other in found:
+            try:
+                rest = [part for piece in rest for part in without(piece, other)]
+            except UnexpressedError:
+                break
+        found += rest
+    return found

@@ -1,0 +1,177 @@
+"""Proves a recording: what load_weights gives for made-up tensors, a replay has to give too.
+
+Dispatch modes do not see raw kernels, pointers and numpy; their bytes are found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from wsync._core import BufferTable, LayoutBuilder, Route, Stream, checksum
+from wsync.engine.held import Held
+from wsync.engine.recorder import LoadWeights, Recording, RecordingError
+from wsync.engine.regions import Box, Move
+from wsync.engine.reserved import Rehearsal
+
+# held bytes that are kept aside at a time
+_BATCH: Final = 256 << 20
+_TIMEOUT: Final = 600.0
+
+
+def prove(
+    module: torch.nn.Module,
+    load: LoadWeights,
+    model: Rehearsal,
+    recording: Recording,
+    stream: Stream,
+) -> None:
+    """Loads made-up tensors twice, by the loader and by a replay over poisoned memory.
+
+    The module's weights are lost.  Bytes that nobody writes are left alone.
+
+    Raises:
+        RecordingError: the results differ; the text names a tensor and a byte.
+    """
+    held = Held(module)
+    before = {area: _sum(held, area, moves) for area, moves in recording.gaps.items()}
+    _load(load, model.pairs())
+    held = Held(module)
+    difference = held.difference(recording.facts)
+    if difference:
+        raise RecordingError(f"while loading, {difference}")
+    for area, moves in recording.gaps.items():
+        if _sum(held, area, moves) != before[area]:
+            path = held.areas[area].path
+            raise RecordingError(f"{path}: written by means that cannot be seen")
+    pieces = recording.by_area()
+    for areas in _batches(held, [*recording.areas, *recording.computed]):
+        _compare(held, areas, recording, _Rerun(load, model, recording, pieces, stream))
+
+
+def _load(load: LoadWeights, pairs: list[tuple[str, torch.Tensor]]) -> None:
+    try:
+        with torch.no_grad():
+            load(pairs)
+    except Exception as error:
+        raise RecordingError(f"it raised {type(error).__name__}: {error}") from error
+
+
+class _Rerun:
+    """Does to some areas what a replay does."""
+
+    def __init__(
+        self,
+        load: LoadWeights,
+        model: Rehearsal,
+        recording: Recording,
+        pieces: dict[int, list[tuple[str, Box]]],
+        stream: Stream,
+    ) -> None:
+        self._load = load
+        self._model = model
+        self._recording = recording
+        self._pieces = pieces
+        self._stream = stream
+        self._shapes = {name: shape for name, _, shape, _, _ in model.tensors}
+
+    def __call__(self, held: Held, areas: Sequence[int]) -> None:
+        builder = LayoutBuilder()
+        for area in areas:
+            add_boxes(builder, area, self._pieces.get(area, ()), self._recording, self._shapes)
+        route = Route(self._model.layout, builder.build())
+        sources = BufferTable([(self._model.address, self._model.nbytes)], self._model)
+        if route.buffer_count:
+            self._stream.copy(route, 0, 0, sources, held.table())
+        self._stream.synchronize(_TIMEOUT)
+        if self._recording.fallback:
+            _load(self._load, self._model.pairs(frozenset(self._recording.fallback)))
+        for transfer in (*self._recording.fills, *self._recording.copies):
+            if transfer.area in areas:
+                transfer.run(held)
+
+
+def add_boxes(
+    builder: LayoutBuilder,
+    area: int,
+    pieces: Sequence[tuple[str, Box]],
+    recording: Recording,
+    shapes: dict[str, tuple[int, ...]],
+) -> None:
+    """Adds an area's boxes to a layout, as the buffer of its number."""
+    for name, box in pieces:
+        builder.add_shard(
+            *(name, recording.kept[name], shapes[name], box.start, box.extent),
+            *(area, box.address, box.strides),
+        )
+
+
+def _compare(held: Held, areas: Sequence[int], recording: Recording, rerun: Any) -> None:
+    expected = {area: held.areas[area].bytes().clone() for area in areas}
+    try:
+        for area, wanted in expected.items():
+            found = held.areas[area].bytes()
+            # a byte that the replay leaves out differs for certain
+            found.bitwise_not_()
+            for move in recording.gaps.get(area, ()):
+                _region(found, held.areas[area].start, move).copy_(
+                    _region(wanted, held.areas[area].start, move)
+                )
+        rerun(held, areas)
+        for area, wanted in expected.items():
+            found = held.areas[area].bytes()
+            for start in _outside(held, area, found, wanted):
+                raise RecordingError(
+                    f"{held.name(area, start)}: byte {start} of its storage is {int(found[start])} "
+                    f"after a replay, load_weights makes it {int(wanted[start])}"
+                )
+    except BaseException:
+        for area, wanted in expected.items():
+            held.areas[area].bytes().copy_(wanted)
+        raise
+
+
+def _outside(held: Held, area: int, found: torch.Tensor, wanted: torch.Tensor) -> Iterator[int]:
+    """Bytes that differ, of tensors; others of the storage are nobody's and are put back."""
+    if torch.equal(found, wanted):
+        return
+    mine = torch.zeros_like(found, dtype=torch.bool)
+    for _, dtype, shape, strides, number, offset in held.facts:
+        if number == area:
+            item = getattr(torch, dtype).itemsize
+            steps = (*(stride * item for stride in strides), 1)
+            mine.as_strided((*shape, item), steps, offset).fill_(True)
+    differing = (found != wanted) & mine
+    if differing.any():
+        yield int(differing.nonzero()[0])
+    found.copy_(torch.where(mine, found, wanted))
+
+
+def _region(data: torch.Tensor, start: int, move: Move) -> torch.Tensor:
+    """The bytes of a move's destination, in an area's bytes."""
+    shape = (*(n for n, _, _ in move.dims), move.into)
+    steps = (*(d for _, _, d in move.dims), 1)
+    return data.as_strided(shape, steps, move.destination - start)
+
+
+def _sum(held: Held, area: int, moves: list[Move]) -> list[int]:
+    data, start = held.areas[area].bytes(), held.areas[area].start
+    return [
+        checksum(_region(data, start, move).contiguous().cpu().reshape(-1).numpy())
+        for move in moves
+    ]
+
+
+def _batches(held: Held, areas: list[int]) -> Iterator[list[int]]:
+    batch: list[int] = []
+    nbytes = 0
+    for area in areas:
+        batch.append(area)
+        nbytes += held.areas[area].end - held.areas[area].start
+        if nbytes >= _BATCH:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,441 @@
+"""Watches what a loader does to tensors, without doing it.
+
+Under a Tracer, data that comes from the model's stand-ins (wsync.engine.reserved) is not moved:
+each movement is written down, and followed through temporaries (cat, clone, index, casts) until
+it reaches a tensor of the module.  What is no movement taints what it computes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from wsync.engine.held import Held
+from wsync.engine.regions import Move, UnexpressedError, compose
+from wsync.engine.reserved import Rehearsal
+
+SOURCE: Final = "source"  # a tensor of the model
+HELD: Final = "held"  # a tensor of the module, read when the recording's clock was `clock`
+CONSTANT: Final = "constant"  # values that do not depend on the model's
+COMPUTED: Final = "computed"  # anything else
+
+_aten = torch.ops.aten
+_VIEWS = {_aten._unsafe_view, _aten._reshape_alias, _aten.lift_fresh, _aten.detach, _aten.alias}
+_SHAPES = {
+    *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like),
+    *(_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full),
+    _aten.new_empty_strided,
+}
+
+
+class ReadsValuesError(BaseException):
+    """The loader looked at values of the weights.  No loader's `except Exception` catches it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Where part of a tensor's content comes from.
+
+    dtypes: as it was read at its origin, then what it was converted to on its way.
+    names: tensors of the model that a computed value may depend on.
+    keep: memory that a constant's address lies in.
+    """
+
+    move: Move
+    kind: str
+    dtypes: tuple[torch.dtype, ...] = ()
+    clock: int = 0
+    names: frozenset[str] = frozenset()
+    reason: str = ""
+    keep: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Temporary:
+    """Memory that is neither the model's nor the module's."""
+
+    reference: StorageWeakRef
+    writes: list[Write] = field(default_factory=list)
+
+
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every write to the tensors of a module.
+
+    writes: by area of `held`, in order; a write's clock there is the time it was made, but of
+    HELD ones the time that they read.  times: the times they were made, alike.
+    opaque: computes everything, and says only what is written, not from where.
+    """
+
+    def __init__(self, held: Held, model: Rehearsal, *, opaque: frozenset[str] = frozenset()):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.writes: list[list[Write]] = [[] for _ in held.areas]
+        self.times: list[list[int]] = [[] for _ in held.areas]
+        self.refused: frozenset[str] = frozenset()
+        self._held = held
+        self._model = model
+        self._opaque = opaque
+        self._offsets = [offset for _, _, _, offset, _ in model.tensors]
+        self._temporaries: dict[int, _Temporary] = {}
+        self._clock = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._clock += 1
+        packet = func.overloadpacket
+        if func.is_view or packet in _VIEWS or packet in _SHAPES:
+            return func(*args, **kwargs)
+        handler = None if self._opaque else _HANDLERS.get(packet)
+        try:
+            if handler is not None:
+                return handler(self, func, *args, **kwargs)
+        except UnexpressedError:
+            pass  # a movement of too many parts is as good as a computation
+        return self._other(func, args, kwargs)
+
+    # -- what memory is
+
+    def _source(self, address: int) -> bool:
+        return 0 <= address - self._model.address < self._model.nbytes
+
+    def name_at(self, address: int) -> str:
+        place = bisect.bisect_right(self._offsets, address - self._model.address) - 1
+        return self._model.tensors[place][0]
+
+    def _temporary(self, tensor: torch.Tensor) -> _Temporary:
+        storage = tensor.untyped_storage()
+        found = self._temporaries.get(storage._cdata)
+        if found is None:
+            # the reference keeps the identity from being used again
+            found = _Temporary(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+            self._temporaries[storage._cdata] = found
+        return found
+
+    def _written(self, tensor: torch.Tensor) -> list[Write]:
+        """What was written to the memory of a tensor."""
+        area = self._held.find(tensor.data_ptr())
+        if area >= 0:
+            return self.writes[area]
+        found = self._temporaries.get(tensor.untyped_storage()._cdata)
+        return [] if found is None else found.writes
+
+    def _symbolic(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor are not in its memory while recording."""
+        if tensor.numel() == 0:
+            return False
+        return self._source(tensor.data_ptr()) or any(
+            write.kind != CONSTANT or self._held.find(tensor.data_ptr()) >= 0
+            for write in self._written(tensor)
+        )
+
+    def _names(self, tensor: torch.Tensor) -> frozenset[str]:
+        """Tensors of the model that the values may depend on."""
+        if self._source(tensor.data_ptr()):
+            return frozenset([self.name_at(tensor.data_ptr())])
+        return self.names_of(self._written(tensor))
+
+    def names_of(self, writes: Iterable[Write]) -> frozenset[str]:
+        found: set[str] = set()
+        for write in writes:
+            found |= write.names
+            if write.kind == SOURCE:
+                found.add(self.name_at(write.move.source))
+            elif write.kind == HELD:
+                area = self._held.find(write.move.source)
+                found |= self.names_of(w for w in self.writes[area] if w.kind != HELD)
+        return frozenset(found)
+
+    # -- movements
+
+    def _note(self, destination: torch.Tensor, write: Write) -> None:
+        area = self._held.find(write.move.destination)
+        if area >= 0:
+            self.writes[area].append(write)
+            self.times[area].append(self._clock)
+        else:
+            self._temporary(destination).writes.append(write)
+
+    def move(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """destination.copy_(source)."""
+        if destination.numel() == 0:
+            return
+        source = source.expand(destination.shape)
+        read = _read(source, destination.data_ptr(), _steps(destination), destination.dtype)
+        found = self._resolve(read, source, destination.dtype)
+        for write in found:
+            self._note(destination, write)
+
+    def _resolve(self, read: Move, tensor: torch.Tensor, into: torch.dtype) -> list[Write]:
+        """Where what a move reads comes from."""
+        area = self._held.find(read.source)
+        here = (tensor.dtype,) if tensor.dtype == into else (tensor.dtype, into)
+        if area >= 0:
+            return [Write(read, HELD, here, self._clock)]
+        found: list[Write] = []
+        rest = [read]
+        for write in reversed(self._written(tensor)):
+            left: list[Move] = []
+            for part in rest:
+                moves, outside = compose(part, write.move)
+                left += outside
+                found += [_continued(write, move, tensor.dtype, into) for move in moves]
+            rest = left
+        if self._source(read.source):
+            found += [Write(part, SOURCE, here, self._clock) for part in rest]
+        elif rest:
+            found += self._constants(rest, tensor, here)
+        return found
+
+    def _constants(
+        self, moves: list[Move], tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+    ) -> list[Write]:
+        """Reads of memory that holds its values, which are kept as they are now."""
+        storage = tensor.untyped_storage()
+        turned = [move.turned().span() for move in moves]
+        low, high = min(start for start, _ in turned), max(end for _, end in turned)
+        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        keep = empty.set_(storage, low - storage.data_ptr(), (high - low,), (1,)).clone()
+        shift = keep.data_ptr() - low
+        return [
+            Write(replace(m, source=m.source + shift), CONSTANT, dtypes, self._clock, keep=keep)
+            for m in moves
+        ]
+
+    def taint(self, tensor: torch.Tensor, names: frozenset[str], reason: str) -> None:
+        """Notes that all of a tensor was computed."""
+        if tensor.numel():
+            whole = _read(tensor, tensor.data_ptr(), _steps(tensor), tensor.dtype)
+            self._note(tensor, Write(whole, COMPUTED, names=names, reason=reason))
+
+    # -- everything else
+
+    def _other(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        changed = _changed(func, args, kwargs)
+        known = [tensor for tensor in tensors if self._symbolic(tensor)]
+        held = any(self._held.find(t.data_ptr()) >= 0 for t in changed if t.numel())
+        names = frozenset().union(self._opaque, *(self._names(tensor) for tensor in known))
+        reason = f"{func.overloadpacket.__name__}"
+        if held:
+            for tensor in changed:
+                self.taint(tensor, names, reason)
+            returned = len(func._schema.returns)
+            if returned > len(changed):
+                self._refuse(names, reason)
+            return changed[0] if returned == 1 else tuple(changed[:returned]) or None
+        answer = func(*args, **kwargs)
+        if self._opaque or not (known or any(self._written(t) for t in changed if t.numel())):
+            return answer
+        leaves = tree_leaves(answer)
+        if known and any(not isinstance(leaf, torch.Tensor) for leaf in leaves if leaf is not None):
+            self._refuse(names, reason)
+        for tensor in changed or [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]:
+            if known:
+                self.taint(tensor, names, reason)
+            else:
+                self.move(tensor, tensor.clone())
+        return answer
+
+    def _refuse(self, names: frozenset[str], reason: str) -> None:
+        self.refused |= names or frozenset(["?"])
+        raise ReadsValuesError(f"{', '.join(sorted(names)[:5])}: read by {reason}")
+
+
+def _continued(write: Write, move: Move, seen: torch.dtype, into: torch.dtype) -> Write:
+    """A write that goes on from a temporary to where it was read."""
+    dtypes = write.dtypes
+    if write.kind != COMPUTED:
+        if dtypes[-1] != seen and len(dtypes) == 1:
+            dtypes = (seen,)  # the same bytes by another name
+        elif dtypes[-1] != seen:
+            raise UnexpressedError(f"{dtypes[-1]} read as {seen}")
+        if seen != into:
+            dtypes = (*dtypes, into)
+    return replace(write, move=move, dtypes=dtypes)
+
+
+def _steps(tensor: torch.Tensor) -> list[int]:
+    return [stride * tensor.element_size() for stride in tensor.stride()]
+
+
+def _read(
+    tensor: torch.Tensor, destination: int, strides: Sequence[int], into: torch.dtype
+) -> Move:
+    dims = tuple(zip(tensor.shape, _steps(tensor), strides, strict=True))
+    return Move(tensor.data_ptr(), destination, dims, tensor.element_size(), into.itemsize)
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operator writes to."""
+    found: list[torch.Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found
+
+
+# -- operators that move data: (tracer, operator, its arguments) -> its result
+
+
+def _copy(
+    tracer: Tracer, func: Any, target: torch.Tensor, source: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    held = tracer._held.find(target.data_ptr()) >= 0 if target.numel() else False
+    if not held and not tracer._symbolic(source):
+        func(target, source, *rest)
+        if not tracer._written(target):
+            return target
+    tracer.move(target, source)
+    return target
+
+
+def _clone(tracer: Tracer, func: Any, source: torch.Tensor, **options: Any) -> torch.Tensor:
+    if not tracer._symbolic(source) and tracer._held.find(source.data_ptr()) < 0:
+        return func(source, **options)  # type: ignore[no-any-return]
+    if tracer._symbolic(source):
+        options.pop("non_blocking", None)
+        fresh = torch.empty_like(source, **options)
+    else:
+        fresh = func(source, **options)
+    tracer.move(fresh, source)
+    return fresh
+
+
+def _cat(tracer: Tracer, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    parts = [t for t in tensors if t.dim() != 1 or t.numel()]
+    if not any(tracer._symbolic(t) for t in parts):
+        return func(tensors, dim)  # type: ignore[no-any-return]
+    shape = list(parts[0].shape)
+    shape[dim] = sum(t.shape[dim] for t in parts)
+    dtype = parts[0].dtype
+    for part in parts:
+        dtype = torch.promote_types(dtype, part.dtype)
+    whole = torch.empty(shape, dtype=dtype, device=parts[0].device)
+    at = 0
+    for part in parts:
+        tracer.move(whole.narrow(dim, at, part.shape[dim]), part)
+        at += part.shape[dim]
+    return whole
+
+
+def _stack(
+    tracer: Tracer, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0
+) -> torch.Tensor:
+    if not any(tracer._symbolic(t) for t in tensors):
+        return func(tensors, dim)  # type: ignore[no-any-return]
+    dim = dim % (tensors[0].dim() + 1)
+    return _cat(tracer, _aten.cat, [t.unsqueeze(dim) for t in tensors], dim)
+
+
+def _select(tracer: Tracer, func: Any, source: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
+    if not tracer._symbolic(source) or tracer._symbolic(index) or index.dim() > 1:
+        raise UnexpressedError("an index of its own")
+    dim = dim % source.dim()
+    shape = list(source.shape)
+    places = [int(i) % shape[dim] for i in index.reshape(-1).tolist()]
+    shape[dim] = len(places)
+    fresh = torch.empty(shape, dtype=source.dtype, device=source.device)
+    for start, place, count in _runs(places):
+        tracer.move(fresh.narrow(dim, start, count), source.narrow(dim, place, count))
+    return fresh
+
+
+def _index(tracer: Tracer, func: Any, source: torch.Tensor, indices: Any) -> torch.Tensor:
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or given[0][1].dim() != 1:
+        raise UnexpressedError("an index of more than one axis")
+    dim, index = given[0]
+    if index.dtype == torch.bool:
+        index = index.nonzero().reshape(-1)
+    return _select(tracer, func, source, dim, index)
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(position, first place, count) of places that follow each other."""
+    start = 0
+    for position in range(1, len(places) + 1):
+        if position == len(places) or places[position] != places[position - 1] + 1:
+            yield start, places[start], position - start
+            start = position
+
+
+def _fill(tracer: Tracer, func: Any, target: torch.Tensor, value: Any = 0) -> torch.Tensor:
+    if target.numel() and tracer._held.find(target.data_ptr()) < 0:
+        func(target, value) if func.overloadpacket is _aten.fill_ else func(target)
+        if not tracer._written(target):
+            return target
+    if isinstance(value, torch.Tensor) and tracer._symbolic(value):
+        return _copy(tracer, func, target, value)
+    tracer.move(target, torch.as_tensor(value, dtype=target.dtype, device=target.device))
+    return target
+
+
+def _pad(
+    tracer: Tracer, func: Any, source: torch.Tensor, pad: Sequence[int], value: Any = 0
+) -> torch.Tensor:
+    if not tracer._symbolic(source) or any(count < 0 for count in pad):
+        raise UnexpressedError("padding of its own")
+    ends = [(0, 0)] * source.dim()
+    for i in range(len(pad) // 2):
+        ends[source.dim() - 1 - i] = (pad[2 * i], pad[2 * i + 1])
+    shape = [n + low + high for n, (low, high) in zip(source.shape, ends, strict=True)]
+    fresh = torch.full(shape, value, dtype=source.dtype, device=source.device)
+    inner = fresh
+    for dim, (low, _) in enumerate(ends):
+        inner = inner.narrow(dim, low, source.shape[dim])
+    tracer.move(inner, source)
+    return fresh
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    _aten.copy_: _copy,
+    _aten.clone: _clone,
+    _aten._to_copy: _clone,
+    _aten.contiguous: _clone,
+    _aten.cat: _cat,
+    _aten.stack: _stack,
+    _aten.index_select: _select,
+    _aten.index: _index,
+    _aten.fill_: _fill,
+    _aten.zero_: _fill,
+    _aten.constant_pad_nd: _pad,
+}
+
+
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def inline_threads() -> Iterator[None]:
+    """Runs what this thread gives to thread pools at once: a tracer sees one thread only."""
+    mine = threading.get_ident()
+    with _one_at_a_time:
+        submit = ThreadPoolExecutor.submit
+
+        def run(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != mine:
+                return submit(pool, function, *args, **kwargs)
+            future: Future[Any] = Future()
+            try:
+                future.set_result(function(*args, **kwargs))
+            except Exception as error:
+                future.set_exception(error)
+            return future
+
+        ThreadPoolExecutor.submit = run  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
