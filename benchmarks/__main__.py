@@ -15,11 +15,16 @@ from typing import Any
 
 from benchmarks.environment import environment
 
-NAMES = ("bucket", "update", "plan")
+NAMES = ("bucket", "update", "plan", "control", "memory", "scaling")
 
 
 def rows(name: str) -> Iterator[dict[str, Any]]:
     yield from importlib.import_module(f"benchmarks.{name}").run()
+
+
+def _figure(row: dict[str, Any]) -> str:
+    """What a case is about, where that is not a time."""
+    return f"  ({row['figure']})" if "figure" in row else ""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(
                 f"{row['benchmark']:10} {row['case']:34} {row['bytes']:12} {row['seconds']:9.4f} "
                 f"{row['peer_seconds']:9.4f} {row['ratio']:7.2f}  {row['verified']!s:8}  "
-                f"{row['peer']}",
+                f"{row['peer']}{_figure(row)}",
                 flush=True,
             )
             if chosen.json:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -45,16 +44,6 @@ def load(payload: bytes, parameters: dict[str, torch.Tensor], bucket_class: Any)
     with torch.no_grad():
         for name, tensor in bucket.reconstruct_tensors():
             parameters[name].copy_(tensor)
-
-
-def calls_over(connection: Connection) -> Callable[[bytes], object]:
-    """Makes each call a message over a pipe, answered when the bucket has been loaded."""
-
-    def call(payload: bytes) -> object:
-        connection.send(("peer", payload))
-        return connection.recv()
-
-    return call
 
 
 def _buckets(named_tensors: Iterable[Named]) -> Iterator[list[Named]]:

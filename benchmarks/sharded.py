@@ -2,66 +2,34 @@
 
 from __future__ import annotations
 
-import datetime
-import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import on_ranks
+
 RANKS = 4
 REPEATS = 3
-_SECONDS = 900.0
 
 
 def sharded() -> Iterator[dict[str, Any]]:
     """Rows of the case; rank 0 of the trainer reports them."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="wsync-benchmark-") as folder:
-        processes = [
-            context.Process(target=_rank, args=(rank, f"{folder}/store", theirs))
-            for rank in range(RANKS)
-        ]
-        for process in processes:
-            process.start()
-        theirs.close()
-        try:
-            if not ours.poll(_SECONDS):
-                raise TimeoutError(f"update: no result from {RANKS} ranks in {_SECONDS:.0f} s")
-            yield from ours.recv()
-        finally:
-            for process in processes:
-                process.join(30)
-                process.kill()
+    yield from on_ranks(RANKS, _rank)
 
 
-def _rank(rank: int, store: str, results: Connection) -> None:
+def _rank(rank: int) -> list[dict[str, Any]]:
     from benchmarks.update import qwen3_config
     from wsync.demo import megatron_cpu
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=600),
-    )
     parallel = megatron_cpu.Parallel(tp=2, pp=2)
     with megatron_cpu.on_cpu(), megatron_cpu.groups(parallel):
         config = qwen3_config()
         trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
-        rows = _measure(rank, trainer.chunks, config)
-    if rank == 0:
-        results.send(rows)
-    dist.barrier()
-    dist.destroy_process_group()
+        return _measure(rank, trainer.chunks, config)
 
 
 def _measure(rank: int, chunks: list[torch.nn.Module], config: Any) -> list[dict[str, Any]]:
@@ -82,8 +50,7 @@ def _measure(rank: int, chunks: list[torch.nn.Module], config: Any) -> list[dict
 
     def slime() -> None:
         if consumer is not None:
-            call = peers.calls_over(consumer.connection)
-            peers.send(gather.named_tensors(), peer_class, call)
+            peers.send(gather.named_tensors(), peer_class, consumer.take)
         else:
             for _ in gather.named_tensors():
                 pass

@@ -68,10 +68,9 @@ def one_process() -> Iterator[dict[str, Any]]:
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
     consumer = Consumer(shapes, peer_class)
     try:
-        call = peers.calls_over(consumer.connection)
         with wsync.connect(weights, engines=[consumer]) as sync:
             ways: dict[str, Callable[[], object]] = {
-                "peer": lambda: peers.send(weights.items(), peer_class, call),
+                "peer": lambda: peers.send(weights.items(), peer_class, consumer.take),
                 "wsync": sync.update,
                 "memcpy": memcpy(nbytes),
             }

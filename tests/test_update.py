@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import wsync
+from wsync.engine.process import ProcessEngine
 from wsync.engine.serve import serve_in_process
 from wsync.engine.tensor_parallel import TensorParallelEngine
 
@@ -141,15 +142,14 @@ def test_a_stock_engine_gets_flattened_buckets(config: Any, server: str) -> None
 
 
 def test_non_contiguous_and_empty_tensors_are_read_where_they_lie() -> None:
-    from support.bare import BareEngine
-
     weights = {
         "a.transposed": torch.arange(15.0).reshape(3, 5).t(),
         "b.sliced": torch.arange(20, dtype=torch.bfloat16).reshape(4, 5)[:, 1:3],
         "c.empty": torch.empty(0, 4),
         "d.scalar": torch.tensor(3.5),
     }
-    with BareEngine({name: (t.shape, t.dtype) for name, t in weights.items()}) as engine:
+    with ProcessEngine({name: (t.shape, t.dtype) for name, t in weights.items()}) as engine:
+        engine.fill(77)
         with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
             sync.update()
         found = engine.weights()
@@ -159,11 +159,10 @@ def test_non_contiguous_and_empty_tensors_are_read_where_they_lie() -> None:
 
 
 def test_a_large_tensor_is_cut_where_the_engine_copies_by_name() -> None:
-    from support.bare import BareEngine
-
     weights = {"large": torch.arange(40_000.0).reshape(200, 200), "small": torch.ones(3)}
     options = wsync.Options(deadline=3, round_nbytes=1 << 14, progress=False)
-    with BareEngine({name: (t.shape, t.dtype) for name, t in weights.items()}) as engine:
+    with ProcessEngine({name: (t.shape, t.dtype) for name, t in weights.items()}) as engine:
+        engine.fill(77)
         with wsync.connect(weights, engines=[engine], options=options) as sync:
             report = sync.update()
         assert same(engine.weights(), weights)

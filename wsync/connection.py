@@ -62,6 +62,10 @@ class Connection:
     def exchange_name(self) -> str:
         return "none" if self._exchange is None else self._exchange.name
 
+    @property
+    def ring_nbytes(self) -> int:
+        return sum(self._rings[worker][1] for worker in range(len(self._rings)))
+
     def opening(self, worker: int, update: int) -> Control:
         """The control message that makes a worker join an update."""
         session, address = self._doors[worker]

@@ -13,6 +13,7 @@ from typing import Any
 class Report:
     """One update as one trainer rank saw it.  Sizes are bytes, times are seconds.
 
+    `ring_nbytes` and `staging_nbytes` are the buffers that this rank keeps between updates.
     `phases` are disjoint stretches of this rank's wall time: what was waited for, while the
     stream copied beside it.  `delivered_nbytes` counts every worker; `redundancy` is
     delivered bytes over the bytes that the workers need, in source dtype.
@@ -26,6 +27,8 @@ class Report:
     sent_nbytes: int = 0
     rounds: int = 0
     workers: int = 0
+    ring_nbytes: int = 0
+    staging_nbytes: int = 0
     exchange: str = "none"
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)

@@ -280,6 +280,8 @@ class Sync:
         report.sent_nbytes = stats["sent_nbytes"]
         report.rounds = plan.round_count
         report.workers = len(self._workers)
+        report.ring_nbytes = connection.ring_nbytes
+        report.staging_nbytes = plan.send_nbytes
         report.exchange = connection.exchange_name
 
     def _progress(self, report: Report) -> tqdm[None]:

@@ -1,0 +1,96 @@
+"""An engine that is one process of bare weights under given names, without a model around them.
+
+For tests, benchmarks and notebooks: an update is all that it is good for.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from wsync.engine.loaders import ModuleLoader
+from wsync.engine.workers import Worker, WorkersEngine
+
+Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
+
+
+class ProcessEngine(WorkersEngine):
+    """Holds tensors of these shapes and dtypes, all zero before the first update.
+
+    threads: copying threads.  The process ends with this one, or when the engine is closed.
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        *,
+        name: str = "process",
+        threads: int = 1,
+        timeout: float = 120.0,
+        worker: "type[BareWorker] | None" = None,
+    ) -> None:
+        plain = {key: (tuple(shape), dtype) for key, (shape, dtype) in shapes.items()}
+        settings = [{"shapes": plain, "threads": threads}]
+        super().__init__(worker or BareWorker, settings, name=name, timeout=timeout)
+
+    def fill(self, byte: int, timeout: float = 60.0) -> None:
+        """Overwrites every byte of the weights with one value."""
+        self._call("fill", [byte], timeout)
+
+    def digest(self, timeout: float = 60.0) -> str:
+        """What `digest` makes of the weights as they are now."""
+        answer: str = self._call("digest", None, timeout)[0]
+        return answer
+
+    def weights(self, timeout: float = 60.0) -> dict[str, torch.Tensor]:
+        """A copy of the weights as they are now."""
+        data = self._call("weights", None, timeout)[0]
+        loaded: dict[str, torch.Tensor] = torch.load(io.BytesIO(data))
+        return loaded
+
+
+class BareWorker(Worker):
+    """The process: buffers of a module that has no code."""
+
+    def __init__(self, *, shapes: Shapes, threads: int) -> None:
+        module = torch.nn.Module()
+        for name, (shape, dtype) in shapes.items():
+            *path, leaf = name.split(".")
+            home = module
+            for part in path:
+                if part not in home._modules:
+                    home.add_module(part, torch.nn.Module())
+                home = home.get_submodule(part)
+            home.register_buffer(leaf, torch.zeros(tuple(shape), dtype=dtype))
+        self.tensors: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
+        super().__init__(ModuleLoader(module, threads=threads))
+
+    def answer(self, what: str, argument: Any) -> Any:
+        if what == "fill":
+            for tensor in self.tensors.values():
+                tensor.view(-1).view(torch.uint8).fill_(argument)
+            return None
+        if what == "digest":
+            return digest(self.tensors)
+        if what == "weights":
+            data = io.BytesIO()
+            torch.save(self.tensors, data)
+            return data.getvalue()
+        return super().answer(what, argument)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.tensors[name].copy_(tensor)
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A hash of names and bytes, in the order of names."""
+    total = hashlib.blake2b()
+    for name in sorted(tensors):
+        total.update(name.encode())
+        data = tensors[name].detach().contiguous().flatten().view(torch.uint8)
+        total.update(data.numpy().data)
+    return total.hexdigest()

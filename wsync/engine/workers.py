@@ -1,0 +1,263 @@
+"""Engines that are worker processes of this one: how they are started, asked and ended.
+
+`WorkersEngine` is such an engine's handle (wsync.handles.EngineHandle); `Worker` is what lives in
+each process.  Processes are asked one question at a time over a pipe and end when it closes.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import wait as wait_for
+from typing import Any, Final, Self
+
+import torch
+
+from wsync import control, payload
+from wsync._core import (
+    DeadlineError,
+    InvalidArgumentError,
+    PeerClosedError,
+    RemoteError,
+    WsyncError,
+)
+from wsync.engine.child import Child
+from wsync.engine.loaders import Loader
+from wsync.engine.receiver import Receiver
+
+_POLL_SECONDS: Final = 0.2
+_MAIN: Final = "import sys; from wsync.engine.workers import serve; serve(int(sys.argv[1]))"
+
+
+class Worker:
+    """One worker in its process.  Subclasses take keyword settings and answer more questions."""
+
+    def __init__(self, loader: Loader, *, rank: int = 0) -> None:
+        self.rank = rank
+        self.receiver = Receiver(loader, worker=rank)
+
+    def answer(self, what: str, argument: Any) -> Any:
+        """The answer to one question; an exception becomes the text of a failure."""
+        if what == "update":
+            return self._update(*argument)
+        if what == "reason":
+            return "" if self.receiver.consistent else self.receiver.reason
+        if what in ("ping", "start"):
+            return None
+        raise InvalidArgumentError(f"unknown question {what!r}")
+
+    def load_weights(self, weights: Any) -> None:
+        """Takes named tensors from an engine's own payloads: what a stock engine does."""
+        raise InvalidArgumentError(f"worker {self.rank} takes wsync's control messages only")
+
+    def _update(self, data: bytes, load_format: str | None) -> str:
+        content: Any = payload.load(data)
+        if load_format == control.LOAD_FORMAT:
+            success, text = self.receiver.handle(payload.control_bytes(content))
+            if not success:
+                raise RemoteError(text)
+            return text
+        if load_format == "flattened_bucket":
+            from wsync.bucket import FlattenedTensorBucket
+
+            content = FlattenedTensorBucket(
+                flattened_tensor=content["flattened_tensor"], metadata=content["metadata"]
+            ).reconstruct_tensors()
+        elif load_format is not None:
+            raise InvalidArgumentError(f"unknown load_format {load_format!r}")
+        self.load_weights(content)
+        return "Success"
+
+
+class WorkersEngine:
+    """An engine of worker processes, and its handle.  Close it, or use `with`; the workers end
+    with this process.
+
+    worker: the class in each process; settings: its keyword arguments, for each worker.
+    """
+
+    load_formats = (control.LOAD_FORMAT,)
+
+    def __init__(
+        self,
+        worker: type[Worker],
+        settings: Sequence[Mapping[str, Any]],
+        *,
+        name: str,
+        timeout: float = 120.0,
+    ) -> None:
+        self.name = name
+        self.workers = len(settings)
+        self.weight_version = "default"
+        self.paused = False
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._children: list[Child] = []
+        self._pipes: list[Connection[Any, Any]] = []
+        try:
+            for rank in range(self.workers):
+                self._start(rank)
+            self._call("start", [(worker, dict(each)) for each in settings], timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.pid for child in self._children]
+
+    def close(self) -> None:
+        """Ends the workers."""
+        for pipe in self._pipes:
+            pipe.close()
+        for child in self._children:
+            child.close()
+
+    # --- the handle -------------------------------------------------------------------------
+
+    def pause(self, mode: str, timeout: float) -> None:
+        self._call("ping", None, timeout)
+        self.paused = True
+
+    def flush(self, timeout: float) -> None:
+        self._call("ping", None, timeout)
+
+    def resume(self, timeout: float) -> None:
+        """RemoteError while a worker's weights are inconsistent."""
+        self._check_consistent(timeout)
+        self.paused = False
+
+    def update_weights(
+        self,
+        payloads: Sequence[bytes],
+        *,
+        load_format: str | None,
+        weight_version: int | str | None,
+        timeout: float,
+    ) -> None:
+        if len(payloads) != self.workers:
+            raise InvalidArgumentError(
+                f"engine {self.name}: {len(payloads)} payloads for {self.workers} workers"
+            )
+        self._call("update", [(data, load_format) for data in payloads], timeout)
+        if weight_version is not None:
+            self.weight_version = str(weight_version)
+
+    def model_info(self, timeout: float) -> dict[str, Any]:
+        reasons = [reason for reason in self._call("reason", None, timeout) if reason]
+        return {
+            "weight_version": self.weight_version,
+            "tp_size": self.workers,
+            "consistent": not reasons,
+            "reason": "; ".join(reasons),
+        }
+
+    # --- the workers ------------------------------------------------------------------------
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = Pipe()
+        environment = {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # gloo over the loopback interface: the workers are on this host
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            # a worker's class is found where this process found it
+            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        }
+        with theirs:
+            child = Child(
+                [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno())],
+                f"{self.name} worker {rank}",
+                environment=environment,
+                pass_fds=[theirs.fileno()],
+            )
+        self._children.append(child)
+        self._pipes.append(ours)
+
+    def _check_consistent(self, timeout: float) -> None:
+        info = self.model_info(timeout)
+        if not info["consistent"]:
+            raise RemoteError(f"engine {self.name}: {info['reason']}")
+
+    def _call(self, what: str, arguments: Sequence[Any] | None, timeout: float) -> list[Any]:
+        """Asks every worker and returns their answers.  Fails with the first that fails, dies
+        or is late; answers that come after that are dropped."""
+        where = f"engine {self.name}: {what}"
+        deadline = time.monotonic() + timeout
+        if not self._lock.acquire(timeout=max(timeout, 0.0)):
+            raise DeadlineError(f"{where}: another call did not end within {timeout:g} s")
+        try:
+            self._sequence += 1
+            for rank, pipe in enumerate(self._pipes):
+                argument = None if arguments is None else arguments[rank]
+                try:
+                    pipe.send((self._sequence, what, argument))
+                except OSError as error:
+                    raise self._gone(where, rank) from error
+            answers: dict[int, Any] = {}
+            while len(answers) < self.workers:
+                missing = [rank for rank in range(self.workers) if rank not in answers]
+                if time.monotonic() >= deadline:
+                    late = ", ".join(map(str, missing))
+                    raise DeadlineError(f"{where}: worker {late}: no answer within {timeout:g} s")
+                self._collect(where, missing, answers, deadline - time.monotonic())
+            return [answers[rank] for rank in range(self.workers)]
+        finally:
+            self._lock.release()
+
+    def _collect(
+        self, where: str, missing: Sequence[int], answers: dict[int, Any], remaining: float
+    ) -> None:
+        pipes = {self._pipes[rank]: rank for rank in missing}
+        for ready in wait_for(list(pipes), min(max(remaining, 0.0), _POLL_SECONDS)):
+            assert isinstance(ready, Connection)
+            rank = pipes[ready]
+            try:
+                sequence, success, answer = ready.recv()
+            except (EOFError, OSError) as error:
+                raise self._gone(where, rank) from error
+            if sequence != self._sequence:
+                continue  # of a call that was given up
+            if not success:
+                raise RemoteError(f"{where}: {answer}")
+            answers[rank] = answer
+
+    def _gone(self, where: str, rank: int) -> PeerClosedError:
+        child = self._children[rank]
+        with contextlib.suppress(Exception):
+            child.process.wait(1.0)
+        return PeerClosedError(
+            f"{where}: worker {rank} ended with {child.process.poll()}: {child.log()}"
+        )
+
+
+def serve(descriptor: int) -> None:
+    """A worker's main loop: until its parent closes the pipe."""
+    torch.set_num_threads(1)
+    pipe: Connection[Any, Any] = Connection(descriptor)
+    worker: Worker | None = None
+    while True:
+        try:
+            sequence, what, argument = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            if what == "start":
+                make, settings = argument
+                worker, argument = make(**settings), None
+            assert worker is not None
+            reply = (sequence, True, worker.answer(what, argument))
+        except WsyncError as error:
+            reply = (sequence, False, str(error))
+        except Exception as error:
+            who = "worker" if worker is None else f"worker {worker.rank}"
+            reply = (sequence, False, f"{who}: {type(error).__name__}: {error}")
+        pipe.send(reply)
