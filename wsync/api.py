@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync._core import InvalidArgumentError
+from wsync.group import together
 from wsync.handles import EngineHandle, handle
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.options import Options
@@ -38,7 +39,12 @@ def connect(
         PeerClosedError, DeadlineError: an engine does not answer; the same on every rank.
         LayoutError: the trainer ranks' layouts disagree.
     """
-    layout = source if isinstance(source, TrainerLayout) else from_tensors(source)
+    deadline = (options or Options()).exchange_deadline
+    layout = (
+        source
+        if isinstance(source, TrainerLayout)
+        else together(lambda: from_tensors(source), timeout=deadline)
+    )
 
     def handles() -> list[EngineHandle]:
         if isinstance(engines, str):

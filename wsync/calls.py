@@ -1,10 +1,13 @@
-"""Calls to engines, all engines at once, from threads that never outlive their deadline."""
+"""Calls that may never return, made from daemon threads: to all engines at once, or in order."""
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from wsync import _core
 from wsync.handles import EngineHandle
@@ -73,3 +76,35 @@ class Calls:
                         f"engine {name} did not answer within {timeout:.0f} s"
                     )
         self.check()
+
+
+class Lane:
+    """One daemon thread that makes calls in order.
+
+    A call that never returns costs its thread and what is queued behind it, and keeps neither
+    its caller nor the interpreter from ending, as a ThreadPoolExecutor's would.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._calls = queue.SimpleQueue()
+        threading.Thread(target=_drive, args=(self._calls,), daemon=True, name=name).start()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def close(self) -> None:
+        """Ends the thread after what was submitted; returns at once."""
+        self._calls.put(None)
+
+
+def _drive(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (item := calls.get()) is not None:
+        future, call = item
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        del item, future, call  # the thread must not keep what it is done with

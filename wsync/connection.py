@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from wsync.group import TrainerGroup
 from wsync.handles import EngineHandle
 from wsync.options import Options
 from wsync.report import Report
-from wsync.sessions import Session, Worker, WorkerSession
+from wsync.sessions import Session, Worker, WorkerSession, sweep
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -42,6 +43,7 @@ class Connection:
         self._exchange: Exchange | None = None
         self._stream = _core.Stream(options.threads)
         self._sessions: list[Session] = []
+        sweep(options.directory)
         for number, worker in enumerate(workers):
             if worker.home != group.rank:
                 continue
@@ -93,14 +95,15 @@ class Connection:
 
     def attach(self, check: Check) -> None:
         """Waits for the workers, plans with what they keep, and hands them their rings."""
-        timeout = self._options.deadline
-        blobs = {s.worker: s.accept(timeout, check) for s in self._sessions}
+        left = _countdown(self._options.deadline)
+        blobs = {s.worker: s.accept(left(), check) for s in self._sessions}
         self._teach(blobs, check)
         plan = self._make_plan(self._gather_layouts(blobs))
         self._agree(plan)
         spans = [(0, 0)] * len(self._workers)
+        left = _countdown(self._options.deadline)
         for session in self._sessions:
-            spans[session.worker] = session.attach(plan, timeout, check)
+            spans[session.worker] = session.attach(plan, left(), check)
         self._rings = _core.BufferTable(spans, owner=list(self._sessions))
         self._exchange = self._make_exchange(plan, check)
         self.plan = plan
@@ -173,12 +176,14 @@ class Connection:
 
     def prepared(self, check: Check) -> None:
         """Waits until all workers of this rank hold every byte."""
+        left = _countdown(self._options.deadline)
         for session in self._sessions:
-            session.prepared(self._options.deadline, check)
+            session.prepared(left(), check)
 
     def commit(self, check: Check) -> None:
+        left = _countdown(self._options.deadline)
         for session in self._sessions:
-            session.commit(self._options.deadline, check)
+            session.commit(left(), check)
 
     def abort(self, text: str) -> None:
         """Stops copying, tells the workers why, and lets go of everything."""
@@ -286,6 +291,12 @@ class Connection:
         addresses = group.all_gather(exchange.address.encode())
         exchange.connect([a.decode() for a in addresses], options.exchange_deadline, check)
         return exchange
+
+
+def _countdown(timeout: float) -> Callable[[], float]:
+    """Seconds left of `timeout`: what waits for one session after another has one end."""
+    end = time.monotonic() + timeout
+    return lambda: max(end - time.monotonic(), 0.0)
 
 
 def everything(model: _core.Layout) -> _core.Layout:

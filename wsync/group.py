@@ -6,24 +6,34 @@ wait looks at the board about every 50 ms, so all ranks raise the same error soo
 
 from __future__ import annotations
 
-import contextlib
+import concurrent.futures
+import functools
+import hashlib
 import json
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from wsync import _core
+from wsync.calls import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_BOARD_SECONDS = 0.05
+_BOARD_SECONDS: Final = 0.05
+_MEETING_SECONDS: Final = 0.01
+_STORE_SECONDS: Final = 2.0  # for one answer of the store
+_GLOO_SECONDS: Final = 10.0
+_STORE_GONE: Final = "the trainer's store cannot be reached: the process that hosts it is gone"
+_T = TypeVar("_T")
 
 
 def host_identity() -> str:
@@ -43,55 +53,85 @@ class TrainerGroup:
         timeout: seconds after which a collective has failed.
 
     Raises:
-        DeadlineError: not all ranks made one.
+        DeadlineError: not all ranks made one; the text says which did not.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, timeout: float) -> None:
         self.timeout = timeout
         self.closed = False
-        self._gloo: ProcessGroup | None = None
+        self._gloo: Any = None
         self._board: _Board | None = None
+        self._stuck = False
         self.rank, self.size = 0, 1
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.size == 1:
             return
-        members = dist.get_process_group_ranks(group) if group is not None else None
-        self._members = members
+        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self._lane = Lane("wsync-store")
         try:
-            self._gloo = dist.new_group(
-                members,
-                timeout=timedelta(seconds=timeout),
-                backend="gloo",
-                use_local_synchronization=members is not None,
-            )
+            joining = self._lane.submit(functools.partial(self._join, list(members)))
+            self._gloo, store = _result(joining, timeout + _STORE_SECONDS)
+        except BaseException as error:
+            self.closed = True
+            self._lane.close()
+            if isinstance(error, RuntimeError) and not isinstance(error, _core.WsyncError):
+                raise _core.PeerClosedError(_STORE_GONE) from error
+            raise
+        self._board = _Board(store, self.rank, self._lane)
+
+    def _join(self, members: list[int]) -> tuple[Any, Any]:
+        """Meets the others, and connects to them; (gloo group, store of this group alone)."""
+        end = time.monotonic() + self.timeout
+        # the default store's own timeout, which calls of the trainer need, is minutes long
+        store: Any = dist.distributed_c10d._get_default_store()
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=self.timeout))
+        name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+        store = dist.distributed_c10d.PrefixStore(f"wsync/{name}", store)
+        store = _meet(store, self.rank, self.size, end)
+        gloo = dist.distributed_c10d.PrefixStore("gloo", store)
+        # a deadline of ours comes before one of gloo's, whose text is that of a broken connection
+        timeout = timedelta(seconds=self.timeout + _GLOO_SECONDS)
+        try:
+            return dist.ProcessGroupGloo(gloo, self.rank, self.size, timeout), store
         except RuntimeError as error:
             raise _core.DeadlineError(
-                f"{self.size} trainer ranks did not meet within {timeout:.0f} s: {error}"
+                f"{self.size} trainer ranks did not connect within {self.timeout:.0f} s: {error}"
             ) from error
-        # a name of this group's own, whatever other groups its ranks are in
-        name = self.all_gather(secrets.token_hex(8).encode())[0].decode()
-        self._board = _Board(f"wsync/{name}", self.rank)
 
     def close(self) -> None:
         """Ends the communicator, with what may be stuck in it; other ranks may still use theirs."""
-        gloo, self.closed = self._gloo, True
-        if gloo is None or self._members is not None:
-            # torch names a group of some ranks by how many groups there are: a name that is
-            # free again would meet what the former group left in the store
+        if self.closed:
             return
-        self._gloo = None
-        with contextlib.suppress(ValueError):  # all groups were destroyed together
-            dist.destroy_process_group(gloo)
+        self.closed = True
+        if self._board is not None:
+            self._lane.close()
+        held, self._gloo = [self._gloo], None
+        if self._stuck:
+            # its end waits for the collective's
+            threading.Thread(target=held.clear, daemon=True, name="wsync-group").start()
 
     def check(self) -> None:
         """Raises the error that any rank has published; called during every wait."""
         if self._board is not None:
             self._board.check()
 
-    def fail(self, error: BaseException) -> BaseException:
+    @property
+    def failed(self) -> bool:
+        """Whether any rank has published an error, or given up on this group."""
+        try:
+            if self._board is not None and not self.closed:
+                self._board.check_now()
+        except _core.WsyncError:
+            return True
+        return self.closed
+
+    def fail(self, error: BaseException) -> _core.WsyncError:
         """Publishes `error` unless another rank was first; returns the error to raise."""
+        if not isinstance(error, _core.WsyncError):
+            error = _core.RemoteError(f"{type(error).__name__}: {error}")
         return error if self._board is None else self._board.publish(error)
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -101,14 +141,14 @@ class TrainerGroup:
         if self._gloo is None:
             raise _core.StateError("the trainer's group is closed")
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._run(dist.all_gather, sizes, torch.tensor([len(data)]))
+        self._gather(sizes, torch.tensor([len(data)]))
         widest = max(int(size) for size in sizes)
         mine = torch.zeros(widest, dtype=torch.uint8)
         if data:
             mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty(widest, dtype=torch.uint8) for _ in range(self.size)]
         if widest:
-            self._run(dist.all_gather, parts, mine)
+            self._gather(parts, mine)
         return [
             part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)
         ]
@@ -119,14 +159,13 @@ class TrainerGroup:
 
     def exchange(self, output: Any, data: Any, outputs: list[int], inputs: list[int]) -> Any:
         """Starts an all-to-all of contiguous uint8 tensors; `finish` waits for it."""
-        return dist.all_to_all_single(
-            output, data, outputs, inputs, group=self._gloo, async_op=True
-        )
+        return self._gloo.alltoall_base(output, data, outputs, inputs)
 
     def finish(self, work: Any, timeout: float) -> None:
         """Polls a collective until it is complete, its error, another's error or the deadline."""
         start = time.monotonic()
         looked, pause = start, 2e-5
+        self._stuck = True
         while not work.is_completed():
             now = time.monotonic()
             if now - looked > _BOARD_SECONDS:
@@ -138,55 +177,142 @@ class TrainerGroup:
                     )
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
+        self._stuck = False
         try:
             work.wait()
         except RuntimeError as error:
-            self.check()
+            if self._board is not None:
+                self._board.check_now()
             raise _core.PeerClosedError(f"a trainer rank is gone: {error}") from error
 
-    def _run(self, collective: Callable[..., Any], *arguments: Any) -> None:
-        self.finish(collective(*arguments, group=self._gloo, async_op=True), self.timeout)
+    def _gather(self, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
+        self.finish(self._gloo.allgather([parts], [mine]), self.timeout)
+
+
+def together(make: Callable[[], _T], *, timeout: float) -> _T:
+    """What `make` returns; what it raises on any rank of the default group is raised on all."""
+    group = TrainerGroup(timeout=timeout)
+    try:
+        made = make()
+        group.barrier()
+        return made
+    except Exception as error:
+        first = group.fail(error)
+        if first is error:
+            raise
+        raise first from error
+    finally:
+        group.close()
 
 
 class _Board:
-    """The first published error, visible to all ranks."""
+    """The first published error, visible to all ranks.
 
-    def __init__(self, prefix: str, rank: int) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        self._store = dist.distributed_c10d.PrefixStore(prefix, store)
+    Calls of a store do not end while the process that hosts it is stopped, whatever their
+    timeout.  They are made from a thread, and `check` looks at the answer to the last one.
+    """
+
+    def __init__(self, store: Any, rank: int, lane: Lane) -> None:
+        self._store = store
         self._rank = rank
+        self._lane = lane
+        self._looking: Future[str] | None = None
 
     def check(self) -> None:
-        try:
-            published = self._store.check(["error"])
-            text = self._store.get("error").decode() if published else ""
-        except RuntimeError as error:
-            raise _core.PeerClosedError(
-                f"the trainer's store cannot be reached; its rank is gone: {error}"
-            ) from error
-        if text:
-            raise _decode_error(text)
+        looking = self._looking
+        if looking is None or looking.done():
+            self._looking = self._lane.submit(self._look)
+        if looking is not None and looking.done():
+            _raise(looking.result())
 
-    def publish(self, error: BaseException) -> BaseException:
+    def check_now(self) -> None:
+        """Waits for the store's answer, for a short while."""
+        _raise(_result(self._lane.submit(self._look), _STORE_SECONDS))
+
+    def publish(self, error: _core.WsyncError) -> _core.WsyncError:
+        text = _encode_error(error, self._rank)
+        writing = self._lane.submit(lambda: self._store.compare_set("error", "", text).decode())
         try:
-            text = self._store.compare_set("error", "", _encode_error(error, self._rank)).decode()
+            first = _decode_error(_result(writing, _STORE_SECONDS))
         except RuntimeError:
-            return error  # the store died with its rank: say what was seen here
-        first = _decode_error(text)
+            # nobody can be told what was seen here: say what all ranks can see
+            return _core.PeerClosedError(_STORE_GONE)
+        except _core.DeadlineError as silence:
+            return silence
         return error if (type(error), str(error)) == (type(first), str(first)) else first
 
+    def _look(self) -> str:
+        try:
+            return self._store.get("error").decode() if self._store.check(["error"]) else ""
+        except RuntimeError as error:
+            raise _core.PeerClosedError(_STORE_GONE) from error
 
-def _encode_error(error: BaseException, rank: int) -> str:
-    name = type(error).__name__
-    if not isinstance(error, _core.WsyncError):
-        name, error = "RemoteError", _core.RemoteError(f"{type(error).__name__}: {error}")
+
+def _meet(store: Any, rank: int, size: int, end: float) -> Any:
+    """Waits until all ranks have come; returns a store that is theirs alone.
+
+    Rank 0 invites under a name of its own making and the others join: ranks that were left in
+    different numbers of meetings still find each other.
+    """
+    timeout = end - time.monotonic()
+    name, meeting = "", None
+    if rank == 0:
+        name = secrets.token_hex(8)
+        meeting = dist.distributed_c10d.PrefixStore(name, store)
+        store.set("meeting", name)
+    while True:
+        if rank != 0 and store.check(["meeting"]):
+            name, known = store.get("meeting").decode(), name
+            if name != known:
+                meeting = dist.distributed_c10d.PrefixStore(name, store)
+                if meeting.check(["over"]):
+                    meeting = None  # a former one
+        if meeting is not None:
+            meeting.set(f"rank{rank}", "")
+            if rank == 0 and meeting.check([f"rank{other}" for other in range(size)]):
+                meeting.set("over", "")
+                return meeting
+            if rank != 0 and meeting.check(["over"]):
+                if not meeting.check(["failed"]):
+                    return meeting
+                raise _core.DeadlineError(meeting.get("failed").decode())
+        if time.monotonic() > end:
+            break
+        time.sleep(_MEETING_SECONDS)
+    text = f"trainer rank 0 did not come within {timeout:.0f} s"
+    if rank == 0 and meeting is not None:
+        absent = [other for other in range(size) if not meeting.check([f"rank{other}"])]
+        text = f"trainer ranks {absent} did not come within {timeout:.0f} s"
+        meeting.set("failed", text)
+        meeting.set("over", "")
+    raise _core.DeadlineError(text)
+
+
+def _result(future: Future[_T], timeout: float) -> _T:
+    """What a call of the store returns, or DeadlineError."""
+    try:
+        return future.result(timeout)
+    except concurrent.futures.TimeoutError as error:
+        if future.done():
+            raise  # the call's own
+        raise _core.DeadlineError(
+            "the trainer's store does not answer: the process that hosts it is stuck or stopped"
+        ) from error
+
+
+def _raise(published: str) -> None:
+    if published:
+        raise _decode_error(published)
+
+
+def _encode_error(error: _core.WsyncError, rank: int) -> str:
     text = str(error)
     if not text.startswith("trainer rank "):
         text = f"trainer rank {rank}: {text}"
-    return json.dumps({"class": name, "text": text})
+    return json.dumps({"class": type(error).__name__, "text": text})
 
 
-def _decode_error(text: str) -> BaseException:
+def _decode_error(text: str) -> _core.WsyncError:
     fields = json.loads(text)
-    cls: type[BaseException] = getattr(_core, fields["class"], _core.RemoteError)
+    cls: type[_core.WsyncError] = getattr(_core, fields["class"], _core.RemoteError)
     return cls(fields["text"])

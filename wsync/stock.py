@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
 
 from wsync import _core, payload
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+from wsync.calls import Lane
 from wsync.control import WHOLE
 from wsync.handles import EngineHandle
 
@@ -39,7 +41,7 @@ class StockSession:
         self._last = -1
         self._version = ""
         self._given_up = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="wsync-stock")
+        self._lane = Lane("wsync-stock")
 
     def accept(self, timeout: float, check: Check) -> bytes:
         """A stock engine takes whole tensors."""
@@ -71,7 +73,7 @@ class StockSession:
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         """Sends the bucket once the stream has filled it."""
         stream.synchronize(timeout, check)
-        self._requests.append(self._thread.submit(self._send, round))
+        self._requests.append(self._lane.submit(functools.partial(self._send, round)))
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         """Waits until the request of a round has been answered."""
@@ -85,8 +87,9 @@ class StockSession:
         request.result()
 
     def prepared(self, timeout: float, check: Check) -> None:
+        end = time.monotonic() + timeout
         for round in range(len(self._requests)):
-            self.wait(round, timeout, check)
+            self.wait(round, end - time.monotonic(), check)
 
     def commit(self, timeout: float, check: Check) -> None:
         """The last bucket's request has already carried the version."""
@@ -96,7 +99,7 @@ class StockSession:
 
     def close(self) -> None:
         self._given_up.set()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._lane.close()
 
     def _send(self, round: int) -> None:
         if self._given_up.is_set() or not self._buckets[round]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     import torch
 
     Weights = Mapping[str, torch.Tensor]
+
+
+_VERSION = re.compile(r"[ -~]{1,128}")
 
 
 class Sync:
@@ -63,6 +67,7 @@ class Sync:
         self._pausing: Calls | None = None
         self._opened: Calls | None = None
         self._closing = b""
+        self._closed = False
         self._group = TrainerGroup(source.group, timeout=self.options.exchange_deadline)
         with self._one_error():
             if self._group.rank == 0:
@@ -81,26 +86,33 @@ class Sync:
         Args:
             weights: the parameters' current storage by global name, or what returns it; None
                 for the tensors that the layout was made from.
-            version: the weight version that engines report afterwards; None counts up.
+            version: the weight version that engines report afterwards, a number from 0 or a
+                short text, the same on all ranks; None counts up.
 
         Returns:
             What happened, as this rank saw it.
 
         Raises:
-            WsyncError: the same on all ranks.  The engines that were being updated stay paused
-                and inconsistent; the next call connects anew and updates them again.
+            StateError: after close.
+            WsyncError: the same on all ranks; a RemoteError stands for what is none, which is its
+                cause on the rank that it comes from (Ctrl-C is raised there as it is).  The
+                engines that were being updated stay paused and inconsistent; the next call
+                connects anew and updates them again.
         """
-        report = Report(version=str(self.version + 1 if version is None else version))
+        if self._closed:
+            raise _core.StateError("update after close")
         start = time.perf_counter()
         self._renew()
         with self._one_error():
+            report = Report(version=_version(self.version + 1 if version is None else version))
             self._update(weights() if callable(weights) else weights, report)
         report.seconds = time.perf_counter() - start
-        self.version = int(str(version)) if str(version).isdecimal() else self.version + 1
+        self.version = int(report.version) if report.version.isdecimal() else self.version + 1
         return report
 
     def close(self) -> None:
         """Lets go of rings and sockets.  Engines keep the weights they have."""
+        self._closed = True
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -135,8 +147,13 @@ class Sync:
         return LOAD_FORMAT not in engine.load_formats
 
     def _renew(self) -> None:
-        """After a failure: a new group, because a collective of the old one may be stuck."""
-        if self._group.closed:
+        """After a failure, be it one that another rank alone has met at the very end of an update:
+        a new group, because a collective of the old one may be stuck."""
+        if self._group.failed:
+            self._group.close()
+            if self._connection is not None:
+                self._connection.abort("another trainer rank has given up the connection")
+                self._connection = None
             self._group = TrainerGroup(self._source.group, timeout=self.options.exchange_deadline)
 
     def _update(self, weights: Weights | None, report: Report) -> None:
@@ -192,10 +209,16 @@ class Sync:
                 # a handle's own error, at the deadline, says more than ours
                 self._pausing.join(self.options.deadline + 2.0, self._group.check)
                 self._pausing = None
-            self._group.barrier()
+            self._agree(report.version)
         with report.phase("open"):
             if self._group.rank == 0:
                 self._request(requests)
+
+    def _agree(self, version: str) -> None:
+        """A barrier before engines are told anything, of ranks that mean the same update."""
+        meant = [data.decode() for data in self._group.all_gather(version.encode())]
+        if len(set(meant)) > 1:
+            raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
 
     def _requests(self, connection: Connection) -> dict[int, list[bytes]]:
         """What the opening request carries for each worker, by engine; and the closing one's."""
@@ -327,6 +350,16 @@ class Sync:
 
 def _nothing() -> None:
     """What is left to do where everything is open."""
+
+
+def _version(version: object) -> str:
+    """A weight version as engines record it."""
+    good = isinstance(version, int) and not isinstance(version, bool) and version >= 0
+    if not good and not (isinstance(version, str) and _VERSION.fullmatch(version)):
+        raise _core.InvalidArgumentError(
+            f"version={version!r}: neither a number from 0 nor 1 to 128 printable characters"
+        )
+    return str(version)
 
 
 def _left(end: float) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core, megatron
+from wsync.group import together
 from wsync.handles import EngineHandle, handle
 from wsync.layout import TrainerLayout
 from wsync.options import Options
@@ -37,7 +38,8 @@ class UpdateWeightFromTensor:
 
     Raises:
         UnsupportedError: a quantization_config was given, or a family that is not known.
-        LayoutError, InvalidArgumentError: a parameter that does not fit; the text names it.
+        LayoutError, InvalidArgumentError: a parameter that does not fit, on any rank; the text
+            names it.
     """
 
     def __init__(
@@ -62,13 +64,16 @@ class UpdateWeightFromTensor:
         self.weight_version = 0
         self.update_weight_metrics: dict[str, float] = {}
         self._weights_getter = weights_getter
+        self._options = options or Options(
+            bucket_nbytes=getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
+        )
         self._source = (
             model
             if isinstance(model, TrainerLayout)
-            else megatron.layout(model, args, model_name=model_name)
-        )
-        self._options = options or Options(
-            bucket_nbytes=getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
+            else together(
+                lambda: megatron.layout(model, args, model_name=model_name),
+                timeout=self._options.exchange_deadline,
+            )
         )
         self._sync: Sync | None = None
 

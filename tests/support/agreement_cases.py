@@ -1,0 +1,104 @@
+"""What two trainer ranks do in tests/test_agreement.py, where one of them is the odd one out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.call_cases import Engine
+
+import wsync
+from wsync.group import TrainerGroup
+from wsync.layout import from_tensors
+
+OPTIONS = wsync.Options(deadline=1.0, progress=False, delivery="stock")
+LONG = wsync.Options(deadline=60.0, progress=False, delivery="stock")
+
+
+class Stock(Engine):
+    """Answers everything, and notes the versions that it is told."""
+
+    load_formats = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.versions: list[str] = []
+
+    def update_weights_from_tensor(self, **given: Any) -> tuple[bool, str]:
+        if given.get("weight_version"):
+            self.versions.append(given["weight_version"])
+        return True, ""
+
+
+def _error(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except wsync.WsyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def disagree() -> dict[str, Any]:
+    """The errors of this rank, where rank 1 differs from rank 0."""
+    rank = dist.get_rank()
+    found: dict[str, Any] = {}
+    layout = from_tensors({"a": torch.ones(4)})
+    sparse = {"a": torch.ones(4).to_sparse() if rank == 1 else torch.ones(4)}
+    start = time.monotonic()
+    found["layout"] = _error(lambda: wsync.connect(sparse, [Stock()], options=LONG))
+    found["updater"] = _error(
+        lambda: wsync.UpdateWeightFromTensor(
+            SimpleNamespace(), [None] if rank else [], None, model_name="what", options=LONG
+        )
+    )
+    found["seconds"] = time.monotonic() - start
+    engine = Stock()
+    with wsync.connect(layout, [engine], options=LONG) as sync:
+        found["version"] = _error(lambda: sync.update(version=7 + rank))
+        found["odd"] = _error(lambda: sync.update(version="" if rank else "x"))
+        sync.update(version=9)
+    found["versions"] = engine.versions
+    found["closed"] = _error(sync.update)
+    return found
+
+
+def absent() -> str:
+    """Rank 1 does not come at first; then both do, rank 0 for the second time."""
+    error = ""
+    if dist.get_rank() == 0:
+        error = _error(lambda: TrainerGroup(timeout=1))
+    dist.barrier()
+    TrainerGroup(timeout=30).close()
+    return error
+
+
+def fail_at_the_very_end() -> dict[str, Any]:
+    """Rank 1 fails when the others have returned already; the next update is whole again."""
+    rank, engine, error = dist.get_rank(), Stock(), ""
+    with wsync.connect(from_tensors({"a": torch.ones(4)}), [engine], options=LONG) as sync:
+        sync.update()
+        gather, calls = TrainerGroup.all_gather, 0
+
+        def interrupted(self: TrainerGroup, data: bytes) -> list[bytes]:
+            nonlocal calls
+            parts = gather(self, data)
+            calls += 1
+            if calls == 3:  # agreement, prepared, the end
+                raise KeyboardInterrupt
+            return parts
+
+        if rank == 1:
+            TrainerGroup.all_gather = interrupted  # type: ignore[method-assign]
+        try:
+            sync.update()
+        except KeyboardInterrupt:
+            error = "KeyboardInterrupt"
+        finally:
+            TrainerGroup.all_gather = gather  # type: ignore[method-assign]
+        dist.barrier()  # as a training step would
+        sync.update(version=3)
+    return {"error": error, "versions": engine.versions}

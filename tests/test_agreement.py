@@ -1,0 +1,88 @@
+"""Trainer ranks that differ: what they agree on, and that all of them say the same."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import agreement_cases
+from support.procs import Ranks
+
+import wsync
+from wsync.sessions import sweep
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2, path=sys.path) as started:
+        yield started
+
+
+def test_what_one_rank_does_differently_all_ranks_say(ranks: Ranks) -> None:
+    first, second = ranks.run(agreement_cases.disagree)
+    assert first["seconds"] < agreement_cases.LONG.deadline  # nobody was waited for
+    assert first["layout"].startswith("UnsupportedError: trainer rank 1: ")
+    assert "trainer rank " in first["updater"]
+    assert first["version"].endswith("trainer ranks want different versions: ['7', '8']")
+    assert first["odd"].startswith("InvalidArgumentError: trainer rank 1: version=''")
+    assert first["closed"] == "StateError: update after close"
+    assert first["versions"] == ["9"]
+    for name in ("layout", "updater", "version", "odd", "closed"):
+        assert first[name] == second[name]
+
+
+def test_a_rank_that_does_not_come_is_named_and_may_come_later(ranks: Ranks) -> None:
+    first, _ = ranks.run(agreement_cases.absent)
+    assert first == "DeadlineError: trainer ranks [1] did not come within 1 s"
+
+
+def test_a_failure_after_the_others_have_returned_does_not_part_the_ranks(ranks: Ranks) -> None:
+    first, second = ranks.run(agreement_cases.fail_at_the_very_end)
+    assert (first["error"], second["error"]) == ("", "KeyboardInterrupt")
+    assert first["versions"] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("version", [-1, True, 1.5, "", "a\nb", "x" * 129])
+def test_odd_versions_are_refused(version: Any) -> None:
+    options = agreement_cases.OPTIONS
+    with wsync.connect({"a": torch.ones(1)}, [agreement_cases.Stock()], options=options) as sync:
+        with pytest.raises(wsync.InvalidArgumentError, match="version="):
+            sync.update(version=version)
+
+
+def test_foreign_errors_are_named_ones_with_a_cause() -> None:
+    def weights() -> dict[str, torch.Tensor]:
+        raise KeyError("no such backup")
+
+    options = agreement_cases.OPTIONS
+    with wsync.connect({"a": torch.ones(1)}, [agreement_cases.Stock()], options=options) as sync:
+        with pytest.raises(wsync.RemoteError, match="KeyError: 'no such backup'") as caught:
+            sync.update(weights)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_folders_of_killed_processes_are_swept(tmp_path: Path) -> None:
+    """Only those: with a socket that refuses connections, and not young."""
+    kept = []
+    for name in ("wsync-dead00", "wsync-alive0", "wsync-young0", "wsync-other-0"):
+        (tmp_path / name).mkdir(mode=0o700)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(tmp_path / name / "s"))
+        listener.listen()
+        if name == "wsync-alive0":
+            kept.append(listener)
+        else:
+            listener.close()
+        if name != "wsync-young0":
+            os.utime(tmp_path / name, (1, 1))
+    (tmp_path / "wsync-empty0").mkdir()
+    sweep(str(tmp_path))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"wsync-alive0", "wsync-young0", "wsync-other-0", "wsync-empty0"}
+    kept[0].close()
