@@ -116,11 +116,11 @@ class Connection:
             if isinstance(session, WorkerSession) and blobs[session.worker] == LEARN
         ]
         if pupils:
-            model = names_of(self._model).to_bytes()
+            model, left = names_of(self._model).to_bytes(), _countdown(self._options.deadline)
             for session in pupils:
-                session.teach(model, self._options.deadline, check)
-        for session in pupils:
-            blobs[session.worker] = session.learnt(self._options.deadline, check)
+                session.teach(model, left(), check)
+            for session in pupils:
+                blobs[session.worker] = session.learnt(left(), check)
 
     def run(
         self,
