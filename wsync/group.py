@@ -183,7 +183,8 @@ class TrainerGroup:
         except RuntimeError as error:
             if self._board is not None:
                 self._board.check_now()
-            raise _core.PeerClosedError(f"a trainer rank is gone: {error}") from error
+            what = str(error).partition(". ")[0]  # advice follows
+            raise _core.PeerClosedError(f"a trainer rank is gone: {what}") from error
 
     def _gather(self, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
         self.finish(self._gloo.allgather([parts], [mine]), self.timeout)

@@ -1,0 +1,202 @@
+"""Places of the protocol at which a process of the fault matrix meets with its fault.
+
+A fault is (phase, how).  `Trainer faults` wrap a method of wsync's classes in one process for one
+update; a worker's are calls that its receiver makes at the same places (fault_engine.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import resource
+import shutil
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from wsync._core import Exporter, Importer, Memory
+from wsync.connection import Connection
+from wsync.sessions import WorkerSession
+from wsync.sync import Sync
+
+# where a trainer rank is in each phase: just before it calls
+_TRAINER: dict[str, tuple[type, str]] = {
+    "listen": (Connection, "__init__"),
+    "open": (Sync, "_open"),
+    "attach": (WorkerSession, "attach"),
+    "round": (WorkerSession, "post"),
+    "done": (WorkerSession, "wait"),
+    "prepared": (WorkerSession, "prepared"),
+    "commit": (WorkerSession, "commit"),
+    "close": (Sync, "_close_requests"),
+}
+
+Notes = list[str]
+
+
+class Fault:
+    """A fault that strikes once, at its phase."""
+
+    def __init__(self, phase: str, how: str, folder: str) -> None:
+        self.phase, self.how, self.folder = phase, how, folder
+        self.struck = False
+        self.notes: Notes = []
+        self._undo: list[Callable[[], object]] = []
+
+    def at(self, phase: str, ring: Memory | None = None) -> None:
+        """Says that this process has come to a phase."""
+        if phase == self.phase and not self.struck:
+            self.struck = True
+            getattr(self, "_" + self.how.replace("-", "_"))(*([ring] if ring else []))
+
+    def arm(self) -> None:
+        """Makes the phases of this trainer rank known."""
+        owner, name = _TRAINER[self.phase]
+        method = getattr(owner, name)
+
+        def struck(target: Any, *arguments: Any, **named: Any) -> Any:
+            self.at(self.phase)
+            return method(target, *arguments, **named)
+
+        setattr(owner, name, struck)
+        self._undo.append(lambda: setattr(owner, name, method))
+
+    def disarm(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    # --- what can happen; the names are those of the report -----------------------------------
+
+    def _kill(self, *_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _stop(self, *_: object) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _raise(self, *_: object) -> None:
+        raise ValueError("a planted failure")
+
+    def _exit(self, *_: object) -> None:
+        sys.exit(3)
+
+    def _cut(self, *_: object) -> None:
+        """Every connected packet socket of this process is shut down."""
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                descriptor = int(name)
+                if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(descriptor)) as copy:
+                    if copy.family == socket.AF_UNIX and copy.type == socket.SOCK_SEQPACKET:
+                        copy.shutdown(socket.SHUT_RDWR)
+
+    def _interrupt(self, *_: object) -> None:
+        """Ctrl-C during one of the extension's waits."""
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        Exporter(self.folder).accept(30.0)
+        raise AssertionError("the wait has not ended")
+
+    def _fork(self, *_: object) -> None:
+        """A child that lets go of what it has inherited, and ends."""
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            for item in gc.get_objects():
+                if isinstance(item, Connection):
+                    item.close()
+            gc.collect()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        self.notes.append(f"the child ended with {status}")
+
+    def _address_space(self, *_: object) -> None:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        self._limit(resource.RLIMIT_AS, used)
+
+    def _descriptors(self, *_: object) -> None:
+        self._limit(resource.RLIMIT_NOFILE, max(map(int, os.listdir("/proc/self/fd"))))
+
+    def _room(self, *_: object) -> None:
+        """As if the file system of memory files were full."""
+        self._limit(resource.RLIMIT_FSIZE, 0)
+
+    def _limit(self, which: int, value: int) -> None:
+        before = resource.getrlimit(which)
+        resource.setrlimit(which, (value, before[1]))
+        self._undo.append(lambda: resource.setrlimit(which, before))
+
+    def _directory(self, *_: object) -> None:
+        """The folder for sockets is gone."""
+        shutil.rmtree(self.folder)
+        self._undo.append(lambda: os.mkdir(self.folder, 0o700))
+
+    def _stranger(self, *_: object) -> None:
+        """Connects with the right uid and a wrong token wherever somebody listens."""
+        for folder in os.scandir(self.folder):
+            for token in ("0" * 32, "f" * 32):
+                with contextlib.suppress(Exception):
+                    stranger = Importer(f"{token}@{folder.path}/s", b"*", 1.0)
+                    self.notes.append("connected")
+                    self._undo.append(stranger.close)
+
+    def _truncate(self, ring: Memory, *_: object) -> None:
+        """The ring is to shrink and to grow."""
+        for nbytes in (0, ring.nbytes // 2, ring.nbytes + 4096):
+            try:
+                os.ftruncate(ring.fileno(), nbytes)
+            except OSError as error:
+                self.notes.append(errno.errorcode[error.errno or 0])
+            else:
+                self.notes.append("no error")
+
+
+def census() -> dict[str, int]:
+    """What this process holds."""
+    gc.collect()
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        maps = sum("memfd:wsync" in line for line in file)
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "maps": maps,
+    }
+
+
+def pss() -> int:
+    """Bytes of this process's memory, shared pages by their share."""
+    gc.collect()
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("Pss:")) * 1024
+
+
+def settled(limits: dict[str, int] | None, patience: float = 15.0) -> dict[str, int]:
+    """What this process holds once that is within limits, or after a while."""
+    end = time.monotonic() + patience
+    while True:
+        found = census()
+        if limits is None or all(found[name] <= limits[name] for name in limits):
+            return found
+        if time.monotonic() > end:
+            return found
+        time.sleep(0.05)
+
+
+def settled_twice() -> dict[str, int]:
+    """What this process holds when that has not changed for a while."""
+    found = census()
+    for _ in range(50):
+        time.sleep(0.3)
+        found, before = census(), found
+        if found == before:
+            break
+    return found

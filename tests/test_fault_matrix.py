@@ -1,0 +1,114 @@
+"""Every phase of an update with something going wrong in it; see support/fault_lab.py.
+
+`pytest -m slow tests/test_fault_matrix.py` tries the whole table and prints it; with
+WSYNC_FAULT_REPORT=FILE every cell becomes a JSON line of that file.  What is tried elsewhere:
+frames that no peer should send and memory that is not sealed, in C (test_session_hostile.c,
+test_channel.c); every system call and allocation failing in turn (fault_*.c, test_faults.py);
+engines' APIs that stall or are not there (test_trainer_calls.py); loaders that fail
+(test_receiver.py); the same with sharded Megatron models (test_update_ranks.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fault_cells import PHASES, Cell, cells
+
+Try = Callable[[Cell, str], dict[str, Any]]
+HERE = Path(__file__).parent
+
+# one of each phase, and of each kind of process and fault
+QUICK: list[Cell] = [
+    ("open", "worker0", "kill"),
+    ("attach", "rank1", "raise"),
+    ("round", "worker1", "stop"),
+    ("round", "worker0", "truncate"),
+    ("done", "rank0", "kill"),
+    ("prepared", "worker1", "raise"),
+    ("commit", "rank1", "kill"),
+    ("close", "worker1", "kill"),
+]
+
+
+@pytest.fixture(scope="module")
+def attempt(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Try]:
+    """Tries cells in one process that has imported what they need; reports at the end."""
+    log = tmp_path_factory.mktemp("lab") / "stderr"
+    report: list[dict[str, Any]] = []
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "support.fault_lab"],
+            env={**os.environ, "PYTHONPATH": str(HERE)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as lab,
+    ):
+
+        def attempt_one(cell: Cell, exchange: str) -> dict[str, Any]:
+            assert lab.stdin is not None and lab.stdout is not None
+            lab.stdin.write(json.dumps([*cell, exchange]) + "\n")
+            lab.stdin.flush()
+            line = lab.stdout.readline()
+            assert line, log.read_text(errors="replace")[-2000:]
+            report.append(json.loads(line))
+            return report[-1]
+
+        yield attempt_one
+        assert lab.stdin is not None
+        lab.stdin.close()
+    _show(report, request.config.get_terminal_writer())
+    if name := os.environ.get("WSYNC_FAULT_REPORT"):
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in report))
+
+
+def _show(report: list[dict[str, Any]], terminal: Any) -> None:
+    """The table: a line for each phase and process, a word for each fault."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in report:
+        word = row["how"] + (" FAILED" if row["wrong"] else "")
+        lines.setdefault((row["phase"], row["who"]), []).append(word)
+    terminal.line()
+    for (phase, who), words in lines.items():
+        terminal.line(f"fault: {phase:<9} {who:<8} {', '.join(words)}")
+    survived = sum(not row["wrong"] for row in report)
+    terminal.line(f"faults: {len(report)} cells tried, {survived} survived")
+
+
+def _name(cell: Cell) -> str:
+    return "-".join(cell)
+
+
+@pytest.mark.parametrize("cell", QUICK, ids=_name)
+def test_an_update_survives(cell: Cell, attempt: Try) -> None:
+    found = attempt(cell, "auto")
+    assert found["wrong"] == [], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [cell for cell in cells() if cell not in QUICK], ids=_name)
+def test_an_update_survives_everything(cell: Cell, attempt: Try) -> None:
+    found = attempt(cell, "auto")
+    assert found["wrong"] == [], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["rank0", "rank1", "worker0"])
+@pytest.mark.parametrize("how", ["kill", "stop", "raise"])
+@pytest.mark.parametrize("phase", ["round", "prepared"])
+def test_an_update_over_gloo_survives(phase: str, how: str, who: str, attempt: Try) -> None:
+    found = attempt((phase, who, how), "gloo")
+    assert found["wrong"] == [], found
+
+
+def test_every_phase_is_tried_in_every_run() -> None:
+    assert {phase for phase, _, _ in QUICK} == set(PHASES)
