@@ -193,6 +193,9 @@ class Stream:
     def abandon(self) -> None:
         """Drops what has not begun, gives up waits, and returns when nothing that was enqueued runs any more."""
     def synchronize(self, timeout: float, check: Check = None) -> None: ...
+    def trace(self, capacity: int, /) -> list[tuple[int, int, int, int]]:
+        """(index, phase, begin, end) of the copies that ran since the last call, in ns of CLOCK_MONOTONIC; those of the
+        next calls of copy that write anything are noted, up to `capacity` of them (0: none).  For an idle stream."""
     def close(self) -> None: ...
 
 # --- sessions (csrc/python/session.c) -------------------------------------------------------

@@ -138,6 +138,9 @@ class Connection:
         """
         plan, timeout = self.plan, self._options.deadline
         assert plan is not None
+        trace = report.trace
+        if trace is not None:
+            self._stream.trace(3 * plan.round_count)
         for session in self._sessions:
             session.begin(update, report.version, timeout, check)
         if self._exchange is not None:
@@ -157,6 +160,8 @@ class Connection:
                 spans = following
             for session in self._sessions:
                 session.post(number, self._stream, timeout, check)
+            if trace is not None:
+                trace.mark("post", number)
             self._show(number + 1, bar)
         if plan.round_count == 0:
             opened()
@@ -167,11 +172,13 @@ class Connection:
                 self._show(number + 1, bar)
         with report.phase("copy"):
             self._stream.synchronize(timeout, check)
+        if trace is not None:
+            trace.take(self._stream)
 
     def _show(self, posted: int, bar: tqdm[None]) -> None:
         """Progress counts what all of this rank's workers have loaded."""
-        loaded = min((session.loaded for session in self._sessions), default=posted)
         if not bar.disable:
+            loaded = min((session.loaded for session in self._sessions), default=posted)
             bar.update(loaded - bar.n)
 
     def prepared(self, check: Check) -> None:

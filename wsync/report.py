@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+
+from wsync.trace import Trace
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Report:
     exchange: str = "none"
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
+    trace: Trace | None = field(default=None, repr=False)
 
     @property
     def redundancy(self) -> float:
@@ -52,7 +55,8 @@ class Report:
         """Adds the time spent in the block to phase `name`."""
         start = time.perf_counter()
         try:
-            yield
+            with self.trace.span(name) if self.trace is not None else nullcontext():
+                yield
         finally:
             spent = time.perf_counter() - start
             self.phases[name] = self.phases.get(name, 0.0) + spent
@@ -67,7 +71,7 @@ class Report:
 
     def facts(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        names = [name for name in self.__dataclass_fields__ if name != "phases"]
+        names = [name for name in self.__dataclass_fields__ if name not in ("phases", "trace")]
         return {
             **{name: getattr(self, name) for name in names},
             "redundancy": self.redundancy,

@@ -23,6 +23,7 @@ from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.report import Report
 from wsync.sessions import Worker, assign_homes
+from wsync.trace import Trace
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,7 @@ class Sync:
         self._closing = b""
         self._closed = False
         self._group = TrainerGroup(source.group, timeout=self.options.exchange_deadline)
+        self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
             if self._group.rank == 0:
                 self._engines = list(engines() if callable(engines) else engines)
@@ -105,7 +107,10 @@ class Sync:
         self._renew()
         with self._one_error():
             report = Report(version=_version(self.version + 1 if version is None else version))
+            report.trace = self._trace
             self._update(weights() if callable(weights) else weights, report)
+            if self._trace is not None:
+                self._trace.write(self._updates)
         report.seconds = time.perf_counter() - start
         self.version = int(report.version) if report.version.isdecimal() else self.version + 1
         return report

@@ -21,6 +21,12 @@ typedef struct wsync_event {
     uint64_t offset;        /* of an aligned 64-bit word */
 } wsync_event_t;
 
+/* When a batch of copies ran: nanoseconds of CLOCK_MONOTONIC. */
+typedef struct wsync_stream_span {
+    uint64_t begin;
+    uint64_t end;
+} wsync_stream_span_t;
+
 typedef struct wsync_device_ops {
     const char *name; /* "host", "cuda" */
 
@@ -65,6 +71,11 @@ typedef struct wsync_device_ops {
     /* Waits in the calling thread until the stream is idle.  TIMEOUT after timeout_ms. */
     wsync_status_t (*stream_synchronize)(wsync_stream_t *stream, int timeout_ms,
                                          wsync_error_t *err);
+    /* Hands over, in order, when the batches since the last call ran, and has those that
+     * end from now on noted in `next`, up to its capacity.  Arrays are malloc's and move;
+     * NULL: nothing was, or is to be, noted. */
+    void (*stream_trace)(wsync_stream_t *stream, wsync_stream_span_t *next, size_t capacity,
+                         wsync_stream_span_t **spans, size_t *count);
 
     /* Waits in the calling thread until the event is at least `value`. */
     wsync_status_t (*event_wait)(wsync_event_t event, uint64_t value, int timeout_ms,

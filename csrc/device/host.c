@@ -20,6 +20,7 @@ const wsync_device_ops_t *wsync_device_host(void)
         .stream_wait = wsync_host_stream_wait,
         .stream_abandon = wsync_host_stream_abandon,
         .stream_synchronize = wsync_host_stream_synchronize,
+        .stream_trace = wsync_host_stream_trace,
         .event_wait = wsync_host_event_wait,
         .event_query = wsync_host_event_query,
     };

@@ -40,6 +40,9 @@ void wsync_host_stream_abandon(wsync_stream_t *stream);
 wsync_status_t wsync_host_stream_synchronize(wsync_stream_t *stream, int timeout_ms,
                                              wsync_error_t *err);
 
+void wsync_host_stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next,
+                             size_t capacity, wsync_stream_span_t **spans, size_t *count);
+
 /* Now plus timeout_ms (below 0 counts as 0) on CLOCK_MONOTONIC, in nanoseconds. */
 uint64_t wsync_host_deadline(int timeout_ms);
 

@@ -37,6 +37,7 @@ typedef struct entry {
     uint64_t pieces;
     uint64_t taken;    /* pieces handed out */
     uint64_t finished; /* pieces done */
+    uint64_t begun_ns; /* of a batch that is noted, else 0 */
 } entry_t;
 
 /* All fields but the first block are guarded by mutex.  Workers hold it except while they
@@ -55,6 +56,10 @@ struct wsync_stream {
     uint64_t passed;     /* done or dropped */
     unsigned abandoners; /* calls of abandon under way */
     bool stopping;
+
+    wsync_stream_span_t *trace; /* owned; NULL: batches are not noted */
+    size_t trace_capacity;
+    size_t trace_count;
 };
 
 /* Whether a wait is to give up.  Not for one who holds the mutex. */
@@ -125,11 +130,23 @@ static void drop_rest(wsync_stream_t *stream)
     (void)pthread_cond_broadcast(&stream->idle);
 }
 
+/* Notes when the head ran, if that is wanted. */
+static void note_head(wsync_stream_t *stream)
+{
+    const entry_t *entry = stream->head;
+
+    if (entry->begun_ns > 0 && stream->trace_count < stream->trace_capacity) {
+        stream->trace[stream->trace_count++] =
+            (wsync_stream_span_t){entry->begun_ns, wsync_host_deadline(0)};
+    }
+}
+
 /* Takes the finished head off the queue. */
 static void pass_head(wsync_stream_t *stream)
 {
     entry_t *entry = stream->head;
 
+    note_head(stream);
     stream->head = entry->next;
     if (stream->head == NULL) {
         stream->tail = NULL;
@@ -164,6 +181,9 @@ static void *worker_main(void *argument)
         if (place != stream->passed) {
             place = stream->passed;
             cursor = (wsync_host_cursor_t){0};
+        }
+        if (stream->trace != NULL && entry->taken == 0 && entry->kind == ENTRY_COPY) {
+            entry->begun_ns = wsync_host_deadline(0);
         }
         piece = entry->taken++;
         (void)pthread_mutex_unlock(&stream->mutex);
@@ -292,6 +312,7 @@ void wsync_host_stream_destroy(wsync_stream_t *stream)
     (void)pthread_cond_destroy(&stream->idle);
     (void)pthread_cond_destroy(&stream->work);
     (void)pthread_mutex_destroy(&stream->mutex);
+    free(stream->trace);
     free(stream->threads);
     free(stream);
 }
@@ -388,6 +409,24 @@ wsync_status_t wsync_host_stream_wait(wsync_stream_t *stream, wsync_event_t even
                                       uint64_t value, wsync_error_t *err)
 {
     return enqueue_event(stream, ENTRY_WAIT, event, value, err);
+}
+
+void wsync_host_stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next,
+                             size_t capacity, wsync_stream_span_t **spans, size_t *count)
+{
+    *spans = NULL;
+    *count = 0;
+    if (stream->pid != getpid()) {
+        free(next); /* nothing runs in a fork */
+        return;
+    }
+    (void)pthread_mutex_lock(&stream->mutex);
+    *spans = stream->trace;
+    *count = stream->trace_count;
+    stream->trace = next;
+    stream->trace_capacity = next != NULL ? capacity : 0;
+    stream->trace_count = 0;
+    (void)pthread_mutex_unlock(&stream->mutex);
 }
 
 void wsync_host_stream_abandon(wsync_stream_t *stream)

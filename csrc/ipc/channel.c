@@ -318,6 +318,9 @@ wsync_status_t wsync_channel_receive(wsync_channel_t *channel, wsync_frame_t *fr
         if (status != WSYNC_ERR_TIMEOUT) {
             return status;
         }
+        if (timeout_ms <= 0) {
+            return status; /* polled at every step: no time to write a message */
+        }
         status = wait_socket(channel, POLLIN, deadline, err);
         if (status != WSYNC_OK) {
             return status;

@@ -76,7 +76,8 @@ void wsync_channel_destroy(wsync_channel_t *channel);
 wsync_status_t wsync_channel_send(wsync_channel_t *channel, const wsync_frame_t *frame,
                                   int timeout_ms, wsync_error_t *err);
 /* *frame is overwritten (not released) on success and untouched on failure.  TIMEOUT: no
- * frame yet, the channel is still good.  CLOSED: the peer is gone and everything it sent
+ * frame yet, the channel is still good; without a message if timeout_ms is not positive,
+ * because sessions look at every step.  CLOSED: the peer is gone and everything it sent
  * has been received.  PROTOCOL: malformed, or descriptors were lost; the channel is
  * unusable. */
 wsync_status_t wsync_channel_receive(wsync_channel_t *channel, wsync_frame_t *frame,

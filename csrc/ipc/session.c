@@ -107,15 +107,13 @@ wsync_status_t wsync_link_unexpected(const wsync_link_t *link, const wsync_frame
         (unsigned long long)frame->arguments[2], (unsigned)frame->fd_count);
 }
 
-wsync_status_t wsync_link_pump(wsync_link_t *link, int timeout_ms, wsync_awaited_t awaited,
-                               wsync_error_t *err)
+/* Receives and handles one frame; TIMEOUT carries no message. */
+static wsync_status_t take_frame(wsync_link_t *link, int timeout_ms,
+                                 wsync_awaited_t awaited, wsync_error_t *err)
 {
     wsync_frame_t frame;
     wsync_status_t status = wsync_channel_receive(link->channel, &frame, timeout_ms, err);
 
-    if (status == WSYNC_ERR_TIMEOUT) {
-        return fail_timeout(link, awaited, err);
-    }
     if (status == WSYNC_ERR_CLOSED) {
         return fail_closed(link, err != NULL ? err->native : 0, awaited, err);
     }
@@ -131,11 +129,19 @@ wsync_status_t wsync_link_pump(wsync_link_t *link, int timeout_ms, wsync_awaited
     return status;
 }
 
+wsync_status_t wsync_link_pump(wsync_link_t *link, int timeout_ms, wsync_awaited_t awaited,
+                               wsync_error_t *err)
+{
+    const wsync_status_t status = take_frame(link, timeout_ms, awaited, err);
+
+    return status == WSYNC_ERR_TIMEOUT ? fail_timeout(link, awaited, err) : status;
+}
+
 wsync_status_t wsync_link_drain(wsync_link_t *link, wsync_awaited_t awaited,
                                 wsync_error_t *err)
 {
     while (link->hungry(link->owner)) {
-        const wsync_status_t status = wsync_link_pump(link, 0, awaited, err);
+        const wsync_status_t status = take_frame(link, 0, awaited, err);
 
         if (status != WSYNC_OK) {
             return status == WSYNC_ERR_TIMEOUT ? WSYNC_OK : status;

@@ -45,7 +45,8 @@ typedef struct StreamObject {
     stream_hold_t *holds;     /* owned, marks ascending */
     size_t hold_count;
     size_t hold_capacity;
-    unsigned users; /* calls that run without the GIL */
+    PyObject *labels; /* owned list of (index, phase) of the batches to be noted, or NULL */
+    unsigned users;   /* calls that run without the GIL */
 } StreamObject;
 
 /* A Memory object; memory is moved into it, also on failure. */

@@ -200,6 +200,7 @@ static void stream_dealloc(PyObject *object)
 
     PyObject_GC_UnTrack(object);
     shut(self);
+    Py_XDECREF(self->labels);
     free(self->holds);
     release(object);
     Py_DECREF(type);
@@ -253,6 +254,21 @@ static int find_copies(ModuleState *state, PyObject *object, long long index, in
     return -1;
 }
 
+/* Batches without work are not noted, and so have no label. */
+static int add_label(StreamObject *self, long long index, int phase, uint64_t nbytes)
+{
+    PyObject *label;
+    int result;
+
+    if (self->labels == NULL || nbytes == 0) {
+        return 0;
+    }
+    label = Py_BuildValue("(Li)", index, phase);
+    result = label != NULL ? PyList_Append(self->labels, label) : -1;
+    Py_XDECREF(label);
+    return result;
+}
+
 static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"copies", "index", "phase", "sources", "destinations", NULL};
@@ -300,6 +316,9 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
     wsync_py_stream_leave(self);
     if (status != WSYNC_OK) {
         return wsync_py_raise(state, &err);
+    }
+    if (add_label(self, index, phase, nbytes) < 0) {
+        return NULL;
     }
     return PyLong_FromUnsignedLongLong(nbytes);
 }
@@ -405,6 +424,63 @@ static PyObject *stream_synchronize(PyObject *object, PyObject *args, PyObject *
     Py_RETURN_NONE;
 }
 
+/* [(index, phase, begin, end)]; steals nothing. */
+static PyObject *trace_list(PyObject *labels, const wsync_stream_span_t *spans,
+                            size_t count)
+{
+    PyObject *list = PyList_New(0);
+    const Py_ssize_t known = labels != NULL ? PyList_Size(labels) : 0;
+
+    for (Py_ssize_t i = 0; list != NULL && i < known && (size_t)i < count; i++) {
+        PyObject *label = PyList_GetItem(labels, i); /* borrowed */
+        PyObject *item = Py_BuildValue(
+            "(OOKK)", PyTuple_GetItem(label, 0), PyTuple_GetItem(label, 1),
+            (unsigned long long)spans[i].begin, (unsigned long long)spans[i].end);
+
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+static PyObject *stream_trace(PyObject *object, PyObject *args)
+{
+    StreamObject *self = (StreamObject *)object;
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    wsync_stream_span_t *next = NULL;
+    wsync_stream_span_t *spans = NULL;
+    wsync_error_t err = {0};
+    PyObject *labels = NULL;
+    PyObject *list;
+    unsigned capacity;
+    size_t count = 0;
+
+    if (!PyArg_ParseTuple(args, "I:trace", &capacity) ||
+        wsync_py_stream_enter(state, self) == NULL) {
+        return NULL;
+    }
+    if (capacity > 0) {
+        next = calloc(capacity, sizeof(*next));
+        labels = next != NULL ? PyList_New(0) : NULL;
+        if (labels == NULL) {
+            free(next);
+            wsync_py_stream_leave(self);
+            (void)wsync_fail(&err, WSYNC_ERR_NO_MEMORY, 0, "Stream.trace",
+                             "no memory to note %u batches", capacity);
+            return PyErr_Occurred() != NULL ? NULL : wsync_py_raise(state, &err);
+        }
+    }
+    self->ops->stream_trace(self->stream, next, capacity, &spans, &count);
+    wsync_py_stream_leave(self);
+    list = trace_list(self->labels, spans, count);
+    free(spans);
+    Py_XDECREF(self->labels);
+    self->labels = labels;
+    return list;
+}
+
 static PyObject *stream_close(PyObject *object, PyObject *unused)
 {
     StreamObject *self = (StreamObject *)object;
@@ -441,6 +517,11 @@ static PyMethodDef stream_methods[] = {
      METH_VARARGS | METH_KEYWORDS,
      "synchronize($self, timeout, check=None)\n--\n\n"
      "Waits for what is enqueued; DeadlineError after timeout seconds."},
+    {"trace", stream_trace, METH_VARARGS,
+     "trace($self, capacity, /)\n--\n\n"
+     "[(index, phase, begin, end)] of the copies that ran since the last call, in ns of\n"
+     "CLOCK_MONOTONIC.  Those of the next calls of copy are noted up to capacity; 0 ends\n"
+     "it.  For an idle stream: the labels are those of the calls since."},
     {"close", stream_close, METH_NOARGS,
      "close($self, /)\n--\n\n"
      "Waits for what is enqueued, up to the first wait whose event has not come, and ends\n"

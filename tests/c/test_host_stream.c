@@ -393,6 +393,36 @@ TEST(abandoned_copies_end_with_the_piece_they_are_at)
     ops->memory_destroy(memory);
 }
 
+TEST(a_traced_stream_says_when_each_batch_ran)
+{
+    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_memory_t *memory = make_memory();
+    wsync_stream_t *stream = make_stream(2);
+    wsync_stream_span_t *spans = NULL;
+    const wsync_copy_t copy = slow_copy(4096); /* several pieces */
+    const wsync_span_t span = {ops->memory_data(memory), 1024};
+    wsync_error_t err = {0};
+    size_t count = 9;
+
+    CHECK_OK(ops->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+    CHECK_OK(ops->stream_synchronize(stream, DEADLINE_MS, &err), err);
+    ops->stream_trace(stream, calloc(2, sizeof(*spans)), 2, &spans, &count);
+    CHECK(spans == NULL && count == 0);
+    for (int i = 0; i < 3; i++) {
+        CHECK_OK(ops->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+        CHECK_OK(ops->stream_record(stream, (wsync_event_t){memory, 2048}, 1, &err), err);
+    }
+    CHECK_OK(ops->stream_synchronize(stream, DEADLINE_MS, &err), err);
+    ops->stream_trace(stream, NULL, 0, &spans, &count);
+    CHECK_EQ(count, 2);
+    CHECK(spans[0].begin < spans[0].end && spans[0].end <= spans[1].begin);
+    free(spans);
+    ops->stream_trace(stream, calloc(2, sizeof(*spans)), 2, &spans, &count);
+    CHECK(spans == NULL && count == 0);
+    ops->stream_destroy(stream);
+    ops->memory_destroy(memory);
+}
+
 TEST(destroying_a_stream_gives_up_its_waits)
 {
     const wsync_device_ops_t *ops = wsync_device_host();

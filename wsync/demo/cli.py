@@ -6,8 +6,12 @@ import argparse
 import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
+from wsync import trace
+from wsync.demo import timeline
 from wsync.demo.run import DemoFailed, Settings, run_demo
 
 _DESCRIPTION = """
@@ -37,6 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
         default=3,
         help="weight updates, each after some optimizer steps (default 3)",
     )
+    parser.add_argument(
+        "--timeline", metavar="FILE", help="draw the last update: FILE.svg, or a trace FILE.json"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the facts to FILE")
     chosen = parser.parse_args(arguments)
     expert_parallel = chosen.ep
@@ -48,16 +55,24 @@ def main(arguments: list[str] | None = None) -> int:
         )
     except ValueError as error:
         parser.error(str(error))
-    if chosen.json:
-        try:
-            with open(chosen.json, "a", encoding="utf-8"):
-                pass
-        except OSError as error:
-            parser.error(f"--json {chosen.json}: {error.strerror}")
+    if chosen.timeline and Path(chosen.timeline).suffix not in timeline.SUFFIXES:
+        parser.error(f"--timeline {chosen.timeline}: ends with neither .svg nor .json")
+    for option, path in (("--json", chosen.json), ("--timeline", chosen.timeline)):
+        if path:
+            try:
+                with open(path, "a", encoding="utf-8"):
+                    pass
+            except OSError as error:
+                parser.error(f"{option} {path}: {error.strerror}")
     # Four trainer processes and four engine processes share the machine's cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        facts = run_demo(settings)
+        with tempfile.TemporaryDirectory(prefix="wsync-trace-") as folder:
+            if chosen.timeline:
+                os.environ[trace.VARIABLE] = folder
+            facts = run_demo(settings)
+            if chosen.timeline:
+                _draw(Path(chosen.timeline), Path(folder), facts)
     except DemoFailed as error:
         print(f"wsync demo: {error}", file=sys.stderr)
         return 1
@@ -67,6 +82,16 @@ def main(arguments: list[str] | None = None) -> int:
             json.dump(facts, file, indent=2)
             file.write("\n")
     return 0 if facts["verified"] else 1
+
+
+def _draw(path: Path, folder: Path, facts: dict[str, Any]) -> None:
+    last = facts["updates"][-1]
+    records = timeline.read(folder, {int(pid): name for pid, name in facts["processes"].items()})
+    title = (
+        f"Update {last['version']}: {facts['model']}, {last['rounds']} rounds to "
+        f"{last['workers']} workers in {1e3 * last['seconds']:.1f} ms"
+    )
+    timeline.write(path, records, title)
 
 
 def print_report(facts: dict[str, Any]) -> None:

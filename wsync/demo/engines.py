@@ -79,6 +79,13 @@ class Engines:
             fact["logits_difference"] = worst
         return problems
 
+    def processes(self) -> dict[str, str]:
+        """What runs in each process, by its id."""
+        names = {str(self._server.pid): "HTTP engine"}
+        for rank, pid in enumerate(self._sharded.pids):
+            names[str(pid)] = f"tensor-parallel worker {rank}"
+        return names
+
     def facts(self) -> list[dict[str, Any]]:
         return self._facts
 

@@ -161,6 +161,7 @@ def _updates(
         "redundancy": updates[-1]["redundancy"],
         "updates": updates,
         "engines": [] if engines is None else engines.facts(),
+        "processes": {} if engines is None else engines.processes(),
         "versions": _versions(),
     }
 

@@ -6,6 +6,7 @@ import threading
 from wsync._core import Importer, Layout, ProtocolError, WsyncError
 from wsync.control import LEARN, Control
 from wsync.engine.loaders import Learner, Loader, Receipt
+from wsync.trace import Trace
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Receiver:
         self._teacher: Importer | None = None  # until the session that came of it is under way
         self._generation = -1
         self._busy = threading.Lock()
+        self._trace = Trace.wanted("engine", worker)
         self.consistent = True
         self.reason = ""
         self.update: int | None = None
@@ -116,17 +118,28 @@ class Receiver:
         round after round, and then sees to it that each one comes in time."""
         self._loader.begin(rounds)
         stream = self._loader.stream
+        if self._trace is not None and stream is not None:
+            stream.trace(rounds)
         for round in range(rounds):
             importer.take(round, stream, timeout)
             if self.consistent:
                 self.consistent = False
                 self.reason = f"the weights are inconsistent: update {update} is running"
-            self._loader.load(round)
+            if self._trace is not None and stream is None:
+                with self._trace.span("load", round):
+                    self._loader.load(round)
+            else:
+                self._loader.load(round)
             importer.done(round, stream, timeout)
         if stream is not None:
             for round in range(rounds):
                 importer.wait(round, timeout)
-        return self._loader.finish(timeout)
+        receipt = self._loader.finish(timeout)
+        if self._trace is not None:
+            if stream is not None:
+                self._trace.take(stream)
+            self._trace.write(update)
+        return receipt
 
     def _connect(self, message: Control) -> Importer:
         if self._importer is None or self._session != message.session:

@@ -1,0 +1,71 @@
+"""The timeline of an update: what processes write down, and what is drawn of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import wsync
+from wsync import trace
+from wsync.demo import timeline
+from wsync.engine.process import ProcessEngine
+
+Records = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Records]:
+    """Two updates of eight rounds each, traced."""
+    folder = tmp_path_factory.mktemp("trace")
+    weights = {"large": torch.arange(1 << 16, dtype=torch.float32)}
+    options = wsync.Options(deadline=10, round_nbytes=1 << 15, progress=False)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(trace.VARIABLE, str(folder))
+        with ProcessEngine({"large": (weights["large"].shape, torch.float32)}) as engine:
+            with wsync.connect(weights, engines=[engine], options=options) as sync:
+                sync.update()
+                assert sync.update().rounds == 8
+            found = timeline.read(folder, {engine.pids[0]: "the <engine>"})
+    assert [record["update"] for record in found] == [2, 2]
+    yield found
+
+
+def test_every_round_is_seen_in_both_processes_in_order(records: Records) -> None:
+    trainer, engine = records
+    assert (trainer["name"], engine["name"]) == ("trainer rank 0", "the <engine>")
+    copied = [span for span in trainer["spans"] if span[1] == "local"]
+    loaded = [span for span in engine["spans"] if span[1] == "load"]
+    assert [span[2] for span in copied] == [span[2] for span in loaded] == list(range(8))
+    for written, read in zip(copied, loaded, strict=True):
+        assert written[3] < written[4] <= read[3] < read[4]
+
+
+def test_the_picture_has_a_bar_for_every_copy(records: Records) -> None:
+    root = ElementTree.fromstring(timeline.svg(records, "a & b"))
+    titles = [element.text or "" for element in root.iter() if element.tag.endswith("title")]
+    for number in range(8):
+        for what in ("local", "load"):
+            assert any(text.startswith(f"{what} of round {number}:") for text in titles)
+
+
+def test_the_chrome_trace_has_an_event_for_every_span(records: Records, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    timeline.write(path, records, "title")
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    loads = [event for event in events if event.get("cat") == "load"]
+    assert [event["name"] for event in loads] == [f"load {number}" for number in range(8)]
+    assert all(event["dur"] > 0 and event["ts"] >= 0 for event in loads)
+
+
+def test_the_demo_refuses_other_kinds_of_files(capsys: pytest.CaptureFixture[str]) -> None:
+    from wsync.demo.cli import main
+
+    with pytest.raises(SystemExit):
+        main(["--timeline", "picture.png"])
+    assert "picture.png: ends with neither .svg nor .json" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""When each process of a host did what during updates: the raw material of a timeline.
+
+Where the environment variable WSYNC_TRACE names a folder as a trainer connects or an engine
+worker starts, that process appends a line to <folder>/<pid>.jsonl after every update:
+{"role", "rank", "pid", "update", "spans": [[lane, what, round or -1, begin, end], ...]}, in
+nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from wsync import _core
+
+VARIABLE = "WSYNC_TRACE"
+PHASES = {_core.PACK: "pack", _core.LOCAL: "local", _core.UNPACK: "unpack"}
+Span = tuple[str, str, int, int, int]
+
+
+class Trace:
+    """The spans of one process.  Lanes are "thread", whose spans are waits, and "stream"."""
+
+    def __init__(self, folder: str, role: str, rank: int) -> None:
+        self._path = Path(folder) / f"{os.getpid()}.jsonl"
+        self._role = role
+        self._rank = rank
+        self._spans: list[Span] = []
+
+    @classmethod
+    def wanted(cls, role: str, rank: int) -> Trace | None:
+        folder = os.environ.get(VARIABLE)
+        return cls(folder, role, rank) if folder else None
+
+    @contextmanager
+    def span(self, what: str, round: int = -1, lane: str = "thread") -> Iterator[None]:
+        begin = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._spans.append((lane, what, round, begin, time.monotonic_ns()))
+
+    def mark(self, what: str, round: int) -> None:
+        """Something that takes no time."""
+        now = time.monotonic_ns()
+        self._spans.append(("thread", what, round, now, now))
+
+    def take(self, stream: _core.Stream) -> None:
+        """Takes what the stream has noted; copies of a route are loads."""
+        for index, phase, begin, end in stream.trace(0):
+            what = "load" if self._role == "engine" else PHASES[phase]
+            self._spans.append(("stream", what, index, begin, end))
+
+    def write(self, update: int) -> None:
+        facts = {
+            "role": self._role,
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "update": update,
+            "spans": self._spans,
+        }
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(facts) + "\n")
+        self._spans = []
