@@ -12,6 +12,7 @@ from support.fused import SHAPES, Fused, Pairs, bytes_of, changed, differing, dr
 from support.workers import ThreadEngine
 
 import wsync
+from wsync.engine.held import Held
 from wsync.engine.recorded import RecordedLoader
 
 OPTIONS = wsync.Options(deadline=10, progress=False, round_nbytes=2048, ring_nbytes=8192)
@@ -287,3 +288,18 @@ def test_something_may_be_done_after_each_update() -> None:
     loader = RecordedLoader(module, after=lambda m: seen.append(bytes_of(m.norm)))
     update(ThreadEngine([loader]), 1, 2)
     assert seen == [bytes_of(draw(seed)["norm"]) for seed in (1, 2)]
+
+
+def test_memory_that_copies_cannot_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def elsewhere(_: Held) -> None:
+        raise wsync.LayoutError("o is on cuda:0, copies run on the host")
+
+    monkeypatch.setattr(Held, "check_host", elsewhere)
+    module = Fused()
+    loader = RecordedLoader(module)
+    engine = ThreadEngine([loader])
+    options = wsync.Options(deadline=10, progress=False)
+    with wsync.connect(draw(0), engines=[engine], options=options) as sync:
+        sync.update(draw(1))
+    assert "o is on cuda:0" in loader.reason
+    assert differing(held(module), loaded(Fused(), 1)) == []

@@ -8,6 +8,7 @@ the reason, unless WSYNC_REQUIRE_ENGINES=1 makes it fail.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import subprocess
@@ -24,6 +25,15 @@ NEWEST = "newest"
 SGLANG_VERSIONS = ("0.5.17", NEWEST)
 
 _DOWNLOAD_SECONDS = 240
+# what both engines' model classes import besides torch, as pip takes it with --no-deps
+_PACKAGES = (
+    *("transformers==5.17.0", "huggingface_hub<2", "tokenizers", "safetensors", "regex"),
+    *("psutil", "pybase64", "orjson", "msgspec", "einops", "pyzmq", "pillow", "dill", "gguf"),
+    *("compressed-tensors", "requests", "hf-xet", "typer", "shellingham", "rich", "click"),
+    *("httpx", "httpcore", "h11", "anyio", "sniffio", "pyyaml", "loguru"),
+    *("aiohttp", "multidict", "yarl", "aiosignal", "frozenlist", "propcache", "attrs"),
+    "aiohappyeyeballs",
+)
 _NEWEST_SECONDS = 7 * 24 * 3600  # how long an answer to "which is the newest" is believed
 
 
@@ -36,7 +46,7 @@ def cache_folder() -> Path:
 
 def engine_tree(name: str, version: str) -> Path:
     """The folder that holds the Python files of an engine's wheel; skips where there is none."""
-    tree, reason = _find(name, version)
+    tree, reason = find_tree(name, version)
     if tree is None:
         if os.environ.get("WSYNC_REQUIRE_ENGINES") == "1":
             pytest.fail(reason)
@@ -44,8 +54,46 @@ def engine_tree(name: str, version: str) -> Path:
     return tree
 
 
+def engine_packages() -> Path:
+    """A folder of what engines' model classes import; skips where it cannot be had."""
+    folder, reason = find_packages()
+    if folder is None:
+        if os.environ.get("WSYNC_REQUIRE_ENGINES") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return folder
+
+
 @functools.cache
-def _find(name: str, version: str) -> tuple[Path | None, str]:
+def find_packages() -> tuple[Path | None, str]:
+    cache = cache_folder()
+    name = hashlib.sha256("\n".join(_PACKAGES).encode()).hexdigest()[:12]
+    known = cache / f"packages-{name}"
+    if known.is_dir():
+        return known, ""
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        target = Path(folder) / "packages"
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
+        command += ["--only-binary", ":all:", "--target", str(target), *_PACKAGES]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return None, f"installing engines' packages took more than {_DOWNLOAD_SECONDS} s"
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines() or ["no reason given"]
+            return None, f"pip install: {lines[-1]}"
+        try:
+            target.rename(known)
+        except OSError:  # another run was faster
+            if not known.is_dir():
+                raise
+    return known, ""
+
+
+@functools.cache
+def find_tree(name: str, version: str) -> tuple[Path | None, str]:
     cache = cache_folder()
     known = cache / f"{name}-{version}"
     if version == NEWEST:

@@ -46,7 +46,9 @@ class Held:
         self.facts: list[Fact] = []
         self.tensors: list[torch.Tensor] = []
         numbers: dict[int, int] = {}
-        for path, tensor in _tensors(module):
+        self._parts = [(part, _outline(part)) for part in module.modules()]
+        self._places: list[tuple[dict[str, Any], str, torch.Tensor, int, torch.Size]] = []
+        for path, slot, name, tensor in _tensors(module):
             storage = tensor.untyped_storage()
             start, nbytes = storage.data_ptr(), storage.nbytes()
             if tensor.numel() and (not start or _end(tensor) > nbytes):
@@ -61,12 +63,27 @@ class Held:
             shape, strides = tuple(tensor.shape), tensor.stride()
             self.facts.append((path, dtype, shape, strides, number, offset))
             self.tensors.append(tensor)
+            self._places.append((slot, name, tensor, tensor.data_ptr(), tensor.shape))
         self._order = sorted(range(len(self.areas)), key=lambda i: self.areas[i].start)
         self._starts = [self.areas[i].start for i in self._order]
         for one, two in zip(self._order, self._order[1:], strict=False):
             first, second = self.areas[one], self.areas[two]
             if first.end > second.start:
                 raise LayoutError(f"{first.path} and {second.path} share memory of two storages")
+
+    def check_host(self) -> None:
+        """Raises LayoutError for tensors that are not in host memory: copies run there alone."""
+        for fact, tensor in zip(self.facts, self.tensors, strict=True):
+            if tensor.device.type != "cpu":
+                raise LayoutError(f"{fact[0]} is on {tensor.device}, copies run on the host")
+
+    def current(self) -> bool:
+        """Whether the module holds the very same tensors where they were: what an update asks
+        each time, at little cost."""
+        return all(_outline(part) == outline for part, outline in self._parts) and all(
+            slot.get(name) is tensor and tensor.data_ptr() == address and tensor.shape == shape
+            for slot, name, tensor, address, shape in self._places
+        )
 
     def find(self, address: int) -> int:
         """The area of an address, or -1."""
@@ -117,12 +134,21 @@ def _end(tensor: torch.Tensor) -> int:
     return (int(tensor.storage_offset()) + reach + 1) * tensor.element_size()
 
 
-def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    module: torch.nn.Module,
+) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """(path, where it is bound, under which name, tensor)"""
     for prefix, part in module.named_modules():
-        for names in slots(part):
-            for name, tensor in names.items():
+        for slot in slots(part):
+            for name, tensor in slot.items():
                 if isinstance(tensor, torch.Tensor) and _usable(tensor):
-                    yield (f"{prefix}.{name}" if prefix else name), tensor
+                    yield (f"{prefix}.{name}" if prefix else name), slot, name, tensor
+
+
+def _outline(part: torch.nn.Module) -> tuple[int, int, int, list[int]]:
+    """Changes when attributes or modules come, go or are replaced by other modules."""
+    children = [id(child) for child in part._modules.values()]
+    return len(part._parameters), len(part._buffers), len(vars(part)), children
 
 
 def slots(part: torch.nn.Module) -> tuple[dict[str, Any], ...]:

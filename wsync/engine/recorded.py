@@ -92,7 +92,7 @@ class RecordedLoader:
             if not difference:
                 return known.to_bytes()
             _log.info("the module has changed (%s) and is learnt anew", difference)
-        self._layout = self.recording = None
+        self._layout = self.recording = self._held = None
         self.reason = ""
         try:
             self.recording = self._record(model)
@@ -125,14 +125,7 @@ class RecordedLoader:
         if self._sources is None:
             ring = manifest.ring
             self._sources = BufferTable([(ring.address, ring.nbytes)] * route.buffer_count, ring)
-        held = Held(self._module)
-        difference = held.difference(self.recording.facts)
-        if difference:
-            self._model = []
-            raise StateError(
-                f"{type(self._module).__name__} has changed since it was learnt: {difference}; "
-                "the next update learns it anew"
-            )
+        held = self._find_held(self.recording)
         shapes = {name: (dtype, shape) for name, dtype, shape, _ in self._model}
         self._staged = []
         for name in self.recording.fallback:
@@ -162,7 +155,7 @@ class RecordedLoader:
             held = self._held
             assert held is not None
             self._stream.synchronize(timeout)
-            self._destinations = self._held = None
+            self._destinations = None
             with torch.no_grad():
                 if self._staged:
                     self._load(self._staged)
@@ -178,7 +171,24 @@ class RecordedLoader:
         self._plain.abandon()
         self._stream.abandon()
 
+    def _find_held(self, recording: Recording) -> Held:
+        """The module's tensors where they are now."""
+        if self._held is not None and self._held.current():
+            return self._held
+        self._held = None
+        held = Held(self._module)
+        held.check_host()
+        difference = held.difference(recording.facts)
+        if difference:
+            self._model = []
+            raise StateError(
+                f"{type(self._module).__name__} has changed since it was learnt: {difference}; "
+                "the next update learns it anew"
+            )
+        return held
+
     def _record(self, layout: Layout) -> Recording:
+        Held(self._module).check_host()
         model = Rehearsal(layout)
         try:
             recording = record(self._module, self._load, model)

@@ -235,8 +235,9 @@ class _Analysis:
         self._note_areas(final)
         used = self.recording.pieces.keys() | self.recording.fallback.keys()
         self.recording.skipped = [name for name, *_ in model.tensors if name not in used]
-        for area in range(len(held.areas)):
-            self._find_gaps(area)
+        for area, writes in enumerate(final):
+            if not self._is_full(area, writes):
+                self._find_gaps(area)
         self._list_unwritten()
 
     def _last(self, area: int) -> list[Write]:
@@ -362,6 +363,18 @@ class _Analysis:
         used |= {t.area for t in (*recording.fills, *recording.copies)}
         recording.areas = sorted(used)
         recording.computed = [a for a, writes in enumerate(final) if writes and a not in used]
+
+    def _is_full(self, area: int, writes: list[Write]) -> bool:
+        """Whether an area of one tensor is surely written all over; writes are disjoint."""
+        wholes = {fact[1:] for fact in self._held.facts if fact[4] == area}
+        if len(wholes) > 1 or not writes:
+            return False
+        whole = _whole(("", *wholes.pop()), self._held.areas[area].start)
+        low, high = whole.span()
+        inside = all(low <= w.move.span()[0] and w.move.span()[1] <= high for w in writes)
+        nbytes = sum(w.move.count * w.move.into for w in writes)
+        dense = high - low == whole.count * whole.into
+        return inside and dense and nbytes == high - low
 
     def _find_gaps(self, area: int) -> None:
         """Parts of the area's tensors that nobody writes."""

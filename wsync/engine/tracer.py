@@ -88,6 +88,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._temporaries: dict[int, _Temporary] = {}
         self._clock = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what torch would wrap around every call costs more than the call
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:

@@ -1,0 +1,92 @@
+"""Run as a script: updates an engine's own model classes, rank by rank.
+
+    python learn_models.py ENGINE TREE PACKAGES CASES
+
+ENGINE: sglang or vllm; TREE: its unpacked wheel; PACKAGES: a folder of what it imports; CASES: a
+JSON list of {"family", "tp", "ep", "dp_attention", "config"}.  For every case and rank a model is
+updated twice through wsync, in `needed` and in `full`, and compared with a model whose own
+load_weights got the same tensors.  Prints a JSON list of what was found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import unittest.mock
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, sys.argv[3])
+sys.path.insert(1, str(Path(__file__).parent.parent))
+
+import torch
+from support import tiny_models
+from support.workers import ThreadEngine
+
+import wsync
+from wsync.engine.held import Held
+from wsync.engine.recorded import RecordedLoader
+
+HOST: Any = importlib.import_module(f"support.{sys.argv[1]}_host")
+OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
+
+
+def held(model: torch.nn.Module) -> dict[str, bytes]:
+    """The bytes of everything that a model holds, plain attributes too."""
+    found = Held(model)
+    return {
+        fact[0]: tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for fact, tensor in zip(found.facts, found.tensors, strict=True)
+    }
+
+
+def update(model: torch.nn.Module, shapes: tiny_models.Shapes, needed: bool) -> dict[str, Any]:
+    loader = RecordedLoader(model, needed=needed)
+    engine = ThreadEngine([loader])
+    # the process group is the engine's: the trainer has one rank and none
+    with unittest.mock.patch("torch.distributed.is_initialized", return_value=False):
+        sync = wsync.connect(tiny_models.tensors(shapes, 0), engines=[engine], options=OPTIONS)
+    with sync:
+        for seed in (1, 2):
+            report = sync.update(tiny_models.tensors(shapes, seed))
+    recording = loader.recording
+    return {
+        "reason": loader.reason,
+        "fallback": {} if recording is None else recording.fallback,
+        "unwritten": [] if recording is None else [path for path, _ in recording.unwritten],
+        "delivered": report.delivered_nbytes,
+        "redundancy": report.redundancy,
+        "model": report.model_nbytes,
+    }
+
+
+def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
+    family = case["family"]
+    dp = case.get("dp_attention", False)
+    HOST.host(tp=case["tp"], ep=case["ep"], rank=rank, dp_attention=dp)
+    config = tiny_models.config(family, **case.get("config", {}))
+    shapes = tiny_models.checkpoint(family, config)
+    own = HOST.build(family, config)
+    own.load_weights(list(tiny_models.tensors(shapes, 1).items()))
+    own.load_weights(list(tiny_models.tensors(shapes, 2).items()))
+    wanted = held(own)
+    result: dict[str, Any] = {"case": case, "rank": rank, "held": len(wanted)}
+    for mode in ("needed", "full"):
+        model = HOST.build(family, config)
+        facts = update(model, shapes, mode == "needed")
+        found = held(model)
+        facts["differing"] = [n for n in wanted.keys() | found if wanted.get(n) != found.get(n)]
+        result[mode] = facts
+    return result
+
+
+def main() -> None:
+    tree, cases = Path(sys.argv[2]), json.loads(sys.argv[4])
+    HOST.load(tree)
+    results = [run(case, rank) for case in cases for rank in range(case["tp"])]
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""vLLM's own model classes in this process, without its kernels or a GPU; as sglang_host."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import stubs
+
+_MISSING = (
+    *("cachetools", "cbor2", "cloudpickle", "cpuinfo", "llguidance", "openai", "openai_harmony"),
+    *("partial_json_parser", "prometheus_client", "uvloop", "xgrammar"),
+)
+_CLASSES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "deepseek_v3": ("deepseek_v2", "DeepseekV3ForCausalLM"),
+}
+_parallel: dict[str, Any] = {}
+
+
+def load(tree: Path) -> None:
+    """Makes vllm importable; once a process."""
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+    sys.path.insert(0, str(tree))
+    version = importlib.metadata.version
+    # the name of the version is what its platform is chosen by
+    importlib.metadata.version = lambda name: (  # type: ignore[assignment]
+        "0.33.0+cpu" if name == "vllm" else version(name)
+    )
+    from torch.utils import _triton
+
+    _triton.has_triton_package()
+    _triton.has_triton()
+    torch.compile = lambda f=None, **_: f if f is not None else (lambda g: g)  # type: ignore
+    stubs.install(_MISSING)
+    new_group = torch.distributed.new_group
+    torch.distributed.new_group = lambda *a, **k: new_group(  # type: ignore[assignment]
+        *a, **{**k, "backend": "fake"}
+    )
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
+
+
+def host(*, tp: int, ep: int, rank: int, dp_attention: bool = False) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    if dp_attention:
+        raise NotImplementedError("data-parallel attention of vLLM")
+    if torch.distributed.is_initialized():
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp)
+    _parallel.update(
+        tensor_parallel_size=tp,
+        enable_expert_parallel=ep > 1,
+        rank=rank,
+        distributed_executor_backend="external_launcher" if tp > 1 else None,
+        disable_custom_all_reduce=True,
+    )
+    with set_current_vllm_config(VllmConfig(parallel_config=_config())):
+        address = "file://" + tempfile.mktemp()
+        parallel_state.init_distributed_environment(tp, rank, address, rank, "fake")
+        parallel_state.initialize_model_parallel(tp, backend="fake")
+
+
+def _config() -> Any:
+    from vllm.config import ParallelConfig
+
+    return ParallelConfig(**_parallel)
+
+
+def build(family: str, config: Any) -> torch.nn.Module:
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()  # here is where the stubs are
+    config.dtype = torch.bfloat16
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        model_config = ModelConfig(
+            **{"model": folder, "tokenizer": folder, "skip_tokenizer_init": True},
+            **{"dtype": "bfloat16", "max_model_len": 64, "enforce_eager": True},
+        )
+    whole = VllmConfig(
+        model_config=model_config,
+        parallel_config=_config(),
+        load_config=LoadConfig(load_format="dummy"),
+    )
+    place, name = _CLASSES[family]
+    module = importlib.import_module(f"vllm.model_executor.models.{place}")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with set_current_vllm_config(whole):
+            model: torch.nn.Module = getattr(module, name)(vllm_config=whole)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
