@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _BOARD_SECONDS: Final = 0.05
 _MEETING_SECONDS: Final = 0.01
+_VERDICT_SECONDS: Final = 1.0  # for rank 0 to say who is missing
 _STORE_SECONDS: Final = 2.0  # for one answer of the store
 _GLOO_SECONDS: Final = 10.0
 _STORE_GONE: Final = "the trainer's store cannot be reached: the process that hosts it is gone"
@@ -118,15 +119,12 @@ class TrainerGroup:
         if self._board is not None:
             self._board.check()
 
-    @property
-    def failed(self) -> bool:
-        """Whether any rank has published an error, or given up on this group."""
-        try:
-            if self._board is not None and not self.closed:
-                self._board.check_now()
-        except _core.WsyncError:
-            return True
-        return self.closed
+    def begin(self, update: int) -> bool:
+        """Says which update errors are about from now on.  False if this group is closed, or a
+        rank has published an error about a former update, of whose end this one did not hear."""
+        if self.closed:
+            return False
+        return self._board is None or self._board.begin(update)
 
     def fail(self, error: BaseException) -> _core.WsyncError:
         """Publishes `error` unless another rank was first; returns the error to raise."""
@@ -156,6 +154,13 @@ class TrainerGroup:
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         self.all_gather(b"")
+
+    def confirm(self) -> None:
+        """A barrier, and a look at the board: one who was late may be let through a barrier that
+        the others have given up."""
+        self.barrier()
+        if self._board is not None:
+            self._board.check_now()
 
     def exchange(self, output: Any, data: Any, outputs: list[int], inputs: list[int]) -> Any:
         """Starts an all-to-all of contiguous uint8 tensors; `finish` waits for it."""
@@ -217,7 +222,16 @@ class _Board:
         self._store = store
         self._rank = rank
         self._lane = lane
+        self._update = 0
         self._looking: Future[str] | None = None
+
+    def begin(self, update: int) -> bool:
+        self._update = update
+        try:
+            published = _result(self._lane.submit(self._look), _STORE_SECONDS)
+        except _core.WsyncError:
+            return False
+        return not published or int(json.loads(published)["update"]) >= update
 
     def check(self) -> None:
         looking = self._looking
@@ -231,7 +245,7 @@ class _Board:
         _raise(_result(self._lane.submit(self._look), _STORE_SECONDS))
 
     def publish(self, error: _core.WsyncError) -> _core.WsyncError:
-        text = _encode_error(error, self._rank)
+        text = _encode_error(error, self._rank, self._update)
         writing = self._lane.submit(lambda: self._store.compare_set("error", "", text).decode())
         try:
             first = _decode_error(_result(writing, _STORE_SECONDS))
@@ -277,7 +291,7 @@ def _meet(store: Any, rank: int, size: int, end: float) -> Any:
                 if not meeting.check(["failed"]):
                     return meeting
                 raise _core.DeadlineError(meeting.get("failed").decode())
-        if time.monotonic() > end:
+        if time.monotonic() > end + (_VERDICT_SECONDS if rank != 0 else 0.0):
             break
         time.sleep(_MEETING_SECONDS)
     text = f"trainer rank 0 did not come within {timeout:.0f} s"
@@ -306,11 +320,11 @@ def _raise(published: str) -> None:
         raise _decode_error(published)
 
 
-def _encode_error(error: _core.WsyncError, rank: int) -> str:
+def _encode_error(error: _core.WsyncError, rank: int, update: int) -> str:
     text = str(error)
     if not text.startswith("trainer rank "):
         text = f"trainer rank {rank}: {text}"
-    return json.dumps({"class": type(error).__name__, "text": text})
+    return json.dumps({"class": type(error).__name__, "text": text, "update": update})
 
 
 def _decode_error(text: str) -> _core.WsyncError:

@@ -154,15 +154,16 @@ class Sync:
     def _renew(self) -> None:
         """After a failure, be it one that another rank alone has met at the very end of an update:
         a new group, because a collective of the old one may be stuck."""
-        if self._group.failed:
+        self._updates += 1
+        if not self._group.begin(self._updates):
             self._group.close()
             if self._connection is not None:
                 self._connection.abort("another trainer rank has given up the connection")
                 self._connection = None
             self._group = TrainerGroup(self._source.group, timeout=self.options.exchange_deadline)
+            self._group.begin(self._updates)
 
     def _update(self, weights: Weights | None, report: Report) -> None:
-        self._updates += 1
         table = self._source.bind(weights)
         sources = _core.BufferTable.of(table, owner=(table, weights))
         self._pause()
@@ -184,7 +185,7 @@ class Sync:
         with report.phase("commit"):
             connection.commit(self._group.check)
             self._close_requests(report.version)
-            self._group.barrier()
+            self._group.confirm()
 
     def _pause(self) -> None:
         """Has the engines stop; `_open` waits until they have."""

@@ -81,24 +81,22 @@ def fail_at_the_very_end() -> dict[str, Any]:
     rank, engine, error = dist.get_rank(), Stock(), ""
     with wsync.connect(from_tensors({"a": torch.ones(4)}), [engine], options=LONG) as sync:
         sync.update()
-        gather, calls = TrainerGroup.all_gather, 0
+        confirm = TrainerGroup.confirm
 
-        def interrupted(self: TrainerGroup, data: bytes) -> list[bytes]:
-            nonlocal calls
-            parts = gather(self, data)
-            calls += 1
-            if calls == 3:  # agreement, prepared, the end
-                raise KeyboardInterrupt
-            return parts
+        def interrupted(self: TrainerGroup) -> None:
+            confirm(self)
+            dist.barrier()  # the others have returned
+            raise KeyboardInterrupt
 
         if rank == 1:
-            TrainerGroup.all_gather = interrupted  # type: ignore[method-assign]
+            TrainerGroup.confirm = interrupted  # type: ignore[method-assign]
         try:
             sync.update()
+            dist.barrier()
         except KeyboardInterrupt:
             error = "KeyboardInterrupt"
         finally:
-            TrainerGroup.all_gather = gather  # type: ignore[method-assign]
+            TrainerGroup.confirm = confirm  # type: ignore[method-assign]
         dist.barrier()  # as a training step would
         sync.update(version=3)
     return {"error": error, "versions": engine.versions}

@@ -26,8 +26,7 @@ def cells() -> list[Cell]:
         *_cross(("round",), WORKERS, ("truncate",)),
         *_cross(("listen",), TRAINERS, ("descriptors", "directory")),
         *_cross(("attach",), TRAINERS, ("address-space", "room", "descriptors")),
-        *_cross(("attach",), WORKERS, ("address-space",)),
-        *_cross(("open",), WORKERS, ("descriptors",)),
+        *_cross(("open",), WORKERS, ("address-space", "descriptors")),
         *_cross(FRAMES, ("frames",), ("truncated", "duplicated", "reordered")),
         *_cross(("hello", "attach"), ("frames",), ("stripped",)),
     ]

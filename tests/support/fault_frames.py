@@ -51,8 +51,9 @@ def run_between(path: str, kind: str, way: str) -> None:
         contextlib.suppress(OSError),
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
     ):
-        listener.bind(path)
+        listener.bind(path + ".new")
         listener.listen()
+        os.rename(path + ".new", path)
         worker, _ = listener.accept()
         with open(path + ".target", encoding="utf-8") as file:
             target = file.read()

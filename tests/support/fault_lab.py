@@ -47,8 +47,14 @@ OPTIONS: dict[str, Any] = {
 # an answer that takes longer than all deadlines in turn, and a slow machine, is none
 PATIENCE = 60.0
 HARMLESS = ("fork", "stranger", "truncate")
-# the last word of an update, or an answer that nobody waits for twice
-MAY_SUCCEED = {("commit", "duplicated"), ("commit", "reordered"), ("prepared", "duplicated")}
+# words that nobody waits for any more, and frames that nothing follows to change places with
+MAY_SUCCEED = {
+    ("commit", "duplicated"),
+    ("commit", "reordered"),
+    ("prepared", "duplicated"),
+    ("prepared", "reordered"),
+    ("hello", "reordered"),
+}
 
 
 # --- trainer ranks ------------------------------------------------------------------------------
@@ -219,8 +225,9 @@ class Bench:
         os.mkdir(self.sockets, 0o700)
         self.trainers: list[Process] = []
         self.heads: list[tuple[int, list[int]]] = []
-        self.handle = self.engine()
         self.between = 0
+        self.path = ""
+        self.handle = fault_engine.Handle("")
 
     def engine(self) -> fault_engine.Handle:
         path = os.path.join(self.folder, f"engine{len(self.heads)}")
@@ -229,6 +236,7 @@ class Bench:
             for trainer in self.trainers:
                 trainer.pipe.close()
             fault_engine.run_head(path)
+        self.heads.append((pid, []))
         handle = fault_engine.Handle(path)
         end = time.monotonic() + PATIENCE
         while True:
@@ -239,7 +247,7 @@ class Bench:
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.01)
-        self.heads.append((pid, info["pids"]))
+        self.heads[-1] = (pid, info["pids"])
         self.path = path
         return handle
 
@@ -321,6 +329,7 @@ class Experiment:
 
     def run(self) -> None:
         bench = self.bench
+        bench.handle = bench.engine()
         bench.start_trainers()
         bench.must("connect", bench.path, bench.exchange)
         bench.must("update", "1")
@@ -434,6 +443,8 @@ class Experiment:
         for rank, (version, consistent, _) in held.items():
             if version == "mixed" and consistent:
                 self.wrong.append(f"worker {rank} holds a mixture and does not know")
+            if (version, consistent) == ("2", True) and self.phase not in ("commit", "close"):
+                self.wrong.append(f"worker {rank} has committed what others lack")
         new = not dead and all(entry[:2] == ("2", True) for entry in held.values())
         old = not dead and all(entry[:2] == ("1", True) for entry in held.values())
         if info["version"] == "2" and not new:

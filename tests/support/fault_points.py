@@ -124,7 +124,9 @@ class Fault:
         self._limit(resource.RLIMIT_AS, used)
 
     def _descriptors(self, *_: object) -> None:
-        self._limit(resource.RLIMIT_NOFILE, max(map(int, os.listdir("/proc/self/fd"))))
+        lowest = os.dup(0)  # the number that the next descriptor would have
+        os.close(lowest)
+        self._limit(resource.RLIMIT_NOFILE, lowest)
 
     def _room(self, *_: object) -> None:
         """As if the file system of memory files were full."""

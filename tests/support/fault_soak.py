@@ -38,6 +38,7 @@ class Soak:
 
     def run(self, updates: int, seconds: float) -> dict[str, Any]:
         bench, start = self.bench, time.monotonic()
+        bench.handle = bench.engine()
         bench.start_trainers()
         bench.must("connect", bench.path, bench.exchange)
         before: dict[str, Any] = {}
