@@ -17,6 +17,7 @@ from support.procs import Ranks
 
 import wsync
 from wsync.fsdp import layout, plain_name
+from wsync.layout import from_tensors
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -286,7 +287,7 @@ def test_sharded_tensors_are_no_whole_tensors() -> None:
         mesh = init_device_mesh("cpu", (2,))
         tensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None)
         with pytest.raises(wsync.InvalidArgumentError, match=r"w: a DTensor .*wsync\.fsdp\.layout"):
-            wsync.connect({"w": tensor}, engines=[])
+            from_tensors({"w": tensor})
     finally:
         dist.destroy_process_group()
 
