@@ -73,6 +73,7 @@ def update_rank(
         exchange.begin(plan)
         for k in range(plan.round_count):
             if k == ROUND and behaviour == "stop":
+                stream.synchronize(PATIENCE)  # the others wait for what it still has to do
                 pipe.send("stopping")
                 os.kill(os.getpid(), signal.SIGSTOP)
             exchange.acquire(k, PATIENCE)
