@@ -28,7 +28,6 @@ from wsync._core import (
     Route,
     StateError,
     Stream,
-    TensorTable,
     ViewPool,
     describe,
 )
@@ -103,7 +102,7 @@ class RingManifest:
                 self.empty.append((name, dtype))
             for _, buffer, offset, _, extent, _, _ in shards:
                 self.rounds.setdefault(buffer, []).append((name, dtype, extent, offset))
-                size = _numel(extent) * _dtype(dtype).itemsize
+                size = _numel(extent) * dtype_of(dtype).itemsize
                 self.nbytes[buffer] = self.nbytes.get(buffer, 0) + size
 
     def check_rounds(self, rounds: int) -> None:
@@ -117,7 +116,7 @@ class RingManifest:
         return Receipt(self.layout.tensor_count, nbytes)
 
 
-class _Router:
+class Router:
     """Runs a route from the ring into tensors, on a stream of its own."""
 
     def __init__(self, manifest: RingManifest, destination: Layout, stream: Stream) -> None:
@@ -127,14 +126,14 @@ class _Router:
         self._sources: BufferTable | None = None
         self._destinations: BufferTable | None = None
 
-    def bind(self, table: TensorTable, tensors: Sequence[torch.Tensor]) -> None:
+    def bind(self, destinations: BufferTable) -> None:
         """Says where the destination's buffers lie now; parameters may move between updates.
         Comes after check_rounds: before that, any number may be the manifest's largest round."""
         if self._sources is None:
             ring = self.manifest.ring
             spans = [(ring.address, ring.nbytes)] * self._route.buffer_count
             self._sources = BufferTable(spans, ring)
-        self._destinations = BufferTable.of(table, tensors)
+        self._destinations = destinations
 
     def load(self, round: int) -> None:
         if self._sources is None or self._destinations is None:
@@ -163,7 +162,7 @@ class LayoutLoader:
         self._layout = layout
         self._tensors = list(tensors)
         self.stream = Stream(threads)
-        self._router: _Router | None = None
+        self._router: Router | None = None
         self._loaded: set[int] = set()
 
     def blob(self) -> bytes:
@@ -171,12 +170,12 @@ class LayoutLoader:
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._router = None
-        self._router = _Router(RingManifest(ring, manifest), self._layout, self.stream)
+        self._router = Router(RingManifest(ring, manifest), self._layout, self.stream)
 
     def begin(self, rounds: int) -> None:
         router = self._attached()
         router.manifest.check_rounds(rounds)
-        router.bind(describe(self._tensors), self._tensors)
+        router.bind(BufferTable.of(describe(self._tensors), self._tensors))
         self._loaded = set()
 
     def load(self, round: int) -> None:
@@ -191,7 +190,7 @@ class LayoutLoader:
     def abandon(self) -> None:
         self.stream.abandon()
 
-    def _attached(self) -> _Router:
+    def _attached(self) -> Router:
         if self._router is None:
             raise StateError("no ring is attached")
         return self._router
@@ -275,7 +274,7 @@ class _ByName:
         self._ignore = ignore
         self.stream = Stream(threads)
         self._manifest: RingManifest | None = None
-        self._router: _Router | None = None
+        self._router: Router | None = None
         self._names: list[str] = []
         self._held: list[_Reference] = []
         self._places: list[int] = []  # of the tensors with those names in what is held
@@ -301,9 +300,9 @@ class _ByName:
         layout = builder.build()
         data = layout.to_bytes()
         if self._router is None or data != self._layout:
-            self._router = _Router(self._manifest, layout, self.stream)
+            self._router = Router(self._manifest, layout, self.stream)
             self._layout = data
-        self._router.bind(table, tensors)
+        self._router.bind(BufferTable.of(table, tensors))
 
     def _remember(self, held: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
         places = {id(tensor): place for place, tensor in enumerate(held)}
@@ -399,7 +398,7 @@ class _ByCall:
     def finish(self, timeout: float) -> None:
         assert self._manifest is not None
         shapes = self._manifest.shapes
-        empty = [(n, torch.empty(shapes[n], dtype=_dtype(d))) for n, d in self._manifest.empty]
+        empty = [(n, torch.empty(shapes[n], dtype=dtype_of(d))) for n, d in self._manifest.empty]
         if empty:
             self._call(empty)
         if self._named is None:
@@ -416,7 +415,7 @@ class _ByCall:
         items = self._manifest.rounds[round]
         start = min(offset for _, _, _, offset in items)
         end = max(
-            offset + _numel(shape) * _dtype(dtype).itemsize for _, dtype, shape, offset in items
+            offset + _numel(shape) * dtype_of(dtype).itemsize for _, dtype, shape, offset in items
         )
         private = Memory(end - start)
         memoryview(private)[:] = memoryview(self._manifest.ring)[start:end]
@@ -502,7 +501,8 @@ def _numel(shape: Sequence[int]) -> int:
     return count
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of a layout's dtype; LayoutError where this torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise LayoutError(f"torch {torch.__version__} has no dtype {name!r}")

@@ -14,16 +14,22 @@ from wsync._core import (
     LayoutBuilder,
     LayoutError,
     Memory,
-    Route,
     StateError,
     Stream,
 )
 from wsync.control import LEARN, WHOLE
 from wsync.engine.held import Held
-from wsync.engine.loaders import LoadWeights, ModuleLoader, Receipt, RingManifest
+from wsync.engine.loaders import (
+    LoadWeights,
+    ModuleLoader,
+    Receipt,
+    RingManifest,
+    Router,
+    dtype_of,
+)
 from wsync.engine.recorder import RebindsError, Recording, RecordingError, record
 from wsync.engine.rehearse import add_boxes, prove
-from wsync.engine.reserved import Rehearsal, dtype_of
+from wsync.engine.reserved import Rehearsal
 
 _log = logging.getLogger(__name__)
 _Model = list[tuple[str, str, tuple[int, ...], int]]
@@ -65,10 +71,7 @@ class RecordedLoader:
         self._model: _Model = []
         self._layout: Layout | None = None
         self._plain = ModuleLoader(module, method)
-        self._manifest: RingManifest | None = None
-        self._route: Route | None = None
-        self._sources: BufferTable | None = None
-        self._destinations: BufferTable | None = None
+        self._router: Router | None = None
         self._held: Held | None = None
         self._staged: list[tuple[str, torch.Tensor]] = []
         self._loaded: set[int] = set()
@@ -106,25 +109,20 @@ class RecordedLoader:
         return self._layout.to_bytes()
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
-        self._manifest = None
+        self._router = None
         if not self._needed:
             self.learn(manifest)
         if self.recording is None or self._layout is None:
             self._plain.attach(ring, manifest)
             return
-        self._route = Route(manifest, self._layout)
-        self._sources = None
-        self._manifest = RingManifest(ring, manifest)
+        self._router = Router(RingManifest(ring, manifest), self._layout, self._stream)
 
     def begin(self, rounds: int) -> None:
         if self.recording is None:
             self._plain.begin(rounds)
             return
-        manifest, route = self._attached()
-        manifest.check_rounds(rounds)
-        if self._sources is None:
-            ring = manifest.ring
-            self._sources = BufferTable([(ring.address, ring.nbytes)] * route.buffer_count, ring)
+        router = self._attached()
+        router.manifest.check_rounds(rounds)
         held = self._find_held(self.recording)
         shapes = {name: (dtype, shape) for name, dtype, shape, _ in self._model}
         self._staged = []
@@ -132,7 +130,7 @@ class RecordedLoader:
             dtype, shape = shapes[name]
             self._staged.append((name, torch.empty(shape, dtype=dtype_of(dtype))))
         spans = held.spans() + [(t.data_ptr(), t.nbytes) for _, t in self._staged]
-        self._destinations = BufferTable(spans, (held.tensors, self._staged))
+        router.bind(BufferTable(spans, (held.tensors, self._staged)))
         self._held = held
         self._loaded = set()
 
@@ -140,29 +138,24 @@ class RecordedLoader:
         if self.recording is None:
             self._plain.load(round)
             return
-        _, route = self._attached()
-        if self._sources is None or self._destinations is None:
-            raise StateError(f"round {round} before the update has begun")
+        self._attached().load(round)
         self._loaded.add(round)
-        if round < route.buffer_count:
-            self._stream.copy(route, round, 0, self._sources, self._destinations)
 
     def finish(self, timeout: float) -> Receipt:
         if self.recording is None:
             receipt = self._plain.finish(timeout)
         else:
-            manifest, _ = self._attached()
+            router = self._attached()
             held = self._held
             assert held is not None
-            self._stream.synchronize(timeout)
-            self._destinations = None
+            router.finish(timeout)
             with torch.no_grad():
                 if self._staged:
                     self._load(self._staged)
                     self._staged = []
                 for transfer in (*self.recording.fills, *self.recording.copies):
                     transfer.run(held)
-            receipt = manifest.receipt(self._loaded)
+            receipt = router.manifest.receipt(self._loaded)
         if self._after is not None:
             self._after(self._module)
         return receipt
@@ -228,7 +221,7 @@ class RecordedLoader:
         for path, nbytes in recording.unwritten:
             _log.info("%s: nobody writes %d of its bytes", path, nbytes)
 
-    def _attached(self) -> tuple[RingManifest, Route]:
-        if self._manifest is None or self._route is None:
+    def _attached(self) -> Router:
+        if self._router is None:
             raise StateError("no ring is attached")
-        return self._manifest, self._route
+        return self._router

@@ -7,7 +7,6 @@ tensors that only the loader itself can load, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ import torch
 
 from wsync._core import WsyncError
 from wsync.engine.held import Fact, Held, Kept
+from wsync.engine.loaders import LoadWeights, dtype_of
 from wsync.engine.regions import (
     Box,
     Move,
@@ -25,7 +25,7 @@ from wsync.engine.regions import (
     minus,
     without,
 )
-from wsync.engine.reserved import Rehearsal, dtype_of
+from wsync.engine.reserved import Rehearsal
 from wsync.engine.tracer import (
     COMPUTED,
     CONSTANT,
@@ -36,8 +36,6 @@ from wsync.engine.tracer import (
     Write,
     inline_threads,
 )
-
-LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]
 
 # conversions that copies can do on their way (csrc/core/dtype.h)
 _CASTS: Final = {

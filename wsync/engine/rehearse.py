@@ -12,7 +12,8 @@ import torch
 
 from wsync._core import BufferTable, LayoutBuilder, Route, Stream, checksum
 from wsync.engine.held import Held
-from wsync.engine.recorder import LoadWeights, Recording, RecordingError
+from wsync.engine.loaders import LoadWeights
+from wsync.engine.recorder import Recording, RecordingError
 from wsync.engine.regions import Box, Move
 from wsync.engine.reserved import Rehearsal
 

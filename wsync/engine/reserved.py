@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from wsync._core import Layout, LayoutBuilder, LayoutError, NoMemoryError
+from wsync._core import Layout, LayoutBuilder, NoMemoryError
+from wsync.engine.loaders import dtype_of
 
 _ALIGNMENT: Final = 256
 _PATTERN: Final = 16 << 20
@@ -113,11 +114,3 @@ def _reserved(nbytes: int, seed: int) -> torch.Tensor:
     array: Any = (ctypes.c_uint8 * size).from_address(mapping.address)
     array.wsync_mapping = mapping  # lives as long as the tensor
     return torch.frombuffer(array, dtype=torch.uint8)
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of a layout's dtype; LayoutError where this torch has none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"torch {torch.__version__} has no dtype {name!r}")
-    return dtype
