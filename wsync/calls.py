@@ -78,6 +78,46 @@ class Calls:
         self.check()
 
 
+def take_on(
+    version: str,
+    engines: Sequence[EngineHandle],
+    deliver: Callable[[int, EngineHandle, float], object],
+    *,
+    timeout: float,
+    check: Callable[[], object],
+) -> None:
+    """Has all engines take on a weight version, and lets none go on before all have.
+
+    deliver(index, engine, end) hands the version over, until the time `end` of time.monotonic();
+    `check` is called while this waits.  Raises what a call raises, or DeadlineError.
+    """
+    end = time.monotonic() + timeout
+    together = threading.Barrier(max(len(engines), 1))
+
+    def finish(index: int, engine: EngineHandle) -> None:
+        try:
+            deliver(index, engine, end)
+            together.wait(left(end))
+        except threading.BrokenBarrierError:
+            return  # another engine has failed, and says why
+        except BaseException:
+            together.abort()
+            raise
+        engine.resume(left(end))
+
+    # the other ranks wait meanwhile, so this has to end before the exchange deadline
+    Calls(list(enumerate(engines)), finish).join(timeout + 2.0, check)
+    if together.broken:
+        raise _core.DeadlineError(
+            f"not all engines have taken on version {version} within {timeout:.0f} s"
+        )
+
+
+def left(end: float) -> float:
+    """Seconds until a time of time.monotonic()."""
+    return max(end - time.monotonic(), 0.0)
+
+
 class Lane:
     """One daemon thread that makes calls in order.
 

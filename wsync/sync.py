@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from wsync import _core
-from wsync.calls import Calls
+from wsync.calls import Calls, left, take_on
 from wsync.connection import Connection
 from wsync.control import LOAD_FORMAT, Control
 from wsync.group import TrainerGroup, host_identity
@@ -106,7 +105,7 @@ class Sync:
         start = time.perf_counter()
         self._renew()
         with self._one_error():
-            report = Report(version=_version(self.version + 1 if version is None else version))
+            report = Report(version=version_text(self.version + 1 if version is None else version))
             report.trace = self._trace
             self._update(weights() if callable(weights) else weights, report)
             if self._trace is not None:
@@ -196,7 +195,7 @@ class Sync:
         def pause(index: int, engine: EngineHandle) -> None:
             engine.pause(options.pause_mode, options.deadline)
             if options.flush_cache:
-                engine.flush(_left(end))
+                engine.flush(left(end))
 
         self._pausing = Calls(list(enumerate(self._engines)), pause)
 
@@ -270,33 +269,17 @@ class Sync:
         self._opened = None
         closing = self._closing
         stock = {worker.engine for worker in self._workers if worker.stock}
-        # no engine goes on before all have taken on the version
-        together = threading.Barrier(len(self._engines))
 
-        def finish(index: int, engine: EngineHandle) -> None:
-            try:
-                if index not in stock:
-                    engine.update_weights(
-                        [closing] * engine.workers,
-                        load_format=LOAD_FORMAT,
-                        weight_version=version,
-                        timeout=_left(end),
-                    )
-                together.wait(_left(end))
-            except threading.BrokenBarrierError:
-                return  # another engine has failed, and says why
-            except BaseException:
-                together.abort()
-                raise
-            engine.resume(_left(end))
+        def close(index: int, engine: EngineHandle, end: float) -> None:
+            if index not in stock:
+                engine.update_weights(
+                    [closing] * engine.workers,
+                    load_format=LOAD_FORMAT,
+                    weight_version=version,
+                    timeout=left(end),
+                )
 
-        # the other ranks wait meanwhile, so this has to end before the exchange deadline
-        calls = Calls(list(enumerate(self._engines)), finish)
-        calls.join(self.options.deadline + 2.0, self._group.check)
-        if together.broken:
-            raise _core.DeadlineError(
-                f"not all engines have taken on version {version} within {timeout:.0f} s"
-            )
+        take_on(version, self._engines, close, timeout=left(end), check=self._group.check)
 
     def _describe(self, connection: Connection, report: Report) -> None:
         plan = connection.plan
@@ -358,7 +341,7 @@ def _nothing() -> None:
     """What is left to do where everything is open."""
 
 
-def _version(version: object) -> str:
+def version_text(version: object) -> str:
     """A weight version as engines record it."""
     good = isinstance(version, int) and not isinstance(version, bool) and version >= 0
     if not good and not (isinstance(version, str) and _VERSION.fullmatch(version)):
@@ -366,8 +349,3 @@ def _version(version: object) -> str:
             f"version={version!r}: neither a number from 0 nor 1 to 128 printable characters"
         )
     return str(version)
-
-
-def _left(end: float) -> float:
-    """Seconds until a time of time.monotonic()."""
-    return max(end - time.monotonic(), 0.0)
