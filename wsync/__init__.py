@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wsync import disk as disk
     from wsync import engine as engine
     from wsync import fsdp as fsdp
     from wsync import layout as layout
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
     from wsync.api import connect as connect
     from wsync.bucket import FlattenedTensorBucket as FlattenedTensorBucket
     from wsync.bucket import FlattenedTensorMetadata as FlattenedTensorMetadata
+    from wsync.disk import DiskSync as DiskSync
     from wsync.handles import EngineHandle as EngineHandle
     from wsync.handles import handle as handle
     from wsync.options import Options as Options
     from wsync.report import Report as Report
     from wsync.sync import Sync as Sync
+    from wsync.updater import UpdateWeightFromDisk as UpdateWeightFromDisk
     from wsync.updater import UpdateWeightFromTensor as UpdateWeightFromTensor
 
 _HOMES = {
@@ -55,14 +58,15 @@ _HOMES = {
         "__version__",
     ),
     "wsync.api": ("connect",),
+    "wsync.disk": ("DiskSync",),
     "wsync.handles": ("EngineHandle", "handle"),
     "wsync.bucket": ("FlattenedTensorBucket", "FlattenedTensorMetadata"),
     "wsync.options": ("Options",),
     "wsync.report": ("Report",),
     "wsync.sync": ("Sync",),
-    "wsync.updater": ("UpdateWeightFromTensor",),
+    "wsync.updater": ("UpdateWeightFromDisk", "UpdateWeightFromTensor"),
 }
-_SUBMODULES = ("engine", "fsdp", "layout", "megatron")
+_SUBMODULES = ("disk", "engine", "fsdp", "layout", "megatron")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [*_HOME_OF, *_SUBMODULES]

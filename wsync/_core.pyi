@@ -159,6 +159,10 @@ class ViewPool:
 def pack(tensors: TensorTable, address: int, nbytes: int, offsets: Sequence[int]) -> None:
     """Copies tensor i, contiguous, to address + offsets[i]; in this thread, without the GIL."""
 
+def write_files(route: Route, first: int, last: int, sources: BufferTable, files: Sequence[tuple[str, int, int]]) -> int:
+    """Runs the copies of source buffers [first, last) of a route, destination buffer i being the file files[i]:
+    (name, descriptor, nbytes); in this thread, without the GIL.  Returns the bytes written."""
+
 # --- devices (csrc/python/device.c) ---------------------------------------------------------
 
 @final

@@ -26,10 +26,18 @@ from wsync._core import (
     RemoteError,
     UnsupportedError,
 )
+from wsync.answers import (
+    cause,
+    check_answer,
+    cut,
+    engine_text,
+    json_or_text,
+    refusal,
+    retry_flush,
+    translate,
+)
 
-_FLUSH_RETRY_SECONDS: Final = 0.05
 _MAX_ANSWER_NBYTES: Final = 16 << 20
-_TEXT_LIMIT: Final = 2000
 
 
 @runtime_checkable
@@ -151,9 +159,9 @@ class HttpHandle:
             status, text = self._request("POST", "/flush_cache", None, remaining)
             if status not in (200, 400):
                 raise self._failed("/flush_cache", status, text)
-            return None if status == 200 else _engine_text(text)
+            return None if status == 200 else engine_text(text)
 
-        _retry_flush(self.name, flush_once, timeout)
+        retry_flush(self.name, flush_once, timeout)
 
     def update_weights(
         self,
@@ -166,6 +174,12 @@ class HttpHandle:
         _check_payloads(self.name, self.workers, payloads)
         body = _update_arguments(payloads, load_format, weight_version)
         self._call("POST", "/update_weights_from_tensor", body, timeout)
+
+    def update_weights_from_disk(
+        self, path: str, *, weight_version: int | str | None, timeout: float
+    ) -> None:
+        body = {**_disk_arguments(path, weight_version), "flush_cache": False}
+        self._call("POST", "/update_weights_from_disk", body, timeout)
 
     def resume(self, timeout: float) -> None:
         end = time.monotonic() + timeout
@@ -207,7 +221,7 @@ class HttpHandle:
         except ValueError:
             info = None
         if not isinstance(info, dict):
-            raise RemoteError(f"engine {self.name}: {path}: not a JSON object: {_cut(text)}")
+            raise RemoteError(f"engine {self.name}: {path}: not a JSON object: {cut(text)}")
         return info
 
     def _session(self, path: str, end: float) -> None:
@@ -224,10 +238,10 @@ class HttpHandle:
         status, text = self._request(method, path, body, timeout)
         if status != 200:
             raise self._failed(path, status, text)
-        _check_answer(self.name, path, _json_or_text(text))
+        check_answer(self.name, path, json_or_text(text))
 
     def _failed(self, path: str, status: int, text: str) -> RemoteError:
-        return RemoteError(f"engine {self.name}: {path}: HTTP {status}: {_engine_text(text)}")
+        return RemoteError(f"engine {self.name}: {path}: HTTP {status}: {engine_text(text)}")
 
     def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
@@ -266,9 +280,9 @@ class HttpHandle:
             # a read timeout inside the body arrives as a ConnectionError
             if time.monotonic() >= deadline:
                 raise DeadlineError(f"{where}: no answer within {timeout:g} s") from None
-            raise PeerClosedError(f"{where}: {_cause(error)}") from error
+            raise PeerClosedError(f"{where}: {cause(error)}") from error
         except (requests.RequestException, ValueError) as error:
-            raise RemoteError(f"{where}: {_cut(str(error))}") from error
+            raise RemoteError(f"{where}: {cut(str(error))}") from error
 
 
 class LocalHandle:
@@ -296,9 +310,9 @@ class LocalHandle:
     def flush(self, timeout: float) -> None:
         def flush_once(remaining: float) -> str | None:
             answer = self._call("flush_cache", remaining)
-            return _refusal(answer)
+            return refusal(answer)
 
-        _retry_flush(self.name, flush_once, timeout)
+        retry_flush(self.name, flush_once, timeout)
 
     def update_weights(
         self,
@@ -312,6 +326,12 @@ class LocalHandle:
         arguments = _update_arguments(payloads, load_format, weight_version)
         self._checked("update_weights_from_tensor", timeout, **arguments)
 
+    def update_weights_from_disk(
+        self, path: str, *, weight_version: int | str | None, timeout: float
+    ) -> None:
+        arguments = _disk_arguments(path, weight_version)
+        self._checked("update_weights_from_disk", timeout, **arguments)
+
     def resume(self, timeout: float) -> None:
         self._checked("continue_generation", timeout)
 
@@ -320,14 +340,14 @@ class LocalHandle:
             if hasattr(self._engine, method):
                 answer = self._call(method, timeout)
                 if not isinstance(answer, Mapping):
-                    raise RemoteError(f"engine {self.name}: {method}: {_cut(repr(answer))}")
+                    raise RemoteError(f"engine {self.name}: {method}: {cut(repr(answer))}")
                 return dict(answer)
         if hasattr(self._engine, "get_weight_version"):
             return {"weight_version": self._call("get_weight_version", timeout)}
         return {}
 
     def _checked(self, method: str, timeout: float, **arguments: Any) -> None:
-        _check_answer(self.name, method, self._call(method, timeout, **arguments))
+        check_answer(self.name, method, self._call(method, timeout, **arguments))
 
     def _call(self, method: str, timeout: float, **arguments: Any) -> Any:
         function: Callable[..., Any] = getattr(self._engine, method)
@@ -348,7 +368,7 @@ class LocalHandle:
         thread.start()
         thread.join(max(timeout, 0.0))
         if failure:
-            raise _translate(where, failure[0]) from failure[0]
+            raise translate(where, failure[0]) from failure[0]
         if not outcome:
             raise DeadlineError(f"{where}: no answer within {timeout:g} s")
         return outcome[0]
@@ -374,9 +394,9 @@ class RayHandle(LocalHandle):
         except ray.exceptions.GetTimeoutError:
             raise DeadlineError(f"{where}: no answer within {timeout:g} s") from None
         except ray.exceptions.RayActorError as error:
-            raise PeerClosedError(f"{where}: {_cut(str(error))}") from error
+            raise PeerClosedError(f"{where}: {cut(str(error))}") from error
         except ray.exceptions.RayTaskError as error:
-            raise RemoteError(f"{where}: {_cut(str(error))}") from error
+            raise RemoteError(f"{where}: {cut(str(error))}") from error
 
 
 class SglangHandle(LocalHandle):
@@ -404,7 +424,7 @@ class SglangHandle(LocalHandle):
         if not hasattr(self._engine, "begin_weight_update"):
             return
         end = time.monotonic() + timeout
-        if _refusal(self._call("begin_weight_update", timeout)) is not None:
+        if refusal(self._call("begin_weight_update", timeout)) is not None:
             # a failed update left its session open
             self._checked("end_weight_update", end - time.monotonic())
             self._checked("begin_weight_update", end - time.monotonic())
@@ -425,8 +445,7 @@ class SglangHandle(LocalHandle):
                 weight_version=str(weight_version),
                 **arguments,
             )
-            answer = self._run(lambda: self._send(request), "update_weights_from_tensor", timeout)
-            _check_answer(self.name, "update_weights_from_tensor", answer)
+            self._request("update_weights_from_tensor", request, timeout)
             return
         tensors: list[Any]
         if load_format == "flattened_bucket":  # taken as one payload per worker
@@ -442,6 +461,16 @@ class SglangHandle(LocalHandle):
             tensors = [(name, form(values=values)) for name, values in payload.per_worker(payloads)]
         self._checked("update_weights_from_tensor", timeout, named_tensors=tensors, **arguments)
 
+    def update_weights_from_disk(
+        self, path: str, *, weight_version: int | str | None, timeout: float
+    ) -> None:
+        form = _sglang("UpdateWeightFromDiskReqInput", "managers.io_struct")
+        arguments = _disk_arguments(path, weight_version)
+        if "flush_cache" in inspect.signature(form).parameters:
+            arguments["flush_cache"] = False
+        request = form(**arguments)
+        self._request("update_weights_from_disk", request, timeout)
+
     def resume(self, timeout: float) -> None:
         if hasattr(self._engine, "end_weight_update"):
             self._checked("end_weight_update", timeout)
@@ -451,11 +480,15 @@ class SglangHandle(LocalHandle):
             return super().model_info(timeout)
         return dict(self._call("get_server_info", timeout))
 
-    def _send(self, request: Any) -> Any:
+    def _request(self, method: str, request: Any, timeout: float) -> None:
         engine: Any = self._engine
-        return engine.loop.run_until_complete(
-            engine.tokenizer_manager.update_weights_from_tensor(request, None)
-        )
+
+        def send() -> Any:
+            return engine.loop.run_until_complete(
+                getattr(engine.tokenizer_manager, method)(request, None)
+            )
+
+        check_answer(self.name, method, self._run(send, method, timeout))
 
 
 def _sglang(name: str, *modules: str) -> Any:
@@ -493,74 +526,7 @@ def _update_arguments(
     return arguments
 
 
-def _retry_flush(name: str, flush_once: Callable[[float], str | None], timeout: float) -> None:
-    """Repeats flush_once (None: done, else why not) until it is done or `timeout` has passed."""
-    deadline = time.monotonic() + timeout
-    while True:
-        remaining = deadline - time.monotonic()
-        reason = flush_once(remaining)
-        if reason is None:
-            return
-        if time.monotonic() + _FLUSH_RETRY_SECONDS >= deadline:
-            raise DeadlineError(
-                f"engine {name}: flush_cache: not idle after {timeout:g} s: {_cut(reason)}"
-            )
-        time.sleep(_FLUSH_RETRY_SECONDS)
-
-
-def _refusal(answer: object) -> str | None:
-    """The engine's text if its answer says that it failed, else None.
-
-    SGLang answers {"success", "message"}, its in-process engine (success, message).
-    """
-    if isinstance(answer, Mapping) and answer.get("success", True) is False:
-        return str(answer.get("message", answer))
-    if isinstance(answer, list | tuple) and len(answer) == 2 and answer[0] is False:
-        return str(answer[1])
-    if answer is False:
-        return "refused"
-    return None
-
-
-def _check_answer(name: str, what: str, answer: object) -> None:
-    reason = _refusal(answer)
-    if reason is not None:
-        raise RemoteError(f"engine {name}: {what}: {_cut(reason)}")
-
-
-def _translate(where: str, error: BaseException) -> BaseException:
-    if isinstance(error, TimeoutError):
-        return DeadlineError(f"{where}: {_cut(str(error))}")
-    if isinstance(error, ConnectionError | EOFError):
-        return PeerClosedError(f"{where}: {_cut(str(error) or type(error).__name__)}")
-    return RemoteError(f"{where}: {type(error).__name__}: {_cut(str(error))}")
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _engine_text(text: str) -> str:
-    """The message inside an engine's answer, in any of the shapes that SGLang uses."""
-    answer = _json_or_text(text)
-    for key in ("message", "detail", "error"):
-        if isinstance(answer, Mapping) and answer.get(key):
-            answer = answer[key]
-    return _cut(answer if isinstance(answer, str) else json.dumps(answer))
-
-
-def _cause(error: BaseException) -> str:
-    """The innermost text of a requests error: what the system said."""
-    seen = error
-    while seen.args and isinstance(seen.args[0], BaseException):
-        seen = seen.args[0]
-    reason = getattr(seen, "reason", None)
-    return _cut(str(reason if isinstance(reason, BaseException) else seen))
-
-
-def _cut(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= _TEXT_LIMIT else text[:_TEXT_LIMIT] + "..."
+def _disk_arguments(path: str, weight_version: int | str | None) -> dict[str, Any]:
+    """Arguments of SGLang's and slime's update_weights_from_disk."""
+    version = {} if weight_version is None else {"weight_version": str(weight_version)}
+    return {"model_path": path, **version}

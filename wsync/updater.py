@@ -1,15 +1,17 @@
 """slime's weight-update interface on top of wsync.
 
-The class takes the place of slime's `UpdateWeightFromTensor` (slime/backends/megatron_utils/
-update_weight): the same constructor, the same methods, the same order of calls.
+The classes take the place of slime's of the same names (slime/backends/megatron_utils/
+update_weight): the same constructors, the same methods, the same order of calls.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core, megatron
+from wsync.disk import DiskSync
 from wsync.group import together
 from wsync.handles import EngineHandle, handle
 from wsync.layout import TrainerLayout
@@ -20,15 +22,11 @@ if TYPE_CHECKING:
     import torch
 
 
-class UpdateWeightFromTensor:
-    """Updates colocated rollout engines from a Megatron model, or from any trainer's layout.
-
-    Every trainer rank makes one and all ranks call its methods together.
+class Updater(abc.ABC):
+    """What slime's updaters have in common; see the classes below.
 
     Args:
         args: slime's arguments; see `wsync.megatron.layout` for the fields that are read.
-            `update_weight_buffer_size` bounds the bytes of a round for engines without wsync,
-            unless options are given.
         model: one module per virtual pipeline stage, or a layout (`wsync.fsdp.layout`).
         weights_getter: returns the parameters' current storage by global name; it may hand out
             other storage each time.  None takes the model's own.
@@ -75,7 +73,12 @@ class UpdateWeightFromTensor:
                 timeout=self._options.exchange_deadline,
             )
         )
-        self._sync: Sync | None = None
+        self._sync: Sync | DiskSync | None = None
+
+    @abc.abstractmethod
+    def _connect(
+        self, engines: Callable[[], list[EngineHandle]], gpu_offsets: Sequence[int] | None
+    ) -> Sync | DiskSync: ...
 
     def connect_rollout_engines(
         self,
@@ -115,9 +118,7 @@ class UpdateWeightFromTensor:
                 for engine, number in zip(rollout_engines, workers, strict=True)
             ]
 
-        self._sync = Sync(
-            self._source, handles, engine_gpu_offsets=engine_gpu_offsets, options=self._options
-        )
+        self._sync = self._connect(handles, engine_gpu_offsets)
 
     def update_weights(self) -> None:
         """Pauses the engines, replaces every weight, counts the version up and continues.
@@ -143,3 +144,66 @@ class UpdateWeightFromTensor:
         if self._sync is not None:
             self._sync.close()
             self._sync = None
+
+
+class UpdateWeightFromTensor(Updater):
+    """Updates colocated rollout engines from a Megatron model, or from any trainer's layout.
+
+    Every trainer rank makes one and all ranks call its methods together.  See `Updater` for the
+    arguments; `args.update_weight_buffer_size` bounds the bytes of a round for engines without
+    wsync, unless options are given.
+    """
+
+    def _connect(
+        self, engines: Callable[[], list[EngineHandle]], gpu_offsets: Sequence[int] | None
+    ) -> Sync:
+        return Sync(self._source, engines, engine_gpu_offsets=gpu_offsets, options=self._options)
+
+
+class UpdateWeightFromDisk(Updater):
+    """Updates engines through checkpoints in a folder that they and all trainer ranks see.
+
+    Every trainer rank makes one and all ranks call its methods together.  See `Updater` for the
+    arguments; of `args` it reads in addition `update_weight_disk_dir`, the folder of versions;
+    `hf_checkpoint`, the folder whose configuration and tokenizer every version gets; and
+    `update_weight_disk_keep_files`: True keeps all versions, else the newest two stay.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        model: Sequence[torch.nn.Module] | TrainerLayout,
+        weights_getter: Callable[[], Mapping[str, torch.Tensor]] | None,
+        *,
+        model_name: str,
+        quantization_config: Mapping[str, Any] | None = None,
+        options: Options | None = None,
+    ) -> None:
+        super().__init__(
+            args,
+            model,
+            weights_getter,
+            model_name=model_name,
+            quantization_config=quantization_config,
+            options=options,
+        )
+        folder = getattr(args, "update_weight_disk_dir", None)
+        if not folder:
+            raise _core.InvalidArgumentError(
+                f"update_weight_disk_dir={folder!r}: the folder of versions is missing"
+            )
+        self._folder: str = folder
+        self._base = getattr(args, "hf_checkpoint", None) or None
+        self._keep = None if getattr(args, "update_weight_disk_keep_files", False) else 2
+
+    def _connect(
+        self, engines: Callable[[], list[EngineHandle]], gpu_offsets: Sequence[int] | None
+    ) -> DiskSync:
+        return DiskSync(
+            self._source,
+            engines,
+            folder=self._folder,
+            base=self._base,
+            keep=self._keep,
+            options=self._options,
+        )

@@ -74,7 +74,8 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
     X(route)                  \
     X(plan)                   \
     X(views)                  \
-    X(pack)
+    X(pack)                   \
+    X(file)
 
 #define WSYNC_DECLARE_REGISTER(name) int wsync_py_register_##name(PyObject *module);
 WSYNC_REGISTER_MAP(WSYNC_DECLARE_REGISTER)

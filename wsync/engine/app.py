@@ -40,6 +40,16 @@ class Update(BaseModel):
     weight_version: str | None = None
 
 
+class FromDisk(BaseModel):
+    """SGLang's other fields (is_async, keep_pause, ...) say nothing to this engine."""
+
+    model_path: str
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
 class NewVersion(BaseModel):
     new_version: str
     abort_all_requests: bool = True
@@ -230,6 +240,21 @@ def _add_weights(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
         )
         return _outcome(success, message)
 
+    @app.post("/update_weights_from_disk")
+    async def update_weights_from_disk(body: FromDisk) -> Response:
+        if body.abort_all_requests:
+            engine.gate.abort(None)
+        success, message = await _run(
+            pools.control,
+            lambda: engine.update_weights_from_disk(
+                body.model_path,
+                load_format=body.load_format,
+                weight_version=body.weight_version,
+                flush_cache=body.flush_cache,
+            ),
+        )
+        return _outcome(success, message, num_paused_requests=0)
+
     @app.post("/update_weight_version")
     async def update_weight_version(body: NewVersion) -> Response:
         if body.abort_all_requests:
@@ -286,8 +311,8 @@ def _answer(
     }
 
 
-def _outcome(success: bool, message: str) -> Response:
-    return JSONResponse({"success": success, "message": message}, 200 if success else 400)
+def _outcome(success: bool, message: str, **more: Any) -> Response:
+    return JSONResponse({"success": success, "message": message, **more}, 200 if success else 400)
 
 
 def _error(message: str) -> Response:

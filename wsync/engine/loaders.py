@@ -292,7 +292,7 @@ class _ByName:
         if self._router is not None and _same(self._held, held):
             tensors = [held[place] for place in self._places]
         else:
-            self._names, tensors = self._targets(self._manifest)
+            self._names, tensors = targets(self._module, self._manifest.shapes, self._ignore)
             self._remember(held, tensors)
         table = describe(tensors, self._names)
         builder = LayoutBuilder()
@@ -319,35 +319,6 @@ class _ByName:
     def finish(self, timeout: float) -> None:
         assert self._router is not None
         self._router.finish(timeout)
-
-    def _targets(self, manifest: RingManifest) -> tuple[list[str], list[torch.Tensor]]:
-        """The tensors to fill and the names that they are delivered under."""
-        state = _state(self._module)
-        delivered = manifest.shapes
-        unknown = delivered.keys() - state.keys() - self._ignore
-        if unknown:
-            raise LayoutError(f"{_list(unknown)}: not in {type(self._module).__name__}")
-        names: list[str] = []
-        tensors: list[torch.Tensor] = []
-        missing: list[str] = []
-        for group in aliases(state):
-            name = next((alias for alias in group if alias in delivered), None)
-            if name is None:
-                if state[group[0]].numel() and not self._ignore.intersection(group):
-                    missing.append(group[0])
-                continue
-            tensor = state[name]
-            if tuple(tensor.shape) != delivered[name]:
-                raise LayoutError(
-                    f"{name}: shape {delivered[name]} delivered, {tuple(tensor.shape)} in "
-                    f"{type(self._module).__name__}"
-                )
-            if tensor.numel() > 0:
-                names.append(name)
-                tensors.append(tensor)
-        if missing:
-            raise LayoutError(f"{_list(missing)}: in {type(self._module).__name__}, not delivered")
-        return names, tensors
 
 
 class _ByCall:
@@ -443,6 +414,38 @@ class _ByCall:
 
     def _who(self) -> str:
         return getattr(self._method, "__qualname__", None) or type(self._method).__qualname__
+
+
+def targets(
+    module: torch.nn.Module, delivered: Mapping[str, tuple[int, ...]], ignore: frozenset[str]
+) -> tuple[list[str], list[torch.Tensor]]:
+    """The tensors of a module that are to be filled, and the names that they are delivered
+    under.  delivered: shapes by name.  LayoutError for what does not fit; the text names it."""
+    state = _state(module)
+    unknown = delivered.keys() - state.keys() - ignore
+    if unknown:
+        raise LayoutError(f"{_list(unknown)}: not in {type(module).__name__}")
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    missing: list[str] = []
+    for group in aliases(state):
+        name = next((alias for alias in group if alias in delivered), None)
+        if name is None:
+            if state[group[0]].numel() and not ignore.intersection(group):
+                missing.append(group[0])
+            continue
+        tensor = state[name]
+        if tuple(tensor.shape) != delivered[name]:
+            raise LayoutError(
+                f"{name}: shape {delivered[name]} delivered, {tuple(tensor.shape)} in "
+                f"{type(module).__name__}"
+            )
+        if tensor.numel() > 0:
+            names.append(name)
+            tensors.append(tensor)
+    if missing:
+        raise LayoutError(f"{_list(missing)}: in {type(module).__name__}, not delivered")
+    return names, tensors
 
 
 def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:

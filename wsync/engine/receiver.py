@@ -2,8 +2,10 @@
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from wsync._core import Importer, Layout, ProtocolError, WsyncError
+from wsync._core import Importer, Layout, ProtocolError, StateError, WsyncError
 from wsync.control import LEARN, Control
 from wsync.engine.loaders import Learner, Loader, Receipt
 from wsync.trace import Trace
@@ -57,6 +59,22 @@ class Receiver:
     def restored(self) -> None:
         """Says that every weight was replaced by other means than an update."""
         self.consistent, self.reason = True, ""
+
+    @contextmanager
+    def replacing(self, what: str) -> Iterator[None]:
+        """Around the replacement of every weight by other means than an update; if the block
+        fails the worker is inconsistent.  StateError while an update runs."""
+        if not self._busy.acquire(blocking=False):
+            raise StateError(f"worker {self._worker}: another update is running")
+        try:
+            self.consistent, self.reason = False, f"the weights are inconsistent: {what}"
+            yield
+            self.restored()
+        except BaseException as error:
+            self.reason += f": {error}"
+            raise
+        finally:
+            self._busy.release()
 
     def close(self) -> None:
         """Gives up the session."""

@@ -17,6 +17,7 @@ from typing import Any
 import requests
 
 from wsync._core import DeadlineError
+from wsync.checkpoint import INDEX
 from wsync.engine.child import Child
 
 _STOP_SECONDS = 10.0
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokenizer=tokenizer,
         api_key=options.api_key or os.environ.get("WSYNC_API_KEY") or None,
         model_path=options.model or options.config,
-        weight_version=options.weight_version,
+        weight_version=options.weight_version or _stored_version(options.model) or "default",
         ignore=options.ignore,
         threads=options.threads,
     )
@@ -149,6 +150,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.child:
             threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
         server.run(sockets=[listener])
+
+
+def _stored_version(folder: str | None) -> str | None:
+    """The weight version of a checkpoint that a trainer has written, or None."""
+    path = Path(folder or "", INDEX)
+    if folder is None or not path.exists():
+        return None
+    version = json.loads(path.read_bytes()).get("metadata", {}).get("weight_version")
+    return None if version is None else str(version)
 
 
 def _end_with_parent(server: Any) -> None:
@@ -174,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", help="torch's name of a dtype")
     parser.add_argument("--seed", type=int, default=0, help="of random weights")
     parser.add_argument("--threads", type=int, default=1, help="of torch and of copies")
-    parser.add_argument("--weight-version", default="default")
+    parser.add_argument("--weight-version", help="by default the checkpoint's, if it has one")
     parser.add_argument(
         "--ignore", action="append", default=[], metavar="NAME", help="tensor an update may lack"
     )

@@ -8,7 +8,7 @@ worker then cuts itself, as stock engines do.
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Final
@@ -16,7 +16,15 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from wsync._core import InvalidArgumentError, LayoutError, StateError
+from wsync._core import (
+    BufferTable,
+    InvalidArgumentError,
+    Layout,
+    LayoutError,
+    StateError,
+    describe,
+)
+from wsync.engine import disk
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.sharded import ShardedModel
 from wsync.engine.workers import Worker, WorkersEngine
@@ -68,6 +76,13 @@ class TensorParallelEngine(WorkersEngine):
         """Ends the workers."""
         super().close()
         self._folder.cleanup()
+
+    def update_weights_from_disk(
+        self, path: str, *, weight_version: int | str | None, timeout: float
+    ) -> None:
+        self._call("disk", [(path, timeout)] * self.workers, timeout)
+        if weight_version is not None:
+            self.weight_version = str(weight_version)
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         return {**super().model_info(timeout), "model_type": self._config.model_type}
@@ -155,6 +170,9 @@ class _Worker(Worker):
         super().__init__(loader, rank=rank)
 
     def answer(self, what: str, argument: Any) -> Any:
+        if what == "disk":
+            folder, timeout = argument
+            return disk.load(folder, self._targets, self.receiver, timeout=timeout)
         if what == "logits":
             logits = self.model.logits(argument).float().contiguous()
             # plain bytes: torch would share tensors by descriptors
@@ -165,6 +183,11 @@ class _Worker(Worker):
 
     def load_weights(self, weights: Any) -> None:
         self.model.load_weights(weights)
+
+    def _targets(self, _: Mapping[str, tuple[int, ...]]) -> tuple[Layout, BufferTable]:
+        """The boxes of a checkpoint that this worker keeps."""
+        tensors = list(self.model.tensors.values())
+        return self.model.layout(), BufferTable.of(describe(tensors), tensors)
 
     def _piece(self, piece: Any) -> tuple[Any, ...]:
         dtype = str(self.model.dtype).removeprefix("torch.")

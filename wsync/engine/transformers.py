@@ -22,10 +22,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wsync import payload
-from wsync._core import InvalidArgumentError, LayoutError, StateError, WsyncError, checksum
+from wsync._core import (
+    BufferTable,
+    InvalidArgumentError,
+    Layout,
+    LayoutBuilder,
+    LayoutError,
+    StateError,
+    WsyncError,
+    checksum,
+    describe,
+)
 from wsync.control import LOAD_FORMAT
+from wsync.engine import disk
 from wsync.engine.gate import Gate
-from wsync.engine.loaders import ModuleLoader, aliases
+from wsync.engine.loaders import ModuleLoader, aliases, targets
 from wsync.engine.receiver import Receiver
 
 if TYPE_CHECKING:
@@ -78,6 +89,8 @@ class Engine:
         self.weight_version = weight_version
         self.gate = Gate()
         self.receiver = Receiver(ModuleLoader(model, ignore=ignore, threads=threads))
+        self._ignore = frozenset(ignore)
+        self._threads = threads
         # names that stock updates have delivered since the weights became inconsistent
         self._restored: set[str] = set()
         self._sampler = threading.local()
@@ -198,6 +211,45 @@ class Engine:
         except WsyncError as error:
             return False, str(error)
         return success, text
+
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        *,
+        load_format: str | None = None,
+        weight_version: str | None = None,
+        flush_cache: bool = False,
+        timeout: float = REQUEST_SECONDS,
+    ) -> tuple[bool, str]:
+        """Loads a checkpoint folder; (success, text).  A folder that is not whole or does not
+        fit is refused before anything is loaded."""
+        try:
+            if load_format not in (None, "auto", "safetensors"):
+                raise InvalidArgumentError(f"load_format {load_format!r}: only safetensors here")
+            with self.gate.update(timeout):
+                if flush_cache:
+                    self.gate.flush()
+                disk.load(
+                    model_path,
+                    self._targets,
+                    self.receiver,
+                    threads=self._threads,
+                    timeout=timeout,
+                )
+                self.model_path = model_path
+                if weight_version is not None:
+                    self.weight_version = weight_version
+        except WsyncError as error:
+            return False, f"Failed to update weights: {error}"
+        return True, "Succeeded to update model weights."
+
+    def _targets(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Layout, BufferTable]:
+        """Where a checkpoint's tensors go."""
+        names, tensors = targets(self.model, shapes, self._ignore)
+        table = describe(tensors, names)
+        builder = LayoutBuilder()
+        builder.add_tensors(names, table)
+        return builder.build(), BufferTable.of(table, tensors)
 
     def _load(self, content: Any, load_format: str | None) -> tuple[bool, str]:
         if load_format == LOAD_FORMAT:

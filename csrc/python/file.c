@@ -1,0 +1,113 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * write_files(): the copies of a route with files for destinations. */
+#include <stdlib.h>
+
+#include "device/host_file.h"
+#include "python/device.h"
+#include "python/route.h"
+
+/* Files from a tuple of (name, descriptor, nbytes); the names are the tuple's. */
+static wsync_file_t *read_files(PyObject *tuple)
+{
+    const Py_ssize_t count = PyTuple_Size(tuple);
+    wsync_file_t *files = calloc((size_t)count + 1, sizeof(*files));
+
+    if (files == NULL) {
+        (void)PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PyTuple_GetItem(tuple, i);
+        unsigned long long nbytes;
+
+        if (!PyTuple_Check(item)) {
+            PyErr_Format(PyExc_TypeError, "file %zd: (name, descriptor, nbytes) is wanted",
+                         i);
+            free(files);
+            return NULL;
+        }
+        if (!PyArg_ParseTuple(item, "siK:write_files", &files[i].name, &files[i].fd,
+                              &nbytes)) {
+            free(files);
+            return NULL;
+        }
+        files[i].nbytes = nbytes;
+    }
+    return files;
+}
+
+static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"route", "first", "last", "sources", "files", NULL};
+    ModuleState *state = wsync_py_state(module);
+    PyObject *route_object;
+    PyObject *table;
+    PyObject *sequence;
+    PyObject *tuple;
+    PyObject *result = NULL;
+    wsync_file_t *files = NULL;
+    const wsync_route_t *route;
+    const BufferTableObject *sources;
+    const wsync_copy_t *copies = NULL;
+    size_t count = 0;
+    size_t file_count;
+    long long first;
+    long long last;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!LLO!O:write_files", keywords,
+                                     state->type_Route, &route_object, &first, &last,
+                                     state->type_BufferTable, &table, &sequence)) {
+        return NULL;
+    }
+    tuple = PySequence_Tuple(sequence);
+    if (tuple == NULL) {
+        return NULL;
+    }
+    file_count = (size_t)PyTuple_Size(tuple);
+    route = ((RouteObject *)route_object)->route;
+    sources = (BufferTableObject *)table;
+    if (first < 0 || last < first || last > wsync_route_buffer_count(route)) {
+        PyErr_Format(PyExc_IndexError, "buffers %lld to %lld of a route with %u", first,
+                     last, wsync_route_buffer_count(route));
+        goto cleanup;
+    }
+    files = read_files(tuple);
+    if (files == NULL) {
+        goto cleanup;
+    }
+    /* the copies of consecutive buffers lie together */
+    for (long long i = last; i-- > first;) {
+        size_t more;
+
+        copies = wsync_route_copies(route, (uint32_t)i, &more);
+        count += more;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_host_file_write(copies, count, sources->spans, sources->count, files,
+                                       file_count, &err);
+    Py_END_ALLOW_THREADS
+    result = status == WSYNC_OK
+                 ? PyLong_FromUnsignedLongLong(wsync_copies_nbytes(copies, count))
+                 : wsync_py_raise(state, &err);
+
+cleanup:
+    free(files);
+    Py_DECREF(tuple);
+    return result;
+}
+
+static PyMethodDef file_functions[] = {
+    {"write_files", (PyCFunction)(void (*)(void))write_files, METH_VARARGS | METH_KEYWORDS,
+     "write_files(route, first, last, sources, files)\n--\n\n"
+     "Runs the copies of source buffers [first, last) of a route with files for\n"
+     "destinations, in this thread, without the GIL.  files: (name, descriptor, nbytes).\n"
+     "Returns the bytes written."},
+    {NULL, NULL, 0, NULL},
+};
+
+int wsync_py_register_file(PyObject *module)
+{
+    return PyModule_AddFunctions(module, file_functions);
+}

@@ -1,0 +1,209 @@
+"""What trainer ranks do in tests/test_disk_ranks.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors import safe_open
+from support.update_cases import compare, slime_arguments, trainer_and_engine
+
+import wsync
+from wsync import _core, megatron
+from wsync.demo import megatron_cpu, reference
+from wsync.disk import DiskSync, newest
+
+OPTIONS = wsync.Options(deadline=10.0, progress=False)
+
+
+def in_files(folder: Path) -> dict[str, torch.Tensor]:
+    """What the safetensors library reads, file by file."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def in_transformers(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What transformers' own loader makes of it."""
+    auto: Any = transformers.AutoModelForCausalLM
+    model, report = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return dict(model.named_parameters())
+
+
+def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    return [
+        name
+        for name in sorted(found.keys() | expected.keys())
+        if name not in found
+        or name not in expected
+        or found[name].dtype != expected[name].dtype
+        or not torch.equal(
+            found[name].detach().contiguous().reshape(-1).view(torch.uint8),
+            expected[name].reshape(-1).view(torch.uint8),
+        )
+    ]
+
+
+def update_twice(
+    config: Any,
+    parallel: megatron_cpu.Parallel,
+    folder: str,
+    shard_nbytes: int,
+    dtype: str | None,
+    engine: dict[str, Any],
+) -> dict[str, Any]:
+    """Two updates with different weights; what differs in files, transformers and the engine."""
+    wrong: list[str] = []
+    with trainer_and_engine(config, parallel, engine) as (trainer, started):
+        layout = megatron.layout(trainer.chunks, config)
+        engines = [started] if started else []
+        with DiskSync(
+            layout,
+            engines,
+            folder=folder,
+            base=config,
+            dtype=dtype,
+            shard_nbytes=shard_nbytes,
+            options=OPTIONS,
+        ) as sync:
+            for seed in (1, 2):
+                trainer.randomize(seed)
+                report = sync.update()
+                expected = reference.hf_state_dict(trainer.chunks, config)
+                if dtype is not None:
+                    expected = {n: t.to(getattr(torch, dtype)) for n, t in expected.items()}
+                if dist.get_rank() == 0:
+                    path = newest(folder)
+                    wrong += differences(in_files(path), expected)
+                    kind = next(iter(expected.values())).dtype
+                    wrong += differences(in_transformers(path, kind), expected)
+                    wrong += compare(started, {n: t.float() for n, t in expected.items()})
+                dist.barrier()
+    written = [0] * dist.get_world_size()
+    dist.all_gather_object(written, sync._writer.nbytes)
+    return {"wrong": wrong, "written": written, **report.facts()}
+
+
+def as_slime_does(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> dict[str, Any]:
+    """slime's calls: connect, update, connect to more engines, update; backups move each time."""
+    with trainer_and_engine(config, parallel, {"tp": 2}) as (trainer, engine):
+
+        def weights_getter() -> dict[str, torch.Tensor]:
+            weights = megatron_cpu.named_weights(trainer.chunks)
+            return {f"module.module.{name}": tensor.detach().clone() for name, tensor in weights}
+
+        args = slime_arguments(config)
+        missing = ""
+        try:
+            wsync.UpdateWeightFromDisk(args, trainer.chunks, weights_getter, model_name="qwen3")
+        except wsync.InvalidArgumentError as error:
+            missing = str(error)
+        args.update_weight_disk_dir = f"{folder}/versions"
+        args.hf_checkpoint = f"{folder}/base"
+        if dist.get_rank() == 0:
+            config.save_pretrained(args.hf_checkpoint)
+        updater = wsync.UpdateWeightFromDisk(
+            args,
+            trainer.chunks,
+            weights_getter,
+            model_name="qwen3",
+            quantization_config=None,
+            options=OPTIONS,
+        )
+        wrong: list[str] = []
+        for seed in (3, 4):  # once without an engine: late ones find the version in the folder
+            updater.connect_rollout_engines([engine] if engine and seed == 4 else [], None)
+            trainer.randomize(seed)
+            updater.update_weights()
+            expected = reference.hf_state_dict(trainer.chunks, config)
+            if dist.get_rank() == 0:
+                wrong += differences(in_files(newest(args.update_weight_disk_dir)), expected)
+            dist.barrier()
+        wrong += compare(engine, expected)
+        metrics = updater.pop_metrics()
+        updater.disconnect_rollout_engines()
+        return {
+            "missing": missing,
+            "wrong": wrong,
+            "version": updater.weight_version,
+            "engine_version": engine.weight_version if engine else "2",
+            "versions": sorted(os.listdir(args.update_weight_disk_dir)),
+            "metrics": metrics,
+            "second_pop": updater.pop_metrics(),
+        }
+
+
+def fail_once(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> dict[str, Any]:
+    """Rank 1's disk fails in the second update; the third is to succeed."""
+    original = _core.write_files
+
+    def write(*arguments: Any) -> int:
+        if dist.get_rank() == 1:
+            raise wsync.SystemCallError("shard: writing 5 bytes at 9: No space left on device")
+        return original(*arguments)
+
+    with trainer_and_engine(config, parallel, {"tp": 1}) as (trainer, engine):
+        layout = megatron.layout(trainer.chunks, config)
+        engines = [engine] if engine else []
+        with DiskSync(layout, engines, folder=folder, options=OPTIONS) as sync:
+            trainer.randomize(1)
+            sync.update()
+            before = reference.hf_state_dict(trainer.chunks, config)
+            trainer.randomize(2)
+            _core.write_files = write
+            try:
+                sync.update()
+                error = ""
+            except wsync.WsyncError as caught:
+                error = f"{type(caught).__name__}: {caught}"
+            finally:
+                _core.write_files = original
+            dist.barrier()
+            wrong = differences(in_files(newest(folder)), before)
+            wrong += compare(engine, before)
+            paused = engine is not None and engine.paused
+            dist.barrier()
+            sync.update()
+            after = reference.hf_state_dict(trainer.chunks, config)
+            wrong += differences(in_files(newest(folder)), after) + compare(engine, after)
+            dist.barrier()
+    return {"error": error, "wrong": wrong, "paused": paused, "left": sorted(os.listdir(folder))}
+
+
+def die_in_the_middle(
+    config: Any, parallel: megatron_cpu.Parallel, folder: str, notes: str
+) -> None:
+    """Rank 2 is killed while it writes the second version; the others note what they raise."""
+    original = _core.write_files
+
+    def write(*arguments: Any) -> int:
+        written = original(*arguments)
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    with trainer_and_engine(config, parallel, {"tp": 1}) as (trainer, _):
+        layout = megatron.layout(trainer.chunks, config)
+        sync = DiskSync(layout, folder=folder, base=config, options=OPTIONS)
+        trainer.randomize(1)
+        sync.update()
+        expected = reference.hf_state_dict(trainer.chunks, config)
+        trainer.randomize(2)
+        _core.write_files = write
+        try:
+            sync.update()
+        except wsync.WsyncError as error:
+            text = f"{type(error).__name__}: {error}"
+            Path(notes, f"rank{dist.get_rank()}").write_text(text)
+        wrong = differences(in_files(newest(folder)), expected)
+        wrong += differences(in_transformers(newest(folder), torch.float32), expected)
+        Path(notes, f"wrong{dist.get_rank()}").write_text(" ".join(wrong))
+        os._exit(0)  # groups that a rank has left cannot be taken down in order

@@ -1,0 +1,262 @@
+"""Checkpoints as layouts: what is where, who writes it, and files that are not what they say."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import wsync
+from wsync import _core
+from wsync.checkpoint import INDEX, Checkpoint, arrange, owners
+
+
+def model(*tensors: tuple[str, str, tuple[int, ...]]) -> _core.Layout:
+    builder = _core.LayoutBuilder()
+    for name, dtype, shape in tensors:
+        builder.add_tensor(name, dtype, shape)
+    return builder.build()
+
+
+def test_tensors_fill_files_in_the_order_of_their_numbers() -> None:
+    rows = [(f"layers.{i}.w", "bfloat16", (10, 10)) for i in (10, 2, 1)]
+    found = arrange(model(*rows, ("embed", "bfloat16", (30, 10))), shard_nbytes=400)
+    assert {name: place.file for name, place in found.places.items()} == {
+        "embed": 0,  # larger than a file
+        "layers.1.w": 1,
+        "layers.2.w": 1,
+        "layers.10.w": 2,
+    }
+    assert found.names[1] == "model-00002-of-00003.safetensors"
+    index = json.loads(found.index("7"))
+    assert index["metadata"] == {"total_size": 1200, "weight_version": "7"}
+    assert index["weight_map"]["layers.10.w"] == found.names[2]
+
+
+def test_elements_are_aligned_whatever_their_neighbours() -> None:
+    found = arrange(model(("a", "uint8", (3,)), ("b", "float32", (2,)), ("c", "bfloat16", (5,))))
+    for place in found.places.values():
+        assert place.offset % place.item_nbytes == 0
+
+
+def test_only_floating_point_tensors_are_cast() -> None:
+    found = arrange(model(("a", "float32", (3,)), ("b", "int64", (2,))), dtype="bfloat16")
+    assert {name: place.dtype for name, place in found.places.items()} == {
+        "a": "bfloat16",
+        "b": "int64",
+    }
+
+
+def test_a_dtype_that_files_cannot_hold_is_refused_by_name() -> None:
+    with pytest.raises(wsync.UnsupportedError, match="a: safetensors does not store complex128"):
+        arrange(model(("a", "complex128", (3,))))
+
+
+# --- owners -----------------------------------------------------------------------------------
+
+
+@st.composite
+def held(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, Any, Any]]]:
+    """A tensor's shape, and (rank, start, extent) of boxes that cover it, some more than once."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple))
+    cuts = [
+        sorted(draw(st.sets(st.integers(1, n - 1), max_size=2)) if n > 1 else ()) for n in shape
+    ]
+    edges = [list(itertools.pairwise([0, *cut, n])) for cut, n in zip(cuts, shape, strict=True)]
+    boxes = [
+        (draw(st.integers(0, 3)), tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        for cell in itertools.product(*edges)
+    ]
+    for _ in range(draw(st.integers(0, 4))):
+        start = tuple(draw(st.integers(0, n - 1)) for n in shape)
+        extent = tuple(draw(st.integers(1, n - a)) for a, n in zip(start, shape, strict=True))
+        boxes.append((draw(st.integers(0, 3)), start, extent))
+    return shape, draw(st.permutations(boxes))
+
+
+def layouts(shape: tuple[int, ...], boxes: list[tuple[int, Any, Any]]) -> _core.Layout:
+    parts = []
+    for rank in range(4):
+        builder = _core.LayoutBuilder(rank)
+        builder.add_tensor("t", "uint8", shape)
+        mine = [box for box in boxes if box[0] == rank]
+        for buffer, (_, start, extent) in enumerate(mine):
+            strides = [math.prod(extent[i + 1 :]) for i in range(len(extent))]
+            builder.add_shard("t", "uint8", shape, start, extent, buffer, 0, strides, f"o{buffer}")
+        parts.append(builder.build())
+    return _core.Layout.merge(parts)
+
+
+@given(held())
+def test_every_element_has_one_owner_who_holds_it(
+    case: tuple[tuple[int, ...], list[tuple[int, Any, Any]]],
+) -> None:
+    shape, boxes = case
+    holders = np.zeros((4, *shape), bool)
+    for rank, start, extent in boxes:
+        holders[(rank, *(slice(a, a + n) for a, n in zip(start, extent, strict=True)))] = True
+    count = np.zeros(shape, int)
+    for rank, dealt in enumerate(owners(layouts(shape, boxes), 4)):
+        for name, (start, extent) in dealt:
+            place = tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))
+            assert name == "t"
+            assert holders[(rank, *place)].all()
+            count[place] += 1
+    assert (count == 1).all()
+
+
+def test_replicas_share_the_work() -> None:
+    parts = []
+    for rank in range(4):
+        builder = _core.LayoutBuilder(rank)
+        for i in range(8):
+            builder.add_shard(f"t{i}", "uint8", (4,), (0,), (4,), i, 0, (1,), f"t{i}")
+        parts.append(builder.build())
+    assert [len(dealt) for dealt in owners(_core.Layout.merge(parts), 4)] == [2, 2, 2, 2]
+
+
+def test_elements_on_no_rank_are_counted_by_name() -> None:
+    with pytest.raises(wsync.LayoutError, match="t: 3 of 5 elements are on no rank"):
+        owners(layouts((5,), [(0, (0,), (2,))]), 4)
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+TENSORS = {
+    "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+    "b": torch.ones(5, dtype=torch.bfloat16),
+    "c": torch.tensor(True),
+}
+
+
+def test_what_the_safetensors_library_writes_is_read(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.weight_version is None
+        layout = checkpoint.layout()
+        assert sorted(layout.names()) == ["a", "b", "c"]
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+        table = _core.describe(list(loaded.values()), list(loaded))
+        builder = _core.LayoutBuilder()
+        builder.add_tensors(list(loaded), table)
+        stream = _core.Stream()
+        route = _core.Route(layout, builder.build())
+        stream.copy(route, 0, 0, checkpoint.buffers(), _core.BufferTable.of(table, loaded))
+        stream.synchronize(10)
+        stream.close()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
+
+
+def sharded(folder: Path) -> Path:
+    """Two files and their index."""
+    files = {"one.safetensors": ["a"], "two.safetensors": ["b", "c"]}
+    for file, names in files.items():
+        save_file({name: TENSORS[name] for name in names}, folder / file)
+    places = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": 59, "weight_version": 3}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index))
+    assert Checkpoint(folder).weight_version == "3"
+    return folder
+
+
+def edit(path: Path, change: Any) -> None:
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+
+
+def rewrite_header(path: Path, change: Any) -> None:
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "a file cut short": (
+        lambda f: (f / "one.safetensors").write_bytes((f / "one.safetensors").read_bytes()[:-1]),
+        r"one\.safetensors: a: ends at byte \d+, the file has \d+: it was not written to its end",
+    ),
+    "a file cut inside its header": (
+        lambda f: (f / "one.safetensors").write_bytes((f / "one.safetensors").read_bytes()[:30]),
+        r"one\.safetensors: 30 bytes cannot hold a header of \d+",
+    ),
+    "an empty file": (
+        lambda f: (f / "one.safetensors").write_bytes(b""),
+        r"one\.safetensors: 0 bytes cannot hold a header of 0",
+    ),
+    "zeros where the header was": (
+        lambda f: (f / "one.safetensors").write_bytes(bytes(200)),
+        r"one\.safetensors: not a safetensors header",
+    ),
+    "a missing file": (
+        lambda f: (f / "two.safetensors").unlink(),
+        r"two\.safetensors: No such file or directory",
+    ),
+    "no index": (lambda f: (f / INDEX).unlink(), rf"{INDEX}: No such file or directory"),
+    "half an index": (
+        lambda f: (f / INDEX).write_text((f / INDEX).read_text()[:20]),
+        rf"{INDEX}: not an index",
+    ),
+    "an index that leads elsewhere": (
+        lambda f: edit(f / INDEX, lambda i: i["weight_map"].update(a="../one.safetensors")),
+        r"'\.\./one\.safetensors' is no file of this folder",
+    ),
+    "an index with another file's tensor": (
+        lambda f: edit(f / INDEX, lambda i: i["weight_map"].update(a="two.safetensors")),
+        r"two\.safetensors: lacks a",
+    ),
+    "an index with a tensor too many": (
+        lambda f: edit(f / INDEX, lambda i: i["weight_map"].update(d="two.safetensors")),
+        r"two\.safetensors: lacks d",
+    ),
+    "a size that is not the shape's": (
+        lambda f: rewrite_header(f / "one.safetensors", lambda h: h["a"].update(shape=[3, 3])),
+        r"one\.safetensors: a: 48 bytes for 36",
+    ),
+    "a negative offset": (
+        lambda f: rewrite_header(
+            f / "one.safetensors", lambda h: h["a"].update(data_offsets=[-48, 0])
+        ),
+        r"one\.safetensors: a: dtype 'F32'",
+    ),
+    "an unknown dtype": (
+        lambda f: rewrite_header(f / "one.safetensors", lambda h: h["a"].update(dtype="F5")),
+        r"one\.safetensors: a: dtype 'F5'",
+    ),
+    "a tensor in two files": (
+        lambda f: save_file(TENSORS, f / "two.safetensors"),
+        r"two\.safetensors: a is in one\.safetensors too",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_checkpoints_are_refused_by_file_and_tensor(name: str, tmp_path: Path) -> None:
+    folder = sharded(tmp_path)
+    damage, text = DAMAGE[name]
+    damage(folder)
+    with pytest.raises(wsync.WsyncError, match=text):
+        Checkpoint(folder)
+
+
+def test_the_library_reads_what_was_arranged(tmp_path: Path) -> None:
+    found = arrange(model(("a", "float32", (2, 3)), ("s", "int64", ()), ("e", "bool", (0, 4))))
+    (tmp_path / "f").write_bytes(found.headers[0] + bytes(found.sizes[0] - len(found.headers[0])))
+    loaded = load_file(tmp_path / "f")
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in loaded.items()} == {
+        "a": (torch.float32, (2, 3)),
+        "s": (torch.int64, ()),
+        "e": (torch.bool, (0, 4)),
+    }

@@ -1,0 +1,335 @@
+"""Updates through the disk: all trainer ranks write one checkpoint, engines read it.
+
+Every rank writes the bytes that it owns to their places in the files, from its tensors; nothing is
+gathered.  See wsync.versions for what readers see, and when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from tqdm import tqdm
+
+from wsync import _core
+from wsync.calls import left, take_on
+from wsync.checkpoint import INDEX, SHARD_NBYTES, Arrangement, arrange, owners, system_calls
+from wsync.group import TrainerGroup
+from wsync.handles import EngineHandle
+from wsync.layout import TrainerLayout
+from wsync.options import Options
+from wsync.report import Report
+from wsync.sync import version_text
+from wsync.versions import Versions, newest
+
+if TYPE_CHECKING:
+    import torch
+
+    Weights = Mapping[str, torch.Tensor]
+
+__all__ = ["DiskSync", "ReadsDisk", "newest"]
+
+# one write call's share: how much is written between two looks at the other ranks
+_BATCH_NBYTES = 64 << 20
+
+
+@runtime_checkable
+class ReadsDisk(Protocol):
+    """What a handle needs beyond EngineHandle."""
+
+    def update_weights_from_disk(
+        self, path: str, *, weight_version: int | str | None, timeout: float
+    ) -> None:
+        """Loads every weight from a checkpoint folder."""
+
+
+class DiskSync:
+    """Keeps engines up to date through a folder of checkpoints.
+
+    Every trainer rank makes one, and all ranks call its methods together.  Rank 0 talks to the
+    engines' APIs; there may be none, and then versions are only written.
+
+    Args:
+        source: what this rank holds.
+        engines: handles of the engines, or what makes them; read or called on rank 0 alone.
+        folder: where versions go, at the same path for all ranks and engines.  Ranks write
+            different parts of one file: between hosts the file system must keep both.
+        base: a folder (or a transformers configuration) whose configuration and tokenizer files
+            every version gets.
+        dtype: what floating-point tensors are stored as; None keeps the trainer's.
+        shard_nbytes: bytes of tensors in one file; a larger tensor has a file of its own.
+        keep: versions that stay in the folder; None keeps all.
+        options: deadlines, pause mode, threads that write, progress.
+
+    Raises:
+        LayoutError: the ranks' layouts disagree, or elements are on no rank.
+        UnsupportedError: no conversion to `dtype`, or an engine cannot load from disk.
+        WsyncError: the engines' handles could not be made; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        source: TrainerLayout,
+        engines: Sequence[EngineHandle] | Callable[[], Sequence[EngineHandle]] = (),
+        *,
+        folder: str | os.PathLike[str],
+        base: Any = None,
+        dtype: str | None = None,
+        shard_nbytes: int = SHARD_NBYTES,
+        keep: int | None = 2,
+        options: Options | None = None,
+    ) -> None:
+        self.version = 0
+        self._updates = 0
+        self._closed = False
+        self.options = options or Options()
+        self._source = source
+        self._engines: list[EngineHandle] = []
+        if shard_nbytes < 1:
+            raise _core.InvalidArgumentError(f"shard_nbytes={shard_nbytes!r} is not positive")
+        self._versions = Versions(folder, base, keep)
+        self._group = TrainerGroup(source.group, timeout=self.options.exchange_deadline)
+        with self._one_error():
+            if self._group.rank == 0:
+                self._versions.check()
+                self._engines = list(engines() if callable(engines) else engines)
+                for engine in self._engines:
+                    if not isinstance(engine, ReadsDisk):
+                        raise _core.UnsupportedError(
+                            f"engine {engine.name}: its handle has no update_weights_from_disk"
+                        )
+            parts = self._group.all_gather(source.layout.to_bytes())
+            self._model = _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
+            self._arrangement = arrange(self._model, dtype=dtype, shard_nbytes=shard_nbytes)
+            self._writer = _Writer(source, self._model, self._arrangement, self._group.size)
+
+    def update(
+        self,
+        weights: Weights | Callable[[], Weights] | None = None,
+        *,
+        version: int | str | None = None,
+    ) -> Report:
+        """Writes a new version and has every engine load it; all ranks call it together.
+
+        Engines go on generating while the files are written.
+
+        Args:
+            weights: the parameters' current storage by global name, or what returns it; None
+                for the tensors that the layout was made from.
+            version: the weight version that engines report afterwards, a number from 0 or a
+                short text without "/", the same on all ranks; None counts up.
+
+        Returns:
+            What happened, as this rank saw it.
+
+        Raises:
+            StateError: after close, or while another trainer writes into the folder.
+            WsyncError: the same on all ranks.  Until the new version is complete, the previous one
+                stays the newest and engines run on; an engine that fails to load it stays
+                paused with those that wait for it.
+        """
+        if self._closed:
+            raise _core.StateError("update after close")
+        start = time.perf_counter()
+        self._renew()
+        with self._one_error(), contextlib.ExitStack() as stack:
+            report = Report(version=version_text(self.version + 1 if version is None else version))
+            if self._group.rank == 0:
+                stack.enter_context(self._versions.writing())
+            folder = self._write(weights() if callable(weights) else weights, report)
+            with report.phase("publish"):
+                if self._group.rank == 0:
+                    folder = self._versions.publish(folder)
+                self._group.barrier()
+            with report.phase("engines"):
+                if self._group.rank == 0:
+                    self._load(str(folder), report.version)
+                    self._versions.prune()
+                self._group.confirm()
+        report.seconds = time.perf_counter() - start
+        self.version = int(report.version) if report.version.isdecimal() else self.version + 1
+        return report
+
+    def close(self) -> None:
+        """Lets go of the other ranks.  Engines keep their weights, and versions stay."""
+        self._closed = True
+        self._group.close()
+
+    def __enter__(self) -> DiskSync:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _renew(self) -> None:
+        """After a failure, be it one that another rank alone has met at the very end of an update:
+        a new group, because a collective of the old one may be stuck."""
+        self._updates += 1
+        if not self._group.begin(self._updates):
+            self._group.close()
+            self._group = TrainerGroup(self._source.group, timeout=self.options.exchange_deadline)
+            self._group.begin(self._updates)
+
+    def _write(self, weights: Weights | None, report: Report) -> Path:
+        """All files of a version, on the disk; returns their hidden folder."""
+        table = self._source.bind(weights)
+        sources = _core.BufferTable.of(table, owner=(table, weights))
+        self._describe(report)
+        with report.phase("begin"):
+            folder = self._agree(report.version)
+        with self._progress(report) as bar, self._writer.opened(folder) as files:
+            with report.phase("write"):
+                self._writer.write(sources, files, self.options.threads, self._group.check, bar)
+            with report.phase("sync"):
+                for path, descriptor, _ in files:
+                    with system_calls(path):
+                        os.fsync(descriptor)
+                self._group.barrier()
+        return folder
+
+    def _agree(self, version: str) -> Path:
+        """The folder to write to, of ranks that mean the same version."""
+        made = os.fsencode(self._begin(version)) if self._group.rank == 0 else b""
+        facts = [
+            data.split(b"\0") for data in self._group.all_gather(version.encode() + b"\0" + made)
+        ]
+        meant = [data.decode() for data, _ in facts]
+        if len(set(meant)) > 1:
+            raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
+        return Path(os.fsdecode(facts[0][1]))
+
+    def _begin(self, version: str) -> Path:
+        """A folder with the files at their full sizes, their headers and the index."""
+        folder = self._versions.begin(version)
+        files = self._arrangement
+        for name, header, size in zip(files.names, files.headers, files.sizes, strict=True):
+            with system_calls(folder / name), open(folder / name, "wb") as file:
+                file.write(header)
+                file.truncate(size)
+        with system_calls(folder / INDEX):
+            (folder / INDEX).write_bytes(files.index(version))
+        return folder
+
+    def _load(self, path: str, version: str) -> None:
+        """Has all engines load a version; none goes on before all have it."""
+        options = self.options
+
+        def load(_: int, engine: EngineHandle, end: float) -> None:
+            assert isinstance(engine, ReadsDisk)
+            engine.pause(options.pause_mode, left(end))
+            if options.flush_cache:
+                engine.flush(left(end))
+            engine.update_weights_from_disk(path, weight_version=version, timeout=left(end))
+
+        take_on(version, self._engines, load, timeout=options.deadline, check=self._group.check)
+
+    def _describe(self, report: Report) -> None:
+        nbytes = sum(place.nbytes for place in self._arrangement.places.values())
+        report.tensors = self._model.tensor_count
+        report.model_nbytes = self._model.nbytes
+        report.delivered_nbytes = report.needed_nbytes = nbytes
+        report.rounds = len(self._arrangement.names)
+        report.workers = sum(engine.workers for engine in self._engines)
+        report.exchange = "disk"
+
+    def _progress(self, report: Report) -> tqdm[None]:
+        wanted = self.options.progress
+        shown = self._group.rank == 0 and wanted is not False
+        return tqdm(
+            total=self._writer.nbytes,
+            desc=f"weights v{report.version}",
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            disable=(None if wanted is None else False) if shown else True,
+        )
+
+    @contextlib.contextmanager
+    def _one_error(self) -> Iterator[None]:
+        """Raises on every rank what any rank raises in the block; the cause is this rank's."""
+        try:
+            yield
+        except BaseException as error:
+            first = self._group.fail(error)
+            self._group.close()
+            try:
+                if first is error or not isinstance(error, Exception):
+                    raise
+                raise first from error
+            finally:
+                del first  # its traceback holds this frame, and with it what the update held
+
+
+class _Writer:
+    """One rank's part of every version: the bytes it owns and where they go."""
+
+    def __init__(
+        self,
+        source: TrainerLayout,
+        model: _core.Layout,
+        arrangement: Arrangement,
+        ranks: int,
+    ) -> None:
+        self._arrangement = arrangement
+        boxes = owners(model, ranks)[source.rank]
+        self._files = sorted({arrangement.places[name].file for name, _ in boxes})
+        self._route = _core.Route(source.layout, arrangement.layout(boxes))
+        self._batches: list[tuple[int, int]] = []
+        self.nbytes = 0
+        first = nbytes = 0
+        for buffer in range(self._route.buffer_count):
+            nbytes += self._route.nbytes(buffer)
+            if nbytes >= _BATCH_NBYTES or buffer + 1 == self._route.buffer_count:
+                self._batches.append((first, buffer + 1))
+                self.nbytes += nbytes
+                first, nbytes = buffer + 1, 0
+
+    @contextlib.contextmanager
+    def opened(self, folder: Path) -> Iterator[list[tuple[str, int, int]]]:
+        """(path, descriptor, nbytes) of the files that this rank writes to."""
+        names, sizes = self._arrangement.names, self._arrangement.sizes
+        files: list[tuple[str, int, int]] = []
+        try:
+            for number in self._files:
+                path = folder / names[number]
+                with system_calls(path):
+                    files.append((os.fspath(path), os.open(path, os.O_WRONLY), sizes[number]))
+            yield files
+        finally:
+            for _, descriptor, _ in files:
+                os.close(descriptor)
+
+    def write(
+        self,
+        sources: _core.BufferTable,
+        files: list[tuple[str, int, int]],
+        threads: int,
+        check: Callable[[], None],
+        bar: tqdm[None],
+    ) -> None:
+        """Writes everything; `check` is called between batches and may raise to end it."""
+        by_number: list[tuple[str, int, int]] = [("", -1, 0)] * len(self._arrangement.names)
+        for number, file in zip(self._files, files, strict=True):
+            by_number[number] = file
+
+        def batch(bounds: tuple[int, int]) -> int:
+            return _core.write_files(self._route, *bounds, sources, by_number)
+
+        if threads == 1:
+            for bounds in self._batches:
+                check()
+                bar.update(batch(bounds))
+            return
+        with ThreadPoolExecutor(threads, "wsync-write") as pool:
+            writing = [pool.submit(batch, bounds) for bounds in self._batches]
+            try:
+                for future in writing:
+                    check()
+                    bar.update(future.result())
+            finally:
+                pool.shutdown(cancel_futures=True)

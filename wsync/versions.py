@@ -1,0 +1,161 @@
+"""A folder of checkpoint versions, of which a reader sees only complete ones.
+
+    ROOT/weight_v000007     a complete checkpoint, never written again; a later one of the same
+                            version is weight_v000007.2
+    ROOT/latest             link to the newest
+    ROOT/.weight_v...       being written or removed; nobody reads it
+
+A version is written under a hidden name, brought to the disk, and renamed; the link follows.  A
+writer that dies leaves the previous version where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wsync import _core
+from wsync.checkpoint import INDEX, system_calls
+
+LATEST = "latest"
+_LOCK = ".lock"
+_PREFIX = "weight_v"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+def newest(root: str | os.PathLike[str]) -> Path:
+    """The newest complete version under `root`, for an engine that starts late.
+
+    It can be read until `keep` - 1 more have become complete; what is mapped or open by then, to
+    the end.
+    Raises StateError where there is none yet.
+    """
+    found = Path(root, LATEST).resolve()
+    if not (found / INDEX).exists():
+        raise _core.StateError(f"{os.fspath(root)}: holds no complete version yet")
+    return found
+
+
+class Versions:
+    """The writing side; one trainer at a time, on its rank 0.
+
+    Args:
+        root: made where it is missing; all writers and engines see it under this path.
+        base: folder whose configuration and tokenizer files every version gets, or a transformers
+            configuration, or None.
+        keep: complete versions that stay, the newest included; None keeps all.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], base: Any, keep: int | None) -> None:
+        self.root = Path(root).absolute()
+        self._base = base
+        self._keep = keep
+
+    def check(self) -> None:
+        """Raises InvalidArgumentError if `base` is not there or `keep` is less than 1."""
+        if self._keep is not None and self._keep < 1:
+            raise _core.InvalidArgumentError(
+                f"keep={self._keep!r}: at least the newest version stays"
+            )
+        base = self._base
+        is_path = isinstance(base, str | os.PathLike)
+        if is_path and not Path(base).is_dir():
+            raise _core.InvalidArgumentError(
+                f"{os.fspath(base)!r}: not a folder with the configuration of a checkpoint"
+            )
+        if not is_path and base is not None and not hasattr(base, "save_pretrained"):
+            raise _core.InvalidArgumentError(f"{base!r}: neither a folder nor a configuration")
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keeps other trainers out, and removes what one that died has left behind."""
+        with system_calls(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.root / _LOCK, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _core.StateError(
+                    f"{self.root}: another trainer is writing versions into it"
+                ) from None
+            for left in self.root.glob(f".{_PREFIX}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            yield
+        finally:
+            os.close(lock)
+
+    def begin(self, version: str) -> Path:
+        """A new hidden folder with everything but the weights and their index."""
+        number = f"{int(version):06d}" if version.isdecimal() else version
+        if "/" in number:
+            raise _core.InvalidArgumentError(f"version {version!r} cannot name a folder")
+        folder = self.root / f".{_PREFIX}{number}.{secrets.token_hex(4)}"
+        with system_calls(folder):
+            folder.mkdir()
+            if isinstance(self._base, str | os.PathLike):
+                for path in Path(self._base).iterdir():
+                    hidden = path.name.startswith(".")
+                    if path.is_file() and not hidden and not path.name.endswith(_WEIGHTS):
+                        shutil.copyfile(path, folder / path.name)
+            elif self._base is not None:
+                self._base.save_pretrained(folder)
+        return folder
+
+    def publish(self, folder: Path) -> Path:
+        """Gives a hidden folder whose files are on the disk its name, and readers the link to it;
+        returns its path."""
+        name = folder.name[1:].rpartition(".")[0]
+        final, count = self.root / name, 1
+        while final.exists():  # of an earlier run or try, and perhaps being read
+            count += 1
+            final = self.root / f"{name}.{count}"
+        with system_calls(final):
+            for path in folder.iterdir():
+                _sync(path)
+            _sync(folder)
+            folder.rename(final)
+            link = self._hidden(LATEST)
+            link.symlink_to(final.name)
+            link.replace(self.root / LATEST)
+            _sync(self.root)
+        return final
+
+    def prune(self) -> None:
+        """Removes the oldest versions; what cannot be removed stays until the next time."""
+        if self._keep is None:
+            return
+        latest = newest(self.root)
+        others = [p for p in self.root.glob(f"{_PREFIX}*") if p.resolve() != latest]
+        others.sort(key=_written, reverse=True)
+        for old in others[self._keep - 1 :]:
+            hidden = self._hidden(old.name)
+            with contextlib.suppress(OSError):
+                old.rename(hidden)  # at once: nobody is to find half of it
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    def _hidden(self, name: str) -> Path:
+        tail = name.removeprefix(_PREFIX)
+        return self.root / f".{_PREFIX}{tail}.{secrets.token_hex(4)}"
+
+
+def _written(version: Path) -> int:
+    """When a version's index was written; 0 if it has none."""
+    try:
+        return (version / INDEX).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
