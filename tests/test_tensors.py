@@ -15,6 +15,8 @@ from wsync._core import (
     InvalidArgumentError,
     LayoutBuilder,
     Memory,
+    StateError,
+    Stream,
     UnsupportedError,
     ViewPool,
     describe,
@@ -248,6 +250,21 @@ def test_packed_bytes_are_those_of_contiguous_tensors(
         flat = tensor.contiguous().flatten().view(torch.uint8)
         expected[start : start + flat.numel()] = flat
     assert torch.equal(out, expected)
+
+
+def test_pack_on_a_stream_has_happened_when_the_stream_is_idle() -> None:
+    tensors = [torch.full((1 << 18,), i, dtype=torch.int32) for i in range(4)]
+    table = describe(tensors)
+    starts, end = table.offsets(16, 100)
+    assert (starts[0], end) == (112, 112 + table.nbytes)
+    out = torch.zeros(end, dtype=torch.uint8)
+    stream = Stream()
+    pack(table, out.data_ptr(), end, starts, stream)
+    stream.synchronize(30.0)
+    assert torch.equal(out[112:].view(torch.int32), torch.cat(tensors))
+    stream.close()
+    with pytest.raises(StateError, match="closed"):
+        pack(table, out.data_ptr(), end, starts, stream)
 
 
 def test_the_stride_of_a_dimension_of_one_element_means_nothing() -> None:

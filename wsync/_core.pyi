@@ -130,7 +130,7 @@ class TensorTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-    def offsets(self, alignment: int, /) -> tuple[list[int], int]:
+    def offsets(self, alignment: int, begin: int = 0, /) -> tuple[list[int], int]:
         """(starts, nbytes): the tensors one after another at multiples of `alignment`, a power of two up to 4096."""
 
 def describe(tensors: Sequence[Any], names: Sequence[str] | None = None) -> TensorTable:
@@ -156,8 +156,9 @@ class ViewPool:
     @property
     def live(self) -> int: ...
 
-def pack(tensors: TensorTable, address: int, nbytes: int, offsets: Sequence[int]) -> None:
-    """Copies tensor i, contiguous, to address + offsets[i]; in this thread, without the GIL."""
+def pack(tensors: TensorTable, address: int, nbytes: int, offsets: Sequence[int], stream: Stream = ...) -> None:
+    """Copies tensor i, contiguous, to address + offsets[i]: in this thread, without the GIL, or on a stream.
+    Tensors and address must stay until that has passed."""
 
 def write_files(route: Route, first: int, last: int, sources: BufferTable, files: Sequence[tuple[str, int, int]]) -> int:
     """Runs the copies of source buffers [first, last) of a route, destination buffer i being the file files[i]:

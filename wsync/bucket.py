@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from wsync._core import InvalidArgumentError, LayoutError, TensorTable, describe, pack
+from wsync._core import InvalidArgumentError, LayoutError, Stream, TensorTable, describe, pack
 
 ALIGNMENT = 16
+# Tensors that a worker thread copies while the next are described.
+_PART = 256
 
 TensorRow = tuple[int, str, tuple[int, ...], tuple[int, ...], int]
 
@@ -60,7 +62,7 @@ class FlattenedTensorBucket:
         alignment: int = ALIGNMENT,
         out: torch.Tensor | None = None,
     ) -> None:
-        self._table: TensorTable | None = None
+        self._tables: list[TensorTable] = []
         self._names: list[str] = []
         self._starts: list[int] = []
         self._metadata: list[Any] | None = None
@@ -82,30 +84,54 @@ class FlattenedTensorBucket:
     ) -> torch.Tensor:
         if not named_tensors:
             raise InvalidArgumentError("a bucket of no tensors cannot be made")
-        names = [name for name, _ in named_tensors]
-        tensors = [tensor for _, tensor in named_tensors]  # keeps what the table borrows
-        table = describe(tensors, names)
+        self._names = [name for name, _ in named_tensors]
+        tensors = [tensor for _, tensor in named_tensors]  # keeps what the tables borrow
+        if out is not None and len(tensors) > _PART:
+            return self._fill_in_parts(tensors, alignment, out)
+        table = describe(tensors, self._names)
         starts, nbytes = table.offsets(alignment)
         if out is None:
             # gaps between tensors must not show what the memory held before
             make = torch.empty if nbytes == table.nbytes else torch.zeros
-            flat = make(nbytes, dtype=torch.uint8)
+            out = make(nbytes, dtype=torch.uint8)
         else:
-            flat = _check_out(out, nbytes, alignment)[:nbytes]
-        pack(table, flat.data_ptr(), nbytes, starts)
-        self._table, self._names, self._starts = table, names, starts
-        return flat
+            _check_out(out, nbytes, alignment)
+        pack(table, out.data_ptr(), nbytes, starts)
+        self._tables, self._starts = [table], starts
+        return out[:nbytes]
+
+    def _fill_in_parts(
+        self, tensors: list[torch.Tensor], alignment: int, out: torch.Tensor
+    ) -> torch.Tensor:
+        """A worker thread copies a part while this one describes the next: where a tensor lies
+        is seldom in the caches, and takes as long to find as some 10 KiB to copy."""
+        stream = Stream()
+        end = 0
+        try:
+            for first in range(0, len(tensors), _PART):
+                part = slice(first, first + _PART)
+                table = describe(tensors[part], self._names[part])
+                starts, end = table.offsets(alignment, end)
+                if end > out.numel():
+                    end = describe(tensors, self._names).offsets(alignment)[1]
+                _check_out(out, end, alignment)
+                pack(table, out.data_ptr(), end, starts, stream)
+                self._tables.append(table)
+                self._starts += starts
+        finally:
+            stream.close()
+        return out[:end]
 
     @property
     def metadata(self) -> list[Any]:
         """One FlattenedTensorMetadata a tensor, in order; made when first asked for."""
         if self._metadata is None:
-            assert self._table is not None
+            rows = (table[i] for table in self._tables for i in range(len(table)))
             self._metadata = [
-                _metadata_of(name, self._table[i], start)
-                for i, (name, start) in enumerate(zip(self._names, self._starts, strict=True))
+                _metadata_of(name, row, start)
+                for name, row, start in zip(self._names, rows, self._starts, strict=True)
             ]
-            self._table = None
+            self._tables = []
         return self._metadata
 
     def get_flattened_tensor(self) -> torch.Tensor:
@@ -128,7 +154,7 @@ class FlattenedTensorBucket:
         return [(entry.name, _read_entry(flat, entry)) for entry in self.metadata]
 
 
-def _check_out(out: torch.Tensor, nbytes: int, alignment: int) -> torch.Tensor:
+def _check_out(out: torch.Tensor, nbytes: int, alignment: int) -> None:
     if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous():
         raise InvalidArgumentError(
             f"out: {out.dtype} of shape {tuple(out.shape)} and stride {out.stride()} instead of "
@@ -143,7 +169,6 @@ def _check_out(out: torch.Tensor, nbytes: int, alignment: int) -> torch.Tensor:
             f"out: starts at byte {out.storage_offset()} of its storage, which is no multiple of "
             f"the alignment {alignment}"
         )
-    return out
 
 
 def _metadata_of(name: str, row: TensorRow, start: int) -> FlattenedTensorMetadata:

@@ -9,6 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "core/copy.h"
 #include "device/device.h"
 
 typedef struct MemoryObject {
@@ -70,8 +71,27 @@ int wsync_py_stream_enter_any(ModuleState *state, PyObject *object,
 void wsync_py_stream_leave_any(PyObject *object);
 
 /* Call after something was enqueued that borrows from `owner`: keeps owner alive until the
- * stream has passed this point.  Up to three times between enter, which has made room, and
- * leave. */
+ * stream has passed this point.  Up to WSYNC_PY_STREAM_HOLDS times between enter, which has
+ * made room, and leave. */
+enum { WSYNC_PY_STREAM_HOLDS = 3 };
 void wsync_py_stream_hold(StreamObject *self, PyObject *owner);
+
+/* Copies to enqueue, and whose memory all of this is; everything is borrowed. */
+typedef struct wsync_py_batch {
+    const wsync_copy_t *copies;
+    size_t count;
+    const wsync_span_t *sources;
+    size_t source_count;
+    const wsync_span_t *destinations;
+    size_t destination_count;
+    PyObject
+        *owners[WSYNC_PY_STREAM_HOLDS]; /* held until the stream has passed the copies */
+    long long index;                    /* of a trace's label */
+    int phase;
+} wsync_py_batch_t;
+
+/* Enqueues a batch.  The bytes it writes, or NULL with an exception. */
+PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
+                               const wsync_py_batch_t *batch);
 
 #endif

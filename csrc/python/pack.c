@@ -1,25 +1,44 @@
 /* SPDX-License-Identifier: Apache-2.0
- * pack(): fills a flat buffer from many tensors in one pass. */
+ * pack(): fills a flat buffer from many tensors, at once or on a stream. */
 #include <stdlib.h>
 
 #include "core/copy.h"
 #include "device/host_copy.h"
+#include "python/device.h"
 #include "python/tensors.h"
 
+static const char packing_capsule[] = "wsync.packing";
+
 typedef struct packing {
-    const TensorTableObject *table;
-    size_t count;          /* of tensors */
-    uint64_t *offsets;     /* owned; one a tensor */
-    wsync_span_t *sources; /* owned; one a tensor */
-    wsync_copies_t copies; /* owned */
+    const TensorTableObject *table; /* borrowed */
+    size_t count;                   /* of tensors */
+    uint64_t *offsets;              /* owned; one a tensor */
+    wsync_span_t *sources;          /* owned; one a tensor */
+    wsync_copies_t copies;          /* owned */
     wsync_span_t destination;
 } packing_t;
 
-static void packing_fini(packing_t *packing)
+/* The destructor of a capsule. */
+static void packing_destroy(PyObject *capsule)
 {
+    packing_t *packing = PyCapsule_GetPointer(capsule, packing_capsule);
+
     free(packing->offsets);
     free(packing->sources);
     wsync_copies_fini(&packing->copies);
+    free(packing);
+}
+
+/* A capsule, which may outlive the call: a stream holds it.  Takes over the packing, also
+ * on failure. */
+static PyObject *packing_wrap(packing_t *packing)
+{
+    PyObject *capsule = PyCapsule_New(packing, packing_capsule, packing_destroy);
+
+    if (capsule == NULL) {
+        free(packing);
+    }
+    return capsule;
 }
 
 /* Copying within one buffer would read what was just written. */
@@ -31,8 +50,12 @@ static wsync_status_t check_overlap(const packing_t *packing, size_t index,
 
     if (source < begin + packing->destination.nbytes &&
         begin < source + packing->sources[index].nbytes) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "pack",
-                          "tensor %zu lies inside the buffer that it is copied to", index);
+        return wsync_fail(
+            err, WSYNC_ERR_INVALID, 0, "pack",
+            "the tensor of %llu bytes at %p lies inside the buffer that it is "
+            "copied to",
+            (unsigned long long)packing->table->rows[index].nbytes,
+            packing->sources[index].data);
     }
     return WSYNC_OK;
 }
@@ -67,27 +90,40 @@ static wsync_status_t append_tensor(packing_t *packing, size_t index, wsync_erro
 }
 
 /* Without the GIL. */
-static wsync_status_t packing_run(packing_t *packing, wsync_error_t *err)
+static wsync_status_t packing_plan(packing_t *packing, wsync_error_t *err)
 {
-    wsync_status_t status;
-
     for (size_t i = 0; i < packing->count; i++) {
         const wsync_tensor_row_t *row = &packing->table->rows[i];
 
         packing->sources[i] = (wsync_span_t){row->data, row->nbytes_spanned};
-        status = append_tensor(packing, i, err);
-        if (status != WSYNC_OK) {
-            return status;
+        if (append_tensor(packing, i, err) != WSYNC_OK) {
+            return err->status;
         }
     }
-    status =
-        wsync_copies_check(packing->copies.items, packing->copies.count, packing->sources,
-                           packing->count, &packing->destination, 1, err);
-    if (status == WSYNC_OK) {
-        wsync_host_copy_run(packing->copies.items, packing->copies.count, packing->sources,
-                            &packing->destination);
+    return wsync_copies_check(packing->copies.items, packing->copies.count,
+                              packing->sources, packing->count, &packing->destination, 1,
+                              err);
+}
+
+static PyObject *packing_enqueue(ModuleState *state, packing_t *packing, PyObject *capsule,
+                                 PyObject *table, PyObject *stream)
+{
+    const wsync_py_batch_t batch = {
+        .copies = packing->copies.items,
+        .count = packing->copies.count,
+        .sources = packing->sources,
+        .source_count = packing->count,
+        .destinations = &packing->destination,
+        .destination_count = 1,
+        .owners = {capsule, table, Py_None},
+    };
+    PyObject *nbytes = wsync_py_stream_copy(state, (StreamObject *)stream, &batch);
+
+    if (nbytes == NULL) {
+        return NULL;
     }
-    return status;
+    Py_DECREF(nbytes);
+    Py_RETURN_NONE;
 }
 
 static int read_offsets(ModuleState *state, packing_t *packing, PyObject *sequence)
@@ -130,43 +166,64 @@ cleanup:
 
 static PyObject *pack(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"tensors", "address", "nbytes", "offsets", NULL};
+    static char *keywords[] = {"tensors", "address", "nbytes", "offsets", "stream", NULL};
     ModuleState *state = wsync_py_state(module);
-    packing_t packing = {0};
+    packing_t *packing = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
+    PyObject *capsule = NULL;
     PyObject *table = NULL;
     PyObject *address = NULL;
     PyObject *offsets = NULL;
+    PyObject *stream = NULL;
     PyObject *result = NULL;
     unsigned long long nbytes = 0;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OKO:pack", keywords,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OKO|O!:pack", keywords,
                                      state->type_TensorTable, &table, &address, &nbytes,
-                                     &offsets)) {
+                                     &offsets, state->type_Stream, &stream)) {
         return NULL;
     }
-    packing.table = (TensorTableObject *)table;
-    packing.destination.data = PyLong_AsVoidPtr(address);
-    packing.destination.nbytes = nbytes;
-    if (PyErr_Occurred() || read_offsets(state, &packing, offsets) < 0) {
+    packing = calloc(1, sizeof(*packing));
+    if (packing == NULL) {
+        return PyErr_NoMemory();
+    }
+    packing->table = (TensorTableObject *)table;
+    packing->destination.data = PyLong_AsVoidPtr(address);
+    packing->destination.nbytes = nbytes;
+    capsule = packing_wrap(packing);
+    if (capsule == NULL) {
+        return NULL;
+    }
+    if (PyErr_Occurred() || read_offsets(state, packing, offsets) < 0) {
         goto cleanup;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = packing_run(&packing, &err);
+        status = packing_plan(packing, &err);
+        if (status == WSYNC_OK && stream == NULL) {
+            wsync_host_copy_run(packing->copies.items, packing->copies.count,
+                                packing->sources, &packing->destination);
+        }
     Py_END_ALLOW_THREADS
-    result = status == WSYNC_OK ? Py_NewRef(Py_None) : wsync_py_raise(state, &err);
+    if (status != WSYNC_OK) {
+        (void)wsync_py_raise(state, &err);
+    } else if (stream == NULL) {
+        result = Py_NewRef(Py_None);
+    } else {
+        result = packing_enqueue(state, packing, capsule, table, stream);
+    }
 
 cleanup:
-    packing_fini(&packing);
+    Py_DECREF(capsule);
     return result;
 }
 
 static PyMethodDef pack_functions[] = {
     {"pack", (PyCFunction)(void (*)(void))pack, METH_VARARGS | METH_KEYWORDS,
-     "pack(tensors, address, nbytes, offsets)\n--\n\n"
-     "Copies tensor i, contiguous, to address + offsets[i]; in this thread, without the "
-     "GIL."},
+     "pack(tensors, address, nbytes, offsets, stream=<unset>)\n--\n\n"
+     "Copies tensor i, contiguous, to address + offsets[i]: in this thread, without the "
+     "GIL,\n"
+     "or on a stream.  Tensors and address must stay until that has passed."},
     {NULL, NULL, 0, NULL},
 };
 

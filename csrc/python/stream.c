@@ -14,7 +14,6 @@
 
 enum {
     PROGRESS_NBYTES = 64,
-    MAX_HOLDS = 3, /* of one use of a stream */
 };
 
 static wsync_event_t progress_event(const StreamObject *self)
@@ -54,7 +53,8 @@ static void enqueue_mark(StreamObject *self)
 /* Makes room before anything is enqueued: afterwards it would be too late to fail. */
 static bool reserve_holds(StreamObject *self)
 {
-    const size_t wanted = self->hold_count + MAX_HOLDS * ((size_t)self->users + 1);
+    const size_t wanted =
+        self->hold_count + WSYNC_PY_STREAM_HOLDS * ((size_t)self->users + 1);
     stream_hold_t *holds;
 
     if (wanted <= self->hold_capacity) {
@@ -216,37 +216,34 @@ static int fail_range(ModuleState *state, const char *what, long long index, siz
     return -1;
 }
 
-typedef struct copy_list {
-    const wsync_copy_t *copies;
-    size_t count;
-} copy_list_t;
-
-/* The copies of a plan's round and phase, or of a route's buffer. */
-static int find_copies(ModuleState *state, PyObject *object, long long index, int phase,
-                       copy_list_t *list)
+/* The copies of a plan's round and phase, or of a route's buffer: those of the first owner.
+ */
+static int find_copies(ModuleState *state, wsync_py_batch_t *batch)
 {
+    PyObject *object = batch->owners[0];
+
     if (Py_TYPE(object) == state->type_Plan) {
         const wsync_plan_t *plan = ((PlanObject *)object)->plan;
         const uint32_t rounds = wsync_plan_round_count(plan);
 
-        if (index < 0 || index >= (long long)rounds) {
-            return fail_range(state, "round", index, rounds);
+        if (batch->index < 0 || batch->index >= (long long)rounds) {
+            return fail_range(state, "round", batch->index, rounds);
         }
-        if (phase < 0 || phase >= WSYNC_PHASE_COUNT) {
-            return fail_range(state, "phase", phase, WSYNC_PHASE_COUNT);
+        if (batch->phase < 0 || batch->phase >= WSYNC_PHASE_COUNT) {
+            return fail_range(state, "phase", batch->phase, WSYNC_PHASE_COUNT);
         }
-        list->copies =
-            wsync_plan_copies(plan, (uint32_t)index, (wsync_phase_t)phase, &list->count);
+        batch->copies = wsync_plan_copies(plan, (uint32_t)batch->index,
+                                          (wsync_phase_t)batch->phase, &batch->count);
         return 0;
     }
     if (Py_TYPE(object) == state->type_Route) {
         const wsync_route_t *route = ((RouteObject *)object)->route;
         const uint32_t buffers = wsync_route_buffer_count(route);
 
-        if (index < 0 || index >= (long long)buffers) {
-            return fail_range(state, "buffer", index, buffers);
+        if (batch->index < 0 || batch->index >= (long long)buffers) {
+            return fail_range(state, "buffer", batch->index, buffers);
         }
-        list->copies = wsync_route_copies(route, (uint32_t)index, &list->count);
+        batch->copies = wsync_route_copies(route, (uint32_t)batch->index, &batch->count);
         return 0;
     }
     PyErr_Format(PyExc_TypeError, "copies must be a Plan or a Route, not %R",
@@ -269,58 +266,63 @@ static int add_label(StreamObject *self, long long index, int phase, uint64_t nb
     return result;
 }
 
-static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
+PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
+                               const wsync_py_batch_t *batch)
 {
-    static char *names[] = {"copies", "index", "phase", "sources", "destinations", NULL};
-    StreamObject *self = (StreamObject *)object;
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
-    PyObject *copies;
-    PyObject *sources;
-    PyObject *destinations;
-    const BufferTableObject *from;
-    const BufferTableObject *to;
-    wsync_stream_t *stream;
-    copy_list_t list = {0};
+    wsync_stream_t *stream = wsync_py_stream_enter(state, self);
     wsync_error_t err = {0};
     wsync_status_t status;
     uint64_t nbytes = 0;
-    long long index;
-    int phase;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLiO!O!:copy", names, &copies, &index,
-                                     &phase, state->type_BufferTable, &sources,
-                                     state->type_BufferTable, &destinations) ||
-        find_copies(state, copies, index, phase, &list) < 0) {
-        return NULL;
-    }
-    stream = wsync_py_stream_enter(state, self);
     if (stream == NULL) {
         return NULL;
     }
-    from = (const BufferTableObject *)sources;
-    to = (const BufferTableObject *)destinations;
     Py_BEGIN_ALLOW_THREADS
-        status = self->ops->stream_copy(stream, list.copies, list.count, from->spans,
-                                        from->count, to->spans, to->count, &err);
+        status = self->ops->stream_copy(stream, batch->copies, batch->count, batch->sources,
+                                        batch->source_count, batch->destinations,
+                                        batch->destination_count, &err);
         if (status == WSYNC_OK) {
-            nbytes = wsync_copies_nbytes(list.copies, list.count);
+            nbytes = wsync_copies_nbytes(batch->copies, batch->count);
         }
     Py_END_ALLOW_THREADS
     if (status == WSYNC_OK) {
         /* With the lock, so that marks are recorded in order. */
-        wsync_py_stream_hold(self, copies);
-        wsync_py_stream_hold(self, sources);
-        wsync_py_stream_hold(self, destinations);
+        for (int i = 0; i < WSYNC_PY_STREAM_HOLDS; i++) {
+            wsync_py_stream_hold(self, batch->owners[i]);
+        }
         enqueue_mark(self);
     }
     wsync_py_stream_leave(self);
     if (status != WSYNC_OK) {
         return wsync_py_raise(state, &err);
     }
-    if (add_label(self, index, phase, nbytes) < 0) {
+    if (add_label(self, batch->index, batch->phase, nbytes) < 0) {
         return NULL;
     }
     return PyLong_FromUnsignedLongLong(nbytes);
+}
+
+static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"copies", "index", "phase", "sources", "destinations", NULL};
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    wsync_py_batch_t batch = {0};
+    PyObject *sources;
+    PyObject *destinations;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLiO!O!:copy", names, &batch.owners[0],
+                                     &batch.index, &batch.phase, state->type_BufferTable,
+                                     &sources, state->type_BufferTable, &destinations) ||
+        find_copies(state, &batch) < 0) {
+        return NULL;
+    }
+    batch.sources = ((const BufferTableObject *)sources)->spans;
+    batch.source_count = ((const BufferTableObject *)sources)->count;
+    batch.destinations = ((const BufferTableObject *)destinations)->spans;
+    batch.destination_count = ((const BufferTableObject *)destinations)->count;
+    batch.owners[1] = sources;
+    batch.owners[2] = destinations;
+    return wsync_py_stream_copy(state, (StreamObject *)object, &batch);
 }
 
 typedef wsync_status_t (*enqueue_func_t)(wsync_stream_t *, wsync_event_t, uint64_t,

@@ -107,14 +107,17 @@ static PyObject *table_offsets(PyObject *self, PyTypeObject *cls, PyObject *cons
 {
     const TensorTableObject *table = (TensorTableObject *)self;
     unsigned long long alignment = 0;
-    uint64_t end = 0;
+    unsigned long long end = 0;
     PyObject *starts = NULL;
 
-    if (count != 1 || kwnames != NULL) {
-        PyErr_SetString(PyExc_TypeError, "offsets() takes the alignment alone");
+    if (count < 1 || count > 2 || kwnames != NULL) {
+        PyErr_SetString(PyExc_TypeError, "offsets() takes the alignment and a begin");
         return NULL;
     }
     alignment = PyLong_AsUnsignedLongLong(args[0]);
+    if (count > 1 && !PyErr_Occurred()) {
+        end = PyLong_AsUnsignedLongLong(args[1]);
+    }
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -128,31 +131,30 @@ static PyObject *table_offsets(PyObject *self, PyTypeObject *cls, PyObject *cons
     }
     starts = PyList_New(table->count);
     for (Py_ssize_t i = 0; starts != NULL && i < table->count; i++) {
-        uint64_t start = 0;
+        unsigned long long start = 0;
         PyObject *value = NULL;
 
         /* broadcast dimensions make rows of any size out of little memory */
         if (__builtin_add_overflow(end, alignment - 1, &start) ||
-            __builtin_add_overflow(start & ~(uint64_t)(alignment - 1),
-                                   table->rows[i].nbytes, &end)) {
+            __builtin_add_overflow(start & ~(alignment - 1), table->rows[i].nbytes, &end)) {
             PyErr_SetString(PyExc_OverflowError, "more than 2^64 bytes of tensors");
             Py_CLEAR(starts);
             break;
         }
-        value = PyLong_FromUnsignedLongLong(start & ~(uint64_t)(alignment - 1));
+        value = PyLong_FromUnsignedLongLong(start & ~(alignment - 1));
         if (value == NULL || PyList_SetItem(starts, i, value) < 0) {
             Py_CLEAR(starts);
         }
     }
-    return starts != NULL ? Py_BuildValue("NK", starts, (unsigned long long)end) : NULL;
+    return starts != NULL ? Py_BuildValue("NK", starts, end) : NULL;
 }
 
 static PyMethodDef table_methods[] = {
     {"offsets", (PyCFunction)(void (*)(void))table_offsets,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
-     "offsets($self, alignment, /)\n--\n\n"
-     "(starts, nbytes): where the tensors lie when they are laid one after another at\n"
-     "multiples of `alignment`, and the end of the last."},
+     "offsets($self, alignment, begin=0, /)\n--\n\n"
+     "(starts, end): where the tensors lie when they are laid one after another from byte\n"
+     "`begin` on, at multiples of `alignment`, and the end of the last."},
     {NULL, NULL, 0, NULL},
 };
 
