@@ -295,8 +295,12 @@ class Connection:
         exchange = _core.SharedExchange(
             group.rank, group.size, max(plan.send_nbytes, 1), options.directory
         )
-        addresses = group.all_gather(exchange.address.encode())
-        exchange.connect([a.decode() for a in addresses], options.exchange_deadline, check)
+        try:
+            addresses = group.all_gather(exchange.address.encode())
+            exchange.connect([a.decode() for a in addresses], options.exchange_deadline, check)
+        except BaseException:
+            exchange.close()
+            raise
         return exchange
 
 
