@@ -40,10 +40,10 @@ typedef struct wsync_plan_spec {
     uint32_t rank; /* whose copies are emitted */
     /* Budgets in bytes, in which every box and every piece of a message is padded to 64.  0
      * takes the default: rounds of 32 MiB, or a quarter of a smaller explicit ring; a ring
-     * of four rounds, or of the two largest neighbours if that is more; staging as large as
-     * a round.  A round exceeds a default for the sake of one tensor or group that cannot
-     * be cut and is larger; an explicit budget that cannot hold it is INVALID and names
-     * both. No ring is larger than all that its worker gets. */
+     * of four rounds, or of the two largest neighbours or 256 KiB if that is more; staging
+     * as large as a round.  A round exceeds a default for the sake of one tensor or group
+     * that cannot be cut and is larger; an explicit budget that cannot hold it is INVALID
+     * and names both. No ring is larger than all that its worker gets. */
     uint64_t round_nbytes; /* slot of one worker in one round */
     uint64_t ring_nbytes;  /* all slots of one worker */
     uint64_t send_nbytes;  /* send staging of one rank in one round */

@@ -5,9 +5,14 @@
 
 #include "core/plan_internal.h"
 
-/* Rounds that items are still put into.  More of them find room for more, fewer keep items
- * nearer to their turn. */
-enum { OPEN_ROUND_COUNT = 64 };
+enum {
+    /* Rounds that items are still put into.  More of them find room for more, fewer keep
+     * items nearer to their turn. */
+    OPEN_ROUND_COUNT = 64,
+    /* Of a ring whose rounds are small: were there four of them, both sides would wait for
+     * each other at nearly every one. */
+    MIN_RING_NBYTES = 256 * 1024,
+};
 
 /* --- what an item needs --------------------------------------------------------------- */
 
@@ -397,6 +402,10 @@ static uint64_t ring_size(const wsync_planner_t *planner, const wsync_slot_t *sl
     const uint64_t half = add_up(planner->round.nbytes, planner->round.nbytes);
     uint64_t wanted = planner->ring.fixed ? planner->ring.nbytes : add_up(half, half);
     uint64_t total = 0;
+
+    if (!planner->ring.fixed && wanted < MIN_RING_NBYTES) {
+        wanted = MIN_RING_NBYTES;
+    }
 
     for (size_t i = 0; i < count; i++) {
         const uint64_t pair = add_up(slots[i].nbytes, i > 0 ? slots[i - 1].nbytes : 0);
