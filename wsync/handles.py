@@ -2,7 +2,7 @@
 
 `handle(engine)` makes one from an HTTP URL (SGLang's endpoints), a Ray actor (slime's engine
 actors), a local object with the same methods, an `sglang.Engine` of this process (as verl has
-it), or takes what already is an EngineHandle.
+it), a vLLM engine (wsync.vllm_handle), or takes what already is an EngineHandle.
 All calls take a timeout in seconds and raise, naming the engine:
 
     DeadlineError    no answer within the timeout
@@ -99,9 +99,14 @@ def handle(
             )
         return engine
     method = getattr(engine, "update_weights_from_tensor", None)
+    if method is None and callable(getattr(engine, "collective_rpc", None)):
+        from wsync.vllm_handle import VllmHandle
+
+        return VllmHandle(engine, workers=workers, timeout=timeout)
     if method is None:
         raise InvalidArgumentError(
-            f"engine {engine!r}: neither a URL nor an object with update_weights_from_tensor"
+            f"engine {engine!r}: neither a URL nor an object with update_weights_from_tensor or "
+            "collective_rpc"
         )
     if callable(getattr(method, "remote", None)):
         return RayHandle(engine, workers=workers)

@@ -82,8 +82,9 @@ def _config() -> Any:
     return ParallelConfig(**_parallel)
 
 
-def build(family: str, config: Any) -> torch.nn.Module:
-    from vllm.config import LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+def configure(config: Any) -> Any:
+    """What vLLM makes of a model's config."""
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()  # here is where the stubs are
@@ -94,11 +95,18 @@ def build(family: str, config: Any) -> torch.nn.Module:
             **{"model": folder, "tokenizer": folder, "skip_tokenizer_init": True},
             **{"dtype": "bfloat16", "max_model_len": 64, "enforce_eager": True},
         )
-    whole = VllmConfig(
+    return VllmConfig(
         model_config=model_config,
         parallel_config=_config(),
         load_config=LoadConfig(load_format="dummy"),
     )
+
+
+def build(family: str, config: Any, whole: Any = None) -> torch.nn.Module:
+    """The model of this rank; whole: what `configure` has made of its config."""
+    from vllm.config import set_current_vllm_config
+
+    whole = whole or configure(config)
     place, name = _CLASSES[family]
     module = importlib.import_module(f"vllm.model_executor.models.{place}")
     before = torch.get_default_dtype()

@@ -1,0 +1,169 @@
+"""vLLM's own workers and model classes, in processes of their own, updated by a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.vllm_engine import VllmEngine
+
+import wsync
+from wsync.vllm_handle import VllmHandle
+
+OPTIONS = wsync.Options(deadline=30, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[VllmEngine]:
+    made = VllmEngine()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_every_worker_holds_what_its_own_loading_gives(engine: VllmEngine, family: str) -> None:
+    engine.prepare(family)
+    places = engine.collective_rpc("places")
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        for seed in (1, 2):
+            report = sync.update(engine.weights(seed), version=seed)
+            assert report.redundancy == 1.0
+            assert report.delivered_nbytes < 2 * report.model_nbytes
+        assert engine.collective_rpc("reasons") == [["", ""]] * 2
+        assert engine.differing(2) == [[], []]
+    # where CUDA graphs would look for them
+    assert engine.collective_rpc("places") == places
+    assert wsync.handle(engine).model_info(5) == {"weight_version": "2"}
+    assert engine.calls == 2 * [
+        ("sleep", 0, "abort"),
+        ("reset_prefix_cache", False),
+        ("wake_up", ["scheduling"]),
+    ]
+
+
+def test_a_loader_that_raises_midway_is_named_and_survived(engine: VllmEngine) -> None:
+    engine.prepare("qwen3")
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        engine.collective_rpc("set_fault", args=(3,))
+        with pytest.raises(wsync.RemoteError, match=r"worker [01]: .*KeyError: 'half way'"):
+            sync.update(engine.weights(1), version=1)
+        assert [process.poll() for process in engine.processes] == [None, None]
+        assert wsync.handle(engine).model_info(5) == {"weight_version": None}
+        assert engine.calls[-1][0] != "wake_up"
+        engine.collective_rpc("set_fault", args=(0,))
+        sync.update(engine.weights(2), version=2)
+    assert engine.differing(2) == [[], []]
+    assert wsync.handle(engine).model_info(5) == {"weight_version": "2"}
+    assert engine.calls[-1][0] == "wake_up"
+
+
+def test_what_is_shuffled_after_loading_goes_through_vllms_own_reload(engine: VllmEngine) -> None:
+    path = "model.layers.1.mlp.down_proj"
+    engine.prepare("qwen3", shuffled=path)
+    places = engine.collective_rpc("places")
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        for seed in (1, 2):
+            report = sync.update(engine.weights(seed))
+        assert report.delivered_nbytes == 2 * report.model_nbytes
+        assert engine.differing(2) == [[], []]
+        # a failure leaves nothing behind that the next update would find
+        engine.collective_rpc("set_fault", args=(1,))
+        with pytest.raises(wsync.RemoteError, match="half way"):
+            sync.update(engine.weights(3))
+        engine.collective_rpc("set_fault", args=(0,))
+        sync.update(engine.weights(4))
+    assert engine.differing(4) == [[], []]
+    reason = f"{path}.weight is changed by process_weights_after_loading"
+    assert [said for said, _ in engine.collective_rpc("reasons")] == [reason] * 2
+    for now, then in zip(engine.collective_rpc("places"), places, strict=True):
+        # vLLM makes the host's copies of its scales anew
+        assert {path for path in then if now[path] != then[path]} <= {
+            path for path in then if path.endswith("_scale_cpu")
+        }
+
+
+def test_weights_that_vllm_packs_once_are_refused(engine: VllmEngine) -> None:
+    engine.prepare("qwen3_moe", packs=True)
+    before = engine.collective_rpc("found")
+    with (
+        wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync,
+        pytest.raises(wsync.RemoteError, match=r"mlp\.experts.*packs its weights once"),
+    ):
+        sync.update(engine.weights(1))
+    assert engine.collective_rpc("found") == before
+
+
+class Calls:
+    """An engine of one worker that only notes what it is asked."""
+
+    def __init__(self, **facts: Any) -> None:
+        self.facts = {"rank": 0, "workers": 1, "engines": 1, "weight_version": "4", **facts}
+        self.seen: list[tuple[Any, ...]] = []
+
+    def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+        self.seen.append((method, *args))
+        return [json.dumps(self.facts)]
+
+
+class AsyncCalls(Calls):
+    """As AsyncLLM: coroutines, which belong to one loop."""
+
+    loop: asyncio.AbstractEventLoop | None = None
+    held = 1
+
+    async def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:  # type: ignore
+        assert self.loop in (None, asyncio.get_running_loop())
+        return super().collective_rpc(method, args)
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.seen.append(("pause", mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        self.seen.append(("resume",))
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        self.held -= 1
+        return self.held < 0
+
+
+@pytest.mark.parametrize("driven", [False, True])
+def test_coroutines_run_in_the_engines_loop(driven: bool) -> None:
+    engine = AsyncCalls()
+    if driven:
+        loop = engine.loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+    found = VllmHandle(engine, loop=engine.loop)
+    found.pause("retract", 5)
+    found.flush(5)
+    found.resume(5)
+    assert found.model_info(5) == {"weight_version": "4"}
+    assert ("pause", "keep", False) in engine.seen
+    assert ("resume",) in engine.seen
+    assert engine.held == -1
+    if driven:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_workers_that_cannot_be_reached_are_named() -> None:
+    with pytest.raises(wsync.UnsupportedError, match=r"reaches workers \[0\] of 2"):
+        wsync.handle(Calls(workers=2))
+    with pytest.raises(wsync.UnsupportedError, match="4 data-parallel engines"):
+        wsync.handle(Calls(engines=4))
+    with pytest.raises(wsync.InvalidArgumentError, match="has 1 workers, not 2"):
+        wsync.handle(Calls(), workers=2)
+
+
+def test_an_engine_without_the_extension_is_told_how_to_start() -> None:
+    class Plain:
+        def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+            raise AttributeError(f"'Worker' object has no attribute {method!r}")
+
+    with pytest.raises(wsync.RemoteError, match=r"worker-extension-cls wsync\.vllm"):
+        wsync.handle(Plain())

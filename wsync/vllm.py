@@ -1,0 +1,275 @@
+"""vLLM's side: `--worker-extension-cls wsync.vllm.WorkerExtension`.
+
+vLLM mixes the class into its workers, which learn what they keep of a model from its own
+load_weights.  `wsync.handle(llm)` calls them through collective_rpc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from wsync._core import Layout, Memory, Stream, UnsupportedError, checksum
+from wsync.control import WHOLE
+from wsync.engine.held import Held
+from wsync.engine.hooks import run_in_place, wait_for_device
+from wsync.engine.loaders import Loader, LoadWeights, ModuleLoader, Receipt
+from wsync.engine.receiver import Receiver
+from wsync.engine.recorded import RecordedLoader
+from wsync.engine.recorder import Recording
+
+
+class WorkerExtension:
+    """Methods that vLLM's workers get.  None of them raises: an executor that meets an exception
+    leaves the other workers' answers in its queues."""
+
+    # of vLLM's Worker
+    model_runner: Any
+    model_config: Any
+    parallel_config: Any
+    vllm_config: Any
+    device: Any
+    rank: int
+
+    def wsync_describe(self) -> str:
+        """Which worker this is of how many, and the version of its weights, as JSON."""
+        parallel = self.parallel_config
+        many = parallel.data_parallel_size > 1
+        alone = getattr(parallel, "data_parallel_external_lb", False)
+        state = self.__dict__.get("_wsync")
+        return json.dumps(
+            {
+                "rank": self.rank,
+                "workers": parallel.world_size,
+                "engines": parallel.data_parallel_size if many and not alone else 1,
+                "weight_version": None if state is None else state.version,
+            }
+        )
+
+    def wsync_update(self, messages: list[str], version: str | None = None) -> list[Any]:
+        """Takes part in an update as the control message of this worker says, of one for each;
+        [success, text].  version: what the weights are called if a closing message succeeds."""
+        try:
+            if not 0 <= self.rank < len(messages):
+                return [False, f"worker {self.rank}: {len(messages)} control messages"]
+            return self._wsync_state().update(messages[self.rank], version)
+        except Exception as error:
+            return [False, f"worker {self.rank}: {type(error).__name__}: {error}"]
+
+    def _wsync_state(self) -> _Side:
+        model = _model(self.model_runner)
+        state: _Side | None = self.__dict__.get("_wsync")
+        if state is None or state.model is not model:
+            if state is not None:
+                state.receiver.close()
+            state = self.__dict__["_wsync"] = _Side(self, model)
+        return state
+
+
+class _Side:
+    """One worker's part."""
+
+    def __init__(self, worker: WorkerExtension, model: torch.nn.Module) -> None:
+        self.model = model
+        self.loader = VllmLoader(model, worker.vllm_config, worker.model_config, worker.device)
+        self.receiver = Receiver(self.loader, worker=worker.rank)
+        self.version: str | None = None
+
+    def update(self, message: str, version: str | None) -> list[Any]:
+        wait_for_device(self.model)
+        success, text = self.receiver.handle(message.encode())
+        if success and version is not None:
+            self.version = version
+        return [success, text]
+
+
+def _model(runner: Any) -> torch.nn.Module:
+    model = runner.get_model() if hasattr(runner, "get_model") else runner.model
+    assert isinstance(model, torch.nn.Module)
+    return model
+
+
+class VllmLoader:
+    """Learns from load_weights, and runs vLLM's process_weights_after_loading after each update.
+
+    Where that changes what load_weights has written (packed, quantised or shuffled weights), all
+    tensors go through vLLM's own layerwise reload instead; `reason` says why.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: Any, model_config: Any, device: Any
+    ) -> None:
+        self.reason = ""
+        self._model = model
+        self._config = vllm_config
+        self._model_config = model_config
+        self._device = torch.device("cpu" if device is None else device)
+        self.recorded = RecordedLoader(model, after=self._process)
+        self._chosen: Loader = self.recorded
+        self._tried: tuple[Recording | None, str] = (None, "")
+
+    @property
+    def stream(self) -> Stream | None:
+        return self._chosen.stream
+
+    def blob(self) -> bytes:
+        self._chosen = self.recorded
+        return self.recorded.blob()
+
+    def learn(self, model: Layout) -> bytes:
+        self.reason = packed_once(self._model)
+        if self.reason:
+            raise UnsupportedError(f"{self.reason}; vLLM cannot load it a second time")
+        self.reason = rewritten(self._model)
+        if not self.reason:
+            self._process()  # from here on there is all that it makes
+            blob = self.recorded.learn(model)
+            recording = self.recorded.recording
+            if recording is not None and recording is not self._tried[0]:
+                self._tried = (recording, self._changes(recording))
+            self.reason = "" if recording is None else self._tried[1]
+            if not self.reason:
+                return blob
+        self._chosen = _Reloader(self._model, self._config, self._model_config, self.reason)
+        return WHOLE
+
+    def attach(self, ring: Memory, manifest: Layout) -> None:
+        self._chosen.attach(ring, manifest)
+
+    def begin(self, rounds: int) -> None:
+        self._chosen.begin(rounds)
+
+    def load(self, round: int) -> None:
+        self._chosen.load(round)
+
+    def finish(self, timeout: float) -> Receipt:
+        return self._chosen.finish(timeout)
+
+    def abandon(self) -> None:
+        self._chosen.abandon()
+
+    def _process(self, _: object = None) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.utils import (
+            process_weights_after_loading,
+        )
+
+        def process() -> None:
+            process_weights_after_loading(self._model, self._model_config, self._device)
+
+        with set_current_vllm_config(self._config):
+            run_in_place(self._model, process)
+
+    def _changes(self, recording: Recording) -> str:
+        """What processing changes of that which load_weights has written just now, or ""."""
+        held = Held(self._model)
+        areas = [held.areas[number] for number in recording.areas]
+        before = [checksum(area.bytes().numpy()) for area in areas]
+        self._process()
+        for area, sum in zip(areas, before, strict=True):
+            if checksum(area.bytes().numpy()) != sum:
+                return f"{area.path} is changed by process_weights_after_loading"
+        return ""
+
+
+def packed_once(model: torch.nn.Module) -> str:
+    """Which layer's weights are packed the first time alone that they are processed, or "".
+
+    vLLM's unquantised mixture-of-experts method asks its kernel to pack them when it makes the
+    kernel, and not when it is given weights again (0.33.0, vLLM on CPUs).
+    """
+    for path, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if experts is None or not hasattr(method, "unquantized_backend"):
+            continue
+        makers = [c for c in type(experts).__mro__ if "process_weights_after_loading" in vars(c)]
+        if len(makers) > 1:  # one is the base class, whose method does nothing
+            return f"{path}: {type(experts).__name__} packs its weights once, when it is made"
+    return ""
+
+
+def rewritten(model: torch.nn.Module) -> str:
+    """Which parameter is not what load_weights fills any more, or ""."""
+    try:
+        from vllm.model_executor.layers.attention import (
+            is_deferred_attention_layer,
+        )
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            get_layerwise_info,
+        )
+    except ImportError:  # before 0.16 nothing is noted
+        return ""
+    for prefix, layer in model.named_modules():
+        if is_deferred_attention_layer(layer):  # scales are taken from it
+            continue
+        parameters, buffers = get_layerwise_info(layer).restore_metadata
+        for name, made in {**parameters, **buffers}.items():
+            now = getattr(layer, name, None)
+            if now is None or now.dtype != made.dtype or now.shape != made.shape:
+                is_now = "gone" if now is None else f"{now.dtype} {tuple(now.shape)}"
+                return (
+                    f"{prefix}.{name} was made as {made.dtype} {tuple(made.shape)} and is {is_now}"
+                )
+    return ""
+
+
+class _Reloader(ModuleLoader):
+    """Whole tensors through vLLM's own reload: layers are made anew, loaded and processed, and
+    copied to where they were."""
+
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: Any, model_config: Any, reason: str
+    ) -> None:
+        try:
+            from vllm.model_executor.model_loader.reload import (
+                layerwise,
+            )
+        except ImportError:
+            raise UnsupportedError(
+                f"{reason}; this version of vLLM cannot load it a second time"
+            ) from None
+
+        load_weights: LoadWeights = model.load_weights  # type: ignore[assignment]
+
+        def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
+            """Keeps what it is given until a layer is complete."""
+            with self._configured():
+                load_weights([(name, tensor.clone()) for name, tensor in pairs])
+
+        super().__init__(model, load)
+        self._layerwise = layerwise
+        self._model = model
+        self._config = vllm_config
+        self._model_config = model_config
+
+    def begin(self, rounds: int) -> None:
+        super().begin(rounds)
+        with self._configured():
+            self._layerwise.initialize_layerwise_reload(self._model)
+
+    def finish(self, timeout: float) -> Receipt:
+        receipt = super().finish(timeout)
+        self._finalize()
+        return receipt
+
+    def abandon(self) -> None:
+        """Gives the layers that wait for more their memory back."""
+        super().abandon()
+        with contextlib.suppress(Exception):
+            self._finalize()
+
+    def _finalize(self) -> None:
+        with self._configured():
+            self._layerwise.finalize_layerwise_reload(self._model, self._model_config)
+
+    @contextlib.contextmanager
+    def _configured(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self._config), torch.no_grad():
+            yield
