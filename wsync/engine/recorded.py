@@ -69,6 +69,7 @@ class RecordedLoader:
         self._after = after
         self._stream = Stream(threads)
         self._model: _Model = []
+        self._set_aside: _Model = []  # of it, what the module's own loader loads
         self._layout: Layout | None = None
         self._plain = ModuleLoader(module, method)
         self._router: Router | None = None
@@ -96,6 +97,7 @@ class RecordedLoader:
                 return known.to_bytes()
             _log.info("the module has changed (%s) and is learnt anew", difference)
         self._layout = self.recording = self._held = None
+        self._set_aside = []
         self.reason = ""
         try:
             self.recording = self._record(model)
@@ -104,6 +106,8 @@ class RecordedLoader:
             _log.warning("%s; whole tensors go through its load_weights", self.reason)
             return WHOLE
         self._model = facts
+        by_name = {fact[0]: fact for fact in facts}
+        self._set_aside = [by_name[name] for name in self.recording.fallback]
         self._layout = self._destination(self.recording)
         self._tell(self.recording)
         return self._layout.to_bytes()
@@ -124,11 +128,10 @@ class RecordedLoader:
         router = self._attached()
         router.manifest.check_rounds(rounds)
         held = self._find_held(self.recording)
-        shapes = {name: (dtype, shape) for name, dtype, shape, _ in self._model}
-        self._staged = []
-        for name in self.recording.fallback:
-            dtype, shape = shapes[name]
-            self._staged.append((name, torch.empty(shape, dtype=dtype_of(dtype))))
+        self._staged = [
+            (name, torch.empty(shape, dtype=dtype_of(dtype)))
+            for name, dtype, shape, _ in self._set_aside
+        ]
         spans = held.spans() + [(t.data_ptr(), t.nbytes) for _, t in self._staged]
         router.bind(BufferTable(spans, (held.tensors, self._staged)))
         self._held = held
@@ -201,18 +204,15 @@ class RecordedLoader:
     def _destination(self, recording: Recording) -> Layout:
         """The module's boxes; buffers are areas, and then tensors that are kept for the loader."""
         shapes = {name: shape for name, _, shape, _ in self._model}
-        dtypes = {name: dtype for name, dtype, _, _ in self._model}
         builder = LayoutBuilder()
         for area, pieces in sorted(recording.by_area().items()):
             add_boxes(builder, area, pieces, recording, shapes)
         count = len(Held(self._module).areas)
-        for number, name in enumerate(recording.fallback):
-            shape, item = shapes[name], dtype_of(dtypes[name]).itemsize
+        for number, (name, dtype, shape, _) in enumerate(self._set_aside):
+            item = dtype_of(dtype).itemsize
             strides = [stride * item for stride in torch.empty(shape, device="meta").stride()]
             zeros = [0] * len(shape)
-            builder.add_shard(
-                *(name, dtypes[name], shape, zeros, shape, count + number, 0, strides)
-            )
+            builder.add_shard(name, dtype, shape, zeros, shape, count + number, 0, strides)
         return builder.build()
 
     def _tell(self, recording: Recording) -> None:
