@@ -12,6 +12,7 @@ import pytest
 from support.vllm_engine import VllmEngine
 
 import wsync
+from wsync import inspection
 from wsync.vllm_handle import VllmHandle
 
 OPTIONS = wsync.Options(deadline=30, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
@@ -35,6 +36,8 @@ def test_every_worker_holds_what_its_own_loading_gives(engine: VllmEngine, famil
             assert report.delivered_nbytes < 2 * report.model_nbytes
         assert engine.collective_rpc("reasons") == [["", ""]] * 2
         assert engine.differing(2) == [[], []]
+        kept = inspection.inspect(engine)
+        assert sum(worker.kept_nbytes for worker in kept) == report.delivered_nbytes
     # where CUDA graphs would look for them
     assert engine.collective_rpc("places") == places
     assert wsync.handle(engine).model_info(5) == {"weight_version": "2"}

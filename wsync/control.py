@@ -6,11 +6,15 @@ A control message travels to each tensor-parallel worker of an engine as a uint8
     {"protocol": 1, "op": "open", "session": "5f0c...", "address": "<token>@<path>",
      "update": 7, "deadline": 60.0}
     {"protocol": 1, "op": "close", "session": "5f0c...", "update": 7, "deadline": 60.0}
+    {"protocol": 1, "op": "inspect", "session": "0", "address": "<token>@<path>", "update": 0,
+     "deadline": 60.0}
 
 `open` makes the worker take part in update number `update` and is answered when that update has
 been committed or has failed; `close` does nothing: the request around it carries the weight
-version, which an engine records on success.  Whoever can reach the engine's API can send these
-bytes, so they are parsed as hostile: every field is checked and nothing else is accepted.
+version, which an engine records on success; `inspect` has the worker connect and say in its first
+message, which is JSON, what it has learnt (see wsync.inspection).  Whoever can reach the engine's
+API can send these bytes, so they are parsed as hostile: every field is checked and nothing else is
+accepted.
 """
 
 import json
@@ -46,9 +50,9 @@ _ADDRESS = re.compile(r"[0-9a-f]{32}@/[^\x00-\x1f\x7f]{1,106}")
 class Control:
     """One control message.
 
-    op: "open" or "close"; session: hex id of the session between one trainer rank and this
-    worker; update: the update's number; deadline: seconds that the worker waits for any one
-    thing; address: where the trainer rank listens (`wsync._core.Exporter.address`), "" in a
+    op: "open", "close" or "inspect"; session: hex id of the session between one trainer rank and
+    this worker; update: the update's number; deadline: seconds that the worker waits for any one
+    thing; address: where the other side listens (`wsync._core.Exporter.address`), "" in a
     close.  Construction checks every field and raises ProtocolError that names the bad one.
     """
 
@@ -59,8 +63,8 @@ class Control:
     address: str = ""
 
     def __post_init__(self) -> None:
-        if self.op not in ("open", "close"):
-            raise _bad("op", self.op, '"open" or "close"')
+        if self.op not in ("open", "close", "inspect"):
+            raise _bad("op", self.op, '"open", "close" or "inspect"')
         if not isinstance(self.session, str) or not _SESSION.fullmatch(self.session):
             raise _bad("session", self.session, "1 to 64 lower-case hex digits")
         if type(self.update) is not int or not 0 <= self.update <= _MAX_UPDATE:
@@ -82,7 +86,7 @@ class Control:
             "update": self.update,
             "deadline": float(self.deadline),
         }
-        if self.op == "open":
+        if self.op != "close":
             fields["address"] = self.address
         return json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()
 

@@ -137,6 +137,12 @@ class VllmLoader:
         self._chosen = _Reloader(self._model, self._config, self._model_config, self.reason)
         return WHOLE
 
+    def facts(self) -> dict[str, Any]:
+        facts = self.recorded.facts()
+        if self._chosen is self.recorded:
+            return facts
+        return {"module": facts["module"], "unlearnt": self.reason}
+
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._chosen.attach(ring, manifest)
 

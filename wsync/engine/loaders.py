@@ -83,6 +83,14 @@ class Learner(Protocol):
         """What the worker asks for of a model's tensors, as a blob.  The weights may be lost."""
 
 
+@runtime_checkable
+class Describes(Protocol):
+    """A loader that can say what it has learnt."""
+
+    def facts(self) -> dict[str, Any]:
+        """See wsync.inspection; for JSON."""
+
+
 class RingManifest:
     """What will be delivered, by round."""
 

@@ -1,5 +1,6 @@
 """The receiver: one engine worker's part in updates, driven by control messages."""
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from contextlib import contextmanager
 
 from wsync._core import Importer, Layout, ProtocolError, StateError, WsyncError
 from wsync.control import LEARN, Control
-from wsync.engine.loaders import Learner, Loader, Receipt
+from wsync.engine.loaders import Describes, Learner, Loader, Receipt
 from wsync.trace import Trace
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Receiver:
         self._teacher: Importer | None = None  # until the session that came of it is under way
         self._generation = -1
         self._busy = threading.Lock()
+        self._ways = {"open": self._open, "close": self._close, "inspect": self._inspect}
         self._trace = Trace.wanted("engine", worker)
         self.consistent = True
         self.reason = ""
@@ -52,7 +54,7 @@ class Receiver:
         if not self._busy.acquire(blocking=False):
             return False, f"worker {self._worker}: another update is running"
         try:
-            return self._close(message) if message.op == "close" else self._open(message)
+            return self._ways[message.op](message)
         finally:
             self._busy.release()
 
@@ -95,6 +97,22 @@ class Receiver:
                 f"the last one is {last}"
             )
         return True, f"update {message.update}"
+
+    def _inspect(self, message: Control) -> tuple[bool, str]:
+        learnt = self._loader.facts() if isinstance(self._loader, Describes) else {}
+        facts = {
+            "worker": self._worker,
+            "update": self.update,
+            "consistent": self.consistent,
+            "inconsistency": self.reason,
+            "loader": type(self._loader).__name__,
+            **learnt,
+        }
+        try:
+            Importer(message.address, json.dumps(facts).encode(), message.deadline).close()
+        except Exception as error:
+            return False, f"worker {self._worker}: {_text(error)}"
+        return True, "inspected"
 
     def _open(self, message: Control) -> tuple[bool, str]:
         try:

@@ -18,6 +18,7 @@ from wsync._core import (
     Stream,
 )
 from wsync.control import LEARN, WHOLE
+from wsync.engine import learnt
 from wsync.engine.held import Held
 from wsync.engine.loaders import (
     LoadWeights,
@@ -111,6 +112,13 @@ class RecordedLoader:
         self._layout = self._destination(self.recording)
         self._tell(self.recording)
         return self._layout.to_bytes()
+
+    def facts(self) -> dict[str, Any]:
+        """What has been learnt, for wsync.inspection."""
+        module = type(self._module).__name__
+        if self.recording is None:
+            return {"module": module, "unlearnt": self.reason or "no trainer has connected yet"}
+        return {"module": module, **learnt.describe(self.recording, self._model)}
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._router = None
