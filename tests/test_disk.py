@@ -414,11 +414,14 @@ def test_a_full_disk_is_named_and_engines_go_on_with_what_they_have(
     with small_file_system(tmp_path, int(1.5 * nbytes)) as root:
         with disk(weights, root, engine) as sync:
             sync.update(version=1)
-            with pytest.raises(wsync.SystemCallError, match=r"safetensors: .*No space left"):
+            with pytest.raises(wsync.SystemCallError, match=r"safetensors: reserving .*No space"):
                 sync.update(draw(config, 7), version=2)
             assert not engine.paused
             assert handle(engine).model_info(10)["weight_version"] == "1"
             assert same(stored(newest(root)), weights)
+            # what was written is gone, so that the disk is not full any more
+            assert visible(root) == ["latest", "weight_v000001"]
+            assert not list(root.glob(".weight*"))
             with disk(weights, tmp_path / "elsewhere", engine) as other:
                 other.update(version=3)
     assert same(engine.weights(), weights)
@@ -429,7 +432,7 @@ def test_a_file_that_may_not_grow_is_named(tmp_path: Path) -> None:
     with disk({"a": torch.zeros(100_000)}, tmp_path) as sync:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
         try:
-            with pytest.raises(wsync.SystemCallError, match=r"safetensors: File too large"):
+            with pytest.raises(wsync.SystemCallError, match=r"reserving \d+ bytes: File too large"):
                 sync.update()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

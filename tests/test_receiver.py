@@ -19,6 +19,8 @@ from wsync._core import (
     PeerClosedError,
     ProtocolError,
     RemoteError,
+    StateError,
+    SystemCallError,
 )
 from wsync.control import PIECES
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
@@ -430,5 +432,21 @@ def test_a_worker_takes_part_in_one_update_at_a_time(start: Start) -> None:
     handled = start(receiver, trainer.control(1))
     trainer.accept()
     assert receiver.handle(trainer.control(1)) == (False, "worker 0: another update is running")
+    with pytest.raises(StateError, match="worker 0: another update is running"):
+        with receiver.replacing("loading a checkpoint"):
+            pass
     trainer.update(1, tiny_weights(1))
     assert handled.result(SECONDS)[0]
+
+
+def test_a_worker_whose_weights_were_replaced_in_part_says_so_until_all_are() -> None:
+    receiver = Receiver(ModuleLoader(Tiny()))
+    with pytest.raises(SystemCallError), receiver.replacing("loading /shared/run7"):
+        raise SystemCallError("file 3: Input/output error")
+    assert not receiver.consistent
+    assert receiver.reason == (
+        "the weights are inconsistent: loading /shared/run7: file 3: Input/output error"
+    )
+    with receiver.replacing("loading /shared/run7"):
+        pass
+    assert (receiver.consistent, receiver.reason) == (True, "")

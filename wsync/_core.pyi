@@ -160,6 +160,9 @@ def pack(tensors: TensorTable, address: int, nbytes: int, offsets: Sequence[int]
     """Copies tensor i, contiguous, to address + offsets[i]: in this thread, without the GIL, or on a stream.
     Tensors and address must stay until that has passed."""
 
+def reserve_file(name: str, descriptor: int, nbytes: int, /) -> None:
+    """Makes a new file nbytes long and takes the space on its device, where the file system can."""
+
 def write_files(route: Route, first: int, last: int, sources: BufferTable, files: Sequence[tuple[str, int, int]]) -> int:
     """Runs the copies of source buffers [first, last) of a route, destination buffer i being the file files[i]:
     (name, descriptor, nbytes); in this thread, without the GIL.  Returns the bytes written."""

@@ -209,8 +209,8 @@ class DiskSync:
         files = self._arrangement
         for name, header, size in zip(files.names, files.headers, files.sizes, strict=True):
             with system_calls(folder / name), open(folder / name, "wb") as file:
+                _core.reserve_file(str(folder / name), file.fileno(), size)
                 file.write(header)
-                file.truncate(size)
         with system_calls(folder / INDEX):
             (folder / INDEX).write_bytes(files.index(version))
         return folder

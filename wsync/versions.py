@@ -74,7 +74,8 @@ class Versions:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Keeps other trainers out, and removes what one that died has left behind."""
+        """Keeps other trainers out, and removes what is left behind: by one that died, and by the
+        block when it fails."""
         with system_calls(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.root / _LOCK, os.O_CREAT | os.O_RDWR, 0o666)
@@ -85,9 +86,12 @@ class Versions:
                 raise _core.StateError(
                     f"{self.root}: another trainer is writing versions into it"
                 ) from None
-            for left in self.root.glob(f".{_PREFIX}*"):
-                shutil.rmtree(left, ignore_errors=True)
-            yield
+            self._sweep()
+            try:
+                yield
+            except BaseException:
+                self._sweep()  # a disk that has become full is not to stay so
+                raise
         finally:
             os.close(lock)
 
@@ -139,6 +143,10 @@ class Versions:
             with contextlib.suppress(OSError):
                 old.rename(hidden)  # at once: nobody is to find half of it
             shutil.rmtree(hidden, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        for left in self.root.glob(f".{_PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def _hidden(self, name: str) -> Path:
         tail = name.removeprefix(_PREFIX)

@@ -2,6 +2,7 @@
 #include "device/host_file.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,9 +17,15 @@ enum {
     MAX_WRITE_NBYTES = 1 << 30,
 };
 
+typedef struct range {
+    uint64_t first;
+    uint64_t last; /* exclusive */
+} range_t;
+
 typedef struct writer {
     const wsync_span_t *sources;
     const wsync_file_t *files;
+    range_t *written;       /* owned; one for each file */
     unsigned char *staging; /* owned; allocated when it is first needed */
 } writer_t;
 
@@ -135,14 +142,17 @@ static wsync_status_t write_steps(writer_t *writer, const wsync_copy_t *copy,
         const uint64_t to =
             destination_offset + (uint64_t)((int64_t)at * division->destination_stride);
         const unsigned char *data = writer->staging;
+        const uint64_t nbytes = steps * division->inner_nbytes;
+        range_t *written = &writer->written[copy->destination_buffer];
 
         if (direct) {
             data = (const unsigned char *)writer->sources[copy->source_buffer].data + from;
         } else {
             stage(writer, copy, division, from, steps);
         }
-        status = write_all(&writer->files[copy->destination_buffer], data,
-                           steps * division->inner_nbytes, to, err);
+        status = write_all(&writer->files[copy->destination_buffer], data, nbytes, to, err);
+        written->first = to < written->first ? to : written->first;
+        written->last = to + nbytes > written->last ? to + nbytes : written->last;
     }
     return status;
 }
@@ -206,6 +216,40 @@ static wsync_status_t check(const wsync_copy_t *copies, size_t count,
     return status;
 }
 
+wsync_status_t wsync_host_file_reserve(const wsync_file_t *file, wsync_error_t *err)
+{
+    int result;
+
+    do {
+        result = fallocate(file->fd, 0, 0, (off_t)file->nbytes);
+    } while (result != 0 && errno == EINTR);
+    if (result != 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) {
+        result = ftruncate(file->fd, (off_t)file->nbytes);
+    }
+    if (result != 0) {
+        const int native = errno;
+
+        return wsync_fail(err, WSYNC_ERR_OS, native, "fallocate",
+                          "%.256s: reserving %llu bytes: %s", file->name,
+                          (unsigned long long)file->nbytes, strerror(native));
+    }
+    return WSYNC_OK;
+}
+
+/* Otherwise the device stands idle until fsync, which then waits for all of it. */
+static void begin_write_back(const writer_t *writer, size_t file_count)
+{
+    for (size_t i = 0; i < file_count; i++) {
+        const range_t *range = &writer->written[i];
+
+        if (range->last > range->first) {
+            (void)sync_file_range(writer->files[i].fd, (off_t)range->first,
+                                  (off_t)(range->last - range->first),
+                                  SYNC_FILE_RANGE_WRITE);
+        }
+    }
+}
+
 wsync_status_t wsync_host_file_write(const wsync_copy_t *copies, size_t count,
                                      const wsync_span_t *sources, size_t source_count,
                                      const wsync_file_t *files, size_t file_count,
@@ -215,9 +259,22 @@ wsync_status_t wsync_host_file_write(const wsync_copy_t *copies, size_t count,
     wsync_status_t status =
         check(copies, count, sources, source_count, files, file_count, err);
 
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    writer.written = calloc(file_count + 1, sizeof(*writer.written));
+    if (writer.written == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "file", "no memory for %zu files",
+                          file_count);
+    }
+    for (size_t i = 0; i < file_count; i++) {
+        writer.written[i].first = files[i].nbytes;
+    }
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
         status = write_copy(&writer, &copies[i], err);
     }
+    begin_write_back(&writer, file_count);
+    free(writer.written);
     free(writer.staging);
     return status;
 }

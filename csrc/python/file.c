@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * write_files(): the copies of a route with files for destinations. */
+ * reserve_file() and write_files(): the copies of a route with files for destinations. */
 #include <stdlib.h>
 
 #include "device/host_file.h"
@@ -34,6 +34,26 @@ static wsync_file_t *read_files(PyObject *tuple)
         files[i].nbytes = nbytes;
     }
     return files;
+}
+
+static PyObject *reserve_file(PyObject *module, PyObject *args)
+{
+    wsync_file_t file;
+    unsigned long long nbytes;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTuple(args, "siK:reserve_file", &file.name, &file.fd, &nbytes)) {
+        return NULL;
+    }
+    file.nbytes = nbytes;
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_host_file_reserve(&file, &err);
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(wsync_py_state(module), &err);
+    }
+    Py_RETURN_NONE;
 }
 
 static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
@@ -99,6 +119,10 @@ cleanup:
 }
 
 static PyMethodDef file_functions[] = {
+    {"reserve_file", reserve_file, METH_VARARGS,
+     "reserve_file(name, descriptor, nbytes, /)\n--\n\n"
+     "Makes a new file nbytes long and takes the space on its device, where the file\n"
+     "system can."},
     {"write_files", (PyCFunction)(void (*)(void))write_files, METH_VARARGS | METH_KEYWORDS,
      "write_files(route, first, last, sources, files)\n--\n\n"
      "Runs the copies of source buffers [first, last) of a route with files for\n"

@@ -117,6 +117,32 @@ TEST(a_full_device_is_named)
     (void)close(file.fd);
 }
 
+TEST(a_reserved_file_has_its_size_and_its_space)
+{
+    char name[] = "/tmp/wsync-file-XXXXXX";
+    wsync_file_t file = {.name = name, .nbytes = 1 << 20};
+    wsync_error_t err = {0};
+    struct stat facts;
+
+    file.fd = mkstemp(name);
+    CHECK(file.fd >= 0);
+    (void)unlink(name);
+    CHECK_OK(wsync_host_file_reserve(&file, &err), err);
+    CHECK(fstat(file.fd, &facts) == 0);
+    CHECK(facts.st_size == 1 << 20);
+    if (facts.st_blocks != 0) { /* the file system reserves */
+        CHECK(facts.st_blocks >= (1 << 20) / 512);
+        file.nbytes = (uint64_t)1 << 55;
+        CHECK(wsync_host_file_reserve(&file, &err) == WSYNC_ERR_OS);
+        CHECK(err.native == ENOSPC || err.native == EFBIG);
+        CHECK(strstr(err.message, "reserving 36028797018963968 bytes") != NULL);
+    }
+    (void)close(file.fd);
+    file.fd = -1;
+    CHECK(wsync_host_file_reserve(&file, &err) == WSYNC_ERR_OS);
+    CHECK(err.native == EBADF);
+}
+
 TEST(bounds_are_checked_first)
 {
     float data[16] = {0};
