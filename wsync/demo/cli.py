@@ -12,51 +12,39 @@ from typing import Any
 
 from wsync import trace
 from wsync.demo import timeline
-from wsync.demo.run import DemoFailed, Settings, run_demo
+from wsync.demo.run import MODES, DemoFailed, Settings, run_demo
 
 _DESCRIPTION = """
 A Megatron trainer in several processes takes optimizer steps and updates two inference engines
 after each: a transformers engine over HTTP and a tensor-parallel one of two processes.  Every
 tensor is compared byte for byte with an independent conversion, and the engines' logits with the
-trainer's.  Everything runs on the CPU.
+trainer's.  Everything runs on the CPU.  In mode disk the trainer writes a checkpoint for each
+update, which the engines load, and one more engine starts from the last.
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; 0 if everything was verified, 1 if not, 2 for bad arguments."""
-    parser = argparse.ArgumentParser(prog="wsync demo", description=_DESCRIPTION)
-    parser.add_argument("--model", choices=("qwen3", "qwen3-moe"), default="qwen3")
-    parser.add_argument(
-        "--tp", type=int, default=2, help="tensor-parallel size: 1, 2, 4 or 8 (default 2)"
-    )
-    parser.add_argument(
-        "--pp", type=int, default=2, help="pipeline-parallel size: 1, 2 or 4 (default 2)"
-    )
-    parser.add_argument(
-        "--ep", type=int, help="expert-parallel size: 1, 2, 4 or 8 (default 2 for qwen3-moe)"
-    )
-    parser.add_argument(
-        "--updates",
-        type=int,
-        default=3,
-        help="weight updates, each after some optimizer steps (default 3)",
-    )
-    parser.add_argument(
-        "--timeline", metavar="FILE", help="draw the last update: FILE.svg, or a trace FILE.json"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the facts to FILE")
+    parser = _parser()
     chosen = parser.parse_args(arguments)
     expert_parallel = chosen.ep
     if expert_parallel is None:
         expert_parallel = 2 if chosen.model == "qwen3-moe" else 1
     try:
         settings = Settings(
-            chosen.model, chosen.tp, chosen.pp, expert_parallel, updates=chosen.updates
+            chosen.model,
+            chosen.tp,
+            chosen.pp,
+            expert_parallel,
+            updates=chosen.updates,
+            mode=chosen.mode,
         )
     except ValueError as error:
         parser.error(str(error))
     if chosen.timeline and Path(chosen.timeline).suffix not in timeline.SUFFIXES:
         parser.error(f"--timeline {chosen.timeline}: ends with neither .svg nor .json")
+    if chosen.timeline and chosen.mode == "disk":
+        parser.error("--timeline: in mode disk there are no rounds to draw")
     for option, path in (("--json", chosen.json), ("--timeline", chosen.timeline)):
         if path:
             try:
@@ -84,6 +72,37 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if facts["verified"] else 1
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="wsync demo", description=_DESCRIPTION)
+    parser.add_argument("--model", choices=("qwen3", "qwen3-moe"), default="qwen3")
+    parser.add_argument(
+        "--tp", type=int, default=2, help="tensor-parallel size: 1, 2, 4 or 8 (default 2)"
+    )
+    parser.add_argument(
+        "--pp", type=int, default=2, help="pipeline-parallel size: 1, 2 or 4 (default 2)"
+    )
+    parser.add_argument(
+        "--ep", type=int, help="expert-parallel size: 1, 2, 4 or 8 (default 2 for qwen3-moe)"
+    )
+    parser.add_argument(
+        "--updates",
+        type=int,
+        default=3,
+        help="weight updates, each after some optimizer steps (default 3)",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="colocated",
+        help="how weights travel: through shared memory (colocated, the default) or a checkpoint",
+    )
+    parser.add_argument(
+        "--timeline", metavar="FILE", help="draw the last update: FILE.svg, or a trace FILE.json"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the facts to FILE")
+    return parser
+
+
 def _draw(path: Path, folder: Path, facts: dict[str, Any]) -> None:
     last = facts["updates"][-1]
     records = timeline.read(folder, {int(pid): name for pid, name in facts["processes"].items()})
@@ -97,12 +116,15 @@ def _draw(path: Path, folder: Path, facts: dict[str, Any]) -> None:
 def print_report(facts: dict[str, Any]) -> None:
     """The tables and texts that a person wants to see."""
     phases = list(facts["updates"][0]["phases"])
-    heads = ["version", "MB", "rounds", *phases, "total s", "GB/s", "redundancy", "checked"]
+    on_disk = facts["mode"] == "disk"
+    unit = "files" if on_disk else "rounds"
+    heads = ["version", "MB", unit, *phases, "total s", "GB/s", "redundancy", "checked"]
     rows = [_row(update, phases) for update in facts["updates"]]
     print()
     print(_table(heads, rows))
-    print("MB: received by all engine processes; pause to commit: seconds of the trainer's rank 0;")
-    print("redundancy: bytes received over bytes needed")
+    what = "written by all trainer ranks" if on_disk else "received by all engine processes"
+    print(f"MB: {what}; {phases[0]} to {phases[-1]}: seconds of the trainer's rank 0;")
+    print("redundancy: these bytes over the bytes needed")
     print()
     for engine in facts["engines"]:
         print(f"{engine['name']}: {engine['checked']}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from wsync import _core
+from wsync.disk import newest
 from wsync.engine.serve import serve_in_process
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.handles import EngineHandle, handle
@@ -61,7 +63,7 @@ class Engines:
         """Compares versions, bytes and logits; returns what is wrong."""
         problems = []
         sums = self._post("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
-        problems += _compare_sums(sums, expected)
+        problems += _compare_sums(sums, expected, "HTTP engine")
         problems += _compare_bytes(self._sharded.weights(), expected)
         over_http = self._post("/wsync/logits", {"input_ids": ids[0].tolist()})["logits"]
         pairs = (torch.tensor(over_http), self._sharded.logits(ids[0].tolist()))
@@ -79,6 +81,20 @@ class Engines:
             fact["logits_difference"] = worst
         return problems
 
+    def join_late(self, folder: Path, expected: dict[str, torch.Tensor], version: str) -> list[str]:
+        """Starts one more engine from the newest checkpoint; returns what is wrong with it."""
+        path = newest(folder)
+        with serve_in_process(path, dtype="float32") as server:
+            name = f"late engine, started from {path.name}"
+            sums = self._post("/weights_checker", {"action": "checksum"}, server.url)
+            problems = _compare_sums(sums["ranks"][0]["checksums"], expected, name)
+            has = handle(server.url).model_info(_SECONDS)["weight_version"]
+        if has != version:
+            problems.append(f"{name}: version {has!r} instead of {version!r}")
+        checked = f"{len(expected)} tensors compared; version {has}"
+        self._facts.append({"name": name, "checked": checked})
+        return problems
+
     def processes(self) -> dict[str, str]:
         """What runs in each process, by its id."""
         names = {str(self._server.pid): "HTTP engine"}
@@ -93,20 +109,18 @@ class Engines:
         self._sharded.close()
         self._server.close()
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
-        answer = self._http.post(self._server.url + path, json=body, timeout=_SECONDS)
+    def _post(self, path: str, body: dict[str, Any], url: str | None = None) -> Any:
+        answer = self._http.post((url or self._server.url) + path, json=body, timeout=_SECONDS)
         answer.raise_for_status()
         return answer.json()
 
 
-def _compare_sums(sums: dict[str, str], expected: dict[str, torch.Tensor]) -> list[str]:
-    problems = [
-        f"HTTP engine: {name} is not in the trainer" for name in sums if name not in expected
-    ]
+def _compare_sums(sums: dict[str, str], expected: dict[str, torch.Tensor], who: str) -> list[str]:
+    problems = [f"{who}: {name} is not in the trainer" for name in sums if name not in expected]
     for name, tensor in expected.items():
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if sums.get(name) != f"{_core.checksum(flat.numpy()):016x}":
-            problems.append(f"HTTP engine: {name} has other bytes")
+            problems.append(f"{who}: {name} has other bytes")
     return problems
 
 

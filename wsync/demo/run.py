@@ -17,6 +17,7 @@ from typing import Any
 
 from wsync.doctor import importable
 
+MODES = ("colocated", "disk")
 _START_SECONDS = 600.0
 
 
@@ -33,6 +34,7 @@ class Settings:
     pp: int
     ep: int
     updates: int = 3
+    mode: str = "colocated"
     layers: int = 4
     heads: int = 8
     query_groups: int = 4

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import wsync
 from wsync.demo import reference
 from wsync.demo.engines import Engines
 from wsync.demo.run import Settings
+from wsync.handles import EngineHandle
 from wsync.layout import TrainerLayout, from_tensors
 
 SENTENCE = "Fresh weights reach every engine, byte for byte, before the next token is due. "
@@ -88,7 +90,7 @@ def train(rank: int, settings: Settings, store: str, say: Callable[[str], None])
         if engines is not None:
             say("engines: " + "; ".join(fact["name"] for fact in engines.facts()))
         try:
-            facts = _updates(trainer, engines, settings, say)
+            facts = _updates(trainer, engines, settings, Path(store).with_name("versions"), say)
         finally:
             if engines is not None:
                 engines.close()
@@ -118,6 +120,7 @@ def _updates(
     trainer: MegatronTrainer | PlainTrainer,
     engines: Engines | None,
     settings: Settings,
+    folder: Path,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Alternates training and updating; every rank takes part, rank 0 reports."""
@@ -128,10 +131,9 @@ def _updates(
     updates: list[dict[str, Any]] = []
     if engines is not None:
         engines.note("before", prompt)
-    options = wsync.Options(round_nbytes=1 << 20)
     handles = engines.handles if engines is not None else []
     count = nbytes = 0
-    with wsync.connect(trainer.layout, handles, options=options) as sync:
+    with _connect(trainer.layout, handles, settings, folder) as sync:
         for number in range(1, settings.updates + 1):
             for _ in range(STEPS_PER_UPDATE):
                 trainer.step(ids)
@@ -148,9 +150,13 @@ def _updates(
             nbytes = sum(t.numel() * t.itemsize for t in expected.values())
     if engines is not None:
         engines.note("after", prompt)
+    if engines is not None and settings.mode == "disk":
+        found = engines.join_late(folder, expected, str(settings.updates))
+        problems += [f"after the last update: {problem}" for problem in found]
     return {
         "verified": not problems,
         "problems": problems,
+        "mode": settings.mode,
         "model": settings.model,
         "trainer": "megatron-core" if settings.megatron else "torch",
         "parallel": settings.parallel,
@@ -164,6 +170,16 @@ def _updates(
         "processes": {} if engines is None else engines.processes(),
         "versions": _versions(),
     }
+
+
+def _connect(
+    layout: TrainerLayout, handles: Sequence[EngineHandle], settings: Settings, folder: Path
+) -> wsync.Sync | wsync.DiskSync:
+    if settings.mode == "disk":
+        return wsync.DiskSync(
+            layout, handles, folder=folder, base=settings.config(), shard_nbytes=1 << 20
+        )
+    return wsync.connect(layout, handles, options=wsync.Options(round_nbytes=1 << 20))
 
 
 def _versions() -> dict[str, str]:
