@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.environment import environment
 
-NAMES = ("bucket", "update", "plan", "control", "memory", "scaling", "load")
+NAMES = ("bucket", "update", "disk", "plan", "control", "memory", "scaling", "load")
 
 
 def rows(name: str) -> Iterator[dict[str, Any]]:
