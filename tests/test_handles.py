@@ -17,6 +17,7 @@ from wsync._core import (
     RemoteError,
     UnsupportedError,
 )
+from wsync.control import LOAD_FORMAT
 from wsync.handles import EngineHandle, HttpHandle, LocalHandle, RayHandle, handle
 
 
@@ -146,6 +147,14 @@ def test_an_update_without_version_sends_none(server: FakeServer) -> None:
     engine = HttpHandle(server.url, workers=1)
     engine.update_weights([b"x"], load_format=None, weight_version=None, timeout=5)
     assert "weight_version" not in server.seen[-1][1]
+
+
+def test_a_control_message_is_for_the_model_and_not_for_its_draft(server: FakeServer) -> None:
+    server.answers["/update_weights_from_tensor"] = (200, {"success": True, "message": ""})
+    engine = HttpHandle(server.url, workers=1)
+    engine.update_weights([b"x"], load_format=LOAD_FORMAT, weight_version=None, timeout=5)
+    body = server.seen[-1][1]
+    assert (body["disable_draft_model"], body["selector"]) == (True, "target")
 
 
 def test_older_servers_are_asked_by_their_older_paths(server: FakeServer) -> None:

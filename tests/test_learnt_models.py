@@ -78,3 +78,9 @@ def test_eight_workers_are_sent_a_fraction(engine: str, version: str) -> None:
     needed = sum(result["needed"]["delivered"] for result in experts)
     full = sum(result["full"]["delivered"] for result in experts)
     assert needed < full / 6
+
+
+@pytest.mark.parametrize("version", [version for engine, version in ENGINES if engine == "sglang"])
+def test_checkpoints_in_fp8_with_a_scale_for_each_block(version: str) -> None:
+    cases = [{"family": "qwen3_moe", "tp": 2, "ep": ep, "fp8": True} for ep in (1, 2)]
+    check(learn("sglang", version, cases))

@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 from wsync import _core
 from wsync.handles import EngineHandle
+
+_GRACE_SECONDS: Final = 1.0
 
 
 class Calls:
@@ -29,6 +31,7 @@ class Calls:
         self._errors: list[BaseException | None] = [None] * len(engines)
         self._done = [threading.Event() for _ in engines]
         self._names = [engine.name for _, engine in engines]
+        self._ended: dict[int, float] = {}  # when `check_pending` first saw a call's end
         for place, (index, engine) in enumerate(engines):
             threading.Thread(
                 target=self._run, args=(place, index, engine, call), daemon=True, name="wsync-call"
@@ -55,10 +58,15 @@ class Calls:
                 raise error
 
     def check_pending(self) -> None:
-        """Raises if any call has ended, well or badly: an update is still under way."""
+        """Raises if any call has ended, well or badly: an update is still under way.
+
+        A call that ended well does so after a while: SGLang answers so for workers that have
+        failed, and their own words, which are on their way, say more.
+        """
         self.check()
-        for name, done in zip(self._names, self._done, strict=True):
-            if done.is_set():
+        now = time.monotonic()
+        for place, (name, done) in enumerate(zip(self._names, self._done, strict=True)):
+            if done.is_set() and now > self._ended.setdefault(place, now) + _GRACE_SECONDS:
                 raise _core.ProtocolError(
                     f"engine {name} answered the opening request before the update was committed"
                 )

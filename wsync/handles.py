@@ -36,6 +36,7 @@ from wsync.answers import (
     retry_flush,
     translate,
 )
+from wsync.control import LOAD_FORMAT
 
 _MAX_ANSWER_NBYTES: Final = 16 << 20
 
@@ -178,6 +179,8 @@ class HttpHandle:
     ) -> None:
         _check_payloads(self.name, self.workers, payloads)
         body = _update_arguments(payloads, load_format, weight_version)
+        if load_format == LOAD_FORMAT:  # for the model alone: until 0.5.17, and since
+            body |= {"disable_draft_model": True, "selector": "target"}
         self._call("POST", "/update_weights_from_tensor", body, timeout)
 
     def update_weights_from_disk(

@@ -4,16 +4,23 @@ SGLang imports the function in every worker process and calls it with the model 
 and the tensors of each update request whose load_format is this function's name.
 """
 
+import logging
+import re
 import threading
-from typing import Any
+from typing import Any, Final
 
 from wsync import payload
+from wsync._core import Layout, UnsupportedError
+from wsync.engine.hooks import wait_for_device
 from wsync.engine.loaders import Loader, ModuleLoader
 from wsync.engine.receiver import Receiver
 from wsync.engine.recorded import RecordedLoader
 
+_log = logging.getLogger(__name__)
 _receivers: dict[int, tuple[Any, Receiver]] = {}
 _lock = threading.Lock()
+# what models that only draft tokens are called there
+_DRAFT: Final = re.compile(r"(NextN|MTP|Eagle\d*)$")
 
 
 def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
@@ -23,13 +30,64 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     Never raises: SGLang ends the server when a loader does.  What fails is told to the trainer
     through the session, and is logged; SGLang itself ignores what a loader returns.
     """
-    with _lock:
-        # the model is kept, so that its id stays its own
-        entry = _receivers.get(id(model))
-        if entry is None:
-            entry = _receivers[id(model)] = (model, Receiver(_loader(model)))
-    entry[1].handle(payload.control_bytes(named_tensors))
+    try:
+        if _DRAFT.search(type(model).__name__):
+            # SGLang calls for the draft and for the model; the session is the model's
+            _log.warning("%s is not updated: it drafts", type(model).__name__)
+            return
+        with _lock:
+            # the model is kept, so that its id stays its own
+            entry = _receivers.get(id(model))
+            if entry is None:
+                entry = _receivers[id(model)] = (model, Receiver(_loader(model)))
+        wait_for_device(model)
+        entry[1].handle(payload.control_bytes(named_tensors))
+    except Exception:
+        _log.exception("an update failed before its session was there")
 
 
 def _loader(model: Any) -> Loader:
-    return RecordedLoader(model) if hasattr(model, "load_weights") else ModuleLoader(model)
+    return SglangLoader(model) if hasattr(model, "load_weights") else ModuleLoader(model)
+
+
+class SglangLoader(RecordedLoader):
+    """Learns from load_weights; refuses weights that SGLang rewrites after it has loaded them."""
+
+    def learn(self, model: Layout) -> bytes:
+        reason = rewritten(self._module)
+        if reason:
+            raise UnsupportedError(f"{reason}; SGLang cannot load it a second time")
+        return super().learn(model)
+
+
+def rewritten(model: Any) -> str:
+    """Which weights are not what load_weights fills any more, and why; or "".
+
+    Inside a weight-update session SGLang 0.5.23 has undone what it can undo.
+    """
+    for path, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if method is None:
+            continue
+        if getattr(layer, "use_intel_amx_backend", False):
+            return f"{path}: its weights are packed for AMX"
+        if getattr(method, "w13_swiglu_interleaved", False):
+            return (
+                f"{path}: its gate and up rows are interleaved (SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED)"
+            )
+        for name, tensor in layer.named_parameters(recurse=False):
+            if getattr(tensor, "format_ue8m0", False):
+                return f"{path}.{name}: its scales are packed as UE8M0"
+            if "weight" in name and not hasattr(tensor, "weight_loader"):
+                return f"{path}.{name}: {type(method).__name__} has replaced it after loading"
+        if getattr(method, "use_flashinfer_trtllm_moe", False) and not _restored(layer, method):
+            return (
+                f"{path}: its weights lie in blocks for flashinfer_trtllm (another "
+                "--moe-runner-backend, triton for example, leaves them as they are)"
+            )
+    return ""
+
+
+def _restored(layer: Any, method: Any) -> bool:
+    """Whether weights in blocks have become plain matrices again."""
+    return hasattr(method, "restore_weights_before_loading") and layer.w13_weight.dim() == 3

@@ -3,8 +3,8 @@
     python learn_models.py ENGINE TREE PACKAGES CASES
 
 ENGINE: sglang or vllm; TREE: its unpacked wheel; PACKAGES: a folder of what it imports; CASES: a
-JSON list of {"family", "tp", "ep", "dp_attention", "config"}.  For every case and rank a model is
-updated twice through wsync, in `needed` and in `full`, and compared with a model whose own
+JSON list of {"family", "tp", "ep", "dp_attention", "config", "fp8"}.  For every case and rank a
+model is updated twice through wsync, in `needed` and in `full`, and compared with a model whose own
 load_weights got the same tensors.  Prints a JSON list of what was found.
 """
 
@@ -67,13 +67,17 @@ def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
     HOST.host(tp=case["tp"], ep=case["ep"], rank=rank, dp_attention=dp)
     config = tiny_models.config(family, **case.get("config", {}))
     shapes = tiny_models.checkpoint(family, config)
-    own = HOST.build(family, config)
+    options = []
+    if case.get("fp8"):
+        shapes = tiny_models.blockwise_fp8(shapes)
+        options = [HOST.blockwise_fp8()]
+    own = HOST.build(family, config, *options)
     own.load_weights(list(tiny_models.tensors(shapes, 1).items()))
     own.load_weights(list(tiny_models.tensors(shapes, 2).items()))
     wanted = held(own)
     result: dict[str, Any] = {"case": case, "rank": rank, "held": len(wanted)}
     for mode in ("needed", "full"):
-        model = HOST.build(family, config)
+        model = HOST.build(family, config, *options)
         facts = update(model, shapes, mode == "needed")
         found = held(model)
         facts["differing"] = [n for n in wanted.keys() | found if wanted.get(n) != found.get(n)]

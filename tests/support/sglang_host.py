@@ -136,13 +136,22 @@ def _publish(args: Any, server_args: Any, rank: int) -> None:
         runtime_context.publish(args, role="scheduler", ranks=place)
 
 
-def build(family: str, config: Any) -> torch.nn.Module:
+def blockwise_fp8() -> Any:
+    """What SGLang makes of the quantization_config of an FP8 checkpoint in blocks."""
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    return Fp8Config.from_config(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    )
+
+
+def build(family: str, config: Any, quantization: Any = None) -> torch.nn.Module:
     place, name = _CLASSES[family]
     module = importlib.import_module(f"sglang.srt.models.{place}")
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model: torch.nn.Module = getattr(module, name)(config=config, quant_config=None)
+        model: torch.nn.Module = getattr(module, name)(config=config, quant_config=quantization)
     finally:
         torch.set_default_dtype(before)
     return model.eval()

@@ -153,6 +153,19 @@ def _gated(prefix: str, inner: int, hidden: int) -> Shapes:
     }
 
 
+def blockwise_fp8(shapes: Shapes, block: int = 16) -> Shapes:
+    """The checkpoint with its projections in FP8, and a scale for each square block of them."""
+    quantised: Shapes = {}
+    for name, (shape, dtype) in shapes.items():
+        if name.endswith("_proj.weight"):
+            blocks = tuple(-(-extent // block) for extent in shape)
+            quantised[name] = (shape, torch.float8_e4m3fn)
+            quantised[f"{name}_scale_inv"] = (blocks, torch.float32)
+        else:
+            quantised[name] = (shape, dtype)
+    return quantised
+
+
 def tensors(shapes: Shapes, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {

@@ -1,0 +1,134 @@
+"""Run as a script: one worker process of an SGLang engine, as far as weights are concerned.
+
+    python sglang_updater.py TREE PACKAGES FAMILY TP RANK
+
+The request's payload goes through SGLang's own unpickler and its own
+WeightUpdater.update_weights_from_tensor, whose custom weight loader is wsync's; an exception that
+leaves them ends the process, as it ends a server.  A line in is a JSON list [method, arguments...],
+a line out what it returns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[2])
+    sys.path.insert(1, str(Path(__file__).parent.parent))
+
+import torch
+from support import sglang_host, tiny_models
+from support.vllm_worker import digests
+
+LOADER = "wsync.sglang.load_weights"
+
+
+class Worker:
+    """What a line in may call."""
+
+    def __init__(self, family: str, rank: int) -> None:
+        self._rank = rank
+        self._family = family
+        self._config = tiny_models.config(family)
+        self._checkpoint = tiny_models.checkpoint(family, self._config)
+        self._drafts: list[Any] = []
+        self.start()
+        self._updater = self._make_updater()
+
+    def start(self) -> None:
+        """Another model in place of the one that is there."""
+        self._model: Any = sglang_host.build(self._family, self._config)
+        self._fault = 0
+        load = self._model.load_weights
+
+        def faulty(pairs: Any) -> Any:
+            pairs = list(pairs)
+            if self._fault and len(pairs) > self._fault:
+                load(pairs[: self._fault])
+                raise KeyError("half way")
+            return load(pairs)
+
+        self._model.load_weights = faulty
+
+    def _make_updater(self) -> Any:
+        from sglang.srt.model_executor.model_runner_components import weight_updater
+
+        # what belongs to GPUs and to a whole server
+        weight_updater.monkey_patch_torch_reductions = lambda: None
+        arguments = types.SimpleNamespace(weight_cache_mode="off")
+        runner = types.SimpleNamespace(server_args=arguments)
+        weight_updater.get_model = lambda: arguments
+        weight_updater.get_parallel = lambda: types.SimpleNamespace(tp_rank=self._rank)
+        device = types.SimpleNamespace(current_device=lambda: "cpu")
+        torch.get_device_module = lambda *_: device  # type: ignore[assignment]
+        return weight_updater.WeightUpdater(
+            **{"tp_rank": self._rank, "device": "cpu", "gpu_id": 0, "model_config": None},
+            custom_weight_loaders=[LOADER],
+            get_model=lambda: self._drafts[-1] if self._drafts else self._model,
+            update_model_fields=lambda *_: None,
+            recapture_cuda_graph=lambda: None,
+            get_model_runner=lambda: runner,
+        )
+
+    def shapes(self) -> dict[str, Any]:
+        return {
+            name: [list(shape), str(dtype).removeprefix("torch.")]
+            for name, (shape, dtype) in self._checkpoint.items()
+        }
+
+    def update(self, payload: str, load_format: str, draft: bool) -> list[Any]:
+        """A request; draft: SGLang gives it to a draft model, too, and to that first."""
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        named = MultiprocessingSerializer.deserialize(payload)
+        if draft:
+            self._drafts.append(type("Qwen3ForCausalLMEagle3", (torch.nn.Linear,), {})(2, 2))
+            self._updater.update_weights_from_tensor(named, load_format)
+            self._drafts.clear()
+        return list(self._updater.update_weights_from_tensor(named, load_format))
+
+    def found(self) -> dict[str, str]:
+        return digests(self._model)
+
+    def expected(self, seed: int) -> dict[str, str]:
+        """What the model has to hold after an update with these tensors."""
+        model: Any = sglang_host.build(self._family, self._config)
+        model.load_weights(list(tiny_models.tensors(self._checkpoint, seed).items()))
+        return digests(model)
+
+    def set_fault(self, count: int) -> None:
+        """Has load_weights raise after so many tensors; 0: no more."""
+        self._fault = count
+
+    def rewrite(self, how: str) -> None:
+        """Leaves a layer as SGLang does that has rewritten its weights."""
+        self.start()
+        path, _, what = how.partition(":")
+        layer = self._model.get_submodule(path)
+        if what == "replaced":
+            layer.weight = torch.nn.Parameter(layer.weight.detach().t(), requires_grad=False)
+        elif what == "ue8m0":
+            layer.weight.format_ue8m0 = True
+        else:
+            setattr(layer, what, True)
+
+
+def main() -> None:
+    tree, family = Path(sys.argv[1]), sys.argv[3]
+    tp, rank = int(sys.argv[4]), int(sys.argv[5])
+    answers = sys.stdout
+    sys.stdout = sys.stderr
+    sglang_host.load(tree)
+    sglang_host.host(tp=tp, ep=1, rank=rank)
+    worker = Worker(family, rank)
+    for line in sys.stdin:
+        method, *given = json.loads(line)
+        print(json.dumps(getattr(worker, method)(*given)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
