@@ -281,36 +281,19 @@ static void shared_close(wsync_comm_t *comm)
     }
 }
 
-/* Streams that still have to record must not find the page unmapped.  They wait for nobody,
- * so this ends; should it not, a leaked page is the lesser harm. */
-static bool quiesce(const wsync_comm_t *comm)
-{
-    for (int i = 0; i < SHARED_WORD_COUNT; i++) {
-        const wsync_event_t event = wsync_shared_event(comm->control, (shared_word_t)i);
-
-        if (comm->recorded[i] > 0 && comm->ops->event_query(event) < comm->recorded[i] &&
-            comm->ops->event_wait(event, comm->recorded[i], SHARED_QUIESCE_MS, NULL) !=
-                WSYNC_OK) {
-            return false;
-        }
-    }
-    return true;
-}
-
 static void shared_destroy(wsync_comm_t *comm)
 {
     if (comm == NULL) {
         return;
     }
     shared_close(comm);
-    if (comm->control != NULL && quiesce(comm)) {
-        comm->ops->memory_destroy(comm->control);
-    }
     for (uint32_t i = 0; comm->peers != NULL && i < comm->rank_count; i++) {
         comm->ops->memory_destroy(comm->peers[i].staging);
         comm->ops->memory_destroy(comm->peers[i].control);
     }
     comm->ops->memory_destroy(comm->staging);
+    /* Streams that still have to record retain it. */
+    comm->ops->memory_destroy(comm->control);
     free(comm->peers);
     free(comm->polled);
     free(comm->marked);

@@ -20,10 +20,8 @@ enum {
 enum {
     SHARED_CONTROL_NBYTES = 4096,
     SHARED_PAGE_NBYTES = 4096,
-    SHARED_SEND_MS =
-        1000, /* queues hold a few frames at most: they are never full for long */
+    SHARED_SEND_MS = 1000, /* queues hold a few frames: they are never full for long */
     SHARED_SLICE_MS = 10,
-    SHARED_QUIESCE_MS = 10000,
 };
 
 /* Words of a control page, each on a cache line of its own; their owner alone writes them.

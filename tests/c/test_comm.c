@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Ranks of one host that read each other's staging: as threads, and taking turns in one. */
+#include <fcntl.h>
 #include <pthread.h>
 
 #include "comm_fixture.h"
@@ -337,6 +338,23 @@ TEST(plans_of_more_ranks_are_refused)
     CHECK_HAS(err.message, "the exchange has 2");
     wsync_plan_destroy(plan);
     close_duo(&duo);
+}
+
+TEST(records_that_a_stream_has_dropped_hold_nothing_up)
+{
+    duo_t duo = open_duo();
+    const int page = device()->memory_fd(duo.comms[0]->control);
+    wsync_memory_t *gate = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(device()->memory_create(64, &gate, &err), err);
+    CHECK_OK(device()->stream_wait(duo.stream, (wsync_event_t){.memory = gate}, 1, &err),
+             err);
+    send_of(&duo, 0, 0);
+    device()->stream_abandon(duo.stream);
+    close_duo(&duo);
+    CHECK_EQ(fcntl(page, F_GETFD), -1);
+    device()->memory_destroy(gate);
 }
 
 TEST(missing_ranks_are_named)
