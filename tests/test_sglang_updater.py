@@ -18,6 +18,7 @@ from support import tiny_models
 from support.engines import SGLANG_VERSIONS, engine_packages, engine_tree
 
 import wsync
+from wsync import inspection
 from wsync.control import LOAD_FORMAT
 
 SCRIPT = Path(__file__).parent / "support" / "sglang_updater.py"
@@ -163,5 +164,6 @@ def test_weights_that_sglang_has_rewritten_are_refused(
         with pytest.raises(wsync.RemoteError, match=reason):
             sync.update(engine.weights(1))
     assert engine.ask("found") == before
+    assert [worker.consistent for worker in inspection.inspect(engine)] == [True, True]
     engine.ask("start")
     assert [process.poll() for process in engine.processes] == [None, None]

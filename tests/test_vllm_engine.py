@@ -6,7 +6,8 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
 
 import pytest
 from support.vllm_engine import VllmEngine
@@ -98,6 +99,7 @@ def test_weights_that_vllm_packs_once_are_refused(engine: VllmEngine) -> None:
     ):
         sync.update(engine.weights(1))
     assert engine.collective_rpc("found") == before
+    assert [worker.consistent for worker in inspection.inspect(engine)] == [True, True]
 
 
 class Calls:
@@ -152,6 +154,60 @@ def test_coroutines_run_in_the_engines_loop(driven: bool) -> None:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+class Front(BaseHTTPRequestHandler):
+    """vLLM's routes for weights, as its 0.33.0 has them in development mode."""
+
+    engine: VllmEngine
+    seen: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        self.seen.append(self.path)
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null")
+        answers = {
+            "/pause": {"status": "paused"},
+            "/resume": {"status": "resumed"},
+            "/reset_prefix_cache": {"success": True},
+        }
+        path = self.path.partition("?")[0]
+        answer = answers.get(path)
+        if path == "/collective_rpc":
+            results = self.engine.collective_rpc(body["method"], args=body.get("args", []))
+            plain = (dict, list, type(None))
+            answer = {"results": [r if isinstance(r, plain) else str(r) for r in results]}
+        data = json.dumps(answer).encode()
+        self.send_response(404 if answer is None else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *arguments: Any) -> None: ...
+
+
+def test_vllms_own_server_is_driven_by_its_routes(engine: VllmEngine) -> None:
+    engine.prepare("qwen3")
+    Front.engine = engine
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Front)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    url = f"vllm+http://127.0.0.1:{server.server_port}"
+    try:
+        with wsync.connect(engine.weights(0), engines=[url], options=OPTIONS) as sync:
+            assert sync.update(engine.weights(1), version=6).redundancy == 1.0
+        assert wsync.handle(url).model_info(5) == {"weight_version": "6"}
+        assert [worker.update for worker in inspection.inspect(url)] == [1, 1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert engine.differing(1) == [[], []]
+    others = [path for path in Front.seen if path != "/collective_rpc"]
+    assert others == [
+        "/pause?mode=abort&clear_cache=false",
+        "/reset_prefix_cache?reset_running_requests=false",
+        "/resume",
+    ]
 
 
 def test_workers_that_cannot_be_reached_are_named() -> None:

@@ -91,6 +91,10 @@ def handle(
     """
     if workers is not None and workers < 1:
         raise InvalidArgumentError(f"workers {workers}: at least 1")
+    if isinstance(engine, str) and engine.startswith("vllm+"):
+        from wsync.vllm_handle import VllmServer
+
+        engine = VllmServer(engine.removeprefix("vllm+"), api_key=api_key)
     if isinstance(engine, str):
         return HttpHandle(engine, workers=workers, api_key=api_key, timeout=timeout)
     if isinstance(engine, EngineHandle):
@@ -162,7 +166,7 @@ class HttpHandle:
 
     def flush(self, timeout: float) -> None:
         def flush_once(remaining: float) -> str | None:
-            status, text = self._request("POST", "/flush_cache", None, remaining)
+            status, text = self.request("POST", "/flush_cache", None, remaining)
             if status not in (200, 400):
                 raise self._failed("/flush_cache", status, text)
             return None if status == 200 else engine_text(text)
@@ -218,10 +222,10 @@ class HttpHandle:
         """The JSON object at the first path, or at the second where the first is unknown."""
         deadline = time.monotonic() + timeout
         path = paths[0]
-        status, text = self._request("GET", path, None, timeout)
+        status, text = self.request("GET", path, None, timeout)
         if status == 404:
             path = paths[1]
-            status, text = self._request("GET", path, None, deadline - time.monotonic())
+            status, text = self.request("GET", path, None, deadline - time.monotonic())
         if status != 200:
             raise self._failed(path, status, text)
         try:
@@ -236,14 +240,14 @@ class HttpHandle:
         """Begins or ends a weight-update session; a server that knows none is not asked again."""
         if not self._sessions:
             return
-        status, text = self._request("POST", path, {}, end - time.monotonic())
+        status, text = self.request("POST", path, {}, end - time.monotonic())
         if status == 404:
             self._sessions = False
         elif status != 200:
             raise self._failed(path, status, text)
 
     def _call(self, method: str, path: str, body: Mapping[str, Any], timeout: float) -> None:
-        status, text = self._request(method, path, body, timeout)
+        status, text = self.request(method, path, body, timeout)
         if status != 200:
             raise self._failed(path, status, text)
         check_answer(self.name, path, json_or_text(text))
@@ -251,7 +255,7 @@ class HttpHandle:
     def _failed(self, path: str, status: int, text: str) -> RemoteError:
         return RemoteError(f"engine {self.name}: {path}: HTTP {status}: {engine_text(text)}")
 
-    def _request(
+    def request(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
     ) -> tuple[int, str]:
         """(status, text) of one exchange.  requests' timeout restarts with every byte; the

@@ -10,9 +10,9 @@ import threading
 from typing import Any, Final
 
 from wsync import payload
-from wsync._core import Layout, UnsupportedError
+from wsync._core import Layout
 from wsync.engine.hooks import wait_for_device
-from wsync.engine.loaders import Loader, ModuleLoader
+from wsync.engine.loaders import Loader, ModuleLoader, RefusedError
 from wsync.engine.receiver import Receiver
 from wsync.engine.recorded import RecordedLoader
 
@@ -56,7 +56,7 @@ class SglangLoader(RecordedLoader):
     def learn(self, model: Layout) -> bytes:
         reason = rewritten(self._module)
         if reason:
-            raise UnsupportedError(f"{reason}; SGLang cannot load it a second time")
+            raise RefusedError(f"{reason}; SGLang cannot load it a second time")
         return super().learn(model)
 
 

@@ -17,7 +17,7 @@ from wsync._core import Layout, Memory, Stream, UnsupportedError, checksum
 from wsync.control import WHOLE
 from wsync.engine.held import Held
 from wsync.engine.hooks import run_in_place, wait_for_device
-from wsync.engine.loaders import Loader, LoadWeights, ModuleLoader, Receipt
+from wsync.engine.loaders import Loader, LoadWeights, ModuleLoader, Receipt, RefusedError
 from wsync.engine.receiver import Receiver
 from wsync.engine.recorded import RecordedLoader
 from wsync.engine.recorder import Recording
@@ -123,7 +123,7 @@ class VllmLoader:
     def learn(self, model: Layout) -> bytes:
         self.reason = packed_once(self._model)
         if self.reason:
-            raise UnsupportedError(f"{self.reason}; vLLM cannot load it a second time")
+            raise RefusedError(f"{self.reason}; vLLM cannot load it a second time")
         self.reason = rewritten(self._model)
         if not self.reason:
             self._process()  # from here on there is all that it makes

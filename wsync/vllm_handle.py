@@ -1,5 +1,5 @@
-"""Handles of vLLM engines: an `LLM`, an `AsyncLLM`, a Ray actor around one, or anything else that
-has their collective_rpc.
+"""Handles of vLLM engines: an `LLM`, an `AsyncLLM`, a Ray actor around one, vLLM's own server as
+"vllm+http://host:port", or anything else that has their collective_rpc.
 
 The engine's workers are started with `--worker-extension-cls wsync.vllm.WorkerExtension`.  It is
 paused and its cache is emptied where it offers that: `pause_generation` and `resume_generation`,
@@ -12,14 +12,16 @@ import asyncio
 import importlib
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from wsync._core import InvalidArgumentError, RemoteError, UnsupportedError
+from wsync.answers import engine_text, json_or_text
 from wsync.control import LOAD_FORMAT
-from wsync.handles import LocalHandle
+from wsync.handles import HttpHandle, LocalHandle
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
+_PATIENCE_SECONDS: Final = 3600.0
 # vLLM's words for SGLang's; a retracted request is one that is kept without its cache
 _MODES: Final = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
@@ -74,6 +76,42 @@ class VllmHandle(LocalHandle):
         return len(ranks)
 
 
+class VllmServer:
+    """vLLM's own server at a URL, as an object with the methods of an AsyncLLM.
+
+    It has to be started with VLLM_SERVER_DEV_MODE=1, which opens /collective_rpc to whoever can
+    reach it.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self._http = HttpHandle(url, workers=1, api_key=api_key)
+        self.name = self._http.name
+
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        answer = self._post("/collective_rpc", {"method": method, "args": list(args)})
+        results = answer.get("results")
+        return results if isinstance(results, list) else []
+
+    def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self._post(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}")
+
+    def resume_generation(self) -> None:
+        self._post("/resume")
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        query = f"?reset_running_requests={str(reset_running_requests).lower()}"
+        return self._post(f"/reset_prefix_cache{query}").get("success") is not False
+
+    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        # whoever calls waits as long as it likes, in another thread
+        status, text = self._http.request("POST", path, body, _PATIENCE_SECONDS)
+        if status != 200:
+            hint = "; is VLLM_SERVER_DEV_MODE=1 set?" if status == 404 else ""
+            raise RemoteError(f"{path}: HTTP {status}: {engine_text(text)}{hint}")
+        answer = json_or_text(text)
+        return answer if isinstance(answer, dict) else {}
+
+
 class _Engine:
     """slime's engine methods on behalf of a vLLM engine."""
 
@@ -81,7 +119,7 @@ class _Engine:
     workers = 1
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop | None) -> None:
-        self.name = f"{type(engine).__qualname__} object"
+        self.name = str(getattr(engine, "name", None) or f"{type(engine).__qualname__} object")
         self._engine = engine
         self._loop = loop
         self._mode = "abort"

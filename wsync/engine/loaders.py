@@ -28,6 +28,7 @@ from wsync._core import (
     Route,
     StateError,
     Stream,
+    UnsupportedError,
     ViewPool,
     describe,
 )
@@ -48,6 +49,10 @@ class Receipt:
     tensors: int
     nbytes: int
     checksum: int = 0
+
+
+class RefusedError(UnsupportedError):
+    """A module that cannot be updated and has not been touched."""
 
 
 class Loader(Protocol):
@@ -80,7 +85,8 @@ class Learner(Protocol):
     """A loader whose blob is control.LEARN."""
 
     def learn(self, model: Layout) -> bytes:
-        """What the worker asks for of a model's tensors, as a blob.  The weights may be lost."""
+        """What the worker asks for of a model's tensors, as a blob.  The weights may be lost;
+        they are as they were where it raises RefusedError."""
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from wsync._core import Importer, Layout, ProtocolError, StateError, WsyncError
 from wsync.control import LEARN, Control
-from wsync.engine.loaders import Describes, Learner, Loader, Receipt
+from wsync.engine.loaders import Describes, Learner, Loader, Receipt, RefusedError
 from wsync.trace import Trace
 
 _log = logging.getLogger(__name__)
@@ -195,9 +195,14 @@ class Receiver:
         assert teacher is not None and isinstance(self._loader, Learner)
         teacher.begin(message.deadline)
         address, _, model = teacher.manifest.partition(b"\n")
+        before = self.consistent, self.reason
         self.consistent = False
         self.reason = f"the weights are inconsistent: update {message.update} is running"
-        blob = self._loader.learn(Layout.from_bytes(model))
+        try:
+            blob = self._loader.learn(Layout.from_bytes(model))
+        except RefusedError:
+            self.consistent, self.reason = before
+            raise
         # the trainer listens to the teacher's session until this one has come
         self._teacher = teacher
         self._importer = Importer(address.decode("ascii", "replace"), blob, message.deadline)
