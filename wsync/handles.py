@@ -193,6 +193,9 @@ class HttpHandle:
         body = {**_disk_arguments(path, weight_version), "flush_cache": False}
         self._call("POST", "/update_weights_from_disk", body, timeout)
 
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
+        self._call("POST", f"/{method}", arguments, timeout)
+
     def resume(self, timeout: float) -> None:
         end = time.monotonic() + timeout
         self._session("/end_weight_update", end)
@@ -343,6 +346,9 @@ class LocalHandle:
     ) -> None:
         arguments = _disk_arguments(path, weight_version)
         self._checked("update_weights_from_disk", timeout, **arguments)
+
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
+        self._checked(method, timeout, **arguments)
 
     def resume(self, timeout: float) -> None:
         self._checked("continue_generation", timeout)

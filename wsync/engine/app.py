@@ -50,6 +50,28 @@ class FromDisk(BaseModel):
     weight_version: str | None = None
 
 
+class Group(BaseModel):
+    group_name: str = "weight_update_group"
+
+
+class NewGroup(Group):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    backend: str = "nccl"
+
+
+class FromDistributed(Group):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
 class NewVersion(BaseModel):
     new_version: str
     abort_all_requests: bool = True
@@ -104,6 +126,7 @@ def build_app(engine: "Engine", *, api_key: str | None = None) -> FastAPI:
     _add_information(app, engine, pools)
     _add_generation(app, engine, pools)
     _add_weights(app, engine, pools)
+    _add_groups(app, engine, pools)
     return app
 
 
@@ -266,6 +289,31 @@ def _add_weights(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
                 "message": f"Weight version updated to {body.new_version}",
                 "new_version": body.new_version,
             }
+        )
+
+
+def _add_groups(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
+    @app.post("/init_weights_update_group")
+    async def init_group(body: NewGroup) -> Response:
+        return _outcome(
+            *await _run(
+                pools.control, lambda: engine.init_weights_update_group(**body.model_dump())
+            )
+        )
+
+    @app.post("/destroy_weights_update_group")
+    async def destroy_group(body: Group) -> Response:
+        return _outcome(
+            *await _run(pools.control, lambda: engine.destroy_weights_update_group(body.group_name))
+        )
+
+    @app.post("/update_weights_from_distributed")
+    async def update_weights(body: FromDistributed) -> Response:
+        if body.abort_all_requests:
+            engine.gate.abort(None)
+        what = body.model_dump(exclude={"abort_all_requests"})
+        return _outcome(
+            *await _run(pools.control, lambda: engine.update_weights_from_distributed(**what))
         )
 
 

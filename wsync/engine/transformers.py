@@ -35,6 +35,7 @@ from wsync._core import (
 )
 from wsync.control import LOAD_FORMAT
 from wsync.engine import disk
+from wsync.engine.distributed import UpdateGroups
 from wsync.engine.gate import Gate
 from wsync.engine.loaders import ModuleLoader, aliases, targets
 from wsync.engine.receiver import Receiver
@@ -91,6 +92,7 @@ class Engine:
         self.receiver = Receiver(ModuleLoader(model, ignore=ignore, threads=threads))
         self._ignore = frozenset(ignore)
         self._threads = threads
+        self._groups = UpdateGroups()
         # names that stock updates have delivered since the weights became inconsistent
         self._restored: set[str] = set()
         self._sampler = threading.local()
@@ -250,6 +252,43 @@ class Engine:
         builder = LayoutBuilder()
         builder.add_tensors(names, table)
         return builder.build(), BufferTable.of(table, tensors)
+
+    def init_weights_update_group(
+        self, *, timeout: float = REQUEST_SECONDS, **group: Any
+    ) -> tuple[bool, str]:
+        """Joins a process group for updates; see wsync.engine.distributed."""
+        try:
+            self._groups.init(timeout=timeout, **group)
+        except WsyncError as error:
+            return False, f"Failed to initialize custom process group: {error}."
+        return True, "Succeeded to initialize custom process group."
+
+    def destroy_weights_update_group(self, group_name: str) -> tuple[bool, str]:
+        try:
+            self._groups.destroy(group_name)
+        except WsyncError as error:
+            return False, str(error)
+        return True, "Succeeded to destroy custom process group."
+
+    def update_weights_from_distributed(
+        self,
+        *,
+        weight_version: str | None = None,
+        flush_cache: bool = False,
+        timeout: float = REQUEST_SECONDS,
+        **what: Any,
+    ) -> tuple[bool, str]:
+        """Takes what a trainer broadcasts; (success, text)."""
+        try:
+            with self.gate.update(timeout):
+                if flush_cache:
+                    self.gate.flush()
+                self._copy(self._groups.receive(**what))
+                if weight_version is not None:
+                    self.weight_version = weight_version
+        except WsyncError as error:
+            return False, f"Failed to update parameter online: {error}."
+        return True, "Succeeded to update parameter online."
 
     def _load(self, content: Any, load_format: str | None) -> tuple[bool, str]:
         if load_format == LOAD_FORMAT:

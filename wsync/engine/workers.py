@@ -25,6 +25,7 @@ from wsync._core import (
     WsyncError,
 )
 from wsync.engine.child import Child
+from wsync.engine.distributed import UpdateGroups
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
 
@@ -38,6 +39,7 @@ class Worker:
     def __init__(self, loader: Loader, *, rank: int = 0) -> None:
         self.rank = rank
         self.receiver = Receiver(loader, worker=rank)
+        self._groups = UpdateGroups(rank)
 
     def answer(self, what: str, argument: Any) -> Any:
         """The answer to one question; an exception becomes the text of a failure."""
@@ -45,6 +47,12 @@ class Worker:
             return self._update(*argument)
         if what == "reason":
             return "" if self.receiver.consistent else self.receiver.reason
+        if what == "init_weights_update_group":
+            return self._groups.init(**argument)
+        if what == "destroy_weights_update_group":
+            return self._groups.destroy(**argument)
+        if what == "update_weights_from_distributed":
+            return self.load_weights(self._groups.receive(**argument))
         if what in ("ping", "start"):
             return None
         raise InvalidArgumentError(f"unknown question {what!r}")
@@ -151,6 +159,16 @@ class WorkersEngine:
         self._call("update", [(data, load_format) for data in payloads], timeout)
         if weight_version is not None:
             self.weight_version = str(weight_version)
+
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
+        told = dict(arguments)
+        version = told.pop("weight_version", None)
+        told.pop("flush_cache", None)
+        if method == "init_weights_update_group":
+            told["timeout"] = timeout
+        self._call(method, [told] * self.workers, timeout)
+        if version is not None:
+            self.weight_version = version
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         reasons = [reason for reason in self._call("reason", None, timeout) if reason]
