@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from wsync.report import Report as Report
     from wsync.sync import Sync as Sync
     from wsync.updater import UpdateWeightFromDisk as UpdateWeightFromDisk
+    from wsync.updater import UpdateWeightFromDistributed as UpdateWeightFromDistributed
     from wsync.updater import UpdateWeightFromTensor as UpdateWeightFromTensor
 
 _HOMES = {
@@ -64,7 +65,11 @@ _HOMES = {
     "wsync.options": ("Options",),
     "wsync.report": ("Report",),
     "wsync.sync": ("Sync",),
-    "wsync.updater": ("UpdateWeightFromDisk", "UpdateWeightFromTensor"),
+    "wsync.updater": (
+        "UpdateWeightFromDisk",
+        "UpdateWeightFromDistributed",
+        "UpdateWeightFromTensor",
+    ),
 }
 _SUBMODULES = ("disk", "engine", "fsdp", "layout", "megatron")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from wsync import _core
 from wsync.control import LEARN, PIECES, WHOLE, Control
@@ -13,13 +17,25 @@ from wsync.exchange import Exchange, GlooExchange
 from wsync.group import TrainerGroup
 from wsync.handles import EngineHandle
 from wsync.options import Options
+from wsync.remote import BroadcastSession, Meeting, Remote, RemoteEngines
 from wsync.report import Report
-from wsync.sessions import Session, Worker, WorkerSession, sweep
+from wsync.sessions import Session, Trainer, Worker, WorkerSession, sweep
+from wsync.stock import StockSession
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 Check = Callable[[], object]
+
+_DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's, which may be exceeded for one large tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Who is to get weights, and from which rank; the same on all ranks."""
+
+    workers: list[Worker]
+    remote: Remote = dataclasses.field(default_factory=Remote)
 
 
 class Connection:
@@ -28,37 +44,38 @@ class Connection:
     def __init__(
         self,
         group: TrainerGroup,
-        hosts: list[int],
-        model: _core.Layout,
-        workers: list[Worker],
+        trainer: Trainer,
+        placement: Placement,
         engines: Sequence[EngineHandle],
         options: Options,
+        lock: Any = None,
     ) -> None:
         self.plan: _core.Plan | None = None
         self._group = group
-        self._hosts = hosts
-        self._model = model
-        self._workers = workers
+        self._trainer = trainer
+        self._workers = placement.workers
         self._options = options
         self._exchange: Exchange | None = None
         self._stream = _core.Stream(options.threads)
         self._sessions: list[Session] = []
         sweep(options.directory)
-        for number, worker in enumerate(workers):
-            if worker.home != group.rank:
-                continue
-            if worker.stock:
-                self._sessions.append(self._stock(number, engines[worker.engine]))
-            else:
-                self._sessions.append(WorkerSession(number, directory=options.directory))
+        self._remote: RemoteEngines | None = None
+        if group.rank == 0 and placement.remote.engines:
+            self._remote = RemoteEngines(engines, placement.remote, lock, options)
+        for number, worker in enumerate(self._workers):
+            if worker.home == group.rank:
+                self._sessions.append(self._session(number, placement.remote, engines))
         self._rings = _core.BufferTable([])
-        self._doors = self._meet()
+        self._doors, self._meetings = self._meet()
 
-    def _stock(self, number: int, engine: EngineHandle) -> Session:
-        # torch is needed for what such an engine is sent, and for nothing else here
-        from wsync.stock import StockSession
-
-        return StockSession(number, engine, timeout=self._options.request_deadline)
+    def _session(self, number: int, remote: Remote, engines: Sequence[EngineHandle]) -> Session:
+        worker, options = self._workers[number], self._options
+        if worker.stage is not None:
+            return BroadcastSession(number, worker.stage, remote, options=options)
+        if worker.stock:
+            engine = engines[worker.engine]
+            return StockSession(number, engine, timeout=options.request_deadline)
+        return WorkerSession(number, directory=options.directory)
 
     @property
     def exchange_name(self) -> str:
@@ -79,23 +96,32 @@ class Connection:
             address=address,
         )
 
-    def _meet(self) -> dict[int, tuple[str, str]]:
-        """Session and address of every worker that runs wsync's receiver, by its number."""
-        mine = {
+    def _meet(self) -> tuple[dict[int, tuple[str, str]], dict[int, Meeting]]:
+        """Session and address of every worker that runs wsync's receiver, and where the engines
+        meet each source, by the worker's number."""
+        doors = {
             session.worker: (session.id, session.address)
             for session in self._sessions
             if isinstance(session, WorkerSession)
         }
-        parts = self._group.all_gather(json.dumps(mine).encode())
-        return {
-            int(number): (session, address)
-            for part in parts
-            for number, (session, address) in json.loads(part).items()
+        meetings = {
+            session.worker: dataclasses.asdict(session.meeting)
+            for session in self._sessions
+            if isinstance(session, BroadcastSession)
         }
+        parts = self._group.all_gather(json.dumps([doors, meetings]).encode())
+        everyone = [json.loads(part) for part in parts]
+        return (
+            {int(n): (s, address) for doors, _ in everyone for n, (s, address) in doors.items()},
+            {int(n): Meeting(**m) for _, meetings in everyone for n, m in meetings.items()},
+        )
 
     def attach(self, check: Check) -> None:
         """Waits for the workers, plans with what they keep, and hands them their rings."""
         left = _countdown(self._options.deadline)
+        numbers = sorted(self._meetings)
+        if self._remote is not None:
+            self._remote.join([self._meetings[number] for number in numbers])
         blobs = {s.worker: s.accept(left(), check) for s in self._sessions}
         self._teach(blobs, check)
         plan = self._make_plan(self._gather_layouts(blobs))
@@ -104,6 +130,8 @@ class Connection:
         left = _countdown(self._options.deadline)
         for session in self._sessions:
             spans[session.worker] = session.attach(plan, left(), check)
+        if self._remote is not None:
+            self._remote.attach(plan, numbers, left(), check)
         self._rings = _core.BufferTable(spans, owner=list(self._sessions))
         self._exchange = self._make_exchange(plan, check)
         self.plan = plan
@@ -116,7 +144,10 @@ class Connection:
             if isinstance(session, WorkerSession) and blobs[session.worker] == LEARN
         ]
         if pupils:
-            model, left = names_of(self._model).to_bytes(), _countdown(self._options.deadline)
+            model, left = (
+                names_of(self._trainer.model).to_bytes(),
+                _countdown(self._options.deadline),
+            )
             for session in pupils:
                 session.teach(model, left(), check)
             for session in pupils:
@@ -143,6 +174,8 @@ class Connection:
             self._stream.trace(3 * plan.round_count)
         for session in self._sessions:
             session.begin(update, report.version, timeout, check)
+        if self._remote is not None:
+            self._remote.begin(report.version, timeout, check)
         if self._exchange is not None:
             self._exchange.begin(plan)
         spans = self._send(0, sources, check, report)
@@ -160,6 +193,8 @@ class Connection:
                 spans = following
             for session in self._sessions:
                 session.post(number, self._stream, timeout, check)
+            if self._remote is not None:
+                self._remote.post(number)
             if trace is not None:
                 trace.mark("post", number)
             self._show(number + 1, bar)
@@ -186,22 +221,33 @@ class Connection:
         left = _countdown(self._options.deadline)
         for session in self._sessions:
             session.prepared(left(), check)
+        if self._remote is not None:
+            self._remote.prepared(left(), check)
 
     def commit(self, check: Check) -> None:
         left = _countdown(self._options.deadline)
         for session in self._sessions:
             session.commit(left(), check)
 
+    def check(self) -> None:
+        """Raises what a remote engine has found wrong."""
+        if self._remote is not None:
+            self._remote.check()
+
     def abort(self, text: str) -> None:
         """Stops copying, tells the workers why, and lets go of everything."""
         self._stream.abandon()
         for session in self._sessions:
             session.abort(text)
+        if self._remote is not None:
+            self._remote.abort()
         self.close()
 
     def close(self) -> None:
         for session in self._sessions:
             session.close()
+        if self._remote is not None:
+            self._remote.close()
         if self._exchange is not None:
             self._exchange.close()
         self._stream.close()
@@ -249,30 +295,39 @@ class Connection:
         return [layouts[number] for number in range(len(self._workers))]
 
     def _make_plan(self, layouts: list[bytes]) -> _core.Plan:
-        kinds = list(dict.fromkeys(layouts))
-        destinations = [
-            (everything(self._model), kind == WHOLE)
-            if kind in (WHOLE, PIECES)
-            else (_core.Layout.from_bytes(kind), False)
-            for kind in kinds
+        wanted = [
+            (layout, worker.stage) for layout, worker in zip(layouts, self._workers, strict=True)
         ]
+        kinds = list(dict.fromkeys(wanted))
         return _core.Plan(
-            self._model,
-            destinations,
+            self._trainer.model,
+            [self._destination(*kind) for kind in kinds],
             [
-                (kinds.index(layout), worker.home)
-                for layout, worker in zip(layouts, self._workers, strict=True)
+                (kinds.index(kind), worker.home)
+                for kind, worker in zip(wanted, self._workers, strict=True)
             ],
-            self._hosts,
+            self._trainer.hosts,
             self._group.rank,
             round_nbytes=self._round_nbytes(),
             ring_nbytes=self._options.ring_nbytes,
         )
 
+    def _destination(self, layout: bytes, stage: int | None) -> tuple[_core.Layout, bool]:
+        if layout not in (WHOLE, PIECES):
+            return _core.Layout.from_bytes(layout), False
+        model = self._trainer.model
+        tensors = range(model.tensor_count) if stage is None else self._trainer.holds(stage)
+        return whole(model, tensors), layout == WHOLE
+
     def _round_nbytes(self) -> int:
-        """Small rounds overlap better; stock engines take one request each, so theirs are large."""
+        """Small rounds overlap better; stock engines take one request each, so theirs are large,
+        but not where a broadcast costs much more than a request."""
         stock = any(worker.stock for worker in self._workers)
-        return self._options.round_nbytes or (self._options.bucket_nbytes if stock else 0)
+        remote = any(worker.stage is not None for worker in self._workers)
+        most = self._options.bucket_nbytes
+        if self._options.round_nbytes or not stock or (remote and most >= _DEFAULT_ROUND_NBYTES):
+            return self._options.round_nbytes
+        return max(most, uncut_nbytes(self._trainer.model))
 
     def _agree(self, plan: _core.Plan) -> None:
         prints = self._group.all_gather(plan.fingerprint.to_bytes(8, "little"))
@@ -285,10 +340,11 @@ class Connection:
         group, options = self._group, self._options
         if group.size == 1:
             return None
-        one_host = len(set(self._hosts)) == 1
+        hosts = len(set(self._trainer.hosts))
+        one_host = hosts == 1
         if options.exchange == "shared" and not one_host:
             raise _core.InvalidArgumentError(
-                f"exchange='shared', but the trainer ranks are on {len(set(self._hosts))} hosts"
+                f"exchange='shared', but the trainer ranks are on {hosts} hosts"
             )
         if options.exchange == "gloo" or not one_host:
             return GlooExchange(group)
@@ -310,14 +366,28 @@ def _countdown(timeout: float) -> Callable[[], float]:
     return lambda: max(end - time.monotonic(), 0.0)
 
 
-def everything(model: _core.Layout) -> _core.Layout:
-    """The layout of a worker that keeps every tensor of a model."""
+def whole(model: _core.Layout, tensors: Iterable[int]) -> _core.Layout:
+    """The layout of a worker that keeps these tensors of a model."""
     builder = _core.LayoutBuilder()
-    for index in range(model.tensor_count):
+    for index in tensors:
         name, dtype, shape, group = model.tensor(index)
         zeros = [0] * len(shape)
         builder.add_shard(name, dtype, shape, zeros, shape, 0, 0, zeros, "", group)
     return builder.build()
+
+
+def uncut_nbytes(model: _core.Layout) -> int:
+    """Bytes of the largest tensor of a model, or of the largest ones that stay together."""
+    groups: dict[int, int] = {}
+    largest = 0
+    for index in range(model.tensor_count):
+        _, dtype, shape, group = model.tensor(index)
+        nbytes = math.prod(shape) * int(getattr(torch, dtype).itemsize)
+        padded = -(-nbytes // 64) * 64  # as the planner has it
+        largest = max(largest, padded)
+        if group != 0:
+            groups[group] = groups.get(group, 0) + padded
+    return max(largest, *groups.values()) if groups else largest
 
 
 def names_of(model: _core.Layout) -> _core.Layout:

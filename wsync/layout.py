@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Form", "TrainerLayout", "from_tensors", "global_name", "position"]
+
+_FUSED = re.compile(r"(.*)\.(?:q_a_proj|kv_a_proj_with_mqa)\.(.*)")
 
 # dtype, shape, element strides: what must not change after a layout was built
 Form = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -33,7 +36,7 @@ class TrainerLayout:
     tensors that hold the parameters now, in that order.  `rank` and `ranks` count in `group`
     (None: the default process group, or a process of its own).  `forms[i]` is what the layout was
     built from.  `pick` finds the buffers' tensors among weights that the caller has by name; None
-    takes those of the same global name.
+    takes those of the same global name.  `stage` is the rank's pipeline stage.
     """
 
     layout: _core.Layout
@@ -44,6 +47,7 @@ class TrainerLayout:
     ranks: int = 1
     group: ProcessGroup | None = None
     pick: Callable[[Mapping[str, Tensor]], Sequence[Tensor]] | None = None
+    stage: int = 0
 
     def bind(self, weights: Mapping[str, Tensor] | None = None) -> _core.TensorTable:
         """Describes the tensors that hold the parameters now.
@@ -103,7 +107,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> TrainerLayout:
             )
     table = _core.describe([tensors[name] for name in names], names)
     builder = _core.LayoutBuilder(0)
-    builder.add_tensors(names, table)
+    builder.add_tensors(names, table, _groups_of(names))
 
     def current() -> Sequence[Tensor]:
         try:
@@ -112,6 +116,17 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> TrainerLayout:
             raise _core.LayoutError(f"{error.args[0]}: no longer among the tensors") from None
 
     return TrainerLayout(builder.build(), names, current, forms_of(table))
+
+
+def _groups_of(names: Sequence[str]) -> list[int]:
+    """Keep-together groups by name, 0 for none: SGLang fuses two projections of multi-head latent
+    attention, and drops either that comes without the other."""
+    groups: dict[tuple[str, str], int] = {}
+    found = [_FUSED.fullmatch(name) for name in names]
+    return [
+        0 if match is None else groups.setdefault((match[1], match[2]), len(groups) + 1)
+        for match in found
+    ]
 
 
 def is_sharded(tensor: object) -> bool:

@@ -44,6 +44,7 @@ class Ranks:
     tensor: Cut = _ALONE
     expert_tensor: Cut = _ALONE
     expert: Cut = _ALONE
+    stage: int = 0
 
     @staticmethod
     def current() -> Ranks:
@@ -65,6 +66,7 @@ class Ranks:
                 state.get_expert_model_parallel_rank(),
                 state.get_expert_model_parallel_world_size(),
             ),
+            state.get_pipeline_model_parallel_rank(),
         )
 
 
@@ -114,7 +116,9 @@ def layout(
         dtype, shape, strides = form
         regions, maps, strides = reader.read(name, tensor, shape, strides)
         builder.add_parameter(name, index, dtype, strides, regions, maps)
-    return TrainerLayout(builder.build(), names, tensors, forms, rank, count, group)
+    return TrainerLayout(
+        builder.build(), names, tensors, forms, rank, count, group, stage=ranks.stage
+    )
 
 
 def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[_Slot]:

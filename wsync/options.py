@@ -20,8 +20,11 @@ class Options:
         ring_nbytes: bytes of the ring of one worker; 0 chooses.
         bucket_nbytes: bytes of a round where some engine runs without wsync and takes one request
             per bucket; the largest tensor may need more.
-        delivery: "wsync" (engines run wsync's receiver), "stock" (they take flattened buckets), or
-            "auto", which asks each engine.
+        delivery: "wsync" (engines run wsync's receiver), "stock" (they take flattened buckets),
+            "distributed" (they are remote: buckets are broadcast to them), or "auto", which asks
+            each engine.
+        broadcast: what remote engines take, a "bucket" in one broadcast or one for each "tensor".
+        backend: of the groups with remote engines: "gloo", "nccl", or "auto".
         pause_mode: "abort", "retract" or "in_place", as SGLang's /pause_generation takes it.
         flush_cache: whether engines drop their KV cache before the update.
         exchange: "auto", "shared" (all trainer ranks on one host) or "gloo".
@@ -35,6 +38,8 @@ class Options:
     ring_nbytes: int = 0
     bucket_nbytes: int = 512 << 20
     delivery: str = "auto"
+    broadcast: str = "bucket"
+    backend: str = "auto"
     pause_mode: str = "abort"
     flush_cache: bool = True
     exchange: str = "auto"
@@ -44,7 +49,9 @@ class Options:
 
     def __post_init__(self) -> None:
         choices = {
-            "delivery": ("auto", "wsync", "stock"),
+            "delivery": ("auto", "wsync", "stock", "distributed"),
+            "broadcast": ("bucket", "tensor"),
+            "backend": ("auto", "gloo", "nccl"),
             "exchange": ("auto", "shared", "gloo"),
             "pause_mode": ("abort", "retract", "in_place"),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import secrets
@@ -10,7 +11,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,16 +26,47 @@ _STALE_SECONDS = 60.0  # a folder this young may belong to a process that does n
 
 @dataclass(frozen=True)
 class Worker:
-    """One tensor-parallel worker of an engine, and the trainer rank that holds its session."""
+    """One receiver of a plan, and the trainer rank that holds its session.
+
+    It is a tensor-parallel worker of an engine; or, with a `stage`, all remote engines alike,
+    which get the tensors of that pipeline stage from its source, `home`.
+    """
 
     engine: int
     index: int
     home: int
     stock: bool = False
+    stage: int | None = None
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What all ranks of a trainer know of each other, by rank: their host and pipeline stage;
+    and what they hold together."""
+
+    hosts: list[int]
+    stages: list[int]
+    model: _core.Layout
+
+    def source(self, stage: int) -> int:
+        """The rank that sends a stage's tensors to remote engines: its first."""
+        return self.stages.index(stage)
+
+    def holds(self, stage: int) -> list[int]:
+        """Indices of the tensors of a stage; what several stages hold is the first one's."""
+        return [i for i, first in enumerate(self._first_stages) if first == stage]
+
+    @functools.cached_property
+    def _first_stages(self) -> list[int]:
+        stages, model = self.stages, self.model
+        return [
+            min((stages[shard[0]] for shard in model.shards(i)), default=min(stages))
+            for i in range(model.tensor_count)
+        ]
 
 
 def assign_homes(
-    engine_workers: list[int],
+    engine_workers: Sequence[int | None],
     hosts: list[int],
     offsets: list[int] | None = None,
 ) -> list[Worker]:
@@ -44,6 +76,7 @@ def assign_homes(
     GPU) says which that is, on whatever host; else to the rank on the first rank's host with the
     fewest sessions.
     An engine of 0 workers is a stock one: rank 0 serves it, because its requests carry the data.
+    One of None is remote and has no worker of its own.
 
     Raises:
         InvalidArgumentError: an engine without workers, or another number of offsets.
@@ -56,6 +89,8 @@ def assign_homes(
     near = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
     workers = []
     for engine, count in enumerate(engine_workers):
+        if count is None:
+            continue
         if count < 0:
             raise _core.InvalidArgumentError(f"engine {engine} has {count} workers")
         if count == 0:

@@ -8,20 +8,21 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from wsync import _core
 from wsync.calls import Calls, left, take_on
-from wsync.connection import Connection
+from wsync.connection import Connection, Placement
 from wsync.control import LOAD_FORMAT, Control
 from wsync.group import TrainerGroup, host_identity
 from wsync.handles import EngineHandle
 from wsync.layout import TrainerLayout
 from wsync.options import Options
+from wsync.remote import Remote
 from wsync.report import Report
-from wsync.sessions import Worker, assign_homes
+from wsync.sessions import Trainer, Worker, assign_homes
 from wsync.trace import Trace
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class Sync:
     Args:
         source: what this rank holds.
         engines: handles of the engines, or what makes them; read or called on rank 0 alone.
-        engine_gpu_offsets: index of the first trainer rank whose GPU each engine shares.
+        engine_gpu_offsets: index of the first trainer rank whose GPU each engine shares; an engine
+            beyond the trainer's ranks is remote.
+        lock: slime's rollout_engine_lock, held while buckets are broadcast to remote engines.
         options: see `Options`.
 
     Raises:
@@ -56,11 +59,13 @@ class Sync:
         engines: Sequence[EngineHandle] | Callable[[], Sequence[EngineHandle]],
         *,
         engine_gpu_offsets: Sequence[int] | None = None,
+        lock: Any = None,
         options: Options | None = None,
     ) -> None:
         self.version = 0
         self.options = options or Options()
         self._source = source
+        self._lock = lock
         self._engines: list[EngineHandle] = []
         self._updates = 0
         self._connection: Connection | None = None
@@ -73,8 +78,8 @@ class Sync:
         with self._one_error():
             if self._group.rank == 0:
                 self._engines = list(engines() if callable(engines) else engines)
-            self._hosts, self._model = self._meet()
-            self._workers = self._place(engine_gpu_offsets)
+            self._trainer = self._meet()
+            self._placement = self._place(engine_gpu_offsets)
 
     def update(
         self,
@@ -128,21 +133,47 @@ class Sync:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _meet(self) -> tuple[list[int], _core.Layout]:
-        """Everybody's host and layout."""
-        names = [data.decode() for data in self._group.all_gather(host_identity().encode())]
-        hosts = [names.index(name) for name in names]
+    def _meet(self) -> Trainer:
+        """Everybody's host, pipeline stage and layout."""
+        mine = json.dumps([host_identity(), self._source.stage]).encode()
+        known = [json.loads(data) for data in self._group.all_gather(mine)]
+        names = [name for name, _ in known]
         parts = self._group.all_gather(self._source.layout.to_bytes())
-        return hosts, _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
+        return Trainer(
+            [names.index(name) for name in names],
+            [stage for _, stage in known],
+            _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts]),
+        )
 
-    def _place(self, offsets: Sequence[int] | None) -> list[Worker]:
+    def _place(self, offsets: Sequence[int] | None) -> Placement:
         """Which rank serves which worker, as rank 0's engines have it."""
-        counts = [0 if self._is_stock(e) else e.workers for e in self._engines]
-        mine = json.dumps([counts, None if offsets is None else list(offsets)])
-        counts, first_gpus = json.loads(self._group.all_gather(mine.encode())[0])
-        if not counts:
+        first_gpus = list(offsets) if offsets is not None else None
+        found = [
+            [e.name, e.workers, self._kind(i, e, offsets)] for i, e in enumerate(self._engines)
+        ]
+        mine = json.dumps([found, first_gpus]).encode()
+        found, first_gpus = json.loads(self._group.all_gather(mine)[0])
+        if not found:
             raise _core.InvalidArgumentError("no engines to connect to")
-        return assign_homes(counts, self._hosts, first_gpus)
+        counts = [{"wsync": n, "stock": 0}.get(kind) for _, n, kind in found]
+        workers = assign_homes(counts, self._trainer.hosts, first_gpus)
+        away = [(i, name, n) for i, (name, n, kind) in enumerate(found) if kind == "remote"]
+        if not away:
+            return Placement(workers)
+        for stage in sorted(set(self._trainer.stages)):
+            source = self._trainer.source(stage)
+            workers.append(Worker(-1, 0, source, stock=True, stage=stage))
+        return Placement(workers, Remote(*map(tuple, zip(*away, strict=True))))
+
+    def _kind(self, index: int, engine: EngineHandle, offsets: Sequence[int] | None) -> str:
+        """How an engine gets its weights; one whose GPUs are not the trainer's is remote."""
+        if self.options.delivery == "distributed" or (
+            offsets is not None
+            and index < len(offsets)
+            and offsets[index] + engine.workers > self._group.size
+        ):
+            return "remote"
+        return "stock" if self._is_stock(engine) else "wsync"
 
     def _is_stock(self, engine: EngineHandle) -> bool:
         """Whether an engine takes flattened buckets instead of running wsync's receiver."""
@@ -202,7 +233,12 @@ class Sync:
     def _connect(self) -> Connection:
         if self._connection is None:
             self._connection = Connection(
-                self._group, self._hosts, self._model, self._workers, self._engines, self.options
+                self._group,
+                self._trainer,
+                self._placement,
+                self._engines,
+                self.options,
+                self._lock,
             )
         return self._connection
 
@@ -234,7 +270,7 @@ class Sync:
         )
         self._closing = payload.control(closing.to_bytes())
         by_engine: dict[int, list[bytes]] = {}
-        for number, worker in enumerate(self._workers):
+        for number, worker in enumerate(self._placement.workers):
             if not worker.stock:
                 opening = connection.opening(number, self._updates).to_bytes()
                 by_engine.setdefault(worker.engine, []).append(payload.control(opening))
@@ -258,6 +294,8 @@ class Sync:
             self._pausing.check()
         if self._opened is not None:
             self._opened.check_pending()
+        if self._connection is not None:
+            self._connection.check()
 
     def _close_requests(self, version: str) -> None:
         """Ends the opening requests, records the version, and lets generation go on."""
@@ -268,7 +306,8 @@ class Sync:
         self._opened.join(timeout, self._group.check)
         self._opened = None
         closing = self._closing
-        stock = {worker.engine for worker in self._workers if worker.stock}
+        stock = {worker.engine for worker in self._placement.workers if worker.stock}
+        stock.update(self._placement.remote.engines)
 
         def close(index: int, engine: EngineHandle, end: float) -> None:
             if index not in stock:
@@ -285,13 +324,17 @@ class Sync:
         plan = connection.plan
         assert plan is not None
         stats = plan.stats
-        report.tensors = self._model.tensor_count
-        report.model_nbytes = self._model.nbytes
-        report.delivered_nbytes = stats["delivered_nbytes"]
-        report.needed_nbytes = stats["needed_nbytes"]
+        report.tensors = self._trainer.model.tensor_count
+        report.model_nbytes = self._trainer.model.nbytes
+        # a stage's source is one worker to the plan, for all those who hear its broadcasts
+        remote = sum(self._placement.remote.workers)
+        more = max(remote - 1, 0) * self._trainer.model.nbytes
+        report.delivered_nbytes = stats["delivered_nbytes"] + more
+        report.needed_nbytes = stats["needed_nbytes"] + more
         report.sent_nbytes = stats["sent_nbytes"]
         report.rounds = plan.round_count
-        report.workers = len(self._workers)
+        own = [worker for worker in self._placement.workers if worker.stage is None]
+        report.workers = len(own) + remote
         report.ring_nbytes = connection.ring_nbytes
         report.staging_nbytes = plan.send_nbytes
         report.exchange = connection.exchange_name

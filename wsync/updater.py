@@ -7,6 +7,7 @@ update_weight): the same constructors, the same methods, the same order of calls
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,7 @@ class Updater(abc.ABC):
             raise _core.UnsupportedError(
                 f"megatron_to_hf_mode={args.megatron_to_hf_mode!r}: only 'raw' is supported"
             )
+        self._args = args
         self.weight_version = 0
         self.update_weight_metrics: dict[str, float] = {}
         self._weights_getter = weights_getter
@@ -73,6 +75,7 @@ class Updater(abc.ABC):
                 timeout=self._options.exchange_deadline,
             )
         )
+        self._lock: Any = None
         self._sync: Sync | DiskSync | None = None
 
     @abc.abstractmethod
@@ -92,14 +95,14 @@ class Updater(abc.ABC):
 
         Args:
             rollout_engines: Ray actors, URLs, local engines or `EngineHandle`s.
-            rollout_engine_lock: taken for interface compatibility; nothing here needs it, since
-                one rank talks to the engines and no communicator is shared with them.
+            rollout_engine_lock: held while buckets are broadcast to remote engines, in case
+                somebody else does so; wsync's own requests have one order for all engines.
             engine_gpu_counts: tensor-parallel workers of each engine; None asks the engines.
             engine_gpu_offsets: index of the trainer rank whose GPU an engine's first worker
-                shares.
+                shares; engines beyond the trainer's ranks are remote.
             engine_parallel_configs: tp_size of each engine, where counts are not given.
         """
-        del rollout_engine_lock
+        self._lock = rollout_engine_lock
         count = len(rollout_engines)
         workers: list[int | None] = [None] * count
         if engine_parallel_configs is not None:
@@ -118,7 +121,12 @@ class Updater(abc.ABC):
                 for engine, number in zip(rollout_engines, workers, strict=True)
             ]
 
-        self._sync = self._connect(handles, engine_gpu_offsets)
+        offsets = engine_gpu_offsets
+        self._sync = self._connect(handles, self._offsets(count) if offsets is None else offsets)
+
+    def _offsets(self, count: int) -> list[int] | None:
+        """The first GPUs of so many engines, where args say it."""
+        return None
 
     def update_weights(self) -> None:
         """Pauses the engines, replaces every weight, counts the version up and continues.
@@ -151,13 +159,43 @@ class UpdateWeightFromTensor(Updater):
 
     Every trainer rank makes one and all ranks call its methods together.  See `Updater` for the
     arguments; `args.update_weight_buffer_size` bounds the bytes of a round for engines without
-    wsync, unless options are given.
+    wsync, unless options are given.  Engines beyond the trainer's GPUs are remote, and get the
+    same rounds as `UpdateWeightFromDistributed` sends them: by engine_gpu_offsets, or else where
+    `args.rollout_num_gpus_per_engine` GPUs for each are more than the trainer has.
+    """
+
+    def _offsets(self, count: int) -> list[int] | None:
+        each = getattr(self._args, "rollout_num_gpus_per_engine", None)
+        if not each or count * each <= self._source.ranks:
+            return None
+        return [index * each for index in range(count)]
+
+    def _connect(
+        self, engines: Callable[[], list[EngineHandle]], gpu_offsets: Sequence[int] | None
+    ) -> Sync:
+        return Sync(
+            self._source,
+            engines,
+            engine_gpu_offsets=gpu_offsets,
+            lock=self._lock,
+            options=self._options,
+        )
+
+
+class UpdateWeightFromDistributed(Updater):
+    """Updates remote rollout engines over process groups, from one source per pipeline stage.
+
+    Every trainer rank makes one and all ranks call its methods together.  See `Updater` for the
+    arguments; `args.update_weight_buffer_size` bounds the bytes of a broadcast, unless options
+    are given.  Engines need not have wsync: they are told of groups and buckets as SGLang takes
+    them, by trainer rank 0, and `Options.broadcast` says whether they know buckets.
     """
 
     def _connect(
         self, engines: Callable[[], list[EngineHandle]], gpu_offsets: Sequence[int] | None
     ) -> Sync:
-        return Sync(self._source, engines, engine_gpu_offsets=gpu_offsets, options=self._options)
+        options = dataclasses.replace(self._options, delivery="distributed")
+        return Sync(self._source, engines, lock=self._lock, options=options)
 
 
 class UpdateWeightFromDisk(Updater):

@@ -1,0 +1,392 @@
+"""Remote engines: weights broadcast over process groups, as SGLang takes them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import distributed_cases as cases
+from support.procs import Ranks
+from test_update_ranks import dense, sparse
+
+import wsync
+from wsync.demo.megatron_cpu import Parallel
+from wsync.engine.process import ProcessEngine
+from wsync.engine.serve import ServerProcess, serve_in_process
+from wsync.engine.tensor_parallel import TensorParallelEngine
+from wsync.layout import from_tensors
+
+OPTIONS: dict[str, Any] = {
+    "deadline": 20.0,
+    "progress": False,
+    "delivery": "distributed",
+    "bucket_nbytes": 4096,
+}
+# no two of them can follow each other in a bucket without gaps as they come
+SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "a": ((3,), torch.uint8),
+    "b": ((5, 7), torch.bfloat16),
+    "c": ((129,), torch.float32),
+    "d": ((1, 3), torch.bfloat16),
+    "e": ((5,), torch.float8_e4m3fn),
+    "f": ((40, 70), torch.bfloat16),
+    "g": ((), torch.float64),
+    "h": ((0, 4), torch.float32),
+}
+
+
+def drawn(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randint(
+            0, 120, (torch.Size(shape).numel() * dtype.itemsize,), generator=generator
+        )
+        .to(torch.uint8)
+        .view(dtype)
+        .reshape(shape)
+        for name, (shape, dtype) in SHAPES.items()
+    }
+
+
+def same(engine: ProcessEngine, weights: dict[str, torch.Tensor]) -> bool:
+    found = engine.weights()
+    return found.keys() == weights.keys() and all(
+        torch.equal(as_bytes(found[name]), as_bytes(weights[name])) for name in weights
+    )
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[ProcessEngine]]:
+    """Engines that tests may not harm."""
+    with (
+        ProcessEngine(SHAPES, name="first") as first,
+        ProcessEngine(SHAPES, name="second") as other,
+    ):
+        yield [first, other]
+
+
+@pytest.mark.parametrize("broadcast", ["bucket", "tensor"])
+def test_every_engine_gets_every_byte(engines: list[ProcessEngine], broadcast: str) -> None:
+    weights = drawn(0)
+    options = wsync.Options(**OPTIONS, broadcast=broadcast)
+    with wsync.connect(weights, engines, options=options) as sync:
+        for seed in (1, 2):
+            weights.update(drawn(seed))
+            report = sync.update(version=f"{broadcast}-{seed}")
+            assert [same(engine, weights) for engine in engines] == [True, True]
+            assert [e.weight_version for e in engines] == [f"{broadcast}-{seed}"] * 2
+            assert not any(engine.paused for engine in engines)
+    assert report.workers == 2
+    assert report.delivered_nbytes == 2 * report.model_nbytes
+    assert report.rounds > 1
+
+
+def slime(weights: dict[str, torch.Tensor], **more: Any) -> wsync.UpdateWeightFromDistributed:
+    return wsync.UpdateWeightFromDistributed(
+        SimpleNamespace(),
+        from_tensors(weights),
+        lambda: weights,
+        model_name="any",
+        quantization_config=None,
+        options=wsync.Options(**{**OPTIONS, **more}),
+    )
+
+
+class Lock:
+    """slime's lock, as an object of this process."""
+
+    def __init__(self) -> None:
+        self.held = False
+        self.calls: list[str] = []
+
+    def acquire(self) -> bool:
+        self.calls.append("acquire")
+        free, self.held = not self.held, True
+        return free
+
+    def release(self) -> None:
+        self.calls.append("release")
+        self.held = False
+
+
+def test_slimes_calls_and_engines_that_come_and_go(
+    engines: list[ProcessEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    weights, lock = drawn(3), Lock()
+    updater = slime(weights)
+    with pytest.raises(wsync.StateError, match="before connect_rollout_engines"):
+        updater.update_weights()
+    for number, present in enumerate((engines[:1], engines, engines[1:]), 1):
+        updater.connect_rollout_engines(present, lock)
+        weights.update(drawn(10 + number))
+        updater.update_weights()
+        assert [same(engine, weights) for engine in present] == [True] * len(present)
+        assert {engine.weight_version for engine in present} == {str(number)}
+    assert lock.calls == ["acquire", "release"] * 3
+    assert updater.weight_version == 3
+    assert updater.pop_metrics()["wsync/update_seconds"] > 0
+    assert updater.pop_metrics() == {}
+    assert not same(engines[0], weights)
+    updater.disconnect_rollout_engines()
+    updater.disconnect_rollout_engines()
+
+
+def test_a_lock_that_stays_taken_is_named(engines: list[ProcessEngine]) -> None:
+    lock = Lock()
+    lock.held = True
+    updater = slime(drawn(4), deadline=1.0)
+    updater.connect_rollout_engines(engines[:1], lock)
+    with pytest.raises(wsync.DeadlineError, match="rollout_engine_lock: held by somebody else"):
+        updater.update_weights()
+    assert engines[0].paused and "release" not in lock.calls
+    lock.held = False
+    updater.update_weights()
+    assert not engines[0].paused
+    updater.disconnect_rollout_engines()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_colocated_and_remote_engines_in_one_update(
+    engines: list[ProcessEngine], told: bool
+) -> None:
+    weights = drawn(30)
+    updater = wsync.UpdateWeightFromTensor(
+        SimpleNamespace(rollout_num_gpus_per_engine=1),
+        from_tensors(weights),
+        None,
+        model_name="any",
+        options=wsync.Options(**{**OPTIONS, "delivery": "auto"}),
+    )
+    offsets: dict[str, Any] = {"engine_gpu_offsets": [0, 1]} if told else {}
+    updater.connect_rollout_engines(engines, None, engine_gpu_counts=[1, 1], **offsets)
+    joined: set[str] = set()
+    for engine in engines:
+        cases.note_groups(engine, joined)
+    for seed in (31, 32):
+        weights.update(drawn(seed))
+        updater.update_weights()
+        assert [same(engine, weights) for engine in engines] == [True, True]
+        assert [engine.weight_version for engine in engines] == [str(updater.weight_version)] * 2
+    assert len(joined) == 1
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    assert updater.pop_metrics()["wsync/delivered_nbytes"] == 2 * nbytes
+    updater.disconnect_rollout_engines()
+
+
+@pytest.mark.parametrize("said", [2, 3])
+def test_a_wrong_number_of_workers_is_reported_in_time(
+    engines: list[ProcessEngine], said: int
+) -> None:
+    """The group waits for ranks that nobody is; the engine that came is let go."""
+
+    class Boastful:
+        """Says that it has more workers than it has."""
+
+        workers = said
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engines[0], name)
+
+    weights = drawn(5)
+    handle: Any = Boastful()
+    options = wsync.Options(**{**OPTIONS, "deadline": 2.0})
+    with wsync.connect(weights, [handle], options=options) as sync:
+        with pytest.raises(wsync.WsyncError, match=f"{1 + said} members did not meet"):
+            sync.update()
+    assert engines[0].paused
+    with wsync.connect(weights, engines[:1], options=wsync.Options(**OPTIONS)) as sync:
+        sync.update()
+    assert same(engines[0], weights)
+
+
+def test_an_engine_that_never_joins_is_reported_in_time(engines: list[ProcessEngine]) -> None:
+    release = threading.Event()
+
+    class Absent:
+        """Does not come when it is called."""
+
+        name, workers, load_formats = "absent", 1, ()
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: None
+
+        def call(self, method: str, arguments: Any, timeout: float) -> None:
+            if method == "init_weights_update_group":
+                release.wait(60)
+
+    weights = drawn(6)
+    options = wsync.Options(**{**OPTIONS, "deadline": 2.0})
+    try:
+        with wsync.connect(weights, [engines[0], Absent()], options=options) as sync:
+            with pytest.raises(
+                wsync.DeadlineError,
+                match=r"3 members did not meet.*first \(tp 1\), absent \(tp 1\)",
+            ):
+                sync.update()
+            with pytest.raises(
+                wsync.DeadlineError,
+                match=r"3 members did not meet.*first \(tp 1\), absent \(tp 1\)",
+            ):
+                sync.update()
+    finally:
+        release.set()
+    with wsync.connect(weights, engines[:1], options=wsync.Options(**OPTIONS)) as sync:
+        sync.update()
+    assert same(engines[0], weights)
+
+
+def large(nbytes: int) -> dict[str, torch.Tensor]:
+    return {f"t{i}": torch.full((nbytes // 8,), i, dtype=torch.uint8) for i in range(8)}
+
+
+@pytest.fixture
+def big() -> Iterator[list[ProcessEngine]]:
+    """Two engines, and buckets that take their time."""
+    shapes = {name: (t.shape, t.dtype) for name, t in large(64 << 20).items()}
+    with ProcessEngine(shapes, name="doomed") as first, ProcessEngine(shapes, name="well") as other:
+        yield [first, other]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_dies_or_stalls_in_a_broadcast(
+    big: list[ProcessEngine], how: signal.Signals
+) -> None:
+    weights = large(64 << 20)
+    options = wsync.Options(**{**OPTIONS, "deadline": 5.0, "bucket_nbytes": 8 << 20})
+    sync = wsync.connect(weights, big, options=options)
+    sync.update()
+    struck = threading.Event()
+    tell = big[0].call
+
+    def call(method: str, arguments: Any, timeout: float) -> None:
+        if method == "update_weights_from_distributed" and arguments["names"] == ["t3"]:
+            os.kill(big[0].pids[0], how)
+            struck.set()
+        tell(method, arguments, timeout)
+
+    big[0].call = call  # type: ignore[method-assign]
+    with pytest.raises(wsync.WsyncError):
+        sync.update()
+    assert struck.is_set()
+    assert big[1].paused
+    sync.close()
+    if how == signal.SIGSTOP:
+        os.kill(big[0].pids[0], signal.SIGCONT)
+    weights["t0"].fill_(77)
+    with wsync.connect(weights, big[1:], options=wsync.Options(**OPTIONS)) as sync:
+        sync.update(version=9)
+    assert torch.equal(big[1].weights()["t0"], weights["t0"])
+    assert big[1].weight_version == "9" and not big[1].paused
+
+
+def test_two_trainers_at_once_are_served_one_after_the_other_or_told_so(
+    engines: list[ProcessEngine],
+) -> None:
+    """Whatever happens, it ends in time; and an update that is alone works again."""
+    mine, theirs = drawn(7), drawn(8)
+    options = wsync.Options(**{**OPTIONS, "deadline": 5.0})
+    outcomes: list[str] = []
+
+    def update(weights: dict[str, torch.Tensor]) -> None:
+        try:
+            with wsync.connect(weights, engines, options=options) as sync:
+                sync.update()
+            outcomes.append("good")
+        except wsync.WsyncError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=update, args=(w,)) for w in (mine, theirs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(outcomes) == 2
+    with wsync.connect(mine, engines, options=wsync.Options(**OPTIONS)) as sync:
+        sync.update()
+    assert [same(engine, mine) for engine in engines] == [True, True]
+
+
+# --- sharded trainers ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(4, path=sys.path) as started:
+        yield started
+
+
+CASES = {
+    "tp2pp2": (dense(), Parallel(tp=2, pp=2), "bucket"),
+    "tp2pp2-tensors": (dense(), Parallel(tp=2, pp=2), "tensor"),
+    "tp2pp2vpp2-tied": (dense(4, tied=True), Parallel(tp=2, pp=2, vpp=2), "bucket"),
+    "moe-tp2pp2ep2": (sparse(), Parallel(tp=2, pp=2, ep=2, etp=1), "bucket"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_stage_broadcasts_its_own_tensors(name: str, ranks: Ranks) -> None:
+    config, parallel, broadcast = CASES[name]
+    found = ranks.run(cases.update, config, parallel, broadcast, timeout=240)
+    assert [facts["wrong"] for facts in found] == [[]] * 4
+    first = found[0]
+    assert first["versions"] == ["1", "1", "2", "2", "3"]
+    assert first["groups"] == parallel.pp
+    # each byte goes once to a source; TP2 x PP2: the other half of what is cut, and no more
+    assert first["sent_nbytes"] < first["model_nbytes"]
+
+
+def test_a_rank_that_fails_leaves_engines_paused_and_the_next_update_works(ranks: Ranks) -> None:
+    found = ranks.run(cases.fail_once, dense(), Parallel(tp=2, pp=2), timeout=240)
+    assert {facts["error"] for facts in found} == {
+        "RemoteError: trainer rank 1: ValueError: a planted failure"
+    }
+    assert found[0]["paused"]
+    assert [facts["wrong"] for facts in found] == [[]] * 4
+
+
+def test_http_engines_take_broadcasts() -> None:
+    config = dense()
+    with serve_in_process(config) as server, TensorParallelEngine(config, tp=2) as sharded:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+        options = wsync.Options(**{**OPTIONS, "bucket_nbytes": 1 << 17})
+        with wsync.connect(weights, [server.url, sharded], options=options) as sync:
+            sync.update(version=5)
+        found = sharded.weights()
+        assert [n for n in weights if not torch.equal(found[n], weights[n])] == []
+        check_http(server, weights)
+
+
+def check_http(server: ServerProcess, weights: dict[str, torch.Tensor]) -> None:
+    import requests
+
+    def post(path: str, body: dict[str, Any]) -> requests.Response:
+        return requests.post(server.url + path, json=body, timeout=30)
+
+    sums = post("/weights_checker", {"action": "checksum"}).json()["ranks"][0]["checksums"]
+    assert sums == {
+        name: f"{wsync._core.checksum(as_bytes(tensor).numpy()):016x}"
+        for name, tensor in weights.items()
+    }
+    assert wsync.handle(server.url).model_info(5)["weight_version"] == "5"
+    what = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}
+    answer = post("/update_weights_from_distributed", what)
+    assert answer.status_code == 400 and "group 'none'" in answer.json()["message"]
+    assert post("/destroy_weights_update_group", {"group_name": "none"}).status_code == 400
+    group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 3, "world_size": 2}
+    answer = post("/init_weights_update_group", {**group, "backend": "gloo"})
+    assert answer.status_code == 400 and "rank 3 in a group of world_size 2" in answer.text
