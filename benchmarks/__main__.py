@@ -15,7 +15,9 @@ from typing import Any
 
 from benchmarks.environment import environment
 
-NAMES = ("bucket", "update", "disk", "plan", "control", "memory", "scaling", "load")
+NAMES = (
+    *("bucket", "update", "distributed", "disk", "plan", "control", "memory", "scaling", "load"),
+)
 
 
 def rows(name: str) -> Iterator[dict[str, Any]]:
