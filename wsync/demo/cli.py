@@ -94,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         "--mode",
         choices=MODES,
         default="colocated",
-        help="how weights travel: through shared memory (colocated, the default) or a checkpoint",
+        help="how weights travel: through shared memory (colocated, the default), broadcast to "
+        "remote engines (distributed), to the HTTP engine alone (mixed), or through a checkpoint",
     )
     parser.add_argument(
         "--timeline", metavar="FILE", help="draw the last update: FILE.svg, or a trace FILE.json"

@@ -17,7 +17,7 @@ from typing import Any
 
 from wsync.doctor import importable
 
-MODES = ("colocated", "disk")
+MODES = ("colocated", "distributed", "mixed", "disk")
 _START_SECONDS = 600.0
 
 
