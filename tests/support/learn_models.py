@@ -27,8 +27,10 @@ from support.workers import ThreadEngine
 import wsync
 from wsync.engine.held import Held
 from wsync.engine.recorded import RecordedLoader
+from wsync.sglang import SglangLoader
 
 HOST: Any = importlib.import_module(f"support.{sys.argv[1]}_host")
+LOADER = SglangLoader if sys.argv[1] == "sglang" else RecordedLoader
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
 
 
@@ -42,7 +44,7 @@ def held(model: torch.nn.Module) -> dict[str, bytes]:
 
 
 def update(model: torch.nn.Module, shapes: tiny_models.Shapes, needed: bool) -> dict[str, Any]:
-    loader = RecordedLoader(model, needed=needed)
+    loader = LOADER(model, needed=needed)
     engine = ThreadEngine([loader])
     # the process group is the engine's: the trainer has one rank and none
     with unittest.mock.patch("torch.distributed.is_initialized", return_value=False):

@@ -1,0 +1,75 @@
+"""Which of SGLang's layers are known to be rewritten after loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wsync.sglang import rewritten
+
+
+def layer(*shape: int) -> Any:
+    """A layer as SGLang makes it: with a loader at every weight."""
+    made: Any = torch.nn.Module()
+    made.quant_method = SimpleNamespace()
+    made.w13_weight = torch.nn.Parameter(torch.zeros(shape))
+    made.w13_weight.weight_loader = lambda *_: None
+    made.bias = torch.nn.Parameter(torch.zeros(2))
+    return made
+
+
+def swap(made: Any) -> None:
+    made.w13_weight = torch.nn.Parameter(torch.zeros(3, 2))
+
+
+def mark_scales(made: Any) -> None:
+    made.w13_weight.format_ue8m0 = True
+
+
+def pack(made: Any) -> None:
+    made.use_intel_amx_backend = True
+
+
+def interleave(made: Any) -> None:
+    made.quant_method.w13_swiglu_interleaved = True
+
+
+def cut_into_blocks(made: Any) -> None:
+    made.quant_method.use_flashinfer_trtllm_moe = True
+
+
+def can_restore(made: Any) -> None:
+    made.quant_method.restore_weights_before_loading = lambda _: None
+    cut_into_blocks(made)
+
+
+@pytest.mark.parametrize(
+    ("change", "shape", "reason"),
+    [
+        (swap, (2, 3), "experts.w13_weight: SimpleNamespace has replaced it after loading"),
+        (mark_scales, (2, 3), "experts.w13_weight: its scales are packed as UE8M0"),
+        (pack, (2, 3), "experts: its weights are packed for AMX"),
+        (interleave, (2, 3), "experts: its gate and up rows are interleaved"),
+        (cut_into_blocks, (2, 3, 4), "experts: its weights lie in blocks for flashinfer_trtllm"),
+        (can_restore, (2, 1, 3, 4), "experts: its weights lie in blocks for flashinfer_trtllm"),
+    ],
+)
+def test_a_rewritten_layer_is_named(
+    change: Callable[[Any], None], shape: tuple[int, ...], reason: str
+) -> None:
+    model = torch.nn.Module()
+    model.experts = layer(*shape)
+    assert rewritten(model) == ""
+    change(model.experts)
+    assert rewritten(model).startswith(reason)
+
+
+def test_blocks_that_sglang_has_undone_are_as_they_were_loaded() -> None:
+    model = torch.nn.Module()
+    model.experts = layer(2, 3, 4)
+    can_restore(model.experts)
+    assert rewritten(model) == ""
