@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -368,6 +369,27 @@ def test_http_engines_take_broadcasts() -> None:
             sync.update(version=5)
         found = sharded.weights()
         assert [n for n in weights if not torch.equal(found[n], weights[n])] == []
+        check_http(server, weights)
+
+
+def test_a_trainer_that_dies_in_a_broadcast_is_followed_by_another() -> None:
+    config = dense()
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    with serve_in_process(config) as server:
+        trainer = multiprocessing.get_context("spawn").Process(
+            target=cases.die_in_a_broadcast, args=(server.url, shapes)
+        )
+        trainer.start()
+        trainer.join(100)
+        assert trainer.exitcode == -signal.SIGKILL
+        engine = wsync.handle(server.url)
+        assert engine.model_info(5)["weight_version"] == "default"
+        # it still is in the first trainer's group, which is no hindrance
+        options = wsync.Options(**{**OPTIONS, "bucket_nbytes": 1 << 15})
+        with wsync.connect(weights, [engine], options=options) as sync:
+            sync.update(version=5)
         check_http(server, weights)
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from support.update_cases import OPTIONS, breaking_rank, compare, slime_arguments
 
@@ -12,6 +16,7 @@ import wsync
 from wsync.demo import megatron_cpu, reference
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.engine.workers import WorkersEngine
+from wsync.update_group import UpdateGroup
 
 
 @contextlib.contextmanager
@@ -114,3 +119,24 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any]:
         wrong = [name for engine in engines for name in compare(engine, expected)]
         updater.disconnect_rollout_engines()
     return {"error": error, "paused": paused, "wrong": wrong}
+
+
+def die_in_a_broadcast(url: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A trainer of its own that is killed once the engine waits for its second bucket."""
+    original = UpdateGroup.broadcast
+    sent: list[int] = []
+
+    def broadcast(self: UpdateGroup, tensors: Any, check: Any = None) -> None:
+        sent.append(len(tensors))
+        if len(sent) == 2:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, tensors, check)
+
+    UpdateGroup.broadcast = broadcast  # type: ignore[method-assign]
+    weights = {name: torch.full(shape, 7.0) for name, shape in shapes.items()}
+    options = wsync.Options(
+        deadline=20, progress=False, delivery="distributed", bucket_nbytes=1 << 15
+    )
+    with wsync.connect(weights, [url], options=options) as sync:
+        sync.update(version="never")
