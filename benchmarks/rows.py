@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from wsync import _core
-from wsync.layout import TrainerLayout, forms_of
+from wsync.layout import TrainerLayout
 
 Shape = tuple[int, int]
 
@@ -56,5 +56,5 @@ def trainer_layout(whole: Mapping[str, torch.Tensor], rank: int, ranks: int) -> 
             0,
             (2 * columns, 2),
         )
-    forms = forms_of(_core.describe(parts, names))
-    return TrainerLayout(builder.build(), names, lambda: parts, forms, rank=rank, ranks=ranks)
+    table = _core.describe(parts, names)
+    return TrainerLayout(builder.build(), names, lambda: parts, table, rank=rank, ranks=ranks)

@@ -252,6 +252,18 @@ def test_packed_bytes_are_those_of_contiguous_tensors(
     assert torch.equal(out, expected)
 
 
+def test_tables_differ_where_a_tensor_has_another_form() -> None:
+    tensors = [torch.ones(2, 3), torch.ones(3, dtype=torch.int32), torch.ones(())]
+    table = describe(tensors)
+    assert table.differs(describe([torch.zeros_like(tensor) for tensor in tensors])) is None
+    for place, other in ((0, torch.ones(3, 2).t()), (1, torch.ones(3)), (2, torch.ones(1))):
+        changed = [*tensors[:place], other, *tensors[place + 1 :]]
+        assert table.differs(describe(changed)) == place
+    assert table.differs(describe(tensors[:2])) == 2
+    with pytest.raises(TypeError, match="TensorTable"):
+        table.differs([])  # type: ignore[arg-type]
+
+
 def test_pack_on_a_stream_has_happened_when_the_stream_is_idle() -> None:
     tensors = [torch.full((1 << 18,), i, dtype=torch.int32) for i in range(4)]
     table = describe(tensors)

@@ -130,6 +130,8 @@ class TensorTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
+    def differs(self, other: TensorTable, /) -> int | None:
+        """The first tensor whose dtype, shape or strides are not those of the other table's, or None."""
     def offsets(self, alignment: int, begin: int = 0, /) -> tuple[list[int], int]:
         """(starts, nbytes): the tensors one after another at multiples of `alignment`, a power of two up to 4096."""
 

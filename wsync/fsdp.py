@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.families import Family, runtime_family
-from wsync.layout import TrainerLayout, forms_of, global_name, position
+from wsync.layout import TrainerLayout, global_name, position
 from wsync.rules import Expansion, Placement, Rule
 
 if TYPE_CHECKING:
@@ -86,12 +86,11 @@ def layout(
     buffers, numbers = _buffers(parts)
     names = tuple(name for name, _ in buffers)
     table = _core.describe([tensor for _, tensor in buffers], names)
-    forms = forms_of(table)
     rank, count = position(group)
     builder = _core.LayoutBuilder(rank)
     names_of = _Names(config)
     for part, number in zip(parts, numbers, strict=True):
-        dtype, _, strides = forms[number]
+        _, dtype, _, strides, _ = table[number]
         maps = names_of.maps(part)
         if math.prod(part.shape) == 0:
             for name, _, shape, *_ in maps:
@@ -105,7 +104,7 @@ def layout(
         _check_same(parts, found)
         return [tensor for _, tensor in _buffers(found)[0]]
 
-    return TrainerLayout(builder.build(), names, current, forms, rank, count, group, current)
+    return TrainerLayout(builder.build(), names, current, table, rank, count, group, current)
 
 
 def plain_name(name: str) -> str:

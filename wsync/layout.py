@@ -13,12 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = ["Form", "TrainerLayout", "from_tensors", "global_name", "position"]
+__all__ = ["TrainerLayout", "from_tensors", "global_name", "position"]
 
 _FUSED = re.compile(r"(.*)\.(?:q_a_proj|kv_a_proj_with_mqa)\.(.*)")
-
-# dtype, shape, element strides: what must not change after a layout was built
-Form = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def global_name(name: str) -> str:
@@ -34,15 +31,16 @@ class TrainerLayout:
 
     Buffer i of `layout` on this rank is the trainer parameter `names[i]`; `tensors()` gives the
     tensors that hold the parameters now, in that order.  `rank` and `ranks` count in `group`
-    (None: the default process group, or a process of its own).  `forms[i]` is what the layout was
-    built from.  `pick` finds the buffers' tensors among weights that the caller has by name; None
-    takes those of the same global name.  `stage` is the rank's pipeline stage.
+    (None: the default process group, or a process of its own).  `made_from` describes the tensors
+    that the layout was built from, whose dtypes, shapes and strides must not change.  `pick` finds
+    the buffers' tensors among weights that the caller has by name; None takes those of the same
+    global name.  `stage` is the rank's pipeline stage.
     """
 
     layout: _core.Layout
     names: tuple[str, ...]
     tensors: Callable[[], Sequence[Tensor]]
-    forms: tuple[Form, ...]
+    made_from: _core.TensorTable
     rank: int = 0
     ranks: int = 1
     group: ProcessGroup | None = None
@@ -58,10 +56,9 @@ class TrainerLayout:
         in dtype, shape or strides from what the layout was built from.
         """
         table = _core.describe(self._current(weights), self.names)
-        for index, (name, form) in enumerate(zip(self.names, self.forms, strict=True)):
-            _, dtype, shape, strides, _ = table[index]
-            if (dtype, shape, strides) != form:
-                _refuse(name, form, (dtype, shape, strides))
+        index = table.differs(self.made_from)
+        if index is not None:
+            _refuse(self.names[index], self.made_from[index], table[index])
         return table
 
     def _current(self, weights: Mapping[str, Tensor] | None) -> Sequence[Tensor]:
@@ -81,8 +78,9 @@ class TrainerLayout:
             ) from None
 
 
-def _refuse(name: str, expected: Form, found: Form) -> None:
-    for what, old, new in zip(("dtype", "shape", "strides"), expected, found, strict=True):
+def _refuse(name: str, expected: tuple[object, ...], found: tuple[object, ...]) -> None:
+    pairs = zip(expected[1:4], found[1:4], strict=True)
+    for what, (old, new) in zip(("dtype", "shape", "strides"), pairs, strict=True):
         if old != new:
             raise _core.LayoutError(f"{name}: {what} {new} != {old} of the layout")
 
@@ -115,7 +113,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> TrainerLayout:
         except KeyError as error:
             raise _core.LayoutError(f"{error.args[0]}: no longer among the tensors") from None
 
-    return TrainerLayout(builder.build(), names, current, forms_of(table))
+    return TrainerLayout(builder.build(), names, current, table)
 
 
 def _groups_of(names: Sequence[str]) -> list[int]:
@@ -144,8 +142,3 @@ def position(group: ProcessGroup | None) -> tuple[int, int]:
     if rank < 0:
         raise _core.InvalidArgumentError("this process is not a member of the group it passed")
     return rank, dist.get_world_size(group)
-
-
-def forms_of(table: _core.TensorTable) -> tuple[Form, ...]:
-    """dtype, shape and strides of every tensor of a table."""
-    return tuple(table[index][1:4] for index in range(len(table)))

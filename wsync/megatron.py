@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.families import FIELDS, Model, read_model
-from wsync.layout import TrainerLayout, forms_of, global_name, position
+from wsync.layout import TrainerLayout, global_name, position
 from wsync.rules import Cut, Expansion, Piece, Placement, Rule
 
 if TYPE_CHECKING:
@@ -109,15 +109,14 @@ def layout(
 
     current = tensors()
     table = _core.describe(current, names)
-    forms = forms_of(table)
     builder = _core.LayoutBuilder(rank)
     reader = _Reader(spec, ranks)
-    for index, (name, tensor, form) in enumerate(zip(names, current, forms, strict=True)):
-        dtype, shape, strides = form
+    for index, (name, tensor) in enumerate(zip(names, current, strict=True)):
+        _, dtype, shape, strides, _ = table[index]
         regions, maps, strides = reader.read(name, tensor, shape, strides)
         builder.add_parameter(name, index, dtype, strides, regions, maps)
     return TrainerLayout(
-        builder.build(), names, tensors, forms, rank, count, group, stage=ranks.stage
+        builder.build(), names, tensors, table, rank, count, group, stage=ranks.stage
     )
 
 

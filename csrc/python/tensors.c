@@ -2,7 +2,9 @@
  * TensorTable, and where to find DLPack's C exchange API. */
 #include "python/tensors.h"
 
+#include <stdbool.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { MAX_ALIGNMENT = 4096 };
 
@@ -149,7 +151,41 @@ static PyObject *table_offsets(PyObject *self, PyTypeObject *cls, PyObject *cons
     return starts != NULL ? Py_BuildValue("NK", starts, end) : NULL;
 }
 
+static bool same_form(const wsync_tensor_row_t *one, const wsync_tensor_row_t *other)
+{
+    return one->dtype == other->dtype && one->ndim == other->ndim &&
+           memcmp(one->shape, other->shape, sizeof(one->shape)) == 0 &&
+           memcmp(one->stride, other->stride, sizeof(one->stride)) == 0;
+}
+
+static PyObject *table_differs(PyObject *self, PyObject *object)
+{
+    const TensorTableObject *table = (TensorTableObject *)self;
+    const TensorTableObject *other = (TensorTableObject *)object;
+    Py_ssize_t count;
+
+    if (!Py_IS_TYPE(object, Py_TYPE(self))) {
+        PyErr_Format(PyExc_TypeError, "differs() takes a TensorTable, not %R",
+                     (PyObject *)Py_TYPE(object));
+        return NULL;
+    }
+    count = table->count < other->count ? table->count : other->count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (!same_form(&table->rows[i], &other->rows[i])) {
+            return PyLong_FromSsize_t(i);
+        }
+    }
+    if (table->count != other->count) {
+        return PyLong_FromSsize_t(count);
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef table_methods[] = {
+    {"differs", table_differs, METH_O,
+     "differs($self, other, /)\n--\n\n"
+     "The first tensor whose dtype, shape or strides are not those of the other table's,\n"
+     "or None."},
     {"offsets", (PyCFunction)(void (*)(void))table_offsets,
      METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
      "offsets($self, alignment, begin=0, /)\n--\n\n"

@@ -33,7 +33,7 @@ from support.fault_points import Fault, pss, settled, settled_twice
 import wsync
 from wsync import _core, payload
 from wsync.control import Control
-from wsync.layout import TrainerLayout, forms_of
+from wsync.layout import TrainerLayout
 from wsync.sessions import sweep
 
 RANKS = 3
@@ -79,9 +79,7 @@ def sharded(rank: int) -> TrainerLayout:
         tensors[name] = torch.zeros(count, width)
     names = tuple(tensors)
     table = _core.describe(list(tensors.values()), names)
-    return TrainerLayout(
-        builder.build(), names, lambda: list(tensors.values()), forms_of(table), rank, RANKS
-    )
+    return TrainerLayout(builder.build(), names, lambda: list(tensors.values()), table, rank, RANKS)
 
 
 def _rows(seed: int, rank: int) -> dict[str, torch.Tensor]:

@@ -292,7 +292,7 @@ class _ByName:
         self._names: list[str] = []
         self._held: list[_Reference] = []
         self._places: list[int] = []  # of the tensors with those names in what is held
-        self._layout = b""
+        self._table = describe([])  # of the tensors that the router knows
 
     def attach(self, manifest: RingManifest) -> None:
         self._manifest = manifest
@@ -306,16 +306,16 @@ class _ByName:
         if self._router is not None and _same(self._held, held):
             tensors = [held[place] for place in self._places]
         else:
-            self._names, tensors = targets(self._module, self._manifest.shapes, self._ignore)
+            names, tensors = targets(self._module, self._manifest.shapes, self._ignore)
+            if names != self._names:
+                self._names, self._router = names, None
             self._remember(held, tensors)
         table = describe(tensors, self._names)
-        builder = LayoutBuilder()
-        builder.add_tensors(self._names, table)
-        layout = builder.build()
-        data = layout.to_bytes()
-        if self._router is None or data != self._layout:
-            self._router = Router(self._manifest, layout, self.stream)
-            self._layout = data
+        if self._router is None or table.differs(self._table) is not None:
+            builder = LayoutBuilder()
+            builder.add_tensors(self._names, table)
+            self._router = Router(self._manifest, builder.build(), self.stream)
+            self._table = table
         self._router.bind(BufferTable.of(table, tensors))
 
     def _remember(self, held: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
