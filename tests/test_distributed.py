@@ -160,6 +160,19 @@ def test_a_lock_that_stays_taken_is_named(engines: list[ProcessEngine]) -> None:
     updater.disconnect_rollout_engines()
 
 
+def test_an_engine_of_the_trainers_own_process_is_not_remote() -> None:
+    class Engine:
+        """As `sglang.Engine` is called."""
+
+        def update_weights_from_tensor(self, named_tensors: Any) -> None: ...
+        def flush_cache(self) -> None: ...
+
+    options = wsync.Options(**OPTIONS)
+    with wsync.connect(drawn(9), [Engine()], options=options) as sync:
+        with pytest.raises(wsync.UnsupportedError, match="init_weights_update_group: an engine of"):
+            sync.update()
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_colocated_and_remote_engines_in_one_update(
     engines: list[ProcessEngine], told: bool

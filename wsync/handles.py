@@ -194,7 +194,8 @@ class HttpHandle:
         self._call("POST", "/update_weights_from_disk", body, timeout)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        self._call("POST", f"/{method}", arguments, timeout)
+        """Another of SGLang's update endpoints, by name; never flushes, see _update_arguments."""
+        self._call("POST", f"/{method}", {**arguments, "flush_cache": False}, timeout)
 
     def resume(self, timeout: float) -> None:
         end = time.monotonic() + timeout
@@ -348,6 +349,7 @@ class LocalHandle:
         self._checked("update_weights_from_disk", timeout, **arguments)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
+        """Another of slime's update methods, by name."""
         self._checked(method, timeout, **arguments)
 
     def resume(self, timeout: float) -> None:
@@ -488,6 +490,11 @@ class SglangHandle(LocalHandle):
             arguments["flush_cache"] = False
         request = form(**arguments)
         self._request("update_weights_from_disk", request, timeout)
+
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
+        raise UnsupportedError(
+            f"engine {self.name}: {method}: an engine of the trainer's own process is not remote"
+        )
 
     def resume(self, timeout: float) -> None:
         if hasattr(self._engine, "end_weight_update"):

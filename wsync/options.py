@@ -23,7 +23,8 @@ class Options:
         delivery: "wsync" (engines run wsync's receiver), "stock" (they take flattened buckets),
             "distributed" (they are remote: buckets are broadcast to them), or "auto", which asks
             each engine.
-        broadcast: what remote engines take, a "bucket" in one broadcast or one for each "tensor".
+        broadcast: what remote engines take, a "bucket" in one broadcast or one for each "tensor"
+            (slime's actors of 0.2.2, whose update_weights_from_distributed has no load_format).
         backend: of the groups with remote engines: "gloo", "nccl", or "auto".
         pause_mode: "abort", "retract" or "in_place", as SGLang's /pause_generation takes it.
         flush_cache: whether engines drop their KV cache before the update.

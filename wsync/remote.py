@@ -316,7 +316,6 @@ class RemoteEngines:
                 "dtypes": [entry.dtype for entry in bucket],
                 "shapes": [list(entry.shape) for entry in bucket],
                 "group_name": meeting.name,
-                "flush_cache": False,
             }
             if self._options.broadcast == "bucket":
                 arguments["load_format"] = "flattened_bucket"

@@ -72,9 +72,8 @@ class Engine:
         return result
 
     def update_weights_from_distributed(
-        self, *, flush_cache: bool, weight_version: str | None = None, **what: Any
+        self, *, weight_version: str | None = None, **what: Any
     ) -> tuple[bool, str]:
-        assert not flush_cache
         self.formats.append(what.get("load_format"))
         if hasattr(self._updater, "receive_weights_from_distributed"):  # 0.5.23
             tensors = self._updater.receive_weights_from_distributed(**what)

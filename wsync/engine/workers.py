@@ -163,7 +163,6 @@ class WorkersEngine:
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         told = dict(arguments)
         version = told.pop("weight_version", None)
-        told.pop("flush_cache", None)
         if method == "init_weights_update_group":
             told["timeout"] = timeout
         self._call(method, [told] * self.workers, timeout)
