@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import torch
 from support import sglang_host, tiny_models
-from support.vllm_worker import digests
+from support.digests import digests
 
 LOADER = "wsync.sglang.load_weights"
 

@@ -1,0 +1,19 @@
+"""What a model holds, in short."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+
+def digests(model: torch.nn.Module) -> dict[str, str]:
+    from wsync.engine.held import Held
+
+    held = Held(model)
+    return {
+        fact[0]: hashlib.sha256(
+            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for fact, tensor in zip(held.facts, held.tensors, strict=True)
+    }

@@ -1,0 +1,106 @@
+"""A worker of vLLM's as far as weights are concerned; importable where vLLM is."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from support import tiny_models, vllm_host
+from support.digests import digests
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.v1.worker.worker_base import WorkerBase
+
+pack = cpu_moe.CPUUnquantizedExperts.process_weights_after_loading
+# a compiled kernel
+cpu_moe.cpu_prepack_moe_weight = lambda weight, _: weight.flip(-1).contiguous()
+
+
+class Worker(WorkerBase):  # type: ignore[misc]
+    """What of vLLM's Worker concerns weights."""
+
+    def init_device(self) -> None:
+        self.device = torch.device("cpu")
+
+    def prepare(self, family: str, shuffled: str, packs: bool) -> dict[str, Any]:
+        """Makes the model of the engine; the tensors of its checkpoint.
+
+        shuffled: a layer whose weight is turned over after loading, as if for a kernel.
+        packs: experts are packed after loading as vLLM does on CPUs, instead of being left as
+        they are.
+        """
+        cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = pack
+        if not packs:
+            del cpu_moe.CPUUnquantizedExperts.process_weights_after_loading
+        self.family = family
+        self.shuffled = shuffled
+        self.config = tiny_models.config(family)
+        self.vllm_config.model_config = vllm_host.configure(self.config).model_config
+        self.model_config = self.vllm_config.model_config
+        self.checkpoint = tiny_models.checkpoint(family, self.config)
+        self.model = self.make()
+        self.model_runner = types.SimpleNamespace(get_model=lambda: self.model)
+        self.fault = 0
+        load = self.model.load_weights
+
+        def faulty(pairs: Any) -> Any:
+            pairs = list(pairs)
+            if self.fault and len(pairs) > self.fault:
+                load(pairs[: self.fault])
+                raise KeyError("half way")
+            return load(pairs)
+
+        self.model.load_weights = faulty
+        self.load(self.model, 0)
+        return {
+            name: [list(shape), str(dtype).removeprefix("torch.")]
+            for name, (shape, dtype) in self.checkpoint.items()
+        }
+
+    def make(self) -> Any:
+        # layers register themselves there by name
+        self.vllm_config.compilation_config.static_forward_context.clear()
+        model = vllm_host.build(self.family, self.config, self.vllm_config)
+        record_metadata_for_reloading(model)
+        if self.shuffled:
+            method = model.get_submodule(self.shuffled).quant_method
+            method.process_weights_after_loading = turn_over
+        return model
+
+    def load(self, model: Any, seed: int) -> None:
+        """As vLLM does when it starts."""
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            model.load_weights(list(tiny_models.tensors(self.checkpoint, seed).items()))
+            process_weights_after_loading(model, self.model_config, self.device)
+
+    def expected(self, seed: int) -> dict[str, str]:
+        """What the model has to hold after an update with these tensors."""
+        model = self.make()
+        self.load(model, seed)
+        return digests(model)
+
+    def found(self) -> dict[str, str]:
+        return digests(self.model)
+
+    def places(self) -> dict[str, int]:
+        """Where everything lies."""
+        from wsync.engine.held import Held
+
+        held = Held(self.model)
+        pairs = zip(held.facts, held.tensors, strict=True)
+        return {fact[0]: tensor.data_ptr() for fact, tensor in pairs}
+
+    def set_fault(self, count: int) -> None:
+        """Has load_weights raise after so many tensors; 0: no more."""
+        self.fault = count
+
+    def reasons(self) -> list[str]:
+        loader = self.__dict__["_wsync"].loader
+        return [loader.reason, loader.recorded.reason]
+
+
+def turn_over(layer: torch.nn.Module) -> None:
+    layer.weight.data = layer.weight.data.flip(0).contiguous()
