@@ -24,6 +24,7 @@ static const char socket_suffix[] = "/s";
 typedef struct pending {
     wsync_channel_t *channel;
     int64_t deadline_ms;
+    uint64_t arrival; /* counts up */
 } pending_t;
 
 struct wsync_listener {
@@ -33,6 +34,7 @@ struct wsync_listener {
     char directory[WSYNC_PATH_NBYTES]; /* empty until it exists */
     char path[WSYNC_PATH_NBYTES];
     pending_t pending[PENDING_COUNT];
+    uint64_t arrivals;
 };
 
 static bool path_fits(const char *parent)
@@ -157,11 +159,12 @@ static void drop_pending(pending_t *entry, unsigned *refused)
     *refused += 1;
 }
 
-/* Moves waiting connections into the table; the oldest gives way when it is full. */
+/* Moves waiting connections into the table, at most as many as it holds: those that are in
+ * it are heard before they give way, the oldest first. */
 static wsync_status_t take_connections(wsync_listener_t *self, unsigned *refused,
                                        wsync_error_t *err)
 {
-    for (;;) {
+    for (int taken = 0; taken < PENDING_COUNT; taken++) {
         pending_t *slot = &self->pending[0];
         wsync_channel_t *channel = NULL;
         wsync_status_t status;
@@ -192,7 +195,7 @@ static wsync_status_t take_connections(wsync_listener_t *self, unsigned *refused
                 slot = entry;
                 break;
             }
-            if (entry->deadline_ms < slot->deadline_ms) {
+            if (entry->arrival < slot->arrival) {
                 slot = entry;
             }
         }
@@ -201,7 +204,9 @@ static wsync_status_t take_connections(wsync_listener_t *self, unsigned *refused
         }
         slot->channel = channel;
         slot->deadline_ms = wsync_deadline_ms(SILENCE_MS);
+        slot->arrival = self->arrivals++;
     }
+    return WSYNC_OK;
 }
 
 /* Looks whether a connection has said hello.  TIMEOUT: not yet, or it was a stranger. */
