@@ -81,7 +81,9 @@ def test_folders_of_killed_processes_are_swept(tmp_path: Path) -> None:
             listener.close()
         if name != "wsync-young0":
             os.utime(tmp_path / name, (1, 1))
-    (tmp_path / "wsync-empty0").mkdir()
+    for name in ("wsync-empty0", "wsync-empty1"):
+        (tmp_path / name).mkdir()
+    os.utime(tmp_path / "wsync-empty1", (1, 1))
     sweep(str(tmp_path))
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"wsync-alive0", "wsync-young0", "wsync-other-0", "wsync-empty0"}

@@ -58,15 +58,19 @@ class Connection:
         self._exchange: Exchange | None = None
         self._stream = _core.Stream(options.threads)
         self._sessions: list[Session] = []
-        sweep(options.directory)
         self._remote: RemoteEngines | None = None
-        if group.rank == 0 and placement.remote.engines:
-            self._remote = RemoteEngines(engines, placement.remote, lock, options)
-        for number, worker in enumerate(self._workers):
-            if worker.home == group.rank:
-                self._sessions.append(self._session(number, placement.remote, engines))
         self._rings = _core.BufferTable([])
-        self._doors, self._meetings = self._meet()
+        sweep(options.directory)
+        try:
+            if group.rank == 0 and placement.remote.engines:
+                self._remote = RemoteEngines(engines, placement.remote, lock, options)
+            for number, worker in enumerate(self._workers):
+                if worker.home == group.rank:
+                    self._sessions.append(self._session(number, placement.remote, engines))
+            self._doors, self._meetings = self._meet()
+        except BaseException as error:
+            self.abort(str(error))
+            raise
 
     def _session(self, number: int, remote: Remote, engines: Sequence[EngineHandle]) -> Session:
         worker, options = self._workers[number], self._options
@@ -210,6 +214,14 @@ class Connection:
         if trace is not None:
             trace.take(self._stream)
 
+    def _look(self) -> None:
+        """Raises what a rank has published, or what ails a worker: the stream may be waiting for
+        that one's rounds."""
+        self._group.check()
+        for session in self._sessions:
+            if isinstance(session, WorkerSession):
+                session.look()
+
     def _show(self, posted: int, bar: tqdm[None]) -> None:
         """Progress counts what all of this rank's workers have loaded."""
         if not bar.disable:
@@ -347,7 +359,7 @@ class Connection:
                 f"exchange='shared', but the trainer ranks are on {hosts} hosts"
             )
         if options.exchange == "gloo" or not one_host:
-            return GlooExchange(group)
+            return GlooExchange(group, self._look)
         exchange = _core.SharedExchange(
             group.rank, group.size, max(plan.send_nbytes, 1), options.directory
         )

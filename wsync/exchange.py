@@ -6,6 +6,7 @@ all-to-all over gloo.  Both have the methods of csrc/comm/comm.h.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -38,8 +39,9 @@ class GlooExchange:
 
     name = "gloo"
 
-    def __init__(self, group: TrainerGroup) -> None:
+    def __init__(self, group: TrainerGroup, look: Callable[[], object]) -> None:
         self._group = group
+        self._look = look  # called while this waits for a stream
         self._plan: _core.Plan | None = None
         self._halves = [_Half(), _Half()]
 
@@ -62,7 +64,7 @@ class GlooExchange:
 
     def post(self, round: int, stream: _core.Stream) -> None:
         half = self._halves[round % 2]
-        stream.synchronize(self._group.timeout, self._group.check)
+        stream.synchronize(self._group.timeout, self._look)
         for first, count, others in half.repeats:
             for other in others:
                 half.send[other : other + count] = half.send[first : first + count]
@@ -78,7 +80,7 @@ class GlooExchange:
 
     def release(self, round: int, stream: _core.Stream) -> None:
         # The next but one round overwrites what this stream may still read.
-        stream.synchronize(self._group.timeout, self._group.check)
+        stream.synchronize(self._group.timeout, self._look)
 
     def close(self) -> None:
         self._plan = None

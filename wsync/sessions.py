@@ -201,6 +201,10 @@ class WorkerSession:
         """Announces a round, ready when the stream gets there."""
         self._exporter.post(round, stream, timeout, check)
 
+    def look(self) -> None:
+        """Raises what the worker has said, or that it is gone; waits for nothing."""
+        self._exporter.acquire(-1, None, 0.0)
+
     def wait(self, round: int, timeout: float, check: Check) -> None:
         """Waits until the worker has loaded a round."""
         self._exporter.acquire(round, None, timeout, check)
@@ -260,4 +264,6 @@ def _sweep_one(folder: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
+            os.rmdir(folder)
+        except FileNotFoundError:  # killed before it listened, or after
             os.rmdir(folder)
