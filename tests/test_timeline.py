@@ -63,6 +63,20 @@ def test_the_chrome_trace_has_an_event_for_every_span(records: Records, tmp_path
     assert all(event["dur"] > 0 and event["ts"] >= 0 for event in loads)
 
 
+def test_a_trace_that_cannot_be_written_fails_no_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(trace.VARIABLE, str(tmp_path / "gone"))
+    weights = {"a": torch.ones(4)}
+    options = wsync.Options(deadline=10, progress=False)
+    with (
+        ProcessEngine({"a": ((4,), torch.float32)}) as engine,
+        wsync.connect(weights, [engine], options=options) as sync,
+    ):
+        assert sync.update().version == "1"
+    assert "update 1 is not traced" in caplog.text
+
+
 def test_the_demo_refuses_other_kinds_of_files(capsys: pytest.CaptureFixture[str]) -> None:
     from wsync.demo.cli import main
 

@@ -71,6 +71,12 @@ class Calls:
                     f"engine {name} answered the opening request before the update was committed"
                 )
 
+    def settle(self, timeout: float) -> None:
+        """Waits for all calls, but not longer, however they end."""
+        end = time.monotonic() + timeout
+        for done in self._done:
+            done.wait(left(end))
+
     def join(self, timeout: float, check: Callable[[], object] | None = None) -> None:
         """Waits for all calls; raises an error as soon as there is one, or DeadlineError."""
         end = time.monotonic() + timeout

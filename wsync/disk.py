@@ -24,7 +24,7 @@ from wsync.handles import EngineHandle
 from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.report import Report
-from wsync.sync import version_text
+from wsync.sync import agree_version
 from wsync.versions import Versions, newest
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class DiskSync:
         start = time.perf_counter()
         self._renew()
         with self._one_error(), contextlib.ExitStack() as stack:
-            report = Report(version=version_text(self.version + 1 if version is None else version))
+            report = Report(version=agree_version(self._group, version, self.version))
             if self._group.rank == 0:
                 stack.enter_context(self._versions.writing())
             folder = self._write(weights() if callable(weights) else weights, report)
@@ -181,7 +181,7 @@ class DiskSync:
         sources = _core.BufferTable.of(table, owner=(table, weights))
         self._describe(report)
         with report.phase("begin"):
-            folder = self._agree(report.version)
+            folder = self._make(report.version)
         with self._progress(report) as bar, self._writer.opened(folder) as files:
             with report.phase("write"):
                 self._writer.write(sources, files, self.options.threads, self._group.check, bar)
@@ -192,16 +192,10 @@ class DiskSync:
                 self._group.barrier()
         return folder
 
-    def _agree(self, version: str) -> Path:
-        """The folder to write to, of ranks that mean the same version."""
+    def _make(self, version: str) -> Path:
+        """The folder to write to, as rank 0 has made it."""
         made = os.fsencode(self._begin(version)) if self._group.rank == 0 else b""
-        facts = [
-            data.split(b"\0") for data in self._group.all_gather(version.encode() + b"\0" + made)
-        ]
-        meant = [data.decode() for data, _ in facts]
-        if len(set(meant)) > 1:
-            raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
-        return Path(os.fsdecode(facts[0][1]))
+        return Path(os.fsdecode(self._group.all_gather(made)[0]))
 
     def _begin(self, version: str) -> Path:
         """A folder with the files at their full sizes, their headers and the index."""

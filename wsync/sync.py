@@ -109,12 +109,14 @@ class Sync:
             raise _core.StateError("update after close")
         start = time.perf_counter()
         self._renew()
+        if self._trace is not None:
+            self._trace.start()
         with self._one_error():
-            report = Report(version=version_text(self.version + 1 if version is None else version))
+            report = Report(version=agree_version(self._group, version, self.version))
             report.trace = self._trace
             self._update(weights() if callable(weights) else weights, report)
-            if self._trace is not None:
-                self._trace.write(self._updates)
+        if self._trace is not None:
+            self._trace.write(self._updates)
         report.seconds = time.perf_counter() - start
         self.version = int(report.version) if report.version.isdecimal() else self.version + 1
         return report
@@ -250,16 +252,10 @@ class Sync:
                 # a handle's own error, at the deadline, says more than ours
                 self._pausing.join(self.options.deadline + 2.0, self._group.check)
                 self._pausing = None
-            self._agree(report.version)
+            self._group.barrier()  # before engines are told anything
         with report.phase("open"):
             if self._group.rank == 0:
                 self._request(requests)
-
-    def _agree(self, version: str) -> None:
-        """A barrier before engines are told anything, of ranks that mean the same update."""
-        meant = [data.decode() for data in self._group.all_gather(version.encode())]
-        if len(set(meant)) > 1:
-            raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
 
     def _requests(self, connection: Connection) -> dict[int, list[bytes]]:
         """What the opening request carries for each worker, by engine; and the closing one's."""
@@ -370,18 +366,31 @@ class Sync:
         if self._connection is not None:
             self._connection.abort(str(first))
             self._connection = None
-        for calls in (self._pausing, self._opened):
-            # what the engines answer is their side of the failure that is being raised
-            if calls is not None:
-                with contextlib.suppress(BaseException):
-                    calls.join(min(2.0, self.options.deadline))
-        self._pausing = self._opened = None
-        self._group.close()
+        try:
+            for calls in (self._pausing, self._opened):
+                # what the engines answer is their side of the failure that is being raised
+                if calls is not None:
+                    calls.settle(min(2.0, self.options.deadline))
+        finally:
+            self._pausing = self._opened = None
+            self._group.close()
         return first if isinstance(error, Exception) else error
 
 
 def _nothing() -> None:
     """What is left to do where everything is open."""
+
+
+def agree_version(group: TrainerGroup, version: object, counted: int) -> str:
+    """The version that all ranks of a group mean.  Where they leave it open it is one more than
+    any has counted: a rank may have missed the very end of an update that the others have seen."""
+    mine = [counted, None if version is None else version_text(version)]
+    found = [json.loads(data) for data in group.all_gather(json.dumps(mine).encode())]
+    following = str(max(count for count, _ in found) + 1)
+    meant = [following if text is None else text for _, text in found]
+    if len(set(meant)) > 1:
+        raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
+    return meant[0]
 
 
 def version_text(version: object) -> str:

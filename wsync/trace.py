@@ -9,6 +9,7 @@ nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from wsync import _core
+
+_log = logging.getLogger(__name__)
 
 VARIABLE = "WSYNC_TRACE"
 PHASES = {_core.PACK: "pack", _core.LOCAL: "local", _core.UNPACK: "unpack"}
@@ -55,7 +58,12 @@ class Trace:
             what = "load" if self._role == "engine" else PHASES[phase]
             self._spans.append(("stream", what, index, begin, end))
 
+    def start(self) -> None:
+        """Forgets what an update that failed has left."""
+        self._spans = []
+
     def write(self, update: int) -> None:
+        """Appends an update; where that fails a warning says so, for the weights are there."""
         facts = {
             "role": self._role,
             "rank": self._rank,
@@ -63,6 +71,8 @@ class Trace:
             "update": update,
             "spans": self._spans,
         }
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(facts) + "\n")
-        self._spans = []
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(facts) + "\n")
+        except OSError as error:
+            _log.warning("update %d is not traced: %s", update, error)

@@ -137,9 +137,9 @@ class Updater(abc.ABC):
         """
         if self._sync is None:
             raise _core.StateError("update_weights before connect_rollout_engines")
-        version = self.weight_version + 1
-        report = self._sync.update(self._weights_getter, version=version)
-        self.weight_version = version
+        self._sync.version = self.weight_version
+        report = self._sync.update(self._weights_getter)
+        self.weight_version = self._sync.version
         self.update_weight_metrics = report.metrics()
 
     def pop_metrics(self) -> dict[str, float]:

@@ -154,8 +154,10 @@ class Receiver:
         round after round, and then sees to it that each one comes in time."""
         self._loader.begin(rounds)
         stream = self._loader.stream
-        if self._trace is not None and stream is not None:
-            stream.trace(rounds)
+        if self._trace is not None:
+            self._trace.start()
+            if stream is not None:
+                stream.trace(rounds)
         for round in range(rounds):
             importer.take(round, stream, timeout)
             if self.consistent:
