@@ -16,9 +16,10 @@ sys.path.insert(0, sys.argv[2])
 sys.path.insert(1, str(Path(__file__).parent.parent / "tests"))
 
 import torch
-from support import sglang_host, tiny_models
+from support import tiny_models
 
 from wsync._core import Layout, LayoutBuilder, Memory, ViewPool
+from wsync.demo import sglang_host
 from wsync.engine.held import Held
 from wsync.engine.recorded import RecordedLoader
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engines import NEWEST, SGLANG_VERSIONS, engine_packages, engine_tree
 
 from wsync.demo import cli
 
@@ -39,6 +41,76 @@ def test_mode_disk_updates_all_engines_and_a_late_one(model: str, tmp_path: Path
     assert names == ["HTTP", "tensor-parallel", "late"]
     assert all("version 2" in engine["checked"] for engine in facts["engines"])
     assert "late engine, started from weight_v000002: " in text
+
+
+def check_sglang(tmp_path: Path, version: str, model: str, *options: str) -> None:
+    place = os.pathsep.join(map(str, (engine_tree("sglang", version), engine_packages())))
+    options = ("--engine", "sglang", "--engine-path", place, "--model", model, *options)
+    facts, text = run_demo(tmp_path, *options, "--updates", "2")
+    assert facts["verified"]
+    assert [update["redundancy"] for update in facts["updates"]] == [1.0, 1.0]
+    workers = facts["updates"][1]["workers"]
+    assert workers == int(options[options.index("--engine-tp") + 1])
+    # what every worker keeps whole, norms and routers, is little
+    assert facts["updates"][1]["delivered_nbytes"] < 1.1 * facts["bytes"]
+    assert "what SGLang's own load_weights makes of them; version 2" in text
+
+
+def test_sglangs_workers_are_sent_what_they_keep(tmp_path: Path) -> None:
+    """From TP2 x PP2, EP2: each expert goes to the one worker that has it."""
+    check_sglang(tmp_path, NEWEST, "qwen3-moe", "--engine-tp", "2", "--engine-ep", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", SGLANG_VERSIONS)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("qwen3", ("--engine-tp", "2")),
+        ("qwen3", ("--tp", "1", "--pp", "4", "--engine-tp", "4")),
+        ("qwen3-moe", ("--engine-tp", "2")),
+        (
+            "qwen3-moe",
+            ("--tp", "2", "--pp", "1", "--ep", "4", "--engine-tp", "4", "--engine-ep", "4"),
+        ),
+    ],
+)
+def test_sglang_of_other_parallel_sizes(
+    version: str, model: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    check_sglang(tmp_path, version, model, *options)
+
+
+def test_what_is_missing_of_sglang_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["--engine", "sglang", "--engine-path", str(tmp_path)]) == 1
+    assert "sglang is not installed: `pip install --no-deps sglang`" in capsys.readouterr().err
+    package = tmp_path / "sglang"
+    package.mkdir()
+    (package / "__init__.py").write_text("import package_of_wsync_tests")
+    few = ["--tp", "1", "--pp", "1", "--engine-tp", "1", "--engine-path", str(tmp_path)]
+    assert cli.main(["--engine", "sglang", *few]) == 1
+    text = capsys.readouterr().err
+    assert "SGLang needs the Python package 'package_of_wsync_tests'" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--engine-tp", "3"), "--engine-tp 3: must divide 8"),
+        (("--model", "qwen3-moe", "--engine-ep", "4"), "--engine-ep 4: must divide 2"),
+        (("--engine-ep", "2"), "--engine-ep 2: qwen3 has no experts"),
+        (("--engine", "sglang", "--mode", "disk"), "--engine sglang: not in mode disk"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_named(
+    options: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(list(options))
+    assert text in capsys.readouterr().err
 
 
 def test_mode_disk_has_no_timeline(capsys: pytest.CaptureFixture[str]) -> None:

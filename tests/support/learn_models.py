@@ -29,7 +29,9 @@ from wsync.engine.held import Held
 from wsync.engine.recorded import RecordedLoader
 from wsync.sglang import SglangLoader
 
-HOST: Any = importlib.import_module(f"support.{sys.argv[1]}_host")
+HOST: Any = importlib.import_module(
+    {"sglang": "wsync.demo.sglang_host", "vllm": "support.vllm_host"}[sys.argv[1]]
+)
 LOADER = SglangLoader if sys.argv[1] == "sglang" else RecordedLoader
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
 
@@ -63,6 +65,15 @@ def update(model: torch.nn.Module, shapes: tiny_models.Shapes, needed: bool) -> 
     }
 
 
+def blockwise_fp8() -> Any:
+    """What SGLang makes of the quantization_config of an FP8 checkpoint in blocks."""
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    return Fp8Config.from_config(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    )
+
+
 def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
     family = case["family"]
     dp = case.get("dp_attention", False)
@@ -72,7 +83,7 @@ def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
     options = []
     if case.get("fp8"):
         shapes = tiny_models.blockwise_fp8(shapes)
-        options = [HOST.blockwise_fp8()]
+        options = [blockwise_fp8()]
     own = HOST.build(family, config, *options)
     own.load_weights(list(tiny_models.tensors(shapes, 1).items()))
     own.load_weights(list(tiny_models.tensors(shapes, 2).items()))

@@ -21,9 +21,10 @@ sys.path.insert(0, sys.argv[2])
 sys.path.insert(1, str(Path(__file__).parent.parent))
 
 import torch
-from support import sglang_host, tiny_models
+from support import tiny_models
 
 import wsync
+from wsync.demo import sglang_host
 from wsync.engine.held import Held
 
 

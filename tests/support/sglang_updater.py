@@ -21,8 +21,10 @@ if __name__ == "__main__":
     sys.path.insert(1, str(Path(__file__).parent.parent))
 
 import torch
-from support import sglang_host, tiny_models
+from support import tiny_models
 from support.digests import digests
+
+from wsync.demo import sglang_host
 
 LOADER = "wsync.sglang.load_weights"
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import stubs
+
+from wsync.demo import stand_ins
 
 _MISSING = (
     *("cachetools", "cbor2", "cloudpickle", "cpuinfo", "llguidance", "openai", "openai_harmony"),
@@ -42,7 +43,7 @@ def load(tree: Path) -> None:
     _triton.has_triton_package()
     _triton.has_triton()
     torch.compile = lambda f=None, **_: f if f is not None else (lambda g: g)  # type: ignore
-    stubs.install(_MISSING)
+    stand_ins.install(_MISSING)
     new_group = torch.distributed.new_group
     torch.distributed.new_group = lambda *a, **k: new_group(  # type: ignore[assignment]
         *a, **{**k, "backend": "fake"}
@@ -87,7 +88,7 @@ def configure(config: Any) -> Any:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.model_executor.models import registry
 
-    registry._run_in_subprocess = lambda function: function()  # here is where the stubs are
+    registry._run_in_subprocess = lambda function: function()  # here is where the stand-ins are
     config.dtype = torch.bfloat16
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)

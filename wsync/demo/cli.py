@@ -19,7 +19,9 @@ A Megatron trainer in several processes takes optimizer steps and updates two in
 after each: a transformers engine over HTTP and a tensor-parallel one of two processes.  Every
 tensor is compared byte for byte with an independent conversion, and the engines' logits with the
 trainer's.  Everything runs on the CPU.  In mode disk the trainer writes a checkpoint for each
-update, which the engines load, and one more engine starts from the last.
+update, which the engines load, and one more engine starts from the last.  With --engine sglang
+the engine consists of SGLang's own model classes, whose load_weights is learnt from: each worker is
+sent what it keeps, and is compared with what load_weights makes of whole tensors.
 """
 
 
@@ -38,6 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
             expert_parallel,
             updates=chosen.updates,
             mode=chosen.mode,
+            engine=chosen.engine,
+            engine_tp=chosen.engine_tp,
+            engine_ep=chosen.engine_ep,
+            engine_path=tuple(chosen.engine_path.split(os.pathsep)) if chosen.engine_path else (),
         )
     except ValueError as error:
         parser.error(str(error))
@@ -98,6 +104,26 @@ def _parser() -> argparse.ArgumentParser:
         "remote engines (distributed), to the HTTP engine alone (mixed), or through a checkpoint",
     )
     parser.add_argument(
+        "--engine",
+        choices=("transformers", "sglang"),
+        default="transformers",
+        help="sglang: SGLang's own model classes, which are learnt from, in place of both engines",
+    )
+    parser.add_argument(
+        "--engine-tp",
+        type=int,
+        default=2,
+        help="tensor-parallel size of the engine: 1, 2, 4 or 8 (default 2)",
+    )
+    parser.add_argument(
+        "--engine-ep", type=int, default=1, help="its experts' (sglang, qwen3-moe; default 1)"
+    )
+    parser.add_argument(
+        "--engine-path",
+        metavar="FOLDERS",
+        help="where SGLang and what it imports are looked for first, separated by colons",
+    )
+    parser.add_argument(
         "--timeline", metavar="FILE", help="draw the last update: FILE.svg, or a trace FILE.json"
     )
     parser.add_argument("--json", metavar="FILE", help="write the facts to FILE")
@@ -149,7 +175,7 @@ def _row(update: dict[str, Any], phases: list[str]) -> list[str]:
         *(f"{update['phases'].get(phase, 0.0):.3f}" for phase in phases),
         f"{update['seconds']:.3f}",
         f"{delivered / update['seconds'] / 1e9:.2f}",
-        f"{update['redundancy']:.2f}",
+        "1.0" if update["redundancy"] == 1.0 else f"{update['redundancy']:.3f}",
         "yes" if update["verified"] else "NO",
     ]
 

@@ -18,20 +18,20 @@ _SECONDS = 60.0
 
 
 class Engines:
-    """A transformers engine over HTTP and a tensor-parallel engine of two processes."""
+    """A transformers engine over HTTP and a tensor-parallel engine of tp processes."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, tp: int) -> None:
         import requests
 
         self._http = requests.Session()
         self._http.trust_env = False
         self._server = serve_in_process(config, dtype="float32")
         try:
-            self._sharded = TensorParallelEngine(config, tp=2)
+            self._sharded = TensorParallelEngine(config, tp=tp)
         except BaseException:
             self._server.close()
             raise
-        names = (f"HTTP engine at {self._server.url}", "tensor-parallel engine, 2 processes")
+        names = (f"HTTP engine at {self._server.url}", f"tensor-parallel engine, {tp} processes")
         self._facts: list[dict[str, Any]] = [{"name": name, "checked": ""} for name in names]
 
     @property

@@ -10,7 +10,9 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -35,6 +37,10 @@ class Settings:
     ep: int
     updates: int = 3
     mode: str = "colocated"
+    engine: str = "transformers"
+    engine_tp: int = 2
+    engine_ep: int = 1
+    engine_path: tuple[str, ...] = ()
     layers: int = 4
     heads: int = 8
     query_groups: int = 4
@@ -42,12 +48,18 @@ class Settings:
 
     def __post_init__(self) -> None:
         limits = {"tp": self.heads, "pp": self.layers, "ep": self.experts}
+        limits |= {"engine_tp": self.heads, "engine_ep": self.engine_tp}
         for name, most in limits.items():
             size = getattr(self, name)
             if size < 1 or most % size:
-                raise ValueError(f"--{name} {size}: must divide {most}")
-        if self.ep > 1 and self.model != "qwen3-moe":
-            raise ValueError(f"--ep {self.ep}: {self.model} has no experts")
+                raise ValueError(f"{_option(name)} {size}: must divide {most}")
+        for name in ("ep", "engine_ep"):
+            if getattr(self, name) > 1 and self.model != "qwen3-moe":
+                raise ValueError(
+                    f"{_option(name)} {getattr(self, name)}: {self.model} has no experts"
+                )
+        if self.engine == "sglang" and self.mode != "colocated":
+            raise ValueError(f"--engine sglang: not in mode {self.mode}")
         if self.updates < 1:
             raise ValueError(f"--updates {self.updates}: at least 1")
 
@@ -100,6 +112,8 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     Raises:
         DemoFailed: a process failed or died; the others have been ended.
     """
+    if settings.engine == "sglang" and (lacking := _sglang_missing(settings.engine_path)):
+        raise DemoFailed(lacking)
     missing = [
         name for name in ("torch", "transformers", "fastapi", "uvicorn") if not importable(name)
     ]
@@ -135,6 +149,20 @@ def run_demo(settings: Settings) -> dict[str, Any]:
             _end(processes)
 
 
+def _sglang_missing(path: Sequence[str]) -> str:
+    """What keeps SGLang from being imported, here or from the folders of `path`; or nothing."""
+    if PathFinder.find_spec("sglang", list(path)) or importable("sglang"):
+        return ""
+    return (
+        "sglang is not installed: `pip install --no-deps sglang` brings its Python files, which "
+        "are enough here, or --engine-path names folders that hold it and what it imports"
+    )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _collect(pipes: list[Connection]) -> dict[str, Any]:
     """Waits for every rank; the first failure counts."""
     facts: dict[str, Any] = {}
@@ -155,6 +183,8 @@ def _collect(pipes: list[Connection]) -> dict[str, Any]:
                 continue
             if kind == "error":
                 raise DemoFailed(f"trainer rank {rank} failed:\n{content}")
+            if kind == "lacking":
+                raise DemoFailed(content)
             if rank == 0:
                 facts = content
             del pending[rank]
@@ -187,6 +217,9 @@ def _rank(rank: int, settings: Settings, store: str, results: Connection) -> Non
             results.send(("progress", text))
 
         results.send(("facts", train(rank, settings, store, say)))
+    except DemoFailed as error:
+        results.send(("lacking", str(error)))
+        raise SystemExit(1) from None
     except BaseException:
         results.send(("error", traceback.format_exc()))
         raise SystemExit(1) from None

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import wsync
 from wsync.demo import reference
 from wsync.demo.engines import Engines
-from wsync.demo.run import Settings
+from wsync.demo.run import DemoFailed, Settings
+from wsync.demo.sglang_engine import SglangEngines
 from wsync.handles import EngineHandle
 from wsync.layout import TrainerLayout, from_tensors
 
@@ -86,7 +87,7 @@ def train(rank: int, settings: Settings, store: str, say: Callable[[str], None])
     config = settings.config()
     with _distributed(rank, settings, store):
         trainer = MegatronTrainer(settings, config) if settings.megatron else PlainTrainer(config)
-        engines = Engines(config) if rank == 0 else None
+        engines = _start_engines(settings, config) if rank == 0 else None
         if engines is not None:
             say("engines: " + "; ".join(fact["name"] for fact in engines.facts()))
         try:
@@ -96,6 +97,17 @@ def train(rank: int, settings: Settings, store: str, say: Callable[[str], None])
                 engines.close()
             trainer.close()
     return facts
+
+
+def _start_engines(settings: Settings, config: Any) -> Engines | SglangEngines:
+    if settings.engine == "transformers":
+        return Engines(config, settings.engine_tp)
+    try:
+        return SglangEngines(
+            config, tp=settings.engine_tp, ep=settings.engine_ep, path=settings.engine_path
+        )
+    except wsync.RemoteError as error:
+        raise DemoFailed(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -118,7 +130,7 @@ def _distributed(rank: int, settings: Settings, store: str) -> Iterator[None]:
 
 def _updates(
     trainer: MegatronTrainer | PlainTrainer,
-    engines: Engines | None,
+    engines: Engines | SglangEngines | None,
     settings: Settings,
     folder: Path,
     say: Callable[[str], None],
@@ -150,7 +162,7 @@ def _updates(
             nbytes = sum(t.numel() * t.itemsize for t in expected.values())
     if engines is not None:
         engines.note("after", prompt)
-    if engines is not None and settings.mode == "disk":
+    if isinstance(engines, Engines) and settings.mode == "disk":
         found = engines.join_late(folder, expected, str(settings.updates))
         problems += [f"after the last update: {problem}" for problem in found]
     return {

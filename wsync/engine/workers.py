@@ -84,7 +84,8 @@ class WorkersEngine:
     """An engine of worker processes, and its handle.  Close it, or use `with`; the workers end
     with this process.
 
-    worker: the class in each process; settings: its keyword arguments, for each worker.
+    worker: the class in each process; settings: its keyword arguments, for each worker; path:
+    folders in which the workers find modules, before those of this process.
     """
 
     load_formats = (control.LOAD_FORMAT,)
@@ -96,8 +97,10 @@ class WorkersEngine:
         *,
         name: str,
         timeout: float = 120.0,
+        path: Sequence[str] = (),
     ) -> None:
         self.name = name
+        self._path = tuple(path)
         self.workers = len(settings)
         self.weight_version = "default"
         self.paused = False
@@ -187,7 +190,7 @@ class WorkersEngine:
             # gloo over the loopback interface: the workers are on this host
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             # a worker's class is found where this process found it
-            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+            "PYTHONPATH": os.pathsep.join([*self._path, *filter(None, sys.path)]),
         }
         with theirs:
             child = Child(

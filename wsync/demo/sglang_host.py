@@ -7,6 +7,7 @@ called again for the next; `build` makes a model of that rank.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import stubs
+
+from wsync.demo import stand_ins
 
 _MISSING = (
     *("IPython", "loguru", "openai", "partial_json_parser", "sentencepiece", "torchvision"),
@@ -38,22 +40,27 @@ def _with(function: Callable[..., Any], **given: Any) -> Any:
     return function(**{name: value for name, value in given.items() if name in known})
 
 
-def load(tree: Path) -> None:
-    """Makes sglang importable; once a process."""
+def load(tree: Path | None = None) -> None:
+    """Makes sglang importable, from an unpacked wheel or where it is installed; once a process."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
-    # it looks for its CUDA sources when it is imported
-    for folder in ("include", "csrc"):
-        (tree / "sglang" / "kernels" / "jit" / folder).mkdir(parents=True, exist_ok=True)
-    sys.path.insert(0, str(tree))
+    if tree is not None:
+        sys.path.insert(0, str(tree))
+    found = importlib.util.find_spec("sglang")
+    if found is None:
+        raise ModuleNotFoundError("No module named 'sglang'", name="sglang")
+    # it looks for its CUDA sources when it is imported, and a wheel's Python files lack them
+    for place in found.submodule_search_locations or ():
+        for folder in ("include", "csrc"):
+            Path(place, "kernels", "jit", folder).mkdir(parents=True, exist_ok=True)
     from torch.utils import _triton
 
     _triton.has_triton_package()  # remembered: torch must not take the stub for triton
     _triton.has_triton()
-    stubs.install(_MISSING, always=["sgl_kernel"])
+    stand_ins.install(_MISSING, always=["sgl_kernel"])
     torch.compile = lambda f=None, **_: f if f is not None else (lambda g: g)  # type: ignore
     known = torch.library.register_fake
-    torch.library.register_fake = lambda op, *a, **k: (  # type: ignore[assignment]
+    torch.library.register_fake = lambda op, *a, **k: (
         (lambda f: f) if str(op).startswith("sgl_kernel::") else known(op, *a, **k)
     )
     registrar: Any = types.ModuleType("sglang.srt.configs.utils")
@@ -74,9 +81,7 @@ def _without_peers() -> None:
     from sglang.srt.distributed import parallel_state
 
     new_group = torch.distributed.new_group
-    torch.distributed.new_group = lambda *a, **k: new_group(  # type: ignore[assignment]
-        *a, **{**k, "backend": "fake"}
-    )
+    torch.distributed.new_group = lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})
     coordinator = parallel_state.GroupCoordinator
     init, signature = coordinator.__init__, inspect.signature(coordinator.__init__)
 
@@ -88,6 +93,7 @@ def _without_peers() -> None:
 
 
 def host(*, tp: int, ep: int, rank: int, dp_attention: bool = False) -> None:
+    """Makes this process one rank of an engine whose other ranks are not there."""
     from sglang.srt import server_args
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import dp_attention as dp
@@ -136,20 +142,18 @@ def _publish(args: Any, server_args: Any, rank: int) -> None:
         runtime_context.publish(args, role="scheduler", ranks=place)
 
 
-def blockwise_fp8() -> Any:
-    """What SGLang makes of the quantization_config of an FP8 checkpoint in blocks."""
-    from sglang.srt.layers.quantization.fp8 import Fp8Config
-
-    return Fp8Config.from_config(
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
-    )
-
-
-def build(family: str, config: Any, quantization: Any = None) -> torch.nn.Module:
+def build(
+    family: str,
+    config: Any,
+    quantization: Any = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.nn.Module:
+    """A model of this rank; family: a configuration's model_type."""
     place, name = _CLASSES[family]
     module = importlib.import_module(f"sglang.srt.models.{place}")
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         model: torch.nn.Module = getattr(module, name)(config=config, quant_config=quantization)
     finally:

@@ -1,0 +1,154 @@
+"""An engine of SGLang's own model classes, in worker processes without its server or a GPU.
+
+Each worker keeps weights as SGLang does, fused and sharded, and takes updates as an SGLang worker
+does that was started with `--custom-weight-loader wsync.sglang.load_weights`: what it keeps is
+learnt from the model's own load_weights.  It does not generate: that needs SGLang's kernels.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from wsync import payload, sglang
+from wsync._core import InvalidArgumentError, UnsupportedError
+from wsync.control import LOAD_FORMAT
+from wsync.demo import sglang_host
+from wsync.engine.held import Held
+from wsync.engine.workers import Worker, WorkersEngine
+from wsync.handles import EngineHandle
+
+_SECONDS = 120.0
+
+
+class SglangEngine(WorkersEngine):
+    """tp workers with a model of `config` each; close it, or use `with`.
+
+    path: folders in which the workers find SGLang and what it imports, before all others.
+
+    Raises RemoteError if a worker cannot make its model; the text says what it lacks.
+    """
+
+    def __init__(self, config: Any, *, tp: int, ep: int = 1, path: Sequence[str] = ()) -> None:
+        facts = {**config.to_dict(), "architectures": None}
+        settings = [{"config": facts, "rank": rank, "tp": tp, "ep": ep} for rank in range(tp)]
+        super().__init__(_Worker, settings, name="SGLang", timeout=_SECONDS, path=path)
+
+    def compare(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
+        """What a worker holds that SGLang's own load_weights would not have made of the weights,
+        as texts."""
+        data = io.BytesIO()
+        torch.save(dict(weights), data)
+        differing = self._call("compare", [data.getvalue()] * self.workers, _SECONDS)
+        return [f"worker {rank}: {name}" for rank, names in enumerate(differing) for name in names]
+
+
+class _Worker(Worker):
+    """The receiver is the one that wsync.sglang keeps for the model."""
+
+    def __init__(self, *, config: dict[str, Any], rank: int, tp: int, ep: int) -> None:
+        self.rank = rank
+        try:
+            sglang_host.load()
+            sglang_host.host(tp=tp, ep=ep, rank=rank)
+            self._config = _config(config)
+            self._model = self._build()
+        except ModuleNotFoundError as error:
+            raise UnsupportedError(
+                f"SGLang needs the Python package {error.name!r}, which is not installed: "
+                "--engine-path names folders to find it in"
+            ) from error
+
+    def answer(self, what: str, argument: Any) -> Any:
+        if what == "update":
+            data, load_format = argument
+            if load_format != LOAD_FORMAT:
+                raise InvalidArgumentError(f"unknown load_format {load_format!r}")
+            content: Any = payload.load(data)
+            sglang.load_weights(self._model, content)
+            return "Success"
+        if what == "compare":
+            return self._compare(torch.load(io.BytesIO(argument)))
+        if what == "reason":
+            return ""  # SGLang does not ask its loader
+        return super().answer(what, argument)
+
+    def _compare(self, weights: dict[str, torch.Tensor]) -> list[str]:
+        own = self._build()
+        own.load_weights(list(weights.items()))
+        wanted, found = _held(own), _held(self._model)
+        names = sorted(wanted.keys() | found.keys())
+        return [f"{name} has other bytes" for name in names if wanted.get(name) != found.get(name)]
+
+    def _build(self) -> Any:
+        return sglang_host.build(self._config.model_type, self._config, dtype=torch.float32)
+
+
+def _config(facts: dict[str, Any]) -> Any:
+    """The configuration as the transformers that SGLang finds has it."""
+    from transformers import AutoConfig
+
+    known = {key: value for key, value in facts.items() if key != "model_type"}
+    config = AutoConfig.for_model(facts["model_type"], **known)
+    # attributes of transformers 4 that SGLang goes on reading
+    for name, value in (("rope_theta", 10000.0), ("rope_scaling", None)):
+        if not hasattr(config, name):
+            setattr(config, name, facts.get(name, value))
+    return config
+
+
+def _held(model: torch.nn.Module) -> dict[str, bytes]:
+    """The bytes of everything that a model holds, plain attributes too."""
+    held = Held(model)
+    return {
+        fact[0]: tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for fact, tensor in zip(held.facts, held.tensors, strict=True)
+    }
+
+
+class SglangEngines:
+    """The demo's engines where SGLang's model classes are wanted: one."""
+
+    def __init__(self, config: Any, *, tp: int, ep: int, path: Sequence[str]) -> None:
+        self._engine = SglangEngine(config, tp=tp, ep=ep, path=path)
+        parallel = f"TP{tp}" + (f", EP{ep}" if ep > 1 else "")
+        name = f"SGLang's model classes, {parallel}, {tp} processes"
+        self._facts: list[dict[str, Any]] = [{"name": name, "checked": ""}]
+
+    @property
+    def handles(self) -> list[EngineHandle]:
+        return [self._engine]
+
+    def note(self, moment: str, prompt: list[int]) -> None:
+        """Nothing: these engines do not generate."""
+
+    def check(
+        self,
+        expected: dict[str, torch.Tensor],
+        ids: torch.Tensor,
+        logits: torch.Tensor,
+        version: str,
+        tolerance: float,
+    ) -> list[str]:
+        """Compares every worker's bytes with SGLang's own loading of the same weights."""
+        problems = self._engine.compare(expected)
+        if self._engine.weight_version != version:
+            problems.append(f"version {self._engine.weight_version!r} instead of {version!r}")
+        self._facts[0]["checked"] = (
+            f"all that its workers keep of {len(expected)} tensors is what SGLang's own "
+            f"load_weights makes of them; version {self._engine.weight_version}"
+        )
+        return [f"SGLang: {problem}" for problem in problems]
+
+    def processes(self) -> dict[str, str]:
+        """What runs in each process, by its id."""
+        return {str(pid): f"SGLang worker {rank}" for rank, pid in enumerate(self._engine.pids)}
+
+    def facts(self) -> list[dict[str, Any]]:
+        return self._facts
+
+    def close(self) -> None:
+        self._engine.close()
