@@ -86,6 +86,7 @@ def test_a_stopped_rank_ends_the_wait_with_the_deadline() -> None:
 def test_missing_ranks_are_named() -> None:
     exchange = _core.SharedExchange(0, RANKS, 4096)
     assert exchange.name == "shared" == _core.SharedExchange.name
+    assert exchange.nbytes == 2 * 4096
     with pytest.raises(_core.DeadlineError, match="waits for 2 of 3 ranks to connect: 1 2"):
         exchange.connect([exchange.address] * RANKS, 0.1)
     with pytest.raises(_core.InvalidArgumentError, match="2 addresses for 3 ranks"):

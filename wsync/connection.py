@@ -86,6 +86,10 @@ class Connection:
         return "none" if self._exchange is None else self._exchange.name
 
     @property
+    def staging_nbytes(self) -> int:
+        return 0 if self._exchange is None else self._exchange.nbytes
+
+    @property
     def ring_nbytes(self) -> int:
         return sum(self._rings[worker][1] for worker in range(len(self._rings)))
 

@@ -20,6 +20,8 @@ class Exchange(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...  # of the staging that this rank keeps
     def begin(self, plan: _core.Plan) -> None: ...
     def acquire(self, round: int, timeout: float, check: _core.Check = None) -> None: ...
     def spans(self, round: int) -> _core.BufferTable: ...
@@ -44,6 +46,10 @@ class GlooExchange:
         self._look = look  # called while this waits for a stream
         self._plan: _core.Plan | None = None
         self._halves = [_Half(), _Half()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(half.send.numel() + half.recv.numel() for half in self._halves)
 
     def begin(self, plan: _core.Plan) -> None:
         self._plan = plan

@@ -211,6 +211,7 @@ class Sync:
         self._describe(connection, report)
         with self._progress(report) as bar:
             connection.run(self._updates, sources, opened, self._check, report, bar)
+        report.staging_nbytes = connection.staging_nbytes
         with report.phase("prepare"):
             connection.prepared(self._check)
             self._group.barrier()
@@ -332,7 +333,6 @@ class Sync:
         own = [worker for worker in self._placement.workers if worker.stage is None]
         report.workers = len(own) + remote
         report.ring_nbytes = connection.ring_nbytes
-        report.staging_nbytes = plan.send_nbytes
         report.exchange = connection.exchange_name
 
     def _progress(self, report: Report) -> tqdm[None]:

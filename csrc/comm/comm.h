@@ -57,6 +57,8 @@ wsync_status_t wsync_shared_comm_create(const wsync_device_ops_t *ops, const cha
                                         wsync_error_t *err);
 /* Text to hand to all ranks (path and token); borrowed. */
 const char *wsync_shared_comm_address(const wsync_comm_t *comm);
+/* Bytes of this rank's own staging, both halves. */
+uint64_t wsync_shared_comm_nbytes(const wsync_comm_t *comm);
 /* Connects to the ranks below, accepts the ranks above; addresses[i] is rank i's.  TIMEOUT
  * names the ranks that are missing, and the call can be repeated. */
 wsync_status_t wsync_shared_comm_connect(wsync_comm_t *comm, const char *const *addresses,

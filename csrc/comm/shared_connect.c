@@ -79,6 +79,11 @@ const char *wsync_shared_comm_address(const wsync_comm_t *comm)
     return comm->address;
 }
 
+uint64_t wsync_shared_comm_nbytes(const wsync_comm_t *comm)
+{
+    return 2 * comm->half_nbytes;
+}
+
 static wsync_frame_t introduce(const wsync_comm_t *self, uint32_t kind)
 {
     wsync_frame_t frame = {

@@ -101,6 +101,13 @@ static PyObject *exchange_address(PyObject *object, void *closure)
         wsync_shared_comm_address(((ExchangeObject *)object)->comm));
 }
 
+static PyObject *exchange_nbytes(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(
+        wsync_shared_comm_nbytes(((ExchangeObject *)object)->comm));
+}
+
 static wsync_status_t step_connect(void *context, int timeout_ms, wsync_error_t *err)
 {
     exchange_call_t *call = context;
@@ -380,6 +387,8 @@ static PyMethodDef exchange_methods[] = {
 
 static PyGetSetDef exchange_getset[] = {
     {"address", exchange_address, NULL, "Text to hand to all ranks.", NULL},
+    {"nbytes", exchange_nbytes, NULL, "Bytes of this rank's own staging, both halves.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
