@@ -15,7 +15,7 @@ from multiprocessing.connection import Client, Connection, Listener, Pipe
 from typing import Any
 
 import torch
-from support.fault_points import Fault, pss, settled, settled_twice
+from support.fault_points import Fault, allowed, memory, settled, settled_twice
 
 from wsync import payload
 from wsync._core import (
@@ -298,12 +298,13 @@ def run_worker(rank: int, pipe: Connection) -> None:
                 answer = (receiver.fault.struck, receiver.fault.notes)
                 loader.fault = receiver.fault = NO_FAULT
             elif what == "census":
-                answer = settled(limits)
-                limits = limits or answer
+                found = settled(limits)
+                limits = limits or allowed(found)
+                answer = (found, limits)
             elif what == "settle":
                 answer = settled_twice()
             elif what == "memory":
-                answer = pss()
+                answer = memory()
             pipe.send((number, good, answer))
     except SystemExit as error:
         status = int(str(error.code))

@@ -46,7 +46,8 @@ def _mishandle(frame: tuple[bytes, list[int]], way: str) -> list[tuple[bytes, li
 
 
 def run_between(path: str, kind: str, way: str) -> None:
-    """Serves one session; `path`.target holds where it really goes.  Does not return."""
+    """Serves one session; `path`.target holds where it really goes, and `path`.struck is made
+    when a frame is mishandled.  Does not return."""
     with (
         contextlib.suppress(OSError),
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
@@ -59,12 +60,17 @@ def run_between(path: str, kind: str, way: str) -> None:
             target = file.read()
         with worker, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as trainer:
             trainer.connect(target)
-            _pump(worker, trainer, *KINDS[kind], way)
+            _pump(worker, trainer, *KINDS[kind], way, path + ".struck")
     os._exit(0)
 
 
 def _pump(
-    worker: socket.socket, trainer: socket.socket, direction: str, kind: int, way: str
+    worker: socket.socket,
+    trainer: socket.socket,
+    direction: str,
+    kind: int,
+    way: str,
+    mark: str,
 ) -> None:
     """Hands frames on; the first of a kind fares as `way` says."""
     struck = False
@@ -84,6 +90,7 @@ def _pump(
             number = struct.unpack_from("<I", frame[0], 8)[0]
             if not struck and (way_it_goes, number) == (direction, kind):
                 struck = True
+                os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
                 if way == "reordered":
                     late.append((target, frame))
                     continue

@@ -38,6 +38,8 @@ _TRAINER: dict[str, tuple[type, str]] = {
     "close": (Sync, "_close_requests"),
 }
 
+SLACK_NBYTES = 4 << 20  # per process: what an allocator may keep
+
 Notes = list[str]
 
 
@@ -174,18 +176,25 @@ def census() -> dict[str, int]:
     }
 
 
-def pss() -> int:
-    """Bytes of this process's memory, shared pages by their share."""
+def memory() -> int:
+    """Bytes of this process's own memory and of shared memory files, those whole: neither other
+    processes that end nor code that is run for the first time change it, as they do Pss."""
     gc.collect()
-    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
-        return sum(int(line.split()[1]) for line in file if line.startswith("Pss:")) * 1024
+    with open("/proc/self/status", encoding="ascii") as file:
+        parts = [line.split()[1] for line in file if line.startswith(("RssAnon:", "RssShmem:"))]
+    return sum(map(int, parts)) * 1024
+
+
+def allowed(found: dict[str, int]) -> dict[str, int]:
+    """The limits of a process that was found to hold so much."""
+    return {**found, "memory": found["memory"] + SLACK_NBYTES}
 
 
 def settled(limits: dict[str, int] | None, patience: float = 15.0) -> dict[str, int]:
-    """What this process holds once that is within limits, or after a while."""
+    """What this process holds, memory too, once that is within limits, or after a while."""
     end = time.monotonic() + patience
     while True:
-        found = census()
+        found = {**census(), "memory": memory()}
         if limits is None or all(found[name] <= limits[name] for name in limits):
             return found
         if time.monotonic() > end:

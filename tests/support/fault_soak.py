@@ -21,11 +21,11 @@ import torch
 from support import fault_engine
 from support.fault_cells import PHASES, TARGETS
 from support.fault_lab import PATIENCE, RANKS, Bench
+from support.fault_points import SLACK_NBYTES
 
 WARM = 0.1  # of the updates: until then things may grow
 FAULTS, MOST_FAULTS = 300, 0.2  # in all, unless that is more than one update in five
 RECONNECTS, DEATHS = 0.03, 0.001
-SLACK_NBYTES = 4 << 20  # per process: what an allocator may keep
 
 
 class Soak:
@@ -149,7 +149,7 @@ def summary(facts: dict[str, Any]) -> str:
         f"soak: {facts['updates']} updates in {facts['seconds']} s: {facts['verified']} verified, "
         f"{facts['reported']} reported, {facts['reconnects']} reconnects, {facts['engines']} "
         f"engines; {RANKS} trainer ranks and {fault_engine.WORKERS} workers: "
-        f"Pss {span('memory', 1 << 10)} KiB, descriptors {span('descriptors')}, "
+        f"memory {span('memory', 1 << 10)} KiB, descriptors {span('descriptors')}, "
         f"threads {span('threads')}, maps {span('maps')}; "
         f"{'wrong: ' + '; '.join(facts['wrong']) if facts['wrong'] else 'nothing wrong'}"
     )
