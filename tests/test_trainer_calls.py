@@ -125,7 +125,7 @@ def test_a_bucket_that_is_answered_late_is_no_error() -> None:
     engine: Any = SimpleNamespace(name="stock", workers=1)
     session = StockSession(0, engine, timeout=5)
     answer = LateFuture()
-    session._requests = [answer]
+    session._sent = [answer]
     session.prepared(5, lambda: answer.done() or answer.set_result(None))
     assert answer.done()
     session.close()

@@ -6,13 +6,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, Final
+from concurrent.futures import Future, wait
+from typing import Any, Final, TypeVar
 
 from wsync import _core
 from wsync.handles import EngineHandle
 
 _GRACE_SECONDS: Final = 1.0
+
+_T = TypeVar("_T")
 
 
 class Calls:
@@ -125,6 +127,17 @@ def take_on(
         raise _core.DeadlineError(
             f"not all engines have taken on version {version} within {timeout:.0f} s"
         )
+
+
+def result(future: Future[_T], timeout: float, check: Callable[[], object], late: str) -> _T:
+    """What a call of a Lane returns; DeadlineError that begins with `late` after timeout seconds.
+    `check` is called while this waits."""
+    end = time.monotonic() + timeout
+    while not wait([future], 0.05).done:
+        check()
+        if time.monotonic() > end:
+            raise _core.DeadlineError(f"{late} in {timeout:.0f} s")
+    return future.result()
 
 
 def left(end: float) -> float:

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 import torch
 
 from wsync import _core
-from wsync.calls import Calls, Lane
-from wsync.control import WHOLE
+from wsync.bucket_session import BucketSession
+from wsync.calls import Calls, Lane, result
 from wsync.handles import EngineHandle
 from wsync.options import Options
 from wsync.update_group import Store, UpdateGroup, default_backend
@@ -92,14 +92,14 @@ class Meeting:
     backend: str
 
 
-class BroadcastSession:
+class BroadcastSession(BucketSession):
     """A source's side: the rounds of its stage, broadcast to all remote engines at once.
 
     A bucket is free again when its broadcast has ended: the engines have it then, loaded or not.
     """
 
     def __init__(self, worker: int, stage: int, remote: Remote, *, options: Options) -> None:
-        self.worker = worker
+        super().__init__(worker, "wsync-broadcast")
         self._options = options
         self._remote = remote
         self._store = Store(options.deadline)
@@ -115,14 +115,6 @@ class BroadcastSession:
         self._ring = torch.empty(0, dtype=torch.uint8)
         self._tight = torch.empty(0, dtype=torch.uint8)
         self._buckets: list[list[Entry]] = []
-        self._waits: list[int] = []
-        self._sent: list[Future[None]] = []
-        self._given_up = threading.Event()
-        self._lane = Lane("wsync-broadcast")
-
-    def accept(self, timeout: float, check: Check) -> bytes:
-        """Remote engines take whole tensors."""
-        return WHOLE
 
     def attach(self, plan: _core.Plan, timeout: float, check: Check) -> tuple[int, int]:
         """Waits for all engines to join the group."""
@@ -144,50 +136,21 @@ class BroadcastSession:
         try:
             # the group has a deadline of its own, a little later
             late = f"group {meeting.name}: no answer"
-            self._group = _await(joining, timeout + 3.0, check, late)
+            self._group = result(joining, timeout + 3.0, check, late)
         except _core.DeadlineError as error:
             raise _core.DeadlineError(f"{error}; wanted: {self._remote}") from error
         return self._ring.data_ptr(), self._ring.numel()
 
-    def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
-        self._sent = []
-
-    @property
-    def loaded(self) -> int:
-        """Rounds that have been broadcast."""
-        return sum(sent.done() for sent in self._sent)
-
-    def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        """Waits until the slot's former round has been broadcast."""
-        if self._waits[round] >= 0:
-            self.wait(self._waits[round], timeout, check)
-
-    def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        """Broadcasts a round once the stream has filled it."""
-        stream.synchronize(timeout, check)
-        self._sent.append(self._lane.submit(functools.partial(self._send, round)))
-
     def wait(self, round: int, timeout: float, check: Check) -> None:
         try:
             # the broadcast has a deadline of its own
-            _await(self._sent[round], timeout + 1.0, check, f"bucket {round} was not taken")
+            result(self._sent[round], timeout + 1.0, check, f"bucket {round} was not taken")
         except _core.PeerClosedError:
             end = time.monotonic() + _VERDICT_SECONDS
             while time.monotonic() < end:
                 check()
                 time.sleep(0.02)
             raise
-
-    def prepared(self, timeout: float, check: Check) -> None:
-        end = time.monotonic() + timeout
-        for round in range(len(self._sent)):
-            self.wait(round, end - time.monotonic(), check)
-
-    def commit(self, timeout: float, check: Check) -> None:
-        """The last bucket's request has already carried the version."""
-
-    def abort(self, text: str) -> None:
-        self._given_up.set()
 
     def close(self) -> None:
         """Leaves the group and closes its store, which ends the engines' waits for either."""
@@ -338,7 +301,7 @@ class RemoteEngines:
         end = time.monotonic() + timeout
         for name, round, answer in self._answers:
             left = end - time.monotonic()
-            _await(answer, left, check, f"engine {name}: bucket {round} was not loaded")
+            result(answer, left, check, f"engine {name}: bucket {round} was not loaded")
         self._release()
 
     def abort(self) -> None:
@@ -437,12 +400,3 @@ def _on_the_way(host: str, port: int) -> str:
 
 def _call(engine: Any, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
     engine.call(method, arguments, timeout)
-
-
-def _await(future: Future[Any], timeout: float, check: Check, otherwise: str) -> Any:
-    end = time.monotonic() + timeout
-    while not wait([future], 0.05).done:
-        check()
-        if time.monotonic() > end:
-            raise _core.DeadlineError(f"{otherwise} in {timeout:.0f} s")
-    return future.result()

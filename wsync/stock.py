@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
 
 from wsync import _core, payload
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
-from wsync.calls import Lane
-from wsync.control import WHOLE
+from wsync.bucket_session import BucketSession
+from wsync.calls import result
 from wsync.handles import EngineHandle
 
 Check = Callable[[], object]
@@ -22,7 +18,7 @@ Check = Callable[[], object]
 LOAD_FORMAT = "flattened_bucket"
 
 
-class StockSession:
+class StockSession(BucketSession):
     """A stock engine: rounds are buckets in a shared file, each named in a request of its own.
 
     A bucket is free again when its request has been answered.  Such an engine takes on the
@@ -31,75 +27,32 @@ class StockSession:
     """
 
     def __init__(self, worker: int, engine: EngineHandle, *, timeout: float) -> None:
-        self.worker = worker
+        super().__init__(worker, "wsync-stock")
         self._engine = engine
         self._timeout = timeout
         self._ring = torch.empty(0, dtype=torch.uint8)
         self._buckets: list[list[FlattenedTensorMetadata]] = []
         self._slots: list[tuple[int, int, int]] = []
-        self._requests: list[Future[None]] = []
         self._last = -1
         self._version = ""
-        self._given_up = threading.Event()
-        self._lane = Lane("wsync-stock")
-
-    def accept(self, timeout: float, check: Check) -> bytes:
-        """A stock engine takes whole tensors."""
-        return WHOLE
 
     def attach(self, plan: _core.Plan, timeout: float, check: Check) -> tuple[int, int]:
         self._ring = payload.shared_bytes(max(plan.ring_nbytes(self.worker), 1))
         self._slots = [plan.slot(self.worker, k) for k in range(plan.round_count)]
+        self._waits = [slot[2] for slot in self._slots]
         self._buckets = _buckets(plan.manifest(self.worker), self._slots)
         # where other engines take part, the last rounds may be theirs alone
         self._last = max((k for k, bucket in enumerate(self._buckets) if bucket), default=-1)
         return self._ring.data_ptr(), self._ring.numel()
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
+        super().begin(update, version, timeout, check)
         self._version = version
-        self._requests = []
-
-    @property
-    def loaded(self) -> int:
-        """Rounds whose request has been answered."""
-        return sum(request.done() for request in self._requests)
-
-    def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        """Waits until the request of the slot's former round has been answered."""
-        wait_round = self._slots[round][2]
-        if wait_round >= 0:
-            self.wait(wait_round, timeout, check)
-
-    def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        """Sends the bucket once the stream has filled it."""
-        stream.synchronize(timeout, check)
-        self._requests.append(self._lane.submit(functools.partial(self._send, round)))
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         """Waits until the request of a round has been answered."""
-        request, end = self._requests[round], time.monotonic() + timeout
-        while not wait([request], 0.05).done:
-            check()
-            if time.monotonic() > end:
-                raise _core.DeadlineError(
-                    f"engine {self._engine.name}: bucket {round} was not loaded in {timeout:.0f} s"
-                )
-        request.result()
-
-    def prepared(self, timeout: float, check: Check) -> None:
-        end = time.monotonic() + timeout
-        for round in range(len(self._requests)):
-            self.wait(round, end - time.monotonic(), check)
-
-    def commit(self, timeout: float, check: Check) -> None:
-        """The last bucket's request has already carried the version."""
-
-    def abort(self, text: str) -> None:
-        self._given_up.set()
-
-    def close(self) -> None:
-        self._given_up.set()
-        self._lane.close()
+        late = f"engine {self._engine.name}: bucket {round} was not loaded"
+        result(self._sent[round], timeout, check, late)
 
     def _send(self, round: int) -> None:
         if self._given_up.is_set() or not self._buckets[round]:

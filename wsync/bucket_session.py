@@ -1,0 +1,76 @@
+"""What sessions have in common whose rounds leave as buckets, one after another, from a thread."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from wsync import _core
+from wsync.calls import Lane
+from wsync.control import WHOLE
+
+Check = Callable[[], object]
+
+
+class BucketSession(abc.ABC):
+    """A receiver of whole tensors whose slot is free again when its bucket has gone.
+
+    `attach` sets `_waits`: by round, the round whose bucket has to have gone before, or -1.
+    """
+
+    def __init__(self, worker: int, lane: str) -> None:
+        self.worker = worker
+        self._waits: list[int] = []
+        self._sent: list[Future[None]] = []
+        self._given_up = threading.Event()
+        self._lane = Lane(lane)
+
+    def accept(self, timeout: float, check: Check) -> bytes:
+        """Such a receiver takes whole tensors."""
+        return WHOLE
+
+    def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
+        self._sent = []
+
+    @property
+    def loaded(self) -> int:
+        """Rounds whose bucket has gone."""
+        return sum(sent.done() for sent in self._sent)
+
+    def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
+        """Waits until the bucket of the slot's former round has gone."""
+        if self._waits[round] >= 0:
+            self.wait(self._waits[round], timeout, check)
+
+    def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
+        """Has the bucket go once the stream has filled it."""
+        stream.synchronize(timeout, check)
+        self._sent.append(self._lane.submit(functools.partial(self._send, round)))
+
+    @abc.abstractmethod
+    def wait(self, round: int, timeout: float, check: Check) -> None:
+        """Waits until the bucket of a round has gone."""
+
+    def prepared(self, timeout: float, check: Check) -> None:
+        end = time.monotonic() + timeout
+        for round in range(len(self._sent)):
+            self.wait(round, end - time.monotonic(), check)
+
+    def commit(self, timeout: float, check: Check) -> None:
+        """The last bucket's request has already carried the version."""
+        return
+
+    def abort(self, text: str) -> None:
+        self._given_up.set()
+
+    def close(self) -> None:
+        self._given_up.set()
+        self._lane.close()
+
+    @abc.abstractmethod
+    def _send(self, round: int) -> None:
+        """Sends a bucket; called from the thread."""
