@@ -48,6 +48,7 @@ wsync_status_t wsync_channel_adopt(int fd, wsync_channel_t **channel, wsync_erro
     }
     self->fd = fd;
     self->peer_pid = (int)credentials.pid;
+    self->owner = getpid();
     *channel = self;
     return WSYNC_OK;
 
@@ -162,6 +163,18 @@ static wsync_status_t wait_socket(const wsync_channel_t *channel, short events,
     }
 }
 
+/* A fork shares the socket: a frame that it sent or took would break its parent's turn. */
+static wsync_status_t require_owner(const wsync_channel_t *channel, wsync_error_t *err)
+{
+    if (channel->owner == getpid()) {
+        return WSYNC_OK;
+    }
+    return wsync_fail(err, WSYNC_ERR_STATE, 0, "channel",
+                      "the connection to process %d was made in process %ld and cannot be "
+                      "used in its fork %ld",
+                      channel->peer_pid, (long)channel->owner, (long)getpid());
+}
+
 static bool is_disconnect(int code)
 {
     return code == EPIPE || code == ECONNRESET || code == ENOTCONN;
@@ -175,7 +188,11 @@ wsync_status_t wsync_channel_send(wsync_channel_t *channel, const wsync_frame_t 
     control_buffer_t control = {0};
     struct iovec part = {.iov_base = data};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
+    wsync_status_t status = require_owner(channel, err);
 
+    if (status != WSYNC_OK) {
+        return status;
+    }
     if (frame->payload_nbytes > WSYNC_FRAME_PAYLOAD_NBYTES ||
         frame->fd_count > WSYNC_FRAME_FDS) {
         return wsync_fail(
@@ -199,8 +216,6 @@ wsync_status_t wsync_channel_send(wsync_channel_t *channel, const wsync_frame_t 
         message.msg_controllen = CMSG_SPACE(fds_nbytes);
     }
     for (;;) {
-        wsync_status_t status;
-
         /* NOLINTNEXTLINE(clang-analyzer-core.NullDereference) */
         if (sendmsg(channel->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) {
             return WSYNC_OK;
@@ -311,10 +326,10 @@ wsync_status_t wsync_channel_receive(wsync_channel_t *channel, wsync_frame_t *fr
                                      int timeout_ms, wsync_error_t *err)
 {
     const int64_t deadline = wsync_deadline_ms(timeout_ms);
+    wsync_status_t status = require_owner(channel, err);
 
-    for (;;) {
-        wsync_status_t status = receive_once(channel, frame, err);
-
+    while (status == WSYNC_OK) {
+        status = receive_once(channel, frame, err);
         if (status != WSYNC_ERR_TIMEOUT) {
             return status;
         }
@@ -322,10 +337,8 @@ wsync_status_t wsync_channel_receive(wsync_channel_t *channel, wsync_frame_t *fr
             return status; /* polled at every step: no time to write a message */
         }
         status = wait_socket(channel, POLLIN, deadline, err);
-        if (status != WSYNC_OK) {
-            return status;
-        }
     }
+    return status;
 }
 
 int wsync_channel_peer_pid(const wsync_channel_t *channel)

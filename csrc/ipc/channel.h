@@ -70,6 +70,8 @@ wsync_status_t wsync_channel_connect(const char *path,
                                      const uint8_t token[WSYNC_TOKEN_NBYTES],
                                      const wsync_frame_t *hello, int timeout_ms,
                                      wsync_channel_t **channel, wsync_error_t *err);
+/* Channels belong to the process that made them: in a fork destroy only closes its copy of
+ * the socket, and send and receive return STATE. */
 void wsync_channel_destroy(wsync_channel_t *channel);
 
 /* CLOSED if the peer is gone, TIMEOUT if its queue stays full: nothing was sent then. */

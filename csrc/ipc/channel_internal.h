@@ -4,6 +4,7 @@
 #define WSYNC_IPC_CHANNEL_INTERNAL_H
 
 #include <stdbool.h>
+#include <sys/types.h>
 #include <sys/un.h>
 
 #include "ipc/channel.h"
@@ -14,6 +15,7 @@ _Static_assert(sizeof(((struct sockaddr_un *)0)->sun_path) == WSYNC_PATH_NBYTES,
 struct wsync_channel {
     int fd;
     int peer_pid;
+    pid_t owner; /* of this end */
 };
 
 /* Wraps a connected, non-blocking socket, which is moved (closed on failure).  REFUSED if

@@ -40,6 +40,32 @@ TEST(a_rank_that_is_needed_cannot_leave_in_order)
     close_duo(&duo);
 }
 
+TEST(a_fork_that_closes_what_it_inherited_says_nothing_to_others)
+{
+    duo_t duo = {0};
+    wsync_error_t err = {0};
+    int status = 0;
+    pid_t child;
+
+    make_duo(&duo, 0);
+    connect_duo(&duo);
+    child = fork();
+    if (child == 0) {
+        ops()->close(duo.comms[0]);
+        ops()->close(duo.comms[1]);
+        _exit(0);
+    }
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK_EQ(status, 0);
+    for (int r = 0; r < 2; r++) {
+        CHECK_OK(ops()->begin(duo.comms[r], duo.plans[r], &err), err);
+        send_of(&duo, r, 0);
+    }
+    receive_of(&duo, 0, 0);
+    receive_of(&duo, 1, 0);
+    close_duo(&duo);
+}
+
 TEST(spans_outlive_close)
 {
     duo_t duo = open_duo();
