@@ -7,8 +7,10 @@ import tempfile
 from pathlib import Path
 
 EXPORTS = {"PyInit__core"}
-LIBRARIES = {"libc.so.6", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+LIBRARIES = {"libc.so.6", "libdl.so.2", "libpthread.so.0"}
+LIBRARIES |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 LAYERS = ("core", "device", "ipc", "comm")
+TABLES = {"cuda_driver.c.o"}  # filled once, at run time
 MUTABLE = (".data", ".bss", ".tdata", ".tbss")
 
 
@@ -63,7 +65,12 @@ def main() -> int:
         if not items:
             wrong.append(f"{layer}: no object files under {build}")
         objects += len(items)
-        wrong += [f"{item}: {s}" for item in items for s in mutable_sections(item)]
+        wrong += [
+            f"{item}: {section}"
+            for item in items
+            if item.name not in TABLES
+            for section in mutable_sections(item)
+        ]
     print(*wrong, sep="\n", end="\n" if wrong else "")
     print(f"exports {sorted(exports(module))}, links {sorted(libraries)}")
     print(f"checked: {objects + 2} objects and tables")

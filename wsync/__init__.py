@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from wsync import layout as layout
     from wsync import megatron as megatron
     from wsync._core import DeadlineError as DeadlineError
+    from wsync._core import DeviceError as DeviceError
     from wsync._core import InvalidArgumentError as InvalidArgumentError
     from wsync._core import Layout as Layout
     from wsync._core import LayoutError as LayoutError
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "wsync._core": (
         "DeadlineError",
+        "DeviceError",
         "InvalidArgumentError",
         "Layout",
         "LayoutError",

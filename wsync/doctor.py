@@ -99,29 +99,17 @@ def _open_library(names: Sequence[str], *, bundled: str = "") -> tuple[ctypes.CD
     raise OSError(reasons[0] if reasons else "no such library")
 
 
-def _cuda_words(library: ctypes.CDLL, code: int) -> str:
-    text = ctypes.c_char_p()
-    if library.cuGetErrorString(code, ctypes.byref(text)) == 0 and text.value:
-        return text.value.decode(errors="replace")
-    return "unknown error"
-
-
 def _driver() -> tuple[bool, str]:
-    library, _ = _open_library(["libcuda.so.1"])
-    code = library.cuInit(0)
-    if code != 0:
-        return False, f"cuInit: {_cuda_words(library, code)} ({code})"
-    version, count = ctypes.c_int(), ctypes.c_int()
-    library.cuDriverGetVersion(ctypes.byref(version))
-    library.cuDeviceGetCount(ctypes.byref(count))
-    names = []
-    for index in range(count.value):
-        device, name = ctypes.c_int(), ctypes.create_string_buffer(96)
-        library.cuDeviceGet(ctypes.byref(device), index)
-        library.cuDeviceGetName(name, len(name), device)
-        names.append(name.value.decode(errors="replace"))
-    cuda = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
-    return count.value > 0, f"{cuda}, {count.value} devices: {', '.join(names) or 'none'}"
+    """The driver as the extension itself finds and refuses it."""
+    from wsync import _core as core
+
+    version, devices = core.cuda_devices()
+    names = [
+        f"{name} ({uuid}, sm_{major}{minor}, {nbytes / 2**30:.0f} GiB)"
+        for uuid, name, nbytes, (major, minor) in devices
+    ]
+    cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
+    return True, f"{cuda}, {len(devices)} devices: {', '.join(names)}"
 
 
 def _nvrtc() -> tuple[bool, str]:

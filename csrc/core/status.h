@@ -15,7 +15,8 @@
     X(PROTOCOL, -8, "malformed message", ProtocolError, ValueError)            \
     X(REFUSED, -9, "peer refused", PeerRefusedError, PermissionError)          \
     X(REMOTE, -10, "another process failed", RemoteError, RuntimeError)        \
-    X(OS, -11, "system call failed", SystemCallError, OSError)
+    X(OS, -11, "system call failed", SystemCallError, OSError)                 \
+    X(DEVICE, -12, "the GPU driver failed", DeviceError, RuntimeError)
 
 typedef enum wsync_status {
     WSYNC_OK = 0,

@@ -66,6 +66,7 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
     X(device)                 \
     X(stream)                 \
     X(checksum)               \
+    X(cuda)                   \
     X(exporter)               \
     X(importer)               \
     X(comm)                   \
