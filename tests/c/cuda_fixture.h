@@ -1,0 +1,193 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Tests on tests/fakecuda: the driver table, a second process, what the fake counts. */
+#ifndef WSYNC_TESTS_CUDA_FIXTURE_H
+#define WSYNC_TESTS_CUDA_FIXTURE_H
+
+#include <dlfcn.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/socket.h>
+
+#include "../fakecuda/fakecuda.h"
+#include "device/cuda_driver.h"
+#include "harness.h"
+
+enum { PATIENT_MS = 60000 };
+
+#define CU(call) CHECK_EQ(call, WSYNC_CU_SUCCESS)
+
+/* For processes that have not asked for the driver yet, and their children. */
+static inline void choose_fake(const char *name, const char *value)
+{
+    CHECK_EQ(setenv("WSYNC_CUDA_LIB", FAKECUDA_PATH, 1), 0);
+    if (name != NULL) {
+        CHECK_EQ(setenv(name, value, 1), 0);
+    }
+}
+
+static inline const wsync_cuda_driver_t *load_driver(void)
+{
+    const wsync_cuda_driver_t *driver = NULL;
+    wsync_error_t err = {0};
+
+    choose_fake(NULL, NULL);
+    CHECK_OK(wsync_cuda_driver(&driver, &err), err);
+    return driver;
+}
+
+/* The driver with a device's primary context current in this thread. */
+static inline const wsync_cuda_driver_t *enter_device(int ordinal)
+{
+    const wsync_cuda_driver_t *driver = load_driver();
+    wsync_cu_context_t context = NULL;
+
+    CU(driver->primary_retain(&context, ordinal));
+    CU(driver->context_push(context));
+    return driver;
+}
+
+static inline void *fake_symbol(const char *name)
+{
+    void *library = dlopen(FAKECUDA_PATH, RTLD_NOW | RTLD_NOLOAD);
+    void *address = library != NULL ? dlsym(library, name) : NULL;
+
+    CHECK(address != NULL);
+    (void)dlclose(library);
+    return address;
+}
+
+static inline void fake_fail(const char *call, long k, int code)
+{
+    fakecuda_fail_func_t function;
+    void *address = fake_symbol(FAKECUDA_FAIL);
+
+    memcpy(&function, &address, sizeof(function));
+    function(call, k, code);
+}
+
+static inline const char *fake_failed(void)
+{
+    fakecuda_failed_func_t function;
+    void *address = fake_symbol(FAKECUDA_FAILED);
+
+    memcpy(&function, &address, sizeof(function));
+    return function();
+}
+
+static inline fakecuda_census_t fake_census(void)
+{
+    fakecuda_census_t census;
+    fakecuda_census_func_t function;
+    void *address = fake_symbol(FAKECUDA_CENSUS);
+
+    memcpy(&function, &address, sizeof(function));
+    function(&census);
+    return census;
+}
+
+/* --- a second process -------------------------------------------------------------------
+ */
+
+typedef struct peer {
+    pid_t pid;
+    int socket;
+} peer_t;
+
+/* Runs `main` in a child, which no driver has been loaded in. */
+static inline peer_t peer_start(void (*main_func)(int socket))
+{
+    int ends[2];
+    peer_t peer;
+
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+    peer.pid = fork();
+    CHECK(peer.pid >= 0);
+    if (peer.pid == 0) {
+        (void)close(ends[0]);
+        main_func(ends[1]);
+        _exit(0);
+    }
+    (void)close(ends[1]);
+    peer.socket = ends[0];
+    return peer;
+}
+
+static inline void peer_end(peer_t peer)
+{
+    int status = 0;
+
+    CHECK_EQ(waitpid(peer.pid, &status, 0), peer.pid);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    (void)close(peer.socket);
+}
+
+static inline void say(int socket, const void *data, size_t nbytes)
+{
+    CHECK_EQ(send(socket, data, nbytes, MSG_NOSIGNAL), (ssize_t)nbytes);
+}
+
+static inline void hear(int socket, void *data, size_t nbytes)
+{
+    struct pollfd entry = {.fd = socket, .events = POLLIN};
+
+    CHECK_EQ(poll(&entry, 1, PATIENT_MS), 1);
+    CHECK_EQ(recv(socket, data, nbytes, MSG_WAITALL), (ssize_t)nbytes);
+}
+
+/* One byte: the other side may go on. */
+static inline void nudge(int socket)
+{
+    say(socket, "!", 1);
+}
+
+static inline void await_nudge(int socket)
+{
+    char byte;
+
+    hear(socket, &byte, 1);
+}
+
+static inline void say_fd(int socket, int fd)
+{
+    char byte = 'f';
+    struct iovec part = {&byte, 1};
+    union {
+        struct cmsghdr header;
+        char bytes[CMSG_SPACE(sizeof(int))];
+    } control = {0};
+    struct msghdr message = {.msg_iov = &part,
+                             .msg_iovlen = 1,
+                             .msg_control = control.bytes,
+                             .msg_controllen = sizeof(control.bytes)};
+    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(header), &fd, sizeof(fd));
+    CHECK_EQ(sendmsg(socket, &message, MSG_NOSIGNAL), 1);
+}
+
+static inline int hear_fd(int socket)
+{
+    char byte;
+    int fd = -1;
+    struct iovec part = {&byte, 1};
+    union {
+        struct cmsghdr header;
+        char bytes[CMSG_SPACE(sizeof(int))];
+    } control = {0};
+    struct msghdr message = {.msg_iov = &part,
+                             .msg_iovlen = 1,
+                             .msg_control = control.bytes,
+                             .msg_controllen = sizeof(control.bytes)};
+    struct pollfd entry = {.fd = socket, .events = POLLIN};
+
+    CHECK_EQ(poll(&entry, 1, PATIENT_MS), 1);
+    CHECK_EQ(recvmsg(socket, &message, MSG_CMSG_CLOEXEC), 1);
+    CHECK(CMSG_FIRSTHDR(&message) != NULL);
+    memcpy(&fd, CMSG_DATA(CMSG_FIRSTHDR(&message)), sizeof(fd));
+    return fd;
+}
+
+#endif

@@ -1,0 +1,512 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The stand-in driver: what it does, and that it refuses what the real one leaves
+ * undefined.  A test that passes on it means something only because of these. */
+#include <errno.h>
+#include <fcntl.h>
+
+#include "cuda_fixture.h"
+
+enum { CHUNK = 2 * 1024 * 1024 };
+
+static const wsync_cu_property_t exportable = {.type = WSYNC_CU_ALLOCATION_PINNED,
+                                               .handle_types = WSYNC_CU_HANDLE_FD,
+                                               .location = {WSYNC_CU_LOCATION_DEVICE, 0}};
+static const wsync_cu_access_t access_0 = {{WSYNC_CU_LOCATION_DEVICE, 0},
+                                           WSYNC_CU_ACCESS_READ_WRITE};
+
+static wsync_cu_stream_t make_stream(const wsync_cuda_driver_t *cu)
+{
+    wsync_cu_stream_t stream = NULL;
+
+    CU(cu->stream_create(&stream, WSYNC_CU_STREAM_NON_BLOCKING));
+    return stream;
+}
+
+static wsync_cu_ptr_t map(const wsync_cuda_driver_t *cu, wsync_cu_handle_t handle)
+{
+    wsync_cu_ptr_t at = 0;
+
+    CU(cu->mem_reserve(&at, CHUNK, 0, 0, 0));
+    CU(cu->mem_map(at, CHUNK, 0, handle, 0));
+    CU(cu->mem_set_access(at, CHUNK, &access_0, 1));
+    return at;
+}
+
+static void unmap(const wsync_cuda_driver_t *cu, wsync_cu_ptr_t at)
+{
+    CU(cu->mem_unmap(at, CHUNK));
+    CU(cu->mem_unreserve(at, CHUNK));
+}
+
+static uint64_t read_word(const wsync_cuda_driver_t *cu, wsync_cu_ptr_t at)
+{
+    wsync_cu_stream_t stream = make_stream(cu);
+    uint64_t word = 0;
+
+    CU(cu->memcpy_out_async(&word, at, sizeof(word), stream));
+    CU(cu->stream_synchronize(stream));
+    CU(cu->stream_destroy(stream));
+    return word;
+}
+
+TEST(streams_run_in_order_and_behind_their_caller)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    wsync_cu_ptr_t at = 0;
+    wsync_cu_ptr_t gate_at = 0;
+    uint64_t gate = 0;
+    uint64_t word = 7;
+
+    CU(cu->mem_alloc(&at, 4096));
+    CU(cu->host_register(&gate, sizeof(gate), WSYNC_CU_HOST_DEVICE_MAP));
+    CU(cu->host_pointer(&gate_at, &gate, 0));
+    CU(cu->stream_wait_value(stream, gate_at, 3, WSYNC_CU_WAIT_GEQ));
+    CU(cu->memset_async(at, 1, 4096, stream));
+    CU(cu->memset_async(at, 2, 4096, stream));
+    CU(cu->memcpy_out_async(&word, at + 8, sizeof(word), stream));
+    CU(cu->stream_write_value(stream, gate_at, 9, 0));
+    CHECK_EQ(cu->stream_query(stream), WSYNC_CU_NOT_READY);
+    __atomic_store_n(&gate, 4, __ATOMIC_RELEASE);
+    CU(cu->stream_synchronize(stream));
+    CHECK_EQ(word, 0x0202020202020202);
+    CHECK_EQ(gate, 9);
+    CHECK_EQ(cu->stream_write_value(stream, gate_at + 4, 9, 0), WSYNC_CU_INVALID_VALUE);
+    CHECK_EQ(cu->host_register(&gate, 4, 0), WSYNC_CU_ALREADY_REGISTERED);
+    CU(cu->host_unregister(&gate));
+    CHECK_EQ(cu->host_unregister(&gate), WSYNC_CU_NOT_REGISTERED);
+    CHECK_EQ(cu->stream_write_value(stream, gate_at, 9, 0), WSYNC_CU_INVALID_VALUE);
+    CU(cu->stream_destroy(stream));
+    CHECK_EQ(cu->stream_destroy(stream), WSYNC_CU_INVALID_HANDLE);
+    CHECK_EQ(cu->stream_query(stream), WSYNC_CU_INVALID_HANDLE);
+    CU(cu->mem_free(at));
+}
+
+TEST(mapped_memory_keeps_the_driver_s_rules)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    wsync_cu_handle_t handle = 0;
+    wsync_cu_ptr_t at = 0;
+
+    CHECK_EQ(cu->mem_create(&handle, CHUNK - 1, &exportable, 0), WSYNC_CU_INVALID_VALUE);
+    CHECK_EQ(cu->mem_create(&handle, (size_t)CHUNK << 20, &exportable, 0),
+             WSYNC_CU_OUT_OF_MEMORY);
+    CU(cu->mem_create(&handle, CHUNK, &exportable, 0));
+    CU(cu->mem_reserve(&at, 2 * CHUNK, 0, 0, 0));
+    CHECK_EQ(cu->memset_async(at, 1, 8, stream), WSYNC_CU_ILLEGAL_ADDRESS);
+    CHECK_EQ(cu->mem_map(at, 2 * CHUNK, 0, handle, 0), WSYNC_CU_INVALID_VALUE);
+    CU(cu->mem_map(at, CHUNK, 0, handle, 0));
+    CHECK_EQ(cu->mem_map(at, CHUNK, 0, handle, 0), WSYNC_CU_INVALID_VALUE);
+    CHECK_EQ(cu->memset_async(at, 1, 8, stream), WSYNC_CU_ILLEGAL_ADDRESS);
+    CU(cu->mem_set_access(at, CHUNK, &access_0, 1));
+    CU(cu->memset_async(at, 1, CHUNK, stream));
+    CHECK_EQ(cu->memset_async(at, 1, CHUNK + 1, stream), WSYNC_CU_ILLEGAL_ADDRESS);
+    CU(cu->mem_release(handle)); /* the mapping keeps it */
+    CHECK_EQ(cu->mem_release(handle), WSYNC_CU_INVALID_VALUE);
+    CU(cu->stream_synchronize(stream));
+    CHECK_EQ(read_word(cu, at), 0x0101010101010101);
+    CHECK_EQ(cu->mem_unreserve(at, 2 * CHUNK), WSYNC_CU_INVALID_VALUE);
+    CU(cu->mem_unmap(at, CHUNK));
+    CHECK_EQ(cu->mem_unmap(at, CHUNK), WSYNC_CU_INVALID_VALUE);
+    CHECK_EQ(cu->memset_async(at, 1, 8, stream), WSYNC_CU_ILLEGAL_ADDRESS);
+    CU(cu->mem_unreserve(at, 2 * CHUNK));
+    CHECK_EQ(cu->memset_async(at, 1, 8, stream), WSYNC_CU_ILLEGAL_ADDRESS);
+    CU(cu->stream_destroy(stream));
+    CHECK_EQ(fake_census().physical + fake_census().reserved + fake_census().mapped, 0);
+}
+
+TEST(memory_that_a_stream_uses_is_not_taken_away)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    wsync_cu_handle_t handle = 0;
+    wsync_cu_ptr_t at;
+    wsync_cu_ptr_t other = 0;
+    uint64_t gate = 0;
+
+    CU(cu->mem_create(&handle, CHUNK, &exportable, 0));
+    at = map(cu, handle);
+    CU(cu->mem_alloc(&other, 64));
+    CU(cu->host_register(&gate, sizeof(gate), 0));
+    CU(cu->stream_wait_value(stream, (wsync_cu_ptr_t)(uintptr_t)&gate, 1, 0));
+    CU(cu->memcpy_async(other, at, 64, stream));
+    CHECK_EQ(cu->mem_unmap(at, CHUNK), WSYNC_CU_ILLEGAL_STATE);
+    CHECK_EQ(cu->mem_free(other), WSYNC_CU_ILLEGAL_STATE);
+    CHECK_EQ(cu->host_unregister(&gate), WSYNC_CU_ILLEGAL_STATE);
+    __atomic_store_n(&gate, 1, __ATOMIC_RELEASE);
+    CU(cu->stream_synchronize(stream));
+    CU(cu->host_unregister(&gate));
+    CU(cu->mem_free(other));
+    CHECK_EQ(cu->mem_free(other), WSYNC_CU_INVALID_VALUE);
+    CHECK_EQ(cu->memset_async(other, 0, 1, stream), WSYNC_CU_ILLEGAL_ADDRESS);
+    unmap(cu, at);
+    CU(cu->mem_release(handle));
+}
+
+static void import_main(int socket)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    const int fd = hear_fd(socket);
+    wsync_cu_handle_t handle = 0;
+    wsync_cu_ptr_t at;
+
+    CU(cu->mem_import(&handle, (void *)(intptr_t)fd, WSYNC_CU_HANDLE_FD));
+    (void)close(fd);
+    at = map(cu, handle);
+    CU(cu->mem_release(handle));
+    CHECK_EQ(read_word(cu, at), 0x0505050505050505);
+    nudge(socket);
+    await_nudge(socket); /* the exporter has let go */
+    CHECK_EQ(read_word(cu, at), 0x0606060606060606);
+    unmap(cu, at);
+}
+
+TEST(an_import_sees_the_exporter_s_bytes_and_survives_it)
+{
+    const peer_t peer = peer_start(import_main);
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    wsync_cu_handle_t handle = 0;
+    wsync_cu_ptr_t at;
+    int fd = -1;
+
+    CU(cu->mem_create(&handle, CHUNK, &exportable, 0));
+    at = map(cu, handle);
+    CU(cu->memset_async(at, 5, CHUNK, stream));
+    CU(cu->stream_synchronize(stream));
+    CU(cu->mem_export(&fd, handle, WSYNC_CU_HANDLE_FD, 0));
+    say_fd(peer.socket, fd);
+    (void)close(fd);
+    await_nudge(peer.socket);
+    CU(cu->memset_async(at, 6, CHUNK, stream));
+    CU(cu->stream_synchronize(stream));
+    unmap(cu, at);
+    CU(cu->mem_release(handle));
+    nudge(peer.socket);
+    peer_end(peer);
+}
+
+TEST(what_holds_no_memory_is_not_imported)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_property_t kept = exportable;
+    wsync_cu_handle_t handle = 0;
+    const int file = open("/dev/null", O_RDWR);
+    int fd = -1;
+
+    CHECK_EQ(cu->mem_import(&handle, (void *)(intptr_t)file, WSYNC_CU_HANDLE_FD),
+             WSYNC_CU_INVALID_VALUE);
+    kept.handle_types = 0;
+    CU(cu->mem_create(&handle, CHUNK, &kept, 0));
+    CHECK_EQ(cu->mem_export(&fd, handle, WSYNC_CU_HANDLE_FD, 0), WSYNC_CU_INVALID_VALUE);
+    CU(cu->mem_release(handle));
+    (void)close(file);
+}
+
+static void open_main(int socket)
+{
+    const wsync_cuda_driver_t *cu;
+    wsync_cu_context_t second = NULL;
+    wsync_cu_ipc_t handle;
+    wsync_cu_ptr_t at = 0;
+    wsync_cu_ptr_t again = 0;
+
+    choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
+    cu = enter_device(0);
+    hear(socket, &handle, sizeof(handle));
+    CHECK_EQ(cu->ipc_open_memory(&at, handle, 0), WSYNC_CU_INVALID_VALUE);
+    CU(cu->ipc_open_memory(&at, handle, WSYNC_CU_IPC_LAZY_PEER_ACCESS));
+    CU(cu->ipc_open_memory(&again, handle, WSYNC_CU_IPC_LAZY_PEER_ACCESS));
+    CHECK_EQ(at, again);
+    CU(cu->primary_retain(&second, 1));
+    CU(cu->context_push(second));
+    CHECK_EQ(cu->ipc_open_memory(&again, handle, WSYNC_CU_IPC_LAZY_PEER_ACCESS),
+             WSYNC_CU_INVALID_CONTEXT);
+    CHECK_EQ(cu->ipc_close_memory(at), WSYNC_CU_INVALID_CONTEXT);
+    CU(cu->context_pop(NULL));
+    CHECK_EQ(read_word(cu, at), 0x0303030303030303);
+    CHECK_EQ(cu->mem_free(at), WSYNC_CU_INVALID_VALUE);
+    nudge(socket);
+    await_nudge(socket); /* the owner could not free it */
+    CU(cu->ipc_close_memory(at));
+    CHECK_EQ(read_word(cu, at), 0x0303030303030303);
+    CU(cu->ipc_close_memory(at));
+    CHECK_EQ(cu->ipc_close_memory(at), WSYNC_CU_INVALID_VALUE);
+    nudge(socket);
+    await_nudge(socket); /* the owner freed it */
+    CHECK_EQ(cu->ipc_open_memory(&at, handle, WSYNC_CU_IPC_LAZY_PEER_ACCESS),
+             WSYNC_CU_INVALID_VALUE);
+}
+
+TEST(ipc_handles_keep_the_order_of_free_and_close)
+{
+    const peer_t peer = peer_start(open_main);
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    wsync_cu_ipc_t handle;
+    wsync_cu_ptr_t at = 0;
+    wsync_cu_ptr_t base = 0;
+    size_t nbytes = 0;
+
+    CU(cu->mem_alloc(&at, 100000));
+    CU(cu->memset_async(at, 3, 100000, stream));
+    CU(cu->stream_synchronize(stream));
+    CU(cu->mem_range(&base, &nbytes, at + 99999));
+    CHECK(base == at && nbytes == 100000);
+    CHECK_EQ(cu->ipc_get_memory(&handle, at + 512), WSYNC_CU_INVALID_VALUE);
+    CU(cu->ipc_get_memory(&handle, at));
+    CHECK_EQ(cu->ipc_open_memory(&base, handle, WSYNC_CU_IPC_LAZY_PEER_ACCESS),
+             WSYNC_CU_INVALID_CONTEXT);
+    say(peer.socket, &handle, sizeof(handle));
+    await_nudge(peer.socket);
+    CHECK_EQ(cu->mem_free(at), WSYNC_CU_ILLEGAL_STATE);
+    nudge(peer.socket);
+    await_nudge(peer.socket);
+    CU(cu->mem_free(at));
+    nudge(peer.socket);
+    peer_end(peer);
+}
+
+static void open_and_die_main(int socket)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_ipc_t handle;
+    wsync_cu_ptr_t at = 0;
+
+    hear(socket, &handle, sizeof(handle));
+    CU(cu->ipc_open_memory(&at, handle, WSYNC_CU_IPC_LAZY_PEER_ACCESS));
+    nudge(socket);
+}
+
+TEST(a_process_that_died_has_nothing_open)
+{
+    const peer_t peer = peer_start(open_and_die_main);
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_ipc_t handle;
+    wsync_cu_ptr_t at = 0;
+
+    CU(cu->mem_alloc(&at, 4096));
+    CU(cu->ipc_get_memory(&handle, at));
+    say(peer.socket, &handle, sizeof(handle));
+    await_nudge(peer.socket);
+    peer_end(peer);
+    CU(cu->mem_free(at));
+}
+
+static void event_main(int socket)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    wsync_cu_event_t event = NULL;
+    wsync_cu_ipc_t handle;
+
+    hear(socket, &handle, sizeof(handle));
+    CU(cu->ipc_open_event(&event, handle));
+    CHECK_EQ(cu->stream_wait_event(stream, event, 0), WSYNC_CU_ILLEGAL_STATE);
+    CHECK_EQ(cu->ipc_get_event(&handle, event), WSYNC_CU_INVALID_HANDLE);
+    nudge(socket);
+    await_nudge(socket); /* it was recorded, behind a closed gate */
+    CU(cu->stream_wait_event(stream, event, 0));
+    CHECK_EQ(cu->event_query(event), WSYNC_CU_NOT_READY);
+    nudge(socket);
+    CU(cu->stream_synchronize(stream));
+    CU(cu->event_query(event));
+    await_nudge(socket); /* the owner could not destroy it */
+    CU(cu->event_destroy(event));
+    nudge(socket);
+    await_nudge(socket); /* the owner destroyed it */
+    CHECK_EQ(cu->ipc_open_event(&event, handle), WSYNC_CU_INVALID_VALUE);
+}
+
+TEST(events_order_streams_of_two_processes)
+{
+    const peer_t peer = peer_start(event_main);
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    wsync_cu_event_t event = NULL;
+    wsync_cu_event_t again = NULL;
+    wsync_cu_ipc_t handle;
+    uint64_t gate = 0;
+
+    CHECK_EQ(cu->event_create(&event, WSYNC_CU_EVENT_INTERPROCESS), WSYNC_CU_INVALID_VALUE);
+    CU(cu->event_create(&event,
+                        WSYNC_CU_EVENT_INTERPROCESS | WSYNC_CU_EVENT_DISABLE_TIMING));
+    CU(cu->ipc_get_event(&handle, event));
+    CHECK_EQ(cu->ipc_open_event(&again, handle), WSYNC_CU_INVALID_CONTEXT);
+    CHECK_EQ(cu->event_query(event), WSYNC_CU_ILLEGAL_STATE);
+    say(peer.socket, &handle, sizeof(handle));
+    await_nudge(peer.socket);
+    CU(cu->host_register(&gate, sizeof(gate), 0));
+    CU(cu->stream_wait_value(stream, (wsync_cu_ptr_t)(uintptr_t)&gate, 1, 0));
+    CU(cu->event_record(event, stream));
+    nudge(peer.socket);
+    await_nudge(peer.socket);
+    __atomic_store_n(&gate, 1, __ATOMIC_RELEASE);
+    CU(cu->event_synchronize(event));
+    CHECK_EQ(cu->event_destroy(event), WSYNC_CU_ILLEGAL_STATE);
+    nudge(peer.socket);
+    await_nudge(peer.socket);
+    CU(cu->event_destroy(event));
+    CHECK_EQ(cu->event_destroy(event), WSYNC_CU_INVALID_HANDLE);
+    nudge(peer.socket);
+    peer_end(peer);
+}
+
+TEST(events_time_what_lies_between_them)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    wsync_cu_event_t events[3] = {NULL};
+    float ms = -1;
+
+    CU(cu->event_create(&events[0], 0));
+    CU(cu->event_create(&events[1], 0));
+    CU(cu->event_create(&events[2], WSYNC_CU_EVENT_DISABLE_TIMING));
+    CHECK_EQ(cu->stream_wait_event(stream, events[0], 0), WSYNC_CU_ILLEGAL_STATE);
+    for (int i = 0; i < 3; i++) {
+        CU(cu->event_record(events[i], stream));
+    }
+    CU(cu->event_synchronize(events[2]));
+    CU(cu->event_elapsed(&ms, events[0], events[1]));
+    CHECK(ms > 0);
+    CHECK_EQ(cu->event_elapsed(&ms, events[0], events[2]), WSYNC_CU_INVALID_HANDLE);
+    for (int i = 0; i < 3; i++) {
+        CU(cu->event_destroy(events[i]));
+    }
+}
+
+TEST(contexts_are_told_apart)
+{
+    const wsync_cuda_driver_t *cu;
+    wsync_cu_context_t second = NULL;
+    wsync_cu_context_t popped = NULL;
+    wsync_cu_stream_t stream;
+    wsync_cu_event_t event = NULL;
+    wsync_cu_ptr_t at = 0;
+
+    choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
+    cu = enter_device(0);
+    stream = make_stream(cu);
+    CU(cu->event_create(&event, 0));
+    CU(cu->primary_retain(&second, 1));
+    CU(cu->context_push(second));
+    CHECK_EQ(cu->stream_query(stream), WSYNC_CU_INVALID_CONTEXT);
+    CHECK_EQ(cu->event_record(event, stream), WSYNC_CU_INVALID_CONTEXT);
+    CHECK_EQ(cu->event_destroy(event), WSYNC_CU_INVALID_CONTEXT);
+    CU(cu->context_pop(&popped));
+    CHECK(popped == second);
+    CU(cu->event_destroy(event));
+    CU(cu->stream_destroy(stream));
+    CU(cu->context_pop(NULL));
+    CHECK_EQ(cu->context_pop(NULL), WSYNC_CU_INVALID_CONTEXT);
+    CHECK_EQ(cu->mem_alloc(&at, 1), WSYNC_CU_INVALID_CONTEXT);
+    CU(cu->primary_release(1));
+    CHECK_EQ(cu->primary_release(1), WSYNC_CU_INVALID_CONTEXT);
+    CHECK_EQ(cu->context_push(second), WSYNC_CU_INVALID_CONTEXT);
+}
+
+TEST(kernels_get_the_arguments_of_their_launch)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    wsync_cu_module_t module = NULL;
+    wsync_cu_function_t function = NULL;
+    wsync_cu_ptr_t at = 0;
+    uint32_t value = 17;
+    uint32_t count = 4;
+    void *parameters[] = {&at, &value, &count};
+
+    CU(cu->mem_alloc(&at, 64));
+    CU(cu->module_load(&module, "image"));
+    CHECK_EQ(cu->module_function(&function, module, "no_such"), WSYNC_CU_NOT_FOUND);
+    CU(cu->module_function(&function, module, "fake_fill"));
+    CHECK_EQ(cu->launch_kernel(function, 1, 1, 1, 2048, 1, 1, 0, stream, parameters, NULL),
+             WSYNC_CU_INVALID_VALUE);
+    CU(cu->launch_kernel(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL));
+    value = 18;
+    CU(cu->stream_synchronize(stream));
+    CHECK_EQ(read_word(cu, at + 8), 0x0000001100000011);
+    CU(cu->module_unload(module));
+    CHECK_EQ(cu->module_unload(module), WSYNC_CU_INVALID_HANDLE);
+    CU(cu->mem_free(at));
+}
+
+TEST(the_kth_call_of_a_name_fails)
+{
+    const wsync_cuda_driver_t *cu;
+    wsync_cu_ptr_t at = 0;
+    wsync_cu_ptr_t other = 0;
+
+    choose_fake("WSYNC_FAKE_CUDA_FAIL", "cuMemAlloc:1:2");
+    cu = enter_device(0);
+    CU(cu->mem_alloc(&at, 64));
+    CHECK(fake_failed() == NULL);
+    CHECK_EQ(cu->mem_alloc(&other, 64), WSYNC_CU_OUT_OF_MEMORY);
+    CHECK_STR(fake_failed(), "cuMemAlloc");
+    CU(cu->mem_alloc(&other, 64));
+    fake_fail("*", 1, WSYNC_CU_LAUNCH_FAILED);
+    CU(cu->mem_free(at));
+    CHECK_EQ(cu->mem_free(other), WSYNC_CU_LAUNCH_FAILED); /* freed all the same */
+    CHECK_EQ(fake_census().allocated, 0);
+}
+
+TEST(the_log_has_every_call_and_every_refusal)
+{
+    char path[] = "/var/tmp/wsync-fake-XXXXXX";
+    char text[4096] = "";
+    const int fd = mkstemp(path);
+    const wsync_cuda_driver_t *cu;
+
+    CHECK(fd >= 0);
+    choose_fake("WSYNC_FAKE_CUDA_LOG", path);
+    cu = enter_device(0);
+    CHECK_EQ(cu->mem_free(4096), WSYNC_CU_INVALID_VALUE);
+    CHECK(pread(fd, text, sizeof(text) - 1, 0) > 0);
+    CHECK_HAS(text, " cuInit\n");
+    CHECK_HAS(text, " cuCtxPushCurrent\n");
+    CHECK_HAS(text, " refused 1: cuMemFree: nothing is allocated there\n");
+    (void)unlink(path);
+    (void)close(fd);
+}
+
+TEST(memory_runs_out)
+{
+    const wsync_cuda_driver_t *cu;
+    wsync_cu_handle_t handle = 0;
+    wsync_cu_ptr_t at = 0;
+    size_t left = 0;
+    size_t total = 0;
+
+    choose_fake("WSYNC_FAKE_CUDA_MEMORY", "4194304");
+    cu = enter_device(0);
+    CU(cu->mem_create(&handle, CHUNK, &exportable, 0));
+    CU(cu->mem_get_info(&left, &total));
+    CHECK(left == CHUNK && total == 2 * CHUNK);
+    CHECK_EQ(cu->mem_alloc(&at, CHUNK + 1), WSYNC_CU_OUT_OF_MEMORY);
+    CU(cu->mem_release(handle));
+    CU(cu->mem_alloc(&at, CHUNK + 1));
+    CU(cu->mem_free(at));
+}
+
+TEST(a_fork_of_a_process_with_a_driver_has_none)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    const wsync_cuda_driver_t *there = NULL;
+    int status = 0;
+    const pid_t child = fork();
+
+    if (child == 0) {
+        wsync_cu_ptr_t at = 0;
+        wsync_error_t err = {0};
+
+        CHECK_EQ(cu->mem_alloc(&at, 1), WSYNC_CU_NOT_INITIALIZED);
+        CHECK_EQ(wsync_cuda_driver(&there, &err), WSYNC_ERR_STATE);
+        CHECK_HAS(err.message, "spawn");
+        CHECK(there == NULL);
+        _exit(0);
+    }
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK_EQ(cu->device_get_count(&status), WSYNC_CU_SUCCESS);
+}

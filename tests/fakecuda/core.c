@@ -1,0 +1,508 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Initialisation, devices, contexts, the log, planned failures, shared pages. */
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "fake.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { DEFAULT_VERSION = 12080, MAX_PUSHED = 16, SHARED_MAGIC = 0x66616b65 };
+
+fake_state_t fake = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+
+static _Thread_local struct wsync_cu_context *pushed[MAX_PUSHED];
+static _Thread_local int pushed_count;
+static _Thread_local wsync_cu_result_t planned; /* for fake_leave */
+
+static atomic_int log_fd = -1;
+static struct {
+    pthread_mutex_t mutex;
+    char call[64];
+    long left;
+    int code;
+    const char *hit;
+} plan = {.mutex = PTHREAD_MUTEX_INITIALIZER, .left = -1};
+
+EXPORT void fakecuda_fail(const char *call, long k, int code);
+EXPORT const char *fakecuda_failed(void);
+EXPORT void fakecuda_census(fakecuda_census_t *census);
+EXPORT int cuGetProcAddress_v2(const char *symbol, void **address, int version,
+                               uint64_t flags, int *status);
+EXPORT wsync_cu_result_t cuInit(unsigned flags);
+
+/* --- log and planned failures --------------------------------------------------------- */
+
+void fake_log(const char *format, ...)
+{
+    char line[512];
+    va_list arguments;
+    int length;
+    const int fd = atomic_load(&log_fd);
+
+    if (fd < 0) {
+        return;
+    }
+    length = snprintf(line, sizeof(line), "%ld ", (long)getpid());
+    va_start(arguments, format);
+    length +=
+        vsnprintf(line + length, sizeof(line) - (size_t)length - 2, format, arguments);
+    va_end(arguments);
+    length = length > (int)sizeof(line) - 2 ? (int)sizeof(line) - 2 : length;
+    line[length] = '\n';
+    if (write(fd, line, (size_t)length + 1) < 0) {
+        return; /* a log that is full loses lines */
+    }
+}
+
+wsync_cu_result_t fake_refuse(wsync_cu_result_t code, const char *format, ...)
+{
+    char text[384];
+    va_list arguments;
+
+    va_start(arguments, format);
+    (void)vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    fake_log("refused %d: %s", code, text);
+    return code;
+}
+
+void fakecuda_fail(const char *call, long k, int code)
+{
+    (void)pthread_mutex_lock(&plan.mutex);
+    (void)snprintf(plan.call, sizeof(plan.call), "%s", call);
+    plan.left = k;
+    plan.code = code;
+    plan.hit = NULL;
+    (void)pthread_mutex_unlock(&plan.mutex);
+}
+
+const char *fakecuda_failed(void)
+{
+    const char *hit;
+
+    (void)pthread_mutex_lock(&plan.mutex);
+    hit = plan.hit;
+    (void)pthread_mutex_unlock(&plan.mutex);
+    return hit;
+}
+
+static wsync_cu_result_t strike(const char *call)
+{
+    wsync_cu_result_t code = WSYNC_CU_SUCCESS;
+
+    (void)pthread_mutex_lock(&plan.mutex);
+    if (plan.left >= 0 && (strcmp(plan.call, "*") == 0 || strcmp(plan.call, call) == 0) &&
+        plan.left-- == 0) {
+        plan.hit = call;
+        code = plan.code;
+    }
+    (void)pthread_mutex_unlock(&plan.mutex);
+    if (code != WSYNC_CU_SUCCESS) {
+        fake_log("failed %s %d", call, code);
+    }
+    return code;
+}
+
+static wsync_cu_result_t check_process(const char *call)
+{
+    fake_log("%s", call);
+    if (fake.pid == 0) {
+        return fake_refuse(WSYNC_CU_NOT_INITIALIZED, "%s before cuInit", call);
+    }
+    if (fake.pid != getpid()) {
+        return fake_refuse(WSYNC_CU_NOT_INITIALIZED, "%s in a fork", call);
+    }
+    return WSYNC_CU_SUCCESS;
+}
+
+wsync_cu_result_t fake_enter(const char *call)
+{
+    const wsync_cu_result_t code = check_process(call);
+
+    return code != WSYNC_CU_SUCCESS ? code : strike(call);
+}
+
+static wsync_cu_result_t find_context(const char *call, struct wsync_cu_context **context)
+{
+    if (pushed_count == 0) {
+        return fake_refuse(WSYNC_CU_INVALID_CONTEXT, "%s without a context", call);
+    }
+    if (pushed[pushed_count - 1]->retained == 0) {
+        return fake_refuse(WSYNC_CU_INVALID_CONTEXT, "%s: the context was released", call);
+    }
+    *context = pushed[pushed_count - 1];
+    return WSYNC_CU_SUCCESS;
+}
+
+wsync_cu_result_t fake_enter_context(const char *call, struct wsync_cu_context **context)
+{
+    const wsync_cu_result_t code = fake_enter(call);
+
+    return code != WSYNC_CU_SUCCESS ? code : find_context(call, context);
+}
+
+wsync_cu_result_t fake_enter_return(const char *call, struct wsync_cu_context **context)
+{
+    const wsync_cu_result_t code = check_process(call);
+
+    planned = code == WSYNC_CU_SUCCESS ? strike(call) : WSYNC_CU_SUCCESS;
+    return code != WSYNC_CU_SUCCESS ? code : find_context(call, context);
+}
+
+wsync_cu_result_t fake_leave(wsync_cu_result_t code)
+{
+    return code != WSYNC_CU_SUCCESS ? code : planned;
+}
+
+void fake_lock(void)
+{
+    (void)pthread_mutex_lock(&fake.mutex);
+}
+
+void fake_unlock(void)
+{
+    (void)pthread_mutex_unlock(&fake.mutex);
+}
+
+/* --- initialisation, devices ---------------------------------------------------------- */
+
+static size_t read_number(const char *name, size_t otherwise)
+{
+    const char *text = getenv(name);
+
+    return text != NULL && text[0] != '\0' ? strtoull(text, NULL, 10) : otherwise;
+}
+
+static void read_plan(void)
+{
+    char call[64] = "";
+    long k = -1;
+    int code = 0;
+    const char *text = getenv("WSYNC_FAKE_CUDA_FAIL");
+
+    if (text != NULL && sscanf(text, "%63[^:]:%ld:%d", call, &k, &code) == 3) {
+        fakecuda_fail(call, k, code);
+    }
+}
+
+wsync_cu_result_t fake_init(unsigned flags)
+{
+    const char *path = getenv("WSYNC_FAKE_CUDA_LOG");
+    wsync_cu_result_t code;
+
+    if (atomic_load(&log_fd) < 0 && path != NULL) {
+        atomic_store(&log_fd, open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600));
+    }
+    fake_log("cuInit");
+    if (fake.pid != 0 && fake.pid != getpid()) {
+        return fake_refuse(WSYNC_CU_NOT_INITIALIZED, "cuInit in a fork");
+    }
+    if (fake.pid == 0) {
+        read_plan();
+    }
+    code = strike("cuInit");
+    if (code != WSYNC_CU_SUCCESS || flags != 0) {
+        return code != WSYNC_CU_SUCCESS ? code : WSYNC_CU_INVALID_VALUE;
+    }
+    fake_lock();
+    if (fake.pid == 0) {
+        fake.device_count = (int)read_number("WSYNC_FAKE_CUDA_DEVICES", 1);
+        fake.device_count =
+            fake.device_count > FAKE_MAX_DEVICES ? FAKE_MAX_DEVICES : fake.device_count;
+        fake.memory = read_number("WSYNC_FAKE_CUDA_MEMORY", (size_t)1 << 30);
+        fake.delay_us = (unsigned)read_number("WSYNC_FAKE_CUDA_DELAY_US", 100);
+        fake.seed = (unsigned)read_number("WSYNC_FAKE_CUDA_SEED", 1);
+        for (int i = 0; i < fake.device_count; i++) {
+            fake.contexts[i].device = i;
+        }
+        fake.next_handle = 1;
+        fake.pid = getpid();
+    }
+    fake_unlock();
+    return fake.device_count > 0 ? WSYNC_CU_SUCCESS : WSYNC_CU_NO_DEVICE;
+}
+
+wsync_cu_result_t cuInit(unsigned flags)
+{
+    return fake_init(flags);
+}
+
+wsync_cu_result_t fake_driver_get_version(int *version)
+{
+    *version = (int)read_number("WSYNC_FAKE_CUDA_VERSION", DEFAULT_VERSION);
+    return WSYNC_CU_SUCCESS;
+}
+
+wsync_cu_result_t fake_get_error_name(wsync_cu_result_t code, const char **text)
+{
+    *text = code == WSYNC_CU_OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_FAKE";
+    return WSYNC_CU_SUCCESS;
+}
+
+wsync_cu_result_t fake_get_error_string(wsync_cu_result_t code, const char **text)
+{
+    *text = code == WSYNC_CU_OUT_OF_MEMORY ? "out of memory" : "the fake driver refuses";
+    return WSYNC_CU_SUCCESS;
+}
+
+wsync_cu_result_t fake_device_get_count(int *count)
+{
+    const wsync_cu_result_t code = fake_enter("cuDeviceGetCount");
+
+    *count = fake.device_count;
+    return code;
+}
+
+wsync_cu_result_t fake_device_get(wsync_cu_device_t *device, int ordinal)
+{
+    const wsync_cu_result_t code = fake_enter("cuDeviceGet");
+
+    *device = ordinal;
+    return code == WSYNC_CU_SUCCESS && (ordinal < 0 || ordinal >= fake.device_count)
+               ? WSYNC_CU_INVALID_DEVICE
+               : code;
+}
+
+wsync_cu_result_t fake_device_get_name(char *name, int nbytes, wsync_cu_device_t device)
+{
+    const wsync_cu_result_t code = fake_enter("cuDeviceGetName");
+
+    (void)snprintf(name, (size_t)nbytes, "Fake GPU %d", device);
+    return code;
+}
+
+wsync_cu_result_t fake_device_get_uuid(wsync_cu_uuid_t *uuid, wsync_cu_device_t device)
+{
+    const wsync_cu_result_t code = fake_enter("cuDeviceGetUuid");
+
+    memset(uuid->bytes, 0xfa, sizeof(uuid->bytes));
+    uuid->bytes[15] = (uint8_t)device;
+    return code;
+}
+
+wsync_cu_result_t fake_device_get_attribute(int *value, int attribute,
+                                            wsync_cu_device_t device)
+{
+    const wsync_cu_result_t code = fake_enter("cuDeviceGetAttribute");
+
+    (void)device;
+    *value = attribute == WSYNC_CU_ATTRIBUTE_PROCESSORS ? 4
+             : attribute == WSYNC_CU_ATTRIBUTE_MAJOR    ? 9
+             : attribute == WSYNC_CU_ATTRIBUTE_MINOR    ? 0
+                                                        : 1;
+    return code;
+}
+
+wsync_cu_result_t fake_device_total_mem(size_t *nbytes, wsync_cu_device_t device)
+{
+    const wsync_cu_result_t code = fake_enter("cuDeviceTotalMem");
+
+    (void)device;
+    *nbytes = fake.memory;
+    return code;
+}
+
+/* --- contexts ------------------------------------------------------------------------- */
+
+wsync_cu_result_t fake_primary_retain(wsync_cu_context_t *context, wsync_cu_device_t device)
+{
+    const wsync_cu_result_t code = fake_enter("cuDevicePrimaryCtxRetain");
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    if (device < 0 || device >= fake.device_count) {
+        return WSYNC_CU_INVALID_DEVICE;
+    }
+    fake_lock();
+    fake.contexts[device].retained++;
+    fake_unlock();
+    *context = &fake.contexts[device];
+    return WSYNC_CU_SUCCESS;
+}
+
+wsync_cu_result_t fake_primary_release(wsync_cu_device_t device)
+{
+    const wsync_cu_result_t code = fake_enter("cuDevicePrimaryCtxRelease");
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    if (device < 0 || device >= fake.device_count || fake.contexts[device].retained == 0) {
+        return fake_refuse(WSYNC_CU_INVALID_CONTEXT, "released more often than retained");
+    }
+    fake_lock();
+    fake.contexts[device].retained--;
+    fake_unlock();
+    return WSYNC_CU_SUCCESS;
+}
+
+wsync_cu_result_t fake_context_push(wsync_cu_context_t context)
+{
+    const wsync_cu_result_t code = fake_enter("cuCtxPushCurrent");
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    if (context == NULL || context->retained == 0 || pushed_count == MAX_PUSHED) {
+        return fake_refuse(WSYNC_CU_INVALID_CONTEXT, "a context that nobody retained");
+    }
+    pushed[pushed_count++] = context;
+    return WSYNC_CU_SUCCESS;
+}
+
+wsync_cu_result_t fake_context_pop(wsync_cu_context_t *context)
+{
+    struct wsync_cu_context *top = NULL;
+    const wsync_cu_result_t code = fake_enter_return("cuCtxPopCurrent", &top);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    pushed_count--;
+    if (context != NULL) {
+        *context = top;
+    }
+    return fake_leave(WSYNC_CU_SUCCESS);
+}
+
+/* --- pages that processes share --------------------------------------------------------
+ */
+
+fake_shared_t *fake_shared_map(int fd, off_t offset)
+{
+    fake_shared_t *shared =
+        mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE,
+             fd < 0 ? MAP_SHARED | MAP_ANONYMOUS : MAP_SHARED, fd, offset);
+
+    if (shared == MAP_FAILED) {
+        return NULL;
+    }
+    atomic_store(&shared->magic, SHARED_MAGIC);
+    return shared;
+}
+
+void fake_shared_unmap(fake_shared_t *shared)
+{
+    (void)munmap(shared, sizeof(*shared));
+}
+
+bool fake_shared_join(fake_shared_t *shared)
+{
+    for (int i = 0; i < FAKE_MAX_USERS; i++) {
+        int nobody = 0;
+
+        if (atomic_compare_exchange_strong(&shared->users[i], &nobody, (int)getpid())) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void fake_shared_leave(fake_shared_t *shared)
+{
+    for (int i = 0; i < FAKE_MAX_USERS; i++) {
+        int self = (int)getpid();
+
+        if (atomic_compare_exchange_strong(&shared->users[i], &self, 0)) {
+            return;
+        }
+    }
+}
+
+pid_t fake_shared_user(fake_shared_t *shared)
+{
+    for (int i = 0; i < FAKE_MAX_USERS; i++) {
+        const pid_t pid = (pid_t)atomic_load(&shared->users[i]);
+
+        if (pid != 0 && kill(pid, 0) == 0) {
+            return pid;
+        }
+    }
+    return 0;
+}
+
+int fake_steal(pid_t pid, int fd, const char *name)
+{
+    char path[64];
+    char target[128];
+    char wanted[64];
+    ssize_t length;
+
+    (void)snprintf(path, sizeof(path), "/proc/%ld/fd/%d", (long)pid, fd);
+    (void)snprintf(wanted, sizeof(wanted), "/memfd:%s ", name);
+    length = readlink(path, target, sizeof(target) - 1);
+    if (length < 0) {
+        return -1;
+    }
+    target[length] = '\0';
+    if (strncmp(target, wanted, strlen(wanted)) != 0) {
+        return -1;
+    }
+    return open(path, O_RDWR | O_CLOEXEC);
+}
+
+/* --- what tests call -------------------------------------------------------------------
+ */
+
+void fakecuda_census(fakecuda_census_t *census)
+{
+    fakecuda_census_t count = {.pushed = pushed_count};
+
+    fake_lock();
+    for (const fake_physical_t *at = fake.physicals; at != NULL; at = at->next) {
+        count.physical++;
+    }
+    for (const fake_range_t *at = fake.ranges; at != NULL; at = at->next) {
+        count.reserved += at->kind == FAKE_RESERVED;
+        count.mapped += at->kind == FAKE_MAPPED;
+        count.allocated += at->kind == FAKE_ALLOCATED || at->kind == FAKE_OPENED;
+        count.registered += at->kind == FAKE_HOST;
+    }
+    for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
+        count.streams++;
+    }
+    for (const struct wsync_cu_event *at = fake.events; at != NULL; at = at->next) {
+        count.events++;
+    }
+    for (const struct wsync_cu_module *at = fake.modules; at != NULL; at = at->next) {
+        count.modules++;
+    }
+    fake_unlock();
+    *census = count;
+}
+
+int cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_t flags,
+                        int *status)
+{
+    static const struct {
+        const char *symbol;
+        int version;
+        void *address;
+    } table[] = {
+#define ENTRY(member, symbol, version, parameters) \
+    {#symbol, version, (void *)fake_##member},
+        WSYNC_CUDA_MAP(ENTRY)
+#undef ENTRY
+    };
+
+    (void)flags;
+    for (size_t i = 0; i < sizeof(table) / sizeof(table[0]); i++) {
+        if (strcmp(symbol, table[i].symbol) == 0 && version >= table[i].version) {
+            *address = table[i].address;
+            *status = 0;
+            return WSYNC_CU_SUCCESS;
+        }
+    }
+    *address = NULL;
+    *status = 1;
+    return WSYNC_CU_NOT_FOUND;
+}

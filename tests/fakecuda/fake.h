@@ -1,0 +1,195 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Inside of the stand-in: one lock over all tables. */
+#ifndef WSYNC_TESTS_FAKE_H
+#define WSYNC_TESTS_FAKE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#include "device/cuda_driver.h"
+#include "fakecuda.h"
+
+enum {
+    FAKE_MAX_DEVICES = 16,
+    FAKE_GRANULARITY = 2 * 1024 * 1024,
+    FAKE_MAX_USERS = 16,
+    FAKE_MAX_PARAMETERS = 8,
+    FAKE_PARAMETER_NBYTES = 256,
+};
+
+struct wsync_cu_context {
+    int device;
+    long retained;
+};
+
+/* Who in other processes has something open, in memory that they all map. */
+typedef struct fake_shared {
+    atomic_uint magic;
+    atomic_int users[FAKE_MAX_USERS]; /* pids */
+    atomic_bool gone;                 /* its owner gave it up */
+    _Atomic uint64_t recorded;        /* of an event: records enqueued */
+    _Atomic uint64_t completed;       /* and passed */
+} fake_shared_t;
+
+struct wsync_cu_event {
+    struct wsync_cu_event *next;
+    fake_shared_t *shared;
+    struct wsync_cu_context *context;
+    unsigned flags;
+    int fd;        /* -1 unless interprocess */
+    bool opened;   /* made in another process */
+    bool dead;     /* destroyed; kept for pending operations */
+    long pending;  /* operations that name it */
+    uint64_t when; /* ns, of the last record that passed */
+};
+
+typedef struct fake_physical {
+    struct fake_physical *next;
+    wsync_cu_handle_t handle;
+    size_t nbytes;
+    int fd;
+    int device;
+    long handles; /* references: create, import */
+    long maps;
+    bool charged; /* its bytes count as this process's */
+} fake_physical_t;
+
+typedef enum fake_kind {
+    FAKE_RESERVED,
+    FAKE_MAPPED,
+    FAKE_ALLOCATED, /* cuMemAlloc */
+    FAKE_OPENED,    /* cuIpcOpenMemHandle */
+    FAKE_HOST,      /* cuMemHostRegister */
+    FAKE_GRAVE,     /* was one of these: its addresses are not used again */
+} fake_kind_t;
+
+typedef struct fake_range {
+    struct fake_range *next;
+    fake_kind_t kind;
+    uintptr_t at;
+    size_t nbytes;
+    struct wsync_cu_context *context; /* of an allocation */
+    int device;                       /* of a mapping; -1: no access */
+    fake_physical_t *physical;        /* of a mapping */
+    fake_shared_t *shared;            /* of an allocation */
+    int fd;
+    pid_t owner; /* of an opened handle */
+    int owner_fd;
+    long opens;
+} fake_range_t;
+
+typedef enum fake_op_kind {
+    FAKE_COPY,
+    FAKE_SET,
+    FAKE_WRITE_VALUE,
+    FAKE_WAIT_VALUE,
+    FAKE_RECORD,
+    FAKE_WAIT_EVENT,
+    FAKE_LAUNCH,
+} fake_op_kind_t;
+
+typedef void (*fake_kernel_func_t)(unsigned grid, unsigned block, void **parameters);
+
+typedef struct fake_kernel {
+    const char *name;
+    fake_kernel_func_t run;
+    int parameter_count;
+    size_t parameter_nbytes[FAKE_MAX_PARAMETERS];
+} fake_kernel_t;
+
+typedef struct fake_op {
+    struct fake_op *next;
+    fake_op_kind_t kind;
+    uintptr_t destination;
+    uintptr_t source;
+    size_t nbytes;
+    uint64_t value; /* or the record of an event */
+    struct wsync_cu_event *event;
+    const fake_kernel_t *kernel;
+    unsigned grid;
+    unsigned block;
+    unsigned char parameters[FAKE_PARAMETER_NBYTES];
+} fake_op_t;
+
+struct wsync_cu_stream {
+    struct wsync_cu_stream *next;
+    struct wsync_cu_context *context;
+    pthread_cond_t changed;
+    fake_op_t *head; /* the one that runs, until it is done */
+    fake_op_t *tail;
+    unsigned seed;
+    bool destroyed;
+};
+
+struct wsync_cu_module {
+    struct wsync_cu_module *next;
+    struct wsync_cu_context *context;
+};
+
+typedef struct fake_state {
+    pthread_mutex_t mutex;
+    pid_t pid; /* 0 before cuInit */
+    int device_count;
+    size_t memory;
+    size_t used[FAKE_MAX_DEVICES];
+    unsigned delay_us;
+    unsigned seed;
+    struct wsync_cu_context contexts[FAKE_MAX_DEVICES];
+    fake_physical_t *physicals;
+    fake_range_t *ranges;
+    struct wsync_cu_stream *streams;
+    struct wsync_cu_event *events;
+    struct wsync_cu_module *modules;
+    wsync_cu_handle_t next_handle;
+} fake_state_t;
+
+extern fake_state_t fake;
+
+#define FAKE_DECLARE(member, symbol, version, parameters) \
+    wsync_cu_result_t fake_##member parameters;
+WSYNC_CUDA_MAP(FAKE_DECLARE)
+#undef FAKE_DECLARE
+
+/* Every call begins here: log, planned failure, fork, initialisation. */
+wsync_cu_result_t fake_enter(const char *call);
+/* The same for calls that need a current context. */
+wsync_cu_result_t fake_enter_context(const char *call, struct wsync_cu_context **context);
+/* The same for calls that give something back: a planned failure comes out of fake_leave.
+ */
+wsync_cu_result_t fake_enter_return(const char *call, struct wsync_cu_context **context);
+wsync_cu_result_t fake_leave(wsync_cu_result_t code);
+/* Logs why and gives the code back. */
+wsync_cu_result_t fake_refuse(wsync_cu_result_t code, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+void fake_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void fake_lock(void);
+void fake_unlock(void);
+
+/* A page of shared memory for events and open counts, in `fd` from `offset` on. */
+fake_shared_t *fake_shared_map(int fd, off_t offset);
+void fake_shared_unmap(fake_shared_t *shared);
+bool fake_shared_join(fake_shared_t *shared);
+void fake_shared_leave(fake_shared_t *shared);
+/* A process that is alive and has it open, or 0. */
+pid_t fake_shared_user(fake_shared_t *shared);
+/* What /proc knows as descriptor `fd` of process `pid`, or -1; it must be a memfd `name`.
+ */
+int fake_steal(pid_t pid, int fd, const char *name);
+
+/* Whether [at, at + nbytes) may be used by an operation of the device; locked. */
+wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes,
+                                   bool device_only);
+/* Whether an operation that has not ended names the range; locked. */
+bool fake_range_busy(uintptr_t at, size_t nbytes);
+/* INVALID_HANDLE unless it lives (and, if one is given, is of the context); locked. */
+wsync_cu_result_t fake_event_check(const char *call, const struct wsync_cu_event *event,
+                                   const struct wsync_cu_context *context);
+/* Frees a destroyed event that nothing waits for; locked. */
+void fake_event_let_go(struct wsync_cu_event *event);
+const fake_kernel_t *fake_kernel_find(const char *name);
+
+#endif

@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What tests ask of the stand-in for libcuda.so.1 (dlsym; the library is what
+ * WSYNC_CUDA_LIB names).  Device memory is memfds, a device address is the host address of
+ * a mapping, and streams are threads that take their time.  What the real driver leaves
+ * undefined is refused, with a line in the log that says why.
+ *
+ * Environment, read by cuInit:
+ *   WSYNC_FAKE_CUDA_DEVICES   how many (1)
+ *   WSYNC_FAKE_CUDA_MEMORY    bytes of each (1 GiB), counted in each process by itself
+ *   WSYNC_FAKE_CUDA_DELAY_US  longest random pause before an operation of a stream (100)
+ *   WSYNC_FAKE_CUDA_SEED      of the pauses (1)
+ *   WSYNC_FAKE_CUDA_LOG       file that gets a line "PID CALL" per call
+ *   WSYNC_FAKE_CUDA_FAIL      CALL:K:CODE: the K-th such call (from 0; "*": any call) fails
+ */
+#ifndef WSYNC_TESTS_FAKECUDA_H
+#define WSYNC_TESTS_FAKECUDA_H
+
+/* Objects of this process that have not been given back. */
+typedef struct fakecuda_census {
+    long physical; /* memory handles and what they stand for */
+    long reserved;
+    long mapped;
+    long allocated; /* cuMemAlloc and opened handles */
+    long registered;
+    long streams;
+    long events;
+    long modules;
+    long pushed; /* contexts, by the calling thread */
+} fakecuda_census_t;
+
+typedef void (*fakecuda_census_func_t)(fakecuda_census_t *census);
+/* Calls until one fails with `code`; negative: none does.  A call that gives something back
+ * does so and fails all the same, as the driver's do with errors of earlier work. */
+typedef void (*fakecuda_fail_func_t)(const char *call, long k, int code);
+/* The call that was failed, or NULL. */
+typedef const char *(*fakecuda_failed_func_t)(void);
+
+#define FAKECUDA_CENSUS "fakecuda_census"
+#define FAKECUDA_FAIL "fakecuda_fail"
+#define FAKECUDA_FAILED "fakecuda_failed"
+
+#endif

@@ -1,0 +1,548 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Device memory: physical memory and mappings, and what the host registers. */
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "fake.h"
+
+#define PHYSICAL_NAME "fakecuda-physical"
+
+static bool inside(const fake_range_t *range, uintptr_t at, size_t nbytes)
+{
+    return at >= range->at && at - range->at <= range->nbytes &&
+           nbytes <= range->nbytes - (at - range->at);
+}
+
+static bool overlaps(const fake_range_t *range, uintptr_t at, size_t nbytes)
+{
+    return at < range->at + range->nbytes && range->at < at + nbytes;
+}
+
+/* The range of one of two kinds that holds these bytes. */
+static fake_range_t *find(fake_kind_t kind, fake_kind_t other, uintptr_t at, size_t nbytes)
+{
+    for (fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
+        if ((range->kind == kind || range->kind == other) && inside(range, at, nbytes)) {
+            return range;
+        }
+    }
+    return NULL;
+}
+
+wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes,
+                                   bool device_only)
+{
+    const fake_range_t *range = find(FAKE_MAPPED, FAKE_ALLOCATED, at, nbytes);
+
+    if (range == NULL) {
+        range = find(FAKE_OPENED, FAKE_HOST, at, nbytes);
+    }
+    if (range != NULL && range->kind == FAKE_MAPPED && range->device < 0) {
+        return fake_refuse(WSYNC_CU_ILLEGAL_ADDRESS, "%s: no access was set", call);
+    }
+    if (range != NULL) {
+        return WSYNC_CU_SUCCESS;
+    }
+    for (range = fake.ranges; range != NULL; range = range->next) {
+        if (overlaps(range, at, nbytes)) {
+            return fake_refuse(WSYNC_CU_ILLEGAL_ADDRESS,
+                               "%s: %zu bytes at %#zx that are not mapped, or no more",
+                               call, nbytes, (size_t)at);
+        }
+    }
+    return device_only ? fake_refuse(WSYNC_CU_INVALID_VALUE,
+                                     "%s: %#zx is not of the device", call, (size_t)at)
+                       : WSYNC_CU_SUCCESS;
+}
+
+/* Adds a range; NULL without memory. */
+static fake_range_t *add_range(fake_kind_t kind, uintptr_t at, size_t nbytes)
+{
+    fake_range_t *range = calloc(1, sizeof(*range));
+
+    if (range != NULL) {
+        range->kind = kind;
+        range->at = at;
+        range->nbytes = nbytes;
+        range->fd = -1;
+        range->device = -1;
+        range->next = fake.ranges;
+        fake.ranges = range;
+    }
+    return range;
+}
+
+static void remove_range(fake_range_t *range)
+{
+    for (fake_range_t **at = &fake.ranges; *at != NULL; at = &(*at)->next) {
+        if (*at == range) {
+            *at = range->next;
+            free(range);
+            return;
+        }
+    }
+}
+
+/* Takes the pages away for ever: what uses them later is found out. */
+static void bury(uintptr_t at, size_t nbytes)
+{
+    (void)mmap((void *)at, nbytes, PROT_NONE,
+               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
+/* --- physical memory -------------------------------------------------------------------
+ */
+
+wsync_cu_result_t fake_mem_get_info(size_t *free_nbytes, size_t *total)
+{
+    struct wsync_cu_context *context = NULL;
+    const wsync_cu_result_t code = fake_enter_context("cuMemGetInfo", &context);
+
+    if (code == WSYNC_CU_SUCCESS) {
+        *free_nbytes = fake.memory - fake.used[context->device];
+        *total = fake.memory;
+    }
+    return code;
+}
+
+static bool good_property(const wsync_cu_property_t *property)
+{
+    return property->type == WSYNC_CU_ALLOCATION_PINNED &&
+           property->location.type == WSYNC_CU_LOCATION_DEVICE &&
+           property->location.id >= 0 && property->location.id < fake.device_count;
+}
+
+wsync_cu_result_t fake_mem_granularity(size_t *nbytes, const wsync_cu_property_t *property,
+                                       int option)
+{
+    const wsync_cu_result_t code = fake_enter("cuMemGetAllocationGranularity");
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    *nbytes = FAKE_GRANULARITY;
+    return good_property(property) && option == WSYNC_CU_GRANULARITY_MINIMUM
+               ? WSYNC_CU_SUCCESS
+               : WSYNC_CU_INVALID_VALUE;
+}
+
+static fake_physical_t *find_physical(wsync_cu_handle_t handle)
+{
+    for (fake_physical_t *at = fake.physicals; at != NULL; at = at->next) {
+        if (at->handle == handle && at->handles > 0) {
+            return at;
+        }
+    }
+    return NULL;
+}
+
+static wsync_cu_result_t add_physical(int fd, size_t nbytes, int device, bool charged,
+                                      wsync_cu_handle_t *handle)
+{
+    fake_physical_t *made = calloc(1, sizeof(*made));
+
+    if (made == NULL) {
+        (void)close(fd);
+        return WSYNC_CU_OUT_OF_MEMORY;
+    }
+    made->fd = fd;
+    made->nbytes = nbytes;
+    made->device = device;
+    made->charged = charged;
+    made->handles = 1;
+    made->handle = fake.next_handle++;
+    made->next = fake.physicals;
+    fake.physicals = made;
+    fake.used[device] += charged ? nbytes : 0;
+    *handle = made->handle;
+    return WSYNC_CU_SUCCESS;
+}
+
+/* Physical memory goes with its last handle and its last mapping. */
+static void drop_physical(fake_physical_t *physical)
+{
+    if (physical->handles > 0 || physical->maps > 0) {
+        return;
+    }
+    for (fake_physical_t **at = &fake.physicals; *at != NULL; at = &(*at)->next) {
+        if (*at == physical) {
+            *at = physical->next;
+            break;
+        }
+    }
+    fake.used[physical->device] -= physical->charged ? physical->nbytes : 0;
+    (void)close(physical->fd);
+    free(physical);
+}
+
+wsync_cu_result_t fake_mem_create(wsync_cu_handle_t *handle, size_t nbytes,
+                                  const wsync_cu_property_t *property,
+                                  unsigned long long flags)
+{
+    char name[64];
+    int fd;
+    wsync_cu_result_t code = fake_enter("cuMemCreate");
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    if (!good_property(property) || flags != 0 || nbytes == 0 ||
+        nbytes % FAKE_GRANULARITY != 0) {
+        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemCreate: %zu bytes", nbytes);
+    }
+    fake_lock();
+    if (nbytes > fake.memory - fake.used[property->location.id]) {
+        code = WSYNC_CU_OUT_OF_MEMORY;
+    } else {
+        (void)snprintf(name, sizeof(name), PHYSICAL_NAME "-%d-%d", property->location.id,
+                       property->handle_types);
+        fd = memfd_create(name, MFD_CLOEXEC);
+        code = fd < 0 || ftruncate(fd, (off_t)nbytes) != 0
+                   ? WSYNC_CU_OUT_OF_MEMORY
+                   : add_physical(fd, nbytes, property->location.id, true, handle);
+    }
+    fake_unlock();
+    return code;
+}
+
+wsync_cu_result_t fake_mem_release(wsync_cu_handle_t handle)
+{
+    struct wsync_cu_context *context = NULL;
+    fake_physical_t *physical;
+    wsync_cu_result_t code = fake_enter_return("cuMemRelease", &context);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    physical = find_physical(handle);
+    if (physical == NULL) {
+        code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemRelease: no handle %llu", handle);
+    } else {
+        physical->handles--;
+        drop_physical(physical);
+    }
+    fake_unlock();
+    return fake_leave(code);
+}
+
+wsync_cu_result_t fake_mem_properties(wsync_cu_property_t *property,
+                                      wsync_cu_handle_t handle)
+{
+    const fake_physical_t *physical;
+    wsync_cu_result_t code = fake_enter("cuMemGetAllocationPropertiesFromHandle");
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    physical = find_physical(handle);
+    if (physical == NULL) {
+        code = WSYNC_CU_INVALID_VALUE;
+    } else {
+        *property =
+            (wsync_cu_property_t){.type = WSYNC_CU_ALLOCATION_PINNED,
+                                  .handle_types = WSYNC_CU_HANDLE_FD,
+                                  .location = {WSYNC_CU_LOCATION_DEVICE, physical->device}};
+    }
+    fake_unlock();
+    return code;
+}
+
+/* The device and the handle types that the memfd's name tells. */
+static bool read_name(int fd, int *device, int *types)
+{
+    char path[64];
+    char target[128];
+    ssize_t length;
+
+    (void)snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+    length = readlink(path, target, sizeof(target) - 1);
+    if (length < 0) {
+        return false;
+    }
+    target[length] = '\0';
+    return sscanf(target, "/memfd:" PHYSICAL_NAME "-%d-%d", device, types) == 2;
+}
+
+wsync_cu_result_t fake_mem_export(void *shareable, wsync_cu_handle_t handle, int type,
+                                  unsigned long long flags)
+{
+    const fake_physical_t *physical;
+    int device = -1;
+    int types = 0;
+    int fd = -1;
+    wsync_cu_result_t code = fake_enter("cuMemExportToShareableHandle");
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    physical = find_physical(handle);
+    if (physical == NULL || flags != 0 || !read_name(physical->fd, &device, &types) ||
+        (types & type) == 0) {
+        code = fake_refuse(WSYNC_CU_INVALID_VALUE,
+                           "cuMemExportToShareableHandle: not asked for at creation");
+    } else {
+        fd = fcntl(physical->fd, F_DUPFD_CLOEXEC, 3);
+        code = fd < 0 ? WSYNC_CU_OPERATING_SYSTEM : WSYNC_CU_SUCCESS;
+    }
+    fake_unlock();
+    if (code == WSYNC_CU_SUCCESS) {
+        *(int *)shareable = fd;
+    }
+    return code;
+}
+
+wsync_cu_result_t fake_mem_import(wsync_cu_handle_t *handle, void *shareable, int type)
+{
+    const int fd = (int)(intptr_t)shareable;
+    struct stat info;
+    int device = -1;
+    int types = 0;
+    int own;
+    wsync_cu_result_t code = fake_enter("cuMemImportFromShareableHandle");
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    if (type != WSYNC_CU_HANDLE_FD || !read_name(fd, &device, &types) ||
+        (types & type) == 0 || device >= fake.device_count || fstat(fd, &info) != 0) {
+        return fake_refuse(WSYNC_CU_INVALID_VALUE, "descriptor %d holds no memory", fd);
+    }
+    own = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    if (own < 0) {
+        return WSYNC_CU_OPERATING_SYSTEM;
+    }
+    fake_lock();
+    code = add_physical(own, (size_t)info.st_size, device, false, handle);
+    fake_unlock();
+    return code;
+}
+
+/* --- addresses -------------------------------------------------------------------------
+ */
+
+wsync_cu_result_t fake_mem_reserve(wsync_cu_ptr_t *at, size_t nbytes, size_t alignment,
+                                   wsync_cu_ptr_t wanted, unsigned long long flags)
+{
+    void *base;
+    uintptr_t aligned;
+    wsync_cu_result_t code = fake_enter("cuMemAddressReserve");
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    if (nbytes == 0 || nbytes % FAKE_GRANULARITY != 0 || flags != 0 || wanted != 0 ||
+        alignment > FAKE_GRANULARITY) {
+        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemAddressReserve: %zu bytes",
+                           nbytes);
+    }
+    base = mmap(NULL, nbytes + FAKE_GRANULARITY, PROT_NONE,
+                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) {
+        return WSYNC_CU_OUT_OF_MEMORY;
+    }
+    aligned =
+        ((uintptr_t)base + FAKE_GRANULARITY - 1) / FAKE_GRANULARITY * FAKE_GRANULARITY;
+    fake_lock();
+    code = add_range(FAKE_RESERVED, aligned, nbytes) != NULL ? WSYNC_CU_SUCCESS
+                                                             : WSYNC_CU_OUT_OF_MEMORY;
+    fake_unlock();
+    *at = aligned;
+    return code;
+}
+
+static fake_range_t *find_exact(fake_kind_t kind, uintptr_t at, size_t nbytes)
+{
+    for (fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
+        if (range->kind == kind && range->at == at &&
+            (nbytes == 0 || range->nbytes == nbytes)) {
+            return range;
+        }
+    }
+    return NULL;
+}
+
+static fake_range_t *find_overlap(fake_kind_t kind, uintptr_t at, size_t nbytes)
+{
+    for (fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
+        if (range->kind == kind && overlaps(range, at, nbytes)) {
+            return range;
+        }
+    }
+    return NULL;
+}
+
+wsync_cu_result_t fake_mem_unreserve(wsync_cu_ptr_t at, size_t nbytes)
+{
+    struct wsync_cu_context *context = NULL;
+    fake_range_t *range;
+    wsync_cu_result_t code = fake_enter_return("cuMemAddressFree", &context);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    range = find_exact(FAKE_RESERVED, (uintptr_t)at, nbytes);
+    if (range == NULL || find_overlap(FAKE_MAPPED, (uintptr_t)at, nbytes) != NULL) {
+        code = fake_refuse(WSYNC_CU_INVALID_VALUE,
+                           "cuMemAddressFree: not reserved, or mapped");
+    } else {
+        range->kind = FAKE_GRAVE;
+    }
+    fake_unlock();
+    return fake_leave(code);
+}
+
+wsync_cu_result_t fake_mem_map(wsync_cu_ptr_t at, size_t nbytes, size_t offset,
+                               wsync_cu_handle_t handle, unsigned long long flags)
+{
+    fake_physical_t *physical;
+    fake_range_t *range = NULL;
+    wsync_cu_result_t code = fake_enter("cuMemMap");
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    physical = find_physical(handle);
+    if (physical == NULL || offset != 0 || flags != 0 || nbytes == 0 ||
+        nbytes % FAKE_GRANULARITY != 0 || nbytes > physical->nbytes ||
+        find(FAKE_RESERVED, FAKE_RESERVED, (uintptr_t)at, nbytes) == NULL ||
+        find_overlap(FAKE_MAPPED, (uintptr_t)at, nbytes) != NULL) {
+        code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemMap: %zu bytes of %zu", nbytes,
+                           physical != NULL ? physical->nbytes : 0);
+    } else if (mmap((void *)(uintptr_t)at, nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
+                    physical->fd, 0) == MAP_FAILED) {
+        code = WSYNC_CU_MAP_FAILED;
+    } else {
+        range = add_range(FAKE_MAPPED, (uintptr_t)at, nbytes);
+        code = range != NULL ? WSYNC_CU_SUCCESS : WSYNC_CU_OUT_OF_MEMORY;
+    }
+    if (range != NULL) {
+        range->physical = physical;
+        physical->maps++;
+    }
+    fake_unlock();
+    return code;
+}
+
+wsync_cu_result_t fake_mem_unmap(wsync_cu_ptr_t at, size_t nbytes)
+{
+    struct wsync_cu_context *context = NULL;
+    fake_range_t *range;
+    wsync_cu_result_t code = fake_enter_return("cuMemUnmap", &context);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    range = find_exact(FAKE_MAPPED, (uintptr_t)at, nbytes);
+    if (range == NULL) {
+        code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemUnmap: nothing is mapped there");
+    } else if (fake_range_busy((uintptr_t)at, nbytes)) {
+        code = fake_refuse(WSYNC_CU_ILLEGAL_STATE, "cuMemUnmap while a stream uses it");
+    } else {
+        bury((uintptr_t)at, nbytes);
+        range->physical->maps--;
+        drop_physical(range->physical);
+        remove_range(range);
+    }
+    fake_unlock();
+    return fake_leave(code);
+}
+
+wsync_cu_result_t fake_mem_set_access(wsync_cu_ptr_t at, size_t nbytes,
+                                      const wsync_cu_access_t *access, size_t count)
+{
+    fake_range_t *range;
+    wsync_cu_result_t code = fake_enter("cuMemSetAccess");
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    range = find_exact(FAKE_MAPPED, (uintptr_t)at, nbytes);
+    if (range == NULL || count != 1 || access->flags != WSYNC_CU_ACCESS_READ_WRITE ||
+        access->location.type != WSYNC_CU_LOCATION_DEVICE || access->location.id < 0 ||
+        access->location.id >= fake.device_count) {
+        code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemSetAccess: nothing mapped there");
+    } else if (mprotect((void *)(uintptr_t)at, nbytes, PROT_READ | PROT_WRITE) != 0) {
+        code = WSYNC_CU_MAP_FAILED;
+    } else {
+        range->device = access->location.id;
+    }
+    fake_unlock();
+    return code;
+}
+
+/* --- the host's memory -----------------------------------------------------------------
+ */
+
+wsync_cu_result_t fake_host_register(void *data, size_t nbytes, unsigned flags)
+{
+    struct wsync_cu_context *context = NULL;
+    wsync_cu_result_t code = fake_enter_context("cuMemHostRegister", &context);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    if (data == NULL || nbytes == 0 ||
+        (flags & ~(unsigned)(WSYNC_CU_HOST_PORTABLE | WSYNC_CU_HOST_DEVICE_MAP)) != 0) {
+        return WSYNC_CU_INVALID_VALUE;
+    }
+    fake_lock();
+    if (find_overlap(FAKE_HOST, (uintptr_t)data, nbytes) != NULL) {
+        code = fake_refuse(WSYNC_CU_ALREADY_REGISTERED, "cuMemHostRegister: twice");
+    } else if (add_range(FAKE_HOST, (uintptr_t)data, nbytes) == NULL) {
+        code = WSYNC_CU_OUT_OF_MEMORY;
+    }
+    fake_unlock();
+    return code;
+}
+
+wsync_cu_result_t fake_host_unregister(void *data)
+{
+    struct wsync_cu_context *context = NULL;
+    fake_range_t *range;
+    wsync_cu_result_t code = fake_enter_return("cuMemHostUnregister", &context);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    range = find_exact(FAKE_HOST, (uintptr_t)data, 0);
+    if (range == NULL) {
+        code = fake_refuse(WSYNC_CU_NOT_REGISTERED, "cuMemHostUnregister: not registered");
+    } else if (fake_range_busy(range->at, range->nbytes)) {
+        code = fake_refuse(WSYNC_CU_ILLEGAL_STATE,
+                           "cuMemHostUnregister while a stream uses it");
+    } else {
+        remove_range(range);
+    }
+    fake_unlock();
+    return fake_leave(code);
+}
+
+wsync_cu_result_t fake_host_pointer(wsync_cu_ptr_t *at, void *data, unsigned flags)
+{
+    struct wsync_cu_context *context = NULL;
+    wsync_cu_result_t code = fake_enter_context("cuMemHostGetDevicePointer", &context);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    if (flags != 0 || find(FAKE_HOST, FAKE_HOST, (uintptr_t)data, 1) == NULL) {
+        code = fake_refuse(WSYNC_CU_INVALID_VALUE, "cuMemHostGetDevicePointer: unknown");
+    }
+    fake_unlock();
+    *at = (uintptr_t)data;
+    return code;
+}

@@ -1,0 +1,441 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Streams: a thread each, that pauses at random before every operation. */
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "fake.h"
+
+enum { POLL_NS = 50 * 1000 };
+
+static void pause_ns(long ns)
+{
+    const struct timespec time = {.tv_nsec = ns};
+
+    (void)nanosleep(&time, NULL);
+}
+
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+
+    (void)clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+static void record(struct wsync_cu_event *event, uint64_t value)
+{
+    uint64_t seen = atomic_load(&event->shared->completed);
+
+    __atomic_store_n(&event->when, now_ns(), __ATOMIC_RELAXED);
+    while (seen < value &&
+           !atomic_compare_exchange_weak(&event->shared->completed, &seen, value)) {
+    }
+}
+
+static void launch(const fake_op_t *op)
+{
+    void *parameters[FAKE_MAX_PARAMETERS];
+    unsigned char copy[FAKE_PARAMETER_NBYTES];
+    size_t at = 0;
+
+    memcpy(copy, op->parameters, sizeof(copy));
+    for (int i = 0; i < op->kernel->parameter_count; i++) {
+        parameters[i] = copy + at;
+        at += (op->kernel->parameter_nbytes[i] + 15) / 16 * 16;
+    }
+    op->kernel->run(op->grid, op->block, parameters);
+}
+
+static void run(const fake_op_t *op)
+{
+    switch (op->kind) {
+    case FAKE_COPY:
+        memmove((void *)op->destination, (const void *)op->source, op->nbytes);
+        return;
+    case FAKE_SET:
+        memset((void *)op->destination, (int)op->value, op->nbytes);
+        return;
+    case FAKE_WRITE_VALUE:
+        __atomic_store_n((uint64_t *)op->destination, op->value, __ATOMIC_RELEASE);
+        return;
+    case FAKE_WAIT_VALUE:
+        while ((int64_t)(__atomic_load_n((uint64_t *)op->destination, __ATOMIC_ACQUIRE) -
+                         op->value) < 0) {
+            pause_ns(POLL_NS);
+        }
+        return;
+    case FAKE_RECORD:
+        record(op->event, op->value);
+        return;
+    case FAKE_WAIT_EVENT:
+        while (atomic_load(&op->event->shared->completed) < op->value) {
+            pause_ns(POLL_NS);
+        }
+        return;
+    case FAKE_LAUNCH:
+        launch(op);
+        return;
+    }
+}
+
+/* Takes a stream that has run dry off the list. */
+static void free_stream(struct wsync_cu_stream *stream)
+{
+    for (struct wsync_cu_stream **at = &fake.streams; *at != NULL; at = &(*at)->next) {
+        if (*at == stream) {
+            *at = stream->next;
+            break;
+        }
+    }
+    (void)pthread_cond_destroy(&stream->changed);
+    free(stream);
+}
+
+static void *stream_main(void *argument)
+{
+    struct wsync_cu_stream *stream = argument;
+
+    fake_lock();
+    for (;;) {
+        fake_op_t *op = stream->head;
+
+        if (op == NULL && stream->destroyed) {
+            break;
+        }
+        if (op == NULL) {
+            (void)pthread_cond_wait(&stream->changed, &fake.mutex);
+            continue;
+        }
+        fake_unlock();
+        if (fake.delay_us > 0) {
+            pause_ns((long)((unsigned)rand_r(&stream->seed) % fake.delay_us) * 1000);
+        }
+        run(op);
+        fake_lock();
+        stream->head = op->next;
+        if (stream->head == NULL) {
+            stream->tail = NULL;
+        }
+        if (op->event != NULL) {
+            op->event->pending--;
+            fake_event_let_go(op->event);
+        }
+        free(op);
+        (void)pthread_cond_broadcast(&stream->changed);
+    }
+    free_stream(stream);
+    fake_unlock();
+    return NULL;
+}
+
+wsync_cu_result_t fake_stream_create(wsync_cu_stream_t *stream, unsigned flags)
+{
+    struct wsync_cu_context *context = NULL;
+    struct wsync_cu_stream *made;
+    pthread_attr_t attributes;
+    pthread_t thread;
+    wsync_cu_result_t code = fake_enter_context("cuStreamCreate", &context);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    made = calloc(1, sizeof(*made));
+    if (made == NULL || flags > WSYNC_CU_STREAM_NON_BLOCKING) {
+        free(made);
+        return WSYNC_CU_INVALID_VALUE;
+    }
+    made->context = context;
+    (void)pthread_cond_init(&made->changed, NULL);
+    (void)pthread_attr_init(&attributes);
+    (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    fake_lock();
+    made->seed = fake.seed++;
+    made->next = fake.streams;
+    fake.streams = made;
+    if (pthread_create(&thread, &attributes, stream_main, made) != 0) {
+        free_stream(made);
+        code = WSYNC_CU_OPERATING_SYSTEM;
+    } else {
+        *stream = made;
+    }
+    fake_unlock();
+    (void)pthread_attr_destroy(&attributes);
+    return code;
+}
+
+/* The stream if it lives and belongs to the context; locked. */
+static wsync_cu_result_t check_stream(const char *call,
+                                      const struct wsync_cu_stream *stream,
+                                      const struct wsync_cu_context *context)
+{
+    for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
+        if (at == stream && !at->destroyed) {
+            return at->context == context
+                       ? WSYNC_CU_SUCCESS
+                       : fake_refuse(WSYNC_CU_INVALID_CONTEXT,
+                                     "%s: a stream of another context", call);
+        }
+    }
+    return fake_refuse(WSYNC_CU_INVALID_HANDLE, "%s: no such stream, or destroyed", call);
+}
+
+/* Copies `op` to the end of the stream's queue; locked. */
+static wsync_cu_result_t enqueue(struct wsync_cu_stream *stream, const fake_op_t *op)
+{
+    fake_op_t *made = malloc(sizeof(*made));
+
+    if (made == NULL) {
+        return WSYNC_CU_OUT_OF_MEMORY;
+    }
+    *made = *op;
+    made->next = NULL;
+    if (stream->tail != NULL) {
+        stream->tail->next = made;
+    } else {
+        stream->head = made;
+    }
+    stream->tail = made;
+    if (op->event != NULL) {
+        op->event->pending++;
+    }
+    (void)pthread_cond_broadcast(&stream->changed);
+    return WSYNC_CU_SUCCESS;
+}
+
+bool fake_range_busy(uintptr_t at, size_t nbytes)
+{
+    for (const struct wsync_cu_stream *stream = fake.streams; stream != NULL;
+         stream = stream->next) {
+        for (const fake_op_t *op = stream->head; op != NULL; op = op->next) {
+            if (op->nbytes > 0 &&
+                ((op->destination < at + nbytes && at < op->destination + op->nbytes) ||
+                 (op->source < at + nbytes && at < op->source + op->nbytes))) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+wsync_cu_result_t fake_stream_destroy(wsync_cu_stream_t stream)
+{
+    struct wsync_cu_context *context = NULL;
+    wsync_cu_result_t code = fake_enter_return("cuStreamDestroy", &context);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    code = check_stream("cuStreamDestroy", stream, context);
+    if (code == WSYNC_CU_SUCCESS) {
+        stream->destroyed = true; /* the thread ends when nothing is left */
+        (void)pthread_cond_broadcast(&stream->changed);
+    }
+    fake_unlock();
+    return fake_leave(code);
+}
+
+wsync_cu_result_t fake_stream_query(wsync_cu_stream_t stream)
+{
+    struct wsync_cu_context *context = NULL;
+    wsync_cu_result_t code = fake_enter_context("cuStreamQuery", &context);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    code = check_stream("cuStreamQuery", stream, context);
+    if (code == WSYNC_CU_SUCCESS && stream->head != NULL) {
+        code = WSYNC_CU_NOT_READY;
+    }
+    fake_unlock();
+    return code;
+}
+
+wsync_cu_result_t fake_stream_synchronize(wsync_cu_stream_t stream)
+{
+    struct wsync_cu_context *context = NULL;
+    wsync_cu_result_t code = fake_enter_context("cuStreamSynchronize", &context);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    code = check_stream("cuStreamSynchronize", stream, context);
+    while (code == WSYNC_CU_SUCCESS && stream->head != NULL) {
+        (void)pthread_cond_wait(&stream->changed, &fake.mutex);
+    }
+    fake_unlock();
+    return code;
+}
+
+/* What every operation is checked for. */
+static wsync_cu_result_t submit(const char *call, struct wsync_cu_stream *stream,
+                                const struct wsync_cu_context *context, const fake_op_t *op,
+                                bool device_only)
+{
+    wsync_cu_result_t code;
+
+    fake_lock();
+    code = check_stream(call, stream, context);
+    if (code == WSYNC_CU_SUCCESS && op->nbytes > 0) {
+        code = fake_check_range(call, op->destination, op->nbytes, device_only);
+    }
+    if (code == WSYNC_CU_SUCCESS && op->kind == FAKE_COPY) {
+        code = fake_check_range(call, op->source, op->nbytes, false);
+    }
+    if (code == WSYNC_CU_SUCCESS && (op->nbytes > 0 || op->kind == FAKE_LAUNCH)) {
+        code = enqueue(stream, op);
+    }
+    fake_unlock();
+    return code;
+}
+
+static wsync_cu_result_t copy(const char *call, uintptr_t destination, uintptr_t source,
+                              size_t nbytes, struct wsync_cu_stream *stream)
+{
+    const fake_op_t op = {
+        .kind = FAKE_COPY, .destination = destination, .source = source, .nbytes = nbytes};
+    struct wsync_cu_context *context = NULL;
+    const wsync_cu_result_t code = fake_enter_context(call, &context);
+
+    return code != WSYNC_CU_SUCCESS ? code : submit(call, stream, context, &op, false);
+}
+
+wsync_cu_result_t fake_memcpy_async(wsync_cu_ptr_t destination, wsync_cu_ptr_t source,
+                                    size_t nbytes, wsync_cu_stream_t stream)
+{
+    return copy("cuMemcpyAsync", (uintptr_t)destination, (uintptr_t)source, nbytes, stream);
+}
+
+wsync_cu_result_t fake_memcpy_in_async(wsync_cu_ptr_t destination, const void *source,
+                                       size_t nbytes, wsync_cu_stream_t stream)
+{
+    return copy("cuMemcpyHtoDAsync", (uintptr_t)destination, (uintptr_t)source, nbytes,
+                stream);
+}
+
+wsync_cu_result_t fake_memcpy_out_async(void *destination, wsync_cu_ptr_t source,
+                                        size_t nbytes, wsync_cu_stream_t stream)
+{
+    return copy("cuMemcpyDtoHAsync", (uintptr_t)destination, (uintptr_t)source, nbytes,
+                stream);
+}
+
+wsync_cu_result_t fake_memset_async(wsync_cu_ptr_t at, unsigned char value, size_t nbytes,
+                                    wsync_cu_stream_t stream)
+{
+    const fake_op_t op = {
+        .kind = FAKE_SET, .destination = (uintptr_t)at, .nbytes = nbytes, .value = value};
+    struct wsync_cu_context *context = NULL;
+    const wsync_cu_result_t code = fake_enter_context("cuMemsetD8Async", &context);
+
+    return code != WSYNC_CU_SUCCESS ? code
+                                    : submit("cuMemsetD8Async", stream, context, &op, true);
+}
+
+static wsync_cu_result_t word(const char *call, fake_op_kind_t kind, wsync_cu_ptr_t at,
+                              uint64_t value, unsigned flags,
+                              struct wsync_cu_stream *stream)
+{
+    const fake_op_t op = {.kind = kind,
+                          .destination = (uintptr_t)at,
+                          .nbytes = sizeof(uint64_t),
+                          .value = value};
+    struct wsync_cu_context *context = NULL;
+    const wsync_cu_result_t code = fake_enter_context(call, &context);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    if (at % sizeof(uint64_t) != 0 || flags != 0) {
+        return fake_refuse(WSYNC_CU_INVALID_VALUE, "%s: not aligned, or flags", call);
+    }
+    return submit(call, stream, context, &op, true);
+}
+
+wsync_cu_result_t fake_stream_write_value(wsync_cu_stream_t stream, wsync_cu_ptr_t at,
+                                          uint64_t value, unsigned flags)
+{
+    return word("cuStreamWriteValue64", FAKE_WRITE_VALUE, at, value, flags, stream);
+}
+
+wsync_cu_result_t fake_stream_wait_value(wsync_cu_stream_t stream, wsync_cu_ptr_t at,
+                                         uint64_t value, unsigned flags)
+{
+    return word("cuStreamWaitValue64", FAKE_WAIT_VALUE, at, value, flags, stream);
+}
+
+static wsync_cu_result_t enqueue_event(const char *call, fake_op_kind_t kind,
+                                       struct wsync_cu_stream *stream,
+                                       struct wsync_cu_event *event)
+{
+    fake_op_t op = {.kind = kind, .event = event};
+    struct wsync_cu_context *context = NULL;
+    wsync_cu_result_t code = fake_enter_context(call, &context);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    fake_lock();
+    code = check_stream(call, stream, context);
+    if (code == WSYNC_CU_SUCCESS) {
+        code = fake_event_check(call, event, kind == FAKE_RECORD ? context : NULL);
+    }
+    if (code == WSYNC_CU_SUCCESS && kind == FAKE_RECORD) {
+        op.value = atomic_fetch_add(&event->shared->recorded, 1) + 1;
+    } else if (code == WSYNC_CU_SUCCESS) {
+        op.value = atomic_load(&event->shared->recorded);
+    }
+    if (code == WSYNC_CU_SUCCESS && op.value == 0) {
+        code =
+            fake_refuse(WSYNC_CU_ILLEGAL_STATE, "%s: the event was never recorded", call);
+    }
+    if (code == WSYNC_CU_SUCCESS) {
+        code = enqueue(stream, &op);
+    }
+    fake_unlock();
+    return code;
+}
+
+wsync_cu_result_t fake_event_record(wsync_cu_event_t event, wsync_cu_stream_t stream)
+{
+    return enqueue_event("cuEventRecord", FAKE_RECORD, stream, event);
+}
+
+wsync_cu_result_t fake_stream_wait_event(wsync_cu_stream_t stream, wsync_cu_event_t event,
+                                         unsigned flags)
+{
+    return flags != 0 ? WSYNC_CU_INVALID_VALUE
+                      : enqueue_event("cuStreamWaitEvent", FAKE_WAIT_EVENT, stream, event);
+}
+
+wsync_cu_result_t fake_launch_kernel(wsync_cu_function_t function, unsigned grid_x,
+                                     unsigned grid_y, unsigned grid_z, unsigned block_x,
+                                     unsigned block_y, unsigned block_z,
+                                     unsigned shared_nbytes, wsync_cu_stream_t stream,
+                                     void **parameters, void **extra)
+{
+    fake_op_t op = {.kind = FAKE_LAUNCH, .grid = grid_x, .block = block_x};
+    struct wsync_cu_context *context = NULL;
+    size_t at = 0;
+    const wsync_cu_result_t code = fake_enter_context("cuLaunchKernel", &context);
+
+    (void)shared_nbytes;
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    if (function == NULL || grid_x == 0 || block_x == 0 || block_x > 1024 || grid_y != 1 ||
+        grid_z != 1 || block_y != 1 || block_z != 1 || extra != NULL) {
+        return fake_refuse(WSYNC_CU_INVALID_VALUE, "cuLaunchKernel: grid %u, block %u",
+                           grid_x, block_x);
+    }
+    op.kernel = (const fake_kernel_t *)(const void *)function;
+    for (int i = 0; i < op.kernel->parameter_count; i++) {
+        memcpy(op.parameters + at, parameters[i], op.kernel->parameter_nbytes[i]);
+        at += (op.kernel->parameter_nbytes[i] + 15) / 16 * 16;
+    }
+    return submit("cuLaunchKernel", stream, context, &op, false);
+}
