@@ -18,7 +18,7 @@ from benchmarks.ranks import on_ranks
 from benchmarks.rows import Shape, described, nbytes_of, shapes_of, trainer_layout, values
 
 NBYTES = 256 << 20
-TENSOR_NBYTES = 512 << 20
+TENSOR_NBYTES = 2 << 30
 REPEATS = 7
 RANKS = (1, 2, 4, 8)
 ENGINES = (1, 2, 4)

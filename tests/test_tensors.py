@@ -1,6 +1,7 @@
 """Tensors described in C, and views of shared memory handed out as tensors."""
 
 import gc
+import operator
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from wsync._core import (
     UnsupportedError,
     ViewPool,
     describe,
+    held_tensors,
     pack,
 )
 
@@ -277,6 +279,32 @@ def test_pack_on_a_stream_has_happened_when_the_stream_is_idle() -> None:
     stream.close()
     with pytest.raises(StateError, match="closed"):
         pack(table, out.data_ptr(), end, starts, stream)
+
+
+def test_a_module_holds_the_tensors_of_all_its_parts_once() -> None:
+    shared = nn.BatchNorm1d(2)
+    module = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Sequential(shared), shared)
+    module.register_module("empty", None)
+    module[1].append(module)
+    expected = [
+        value
+        for part in module.modules()
+        for value in (*part._parameters.values(), *part._buffers.values())
+        if value is not None
+    ]
+    found = held_tensors(module)
+    assert sorted(map(id, found)) == sorted(map(id, expected))
+    assert len(found) == len(set(map(id, found))) == 6
+    assert all(map(operator.is_, found, held_tensors(module)))
+
+
+def test_what_is_no_module_holds_nothing() -> None:
+    with pytest.raises(AttributeError, match="_modules"):
+        held_tensors(torch.ones(2))
+    module = nn.Linear(2, 2)
+    vars(module)["_buffers"] = [torch.ones(1)]
+    with pytest.raises(TypeError, match="_buffers of .*Linear.* is no dict"):
+        held_tensors(module)
 
 
 def test_the_stride_of_a_dimension_of_one_element_means_nothing() -> None:

@@ -139,6 +139,10 @@ class TensorTable:
 def describe(tensors: Sequence[Any], names: Sequence[str] | None = None) -> TensorTable:
     """Describes torch tensors without copying; names are for error messages."""
 
+def held_tensors(module: Any, /) -> list[Any]:
+    """Every parameter and buffer of a torch module and of the modules in it, each module
+    once, in an order that is the same while they are."""
+
 @final
 class BufferTable:
     """Spans that buffer indices stand for while copies run.  `owner` is kept alive with it."""

@@ -63,6 +63,7 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
 #define WSYNC_REGISTER_MAP(X) \
     X(tensors)                \
     X(describe)               \
+    X(held)                   \
     X(device)                 \
     X(stream)                 \
     X(checksum)               \

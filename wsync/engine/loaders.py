@@ -10,6 +10,7 @@ A loader belongs to one worker and is driven by wsync.engine.receiver.Receiver:
 """
 
 import gc
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from wsync._core import (
     UnsupportedError,
     ViewPool,
     describe,
+    held_tensors,
 )
 from wsync.control import PIECES, WHOLE
 
@@ -302,7 +304,7 @@ class _ByName:
         """Finds the parameters as they are now: they may be replaced, move or change their
         strides between updates, which is rare and has to be noticed at little cost."""
         assert self._manifest is not None
-        held = _held(self._module)
+        held = held_tensors(self._module)
         if self._router is not None and _same(self._held, held):
             tensors = [held[place] for place in self._places]
         else:
@@ -468,20 +470,10 @@ def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _held(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Every parameter and buffer of a module, in order."""
-    return [
-        tensor
-        for part in module.modules()
-        for tensor in (*part._parameters.values(), *part._buffers.values())
-        if tensor is not None
-    ]
-
-
 def _same(references: Sequence[_Reference], tensors: Sequence[torch.Tensor]) -> bool:
     """Whether these are the tensors that were referred to."""
     return len(references) == len(tensors) and all(
-        reference() is tensor for reference, tensor in zip(references, tensors, strict=True)
+        map(operator.is_, map(operator.call, references), tensors)
     )
 
 

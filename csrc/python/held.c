@@ -1,0 +1,103 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * held_tensors(): walks a torch module.  An engine asks at every update what its module
+ * holds, and torch's own iterators cost more than the update of a small tensor. */
+#include "python/module.h"
+
+/* Puts the values of a dict attribute that are not None at the end of a list. */
+static int append_values(PyObject *part, PyObject *name, PyObject *list)
+{
+    PyObject *values = PyObject_GetAttr(part, name);
+    PyObject *key = NULL;
+    PyObject *value = NULL;
+    Py_ssize_t place = 0;
+    int result = 0;
+
+    if (values == NULL) {
+        return -1;
+    }
+    if (!PyDict_Check(values)) {
+        PyErr_Format(PyExc_TypeError, "%U of %R is no dict", name, Py_TYPE(part));
+        result = -1;
+    }
+    while (result == 0 && PyDict_Next(values, &place, &key, &value)) {
+        if (value != Py_None) {
+            result = PyList_Append(list, value);
+        }
+    }
+    Py_DECREF(values);
+    return result;
+}
+
+/* The last element of a list, taken out of it. */
+static PyObject *pop(PyObject *list)
+{
+    const Py_ssize_t last = PyList_Size(list) - 1;
+    PyObject *item = PyList_GetItem(list, last);
+
+    Py_XINCREF(item);
+    if (item == NULL || PyList_SetSlice(list, last, last + 1, NULL) < 0) {
+        Py_XDECREF(item);
+        return NULL;
+    }
+    return item;
+}
+
+static int visit(PyObject *part, PyObject *const names[3], PyObject *seen, PyObject *stack,
+                 PyObject *tensors)
+{
+    const int known = PySet_Contains(seen, part);
+
+    if (known != 0) {
+        return known < 0 ? -1 : 0;
+    }
+    return PySet_Add(seen, part) < 0 || append_values(part, names[0], stack) < 0 ||
+                   append_values(part, names[1], tensors) < 0 ||
+                   append_values(part, names[2], tensors) < 0
+               ? -1
+               : 0;
+}
+
+static PyObject *held_tensors(PyObject *self, PyObject *module)
+{
+    PyObject *names[3] = {PyUnicode_InternFromString("_modules"),
+                          PyUnicode_InternFromString("_parameters"),
+                          PyUnicode_InternFromString("_buffers")};
+    PyObject *seen = PySet_New(NULL);
+    PyObject *stack = PyList_New(0);
+    PyObject *tensors = PyList_New(0);
+    int result = -1;
+
+    (void)self;
+    if (names[0] != NULL && names[1] != NULL && names[2] != NULL && seen != NULL &&
+        stack != NULL && tensors != NULL) {
+        result = PyList_Append(stack, module);
+    }
+    while (result == 0 && PyList_Size(stack) > 0) {
+        PyObject *part = pop(stack);
+
+        result = part != NULL ? visit(part, names, seen, stack, tensors) : -1;
+        Py_XDECREF(part);
+    }
+    if (result < 0) {
+        Py_CLEAR(tensors);
+    }
+    Py_XDECREF(stack);
+    Py_XDECREF(seen);
+    for (int i = 0; i < 3; i++) {
+        Py_XDECREF(names[i]);
+    }
+    return tensors;
+}
+
+static PyMethodDef held_functions[] = {
+    {"held_tensors", held_tensors, METH_O,
+     "held_tensors(module, /)\n--\n\n"
+     "Every parameter and buffer of a torch module and of the modules in it, each module\n"
+     "once, in an order that is the same while they are."},
+    {NULL, NULL, 0, NULL},
+};
+
+int wsync_py_register_held(PyObject *module)
+{
+    return PyModule_AddFunctions(module, held_functions);
+}
