@@ -303,7 +303,7 @@ def test_what_is_no_module_holds_nothing() -> None:
         held_tensors(torch.ones(2))
     module = nn.Linear(2, 2)
     vars(module)["_buffers"] = [torch.ones(1)]
-    with pytest.raises(TypeError, match="_buffers of .*Linear.* is no dict"):
+    with pytest.raises(TypeError, match=r"_buffers of .*Linear.* is no dict"):
         held_tensors(module)
 
 

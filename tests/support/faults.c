@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/types.h>
@@ -96,3 +97,20 @@ FAULTY(fallocate)
 FAULTY(fcntl)
 FAULTY(fstat)
 FAULTY(madvise)
+FAULTY(mmap)
+FAULTY(poll)
+
+/* Returns its error. */
+int pthread_create(pthread_t *thread, const pthread_attr_t *attributes,
+                   void *(*start)(void *), void *argument)
+{
+    static int (*real)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+
+    if (strikes("pthread_create", __builtin_return_address(0))) {
+        return code;
+    }
+    if (real == NULL) {
+        *(void **)&real = dlsym(RTLD_NEXT, "pthread_create");
+    }
+    return real(thread, attributes, start, argument);
+}

@@ -1,11 +1,13 @@
 """Run by tests/test_faults.py with support/faults.c preloaded: one whole update by the extension
-alone, both sides in this process, with every allocation and system call of it failing in turn.
-Prints how many did."""
+alone, both sides in this process, and a plan with its exchange, with every allocation and system
+call of them failing in turn.  Prints how many did, and which."""
 
 import ctypes
 import errno
 import os
 import sys
+
+import torch
 
 from wsync import _core
 from wsync._core import (
@@ -15,15 +17,20 @@ from wsync._core import (
     Layout,
     LayoutBuilder,
     Memory,
+    Plan,
     Route,
+    SharedExchange,
     Stream,
     WsyncError,
+    describe,
+    pack,
 )
 
 SECONDS = 10.0
 NBYTES = 64
-# a mark that a stream could not record: what it holds is let go with a later one, or the stream
-TOLERATED = 1
+# a mark that a stream could not record: what it holds is let go with a later one, or the stream;
+# one in each of two streams
+TOLERATED = 2
 
 
 def layout() -> Layout:
@@ -62,6 +69,33 @@ def update() -> None:
         stream.close()
 
 
+def gather() -> None:
+    """What a trainer rank does before a round is posted: describe, plan, exchange, pack."""
+    weight = torch.arange(16, dtype=torch.float32).view(4, 4)
+    table, wanted = describe([weight]), layout()
+    plan = Plan(wanted, [(wanted, True)], [(0, 0)], [0], 0)
+    ring, packed, stream = Memory(plan.ring_nbytes(0)), Memory(NBYTES), Stream()
+    exchange = SharedExchange(0, 1, NBYTES)
+    try:
+        pack(table, packed.address, NBYTES, [0], stream)
+        exchange.connect([exchange.address], SECONDS)
+        exchange.begin(plan)
+        exchange.acquire(0, SECONDS)
+        exchange.spans(0)
+        exchange.post(0, stream)
+        exchange.wait(0, SECONDS)
+        exchange.release(0, stream)
+        slots = BufferTable([(ring.address, ring.nbytes)], ring)
+        stream.copy(plan, 0, _core.LOCAL, BufferTable.of(table, weight), slots)
+        stream.synchronize(SECONDS)
+        expected = weight.numpy().tobytes()
+        assert bytes(memoryview(packed)) == expected == bytes(memoryview(ring))[:NBYTES]
+    finally:
+        stream.abandon()
+        exchange.close()
+        stream.close()
+
+
 def place() -> tuple[int, int]:
     """Where the extension's code lies."""
     with open("/proc/self/maps") as maps:
@@ -79,6 +113,7 @@ def main() -> None:
     shim.faults_disarm.restype = ctypes.c_char_p
     shim.faults_place(*place())
     update()
+    gather()
     seen: set[str] = set()
     tolerated = 0
     for k in range(10_000):
@@ -87,6 +122,7 @@ def main() -> None:
         shim.faults_arm(k, errno.ENOMEM)
         try:
             update()
+            gather()
         except Exception as error:
             failure = error
         struck = shim.faults_disarm()
@@ -99,7 +135,7 @@ def main() -> None:
             return
         seen.add(struck.decode())
         if failure is None and tolerated < TOLERATED:
-            tolerated += 1  # update() has looked at the bytes
+            tolerated += 1  # both have looked at the bytes
             continue
         assert isinstance(failure, WsyncError | MemoryError | OSError), (k, struck, failure)
 
