@@ -1,0 +1,145 @@
+"""kernels.py ROOT CACHE: the kernels compile for every architecture, and in the machine code
+nothing is spilled, two blocks fit a multiprocessor, and memory is read and written 16 bytes at a
+time.  Needs no GPU; what is missing of the toolkit comes from PyPI and is kept in CACHE."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ARCHITECTURES = (80, 90, 100, 120)
+REGISTERS = 65536  # of a multiprocessor
+WHEELS = {
+    "nvcc": ("nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-crt==13.0.88", "nvidia-nvvm==13.0.88",
+             "nvidia-cuda-runtime==13.0.96"),
+    "nvdisasm": ("nvidia-cuda-nvdisasm==13.4.92",),
+}  # fmt: skip
+PIP_INSTALL = (sys.executable, "-m", "pip", "install", "-qq", "--no-deps")
+NVCC = ("--cubin", "-Werror", "all-warnings", "-Xptxas", "-v")
+# What is planted, and what must then be found.
+PLANTS = {
+    "spills": ("WSYNC_KERNEL_BLOCKS_PER_SM = 2,", "WSYNC_KERNEL_BLOCKS_PER_SM = 4,"),
+    "16-byte stores": ("ALIGNED(16)", "ALIGNED(4)"),
+    "generic": ("#define GLOBAL(address) __cvta_global_to_generic(address)",
+                "#define GLOBAL(address) (address)"),
+}  # fmt: skip
+
+
+def tool(name: str, cache: Path) -> Path:
+    """A program of the CUDA toolkit: the machine's own, else the one of NVIDIA's wheels."""
+    found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+    if found and not os.environ.get("WSYNC_CI_CUDA_WHEELS"):
+        return Path(found)
+    folder = cache / WHEELS[name][0].replace("==", "-")
+    if not (folder / "complete").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run(
+            [*PIP_INSTALL, "--target", folder, *WHEELS[name]],
+            check=True,
+        )
+        (folder / "complete").touch()
+    (program,) = folder.glob(f"nvidia/*/bin/{name}")
+    program.chmod(0o755)
+    return program
+
+
+def constant(header: str, name: str) -> int:
+    match = re.search(rf"\b{name} = (\d+),", header)
+    assert match, f"no {name} in kernel_table.h"
+    return int(match.group(1))
+
+
+def compile_for(nvcc: Path, sources: Path, architecture: int, cubin: Path) -> str:
+    """What the assembler says about the kernel."""
+    kernels = sources / "device/kernels.cu"
+    done = subprocess.run(
+        [nvcc, f"-arch=sm_{architecture}", *NVCC, "-I", sources, "-o", cubin, kernels],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        sys.exit(f"sm_{architecture}: does not compile:\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def number(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    assert match, f"no {pattern!r} in:\n{text}"
+    return int(match.group(1))
+
+
+def examine(verbose: str, code: str, limit: int) -> tuple[list[str], str]:
+    """What is wrong with one architecture's code, and its figures."""
+    registers = number(r"Used (\d+) registers", verbose)
+    stack = number(r"(\d+) bytes stack frame", verbose)
+    spilled = number(r"(\d+) bytes spill stores", verbose)
+    loads = len(re.findall(r"\bLDG\.E\.(?:[A-Z0-9]+\.)*128\b", code))
+    stores = len(re.findall(r"\bSTG\.E\.(?:[A-Z0-9]+\.)*128\b", code))
+    generic = len(re.findall(r"\b(?:LD|ST)\.E\b", code))
+    instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))
+    wrong = []
+    if registers > limit:
+        wrong.append(f"{registers} registers, more than the {limit} of two blocks")
+    if stack or spilled:
+        wrong.append(f"spills: {spilled} bytes, {stack} bytes of stack")
+    if not loads:
+        wrong.append("no 16-byte loads")
+    if not stores:
+        wrong.append("no 16-byte stores")
+    if generic:
+        wrong.append(f"{generic} generic accesses: an address is not known to be global")
+    figures = f"{registers} registers, {instructions} instructions, 16-byte loads {loads}, "
+    return wrong, figures + f"stores {stores}"
+
+
+def check(tools: tuple[Path, Path], sources: Path, architecture: int) -> tuple[list[str], str]:
+    nvcc, nvdisasm = tools
+    header = (sources / "device/kernel_table.h").read_text()
+    threads = constant(header, "WSYNC_KERNEL_BLOCK") * 2
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernels.cubin"
+        verbose = compile_for(nvcc, sources, architecture, cubin)
+        code = subprocess.run(
+            [nvdisasm, "-c", cubin], capture_output=True, text=True, check=True
+        ).stdout
+    return examine(verbose, code, REGISTERS // threads)
+
+
+def planted(tools: tuple[Path, Path], sources: Path, folder: Path) -> list[str]:
+    """Every plant must be found."""
+    wrong = []
+    for name, (before, after) in PLANTS.items():
+        copy = folder / name.replace(" ", "-") / "device"
+        copy.mkdir(parents=True)
+        places = 0
+        for file in ("kernels.cu", "kernel_table.h"):
+            text = (sources / "device" / file).read_text()
+            places += text.count(before)
+            (copy / file).write_text(text.replace(before, after))
+        complaints, _ = check(tools, copy.parent, 90)
+        if places != 1 or not any(name in complaint for complaint in complaints):
+            wrong.append(f"planted {name!r} in {places} places: found {complaints}")
+    return wrong
+
+
+def main() -> int:
+    sources, cache = Path(sys.argv[1]) / "csrc", Path(sys.argv[2])
+    tools = (tool("nvcc", cache), tool("nvdisasm", cache))
+    wrong = []
+    for architecture in ARCHITECTURES:
+        complaints, figures = check(tools, sources, architecture)
+        wrong += [f"sm_{architecture}: {complaint}" for complaint in complaints]
+        print(f"sm_{architecture}: {figures}")
+    with tempfile.TemporaryDirectory() as folder:
+        wrong += planted(tools, sources, Path(folder))
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    print(f"checked: {len(ARCHITECTURES)} architectures and {len(PLANTS)} plants")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

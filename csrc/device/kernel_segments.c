@@ -1,0 +1,297 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "device/kernel_segments.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+
+#include "core/array.h"
+
+enum {
+    /* A fill is worth a path of its own if its rows hold some vectors for every lane. */
+    FILL_MIN_NBYTES = 512,
+};
+
+/* The kernel counts rows and tiles in 31 bits. */
+static const uint64_t count_limit = (uint64_t)1 << 31;
+
+void wsync_segments_fini(wsync_segments_t *segments)
+{
+    free(segments->items);
+    free(segments->tile_starts);
+    *segments = (wsync_segments_t){0};
+}
+
+static wsync_divisor_t divisor(uint32_t value)
+{
+    uint32_t shift = 0;
+    uint64_t missing;
+
+    while (((uint64_t)1 << shift) < value) {
+        shift++;
+    }
+    missing = ((uint64_t)1 << shift) - value;
+    return (wsync_divisor_t){value, (uint32_t)((missing << 32) / value + 1), shift};
+}
+
+static uint64_t ceil_divide(uint64_t value, uint64_t by)
+{
+    return value / by + (value % by != 0);
+}
+
+/* The dimension along which a copy repeats the same few bytes, if it is a fill with long
+ * rows; else -1. */
+static int fill_dim(const wsync_copy_t *copy)
+{
+    const int64_t period = copy->source_item_nbytes;
+    int found = -1;
+
+    if (copy->transform != WSYNC_TRANSFORM_NONE || copy->row_count != 1 || period > 16 ||
+        (period & (period - 1)) != 0) {
+        return -1;
+    }
+    for (int d = 0; d < (int)copy->ndim; d++) {
+        if (copy->extent[d] == 1) {
+            continue;
+        }
+        if (copy->source_stride[d] != 0) {
+            return -1;
+        }
+        if (copy->destination_stride[d] == period &&
+            copy->extent[d] >= FILL_MIN_NBYTES / period) {
+            found = d;
+        }
+    }
+    return found;
+}
+
+static wsync_segment_kind_t kind_of(const wsync_copy_t *copy, bool fills)
+{
+    switch ((wsync_transform_t)copy->transform) {
+    case WSYNC_TRANSFORM_F32_TO_BF16:
+        return WSYNC_SEGMENT_F32_TO_BF16;
+    case WSYNC_TRANSFORM_F32_TO_F16:
+        return WSYNC_SEGMENT_F32_TO_F16;
+    case WSYNC_TRANSFORM_BF16_TO_F32:
+        return WSYNC_SEGMENT_BF16_TO_F32;
+    case WSYNC_TRANSFORM_NONE:
+        break;
+    }
+    return fills ? WSYNC_SEGMENT_FILL : WSYNC_SEGMENT_COPY;
+}
+
+/* Rows in items: bytes where nothing is converted. */
+static void describe_row(const wsync_copy_t *copy, int fill, wsync_segment_t *segment)
+{
+    const uint64_t nbytes = copy->row_count * copy->source_item_nbytes;
+
+    segment->kind = (unsigned char)kind_of(copy, fill >= 0);
+    segment->row_count = copy->row_count;
+    segment->source_item_nbytes = copy->source_item_nbytes;
+    segment->destination_item_nbytes = copy->destination_item_nbytes;
+    if (fill >= 0) {
+        segment->row_count = nbytes * (uint64_t)copy->extent[fill];
+        segment->destination_item_nbytes = 1;
+    } else if (segment->kind == WSYNC_SEGMENT_COPY) {
+        segment->row_count = nbytes;
+        segment->source_item_nbytes = 1;
+        segment->destination_item_nbytes = 1;
+    }
+}
+
+/* The dimensions that move something, the fastest first.  Returns the number of rows. */
+static uint64_t describe_dims(const wsync_copy_t *copy, int fill, wsync_segment_t *segment)
+{
+    uint64_t rows = 1;
+
+    for (int d = (int)copy->ndim - 1; d >= 0; d--) {
+        const unsigned at = segment->ndim;
+
+        if (d == fill || copy->extent[d] == 1) {
+            continue;
+        }
+        segment->source_stride[at] = copy->source_stride[d];
+        segment->destination_stride[at] = copy->destination_stride[d];
+        if (at < WSYNC_KERNEL_NDIM - 1) {
+            segment->extent[at] = divisor((uint32_t)copy->extent[d]);
+        }
+        rows *= (uint64_t)copy->extent[d];
+        segment->ndim++;
+    }
+    return rows;
+}
+
+/* Cuts a segment into tiles and returns how many there are. */
+static uint64_t cut_tiles(wsync_segment_t *segment)
+{
+    /* Casts have 4 bytes on the wider side. */
+    const uint64_t limit = segment->kind >= WSYNC_SEGMENT_F32_TO_BF16
+                               ? WSYNC_TILE_NBYTES / 4
+                               : WSYNC_TILE_NBYTES;
+
+    segment->row_chunks = 1;
+    if (segment->row_count <= limit) {
+        const uint64_t rows = limit / segment->row_count;
+
+        segment->rows_per_tile =
+            (uint32_t)(rows < WSYNC_TILE_ROWS ? rows : WSYNC_TILE_ROWS);
+        segment->row = divisor((uint32_t)segment->row_count);
+        return ceil_divide(segment->row_total, segment->rows_per_tile);
+    }
+    /* Equal chunks, so that a row that is a little longer than a tile leaves no crumb. */
+    segment->chunk_count =
+        (uint32_t)ceil_divide(
+            ceil_divide(segment->row_count, ceil_divide(segment->row_count, limit)),
+            WSYNC_TILE_GRAIN) *
+        WSYNC_TILE_GRAIN;
+    if (ceil_divide(segment->row_count, segment->chunk_count) >= count_limit) {
+        return count_limit;
+    }
+    segment->row_chunks = (uint32_t)ceil_divide(segment->row_count, segment->chunk_count);
+    return (uint64_t)segment->row_total * segment->row_chunks;
+}
+
+static wsync_status_t reserve(wsync_segments_t *segments, wsync_error_t *err)
+{
+    void *grown = wsync_array_reserve(segments->items, &segments->item_capacity,
+                                      segments->count + 1, sizeof(*segments->items));
+
+    if (grown != NULL) {
+        segments->items = grown;
+        grown = wsync_array_reserve(segments->tile_starts, &segments->start_capacity,
+                                    segments->count + 2, sizeof(*segments->tile_starts));
+    }
+    if (grown == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "segments",
+                          "no memory for a segment after %zu", segments->count);
+    }
+    segments->tile_starts = grown;
+    if (segments->count == 0) {
+        segments->tile_starts[0] = 0;
+    }
+    return WSYNC_OK;
+}
+
+/* Appends a copy of fewer than 2^31 rows. */
+static wsync_status_t append_segment(wsync_segments_t *segments, const wsync_copy_t *copy,
+                                     size_t index, wsync_error_t *err)
+{
+    const int fill = fill_dim(copy);
+    wsync_segment_t segment = {
+        .source_offset = copy->source_offset,
+        .destination_offset = copy->destination_offset,
+        .source_buffer = copy->source_buffer,
+        .destination_buffer = copy->destination_buffer,
+    };
+    wsync_status_t status = reserve(segments, err);
+    uint64_t tiles;
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    describe_row(copy, fill, &segment);
+    segment.row_total = (uint32_t)describe_dims(copy, fill, &segment);
+    tiles = cut_tiles(&segment) + segments->tile_starts[segments->count];
+    if (tiles >= count_limit) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "segments",
+                          "copy %zu: its rows of %llu elements come to 2^31 tiles or more, "
+                          "which is no launch",
+                          index, (unsigned long long)copy->row_count);
+    }
+    segments->items[segments->count++] = segment;
+    segments->tile_starts[segments->count] = (uint32_t)tiles;
+    return WSYNC_OK;
+}
+
+/* Rows of a copy, or the limit if there are as many or more. */
+static uint64_t count_rows(const wsync_copy_t *copy)
+{
+    uint64_t rows = 1;
+
+    for (unsigned d = 0; d < copy->ndim; d++) {
+        if (copy->extent[d] <= 0) {
+            return 0;
+        }
+        if (__builtin_mul_overflow(rows, (uint64_t)copy->extent[d], &rows) ||
+            rows > count_limit) {
+            rows = count_limit;
+        }
+    }
+    return rows;
+}
+
+/* Halves a copy along its longest dimension until its rows can be counted. */
+static wsync_status_t append_copy(wsync_segments_t *segments, const wsync_copy_t *copy,
+                                  size_t index, wsync_error_t *err)
+{
+    const uint64_t rows = count_rows(copy);
+    wsync_copy_t half = *copy;
+    unsigned longest = 0;
+    wsync_status_t status;
+
+    if (rows == 0 || copy->row_count == 0) {
+        return WSYNC_OK;
+    }
+    if (rows < count_limit) {
+        return append_segment(segments, copy, index, err);
+    }
+    for (unsigned d = 1; d < copy->ndim; d++) {
+        longest = copy->extent[d] > copy->extent[longest] ? d : longest;
+    }
+    half.extent[longest] = copy->extent[longest] / 2;
+    status = append_copy(segments, &half, index, err);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    half.source_offset +=
+        (uint64_t)half.extent[longest] * (uint64_t)copy->source_stride[longest];
+    half.destination_offset +=
+        (uint64_t)half.extent[longest] * (uint64_t)copy->destination_stride[longest];
+    half.extent[longest] = copy->extent[longest] - half.extent[longest];
+    return append_copy(segments, &half, index, err);
+}
+
+wsync_status_t wsync_segments_append(wsync_segments_t *segments, const wsync_copy_t *copies,
+                                     size_t count, wsync_segment_list_t *list,
+                                     wsync_error_t *err)
+{
+    const size_t first = segments->count;
+    wsync_status_t status = WSYNC_OK;
+
+    for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
+        uint64_t nbytes;
+
+        if (copies[i].ndim > WSYNC_COPY_NDIM ||
+            copies[i].transform > WSYNC_TRANSFORM_BF16_TO_F32 ||
+            __builtin_mul_overflow(copies[i].row_count, copies[i].source_item_nbytes,
+                                   &nbytes)) {
+            status =
+                wsync_fail(err, WSYNC_ERR_INVALID, 0, "segments",
+                           "copy %zu: transform %u, %u dimensions around a row of %llu "
+                           "elements is no copy",
+                           i, copies[i].transform, copies[i].ndim,
+                           (unsigned long long)copies[i].row_count);
+        } else {
+            status = append_copy(segments, &copies[i], i, err);
+        }
+    }
+    if (status != WSYNC_OK) {
+        segments->count = first;
+        return status;
+    }
+    *list = (wsync_segment_list_t){.first = (uint32_t)first,
+                                   .count = (uint32_t)(segments->count - first)};
+    if (list->count > 0) {
+        list->tile_count =
+            segments->tile_starts[segments->count] - segments->tile_starts[first];
+    }
+    return WSYNC_OK;
+}
+
+uint32_t wsync_segments_grid(const wsync_segment_list_t *list, uint32_t multiprocessors)
+{
+    const uint64_t wanted =
+        ceil_divide(list->tile_count, WSYNC_KERNEL_BLOCK / WSYNC_KERNEL_WARP);
+    const uint64_t resident = (uint64_t)multiprocessors * WSYNC_KERNEL_BLOCKS_PER_SM;
+
+    return (uint32_t)(wanted < resident ? wanted : resident);
+}

@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What kernels.cu needs of a device, in C11.  Its threads do not talk to each other, so
+ * they run one after another. */
+#include "kernel_host.h"
+
+#include <stdint.h>
+#include <string.h>
+
+#include "device/kernel_table.h"
+
+enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_FOUND = 500 };
+
+typedef struct host_index {
+    unsigned x;
+} host_index_t;
+
+/* The built-in variables: of every thread that launches its own. */
+static _Thread_local host_index_t gridDim;   /* NOLINT(readability-identifier-naming) */
+static _Thread_local host_index_t blockDim;  /* NOLINT(readability-identifier-naming) */
+static _Thread_local host_index_t blockIdx;  /* NOLINT(readability-identifier-naming) */
+static _Thread_local host_index_t threadIdx; /* NOLINT(readability-identifier-naming) */
+
+#define DEVICE static inline
+#define KERNEL static void
+#define ALIGNED(nbytes) __attribute__((aligned(nbytes)))
+#define MAY_ALIAS __attribute__((may_alias))
+#define UNROLL
+#define NO_UNROLL
+#define GLOBAL(address) ((void *)(uintptr_t)(address))
+#define TABLE(field) (field)
+
+#include "device/kernels.cu" /* NOLINT(bugprone-suspicious-include) */
+
+int wsync_host_kernel_launch(const char *name, unsigned grid, unsigned block, void **params)
+{
+    if (strcmp(name, WSYNC_KERNEL_NAME) != 0) {
+        return NOT_FOUND;
+    }
+    if (grid == 0 || block == 0 || block % WSYNC_KERNEL_WARP != 0 ||
+        block > WSYNC_KERNEL_BLOCK) {
+        return INVALID_VALUE;
+    }
+    gridDim.x = grid;
+    blockDim.x = block;
+    for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
+        for (threadIdx.x = 0; threadIdx.x < block; threadIdx.x++) {
+            wsync_copy(*(const wsync_kernel_args_t *)params[0]);
+        }
+    }
+    return SUCCESS;
+}

@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The kernels' tables with the k-th allocation failing. */
+#include "device/kernel_segments.h"
+#include "oom.h"
+
+enum { COPIES = 100 };
+
+static wsync_status_t append_attempt(void *context, wsync_error_t *err)
+{
+    const wsync_copy_t *copies = context;
+    wsync_segments_t segments = {0};
+    wsync_segment_list_t list = {.first = 77};
+    wsync_status_t status = wsync_segments_append(&segments, copies, COPIES, &list, err);
+
+    if (status != WSYNC_OK) {
+        CHECK_EQ(list.first, 77);
+        CHECK_EQ(segments.count, 0);
+    }
+    wsync_segments_fini(&segments);
+    return status;
+}
+
+TEST(tables_survive_failing_allocations)
+{
+    wsync_copy_t copies[COPIES];
+
+    for (int i = 0; i < COPIES; i++) {
+        copies[i] = (wsync_copy_t){
+            .row_count = 10, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    }
+    CHECK(oom_run(append_attempt, copies) >= 4);
+}

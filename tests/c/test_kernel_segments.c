@@ -1,0 +1,241 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * How copies become segments and tiles. */
+#include "device/kernel_segments.h"
+#include "harness.h"
+
+static wsync_copy_t bytes(uint64_t nbytes)
+{
+    return (wsync_copy_t){
+        .row_count = nbytes, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+}
+
+static wsync_segment_list_t append(wsync_segments_t *segments, const wsync_copy_t *copy)
+{
+    wsync_segment_list_t list;
+    wsync_error_t err;
+
+    CHECK_OK(wsync_segments_append(segments, copy, 1, &list, &err), err);
+    return list;
+}
+
+/* The kernel's division, by the numbers that it is given. */
+static void check_divisor(const wsync_divisor_t *by, uint32_t value)
+{
+    const uint32_t high = (uint32_t)((uint64_t)value * by->magic >> 32);
+
+    CHECK_EQ((high + value) >> by->shift, value / by->value);
+}
+
+TEST(divisors_are_exact)
+{
+    wsync_segments_t segments = {0};
+
+    for (uint64_t value = 1; value < (uint64_t)1 << 31; value += 1 + value / 7) {
+        wsync_copy_t copy = bytes(1);
+        const wsync_divisor_t *by;
+
+        copy.ndim = 2;
+        copy.extent[0] = 1;
+        copy.extent[1] = (int64_t)value;
+        copy.destination_stride[1] = 3;
+        (void)append(&segments, &copy);
+        if (value == 1) {
+            continue; /* an extent of 1 is no dimension */
+        }
+        by = &segments.items[segments.count - 1].extent[0];
+        CHECK_EQ(by->value, value);
+        for (uint64_t k = 0; k < 40; k++) {
+            const uint64_t edge = ((uint64_t)INT32_MAX / value) * value * k / 40;
+
+            check_divisor(by, (uint32_t)edge);
+            check_divisor(by, (uint32_t)(edge / value * value));
+            check_divisor(by, (uint32_t)(edge / value * value + value - 1) & INT32_MAX);
+        }
+        check_divisor(by, INT32_MAX);
+    }
+    wsync_segments_fini(&segments);
+}
+
+/* Every item of every row is in exactly one tile, and no tile is longer than it may be. */
+static void check_tiles(const wsync_segment_t *segment, uint32_t tiles)
+{
+    if (segment->row_chunks == 1) {
+        CHECK_EQ(segment->row.value, segment->row_count);
+        CHECK(segment->row_count * segment->rows_per_tile <= WSYNC_TILE_NBYTES);
+        CHECK(segment->rows_per_tile <= WSYNC_TILE_ROWS);
+        CHECK((uint64_t)tiles * segment->rows_per_tile >= segment->row_total);
+        CHECK((uint64_t)(tiles - 1) * segment->rows_per_tile < segment->row_total);
+    } else {
+        CHECK(segment->chunk_count <= WSYNC_TILE_NBYTES);
+        CHECK_EQ(segment->chunk_count % WSYNC_TILE_GRAIN, 0);
+        CHECK((uint64_t)segment->row_chunks * segment->chunk_count >= segment->row_count);
+        CHECK((segment->row_chunks - 1ULL) * segment->chunk_count < segment->row_count);
+        CHECK_EQ(tiles, (uint64_t)segment->row_total * segment->row_chunks);
+    }
+}
+
+TEST(tiles_cover_rows_of_any_length)
+{
+    wsync_segments_t segments = {0};
+
+    for (uint64_t nbytes = 1; nbytes < (uint64_t)1 << 40; nbytes += 1 + nbytes / 3) {
+        for (int64_t rows = 1; rows < 5000; rows = rows * 3 + 1) {
+            wsync_copy_t copy = bytes(nbytes);
+
+            copy.ndim = 1;
+            copy.extent[0] = rows;
+            copy.source_stride[0] = (int64_t)nbytes + 1;
+            copy.destination_stride[0] = (int64_t)nbytes;
+            if (nbytes > 1 << 24 && rows > 1) {
+                continue; /* more tiles than a table has */
+            }
+            CHECK_EQ(append(&segments, &copy).count, 1);
+            check_tiles(&segments.items[segments.count - 1],
+                        segments.tile_starts[segments.count] -
+                            segments.tile_starts[segments.count - 1]);
+            if (segments.tile_starts[segments.count] > 1U << 26) {
+                wsync_segments_fini(&segments);
+            }
+        }
+    }
+    wsync_segments_fini(&segments);
+}
+
+TEST(extents_of_one_and_the_order_of_dimensions)
+{
+    wsync_segments_t segments = {0};
+    wsync_copy_t copy = bytes(24);
+    const wsync_segment_t *segment;
+
+    copy.ndim = 4;
+    copy.extent[0] = 5;
+    copy.extent[1] = 1;
+    copy.extent[2] = 7;
+    copy.extent[3] = 3;
+    for (int d = 0; d < 4; d++) {
+        copy.source_stride[d] = 1000 - d;
+        copy.destination_stride[d] = 2000 - d;
+    }
+    (void)append(&segments, &copy);
+    segment = &segments.items[0];
+    CHECK_EQ(segment->ndim, 3);
+    CHECK_EQ(segment->row_total, 105);
+    CHECK_EQ(segment->extent[0].value, 3);
+    CHECK_EQ(segment->extent[1].value, 7);
+    CHECK_EQ(segment->source_stride[0], 997);
+    CHECK_EQ(segment->source_stride[2], 1000);
+    CHECK_EQ(segment->destination_stride[1], 1998);
+    wsync_segments_fini(&segments);
+}
+
+/* A constant over a contiguous range is a fill; one over a few bytes, or along a source
+ * that moves, is not. */
+TEST(long_constants_are_fills)
+{
+    wsync_segments_t segments = {0};
+    wsync_copy_t copy = {.row_count = 1,
+                         .source_item_nbytes = 2,
+                         .destination_item_nbytes = 2,
+                         .ndim = 2,
+                         .extent = {6, 4096},
+                         .destination_stride = {10000, 2}};
+
+    (void)append(&segments, &copy);
+    CHECK_EQ(segments.items[0].kind, WSYNC_SEGMENT_FILL);
+    CHECK_EQ(segments.items[0].row_count, 8192);
+    CHECK_EQ(segments.items[0].row_total, 6);
+    copy.extent[1] = 200;
+    (void)append(&segments, &copy);
+    CHECK_EQ(segments.items[1].kind, WSYNC_SEGMENT_COPY);
+    copy.extent[1] = 4096;
+    copy.source_stride[0] = 2;
+    (void)append(&segments, &copy);
+    CHECK_EQ(segments.items[2].kind, WSYNC_SEGMENT_COPY);
+    wsync_segments_fini(&segments);
+}
+
+/* A transposed matrix of 2^33 single bytes: more rows than a segment counts. */
+TEST(copies_of_too_many_rows_are_split)
+{
+    wsync_segments_t segments = {0};
+    wsync_copy_t copy = bytes(1);
+    wsync_segment_list_t list;
+    uint64_t rows = 0;
+    uint64_t steps = 0;
+
+    copy.ndim = 2;
+    copy.extent[0] = 1 << 17;
+    copy.extent[1] = 1 << 16;
+    copy.source_stride[0] = 1;
+    copy.source_stride[1] = 1 << 17;
+    copy.destination_stride[0] = 1 << 16;
+    copy.destination_stride[1] = 1;
+    list = append(&segments, &copy);
+    CHECK(list.count > 1);
+    for (uint32_t i = 0; i < list.count; i++) {
+        rows += segments.items[i].row_total;
+        steps += segments.items[i].destination_offset;
+        check_tiles(&segments.items[i],
+                    segments.tile_starts[i + 1] - segments.tile_starts[i]);
+    }
+    CHECK_EQ(rows, (uint64_t)1 << 33);
+    CHECK_EQ(list.tile_count, ((uint64_t)1 << 33) / WSYNC_TILE_ROWS);
+    CHECK(steps > 0);
+    wsync_segments_fini(&segments);
+}
+
+TEST(empty_copies_become_nothing)
+{
+    wsync_segments_t segments = {0};
+    wsync_copy_t copies[] = {bytes(0), bytes(5), bytes(5)};
+    wsync_segment_list_t list = {.count = 9};
+    wsync_error_t err;
+
+    copies[1].ndim = 1;
+    CHECK_OK(wsync_segments_append(&segments, copies, 2, &list, &err), err);
+    CHECK_EQ(list.count, 0);
+    CHECK_EQ(list.tile_count, 0);
+    CHECK_EQ(wsync_segments_grid(&list, 132), 0);
+    CHECK_OK(wsync_segments_append(&segments, NULL, 0, &list, &err), err);
+    CHECK_OK(wsync_segments_append(&segments, copies, 3, &list, &err), err);
+    CHECK_EQ(list.count, 1);
+    CHECK_EQ(list.first, 0);
+    wsync_segments_fini(&segments);
+    wsync_segments_fini(&segments);
+}
+
+TEST(what_is_no_copy_leaves_the_table_as_it_was)
+{
+    wsync_segments_t segments = {0};
+    wsync_copy_t copies[] = {bytes(100), bytes(100)};
+    wsync_segment_list_t list = {.first = 77};
+    wsync_error_t err;
+
+    (void)append(&segments, copies);
+    copies[1].ndim = 5;
+    CHECK_EQ(wsync_segments_append(&segments, copies, 2, &list, &err), WSYNC_ERR_INVALID);
+    CHECK_HAS(err.message, "copy 1: transform 0, 5 dimensions around a row of 100");
+    copies[1].ndim = 0;
+    copies[1].transform = 4;
+    CHECK_EQ(wsync_segments_append(&segments, copies, 2, &list, &err), WSYNC_ERR_INVALID);
+    copies[1] = bytes(UINT64_MAX);
+    CHECK_EQ(wsync_segments_append(&segments, copies, 2, &list, &err), WSYNC_ERR_INVALID);
+    CHECK_HAS(err.message, "copy 1: its rows of 18446744073709551615 elements");
+    copies[1].source_item_nbytes = 2;
+    CHECK_EQ(wsync_segments_append(&segments, copies, 2, &list, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(list.first, 77);
+    CHECK_EQ(segments.count, 1);
+    CHECK_EQ(append(&segments, copies).first, 1);
+    wsync_segments_fini(&segments);
+}
+
+TEST(grids_hold_no_more_blocks_than_stay_resident)
+{
+    wsync_segment_list_t list = {.tile_count = 1};
+
+    CHECK_EQ(wsync_segments_grid(&list, 132), 1);
+    list.tile_count = 17;
+    CHECK_EQ(wsync_segments_grid(&list, 132), 2);
+    list.tile_count = 1000000;
+    CHECK_EQ(wsync_segments_grid(&list, 132), 264);
+}
