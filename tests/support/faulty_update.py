@@ -28,9 +28,9 @@ from wsync._core import (
 
 SECONDS = 10.0
 NBYTES = 64
-# a mark that a stream could not record: what it holds is let go with a later one, or the stream;
-# one in each of two streams
-TOLERATED = 2
+# marks that a stream could not record: what they hold is let go with a later one, or the stream;
+# one for each of two copies and the pack
+TOLERATED = 3
 
 
 def layout() -> Layout:
