@@ -88,3 +88,16 @@ def test_folders_of_killed_processes_are_swept(tmp_path: Path) -> None:
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"wsync-alive0", "wsync-young0", "wsync-other-0", "wsync-empty0"}
     kept[0].close()
+
+
+def test_folders_are_swept_where_sockets_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    exporter = wsync._core.Exporter()
+    assert str(tmp_path) in exporter.address
+    exporter.close()
+    (tmp_path / "wsync-killed").mkdir()
+    os.utime(tmp_path / "wsync-killed", (1, 1))
+    sweep(None)
+    assert not list(tmp_path.iterdir())

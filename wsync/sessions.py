@@ -9,7 +9,6 @@ import re
 import secrets
 import socket
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -243,12 +242,13 @@ def sweep(directory: str | None) -> None:
 
     A socket that refuses connections belongs to nobody any more, in whatever container.
     """
-    parent = directory or tempfile.gettempdir()
-    with contextlib.suppress(OSError), os.scandir(parent) as entries:
-        for entry in entries:
-            if _FOLDER.fullmatch(entry.name):
-                with contextlib.suppress(OSError):
-                    _sweep_one(entry.path)
+    # listener.c takes /tmp where TMPDIR is too long for a socket's path
+    for parent in {directory} if directory else {os.environ.get("TMPDIR", "/tmp"), "/tmp"}:
+        with contextlib.suppress(OSError), os.scandir(parent) as entries:
+            for entry in entries:
+                if _FOLDER.fullmatch(entry.name):
+                    with contextlib.suppress(OSError):
+                        _sweep_one(entry.path)
 
 
 def _sweep_one(folder: str) -> None:
