@@ -1,4 +1,4 @@
-"""Remote engines: weights broadcast over process groups, as SGLang takes them."""
+"""Remote engines as they are: weights broadcast over process groups, as SGLang takes them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "deadline": 20.0,
     "progress": False,
     "delivery": "distributed",
+    "broadcast": "bucket",
     "bucket_nbytes": 4096,
 }
 # no two of them can follow each other in a bucket without gaps as they come
@@ -81,7 +82,7 @@ def engines() -> Iterator[list[ProcessEngine]]:
 @pytest.mark.parametrize("broadcast", ["bucket", "tensor"])
 def test_every_engine_gets_every_byte(engines: list[ProcessEngine], broadcast: str) -> None:
     weights = drawn(0)
-    options = wsync.Options(**OPTIONS, broadcast=broadcast)
+    options = wsync.Options(**{**OPTIONS, "broadcast": broadcast})
     with wsync.connect(weights, engines, options=options) as sync:
         for seed in (1, 2):
             weights.update(drawn(seed))

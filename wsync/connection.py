@@ -13,14 +13,17 @@ import torch
 
 from wsync import _core
 from wsync.control import LEARN, PIECES, WHOLE, Control
+from wsync.crossing import Blueprint, Crossing, Orders
 from wsync.exchange import Exchange, GlooExchange
 from wsync.group import TrainerGroup
 from wsync.handles import EngineHandle
 from wsync.options import Options
-from wsync.remote import BroadcastSession, Meeting, Remote, RemoteEngines
+from wsync.remote import BroadcastSession, Meeting, Remote, RemoteEngines, own_address
+from wsync.remote_session import RemoteSession
 from wsync.report import Report
 from wsync.sessions import Session, Trainer, Worker, WorkerSession, sweep
 from wsync.stock import StockSession
+from wsync.update_group import Store, UpdateGroup
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -35,6 +38,7 @@ class Placement:
     """Who is to get weights, and from which rank; the same on all ranks."""
 
     workers: list[Worker]
+    names: tuple[str, ...]  # of all engines
     remote: Remote = dataclasses.field(default_factory=Remote)
 
 
@@ -54,6 +58,10 @@ class Connection:
         self._group = group
         self._trainer = trainer
         self._workers = placement.workers
+        self._beyond = [worker for worker in placement.workers if worker.rank is not None]
+        self._store: Store | None = None
+        self._crossing: Crossing | None = None
+        self._everyone: UpdateGroup | None = None
         self._options = options
         self._exchange: Exchange | None = None
         self._stream = _core.Stream(options.threads)
@@ -66,16 +74,22 @@ class Connection:
                 self._remote = RemoteEngines(engines, placement.remote, lock, options)
             for number, worker in enumerate(self._workers):
                 if worker.home == group.rank:
-                    self._sessions.append(self._session(number, placement.remote, engines))
-            self._doors, self._meetings = self._meet()
+                    self._sessions.append(self._session(number, placement, engines))
+            self._doors, self._meetings = self._meet(placement.names)
         except BaseException as error:
             self.abort(str(error))
             raise
 
-    def _session(self, number: int, remote: Remote, engines: Sequence[EngineHandle]) -> Session:
+    def _session(
+        self, number: int, placement: Placement, engines: Sequence[EngineHandle]
+    ) -> Session:
         worker, options = self._workers[number], self._options
         if worker.stage is not None:
-            return BroadcastSession(number, worker.stage, remote, options=options)
+            return BroadcastSession(number, worker.stage, placement.remote, options=options)
+        if worker.rank is not None:
+            engine_name = placement.names[worker.engine]
+            name = f"engine {engine_name}: worker {worker.index}"
+            return RemoteSession(number, host=own_address([engine_name]), name=name)
         if worker.stock:
             engine = engines[worker.engine]
             return StockSession(number, engine, timeout=options.request_deadline)
@@ -104,9 +118,9 @@ class Connection:
             address=address,
         )
 
-    def _meet(self) -> tuple[dict[int, tuple[str, str]], dict[int, Meeting]]:
+    def _meet(self, names: Sequence[str]) -> tuple[dict[int, tuple[str, str]], dict[int, Meeting]]:
         """Session and address of every worker that runs wsync's receiver, and where the engines
-        meet each source, by the worker's number."""
+        meet each source, by the worker's number; and where all ranks of the exchange meet."""
         doors = {
             session.worker: (session.id, session.address)
             for session in self._sessions
@@ -117,11 +131,19 @@ class Connection:
             for session in self._sessions
             if isinstance(session, BroadcastSession)
         }
-        parts = self._group.all_gather(json.dumps([doors, meetings]).encode())
+        crossing = None
+        if self._beyond and self._group.rank == 0:
+            self._store = Store(self._options.deadline)
+            host = own_address([names[worker.engine] for worker in self._beyond])
+            crossing = Crossing.at(host, self._store.port, self._group.size + len(self._beyond))
+        mine = [doors, meetings, crossing and dataclasses.asdict(crossing)]
+        parts = self._group.all_gather(json.dumps(mine).encode())
         everyone = [json.loads(part) for part in parts]
+        if self._beyond:
+            self._crossing = Crossing(**everyone[0][2])
         return (
-            {int(n): (s, address) for doors, _ in everyone for n, (s, address) in doors.items()},
-            {int(n): Meeting(**m) for _, meetings in everyone for n, m in meetings.items()},
+            {int(n): (s, address) for doors, *_ in everyone for n, (s, address) in doors.items()},
+            {int(n): Meeting(**m) for _, meetings, _ in everyone for n, m in meetings.items()},
         )
 
     def attach(self, check: Check) -> None:
@@ -132,8 +154,10 @@ class Connection:
             self._remote.join([self._meetings[number] for number in numbers])
         blobs = {s.worker: s.accept(left(), check) for s in self._sessions}
         self._teach(blobs, check)
-        plan = self._make_plan(self._gather_layouts(blobs))
+        blueprint = self._draw(self._gather_layouts(blobs))
+        plan = blueprint.plan(self._group.rank)
         self._agree(plan)
+        self._order(blueprint, plan)
         spans = [(0, 0)] * len(self._workers)
         left = _countdown(self._options.deadline)
         for session in self._sessions:
@@ -266,6 +290,10 @@ class Connection:
             self._remote.close()
         if self._exchange is not None:
             self._exchange.close()
+        if self._everyone is not None:
+            self._everyone.close()
+        if self._store is not None:
+            self._store.close()
         self._stream.close()
 
     def _send(
@@ -310,20 +338,32 @@ class Connection:
             layouts |= {int(number): found[i] for number, i in facts["index"].items()}
         return [layouts[number] for number in range(len(self._workers))]
 
-    def _make_plan(self, layouts: list[bytes]) -> _core.Plan:
+    def _order(self, blueprint: Blueprint, plan: _core.Plan) -> None:
+        """Writes what remote workers are to do."""
+        for session in self._sessions:
+            if isinstance(session, RemoteSession):
+                rank = blueprint.workers[session.worker][1]
+                assert self._crossing is not None
+                session.orders = Orders(
+                    session.worker, rank, plan.fingerprint, self._crossing, blueprint
+                )
+
+    def _draw(self, layouts: list[bytes]) -> Blueprint:
         wanted = [
             (layout, worker.stage) for layout, worker in zip(layouts, self._workers, strict=True)
         ]
         kinds = list(dict.fromkeys(wanted))
-        return _core.Plan(
+        hosts = self._trainer.hosts
+        elsewhere = max(hosts) + 1
+        return Blueprint(
             self._trainer.model,
             [self._destination(*kind) for kind in kinds],
             [
-                (kinds.index(kind), worker.home)
+                (kinds.index(kind), worker.home if worker.rank is None else worker.rank)
                 for kind, worker in zip(wanted, self._workers, strict=True)
             ],
-            self._trainer.hosts,
-            self._group.rank,
+            # no trainer rank is nearer to a remote worker than another
+            [*hosts, *range(elsewhere, elsewhere + len(self._beyond))],
             round_nbytes=self._round_nbytes(),
             ring_nbytes=self._options.ring_nbytes,
         )
@@ -354,6 +394,15 @@ class Connection:
 
     def _make_exchange(self, plan: _core.Plan, check: Check) -> Exchange | None:
         group, options = self._group, self._options
+        if self._crossing is not None:
+
+            def look() -> None:
+                check()
+                self._look()
+
+            timeout = options.exchange_deadline
+            self._everyone = self._crossing.join(group.rank, timeout, look)
+            return GlooExchange(self._everyone, self._look)
         if group.size == 1:
             return None
         hosts = len(set(self._trainer.hosts))

@@ -43,7 +43,7 @@ MAX_DEADLINE: Final = 24 * 3600.0
 _MAX_UPDATE: Final = 2**63 - 1
 _SESSION = re.compile(r"[0-9a-f]{1,64}")
 # 128-bit token, and a path that fits sockaddr_un with its terminating zero
-_ADDRESS = re.compile(r"[0-9a-f]{32}@/[^\x00-\x1f\x7f]{1,106}")
+_ADDRESS = re.compile(r"[0-9a-f]{32}@(/[^\x00-\x1f\x7f]{1,106}|[0-9A-Za-z._:%-]{1,253}:[0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,9 @@ class Control:
 
     op: "open", "close" or "inspect"; session: hex id of the session between one trainer rank and
     this worker; update: the update's number; deadline: seconds that the worker waits for any one
-    thing; address: where the other side listens (`wsync._core.Exporter.address`), "" in a
-    close.  Construction checks every field and raises ProtocolError that names the bad one.
+    thing; address: where the other side listens (`wsync._core.Exporter.address`, or that of a
+    `wsync.channel.Door` for a worker on another host), "" in a close.  Construction checks every
+    field and raises ProtocolError that names the bad one.
     """
 
     op: str
@@ -75,7 +76,9 @@ class Control:
             if self.address != "":
                 raise _bad("address", self.address, "absent in a close")
         elif not isinstance(self.address, str) or not _ADDRESS.fullmatch(self.address):
-            raise _bad("address", self.address, '"<32 hex digits>@<absolute socket path>"')
+            raise _bad(
+                "address", self.address, '"<32 hex digits>@<absolute socket path or host:port>"'
+            )
 
     def to_bytes(self) -> bytes:
         """The message as JSON, at most MAX_NBYTES long."""

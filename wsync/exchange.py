@@ -1,4 +1,4 @@
-"""Exchange of a plan's messages between trainer ranks, one step per round.
+"""Exchange of a plan's messages between its ranks, one step per round.
 
 Ranks of one host read each other's staging (`_core.SharedExchange`); otherwise a round is one
 all-to-all over gloo.  Both have the methods of csrc/comm/comm.h.
@@ -7,12 +7,11 @@ all-to-all over gloo.  Both have the methods of csrc/comm/comm.h.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from wsync import _core
-from wsync.group import TrainerGroup
 
 
 class Exchange(Protocol):
@@ -31,6 +30,17 @@ class Exchange(Protocol):
     def close(self) -> None: ...
 
 
+class Group(Protocol):
+    """Ranks that call `exchange` together: a TrainerGroup, or an UpdateGroup with engines."""
+
+    rank: int
+    size: int
+    timeout: float
+
+    def exchange(self, output: Any, data: Any, outputs: list[int], inputs: list[int]) -> Any: ...
+    def finish(self, work: Any, timeout: float) -> None: ...
+
+
 class GlooExchange:
     """One `all_to_all_single` per round on contiguous staging of this rank.
 
@@ -41,7 +51,7 @@ class GlooExchange:
 
     name = "gloo"
 
-    def __init__(self, group: TrainerGroup, look: Callable[[], object]) -> None:
+    def __init__(self, group: Group, look: Callable[[], object]) -> None:
         self._group = group
         self._look = look  # called while this waits for a stream
         self._plan: _core.Plan | None = None

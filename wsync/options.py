@@ -21,11 +21,12 @@ class Options:
         bucket_nbytes: bytes of a round where some engine runs without wsync and takes one request
             per bucket; the largest tensor may need more.
         delivery: "wsync" (engines run wsync's receiver), "stock" (they take flattened buckets),
-            "distributed" (they are remote: buckets are broadcast to them), or "auto", which asks
-            each engine.
-        broadcast: what remote engines take, a "bucket" in one broadcast or one for each "tensor"
-            (slime's actors of 0.2.2, whose update_weights_from_distributed has no load_format).
-        backend: of the groups with remote engines: "gloo", "nccl", or "auto".
+            "distributed" (they are remote: see `broadcast`), or "auto", which asks each engine.
+        broadcast: what remote engines take: "wsync" (they run wsync's receiver, and each worker is
+            sent what it keeps), a "bucket" in one broadcast, or one for each "tensor" (slime's
+            actors of 0.2.2, whose update_weights_from_distributed has no load_format); "auto"
+            asks each engine: wsync or bucket.
+        backend: of the groups that buckets are broadcast in: "gloo", "nccl", or "auto".
         pause_mode: "abort", "retract" or "in_place", as SGLang's /pause_generation takes it.
         flush_cache: whether engines drop their KV cache before the update.
         exchange: "auto", "shared" (all trainer ranks on one host) or "gloo".
@@ -39,7 +40,7 @@ class Options:
     ring_nbytes: int = 0
     bucket_nbytes: int = 512 << 20
     delivery: str = "auto"
-    broadcast: str = "bucket"
+    broadcast: str = "auto"
     backend: str = "auto"
     pause_mode: str = "abort"
     flush_cache: bool = True
@@ -51,7 +52,7 @@ class Options:
     def __post_init__(self) -> None:
         choices = {
             "delivery": ("auto", "wsync", "stock", "distributed"),
-            "broadcast": ("bucket", "tensor"),
+            "broadcast": ("auto", "wsync", "bucket", "tensor"),
             "backend": ("auto", "gloo", "nccl"),
             "exchange": ("auto", "shared", "gloo"),
             "pause_mode": ("abort", "retract", "in_place"),

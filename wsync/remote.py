@@ -280,7 +280,7 @@ class RemoteEngines:
                 "shapes": [list(entry.shape) for entry in bucket],
                 "group_name": meeting.name,
             }
-            if self._options.broadcast == "bucket":
+            if self._options.broadcast != "tensor":
                 arguments["load_format"] = "flattened_bucket"
             if last:
                 arguments["weight_version"] = self._version

@@ -27,8 +27,9 @@ _STALE_SECONDS = 60.0  # a folder this young may belong to a process that does n
 class Worker:
     """One receiver of a plan, and the trainer rank that holds its session.
 
-    It is a tensor-parallel worker of an engine; or, with a `stage`, all remote engines alike,
-    which get the tensors of that pipeline stage from its source, `home`.
+    It is a tensor-parallel worker of an engine, which has a `rank` of its own in the exchange if
+    it is remote; or, with a `stage`, all remote engines without wsync alike, which get the tensors
+    of that pipeline stage from its source, `home`.
     """
 
     engine: int
@@ -36,6 +37,7 @@ class Worker:
     home: int
     stock: bool = False
     stage: int | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,36 @@ class Session(Protocol):
     def close(self) -> None: ...
 
 
+class Exporter(Protocol):
+    """A trainer rank's end of the connection to a worker, as `_core.Exporter` has it."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def loaded(self) -> int: ...
+    def accept(self, timeout: float, check: _core.Check = None) -> bytes: ...
+    def attach(
+        self, ring: _core.Memory, manifest: bytes, timeout: float, check: _core.Check = None
+    ) -> None: ...
+    def begin(
+        self, update: int, rounds: int, timeout: float, check: _core.Check = None
+    ) -> None: ...
+    def acquire(
+        self,
+        wait_round: int,
+        stream: _core.Stream | None,
+        timeout: float,
+        check: _core.Check = None,
+    ) -> None: ...
+    def post(
+        self, round: int, stream: _core.Stream, timeout: float, check: _core.Check = None
+    ) -> None: ...
+    def prepared(self, timeout: float, check: _core.Check = None) -> tuple[int, int, int]: ...
+    def commit(self, timeout: float, check: _core.Check = None) -> None: ...
+    def abort(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
 class WorkerSession:
     """A worker that runs wsync's receiver: it maps the ring once and loads round by round."""
 
@@ -130,11 +162,14 @@ class WorkerSession:
         self.worker = worker
         self.id = secrets.token_hex(8)
         self._directory = directory
-        self._exporter = _core.Exporter(directory)
-        self._teacher: _core.Exporter | None = None  # while the worker learns
+        self._exporter: Exporter = self._listen()
+        self._teacher: Exporter | None = None  # while the worker learns
         self._ring: _core.Memory | None = None
         self._waits: list[int] = []
         self._expected = (0, 0)
+
+    def _listen(self) -> Exporter:
+        return _core.Exporter(self._directory)
 
     @property
     def address(self) -> str:
@@ -148,7 +183,7 @@ class WorkerSession:
     def teach(self, model: bytes, timeout: float, check: Check) -> None:
         """Tells a worker that asked to LEARN what tensors there are (a layout without shards),
         and where to come back to."""
-        self._teacher, self._exporter = self._exporter, _core.Exporter(self._directory)
+        self._teacher, self._exporter = self._exporter, self._listen()
         lesson = self._exporter.address.encode() + b"\n" + model
         self._ring = _core.Memory(1)
         self._teacher.attach(self._ring, lesson, timeout, check)
@@ -177,12 +212,17 @@ class WorkerSession:
 
     def attach(self, plan: _core.Plan, timeout: float, check: Check) -> Span:
         """Hands over ring and manifest; returns where the ring lies."""
-        manifest = plan.manifest(self.worker)
-        self._expected = (manifest.tensor_count, manifest.shard_nbytes)
-        self._waits = [plan.slot(self.worker, k)[2] for k in range(plan.round_count)]
+        manifest = self._expect(plan)
         self._ring = _core.Memory(max(plan.ring_nbytes(self.worker), 1))
         self._exporter.attach(self._ring, manifest.to_bytes(), timeout, check)
         return self._ring.address, self._ring.nbytes
+
+    def _expect(self, plan: _core.Plan) -> _core.Layout:
+        """Notes what the worker is to load; returns its manifest."""
+        manifest = plan.manifest(self.worker)
+        self._expected = (manifest.tensor_count, manifest.shard_nbytes)
+        self._waits = [plan.slot(self.worker, k)[2] for k in range(plan.round_count)]
+        return manifest
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
         self._exporter.begin(update, len(self._waits), timeout, check)

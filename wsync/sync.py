@@ -159,22 +159,32 @@ class Sync:
             raise _core.InvalidArgumentError("no engines to connect to")
         counts = [{"wsync": n, "stock": 0}.get(kind) for _, n, kind in found]
         workers = assign_homes(counts, self._trainer.hosts, first_gpus)
+        beyond = [
+            (i, k) for i, (_, n, kind) in enumerate(found) if kind == "rank" for k in range(n)
+        ]
+        for number, (engine, index) in enumerate(beyond):
+            home, rank = number % self._group.size, self._group.size + number
+            workers.append(Worker(engine, index, home, rank=rank))
+        names = tuple(name for name, _, _ in found)
         away = [(i, name, n) for i, (name, n, kind) in enumerate(found) if kind == "remote"]
         if not away:
-            return Placement(workers)
+            return Placement(workers, names)
         for stage in sorted(set(self._trainer.stages)):
             source = self._trainer.source(stage)
             workers.append(Worker(-1, 0, source, stock=True, stage=stage))
-        return Placement(workers, Remote(*map(tuple, zip(*away, strict=True))))
+        return Placement(workers, names, Remote(*map(tuple, zip(*away, strict=True))))
 
     def _kind(self, index: int, engine: EngineHandle, offsets: Sequence[int] | None) -> str:
-        """How an engine gets its weights; one whose GPUs are not the trainer's is remote."""
+        """How an engine gets its weights; one whose GPUs are not the trainer's is remote, and its
+        workers are ranks of the exchange or take broadcasts."""
         if self.options.delivery == "distributed" or (
             offsets is not None
             and index < len(offsets)
             and offsets[index] + engine.workers > self._group.size
         ):
-            return "remote"
+            known = LOAD_FORMAT in engine.load_formats
+            how = {"auto": "wsync" if known else "bucket"}.get(self.options.broadcast)
+            return "rank" if (how or self.options.broadcast) == "wsync" else "remote"
         return "stock" if self._is_stock(engine) else "wsync"
 
     def _is_stock(self, engine: EngineHandle) -> bool:

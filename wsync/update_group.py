@@ -1,4 +1,4 @@
-"""Process groups of one trainer rank and the workers of engines, made by SGLang's recipe.
+"""Process groups of trainer ranks and the workers of engines, made by SGLang's recipe.
 
 Rank 0 is the trainer's and hosts a store; worker w of an engine is rank `rank_offset + w`.  Both
 sides of wsync use this module; a stock engine makes the same group with SGLang's
@@ -24,6 +24,7 @@ _c10d: Any = dist  # exports more than it lists
 
 _CHECK_SECONDS: Final = 0.05
 _SETTLE_SECONDS: Final = 2.0  # a deadline of ours comes before the backend's own
+_VERDICT_SECONDS: Final = 1.0  # for a member that is gone to be missed elsewhere, with its reason
 _DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 
 
@@ -57,7 +58,8 @@ class UpdateGroup:
         rank, size: this member and the number of members.
         name: of the group; no other group in this store has it.
         backend: "gloo" or "nccl".
-        timeout: seconds until all members have come, and of any broadcast.
+        timeout: seconds until all members have come, and of any collective.
+        check: called while `finish` waits; may raise to end it.
 
     Raises:
         InvalidArgumentError: a rank that is not in the group, or another backend.
@@ -74,14 +76,16 @@ class UpdateGroup:
         name: str,
         backend: str,
         timeout: float,
+        check: Check | None = None,
     ) -> None:
         if backend not in _DEVICES:
             raise _core.InvalidArgumentError(f"backend {backend!r}: one of {', '.join(_DEVICES)}")
         if not 0 <= rank < size:
             raise _core.InvalidArgumentError(f"rank {rank} in a group of world_size {size}")
         self.name = name
-        self._rank = rank
-        self._timeout = timeout
+        self.rank, self.size = rank, size
+        self.timeout = timeout
+        self._check = check
         self._device = _DEVICES[backend]
         self._stuck = False
         try:
@@ -113,22 +117,39 @@ class UpdateGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         works = [self._group.broadcast([tensor], options) for tensor in held]
-        end = time.monotonic() + self._timeout
+        end = time.monotonic() + self.timeout
         for work in works:
-            self._finish(work, end, check)
+            self._finish(work, end, self.timeout, check)
         self._stuck = False
-        if self._rank != 0:
+        if self.rank != 0:
             for tensor, received in zip(flat, held, strict=True):
                 if received is not tensor:
                     tensor.copy_(received)
 
+    def exchange(self, output: Any, data: Any, outputs: list[int], inputs: list[int]) -> Any:
+        """Starts an all-to-all of contiguous uint8 tensors; `finish` waits for it."""
+        return self._group.alltoall_base(output, data, outputs, inputs)
+
+    def finish(self, work: Any, timeout: float) -> None:
+        """Waits for an exchange; a member that is gone is reported as others say it, if they do."""
+        self._stuck = True
+        try:
+            self._finish(work, time.monotonic() + timeout, timeout, self._check)
+        except _core.PeerClosedError:
+            end = time.monotonic() + _VERDICT_SECONDS
+            while self._check is not None and time.monotonic() < end:
+                self._check()
+                time.sleep(_CHECK_SECONDS)
+            raise
+        self._stuck = False
+
     def close(self) -> None:
-        """Leaves the group; a broadcast that is stuck keeps nobody but its own thread."""
+        """Leaves the group; a collective that is stuck keeps nobody but its own thread."""
         held, self._group = [self._group], None
         if self._stuck:
             threading.Thread(target=held.clear, daemon=True, name="wsync-group").start()
 
-    def _finish(self, work: Any, end: float, check: Check | None) -> None:
+    def _finish(self, work: Any, end: float, timeout: float, check: Check | None) -> None:
         looked, pause = time.monotonic(), 2e-5
         while not work.is_completed():
             now = time.monotonic()
@@ -138,7 +159,7 @@ class UpdateGroup:
                     check()
                 if now > end:
                     raise _core.DeadlineError(
-                        f"group {self.name}: a broadcast took over {self._timeout:.0f} s"
+                        f"group {self.name}: a collective took over {timeout:.0f} s"
                     )
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)

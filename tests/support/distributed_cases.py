@@ -136,7 +136,11 @@ def die_in_a_broadcast(url: str, shapes: dict[str, tuple[int, ...]]) -> None:
     UpdateGroup.broadcast = broadcast  # type: ignore[method-assign]
     weights = {name: torch.full(shape, 7.0) for name, shape in shapes.items()}
     options = wsync.Options(
-        deadline=20, progress=False, delivery="distributed", bucket_nbytes=1 << 15
+        deadline=20,
+        progress=False,
+        delivery="distributed",
+        broadcast="bucket",
+        bucket_nbytes=1 << 15,
     )
     with wsync.connect(weights, [url], options=options) as sync:
         sync.update(version="never")

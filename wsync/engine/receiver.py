@@ -1,15 +1,24 @@
 """The receiver: one engine worker's part in updates, driven by control messages."""
 
+from __future__ import annotations
+
 import json
 import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from wsync._core import Importer, Layout, ProtocolError, StateError, WsyncError
+from wsync.channel import is_remote
 from wsync.control import LEARN, Control
 from wsync.engine.loaders import Describes, Learner, Loader, Receipt, RefusedError
 from wsync.trace import Trace
+
+if TYPE_CHECKING:
+    from wsync.engine.remote import RemoteImporter
+
+    Session = Importer | RemoteImporter
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +40,8 @@ class Receiver:
         self._loader = loader
         self._worker = worker
         self._session = ""
-        self._importer: Importer | None = None
-        self._teacher: Importer | None = None  # until the session that came of it is under way
+        self._importer: Session | None = None
+        self._teacher: Session | None = None  # until the session that came of it is under way
         self._generation = -1
         self._busy = threading.Lock()
         self._ways = {"open": self._open, "close": self._close, "inspect": self._inspect}
@@ -109,7 +118,7 @@ class Receiver:
             **learnt,
         }
         try:
-            Importer(message.address, json.dumps(facts).encode(), message.deadline).close()
+            connect(message.address, json.dumps(facts).encode(), message.deadline).close()
         except Exception as error:
             return False, f"worker {self._worker}: {_text(error)}"
         return True, "inspected"
@@ -149,7 +158,7 @@ class Receiver:
         self.consistent, self.reason = True, ""
         self.update, self.receipt = update, receipt
 
-    def _load(self, importer: Importer, update: int, rounds: int, timeout: float) -> Receipt:
+    def _load(self, importer: Session, update: int, rounds: int, timeout: float) -> Receipt:
         """Takes all rounds.  A loader's stream waits for the data itself: this thread hands it
         round after round, and then sees to it that each one comes in time."""
         self._loader.begin(rounds)
@@ -179,12 +188,12 @@ class Receiver:
             self._trace.write(update)
         return receipt
 
-    def _connect(self, message: Control) -> Importer:
+    def _connect(self, message: Control) -> Session:
         if self._importer is None or self._session != message.session:
             self.close()
             self._generation = -1
             blob = self._loader.blob()
-            self._importer = Importer(message.address, blob, message.deadline)
+            self._importer = connect(message.address, blob, message.deadline)
             if blob == LEARN:
                 self._learn(message)
             self._session = message.session
@@ -207,12 +216,21 @@ class Receiver:
             raise
         # the trainer listens to the teacher's session until this one has come
         self._teacher = teacher
-        self._importer = Importer(address.decode("ascii", "replace"), blob, message.deadline)
+        self._importer = connect(address.decode("ascii", "replace"), blob, message.deadline)
 
     def _forget_teacher(self) -> None:
         teacher, self._teacher = self._teacher, None
         if teacher is not None:
             teacher.close()
+
+
+def connect(address: str, blob: bytes, timeout: float) -> Session:
+    """A session with the trainer that listens at an address, on this host or on another."""
+    if is_remote(address):
+        from wsync.engine.remote import RemoteImporter
+
+        return RemoteImporter(address, blob, timeout)
+    return Importer(address, blob, timeout)
 
 
 def _text(error: Exception) -> str:

@@ -1,0 +1,277 @@
+"""Remote engines that run wsync's receiver: each worker is a rank of the exchange."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import distributed_receivers as cases
+from support.fused import Fused, bytes_of, draw, held
+from support.procs import Ranks
+from test_update_ranks import dense, sparse
+
+import wsync
+from wsync.channel import Channel, Door, Frame, knock
+from wsync.crossing import Orders
+from wsync.demo.megatron_cpu import Parallel
+from wsync.engine.process import ProcessEngine
+from wsync.engine.workers import WorkersEngine
+
+PARALLEL = {
+    "tp2pp2": (dense(), Parallel(tp=2, pp=2)),
+    "moe-tp2pp2ep2": (sparse(), Parallel(tp=2, pp=2, ep=2, etp=1)),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(4, path=sys.path) as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_engines_of_different_sizes_come_and_go(name: str, ranks: Ranks) -> None:
+    found = ranks.run(cases.come_and_go, *PARALLEL[name], timeout=240)
+    for rank in found:
+        assert [facts["wrong"] for facts in rank] == [[]] * 5
+        assert [facts["versions"] for facts in rank] == [set()] * 5
+    first = found[0]
+    assert [facts["workers"] for facts in first] == [1, 1, 3, 3, 2]
+    assert [facts["redundancy"] for facts in first] == [1.0] * 5
+    assert all(facts["rounds"] > 2 for facts in first)
+    # the union of what the workers of one engine keep is the model, and nothing else travels
+    model = first[0]["model_nbytes"]
+    assert first[0]["delivered_nbytes"] == model
+    # the copies of what no worker of two has to itself: norms and routers, and the like
+    assert 2 * model <= first[2]["delivered_nbytes"] < 2.5 * model
+    # pieces are sent from the replicas in turn: no rank sends most of it
+    sent = [rank[0]["sent_nbytes"] for rank in found]
+    assert sent == [first[0]["sent_nbytes"]] * 4
+
+
+@pytest.mark.parametrize("broadcast", ["auto", "bucket"])
+def test_colocated_and_remote_engines_in_one_update(broadcast: str, ranks: Ranks) -> None:
+    found = ranks.run(cases.mix, *PARALLEL["tp2pp2"], broadcast, timeout=240)
+    assert [facts["wrong"] for facts in found] == [[]] * 4
+    assert found[0]["workers"] == 3
+    assert found[0]["redundancy"] == 1.0
+
+
+def test_workers_that_learn_are_sent_what_they_keep() -> None:
+    settings = [{"tp": 2, "rank": rank} for rank in range(2)]
+    options = wsync.Options(**{**cases.OPTIONS, "round_nbytes": 2048, "ring_nbytes": 8192})
+    with WorkersEngine(cases.FusedWorker, settings, name="fused", path=sys.path) as engine:
+        with wsync.connect(draw(0), [engine], options=options) as sync:
+            for seed in (1, 2):
+                report = sync.update(draw(seed), version=seed)
+        found = engine._call("held", None, 20)
+    for rank in range(2):
+        module = Fused(2, rank, ep=True)
+        module.load_weights(list(draw(2).items()))
+        wanted = {name: bytes_of(tensor) for name, tensor in held(module).items()}
+        assert [name for name in wanted if found[rank][name] != wanted[name]] == []
+    assert report.redundancy == 1.0
+    assert report.delivered_nbytes < 1.4 * report.model_nbytes
+    assert report.sent_nbytes < 1.05 * report.delivered_nbytes  # pieces start at aligned places
+    assert engine.weight_version == "2"
+
+
+# --- faults -------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_never_comes_is_named_in_time() -> None:
+    release = threading.Event()
+
+    class Absent:
+        """Takes the opening request and does nothing about it."""
+
+        name, workers, load_formats = "absent", 1, ()
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: None
+
+        def update_weights(self, *_: Any, **__: Any) -> None:
+            release.wait(60)
+
+    weights = {"a": torch.arange(5000.0)}
+    shapes = {"a": (weights["a"].shape, torch.float32)}
+    options = wsync.Options(**{**cases.OPTIONS, "deadline": 2.0, "broadcast": "wsync"})
+    try:
+        with ProcessEngine(shapes, name="present") as present:
+            with wsync.connect(weights, [present, Absent()], options=options) as sync:
+                for _ in range(2):
+                    text = "engine absent: worker 0 did not connect within"
+                    with pytest.raises(wsync.DeadlineError, match=text):
+                        sync.update()
+            assert present.paused and present.model_info(5)["consistent"]
+            with wsync.connect(weights, [present], options=options) as sync:
+                sync.update(version=3)
+            assert torch.equal(present.weights()["a"], weights["a"])
+            assert present.weight_version == "3" and not present.paused
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("killed", r"engine tp1: (worker 0 (is gone|did)|.*ended)"),
+        ("stopped", r"took over|within|not answer|no answer"),
+        ("trainer", r"RemoteError: trainer rank 1: ValueError: a planted failure"),
+    ],
+)
+def test_survivors_report_and_the_next_update_works(way: str, text: str, ranks: Ranks) -> None:
+    found = ranks.run(cases.fail_once, *PARALLEL["tp2pp2"], way, timeout=240)
+    errors = {facts["error"] for facts in found}
+    assert len(errors) == 1
+    assert re.search(text, errors.pop())
+    first = found[0]
+    # the engine that was not struck has noticed, and did not take on anything
+    assert first["consistent"] == [False]
+    assert "update 2" in first["reasons"][0]
+    assert [facts["wrong"] for facts in found] == [[]] * 4
+    assert first["versions"] == ["after"] * (1 if way == "killed" else 2)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_trainer_that_is_struck_does_not_hold_an_engine(how: signal.Signals) -> None:
+    weights = {f"t{i}": torch.arange(20000.0) + i for i in range(8)}
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
+    context = multiprocessing.get_context("spawn")
+    with ProcessEngine(shapes, name="held") as engine:
+        ours, theirs = context.Pipe()
+        trainer = context.Process(target=cases.strike_the_trainer, args=(theirs, shapes, how))
+        trainer.start()
+        try:
+            # the trainer reaches the engine through this process, which goes on
+            error = cases.relay(ours, engine, timeout=60)
+            assert "worker 0: update 2: " in error
+            assert ("took over 5 s" if how == signal.SIGSTOP else "is gone") in error
+            info = engine.model_info(10)
+            assert not info["consistent"] and info["weight_version"] == "1"
+            options = wsync.Options(**cases.OPTIONS)
+            with wsync.connect(weights, [engine], options=options) as sync:
+                sync.update(version="next")
+            found = engine.weights()
+            assert all(torch.equal(found[name], weights[name]) for name in weights)
+            assert engine.model_info(10)["weight_version"] == "next"
+        finally:
+            trainer.kill()
+            trainer.join(20)
+
+
+# --- the connection of a worker and its trainer rank --------------------------------------------
+
+
+def pair() -> tuple[Channel, Channel]:
+    """The trainer's end and the worker's."""
+    door = Door("127.0.0.1", "worker 0")
+    worker = knock(door.address, 5)
+    trainer = door.accept(5)
+    door.close()
+    return trainer, worker
+
+
+def test_frames_arrive_whole_and_in_order() -> None:
+    trainer, worker = pair()
+    large = os.urandom(3 << 20)
+    sender = threading.Thread(target=worker.send, args=(Frame.BLOB, large, 20))
+    sender.start()
+    assert trainer.wait((Frame.BLOB,), 20) == (Frame.BLOB, large)
+    sender.join()
+    trainer.send(Frame.BEGIN, b"1" * 16, 5)
+    trainer.send(Frame.COMMIT, b"", 5)
+    assert worker.wait((Frame.BEGIN,), 5)[1] == b"1" * 16
+    with pytest.raises(wsync.ProtocolError, match="sent COMMIT instead of BEGIN"):
+        worker.wait((Frame.BEGIN,), 5)
+    with pytest.raises(wsync.DeadlineError, match=r"worker 0 did not send PREPARED within 0 s"):
+        trainer.wait((Frame.PREPARED,), 0.1)
+    worker.fail("no room\0")
+    worker.close()
+    with pytest.raises(wsync.RemoteError, match=r"worker 0: no room\?"):
+        trainer.wait((Frame.PREPARED,), 5)
+    trainer.close()
+
+
+def test_a_peer_that_goes_is_missed() -> None:
+    trainer, worker = pair()
+    trainer.close()
+    with pytest.raises(wsync.PeerClosedError, match="is gone"):
+        worker.wait((Frame.PLAN,), 5)
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\x09" + bytes(8), "a frame of kind 9"),
+        (b"\x04" + bytes(8), "a frame of kind 4"),
+        (b"\x06" + (25).to_bytes(8, "little"), "PREPARED of 25 bytes, at most 24"),
+        (b"\x02" + b"\xff" * 8, "BLOB of 18446744073709551615 bytes"),
+        ((b"\x08" + bytes(8)) * 9, "worker 0: "),
+    ],
+)
+def test_frames_that_no_worker_sends_are_refused(data: bytes, text: str) -> None:
+    trainer, worker = pair()
+    worker._socket.send(data)
+    with pytest.raises(wsync.WsyncError, match=text):
+        trainer.wait((Frame.BLOB,), 5)
+    trainer.close()
+    worker.close()
+
+
+def test_strangers_are_not_let_in_and_keep_nobody_out() -> None:
+    door = Door("127.0.0.1", "worker 0")
+    host, port = door.address.partition("@")[2].split(":")
+    strangers = [socket.create_connection((host, int(port)), 5) for _ in range(40)]
+    for number, stranger in enumerate(strangers):
+        stranger.send(bytes([1] * (number % 4)))  # some say nothing
+    strangers[0].send(bytes(100))
+    with pytest.raises(wsync.DeadlineError, match="worker 0 did not connect within 0 s"):
+        door.accept(0.2)
+    wrong = knock("f" * 32 + door.address[32:], 5)
+    worker = knock(door.address, 5)
+    trainer = door.accept(5)
+    trainer.send(Frame.COMMIT, b"", 5)
+    assert worker.wait((Frame.COMMIT,), 5)[0] == Frame.COMMIT
+    with pytest.raises(wsync.PeerClosedError):
+        wrong.wait((Frame.COMMIT,), 5)
+    door.close()
+    for end in (trainer, worker, wrong, *strangers):
+        end.close()
+
+
+def test_addresses_that_lead_nowhere() -> None:
+    with pytest.raises(wsync.ProtocolError, match="expected <token>@<host>:<port>"):
+        knock("0" * 32 + "@nowhere", 1)
+    with pytest.raises(wsync.PeerClosedError, match=r"no trainer at 127\.0\.0\.1:1"):
+        knock("0" * 32 + "@127.0.0.1:1", 1)
+    with pytest.raises(wsync.PeerClosedError, match=r"no trainer at 127\.0\.0\.1:99999"):
+        knock("0" * 32 + "@127.0.0.1:99999", 1)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\n",
+        b"[]\n",
+        b"{}\n",
+        b'{"sizes": [-1]}\n',
+        b'{"sizes": [4]}\nabcde',
+        b"[" * 100000,
+        b"\xff\n",
+    ],
+)
+def test_orders_that_no_trainer_gives_are_refused(data: bytes) -> None:
+    with pytest.raises(wsync.ProtocolError, match="the trainer's plan"):
+        Orders.from_bytes(data)

@@ -1,0 +1,291 @@
+"""Frames over TCP between a trainer rank and an engine worker on another host.
+
+A frame is a byte that says what it is, the length of its content in 8 bytes, little-endian, and
+the content.  A worker is told where to connect, `<token>@<host>:<port>`, through its engine's
+API, and sends the 128-bit token first; what else comes to that port is turned away.  Either side
+parses what it is sent as hostile: kinds and lengths are bounded, memory grows with what came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hmac
+import re
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Final
+
+from wsync import _core
+
+Check = Callable[[], object]
+
+_HEADER: Final = struct.Struct("<BQ")
+_ADDRESS: Final = re.compile(r"([0-9a-f]{32})@([0-9A-Za-z._:%-]{1,253}):([0-9]{1,5})")
+_SLICE_SECONDS: Final = 0.05
+_LAST_SECONDS: Final = 1.0  # for the last words to leave
+_READ_NBYTES: Final = 1 << 20
+_SHOWN_NBYTES: Final = 2000
+_MAX_FRAMES: Final = 4  # that nobody has asked for yet
+_MAX_STRANGERS: Final = 16  # connections without a token so far
+
+
+class Frame(enum.IntEnum):
+    """What a frame is.  HELLO, BLOB and PREPARED come from a worker, FAILED from either side."""
+
+    HELLO = 1  # the token
+    BLOB = 2  # what the worker keeps, as Loader.blob has it
+    LESSON = 3  # where to come back to, a line feed, and a layout without shards
+    PLAN = 4  # see wsync.crossing
+    BEGIN = 5  # update and rounds, 8 bytes each
+    PREPARED = 6  # tensors, bytes and checksum that were loaded, 8 bytes each
+    COMMIT = 7
+    FAILED = 8  # text
+
+
+_MAX_NBYTES: Final = {
+    Frame.HELLO: 32,
+    Frame.BLOB: 1 << 30,
+    Frame.LESSON: 1 << 30,
+    Frame.PLAN: 1 << 33,
+    Frame.BEGIN: 16,
+    Frame.PREPARED: 24,
+    Frame.COMMIT: 0,
+    Frame.FAILED: 1 << 16,
+}
+_FROM_WORKERS: Final = (Frame.BLOB, Frame.PREPARED, Frame.FAILED)
+_FROM_TRAINERS: Final = (Frame.LESSON, Frame.PLAN, Frame.BEGIN, Frame.COMMIT, Frame.FAILED)
+
+
+class Channel:
+    """One end of a connection; `peer` is what errors call the other one."""
+
+    def __init__(self, connection: socket.socket, peer: str, takes: Collection[Frame]) -> None:
+        self.peer = peer
+        self._takes = takes
+        self._socket = connection
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._buffer = bytearray()
+        self._frames: deque[tuple[Frame, bytes]] = deque()
+        self._ended = False
+
+    def send(self, kind: Frame, content: bytes, timeout: float, check: Check | None = None) -> None:
+        """Sends a frame.
+
+        Raises:
+            DeadlineError: the other side did not take it in time.
+            PeerClosedError: it is gone.
+        """
+        end = time.monotonic() + timeout
+        for part in (_HEADER.pack(kind, len(content)), content):
+            left = memoryview(part)
+            while left:
+                try:
+                    left = left[self._socket.send(left[:_READ_NBYTES]) :]
+                except BlockingIOError:
+                    self._pause(select.POLLOUT, end, timeout, check, f"did not take {kind.name}")
+                except OSError as error:
+                    raise self._gone(error) from error
+
+    def wait(
+        self, wanted: Collection[Frame], timeout: float, check: Check | None = None
+    ) -> tuple[Frame, bytes]:
+        """The next frame, which has to be a wanted one.
+
+        Raises:
+            RemoteError: the other side has failed; its own words.
+            DeadlineError, PeerClosedError, ProtocolError: nothing came, nor will, or another kind.
+        """
+        end = time.monotonic() + timeout
+        names = " or ".join(kind.name for kind in wanted)
+        while True:
+            self.look()
+            if self._frames:
+                kind, content = self._frames.popleft()
+                if kind not in wanted:
+                    raise _core.ProtocolError(f"{self.peer} sent {kind.name} instead of {names}")
+                return kind, content
+            if self._ended:
+                raise self._gone()
+            self._pause(select.POLLIN, end, timeout, check, f"did not send {names}")
+
+    def look(self) -> None:
+        """Raises what the other side has said, or that it is gone; waits for nothing."""
+        self._read()
+        for kind, content in self._frames:
+            if kind == Frame.FAILED:
+                raise _core.RemoteError(f"{self.peer}: {_printable(content)}")
+        if self._ended and not self._frames:
+            raise self._gone()
+
+    def fail(self, text: str) -> None:
+        """Says why this side gives up, if the other one still listens."""
+        said = text.encode("utf-8", "replace")[: _MAX_NBYTES[Frame.FAILED]]
+        with contextlib.suppress(_core.WsyncError):
+            self.send(Frame.FAILED, said, _LAST_SECONDS)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError, _core.WsyncError):
+            self._read()  # what is left unread would cost the other side our last words
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read(self) -> None:
+        """Takes in what has come, up to a few frames."""
+        while not self._ended and len(self._frames) < _MAX_FRAMES:
+            try:
+                data = self._socket.recv(_READ_NBYTES)
+            except BlockingIOError:
+                return
+            except OSError:  # reset; what came before that counts
+                data = b""
+            self._ended = not data
+            self._buffer += data
+            while self._parse():
+                pass
+
+    def _parse(self) -> bool:
+        if len(self._buffer) < _HEADER.size:
+            return False
+        number, nbytes = _HEADER.unpack_from(self._buffer)
+        if number not in self._takes:
+            raise _core.ProtocolError(f"{self.peer} sent a frame of kind {number}")
+        kind = Frame(number)
+        if nbytes > _MAX_NBYTES[kind]:
+            raise _core.ProtocolError(
+                f"{self.peer} sent {kind.name} of {nbytes} bytes, at most {_MAX_NBYTES[kind]}"
+            )
+        last = _HEADER.size + nbytes
+        if len(self._buffer) < last:
+            return False
+        self._frames.append((kind, bytes(memoryview(self._buffer)[_HEADER.size : last])))
+        del self._buffer[:last]
+        return True
+
+    def _pause(
+        self, event: int, end: float, timeout: float, check: Check | None, otherwise: str
+    ) -> None:
+        if check is not None:
+            check()
+        left = end - time.monotonic()
+        if left <= 0:
+            raise _core.DeadlineError(f"{self.peer} {otherwise} within {timeout:.0f} s")
+        _poll(self._socket, event, left)
+
+    def _gone(self, error: OSError | None = None) -> _core.PeerClosedError:
+        why = f": {error.strerror}" if error is not None else ""
+        return _core.PeerClosedError(f"{self.peer} is gone{why}")
+
+
+class Door:
+    """Where one worker is to connect.
+
+    host: the address of this host that it can reach; peer: what errors call the worker.
+    """
+
+    def __init__(self, host: str, peer: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._peer = peer
+        self._listener = socket.create_server((host, 0), family=family)
+        self._listener.setblocking(False)
+        self._token = secrets.token_hex(16)
+        self.address = f"{self._token}@{host}:{self._listener.getsockname()[1]}"
+
+    def accept(self, timeout: float, check: Check | None = None) -> Channel:
+        """Waits for the worker; nobody else is let in.
+
+        Raises:
+            DeadlineError: it did not come.
+        """
+        end = time.monotonic() + timeout
+        strangers: list[socket.socket] = []
+        try:
+            while True:
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    strangers.append(self._listener.accept()[0])
+                    strangers[-1].setblocking(False)
+                for stranger in list(strangers):
+                    known = self._knows(stranger)
+                    if known is not None:
+                        strangers.remove(stranger)
+                        if known:
+                            return Channel(stranger, self._peer, _FROM_WORKERS)
+                        stranger.close()
+                if len(strangers) > _MAX_STRANGERS:
+                    strangers.pop(0).close()
+                if check is not None:
+                    check()
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise _core.DeadlineError(
+                        f"{self._peer} did not connect within {timeout:.0f} s"
+                    )
+                # a stranger who says nothing must not make this spin, nor one who speaks wait
+                _poll(self._listener, select.POLLIN, min(left, 0.005 if strangers else left))
+        finally:
+            for stranger in strangers:
+                stranger.close()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _knows(self, stranger: socket.socket) -> bool | None:
+        """Whether a connection has shown the token; None while it may yet."""
+        hello = _HEADER.pack(Frame.HELLO, 32) + self._token.encode()
+        try:
+            if len(stranger.recv(len(hello), socket.MSG_PEEK)) in range(1, len(hello)):
+                return None
+            return hmac.compare_digest(stranger.recv(len(hello)), hello)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return False
+
+
+def is_remote(address: str) -> bool:
+    """Whether an address is one of a Door, not of a socket on this host."""
+    return _ADDRESS.fullmatch(address) is not None
+
+
+def knock(address: str, timeout: float) -> Channel:
+    """Connects a worker to the door at an address.
+
+    Raises:
+        ProtocolError: no such address.
+        PeerClosedError, DeadlineError: nobody is there.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        raise _core.ProtocolError(f"address {address[33:120]!r}: expected <token>@<host>:<port>")
+    token, host, port = match.groups()
+    try:
+        connection = socket.create_connection((host, int(port)), timeout)
+    except TimeoutError as error:
+        raise _core.DeadlineError(f"no trainer at {host}:{port} within {timeout:.0f} s") from error
+    except (OSError, OverflowError) as error:
+        raise _core.PeerClosedError(f"no trainer at {host}:{port}: {error}") from error
+    channel = Channel(connection, f"trainer at {host}:{port}", _FROM_TRAINERS)
+    try:
+        channel.send(Frame.HELLO, token.encode(), timeout)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def _printable(content: bytes) -> str:
+    text = content[:_SHOWN_NBYTES].decode("utf-8", "replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
+def _poll(waited: socket.socket, event: int, seconds: float) -> None:
+    """Waits for a socket, but no longer than until the next look around."""
+    poll = select.poll()
+    poll.register(waited, event)
+    poll.poll(1e3 * min(max(seconds, 0.0), _SLICE_SECONDS))

@@ -1,0 +1,159 @@
+"""A remote worker's end of a session: control over TCP, rounds from the plan's exchange."""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+from wsync import _core
+from wsync.channel import Frame, knock
+from wsync.crossing import Orders
+from wsync.exchange import GlooExchange
+from wsync.update_group import UpdateGroup
+
+_COUNTS: Final = struct.Struct("<QQQ")
+_UPDATE: Final = struct.Struct("<QQ")
+
+
+class RemoteImporter:
+    """What `_core.Importer` is on the trainer's host, with the same methods.
+
+    The worker is a rank of the plan's exchange.  `take` exchanges a round and unpacks it into a
+    ring of this worker's own, while the round after it is on its way and the loader's stream
+    still loads the ones before.
+    """
+
+    def __init__(self, address: str, blob: bytes, timeout: float) -> None:
+        self.generation = 0
+        self.manifest = b""
+        self.ring = _core.Memory(1)
+        self._plan: _core.Plan | None = None
+        self._worker = 0
+        self._waits: list[int] = []
+        self._group: UpdateGroup | None = None
+        self._exchange: GlooExchange | None = None
+        self._following: _core.BufferTable | None = None
+        self._stream = _core.Stream()
+        self._events = _core.Memory(64)
+        self._loaded = _core.Event(self._events, 0)
+        self._passed = 0  # rounds of former updates, which the event has counted
+        self._rounds = 0
+        self._recorded: list[bool] = []
+        self._channel = knock(address, timeout)
+        try:
+            self._channel.send(Frame.BLOB, blob, timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, timeout: float, check: _core.Check = None) -> tuple[int, int]:
+        """Waits for an update, and before it for a plan or a lesson; (update, rounds)."""
+        while True:
+            wanted = (Frame.BEGIN,) if self.generation else (Frame.LESSON, Frame.PLAN)
+            kind, content = self._channel.wait(wanted, timeout, check)
+            if kind == Frame.BEGIN:
+                break
+            self.generation += 1
+            if kind == Frame.LESSON:
+                self.manifest = content
+            else:
+                self._take_orders(Orders.from_bytes(content), timeout)
+        if len(content) != _UPDATE.size:
+            raise _core.ProtocolError(f"{self._channel.peer}: BEGIN of {len(content)} bytes")
+        update, rounds = _UPDATE.unpack(content)
+        if rounds != len(self._waits):
+            raise _core.ProtocolError(
+                f"an update of {rounds} rounds, by a plan of {len(self._waits)}"
+            )
+        self._passed += self._rounds
+        self._rounds, self._recorded = rounds, []
+        if self._exchange is not None and self._plan is not None and rounds:
+            self._exchange.begin(self._plan)
+            self._following = self._join_round(0, timeout)
+        return update, rounds
+
+    def take(
+        self,
+        round: int,
+        stream: _core.Stream | None,
+        timeout: float,
+        check: _core.Check = None,
+    ) -> None:
+        """Returns when a round lies in the ring."""
+        exchange, plan, spans = self._exchange, self._plan, self._following
+        if exchange is None or plan is None or spans is None:
+            raise _core.StateError(f"round {round} without a plan")
+        if round + 1 < self._rounds:
+            self._following = self._join_round(round + 1, timeout)
+        exchange.wait(round, timeout)
+        former = self._waits[round]
+        if former >= 0 and self._recorded[former]:
+            self._loaded.wait(self._passed + former + 1, timeout, self._channel.look)
+        rings = [(0, 0)] * self._worker + [(self.ring.address, self.ring.nbytes)]
+        ring = _core.BufferTable(rings, self.ring)
+        self._stream.copy(plan, round, _core.UNPACK, spans, ring)
+        exchange.release(round, self._stream)
+
+    def wait(self, round: int, timeout: float, check: _core.Check = None) -> None:
+        """Has nothing to wait for: a round that was taken lies in the ring."""
+
+    def done(
+        self,
+        round: int,
+        stream: _core.Stream | None,
+        timeout: float,
+        check: _core.Check = None,
+    ) -> None:
+        """The slot of a round is free again: now, or when the stream gets here."""
+        if stream is not None:
+            stream.record(self._loaded, self._passed + round + 1)
+        self._recorded.append(stream is not None)
+        self._channel.look()
+
+    def prepared(
+        self,
+        tensors: int,
+        nbytes: int,
+        checksum: int,
+        timeout: float,
+        check: _core.Check = None,
+    ) -> None:
+        counts = _COUNTS.pack(tensors, nbytes, checksum)
+        self._channel.send(Frame.PREPARED, counts, timeout, check)
+
+    def verdict(self, timeout: float, check: _core.Check = None) -> None:
+        self._channel.wait((Frame.COMMIT,), timeout, check)
+
+    def fail(self, text: str) -> None:
+        self._channel.fail(text)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = self._exchange = None
+        self._channel.close()
+        self._stream.close()
+
+    def _take_orders(self, orders: Orders, timeout: float) -> None:
+        """Makes the plan that the trainer ranks have made, and joins them."""
+        plan = orders.blueprint.plan(orders.rank)
+        if plan.fingerprint != orders.fingerprint:
+            raise _core.LayoutError(
+                f"this worker made another plan than the trainer, {plan.fingerprint:016x} instead "
+                f"of {orders.fingerprint:016x}; use the same wsync on both sides"
+            )
+        self._worker = orders.worker
+        self.manifest = plan.manifest(orders.worker).to_bytes()
+        self.ring = _core.Memory(max(plan.ring_nbytes(orders.worker), 1))
+        self._waits = [plan.slot(orders.worker, k)[2] for k in range(plan.round_count)]
+        self._group = orders.crossing.join(orders.rank, timeout, self._channel.look)
+        self._exchange = GlooExchange(self._group, self._channel.look)
+        self._plan = plan
+
+    def _join_round(self, round: int, timeout: float) -> _core.BufferTable:
+        """Takes part in a round's collective, with nothing to send; where it will lie."""
+        assert self._exchange is not None
+        self._exchange.acquire(round, timeout)
+        spans = self._exchange.spans(round)
+        self._exchange.post(round, self._stream)
+        return spans

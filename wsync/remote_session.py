@@ -1,0 +1,116 @@
+"""Sessions with remote workers that run wsync's receiver: control alone, over TCP.
+
+Their rounds travel in the plan's exchange, of which each is a rank (see wsync.crossing).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+from wsync import _core
+from wsync.channel import Channel, Door, Frame
+from wsync.crossing import Orders
+from wsync.sessions import Check, Span, WorkerSession
+
+_COUNTS: Final = struct.Struct("<QQQ")
+_UPDATE: Final = struct.Struct("<QQ")
+
+
+class RemoteExporter:
+    """A trainer rank's end, with the methods of `_core.Exporter`; its rounds need no care."""
+
+    def __init__(self, host: str, peer: str) -> None:
+        self._door = Door(host, peer)
+        self._channel: Channel | None = None
+        self.loaded = 0  # rounds that have been exchanged: what is known here
+
+    @property
+    def address(self) -> str:
+        return self._door.address
+
+    @property
+    def _peer(self) -> Channel:
+        if self._channel is None:
+            raise _core.StateError("the worker has not connected")
+        return self._channel
+
+    def accept(self, timeout: float, check: _core.Check = None) -> bytes:
+        self._channel = self._door.accept(timeout, check)
+        self._door.close()
+        return self._channel.wait((Frame.BLOB,), timeout, check)[1]
+
+    def attach(
+        self, ring: _core.Memory, manifest: bytes, timeout: float, check: _core.Check = None
+    ) -> None:
+        """Hands over a lesson; the ring is none of this worker's business."""
+        self._peer.send(Frame.LESSON, manifest, timeout, check)
+
+    def order(self, orders: bytes, timeout: float, check: _core.Check = None) -> None:
+        """Hands over the plan."""
+        self._peer.send(Frame.PLAN, orders, timeout, check)
+
+    def begin(self, update: int, rounds: int, timeout: float, check: _core.Check = None) -> None:
+        self.loaded = 0
+        self._peer.send(Frame.BEGIN, _UPDATE.pack(update, rounds), timeout, check)
+
+    def acquire(
+        self,
+        wait_round: int,
+        stream: _core.Stream | None,
+        timeout: float,
+        check: _core.Check = None,
+    ) -> None:
+        """Waits for nothing: the worker frees its own slots."""
+        self._peer.look()
+
+    def post(
+        self, round: int, stream: _core.Stream, timeout: float, check: _core.Check = None
+    ) -> None:
+        self.loaded = round + 1
+
+    def prepared(self, timeout: float, check: _core.Check = None) -> tuple[int, int, int]:
+        return _COUNTS.unpack(_exact(self._peer.wait((Frame.PREPARED,), timeout, check)[1], 24))
+
+    def commit(self, timeout: float, check: _core.Check = None) -> None:
+        self._peer.send(Frame.COMMIT, b"", timeout, check)
+
+    def abort(self, text: str) -> None:
+        if self._channel is not None:
+            self._channel.fail(text)
+
+    def close(self) -> None:
+        self._door.close()
+        if self._channel is not None:
+            self._channel.close()
+
+
+class RemoteSession(WorkerSession):
+    """A remote worker that runs wsync's receiver: it takes part in the exchange itself.
+
+    host: the address of this host that the worker can reach; name: what errors call the worker.
+    """
+
+    _exporter: RemoteExporter
+
+    def __init__(self, worker: int, *, host: str, name: str) -> None:
+        self._host, self._name = host, name
+        self.orders: Orders | None = None  # once there is a plan
+        super().__init__(worker, directory=None)
+
+    def _listen(self) -> RemoteExporter:
+        return RemoteExporter(self._host, self._name)
+
+    def attach(self, plan: _core.Plan, timeout: float, check: Check) -> Span:
+        """Hands over the plan; the ring is the worker's own."""
+        assert self.orders is not None
+        self._expect(plan)
+        self._exporter.order(self.orders.to_bytes(), timeout, check)
+        self.orders = None
+        return 0, 0
+
+
+def _exact(content: bytes, nbytes: int) -> bytes:
+    if len(content) != nbytes:
+        raise _core.ProtocolError(f"a frame of {len(content)} bytes instead of {nbytes}")
+    return content
