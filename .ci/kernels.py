@@ -1,6 +1,8 @@
-"""kernels.py ROOT CACHE: the kernels compile for every architecture, and in the machine code
-nothing is spilled, two blocks fit a multiprocessor, and memory is read and written 16 bytes at a
-time.  Needs no GPU; what is missing of the toolkit comes from PyPI and is kept in CACHE."""
+"""kernels.py ROOT CACHE PROGRAM: the kernels compile for every architecture, and in the machine
+code nothing is spilled, two blocks fit a multiprocessor, and memory is read and written 16 bytes
+at a time.  PROGRAM (tests/c/compile_kernels.c) does the same with the real NVRTC, as a process
+that finds a device would.  Needs no GPU; what is missing of the toolkit comes from PyPI and is
+kept in CACHE."""
 
 import os
 import re
@@ -16,6 +18,7 @@ WHEELS = {
     "nvcc": ("nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-crt==13.0.88", "nvidia-nvvm==13.0.88",
              "nvidia-cuda-runtime==13.0.96"),
     "nvdisasm": ("nvidia-cuda-nvdisasm==13.4.92",),
+    "libnvrtc.so.13": ("nvidia-cuda-nvrtc==13.0.88",),
 }  # fmt: skip
 PIP_INSTALL = (sys.executable, "-m", "pip", "install", "-qq", "--no-deps")
 NVCC = ("--cubin", "-Werror", "all-warnings", "-Xptxas", "-v")
@@ -28,20 +31,23 @@ PLANTS = {
 }  # fmt: skip
 
 
+def from_wheels(name: str, cache: Path) -> Path:
+    """A file of NVIDIA's wheels, which are installed into a folder of their own."""
+    folder = cache / WHEELS[name][0].replace("==", "-")
+    if not (folder / "complete").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([*PIP_INSTALL, "--target", folder, *WHEELS[name]], check=True)
+        (folder / "complete").touch()
+    (found,) = folder.glob(f"nvidia/*/*/{name}")
+    return found
+
+
 def tool(name: str, cache: Path) -> Path:
     """A program of the CUDA toolkit: the machine's own, else the one of NVIDIA's wheels."""
     found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
     if found and not os.environ.get("WSYNC_CI_CUDA_WHEELS"):
         return Path(found)
-    folder = cache / WHEELS[name][0].replace("==", "-")
-    if not (folder / "complete").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run(
-            [*PIP_INSTALL, "--target", folder, *WHEELS[name]],
-            check=True,
-        )
-        (folder / "complete").touch()
-    (program,) = folder.glob(f"nvidia/*/bin/{name}")
+    program = from_wheels(name, cache)
     program.chmod(0o755)
     return program
 
@@ -72,28 +78,39 @@ def number(pattern: str, text: str) -> int:
     return int(match.group(1))
 
 
-def examine(verbose: str, code: str, limit: int) -> tuple[list[str], str]:
-    """What is wrong with one architecture's code, and its figures."""
-    registers = number(r"Used (\d+) registers", verbose)
-    stack = number(r"(\d+) bytes stack frame", verbose)
-    spilled = number(r"(\d+) bytes spill stores", verbose)
+def disassemble(nvdisasm: Path, cubin: Path) -> str:
+    done = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def examine_code(code: str) -> tuple[list[str], str]:
+    """What is wrong with the accesses to memory, and how many there are."""
     loads = len(re.findall(r"\bLDG\.E\.(?:[A-Z0-9]+\.)*128\b", code))
     stores = len(re.findall(r"\bSTG\.E\.(?:[A-Z0-9]+\.)*128\b", code))
     generic = len(re.findall(r"\b(?:LD|ST)\.E\b", code))
     instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))
     wrong = []
-    if registers > limit:
-        wrong.append(f"{registers} registers, more than the {limit} of two blocks")
-    if stack or spilled:
-        wrong.append(f"spills: {spilled} bytes, {stack} bytes of stack")
+    if re.search(r"\b(?:LDL|STL)\b", code):
+        wrong.append("spills: accesses to local memory")
     if not loads:
         wrong.append("no 16-byte loads")
     if not stores:
         wrong.append("no 16-byte stores")
     if generic:
         wrong.append(f"{generic} generic accesses: an address is not known to be global")
-    figures = f"{registers} registers, {instructions} instructions, 16-byte loads {loads}, "
-    return wrong, figures + f"stores {stores}"
+    return wrong, f"{instructions} instructions, 16-byte loads {loads}, stores {stores}"
+
+
+def examine_registers(verbose: str, limit: int) -> tuple[list[str], str]:
+    registers = number(r"Used (\d+) registers", verbose)
+    stack = number(r"(\d+) bytes stack frame", verbose)
+    spilled = number(r"(\d+) bytes spill stores", verbose)
+    wrong = []
+    if registers > limit:
+        wrong.append(f"{registers} registers, more than the {limit} of two blocks")
+    if stack or spilled:
+        wrong.append(f"spills: {spilled} bytes, {stack} bytes of stack")
+    return wrong, f"{registers} registers"
 
 
 def check(tools: tuple[Path, Path], sources: Path, architecture: int) -> tuple[list[str], str]:
@@ -103,10 +120,27 @@ def check(tools: tuple[Path, Path], sources: Path, architecture: int) -> tuple[l
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernels.cubin"
         verbose = compile_for(nvcc, sources, architecture, cubin)
-        code = subprocess.run(
-            [nvdisasm, "-c", cubin], capture_output=True, text=True, check=True
-        ).stdout
-    return examine(verbose, code, REGISTERS // threads)
+        code, figures = examine_code(disassemble(nvdisasm, cubin))
+    registers, used = examine_registers(verbose, REGISTERS // threads)
+    return registers + code, f"{used}, {figures}"
+
+
+def compile_at_run_time(program: Path, library: Path, nvdisasm: Path, folder: Path) -> list[str]:
+    """The first process compiles, the next one loads the same code from the disk."""
+    wrong = []
+    for architecture in ARCHITECTURES:
+        images = [folder / f"{architecture}.{how}" for how in ("compiled", "cached")]
+        for image in images:
+            words = [program, library, folder / "cache", str(architecture), image]
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            if done.returncode != 0 or not done.stdout.startswith(image.suffix[1:]):
+                return [*wrong, f"{image.name}: {done.stdout}{done.stderr}"]
+        if images[0].read_bytes() != images[1].read_bytes():
+            wrong.append(f"sm_{architecture}: the cache gives other code than NVRTC")
+        complaints, figures = examine_code(disassemble(nvdisasm, images[1]))
+        wrong += [f"sm_{architecture} by NVRTC: {complaint}" for complaint in complaints]
+        print(f"sm_{architecture} by NVRTC: {figures}")
+    return wrong
 
 
 def planted(tools: tuple[Path, Path], sources: Path, folder: Path) -> list[str]:
@@ -134,10 +168,12 @@ def main() -> int:
         complaints, figures = check(tools, sources, architecture)
         wrong += [f"sm_{architecture}: {complaint}" for complaint in complaints]
         print(f"sm_{architecture}: {figures}")
+    library = from_wheels("libnvrtc.so.13", cache)
     with tempfile.TemporaryDirectory() as folder:
         wrong += planted(tools, sources, Path(folder))
+        wrong += compile_at_run_time(Path(sys.argv[3]), library, tools[1], Path(folder))
     print(*wrong, sep="\n", end="\n" if wrong else "")
-    print(f"checked: {len(ARCHITECTURES)} architectures and {len(PLANTS)} plants")
+    print(f"checked: {2 * len(ARCHITECTURES)} images and {len(PLANTS)} plants")
     return 1 if wrong else 0
 
 

@@ -15,10 +15,10 @@ typedef struct host_index {
 } host_index_t;
 
 /* The built-in variables: of every thread that launches its own. */
-static _Thread_local host_index_t gridDim;   /* NOLINT(readability-identifier-naming) */
-static _Thread_local host_index_t blockDim;  /* NOLINT(readability-identifier-naming) */
-static _Thread_local host_index_t blockIdx;  /* NOLINT(readability-identifier-naming) */
-static _Thread_local host_index_t threadIdx; /* NOLINT(readability-identifier-naming) */
+static _Thread_local host_index_t gridDim;
+static _Thread_local host_index_t blockDim;
+static _Thread_local host_index_t blockIdx;
+static _Thread_local host_index_t threadIdx;
 
 #define DEVICE static inline
 #define KERNEL static void
@@ -29,7 +29,7 @@ static _Thread_local host_index_t threadIdx; /* NOLINT(readability-identifier-na
 #define GLOBAL(address) ((void *)(uintptr_t)(address))
 #define TABLE(field) (field)
 
-#include "device/kernels.cu" /* NOLINT(bugprone-suspicious-include) */
+#include "device/kernels.cu"
 
 int wsync_host_kernel_launch(const char *name, unsigned grid, unsigned block, void **params)
 {

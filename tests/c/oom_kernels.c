@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The kernels' tables with the k-th allocation failing. */
+#include "device/cuda_compile.h"
 #include "device/kernel_segments.h"
 #include "oom.h"
 
@@ -29,4 +30,25 @@ TEST(tables_survive_failing_allocations)
             .row_count = 10, .source_item_nbytes = 1, .destination_item_nbytes = 1};
     }
     CHECK(oom_run(append_attempt, copies) >= 4);
+}
+
+static wsync_status_t compile_attempt(void *context, wsync_error_t *err)
+{
+    wsync_kernel_image_t image = {.nbytes = 77};
+    wsync_status_t status = wsync_cuda_compile(context, &image, err);
+
+    if (status == WSYNC_OK) {
+        wsync_kernel_image_fini(&image);
+    }
+    CHECK_EQ(image.nbytes, status == WSYNC_OK ? 0 : 77);
+    return status;
+}
+
+TEST(compiling_survives_failing_allocations)
+{
+    static const char *const libraries[] = {WSYNC_FAKE_NVRTC};
+    wsync_compile_spec_t spec = {
+        .libraries = libraries, .library_count = 1, .capability = 90};
+
+    CHECK(oom_run(compile_attempt, &spec) >= 1);
 }
