@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The copy kernel, run on the host, against the host backend: whatever both are given,
  * every byte of the destinations must be the same, those that no copy writes included. */
+#include <pthread.h>
 #if __has_include(<sanitizer/asan_interface.h>)
 #include <sanitizer/asan_interface.h>
 #else
@@ -382,6 +383,50 @@ TEST(every_alignment_at_every_border)
     (void)printf("%d pairs of addresses\n", round);
 }
 
+/* Every sign, exponent and leading mantissa with what decides how the rest rounds; NaNs. */
+TEST(every_cast_rounds_as_the_host_backend)
+{
+    static const uint16_t rests[] = {0,      1,      0x0fff, 0x1000, 0x1001,
+                                     0x2fff, 0x3000, 0x3001, 0x7fff, 0x8000,
+                                     0x8001, 0xe000, 0xefff, 0xf000, 0xffff};
+    enum { RESTS = sizeof(rests) / sizeof(rests[0]), COUNT = 65536 * RESTS };
+    uint32_t *values = malloc(COUNT * sizeof(*values));
+    unsigned char *found = malloc(COUNT * 4);
+    unsigned char *expected = malloc(COUNT * 4);
+
+    CHECK(values != NULL && found != NULL && expected != NULL);
+    for (uint32_t i = 0; i < COUNT; i++) {
+        values[i] = i / RESTS << 16 | rests[i % RESTS];
+    }
+    /* Aligned rows are converted four at a time, those one element further one by one. */
+    for (int kind = 0; kind < 6; kind++) {
+        const bool widens = kind % 3 + 1 == WSYNC_TRANSFORM_BF16_TO_F32;
+        const wsync_copy_t copy = {
+            .destination_offset = (uint64_t)(kind / 3) * (widens ? 4 : 2),
+            .row_count = (uint64_t)(COUNT - kind / 3),
+            .source_item_nbytes = widens ? 2 : 4,
+            .destination_item_nbytes = widens ? 4 : 2,
+            .transform = (uint8_t)(kind % 3 + 1)};
+        const wsync_span_t from[BUFFERS] = {{values, COUNT * 4}};
+        const wsync_span_t to[BUFFERS] = {{found, COUNT * 4}};
+        const wsync_span_t host = {expected, COUNT * 4};
+        wsync_segments_t segments = {0};
+        wsync_segment_list_t list;
+        wsync_error_t err;
+
+        memset(found, 0x5a, COUNT * 4);
+        memset(expected, 0x5a, COUNT * 4);
+        CHECK_OK(wsync_segments_append(&segments, &copy, 1, &list, &err), err);
+        launch(&segments, &list, from, to, 1, 32);
+        wsync_host_copy_run(&copy, 1, from, &host);
+        CHECK_EQ(memcmp(found, expected, COUNT * 4), 0);
+        wsync_segments_fini(&segments);
+    }
+    free(values);
+    free(found);
+    free(expected);
+}
+
 /* One table, several lists, other addresses at every launch: a plan over its updates. */
 TEST(lists_of_one_table_run_apart_and_again)
 {
@@ -433,6 +478,28 @@ TEST(lists_of_one_table_run_apart_and_again)
         }
     }
     wsync_segments_fini(&segments);
+}
+
+static void *run_small_rounds(void *argument)
+{
+    scene_t scene = {.random = {(uint64_t)(uintptr_t)argument}, .nbytes = 3000};
+
+    run_rounds(&scene, 200);
+    return NULL;
+}
+
+/* As the stand-in of the driver does, whose streams are threads. */
+TEST(threads_launch_at_once)
+{
+    enum { THREADS = 4 };
+    pthread_t threads[THREADS];
+
+    for (uintptr_t i = 0; i < THREADS; i++) {
+        CHECK_EQ(pthread_create(&threads[i], NULL, run_small_rounds, (void *)(i + 10)), 0);
+    }
+    for (int i = 0; i < THREADS; i++) {
+        CHECK_EQ(pthread_join(threads[i], NULL), 0);
+    }
 }
 
 TEST(launches_that_the_kernel_is_not_made_for_are_refused)
