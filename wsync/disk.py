@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,12 +18,11 @@ from tqdm import tqdm
 from wsync import _core
 from wsync.calls import left, take_on
 from wsync.checkpoint import INDEX, SHARD_NBYTES, Arrangement, arrange, owners, system_calls
-from wsync.group import TrainerGroup
 from wsync.handles import EngineHandle
 from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.report import Report
-from wsync.sync import agree_version
+from wsync.updates import Updates
 from wsync.versions import Versions, newest
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ class ReadsDisk(Protocol):
         """Loads every weight from a checkpoint folder."""
 
 
-class DiskSync:
+class DiskSync(Updates):
     """Keeps engines up to date through a folder of checkpoints.
 
     Every trainer rank makes one, and all ranks call its methods together.  Rank 0 talks to the
@@ -84,16 +82,11 @@ class DiskSync:
         keep: int | None = 2,
         options: Options | None = None,
     ) -> None:
-        self.version = 0
-        self._updates = 0
-        self._closed = False
-        self.options = options or Options()
-        self._source = source
         self._engines: list[EngineHandle] = []
         if shard_nbytes < 1:
             raise _core.InvalidArgumentError(f"shard_nbytes={shard_nbytes!r} is not positive")
         self._versions = Versions(folder, base, keep)
-        self._group = TrainerGroup(source.group, timeout=self.options.exchange_deadline)
+        super().__init__(source, options)
         with self._one_error():
             if self._group.rank == 0:
                 self._versions.check()
@@ -133,12 +126,7 @@ class DiskSync:
                 stays the newest and engines run on; an engine that fails to load it stays
                 paused with those that wait for it.
         """
-        if self._closed:
-            raise _core.StateError("update after close")
-        start = time.perf_counter()
-        self._renew()
-        with self._one_error(), contextlib.ExitStack() as stack:
-            report = Report(version=agree_version(self._group, version, self.version))
+        with self._updating(version) as report, contextlib.ExitStack() as stack:
             if self._group.rank == 0:
                 stack.enter_context(self._versions.writing())
             folder = self._write(weights() if callable(weights) else weights, report)
@@ -151,29 +139,10 @@ class DiskSync:
                     self._load(str(folder), report.version)
                     self._versions.prune()
                 self._group.confirm()
-        report.seconds = time.perf_counter() - start
-        self.version = int(report.version) if report.version.isdecimal() else self.version + 1
         return report
 
-    def close(self) -> None:
-        """Lets go of the other ranks.  Engines keep their weights, and versions stay."""
-        self._closed = True
-        self._group.close()
-
-    def __enter__(self) -> DiskSync:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _renew(self) -> None:
-        """After a failure, be it one that another rank alone has met at the very end of an update:
-        a new group, because a collective of the old one may be stuck."""
-        self._updates += 1
-        if not self._group.begin(self._updates):
-            self._group.close()
-            self._group = TrainerGroup(self._source.group, timeout=self.options.exchange_deadline)
-            self._group.begin(self._updates)
+    def _abandon(self, text: str) -> None:
+        """What was being written is swept by the next update."""
 
     def _write(self, weights: Weights | None, report: Report) -> Path:
         """All files of a version, on the disk; returns their hidden folder."""
@@ -182,7 +151,8 @@ class DiskSync:
         self._describe(report)
         with report.phase("begin"):
             folder = self._make(report.version)
-        with self._progress(report) as bar, self._writer.opened(folder) as files:
+        bar = self._progress(report, self._writer.nbytes, unit="B", unit_scale=True)
+        with bar, self._writer.opened(folder) as files:
             with report.phase("write"):
                 self._writer.write(sources, files, self.options.threads, self._group.check, bar)
             with report.phase("sync"):
@@ -230,33 +200,6 @@ class DiskSync:
         report.rounds = len(self._arrangement.names)
         report.workers = sum(engine.workers for engine in self._engines)
         report.exchange = "disk"
-
-    def _progress(self, report: Report) -> tqdm[None]:
-        wanted = self.options.progress
-        shown = self._group.rank == 0 and wanted is not False
-        return tqdm(
-            total=self._writer.nbytes,
-            desc=f"weights v{report.version}",
-            unit="B",
-            unit_scale=True,
-            leave=False,
-            disable=(None if wanted is None else False) if shown else True,
-        )
-
-    @contextlib.contextmanager
-    def _one_error(self) -> Iterator[None]:
-        """Raises on every rank what any rank raises in the block; the cause is this rank's."""
-        try:
-            yield
-        except BaseException as error:
-            first = self._group.fail(error)
-            self._group.close()
-            try:
-                if first is error or not isinstance(error, Exception):
-                    raise
-                raise first from error
-            finally:
-                del first  # its traceback holds this frame, and with it what the update held
 
 
 class _Writer:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-from tqdm import tqdm
 
 from wsync import _core
 from wsync.calls import Calls, left, take_on
 from wsync.connection import Connection, Placement
 from wsync.control import LOAD_FORMAT, Control
-from wsync.group import TrainerGroup, host_identity
+from wsync.group import host_identity
 from wsync.handles import EngineHandle
 from wsync.layout import TrainerLayout
 from wsync.options import Options
@@ -24,6 +20,7 @@ from wsync.remote import Remote
 from wsync.report import Report
 from wsync.sessions import Trainer, Worker, assign_homes
 from wsync.trace import Trace
+from wsync.updates import Updates
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +28,7 @@ if TYPE_CHECKING:
     Weights = Mapping[str, torch.Tensor]
 
 
-_VERSION = re.compile(r"[ -~]{1,128}")
-
-
-class Sync:
+class Sync(Updates):
     """Keeps a set of engines up to date with a trainer.
 
     Every trainer rank makes one, and all ranks call its methods together.  Rank 0 talks to the
@@ -62,18 +56,13 @@ class Sync:
         lock: Any = None,
         options: Options | None = None,
     ) -> None:
-        self.version = 0
-        self.options = options or Options()
-        self._source = source
+        super().__init__(source, options)
         self._lock = lock
         self._engines: list[EngineHandle] = []
-        self._updates = 0
         self._connection: Connection | None = None
         self._pausing: Calls | None = None
         self._opened: Calls | None = None
         self._closing = b""
-        self._closed = False
-        self._group = TrainerGroup(source.group, timeout=self.options.exchange_deadline)
         self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
             if self._group.rank == 0:
@@ -105,35 +94,21 @@ class Sync:
                 engines that were being updated stay paused and inconsistent; the next call
                 connects anew and updates them again.
         """
-        if self._closed:
-            raise _core.StateError("update after close")
-        start = time.perf_counter()
-        self._renew()
-        if self._trace is not None:
-            self._trace.start()
-        with self._one_error():
-            report = Report(version=agree_version(self._group, version, self.version))
+        with self._updating(version) as report:
+            if self._trace is not None:
+                self._trace.start()
             report.trace = self._trace
             self._update(weights() if callable(weights) else weights, report)
         if self._trace is not None:
             self._trace.write(self._updates)
-        report.seconds = time.perf_counter() - start
-        self.version = int(report.version) if report.version.isdecimal() else self.version + 1
         return report
 
     def close(self) -> None:
         """Lets go of rings and sockets.  Engines keep the weights they have."""
-        self._closed = True
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        self._group.close()
-
-    def __enter__(self) -> Sync:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().close()
 
     def _meet(self) -> Trainer:
         """Everybody's host, pipeline stage and layout."""
@@ -193,18 +168,6 @@ class Sync:
             return self.options.delivery == "stock"
         return LOAD_FORMAT not in engine.load_formats
 
-    def _renew(self) -> None:
-        """After a failure, be it one that another rank alone has met at the very end of an update:
-        a new group, because a collective of the old one may be stuck."""
-        self._updates += 1
-        if not self._group.begin(self._updates):
-            self._group.close()
-            if self._connection is not None:
-                self._connection.abort("another trainer rank has given up the connection")
-                self._connection = None
-            self._group = TrainerGroup(self._source.group, timeout=self.options.exchange_deadline)
-            self._group.begin(self._updates)
-
     def _update(self, weights: Weights | None, report: Report) -> None:
         table = self._source.bind(weights)
         sources = _core.BufferTable.of(table, owner=(table, weights))
@@ -219,7 +182,7 @@ class Sync:
             # the first round is packed while the engines pause
             opened = functools.partial(self._open, connection, report)
         self._describe(connection, report)
-        with self._progress(report) as bar:
+        with self._progress(report, report.rounds, unit="round") as bar:
             connection.run(self._updates, sources, opened, self._check, report, bar)
         report.staging_nbytes = connection.staging_nbytes
         with report.phase("prepare"):
@@ -345,36 +308,9 @@ class Sync:
         report.ring_nbytes = connection.ring_nbytes
         report.exchange = connection.exchange_name
 
-    def _progress(self, report: Report) -> tqdm[None]:
-        wanted = self.options.progress
-        shown = self._group.rank == 0 and wanted is not False
-        return tqdm(
-            total=report.rounds,
-            desc=f"weights v{report.version}",
-            unit="round",
-            leave=False,
-            disable=(None if wanted is None else False) if shown else True,
-        )
-
-    @contextlib.contextmanager
-    def _one_error(self) -> Iterator[None]:
-        """Raises on every rank what any rank raises in the block; the cause is this rank's."""
-        try:
-            yield
-        except BaseException as error:
-            first = self._fail(error)
-            try:
-                if first is error:
-                    raise
-                raise first from error
-            finally:
-                del first  # its traceback holds this frame, and with it what the update held
-
-    def _fail(self, error: BaseException) -> BaseException:
-        """Makes one error of all ranks' errors and drops everything that it leaves in doubt."""
-        first = self._group.fail(error)
+    def _abandon(self, text: str) -> None:
         if self._connection is not None:
-            self._connection.abort(str(first))
+            self._connection.abort(text)
             self._connection = None
         try:
             for calls in (self._pausing, self._opened):
@@ -383,31 +319,7 @@ class Sync:
                     calls.settle(min(2.0, self.options.deadline))
         finally:
             self._pausing = self._opened = None
-            self._group.close()
-        return first if isinstance(error, Exception) else error
 
 
 def _nothing() -> None:
     """What is left to do where everything is open."""
-
-
-def agree_version(group: TrainerGroup, version: object, counted: int) -> str:
-    """The version that all ranks of a group mean.  Where they leave it open it is one more than
-    any has counted: a rank may have missed the very end of an update that the others have seen."""
-    mine = [counted, None if version is None else version_text(version)]
-    found = [json.loads(data) for data in group.all_gather(json.dumps(mine).encode())]
-    following = str(max(count for count, _ in found) + 1)
-    meant = [following if text is None else text for _, text in found]
-    if len(set(meant)) > 1:
-        raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
-    return meant[0]
-
-
-def version_text(version: object) -> str:
-    """A weight version as engines record it."""
-    good = isinstance(version, int) and not isinstance(version, bool) and version >= 0
-    if not good and not (isinstance(version, str) and _VERSION.fullmatch(version)):
-        raise _core.InvalidArgumentError(
-            f"version={version!r}: neither a number from 0 nor 1 to 128 printable characters"
-        )
-    return str(version)

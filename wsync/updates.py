@@ -1,0 +1,123 @@
+"""What updates have in common, whichever way the bytes go: ranks that act together."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from wsync import _core
+from wsync.group import TrainerGroup
+from wsync.layout import TrainerLayout
+from wsync.options import Options
+from wsync.report import Report
+
+_VERSION = re.compile(r"[ -~]{1,128}")
+
+
+class Updates(abc.ABC):
+    """One update after another of all trainer ranks, which call its methods together."""
+
+    def __init__(self, source: TrainerLayout, options: Options | None) -> None:
+        self.version = 0
+        self.options = options or Options()
+        self._source = source
+        self._updates = 0
+        self._closed = False
+        self._group = TrainerGroup(source.group, timeout=self.options.exchange_deadline)
+
+    def close(self) -> None:
+        """Lets go of the other ranks.  Engines keep the weights they have."""
+        self._closed = True
+        self._group.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abc.abstractmethod
+    def _abandon(self, text: str) -> None:
+        """Drops everything that an error leaves in doubt."""
+
+    @contextlib.contextmanager
+    def _updating(self, version: int | str | None) -> Iterator[Report]:
+        """One update: the block fills in its report."""
+        if self._closed:
+            raise _core.StateError("update after close")
+        start = time.perf_counter()
+        self._renew()
+        with self._one_error():
+            report = Report(version=agree_version(self._group, version, self.version))
+            yield report
+        report.seconds = time.perf_counter() - start
+        self.version = int(report.version) if report.version.isdecimal() else self.version + 1
+
+    def _renew(self) -> None:
+        """After a failure, be it one that another rank alone has met at the very end of an update:
+        a new group, because a collective of the old one may be stuck."""
+        self._updates += 1
+        if not self._group.begin(self._updates):
+            self._group.close()
+            self._abandon("another trainer rank has given up the connection")
+            self._group = TrainerGroup(self._source.group, timeout=self.options.exchange_deadline)
+            self._group.begin(self._updates)
+
+    @contextlib.contextmanager
+    def _one_error(self) -> Iterator[None]:
+        """Raises on every rank what any rank raises in the block; the cause is this rank's."""
+        try:
+            yield
+        except BaseException as error:
+            first = self._group.fail(error)
+            try:
+                try:
+                    self._abandon(str(first))
+                finally:
+                    self._group.close()
+                if first is error or not isinstance(error, Exception):
+                    raise
+                raise first from error
+            finally:
+                del first  # its traceback holds this frame, and with it what the update held
+
+    def _progress(self, report: Report, total: int, **unit: Any) -> tqdm[None]:
+        """A bar on rank 0, where it is wanted; `unit` says what it counts."""
+        wanted = self.options.progress
+        shown = self._group.rank == 0 and wanted is not False
+        return tqdm(
+            total=total,
+            desc=f"weights v{report.version}",
+            leave=False,
+            disable=(None if wanted is None else False) if shown else True,
+            **unit,
+        )
+
+
+def agree_version(group: TrainerGroup, version: object, counted: int) -> str:
+    """The version that all ranks of a group mean.  Where they leave it open it is one more than
+    any has counted: a rank may have missed the very end of an update that the others have seen."""
+    mine = [counted, None if version is None else version_text(version)]
+    found = [json.loads(data) for data in group.all_gather(json.dumps(mine).encode())]
+    following = str(max(count for count, _ in found) + 1)
+    meant = [following if text is None else text for _, text in found]
+    if len(set(meant)) > 1:
+        raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
+    return meant[0]
+
+
+def version_text(version: object) -> str:
+    """A weight version as engines record it."""
+    good = isinstance(version, int) and not isinstance(version, bool) and version >= 0
+    if not good and not (isinstance(version, str) and _VERSION.fullmatch(version)):
+        raise _core.InvalidArgumentError(
+            f"version={version!r}: neither a number from 0 nor 1 to 128 printable characters"
+        )
+    return str(version)
