@@ -12,6 +12,7 @@ from support.fused import SHAPES, Fused, Pairs, bytes_of, changed, differing, dr
 from support.workers import ThreadEngine
 
 import wsync
+from wsync._core import Layout, LayoutBuilder, Memory
 from wsync.engine.held import Held
 from wsync.engine.recorded import RecordedLoader
 
@@ -184,9 +185,26 @@ def drawing(module: Fused, pairs: Pairs) -> None:
     module.rotary.normal_()
 
 
+_elsewhere = torch.zeros(SHAPES["norm"], dtype=torch.bfloat16)
+
+
+def beyond(module: Fused, pairs: Pairs) -> None:
+    Fused.load_weights(module, pairs)
+    _elsewhere.copy_(dict(pairs)["norm"])
+
+
+def by_way_of_elsewhere(module: Fused, pairs: Pairs) -> None:
+    beyond(module, [("norm", dict(pairs)["norm"] + 1)])
+    Fused.load_weights(module, [pair for pair in pairs if pair[0] != "norm"])
+    module.norm.data.copy_(_elsewhere)
+    _elsewhere.copy_(dict(pairs)["norm"])
+
+
 @pytest.mark.parametrize(
     ("load", "reason"),
     [
+        (beyond, "it keeps norm in tensors beyond the module"),
+        (by_way_of_elsewhere, "it keeps norm in tensors beyond the module"),
         (by_pointer, "norm: byte 0 of its storage is"),
         (by_pointer_elsewhere, "rotary: written by means that cannot be seen"),
         (by_numpy, "router: byte 64 of its storage is"),
@@ -213,6 +231,68 @@ def test_a_loader_that_cannot_be_replaced_is_used_as_it_is(
     assert engine.receivers[0].consistent
     if load not in (fickle, overwriting, drawing):
         assert differing(held(module), loaded(changed(whole), 1)) == []
+    if load in (beyond, by_way_of_elsewhere):
+        assert bytes_of(_elsewhere) == bytes_of(draw(1)["norm"])
+
+
+def test_a_model_of_other_tensors_is_learnt_anew_or_refused() -> None:
+    module = Fused()
+    loader = RecordedLoader(module)
+    engine = ThreadEngine([loader])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(draw(1))
+    first, norm = loader.recording, bytes_of(module.norm)
+    fewer = {name: tensor for name, tensor in draw(2).items() if name != "norm"}
+    with wsync.connect(fewer, engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+    assert loader.recording is not None
+    assert loader.recording is not first
+    assert ("norm", len(norm)) in loader.recording.unwritten
+    assert bytes_of(module.wide) == bytes_of(fewer["wide"].bfloat16())
+    narrower = {**draw(3), "wide": draw(3)["wide"][:, :8].contiguous()}
+    with wsync.connect(narrower, engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.RemoteError, match="must match"):
+            sync.update()
+    assert "Fused cannot be learnt" in loader.reason
+    assert not engine.receivers[0].consistent
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(draw(4))
+    assert differing(held(module), loaded(Fused(), 4)) == []
+    assert engine.receivers[0].consistent
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("wide", lambda t: t[:, :8].contiguous(), r"wide: source shape \[5, 8\] != destination"),
+        ("o", lambda t: t.half(), "o: no conversion from float16 to bfloat16"),
+        ("norm", lambda _: None, "norm: the source has no such tensor"),
+    ],
+)
+def test_a_ring_of_another_model_is_refused_before_anything_is_written(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor | None], text: str
+) -> None:
+    module = Fused()
+    loader = RecordedLoader(module)
+    loader.learn(ring_of(draw(0))[1])
+    before = held(module)
+    other = {**draw(1), name: change(draw(1)[name])}
+    with pytest.raises(wsync.WsyncError, match=text):
+        loader.attach(*ring_of({n: t for n, t in other.items() if t is not None}))
+        loader.begin(1)
+    assert differing(held(module), before) == []
+
+
+def ring_of(tensors: dict[str, torch.Tensor]) -> tuple[Memory, Layout]:
+    """A ring with room for all tensors in one round, and its manifest."""
+    builder, offset = LayoutBuilder(), 0
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        strides = [stride * tensor.element_size() for stride in tensor.stride()]
+        zeros, shape = [0] * tensor.dim(), list(tensor.shape)
+        builder.add_shard(name, dtype, shape, zeros, shape, 0, offset, strides)
+        offset += -(-tensor.nbytes // 64) * 64
+    return Memory(offset), builder.build()
 
 
 def test_a_loader_that_raises_is_told_and_survived() -> None:

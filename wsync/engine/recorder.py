@@ -7,6 +7,7 @@ tensors that only the loader itself can load, with the reason.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -208,6 +209,11 @@ def _trace(
         return f"it read values of {', '.join(sorted(tracer.refused)[:5])}"
     if changed:
         raise RebindsError(f"it binds other tensors to {', '.join(changed[:5])}")
+    if tracer.kept_outside():
+        gc.collect()  # temporaries may be parts of cycles
+    outside = sorted(tracer.kept_outside())
+    if outside:
+        raise RecordingError(f"it keeps {', '.join(outside[:5])} in tensors beyond the module")
     return ""
 
 

@@ -160,6 +160,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found |= self.names_of(w for w in self.writes[area] if w.kind != HELD)
         return frozenset(found)
 
+    def kept_outside(self) -> frozenset[str]:
+        """Tensors of the model whose content lies in memory that the module does not hold, but
+        somebody does."""
+        return frozenset().union(
+            *(
+                self.names_of(found.writes)
+                for found in self._temporaries.values()
+                if found.writes and not found.reference.expired()  # type: ignore[no-untyped-call]
+            )
+        )
+
     # -- movements
 
     def _note(self, destination: torch.Tensor, write: Write) -> None:
