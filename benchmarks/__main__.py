@@ -17,6 +17,7 @@ from benchmarks.environment import environment
 
 NAMES = (
     *("bucket", "update", "distributed", "disk", "plan", "control", "memory", "scaling", "load"),
+    "needed",
 )
 
 

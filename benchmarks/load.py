@@ -10,19 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines import sglang_path
+
 _HERE = Path(__file__).parent
 
 
 def run() -> Iterator[dict[str, Any]]:
-    sys.path.insert(0, str(_HERE.parent / "tests"))
-    from support.engines import find_packages, find_tree
-
-    tree, reason = find_tree("sglang", "0.5.17")
-    packages, other = find_packages()
-    if tree is None or packages is None:
-        raise SystemExit(f"benchmark load: {reason or other}")
     done = subprocess.run(
-        [sys.executable, "-P", str(_HERE / "load_engine.py"), str(tree), str(packages)],
+        [sys.executable, "-P", str(_HERE / "load_engine.py"), *sglang_path()],
         capture_output=True,
         text=True,
         timeout=600,

@@ -23,16 +23,23 @@ Named = tuple[str, torch.Tensor]
 
 
 def send(
-    named_tensors: Iterable[Named], bucket_class: Any, call: Callable[[bytes], object]
+    named_tensors: Iterable[Named],
+    bucket_class: Any,
+    call: Callable[..., object],
+    *,
+    workers: int = 1,
 ) -> None:
-    """Flattens, serialises and hands over buckets, each after the one before was loaded."""
+    """Flattens, serialises and hands over buckets, each after the one before was loaded.
+
+    Every worker gets a payload of its own; here all of them read one bucket.
+    """
     for bucket in _buckets(named_tensors):
         flattened = bucket_class(named_tensors=bucket)
         payload = {
             "flattened_tensor": flattened.get_flattened_tensor(),
             "metadata": flattened.get_metadata(),
         }
-        call(bytes(ForkingPickler.dumps(payload)))
+        call(*(bytes(ForkingPickler.dumps(payload)) for _ in range(workers)))
 
 
 def load(payload: bytes, parameters: dict[str, torch.Tensor], bucket_class: Any) -> None:

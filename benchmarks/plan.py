@@ -28,7 +28,7 @@ from benchmarks.plan_shapes import (
     trainer_layouts,
 )
 from wsync import _core
-from wsync.connection import everything
+from wsync.connection import whole
 
 T = TypeVar("T")
 RANKS_PER_HOST = 8
@@ -135,8 +135,8 @@ def kept_by(
 ) -> tuple[list[tuple[_core.Layout, bool]], list[int]]:
     """The distinct destinations, and the bytes of each as the shapes say."""
     if case.full:
-        whole = steps.run("destinations", lambda: everything(source))
-        return [(whole, True)], [sum(math.prod(w.shape) * ITEM_NBYTES for w in weights)]
+        model = steps.run("destinations", lambda: whole(source, range(source.tensor_count)))
+        return [(model, True)], [sum(math.prod(w.shape) * ITEM_NBYTES for w in weights)]
     layouts, sizes = engine_layouts(weights, case.engine)
     texts = [layout.to_bytes() for layout in layouts]
     layouts.clear()

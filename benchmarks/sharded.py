@@ -1,27 +1,39 @@
-"""The TP2 x PP2 case of `update`: a real Megatron model in four processes over gloo."""
+"""The TP2 x PP2 cases of `update`: a real Megatron model in four processes over gloo."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.engines import SGLANG, sglang_path
 from benchmarks.ranks import on_ranks
 
 RANKS = 4
 REPEATS = 3
 
 
+@dataclass(frozen=True)
+class Target:
+    """An engine, its place in a case's name, and the peers' way to it."""
+
+    where: str
+    engine: Any
+    peer: str
+
+
 def sharded() -> Iterator[dict[str, Any]]:
-    """Rows of the case; rank 0 of the trainer reports them."""
-    yield from on_ranks(RANKS, _rank)
+    """Rows of the cases; rank 0 of the trainer reports them."""
+    yield from on_ranks(RANKS, _rank, sglang_path())
 
 
-def _rank(rank: int) -> list[dict[str, Any]]:
+def _rank(rank: int, path: tuple[str, ...]) -> list[dict[str, Any]]:
     from benchmarks.update import qwen3_config
     from wsync.demo import megatron_cpu
 
@@ -29,47 +41,94 @@ def _rank(rank: int) -> list[dict[str, Any]]:
     with megatron_cpu.on_cpu(), megatron_cpu.groups(parallel):
         config = qwen3_config()
         trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
-        return _measure(rank, trainer.chunks, config)
+        rows = _measure(rank, trainer.chunks, config, _bare, ("shared", "gloo"))
+        sglang = functools.partial(_sglang, path)
+        return rows + _measure(rank, trainer.chunks, config, sglang, ("shared",))
 
 
-def _measure(rank: int, chunks: list[torch.nn.Module], config: Any) -> list[dict[str, Any]]:
+def _bare(config: Any, weights: dict[str, torch.Tensor], bucket: Any) -> tuple[Target, str]:
+    """A process that copies tensors into tensors, and its digest of the weights."""
+    from benchmarks.consumer import Consumer, digest
+
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
+    return Target("", Consumer(shapes, bucket), "slime's loop"), digest(weights)
+
+
+def _sglang(
+    path: tuple[str, ...], config: Any, weights: dict[str, torch.Tensor], bucket: Any
+) -> tuple[Target, str]:
+    """Two tensor-parallel workers of SGLang's; the digest is what their own load_weights gives."""
+    from benchmarks import peers
+    from benchmarks.sglang_workers import SglangConsumer
+
+    names = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+        "tie_word_embeddings",
+    )
+    sizes = {name: getattr(config, name) for name in names}
+    engine = SglangConsumer("qwen3", sizes, tp=2, path=path)
+    engine.clear()
+    peers.send(weights.items(), bucket, engine.take, workers=2)
+    peer = f"slime's loop, SGLang {SGLANG} load_weights"
+    return Target(", SGLang TP2", engine, peer), engine.digest()
+
+
+def _measure(
+    rank: int,
+    chunks: list[torch.nn.Module],
+    config: Any,
+    connect: Callable[..., Any],
+    exchanges: tuple[str, ...],
+) -> list[dict[str, Any]]:
     import wsync
     from benchmarks import peers, update
     from benchmarks.bucket import bucket_class
-    from benchmarks.consumer import Consumer, digest
     from wsync.demo import reference
 
     peer, peer_class = bucket_class()
-    expected = reference.hf_state_dict(chunks, config)
-    expected_digest = digest(expected)
-    shapes = {name: (tuple(t.shape), t.dtype) for name, t in expected.items()}
-    nbytes = sum(t.numel() * t.itemsize for t in expected.values())
-    del expected
-    consumer = Consumer(shapes, peer_class) if rank == 0 else None
+    weights = reference.hf_state_dict(chunks, config)
+    nbytes = sum(t.numel() * t.itemsize for t in weights.values())
+    target, expected = connect(config, weights, peer_class) if rank == 0 else (None, "")
+    del weights
     gather = peers.Gather(chunks, config)
 
     def slime() -> None:
-        if consumer is not None:
-            peers.send(gather.named_tensors(), peer_class, consumer.take)
+        if target is not None:
+            engine = target.engine
+            peers.send(gather.named_tensors(), peer_class, engine.take, workers=engine.workers)
         else:
             for _ in gather.named_tensors():
                 pass
 
     rows = []
     try:
-        for exchange in ("shared", "gloo"):
+        for exchange in exchanges:
             options = wsync.Options(exchange=exchange)
-            engines = [consumer] if consumer is not None else []
+            engines = [target.engine] if target is not None else []
             layout = wsync.megatron.layout(chunks, config)
             with wsync.connect(layout, engines, options=options) as sync:
                 ways: dict[str, Callable[[], object]] = {"peer": slime, "wsync": sync.update}
-                seconds, verified = _compare(ways, consumer, expected_digest)
-            case = f"TP2 x PP2, {exchange} exchange"
-            rows.append(update.row(case, nbytes, seconds, f"slime's loop, {peer}", verified))
+                seconds, verified = _compare(ways, target and target.engine, expected)
+                report = sync.update()
+            if target is not None:
+                case = f"TP2 x PP2, {exchange} exchange{target.where}"
+                whose = f"{target.peer}, {peer}"
+                row = update.row(case, nbytes, seconds, whose, verified)
+                rows.append({**row, **_delivery(report)})
     finally:
-        if consumer is not None:
-            consumer.close()
+        if target is not None:
+            target.engine.close()
     return rows
+
+
+def _delivery(report: Any) -> dict[str, Any]:
+    """What was sent, where workers share a model."""
+    facts = {"delivered_nbytes": report.delivered_nbytes, "redundancy": report.redundancy}
+    if report.workers > 1:
+        sent = f"{report.delivered_nbytes:,} bytes to {report.workers} workers"
+        facts["figure"] = f"{sent}, redundancy {report.redundancy:.2f}"
+    return facts
 
 
 def _compare(

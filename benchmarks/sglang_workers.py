@@ -1,0 +1,95 @@
+"""An engine of SGLang's own model class in worker processes, updated by wsync or the peers' way."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Sequence
+from multiprocessing import current_process
+from typing import Any
+
+import torch
+
+from benchmarks.engines import TESTS
+from wsync import sglang
+from wsync.demo import sglang_host
+from wsync.engine.held import Held
+from wsync.engine.workers import Worker, WorkersEngine
+
+_SECONDS = 600.0
+
+
+class SglangConsumer(WorkersEngine):
+    """tp workers with a model of `family` of these sizes; path: as SglangEngine's."""
+
+    def __init__(self, family: str, sizes: dict[str, Any], *, tp: int, path: Sequence[str]) -> None:
+        # torch shares descriptors between processes that know the same key
+        each = {"family": family, "sizes": sizes, "tp": tp, "key": bytes(current_process().authkey)}
+        settings = [{**each, "rank": rank} for rank in range(tp)]
+        super().__init__(
+            _Worker, settings, name="SGLang", timeout=_SECONDS, path=(*path, str(TESTS))
+        )
+
+    def take(self, *payloads: bytes) -> None:
+        """One bucket of the peers' way, a payload for each worker; returns when it was loaded."""
+        self._call("bucket", payloads, _SECONDS)
+
+    def clear(self) -> None:
+        """Fills every weight with bytes that no weight has."""
+        self._call("clear", None, _SECONDS)
+
+    def digest(self) -> str:
+        """A hash of all that the workers hold."""
+        return " ".join(self._call("digest", None, _SECONDS))
+
+    def reasons(self) -> list[str]:
+        """Why a worker's load_weights could not be replaced, or nothing."""
+        return [text for text in self._call("unlearnt", None, _SECONDS) if text]
+
+
+class _Worker(Worker):
+    """Takes SGLang's buckets, and control messages with the loader that wsync.sglang has."""
+
+    def __init__(
+        self, *, family: str, sizes: dict[str, Any], tp: int, rank: int, key: bytes
+    ) -> None:
+        from support import tiny_models
+
+        current_process().authkey = key
+        sglang_host.load()
+        sglang_host.host(tp=tp, ep=1, rank=rank)
+        self._model: Any = sglang_host.build(family, tiny_models.config(family, **sizes))
+        loader = sglang.SglangLoader(self._model)
+        super().__init__(loader, rank=rank)
+        self._loader = loader
+
+    def answer(self, what: str, argument: Any) -> Any:
+        if what == "bucket":
+            return self._load(pickle.loads(argument))
+        if what == "clear":
+            for path, parameter in self._model.named_parameters():
+                assert parameter.data_ptr(), path
+                parameter.data.view(-1).view(torch.uint8).fill_(0xA5)
+            return None
+        if what == "digest":
+            return self._digest()
+        if what == "unlearnt":
+            return self._loader.reason
+        return super().answer(what, argument)
+
+    def _load(self, content: dict[str, Any]) -> None:
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        bucket = FlattenedTensorBucket(
+            flattened_tensor=content["flattened_tensor"], metadata=content["metadata"]
+        )
+        self._model.load_weights(bucket.reconstruct_tensors())
+
+    def _digest(self) -> str:
+        total = hashlib.blake2b()
+        held = Held(self._model)
+        for fact, tensor in zip(held.facts, held.tensors, strict=True):
+            total.update(fact[0].encode())
+            data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            total.update(data.numpy().data)
+        return total.hexdigest()
