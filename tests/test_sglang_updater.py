@@ -2,120 +2,73 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
+import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from support import tiny_models
-from support.engines import SGLANG_VERSIONS, engine_packages, engine_tree
+from support.engines import NEWEST
+from support.sglang_processes import SglangProcesses
 
 import wsync
 from wsync import inspection
 from wsync.control import LOAD_FORMAT
 
-SCRIPT = Path(__file__).parent / "support" / "sglang_updater.py"
+VERSIONS = [pytest.param("0.5.17", marks=pytest.mark.slow), NEWEST]
 OPTIONS = wsync.Options(deadline=30, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
 
 
-class Engine:
-    """slime's engine methods over worker processes; success is all that SGLang answers."""
-
-    workers = 2
-    load_formats = (LOAD_FORMAT,)
-
-    def __init__(self, version: str) -> None:
-        tree, packages = engine_tree("sglang", version), engine_packages()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (for as long as the workers live)
-        self._pool = ThreadPoolExecutor(self.workers)
-        command = [sys.executable, "-P", str(SCRIPT), str(tree), str(packages), "qwen3", "2"]
-        self.processes = [
-            subprocess.Popen(
-                [*command, str(rank)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
-            )
-            for rank in range(self.workers)
-        ]
-        self.draft = False
-        self.version: str | None = None
-        self.paused = False
-        self.checkpoint = {
-            name: (tuple(shape), getattr(torch, dtype))
-            for name, (shape, dtype) in self.ask("shapes")[0].items()
-        }
-
-    def ask(self, method: str, *given: Any, each: list[Any] | None = None) -> list[Any]:
-        def ask(rank: int) -> Any:
-            process = self.processes[rank]
-            assert process.stdin is not None and process.stdout is not None
-            own = () if each is None else (each[rank],)
-            process.stdin.write(json.dumps([method, *own, *given]) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-            if not line:
-                self._log.seek(0)
-                raise ConnectionError(self._log.read().decode(errors="replace")[-3000:])
-            return json.loads(line)
-
-        return list(self._pool.map(ask, range(self.workers)))
-
-    def pause_generation(self) -> None:
-        self.paused = True
-
-    def flush_cache(self) -> None: ...
-
-    def continue_generation(self) -> None:
-        self.paused = False
-
-    def update_weights_from_tensor(
-        self,
-        serialized_named_tensors: list[str],
-        load_format: str | None = None,
-        flush_cache: bool = True,
-        weight_version: str | None = None,
-    ) -> dict[str, Any]:
-        answers = self.ask("update", load_format, self.draft, each=serialized_named_tensors)
-        assert answers == [[True, "Success"]] * self.workers
-        if weight_version is not None:
-            self.version = weight_version
-        return {"success": True, "message": "Success"}
-
-    def weights(self, seed: int) -> dict[str, torch.Tensor]:
-        return tiny_models.tensors(self.checkpoint, seed)
-
-    def is_loaded(self, seed: int) -> bool:
-        return self.ask("found") == self.ask("expected", seed)
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.close()
-            process.stdout.close()
-        self._pool.shutdown()
-        self._log.close()
-
-
-@pytest.fixture(scope="module", params=SGLANG_VERSIONS)
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    made = Engine(request.param)
+@pytest.fixture(scope="module", params=VERSIONS)
+def engine(request: pytest.FixtureRequest) -> Iterator[SglangProcesses]:
+    made = SglangProcesses(request.param)
     yield made
     made.close()
 
 
-def test_a_loader_fault_leaves_the_server_alive(engine: Engine) -> None:
+@pytest.mark.parametrize("needed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "ep"),
+    [(family, ep) for family in tiny_models.FAMILIES for ep in (1, 2) if ep == 1 or "_" in family],
+)
+def test_every_worker_holds_what_its_own_loading_gives(
+    engine: SglangProcesses, family: str, ep: int, needed: bool
+) -> None:
+    engine.prepare(family, ep=ep, needed=needed)
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        for seed in (1, 2):
+            report = sync.update(engine.weights(seed), version=seed)
+            assert engine.is_loaded(seed)
+    assert engine.ask("reason") == ["", ""]
+    if needed:
+        assert report.redundancy == 1.0
+        assert report.delivered_nbytes < 1.2 * report.model_nbytes
+    else:
+        assert report.delivered_nbytes == 2 * report.model_nbytes
+    assert (engine.version, engine.paused) == ("2", False)
+
+
+def test_a_worker_that_is_killed_between_two_rounds_is_named(engine: SglangProcesses) -> None:
+    engine.prepare("qwen3")
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(engine.weights(1), version=1)
+        engine.ask("die_in_round", each=[-1, 2])
+        killed = f"worker .pid {engine.processes[1].pid}. closed the connection"
+        with pytest.raises(wsync.PeerClosedError, match=killed):
+            sync.update(engine.weights(2), version=2)
+    assert engine.processes[1].wait(10) == -signal.SIGKILL
+    assert engine.processes[0].poll() is None
+    # the other one has part of an update: it says so, and the engine is left paused
+    assert (engine.version, engine.paused) == ("1", True)
+    assert engine.ask_one(0, "consistent") is False
+    engine.restart(1)
+    engine.prepare("qwen3")
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(engine.weights(3), version=3)
+    assert engine.is_loaded(3)
+
+
+def test_a_loader_fault_leaves_the_server_alive(engine: SglangProcesses) -> None:
+    engine.prepare("qwen3")
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
         engine.ask("set_fault", 3)
         with pytest.raises(wsync.RemoteError, match=r"worker [01]: .*KeyError: 'half way'"):
@@ -129,7 +82,7 @@ def test_a_loader_fault_leaves_the_server_alive(engine: Engine) -> None:
     assert (engine.version, engine.paused) == ("3", False)
 
 
-def test_what_is_no_update_is_survived(engine: Engine) -> None:
+def test_what_is_no_update_is_survived(engine: SglangProcesses) -> None:
     nothing = b"\x80\x04]."  # an empty list, pickled
     wsync.handle(engine).update_weights(
         [nothing] * 2, load_format=LOAD_FORMAT, weight_version=None, timeout=30
@@ -137,7 +90,8 @@ def test_what_is_no_update_is_survived(engine: Engine) -> None:
     assert [process.poll() for process in engine.processes] == [None, None]
 
 
-def test_a_draft_model_does_not_take_the_models_place(engine: Engine) -> None:
+def test_a_draft_model_does_not_take_the_models_place(engine: SglangProcesses) -> None:
+    engine.prepare("qwen3")
     engine.draft = True
     try:
         with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
@@ -156,8 +110,9 @@ def test_a_draft_model_does_not_take_the_models_place(engine: Engine) -> None:
     ],
 )
 def test_weights_that_sglang_has_rewritten_are_refused(
-    engine: Engine, how: str, reason: str
+    engine: SglangProcesses, how: str, reason: str
 ) -> None:
+    engine.prepare("qwen3")
     engine.ask("rewrite", how)
     before = engine.ask("found")
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
@@ -165,5 +120,4 @@ def test_weights_that_sglang_has_rewritten_are_refused(
             sync.update(engine.weights(1))
     assert engine.ask("found") == before
     assert [worker.consistent for worker in inspection.inspect(engine)] == [True, True]
-    engine.ask("start")
     assert [process.poll() for process in engine.processes] == [None, None]

@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from support import tiny_models
 from support.vllm_engine import VllmEngine
 
 import wsync
@@ -26,9 +28,33 @@ def engine() -> Iterator[VllmEngine]:
     made.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_every_worker_holds_what_its_own_loading_gives(engine: VllmEngine, family: str) -> None:
     engine.prepare(family)
+    check_two_updates(engine)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_experts_go_to_the_worker_that_has_them(engine: VllmEngine, family: str) -> None:
+    engine.prepare(family, ep=2)
+    check_two_updates(engine)
+    experts = [
+        {tensor["name"] for tensor in worker.tensors if ".mlp.experts." in tensor["name"]}
+        for worker in inspection.inspect(engine)
+    ]
+    assert experts[0] and experts[1]
+    assert experts[0].isdisjoint(experts[1])
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_checkpoints_in_fp8_with_a_scale_for_each_block(engine: VllmEngine, ep: int) -> None:
+    engine.prepare("qwen3_moe", fp8=True, ep=ep)
+    assert torch.float8_e4m3fn in {dtype for _, dtype in engine.checkpoint.values()}
+    check_two_updates(engine)
+
+
+def check_two_updates(engine: VllmEngine) -> None:
+    """Workers hold what their own loading gives, where it was, and got what they keep, once."""
     places = engine.collective_rpc("places")
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
         for seed in (1, 2):

@@ -65,13 +65,18 @@ def update(model: torch.nn.Module, shapes: tiny_models.Shapes, needed: bool) -> 
     }
 
 
-def blockwise_fp8() -> Any:
-    """What SGLang makes of the quantization_config of an FP8 checkpoint in blocks."""
+def blockwise_fp8(config: Any) -> list[Any]:
+    """What the engine's `build` takes besides a config for an FP8 checkpoint in blocks."""
+    if sys.argv[1] == "vllm":
+        HOST.quantize(config)
+        return []
     from sglang.srt.layers.quantization.fp8 import Fp8Config
 
-    return Fp8Config.from_config(
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
-    )
+    return [
+        Fp8Config.from_config(
+            {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+        )
+    ]
 
 
 def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -80,10 +85,10 @@ def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
     HOST.host(tp=case["tp"], ep=case["ep"], rank=rank, dp_attention=dp)
     config = tiny_models.config(family, **case.get("config", {}))
     shapes = tiny_models.checkpoint(family, config)
-    options = []
+    options: list[Any] = []
     if case.get("fp8"):
         shapes = tiny_models.blockwise_fp8(shapes)
-        options = [blockwise_fp8()]
+        options = blockwise_fp8(config)
     own = HOST.build(family, config, *options)
     own.load_weights(list(tiny_models.tensors(shapes, 1).items()))
     own.load_weights(list(tiny_models.tensors(shapes, 2).items()))

@@ -1,6 +1,6 @@
 """Run as a script: one worker process of an SGLang engine, as far as weights are concerned.
 
-    python sglang_updater.py TREE PACKAGES FAMILY TP RANK
+    python sglang_updater.py TREE PACKAGES TP RANK
 
 The request's payload goes through SGLang's own unpickler and its own
 WeightUpdater.update_weights_from_tensor, whose custom weight loader is wsync's; an exception that
@@ -11,6 +11,8 @@ a line out what it returns.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import types
 from pathlib import Path
@@ -24,7 +26,9 @@ import torch
 from support import tiny_models
 from support.digests import digests
 
+from wsync import sglang
 from wsync.demo import sglang_host
+from wsync.sglang import SglangLoader
 
 LOADER = "wsync.sglang.load_weights"
 
@@ -32,18 +36,23 @@ LOADER = "wsync.sglang.load_weights"
 class Worker:
     """What a line in may call."""
 
-    def __init__(self, family: str, rank: int) -> None:
-        self._rank = rank
-        self._family = family
-        self._config = tiny_models.config(family)
-        self._checkpoint = tiny_models.checkpoint(family, self._config)
+    def __init__(self, tp: int, rank: int) -> None:
+        self._tp, self._rank = tp, rank
         self._drafts: list[Any] = []
-        self.start()
+        self._needed = True
+        self._last_round = -1
         self._updater = self._make_updater()
+        sglang._loader = self._make_loader
 
-    def start(self) -> None:
-        """Another model in place of the one that is there."""
-        self._model: Any = sglang_host.build(self._family, self._config)
+    def prepare(
+        self, family: str, needed: bool, ep: int, changes: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Another model in place of the one that is there; the tensors of its checkpoint."""
+        sglang_host.host(tp=self._tp, ep=ep, rank=self._rank)
+        self._family, self._needed = family, needed
+        self._config = tiny_models.config(family, **changes)
+        self._checkpoint = tiny_models.checkpoint(family, self._config)
+        self._model: Any = sglang_host.build(family, self._config)
         self._fault = 0
         load = self._model.load_weights
 
@@ -55,6 +64,10 @@ class Worker:
             return load(pairs)
 
         self._model.load_weights = faulty
+        return {
+            name: [list(shape), str(dtype).removeprefix("torch.")]
+            for name, (shape, dtype) in self._checkpoint.items()
+        }
 
     def _make_updater(self) -> Any:
         from sglang.srt.model_executor.model_runner_components import weight_updater
@@ -76,11 +89,27 @@ class Worker:
             get_model_runner=lambda: runner,
         )
 
-    def shapes(self) -> dict[str, Any]:
-        return {
-            name: [list(shape), str(dtype).removeprefix("torch.")]
-            for name, (shape, dtype) in self._checkpoint.items()
-        }
+    def _make_loader(self, model: Any) -> SglangLoader:
+        worker = self
+
+        class Loader(SglangLoader):
+            def load(self, round: int) -> None:
+                if round == worker._last_round:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                super().load(round)
+
+        self.loader = Loader(model, needed=self._needed)
+        return self.loader
+
+    def reason(self) -> str:
+        """Why load_weights could not be replaced."""
+        return self.loader.reason
+
+    def consistent(self) -> bool:
+        return sglang._receivers[id(self._model)][1].consistent
+
+    def die_in_round(self, number: int) -> None:
+        self._last_round = number
 
     def update(self, payload: str, load_format: str, draft: bool) -> list[Any]:
         """A request; draft: SGLang gives it to a draft model, too, and to that first."""
@@ -96,10 +125,10 @@ class Worker:
     def found(self) -> dict[str, str]:
         return digests(self._model)
 
-    def expected(self, seed: int) -> dict[str, str]:
+    def expected(self, given: int | str) -> dict[str, str]:
         """What the model has to hold after an update with these tensors."""
         model: Any = sglang_host.build(self._family, self._config)
-        model.load_weights(list(tiny_models.tensors(self._checkpoint, seed).items()))
+        model.load_weights(list(tiny_models.weights(self._checkpoint, given).items()))
         return digests(model)
 
     def set_fault(self, count: int) -> None:
@@ -108,7 +137,6 @@ class Worker:
 
     def rewrite(self, how: str) -> None:
         """Leaves a layer as SGLang does that has rewritten its weights."""
-        self.start()
         path, _, what = how.partition(":")
         layer = self._model.get_submodule(path)
         if what == "replaced":
@@ -120,13 +148,13 @@ class Worker:
 
 
 def main() -> None:
-    tree, family = Path(sys.argv[1]), sys.argv[3]
-    tp, rank = int(sys.argv[4]), int(sys.argv[5])
+    tree = Path(sys.argv[1])
+    tp, rank = int(sys.argv[3]), int(sys.argv[4])
     answers = sys.stdout
     sys.stdout = sys.stderr
     sglang_host.load(tree)
     sglang_host.host(tp=tp, ep=1, rank=rank)
-    worker = Worker(family, rank)
+    worker = Worker(tp, rank)
     for line in sys.stdin:
         method, *given = json.loads(line)
         print(json.dumps(getattr(worker, method)(*given)), file=answers, flush=True)

@@ -172,3 +172,11 @@ def tensors(shapes: Shapes, seed: int) -> dict[str, torch.Tensor]:
         name: torch.randn(shape, generator=generator).to(dtype)
         for name, (shape, dtype) in shapes.items()
     }
+
+
+def weights(shapes: Shapes, given: int | str) -> dict[str, torch.Tensor]:
+    """Tensors of a seed, or those that a file holds."""
+    if isinstance(given, int):
+        return tensors(shapes, given)
+    loaded: dict[str, torch.Tensor] = torch.load(given)
+    return loaded

@@ -43,10 +43,10 @@ class VllmEngine:
         ]
         self.checkpoint: tiny_models.Shapes = {}
 
-    def prepare(self, family: str, *, shuffled: str = "", packs: bool = False) -> None:
-        """Starts with another model."""
+    def prepare(self, family: str, **how: Any) -> None:
+        """Starts with another model; how: as the worker's `prepare` has it."""
         self.calls.clear()
-        checkpoints = self.collective_rpc("prepare", args=(family, shuffled, packs))
+        checkpoints = self.collective_rpc("prepare", args=(family, how))
         self.checkpoint = {
             name: (tuple(shape), getattr(torch, dtype))
             for name, (shape, dtype) in checkpoints[0].items()
@@ -55,9 +55,10 @@ class VllmEngine:
     def weights(self, seed: int) -> dict[str, torch.Tensor]:
         return tiny_models.tensors(self.checkpoint, seed)
 
-    def differing(self, seed: int) -> list[list[str]]:
-        """What each worker holds that vLLM's own loading would have made otherwise."""
-        wanted = self.collective_rpc("expected", args=(seed,))
+    def differing(self, given: int | str) -> list[list[str]]:
+        """What each worker holds that vLLM's own loading would have made otherwise, of the
+        weights of a seed or of a file."""
+        wanted = self.collective_rpc("expected", args=(given,))
         found = self.collective_rpc("found")
         return [
             [path for path in one.keys() | other if one.get(path) != other.get(path)]

@@ -83,6 +83,35 @@ def _config() -> Any:
     return ParallelConfig(**_parallel)
 
 
+def choose_triton() -> None:
+    """Has FP8 layers choose Triton's kernels, as on an NVIDIA GPU.
+
+    vLLM's own for CPUs need AMX tiles; without them it makes no layer at all.  What is loaded, and
+    what becomes of it afterwards, is vLLM's own code; only that no kernel is made.
+    """
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization import fp8
+
+    kernel = linear.TritonFp8BlockScaledMMKernel
+    kernel.is_supported = classmethod(lambda *_: (True, None))
+    linear.choose_scaled_mm_linear_kernel = lambda **_: kernel
+    fp8.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.TRITON, TritonExperts)
+    fp8.Fp8MoEMethod._init_moe_kernel = lambda *_: None
+
+
+def quantize(config: Any) -> Any:
+    """The config of a checkpoint in FP8 with a scale for each block; see tiny_models."""
+    choose_triton()
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(config.num_hidden_layers)]
+    config.quantization_config = {
+        **{"quant_method": "fp8", "activation_scheme": "dynamic"},
+        **{"weight_block_size": [16, 16], "modules_to_not_convert": ["lm_head", *routers]},
+    }
+    return config
+
+
 def configure(config: Any) -> Any:
     """What vLLM makes of a model's config."""
     from vllm.config import LoadConfig, ModelConfig, VllmConfig

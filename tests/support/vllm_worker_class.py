@@ -25,22 +25,43 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def init_device(self) -> None:
         self.device = torch.device("cpu")
 
-    def prepare(self, family: str, shuffled: str, packs: bool) -> dict[str, Any]:
+    def prepare(self, family: str, how: dict[str, Any]) -> dict[str, Any]:
+        return self.start(family, **how)
+
+    def start(
+        self,
+        family: str,
+        *,
+        shuffled: str = "",
+        packs: bool = False,
+        fp8: bool = False,
+        ep: int = 1,
+        changes: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Makes the model of the engine; the tensors of its checkpoint.
 
         shuffled: a layer whose weight is turned over after loading, as if for a kernel.
         packs: experts are packed after loading as vLLM does on CPUs, instead of being left as
         they are.
+        fp8: the checkpoint is in FP8, with a scale for each block.
+        ep: among how many workers the experts are divided.
+        changes: of the config.
         """
         cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = pack
         if not packs:
             del cpu_moe.CPUUnquantizedExperts.process_weights_after_loading
         self.family = family
         self.shuffled = shuffled
-        self.config = tiny_models.config(family)
-        self.vllm_config.model_config = vllm_host.configure(self.config).model_config
-        self.model_config = self.vllm_config.model_config
+        self.config = tiny_models.config(family, **(changes or {}))
         self.checkpoint = tiny_models.checkpoint(family, self.config)
+        if fp8:
+            vllm_host.quantize(self.config)
+            self.checkpoint = tiny_models.blockwise_fp8(self.checkpoint)
+        vllm_host.host(tp=self.parallel_config.world_size, ep=ep, rank=self.rank)
+        whole = vllm_host.configure(self.config)
+        self.vllm_config.parallel_config = self.parallel_config = whole.parallel_config
+        self.vllm_config.model_config = self.model_config = whole.model_config
+        self.vllm_config.quant_config = whole.quant_config
         self.model = self.make()
         self.model_runner = types.SimpleNamespace(get_model=lambda: self.model)
         self.fault = 0
@@ -70,16 +91,16 @@ class Worker(WorkerBase):  # type: ignore[misc]
             method.process_weights_after_loading = turn_over
         return model
 
-    def load(self, model: Any, seed: int) -> None:
+    def load(self, model: Any, given: int | str) -> None:
         """As vLLM does when it starts."""
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            model.load_weights(list(tiny_models.tensors(self.checkpoint, seed).items()))
+            model.load_weights(list(tiny_models.weights(self.checkpoint, given).items()))
             process_weights_after_loading(model, self.model_config, self.device)
 
-    def expected(self, seed: int) -> dict[str, str]:
+    def expected(self, given: int | str) -> dict[str, str]:
         """What the model has to hold after an update with these tensors."""
         model = self.make()
-        self.load(model, seed)
+        self.load(model, given)
         return digests(model)
 
     def found(self) -> dict[str, str]:

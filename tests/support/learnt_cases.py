@@ -1,0 +1,69 @@
+"""What trainer ranks do in tests/test_learnt_ranks.py; rank 0 also runs the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support import tiny_models
+from support.sglang_processes import SglangProcesses
+from support.vllm_engine import VllmEngine
+
+import wsync
+from wsync import megatron
+from wsync.demo import megatron_cpu, reference
+
+OPTIONS = wsync.Options(deadline=30, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
+_engines: list[Any] = []
+
+
+def start(engine: str, version: str) -> None:
+    """Starts the engine's two workers; without a collective, for they take their time."""
+    if dist.get_rank() == 0:
+        _engines.append(VllmEngine() if engine == "vllm" else SglangProcesses(version))
+
+
+def stop() -> None:
+    while _engines:
+        _engines.pop().close()
+
+
+def update_twice(
+    family: str, changes: dict[str, Any], parallel: megatron_cpu.Parallel, ep: int
+) -> dict[str, Any]:
+    """Two updates with different weights; the last report, and what differs from the engine's own
+    loading of an independent conversion."""
+    config = tiny_models.config(family, **changes)
+    engine = _engines[0] if _engines else None
+    if engine is not None:
+        engine.prepare(family, ep=ep, changes=changes)
+    wrong: list[str] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(megatron_cpu.on_cpu())
+        stack.enter_context(megatron_cpu.groups(parallel))
+        trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
+        layout = megatron.layout(trainer.chunks, config)
+        engines = [] if engine is None else [engine]
+        sync = stack.enter_context(wsync.connect(layout, engines, options=OPTIONS))
+        for seed in (1, 2):
+            trainer.randomize(seed)
+            report = sync.update()
+            weights = reference.hf_state_dict(trainer.chunks, config)
+            if engine is not None:
+                wrong += differing(engine, weights)
+    return {"wrong": wrong, **report.facts()}
+
+
+def differing(engine: Any, weights: dict[str, torch.Tensor]) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "weights"
+        torch.save(weights, path)
+        return [
+            f"worker {rank}: {name}"
+            for rank, names in enumerate(engine.differing(str(path)))
+            for name in names
+        ]

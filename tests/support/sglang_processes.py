@@ -1,0 +1,144 @@
+"""An SGLang engine as a trainer sees it, of real worker processes; see sglang_updater.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import tiny_models
+from support.engines import engine_packages, engine_tree
+
+from wsync.control import LOAD_FORMAT
+
+SCRIPT = Path(__file__).with_name("sglang_updater.py")
+
+
+class SglangProcesses:
+    """slime's engine methods over worker processes; success is all that SGLang answers."""
+
+    workers = 2
+    load_formats = (LOAD_FORMAT,)
+
+    def __init__(self, version: str) -> None:
+        tree, packages = engine_tree("sglang", version), engine_packages()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (for as long as the workers live)
+        self._pool = ThreadPoolExecutor(self.workers)
+        places = [str(SCRIPT), str(tree), str(packages), str(self.workers)]
+        self._command = [sys.executable, "-P", *places]
+        self.processes = [self._start(rank) for rank in range(self.workers)]
+        self.draft = False
+        self.version: str | None = None
+        self.paused = False
+        self.checkpoint: tiny_models.Shapes = {}
+
+    def _start(self, rank: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self._command, str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
+        )
+
+    def restart(self, rank: int) -> None:
+        """Another process in the place of one that has ended."""
+        self._end(self.processes[rank])
+        self.processes[rank] = self._start(rank)
+
+    def prepare(
+        self,
+        family: str,
+        *,
+        ep: int = 1,
+        needed: bool = True,
+        changes: dict[str, Any] | None = None,
+    ) -> None:
+        """Starts with another model.
+
+        ep: among how many workers its experts are divided.  needed: as wsync.sglang has it, else
+        whole tensors are sent.  changes: of the config.
+        """
+        self.version, self.paused = None, False
+        shapes = self.ask("prepare", family, needed, ep, changes or {})[0]
+        self.checkpoint = {
+            name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()
+        }
+
+    def ask(self, method: str, *given: Any, each: list[Any] | None = None) -> list[Any]:
+        """What every worker answers; each: what each is told for itself, before what all are."""
+
+        def ask(rank: int) -> Any:
+            own = () if each is None else (each[rank],)
+            return self.ask_one(rank, method, *own, *given)
+
+        return list(self._pool.map(ask, range(self.workers)))
+
+    def ask_one(self, rank: int, method: str, *given: Any) -> Any:
+        process = self.processes[rank]
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps([method, *given]) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            said = self._log.read().decode(errors="replace")[-3000:]
+            raise ConnectionError(f"worker {rank} has ended: {said}")
+        return json.loads(line)
+
+    def pause_generation(self) -> None:
+        self.paused = True
+
+    def flush_cache(self) -> None: ...
+
+    def continue_generation(self) -> None:
+        self.paused = False
+
+    def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: list[str],
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+    ) -> dict[str, Any]:
+        answers = self.ask("update", load_format, self.draft, each=serialized_named_tensors)
+        assert answers == [[True, "Success"]] * self.workers
+        if weight_version is not None:
+            self.version = weight_version
+        return {"success": True, "message": "Success"}
+
+    def weights(self, seed: int) -> dict[str, torch.Tensor]:
+        return tiny_models.tensors(self.checkpoint, seed)
+
+    def is_loaded(self, seed: int) -> bool:
+        return self.differing(seed) == [[], []]
+
+    def differing(self, given: int | str) -> list[list[str]]:
+        """What each worker holds that SGLang's own loading would have made otherwise, of the
+        weights of a seed or of a file."""
+        return [
+            [path for path in one.keys() | other if one.get(path) != other.get(path)]
+            for one, other in zip(self.ask("expected", given), self.ask("found"), strict=True)
+        ]
+
+    def close(self) -> None:
+        for process in self.processes:
+            self._end(process)
+        self._pool.shutdown()
+        self._log.close()
+
+    def _end(self, process: subprocess.Popen[str]) -> None:
+        process.kill()
+        process.wait()
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
