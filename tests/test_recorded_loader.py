@@ -347,6 +347,19 @@ def test_the_last_of_two_writes_wins() -> None:
     assert differing(held(module), loaded(changed(load), 1)) == []
 
 
+def test_what_is_copied_onto_itself_stays_a_copy_of_the_model() -> None:
+    def load(module: Fused, pairs: Pairs) -> None:
+        Fused.load_weights(module, pairs)
+        module.kv_b.data[:2].copy_(module.kv_b.data[:2])
+
+    module = changed(load)
+    loader = RecordedLoader(module)
+    update(ThreadEngine([loader]), 1)
+    assert loader.recording is not None
+    assert loader.recording.fallback == {}
+    assert differing(held(module), loaded(Fused(), 1)) == []
+
+
 def test_a_loader_that_makes_its_tensors_is_learnt_when_it_has_run() -> None:
     def load(module: Fused, pairs: Pairs) -> None:
         if not hasattr(module, "made"):

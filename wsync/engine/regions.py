@@ -46,6 +46,11 @@ class Move:
         dims = tuple((n, d, s) for n, s, d in self.dims)
         return Move(self.destination, self.source, dims, self.into, self.item)
 
+    def is_still(self) -> bool:
+        """Whether every element stays where it is."""
+        steps = all(n == 1 or s == d for n, s, d in self.dims)
+        return self.source == self.destination and self.item == self.into and steps
+
     def span(self) -> tuple[int, int]:
         """First byte of the destination, and the byte after its last."""
         reach = sum((n - 1) * d for n, _, d in self.dims)

@@ -187,6 +187,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         source = source.expand(destination.shape)
         read = _read(source, destination.data_ptr(), _steps(destination), destination.dtype)
+        if source.dtype == destination.dtype and read.is_still():
+            return
         found = self._resolve(read, source, destination.dtype)
         for write in found:
             self._note(destination, write)
