@@ -5,7 +5,10 @@ The tests are about the installed package.  Child processes run with PYTHONSAFEP
 """
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
@@ -15,6 +18,11 @@ os.environ["PYTHONSAFEPATH"] = "1"
 import pytest
 
 import wsync
+
+if TYPE_CHECKING:
+    from support.procs import Ranks
+
+    from wsync.engine.tensor_parallel import TensorParallelEngine
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,3 +60,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if count < need:
             reason = f"needs {need} CUDA device(s), this machine has {count}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# What whole updates need.  Imports wait until a test asks: many tests need no torch.
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    from support import tiny_qwen3
+
+    return tiny_qwen3.dense()
+
+
+@pytest.fixture(scope="module")
+def engine(config: Any) -> Iterator["TensorParallelEngine"]:
+    """One engine for many tests: each connects to it anew."""
+    from wsync.engine.tensor_parallel import TensorParallelEngine
+
+    with TensorParallelEngine(config, tp=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(config: Any) -> Iterator[str]:
+    from wsync.engine.serve import serve_in_process
+
+    with serve_in_process(config) as running:
+        yield running.url
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator["Ranks"]:
+    """Four processes, one after another of whose tasks are trainers."""
+    from support.procs import Ranks
+
+    with Ranks(4, path=sys.path) as started:
+        yield started

@@ -19,6 +19,7 @@ import requests
 import torch
 import transformers
 from safetensors.torch import load_file
+from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
 from wsync import _core
@@ -29,47 +30,7 @@ from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.handles import handle
 from wsync.layout import from_tensors
 
-Weights = dict[str, torch.Tensor]
 QUICK = wsync.Options(deadline=10.0, progress=False)
-
-
-@pytest.fixture(scope="module")
-def config() -> Any:
-    return transformers.Qwen3Config(
-        vocab_size=101,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
-
-
-@pytest.fixture(scope="module")
-def engine(config: Any) -> Iterator[TensorParallelEngine]:
-    with TensorParallelEngine(config, tp=2) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def server(config: Any) -> Iterator[str]:
-    with serve_in_process(config) as running:
-        yield running.url
-
-
-def draw(config: Any, seed: int) -> Weights:
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def same(found: Weights, expected: Weights) -> bool:
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], tensor) for name, tensor in expected.items()
-    )
 
 
 def stored(folder: Path) -> Weights:

@@ -6,61 +6,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import transformers
+from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
 from wsync.engine.process import ProcessEngine
-from wsync.engine.serve import serve_in_process
 from wsync.engine.tensor_parallel import TensorParallelEngine
 
-Weights = dict[str, torch.Tensor]
 QUICK = wsync.Options(deadline=3.0, progress=False)
-
-
-@pytest.fixture(scope="module")
-def config() -> Any:
-    return transformers.Qwen3Config(
-        vocab_size=101,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
-
-
-@pytest.fixture(scope="module")
-def engine(config: Any) -> Iterator[TensorParallelEngine]:
-    """One engine for many tests: each connects to it anew."""
-    with TensorParallelEngine(config, tp=2) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def server(config: Any) -> Iterator[str]:
-    with serve_in_process(config) as running:
-        yield running.url
-
-
-def draw(config: Any, seed: int) -> Weights:
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def same(found: Weights, expected: Weights) -> bool:
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8))
-        for name in expected
-    )
 
 
 def test_every_byte_arrives_and_the_version_is_taken_on(

@@ -3,51 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import transformers
 from support import update_cases
 from support.procs import RankError, Ranks
+from support.tiny_qwen3 import dense, sparse
 
 from wsync.demo.megatron_cpu import Parallel
-
-COMMON: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
-
-
-def dense(layers: int = 2, *, tied: bool = False) -> Any:
-    return transformers.Qwen3Config(**COMMON, num_hidden_layers=layers, tie_word_embeddings=tied)
-
-
-def sparse() -> Any:
-    return transformers.Qwen3MoeConfig(
-        **COMMON,
-        num_hidden_layers=2,
-        moe_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        mlp_only_layers=[],
-        decoder_sparse_step=1,
-        tie_word_embeddings=False,
-    )
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4, path=sys.path) as started:
-        yield started
-
 
 CASES = {
     "tp2pp2": (dense(), Parallel(tp=2, pp=2), {}, "auto"),
