@@ -43,6 +43,24 @@ def test_mode_disk_updates_all_engines_and_a_late_one(model: str, tmp_path: Path
     assert "late engine, started from weight_v000002: " in text
 
 
+@pytest.mark.parametrize(
+    ("options", "least", "most"),
+    [
+        (("--mode", "distributed"), 2.0, 2.1),
+        (("--mode", "distributed", "--broadcast", "bucket"), 3.0, 3.0),
+        (("--mode", "mixed"), 2.0, 2.1),
+    ],
+)
+def test_remote_engines_are_sent_what_they_keep_or_everything(
+    options: tuple[str, ...], least: float, most: float, tmp_path: Path
+) -> None:
+    """Two engines, one of two workers, which hold one model together or are sent one each."""
+    facts, _ = run_demo(tmp_path, *options, "--updates", "1")
+    assert facts["verified"]
+    assert facts["updates"][0]["workers"] == 3
+    assert least <= facts["updates"][0]["delivered_nbytes"] / facts["bytes"] <= most
+
+
 def check_sglang(tmp_path: Path, version: str, model: str, *options: str) -> None:
     place = os.pathsep.join(map(str, (engine_tree("sglang", version), engine_packages())))
     options = ("--engine", "sglang", "--engine-path", place, "--model", model, *options)
@@ -56,9 +74,11 @@ def check_sglang(tmp_path: Path, version: str, model: str, *options: str) -> Non
     assert "what SGLang's own load_weights makes of them; version 2" in text
 
 
-def test_sglangs_workers_are_sent_what_they_keep(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["colocated", "distributed"])
+def test_sglangs_workers_are_sent_what_they_keep(mode: str, tmp_path: Path) -> None:
     """From TP2 x PP2, EP2: each expert goes to the one worker that has it."""
-    check_sglang(tmp_path, NEWEST, "qwen3-moe", "--engine-tp", "2", "--engine-ep", "2")
+    sizes = ("--engine-tp", "2", "--engine-ep", "2")
+    check_sglang(tmp_path, NEWEST, "qwen3-moe", *sizes, "--mode", mode)
 
 
 @pytest.mark.slow
@@ -103,6 +123,7 @@ def test_what_is_missing_of_sglang_is_said(
         (("--model", "qwen3-moe", "--engine-ep", "4"), "--engine-ep 4: must divide 2"),
         (("--engine-ep", "2"), "--engine-ep 2: qwen3 has no experts"),
         (("--engine", "sglang", "--mode", "disk"), "--engine sglang: not in mode disk"),
+        (("--broadcast", "bucket"), "--broadcast bucket: not in mode colocated"),
     ],
 )
 def test_sizes_that_make_no_sense_are_named(

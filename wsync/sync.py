@@ -157,9 +157,10 @@ class Sync(Updates):
             and index < len(offsets)
             and offsets[index] + engine.workers > self._group.size
         ):
-            known = LOAD_FORMAT in engine.load_formats
-            how = {"auto": "wsync" if known else "bucket"}.get(self.options.broadcast)
-            return "rank" if (how or self.options.broadcast) == "wsync" else "remote"
+            how = self.options.broadcast
+            if how == "auto":
+                how = "wsync" if LOAD_FORMAT in engine.load_formats else "bucket"
+            return "rank" if how == "wsync" else "remote"
         return "stock" if self._is_stock(engine) else "wsync"
 
     def _is_stock(self, engine: EngineHandle) -> bool:

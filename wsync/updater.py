@@ -183,12 +183,15 @@ class UpdateWeightFromTensor(Updater):
 
 
 class UpdateWeightFromDistributed(Updater):
-    """Updates remote rollout engines over process groups, from one source per pipeline stage.
+    """Updates remote rollout engines over process groups.
 
     Every trainer rank makes one and all ranks call its methods together.  See `Updater` for the
-    arguments; `args.update_weight_buffer_size` bounds the bytes of a broadcast, unless options
-    are given.  Engines need not have wsync: they are told of groups and buckets as SGLang takes
-    them, by trainer rank 0, and `Options.broadcast` says whether they know buckets.
+    arguments.  The workers of engines that run wsync's receiver are each sent what they keep,
+    from all trainer ranks.  Other engines are told of groups and buckets as SGLang takes them, by
+    trainer rank 0, one source per pipeline stage broadcasts, and `args.update_weight_buffer_size`
+    bounds the bytes of a broadcast, unless options are given.  `Options.broadcast` says which
+    engines are which, and whether they know buckets; actors that do not say what they are take
+    broadcasts unless it is "wsync".
     """
 
     def _connect(

@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
             engine=chosen.engine,
             engine_tp=chosen.engine_tp,
             engine_ep=chosen.engine_ep,
+            broadcast=chosen.broadcast,
             engine_path=tuple(chosen.engine_path.split(os.pathsep)) if chosen.engine_path else (),
         )
     except ValueError as error:
@@ -100,8 +101,14 @@ def _parser() -> argparse.ArgumentParser:
         "--mode",
         choices=MODES,
         default="colocated",
-        help="how weights travel: through shared memory (colocated, the default), broadcast to "
-        "remote engines (distributed), to the HTTP engine alone (mixed), or through a checkpoint",
+        help="how weights travel: through shared memory (colocated, the default), over gloo as to "
+        "remote engines (distributed) or to the HTTP engine alone (mixed), or through a checkpoint",
+    )
+    parser.add_argument(
+        "--broadcast",
+        choices=("auto", "bucket", "tensor"),
+        default="auto",
+        help="bucket, tensor: remote engines get whole tensors in broadcasts, as without wsync",
     )
     parser.add_argument(
         "--engine",

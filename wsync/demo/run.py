@@ -41,6 +41,7 @@ class Settings:
     engine_tp: int = 2
     engine_ep: int = 1
     engine_path: tuple[str, ...] = ()
+    broadcast: str = "auto"
     layers: int = 4
     heads: int = 8
     query_groups: int = 4
@@ -58,8 +59,12 @@ class Settings:
                 raise ValueError(
                     f"{_option(name)} {getattr(self, name)}: {self.model} has no experts"
                 )
-        if self.engine == "sglang" and self.mode != "colocated":
+        if self.engine == "sglang" and self.mode not in ("colocated", "distributed"):
             raise ValueError(f"--engine sglang: not in mode {self.mode}")
+        if self.broadcast != "auto" and self.mode not in ("distributed", "mixed"):
+            raise ValueError(f"--broadcast {self.broadcast}: not in mode {self.mode}")
+        if self.broadcast != "auto" and self.engine == "sglang":
+            raise ValueError(f"--broadcast {self.broadcast}: not with --engine sglang")
         if self.updates < 1:
             raise ValueError(f"--updates {self.updates}: at least 1")
 

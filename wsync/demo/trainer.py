@@ -192,7 +192,8 @@ def _connect(
             layout, handles, folder=folder, base=settings.config(), shard_nbytes=1 << 20
         )
     delivery = "distributed" if settings.mode == "distributed" else "auto"
-    options = wsync.Options(round_nbytes=1 << 18, delivery=delivery)
+    broadcast = settings.broadcast
+    options = wsync.Options(round_nbytes=1 << 18, delivery=delivery, broadcast=broadcast)
     # the first engine is beyond the trainer's GPUs, the other one shares them
     offsets = [settings.ranks, 0] if settings.mode == "mixed" else None
     return wsync.Sync(layout, handles, engine_gpu_offsets=offsets, options=options)
