@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from wsync._core import BufferTable, LayoutError
+from wsync._core import BufferTable, LayoutError, checksum
+from wsync.engine.regions import Move
 
 # (path, dtype, shape, strides in elements, area, byte offset in it)
 Fact = tuple[str, str, tuple[int, ...], tuple[int, ...], int, int]
+Seen = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +24,45 @@ class Area:
 
     start: int
     end: int
-    tensor: torch.Tensor
+    reference: weakref.ref[torch.Tensor]
     path: str
 
     def view(self, dtype: torch.dtype, offset: int, shape: Any, strides: Any) -> torch.Tensor:
         """Elements at a byte offset; shape and strides in elements."""
-        empty = torch.empty(0, dtype=dtype, device=self.tensor.device)
-        storage = self.tensor.untyped_storage()
+        tensor = _there(self.path, self.reference)
+        empty = torch.empty(0, dtype=dtype, device=tensor.device)
+        storage = tensor.untyped_storage()
         return empty.set_(storage, offset // dtype.itemsize, tuple(shape), tuple(strides))
 
     def bytes(self) -> torch.Tensor:
         return self.view(torch.uint8, 0, (self.end - self.start,), (1,))
 
+    def sums(self, moves: Iterable[Move]) -> list[int]:
+        """Checksums of what moves write to, whose destinations count from the area's start."""
+        data = self.bytes()
+        return [
+            checksum(region(data, move).contiguous().cpu().reshape(-1).numpy()) for move in moves
+        ]
+
+
+def region(data: torch.Tensor, move: Move) -> torch.Tensor:
+    """The bytes of a move's destination, which counts from the start of `data`."""
+    shape = (*(n for n, _, _ in move.dims), move.into)
+    steps = (*(d for _, _, d in move.dims), 1)
+    return data.as_strided(shape, steps, move.destination)
+
+
+def _there(path: str, reference: weakref.ref[torch.Tensor]) -> torch.Tensor:
+    tensor = reference()
+    if tensor is None:
+        raise LayoutError(f"{path}: the tensor is gone")
+    return tensor
+
 
 class Held:
     """What a module holds now.  Areas are numbered in the order of their first tensor.
+
+    Refers to tensors without keeping them: an engine may replace its weights between updates.
 
     Raises LayoutError where tensors share memory in ways that torch does not know of, or have
     lost theirs.
@@ -44,10 +71,9 @@ class Held:
     def __init__(self, module: torch.nn.Module) -> None:
         self.areas: list[Area] = []
         self.facts: list[Fact] = []
-        self.tensors: list[torch.Tensor] = []
         numbers: dict[int, int] = {}
         self._parts = [(part, _outline(part)) for part in module.modules()]
-        self._places: list[tuple[dict[str, Any], str, torch.Tensor, int, torch.Size]] = []
+        self._places: list[tuple[dict[str, Any], str, weakref.ref[torch.Tensor], Seen]] = []
         for path, slot, name, tensor in _tensors(module):
             storage = tensor.untyped_storage()
             start, nbytes = storage.data_ptr(), storage.nbytes()
@@ -57,19 +83,28 @@ class Held:
                 continue
             number = numbers.setdefault(start, len(self.areas))
             if number == len(self.areas):
-                self.areas.append(Area(start, start + nbytes, tensor, path))
+                self.areas.append(Area(start, start + nbytes, weakref.ref(tensor), path))
+            elif start + nbytes != self.areas[number].end:
+                raise _shared(self.areas[number].path, path)
             dtype = str(tensor.dtype).removeprefix("torch.")
             offset = int(tensor.storage_offset()) * tensor.element_size()
             shape, strides = tuple(tensor.shape), tensor.stride()
             self.facts.append((path, dtype, shape, strides, number, offset))
-            self.tensors.append(tensor)
-            self._places.append((slot, name, tensor, tensor.data_ptr(), tensor.shape))
+            self._places.append((slot, name, weakref.ref(tensor), seen(tensor)))
         self._order = sorted(range(len(self.areas)), key=lambda i: self.areas[i].start)
         self._starts = [self.areas[i].start for i in self._order]
         for one, two in zip(self._order, self._order[1:], strict=False):
             first, second = self.areas[one], self.areas[two]
             if first.end > second.start:
-                raise LayoutError(f"{first.path} and {second.path} share memory of two storages")
+                raise _shared(first.path, second.path)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of `facts`."""
+        return [
+            _there(fact[0], reference)
+            for fact, (_, _, reference, _) in zip(self.facts, self._places, strict=True)
+        ]
 
     def check_host(self) -> None:
         """Raises LayoutError for tensors that are not in host memory: copies run there alone."""
@@ -81,8 +116,8 @@ class Held:
         """Whether the module holds the very same tensors where they were: what an update asks
         each time, at little cost."""
         return all(_outline(part) == outline for part, outline in self._parts) and all(
-            slot.get(name) is tensor and tensor.data_ptr() == address and tensor.shape == shape
-            for slot, name, tensor, address, shape in self._places
+            (tensor := slot.get(name)) is reference() and tensor is not None and seen(tensor) == was
+            for slot, name, reference, was in self._places
         )
 
     def find(self, address: int) -> int:
@@ -122,6 +157,15 @@ class Held:
                 return f"{path} was {_text(fact)} and is {_text(now[path])}"
         new = next((path for path in now if path not in before), "")
         return f"{new} is new" if new else "the tensors are in another order"
+
+
+def seen(tensor: torch.Tensor) -> Seen:
+    """What memory a tensor is, and how it is seen."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _shared(one: str, other: str) -> LayoutError:
+    return LayoutError(f"{one} and {other} share memory of two storages")
 
 
 def _text(fact: Any) -> str:
@@ -191,7 +235,7 @@ class Kept:
                 changed.append(name)
                 slot[name] = tensors[name]
         for tensor, data in self._data:
-            if tensor.data_ptr() != data.data_ptr() or tensor.stride() != data.stride():
+            if seen(tensor) != seen(data):
                 changed.append(f"the memory of {tuple(data.shape)}")
                 tensor.data = data
         return changed

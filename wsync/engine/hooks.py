@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from wsync._core import StateError
-from wsync.engine.held import slots
+from wsync.engine.held import seen, slots
 
 
 def wait_for_device(module: torch.nn.Module) -> None:
@@ -31,28 +31,24 @@ def run_in_place(module: torch.nn.Module, hook: Callable[[], object]) -> None:
         for name, tensor in slot.items()
         if isinstance(tensor, torch.Tensor)
     ]
+    places = {data.untyped_storage().data_ptr() for *_, data in before}
+    changes: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad():
         hook()
         for path, slot, name, tensor, data in before:
             now = slot.get(name)
-            if not isinstance(now, torch.Tensor) or (now is tensor and _same(now, data)):
+            if not isinstance(now, torch.Tensor) or (now is tensor and seen(now) == seen(data)):
                 continue
             if now.dtype != data.dtype or now.shape != data.shape:
                 raise StateError(
                     f"{path} was {data.dtype} {tuple(data.shape)} and becomes {now.dtype} "
                     f"{tuple(now.shape)}"
                 )
-            if not _same(now, data):
-                data.copy_(now)
+            if seen(now) != seen(data):
+                # what lies in the module's memory is read before that is written
+                moved = now.untyped_storage().data_ptr() not in places
+                changes.append((data, now.detach() if moved else now.detach().clone()))
             tensor.data = data
             slot[name] = tensor
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same memory, seen in the same way."""
-    return (
-        one.data_ptr() == other.data_ptr()
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-    )
+        for data, now in changes:
+            data.copy_(now)
