@@ -140,13 +140,14 @@ def test_what_is_no_copy_goes_through_load_weights(
 
 def by_pointer(module: Fused, pairs: Pairs) -> None:
     Fused.load_weights(module, pairs)
-    data = bytes_of(dict(pairs)["norm"])
+    norm = dict(pairs)["norm"]
+    data = ctypes.string_at(norm.data_ptr(), norm.nbytes)
     ctypes.memmove(module.norm.data_ptr(), data[2:] + data[:2], len(data))
 
 
 def by_pointer_elsewhere(module: Fused, pairs: Pairs) -> None:
     Fused.load_weights(module, pairs)
-    ctypes.memmove(module.rotary.data_ptr(), bytes_of(dict(pairs)["norm"]), 28)
+    ctypes.memmove(module.rotary.data_ptr(), dict(pairs)["norm"].data_ptr(), 28)
 
 
 def by_numpy(module: Fused, pairs: Pairs) -> None:
@@ -203,11 +204,11 @@ def by_way_of_elsewhere(module: Fused, pairs: Pairs) -> None:
 @pytest.mark.parametrize(
     ("load", "reason"),
     [
-        (beyond, "it keeps norm in tensors beyond the module"),
-        (by_way_of_elsewhere, "it keeps norm in tensors beyond the module"),
+        (beyond, "KeyError: 'norm', when it is not given norm: it is kept outside the module"),
+        (by_way_of_elsewhere, "when it is not given norm: it is kept outside the module"),
         (by_pointer, "norm: byte 0 of its storage is"),
         (by_pointer_elsewhere, "rotary: written by means that cannot be seen"),
-        (by_numpy, "router: byte 64 of its storage is"),
+        (by_numpy, "KeyError: 'wide', when it is not given wide: its values are looked at"),
         (fickle, "two recordings differ in their fills"),
         (rebinding, "it binds other tensors to norm"),
         (overwriting, "norm: byte 0 of its storage is"),

@@ -10,9 +10,9 @@ import threading
 from typing import Any, Final
 
 from wsync import payload
-from wsync._core import Layout
+from wsync._core import Layout, UnsupportedError
 from wsync.engine.hooks import wait_for_device
-from wsync.engine.loaders import Loader, ModuleLoader, RefusedError
+from wsync.engine.loaders import Loader, Losing, ModuleLoader, keeps
 from wsync.engine.receiver import Receiver
 from wsync.engine.recorded import RecordedLoader
 
@@ -53,11 +53,11 @@ def _loader(model: Any) -> Loader:
 class SglangLoader(RecordedLoader):
     """Learns from load_weights; refuses weights that SGLang rewrites after it has loaded them."""
 
-    def learn(self, model: Layout) -> bytes:
+    def learn(self, model: Layout, losing: Losing = keeps) -> bytes:
         reason = rewritten(self._module)
         if reason:
-            raise RefusedError(f"{reason}; SGLang cannot load it a second time")
-        return super().learn(model)
+            raise UnsupportedError(f"{reason}; SGLang cannot load it a second time")
+        return super().learn(model, losing)
 
 
 def rewritten(model: Any) -> str:

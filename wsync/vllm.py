@@ -17,7 +17,7 @@ from wsync._core import Layout, Memory, Stream, UnsupportedError, checksum
 from wsync.control import WHOLE
 from wsync.engine.held import Held
 from wsync.engine.hooks import run_in_place, wait_for_device
-from wsync.engine.loaders import Loader, LoadWeights, ModuleLoader, Receipt, RefusedError
+from wsync.engine.loaders import Loader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.engine.receiver import Receiver
 from wsync.engine.recorded import RecordedLoader
 from wsync.engine.recorder import Recording
@@ -120,14 +120,15 @@ class VllmLoader:
         self._chosen = self.recorded
         return self.recorded.blob()
 
-    def learn(self, model: Layout) -> bytes:
+    def learn(self, model: Layout, losing: Losing) -> bytes:
         self.reason = packed_once(self._model)
         if self.reason:
-            raise RefusedError(f"{self.reason}; vLLM cannot load it a second time")
+            raise UnsupportedError(f"{self.reason}; vLLM cannot load it a second time")
         self.reason = rewritten(self._model)
         if not self.reason:
+            losing()
             self._process()  # from here on there is all that it makes
-            blob = self.recorded.learn(model)
+            blob = self.recorded.learn(model, losing)
             recording = self.recorded.recording
             if recording is not None and recording is not self._tried[0]:
                 self._tried = (recording, self._changes(recording))

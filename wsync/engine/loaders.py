@@ -29,13 +29,13 @@ from wsync._core import (
     Route,
     StateError,
     Stream,
-    UnsupportedError,
     ViewPool,
     describe,
     held_tensors,
 )
 from wsync.control import PIECES, WHOLE
 
+Losing = Callable[[], object]
 _Reference = Callable[[], torch.Tensor | None]
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]
 
@@ -51,10 +51,6 @@ class Receipt:
     tensors: int
     nbytes: int
     checksum: int = 0
-
-
-class RefusedError(UnsupportedError):
-    """A module that cannot be updated and has not been touched."""
 
 
 class Loader(Protocol):
@@ -86,9 +82,13 @@ class Loader(Protocol):
 class Learner(Protocol):
     """A loader whose blob is control.LEARN."""
 
-    def learn(self, model: Layout) -> bytes:
-        """What the worker asks for of a model's tensors, as a blob.  The weights may be lost;
-        they are as they were where it raises RefusedError."""
+    def learn(self, model: Layout, losing: Losing) -> bytes:
+        """What the worker asks for of a model's tensors, as a blob.  `losing` is called before
+        the weights are touched, if they have to be."""
+
+
+def keeps() -> None:
+    """For whoever need not know that weights get lost."""
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from wsync._core import Importer, Layout, ProtocolError, StateError, WsyncError
 from wsync.channel import is_remote
 from wsync.control import LEARN, Control
-from wsync.engine.loaders import Describes, Learner, Loader, Receipt, RefusedError
+from wsync.engine.loaders import Describes, Learner, Loader, Receipt
 from wsync.trace import Trace
 
 if TYPE_CHECKING:
@@ -169,9 +169,7 @@ class Receiver:
                 stream.trace(rounds)
         for round in range(rounds):
             importer.take(round, stream, timeout)
-            if self.consistent:
-                self.consistent = False
-                self.reason = f"the weights are inconsistent: update {update} is running"
+            self._lose(f"update {update} is running")
             if self._trace is not None and stream is None:
                 with self._trace.span("load", round):
                     self._loader.load(round)
@@ -201,22 +199,22 @@ class Receiver:
 
     def _learn(self, message: Control) -> None:
         """Is told what tensors the trainer has, learns what to keep of them, and connects again
-        with that.  Learning takes the place of the weights."""
+        with that."""
         teacher = self._importer
         assert teacher is not None and isinstance(self._loader, Learner)
         teacher.begin(message.deadline)
         address, _, model = teacher.manifest.partition(b"\n")
-        before = self.consistent, self.reason
-        self.consistent = False
-        self.reason = f"the weights are inconsistent: update {message.update} is running"
-        try:
-            blob = self._loader.learn(Layout.from_bytes(model))
-        except RefusedError:
-            self.consistent, self.reason = before
-            raise
+        blob = self._loader.learn(
+            Layout.from_bytes(model), lambda: self._lose(f"update {message.update} is running")
+        )
         # the trainer listens to the teacher's session until this one has come
         self._teacher = teacher
         self._importer = connect(address.decode("ascii", "replace"), blob, message.deadline)
+
+    def _lose(self, why: str) -> None:
+        """The weights are not those of one update any more."""
+        if self.consistent:
+            self.consistent, self.reason = False, f"the weights are inconsistent: {why}"
 
     def _forget_teacher(self) -> None:
         teacher, self._teacher = self._teacher, None

@@ -14,6 +14,7 @@ from wsync._core import (
     LayoutBuilder,
     LayoutError,
     Memory,
+    NoMemoryError,
     StateError,
     Stream,
 )
@@ -22,14 +23,16 @@ from wsync.engine import learnt
 from wsync.engine.held import Held
 from wsync.engine.loaders import (
     LoadWeights,
+    Losing,
     ModuleLoader,
     Receipt,
     RingManifest,
     Router,
     dtype_of,
+    keeps,
 )
 from wsync.engine.recorder import RebindsError, Recording, RecordingError, record
-from wsync.engine.rehearse import add_boxes, prove
+from wsync.engine.rehearse import add_boxes, prove, rehearse
 from wsync.engine.reserved import Rehearsal
 
 _log = logging.getLogger(__name__)
@@ -44,7 +47,8 @@ class RecordedLoader:
     loading is no copy keep going through load_weights, all together when every round is in.  A
     loader that cannot be replaced is used as it is; `reason` says why.
 
-    The recording holds while the module holds the same tensors; where they lie may change.
+    The recording holds while the module holds the same tensors, and those that load_weights was
+    seen to look at have the same values; where they lie may change.
 
     needed: only what the module keeps is asked of the trainer, instead of whole tensors.
     after: called with the module when everything is loaded.
@@ -72,6 +76,7 @@ class RecordedLoader:
         self._model: _Model = []
         self._set_aside: _Model = []  # of it, what the module's own loader loads
         self._layout: Layout | None = None
+        self._went_by: object = None
         self._plain = ModuleLoader(module, method)
         self._router: Router | None = None
         self._held: Held | None = None
@@ -85,7 +90,7 @@ class RecordedLoader:
     def blob(self) -> bytes:
         return LEARN if self._needed else WHOLE
 
-    def learn(self, model: Layout) -> bytes:
+    def learn(self, model: Layout, losing: Losing = keeps) -> bytes:
         """Learns what the module keeps of a model's tensors; a blob that says it.
 
         The module's weights are lost, unless this model has been learnt before.
@@ -93,16 +98,19 @@ class RecordedLoader:
         facts = [model.tensor(index) for index in range(model.tensor_count)]
         known = self._layout if facts == self._model else None
         if known is not None and self.recording is not None:
-            difference = Held(self._module).difference(self.recording.facts)
-            if not difference:
+            held = Held(self._module)
+            change = held.difference(self.recording.facts) or self._stale(self.recording, held)
+            if not change:
                 return known.to_bytes()
-            _log.info("the module has changed (%s) and is learnt anew", difference)
+            _log.info("the module has changed (%s) and is learnt anew", change)
+        losing()
         self._layout = self.recording = self._held = None
         self._set_aside = []
         self.reason = ""
+        self._went_by = self.goes_by()
         try:
             self.recording = self._record(model)
-        except (RecordingError, LayoutError) as error:
+        except (RecordingError, LayoutError, NoMemoryError) as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
             _log.warning("%s; whole tensors go through its load_weights", self.reason)
             return WHOLE
@@ -112,6 +120,10 @@ class RecordedLoader:
         self._layout = self._destination(self.recording)
         self._tell(self.recording)
         return self._layout.to_bytes()
+
+    def goes_by(self) -> object:
+        """What load_weights goes by beside the module, where that may change; for subclasses."""
+        return None
 
     def facts(self) -> dict[str, Any]:
         """What has been learnt, for wsync.inspection."""
@@ -174,22 +186,30 @@ class RecordedLoader:
     def abandon(self) -> None:
         self._plain.abandon()
         self._stream.abandon()
+        self._router, self._staged = None, []
 
     def _find_held(self, recording: Recording) -> Held:
         """The module's tensors where they are now."""
-        if self._held is not None and self._held.current():
-            return self._held
-        self._held = None
-        held = Held(self._module)
-        held.check_host()
-        difference = held.difference(recording.facts)
-        if difference:
+        held, change = self._held, ""
+        if held is None or not held.current():
+            self._held = None
+            held = Held(self._module)
+            held.check_host()
+            change = held.difference(recording.facts)
+        change = change or self._stale(recording, held)
+        if change:
             self._model = []
             raise StateError(
-                f"{type(self._module).__name__} has changed since it was learnt: {difference}; "
+                f"{type(self._module).__name__} has changed since it was learnt: {change}; "
                 "the next update learns it anew"
             )
         return held
+
+    def _stale(self, recording: Recording, held: Held) -> str:
+        """What load_weights goes by that has changed; "" where nothing has."""
+        if self.goes_by() != self._went_by:
+            return "load_weights goes by something outside the module that has other values"
+        return recording.stale(held)
 
     def _record(self, layout: Layout) -> Recording:
         Held(self._module).check_host()
@@ -198,8 +218,7 @@ class RecordedLoader:
             recording = record(self._module, self._load, model)
         except RebindsError:
             # perhaps tensors that it makes when there are none
-            with torch.no_grad():
-                self._load(model.pairs())
+            rehearse(self._load, model)
             recording = record(self._module, self._load, model)
         aside = sum(n for name, _, _, _, n in model.tensors if name in recording.fallback)
         if 2 * aside > model.nbytes:

@@ -8,12 +8,13 @@ tensors that only the loader itself can load, with the reason.
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 
-from wsync._core import WsyncError
 from wsync.engine.held import Fact, Held, Kept
 from wsync.engine.loaders import LoadWeights, dtype_of
 from wsync.engine.regions import (
@@ -24,6 +25,7 @@ from wsync.engine.regions import (
     boxes,
     common,
     minus,
+    overlap,
     without,
 )
 from wsync.engine.reserved import Rehearsal
@@ -38,6 +40,8 @@ from wsync.engine.tracer import (
     inline_threads,
 )
 
+# conversions that lose nothing, so that the way back gives the same bytes
+_WIDENINGS: Final = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 # conversions that copies can do on their way (csrc/core/dtype.h)
 _CASTS: Final = {
     (torch.float32, torch.bfloat16),
@@ -100,8 +104,9 @@ class Recording:
 
     pieces: by tensor; kept: the dtype it is kept in.  fills, copies: in order, after the pieces.
     fallback: tensors that the loader itself has to load, and why.  skipped: tensors that it made
-    no use of.  unwritten: (held tensor, bytes) that nobody writes; gaps: where, by area.
-    facts: what the module held.
+    no use of.  unwritten: (held tensor, bytes) that nobody writes; gaps: where, by area, counted
+    from its start.  facts: what the module held.  looked: checksums of the gaps of areas whose
+    values the loader looked at: it may do something else when they are others.
     """
 
     facts: list[Fact]
@@ -115,10 +120,18 @@ class Recording:
     gaps: dict[int, list[Move]] = field(default_factory=dict)
     areas: list[int] = field(default_factory=list)  # with pieces, fills or copies
     computed: list[int] = field(default_factory=list)  # areas that only fallbacks write
+    looked: dict[int, list[int]] = field(default_factory=dict)
+
+    def stale(self, held: Held) -> str:
+        """Which values that the loader goes by are others now; "" where none are."""
+        for area, sums in self.looked.items():
+            if held.areas[area].sums(self.gaps[area]) != sums:
+                return f"{held.areas[area].path}, which load_weights goes by, has other values"
+        return ""
 
     def same(self, other: Recording) -> str:
         """How another recording differs; "" where it does not."""
-        for what in ("pieces", "kept", "fallback", "skipped", "unwritten"):
+        for what in ("pieces", "kept", "fallback", "skipped", "unwritten", "looked"):
             if getattr(self, what) != getattr(other, what):
                 return what
         for what in ("fills", "copies"):
@@ -160,29 +173,43 @@ def record(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> Reco
 
 
 def _record(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> Recording:
-    """One recording; tensors whose values are looked at are left to the loader."""
+    """One recording; tensors that are more than moved are left to the loader."""
     everything = frozenset(name for name, *_ in model.tensors)
     aside: dict[str, str] = {}
     for _ in range(_TRIALS):
         held = Held(module)
         tracer = Tracer(held, model)
-        reason = _trace(module, load, model, tracer, everything - aside.keys())
-        if not reason:
+        _trace(module, load, model, tracer, everything - aside.keys(), aside)
+        found = dict.fromkeys(_kept_outside(model, tracer), "it is kept outside the module")
+        found |= dict.fromkeys(tracer.refused, "its values are looked at")
+        if not found:
             break
-        if "?" in tracer.refused or not tracer.refused - aside.keys():
-            raise RecordingError(reason)
-        aside |= dict.fromkeys(tracer.refused, "its values are looked at")
+        if "?" in found:
+            raise RecordingError("it looks at values of the module that depend on the load")
+        aside |= found
     else:
-        raise RecordingError(f"values of {len(aside)} tensors and more are looked at")
+        raise RecordingError(
+            f"values of {len(aside)} tensors and more are looked at or kept outside the module"
+        )
     if aside:
         other = Tracer(held, model, opaque=frozenset(aside))
-        reason = _trace(module, load, model, other, frozenset(aside))
-        if reason:
-            raise RecordingError(reason)
+        _trace(module, load, model, other, frozenset(aside))
+        if other.refused:
+            raise RecordingError(f"it looks at what it makes of {', '.join(sorted(aside)[:5])}")
         for area, writes in enumerate(other.writes):
             tracer.writes[area] += writes
             tracer.times[area] += [0] * len(writes)
-    return _Analysis(held, model, tracer, aside).recording
+    try:
+        return _Analysis(held, model, tracer, aside).recording
+    except UnexpressedError as error:
+        raise RecordingError(str(error)) from None
+
+
+def _kept_outside(model: Rehearsal, tracer: Tracer) -> frozenset[str]:
+    """Tensors that somebody still has when the loader has returned, or what was made of them."""
+    if model.kept() or tracer.escaped():
+        gc.collect()
+    return model.kept() | tracer.escaped()
 
 
 def _trace(
@@ -191,30 +218,24 @@ def _trace(
     model: Rehearsal,
     tracer: Tracer,
     names: frozenset[str],
-) -> str:
-    """Runs the loader under a tracer; why that was in vain, or ""."""
+    aside: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Runs the loader under a tracer; in vain if that refuses something."""
     kept = Kept(module)
     try:
         with torch.no_grad(), inline_threads(), tracer:
             load(model.pairs(names))
-    except ReadsValuesError as error:
-        return str(error)
-    except WsyncError:
-        raise
+    except ReadsValuesError:
+        return
     except Exception as error:
-        raise RecordingError(f"it raised {type(error).__name__}: {error}") from error
+        text = f"it raised {type(error).__name__}: {error}"
+        for name, why in list(aside.items())[:1]:
+            text += f", when it is not given {name}: {why}"
+        raise RecordingError(text) from error
     finally:
         changed = kept.restore()
-    if tracer.refused:
-        return f"it read values of {', '.join(sorted(tracer.refused)[:5])}"
-    if changed:
+    if changed and not tracer.refused:
         raise RebindsError(f"it binds other tensors to {', '.join(changed[:5])}")
-    if tracer.kept_outside():
-        gc.collect()  # temporaries may be parts of cycles
-    outside = sorted(tracer.kept_outside())
-    if outside:
-        raise RecordingError(f"it keeps {', '.join(outside[:5])} in tensors beyond the module")
-    return ""
 
 
 class _Analysis:
@@ -228,11 +249,13 @@ class _Analysis:
         self._tracer = tracer
         self._facts = {fact[0]: fact for fact in model.tensors}
         self.recording = Recording(held.facts, fallback=dict(fallback))
+        self._copies: list[tuple[int, Transfer]] = []  # and when they read
         final = [self._last(area) for area in range(len(held.areas))]
         for area, writes in enumerate(final):
             for write in writes:
                 self._add(area, write)
         self._drop_fallbacks()
+        self.recording.copies = [copy for _, copy in sorted(self._copies, key=lambda c: c[0])]
         for name, pieces in self.recording.pieces.items():
             if not apart([piece.box for piece in pieces]):
                 self.recording.pieces[name] = self._once(name, pieces)
@@ -243,6 +266,7 @@ class _Analysis:
             if not self._is_full(area, writes):
                 self._find_gaps(area)
         self._list_unwritten()
+        self._note_looked()
 
     def _last(self, area: int) -> list[Write]:
         """The writes to an area without what later ones have written over."""
@@ -304,18 +328,23 @@ class _Analysis:
         """A copy of a held tensor can wait until the end if that is not written meanwhile."""
         source = self._held.find(write.move.source)
         read = write.move.turned()
+        earlier = [read]  # what another load has left
+        later = False
         for time, other in zip(
             self._tracer.times[source], self._tracer.writes[source], strict=True
         ):
-            if time >= write.clock and without(read, other.move) != [read]:
-                names = self._tracer.names_of(self._tracer.writes[source])
-                text = f"{self._place(area, write.move)}: a copy of what is written over later"
-                if not names:
-                    raise RecordingError(text)
-                self._fall_back(names, text)
-                return
+            if time < write.clock:
+                earlier = [part for move in earlier for part in without(move, other.move)]
+            else:
+                later = later or overlap(read, other.move)
+        if later:
+            text = f"{self._place(area, write.move)}: a copy of what is written over later"
+            if earlier:
+                raise RecordingError(text)
+            self._fall_back(self._tracer.names_of(self._tracer.writes[source]), text)
+            return
         start = self._held.areas[source].start
-        self.recording.copies.append(self._transfer(area, source, write, start))
+        self._copies.append((write.clock, self._transfer(area, source, write, start)))
 
     def _transfer(self, area: int, source: int, write: Write, start: int) -> Transfer:
         move = write.move
@@ -398,14 +427,27 @@ class _Analysis:
                 path = self._held.areas[area].path
                 raise RecordingError(f"{path}: its unwritten bytes: {error}") from None
         if rest:
-            self.recording.gaps[area] = rest
+            start = self._held.areas[area].start
+            self.recording.gaps[area] = [
+                replace(move, destination=move.destination - start) for move in rest
+            ]
+
+    def _note_looked(self) -> None:
+        """What the loader looks at has to be the same when this is replayed: what it writes
+        itself is not."""
+        for area, seen in self._tracer.looked.items():
+            for move in seen:
+                if any(overlap(move, write.move) for write in self._tracer.writes[area]):
+                    path = self._place(area, move)
+                    raise RecordingError(f"it looks at values of {path}, and then replaces them")
+            gaps = self.recording.gaps.get(area, [])
+            self.recording.looked[area] = self._held.areas[area].sums(gaps)
 
     def _list_unwritten(self) -> None:
         for area, moves in self.recording.gaps.items():
-            start = self._held.areas[area].start
             counts: dict[str, int] = {}
             for move in moves:
-                path = self._held.name(area, move.destination - start)
+                path = self._held.name(area, move.destination)
                 counts[path] = counts.get(path, 0) + move.count * move.into
             self.recording.unwritten += counts.items()
 
@@ -418,7 +460,7 @@ def _kept(dtypes: tuple[torch.dtype, ...], own: torch.dtype) -> str:
     first, last = dtypes[0], dtypes[-1]
     if len(dtypes) == 1:
         return str(own).removeprefix("torch.")  # bytes as they are, by whatever name
-    if len(dtypes) == 3 and first == last and (first, dtypes[1]) in _CASTS:
+    if len(dtypes) == 3 and first == last and (first, dtypes[1]) in _WIDENINGS:
         return str(own).removeprefix("torch.")  # widened and narrowed again
     if len(dtypes) == 2 and first == own and (first, last) in _CASTS:
         return str(last).removeprefix("torch.")

@@ -281,6 +281,12 @@ def without(earlier: Move, later: Move) -> list[Move]:
     return [part.turned() for part in rest]
 
 
+def overlap(one: Move, other: Move) -> bool:
+    """Whether two moves write to the same memory."""
+    left = without(one, other)
+    return sum(part.count * part.into for part in left) < one.count * one.into
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """A box of a tensor, and the address and strides of its elements elsewhere."""

@@ -5,16 +5,16 @@ Dispatch modes do not see raw kernels, pointers and numpy; their bytes are found
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, Final
 
 import torch
 
-from wsync._core import BufferTable, LayoutBuilder, Route, Stream, checksum
-from wsync.engine.held import Held
+from wsync._core import BufferTable, LayoutBuilder, Route, Stream
+from wsync.engine.held import Held, region
 from wsync.engine.loaders import LoadWeights
 from wsync.engine.recorder import Recording, RecordingError
-from wsync.engine.regions import Box, Move
+from wsync.engine.regions import Box
 from wsync.engine.reserved import Rehearsal
 
 # held bytes that are kept aside at a time
@@ -37,27 +37,34 @@ def prove(
         RecordingError: the results differ; the text names a tensor and a byte.
     """
     held = Held(module)
-    before = {area: _sum(held, area, moves) for area, moves in recording.gaps.items()}
-    _load(load, model.pairs())
+    before = {area: held.areas[area].sums(moves) for area, moves in recording.gaps.items()}
+    rehearse(load, model)
     held = Held(module)
     difference = held.difference(recording.facts)
     if difference:
         raise RecordingError(f"while loading, {difference}")
     for area, moves in recording.gaps.items():
-        if _sum(held, area, moves) != before[area]:
+        if held.areas[area].sums(moves) != before[area]:
             path = held.areas[area].path
             raise RecordingError(f"{path}: written by means that cannot be seen")
     pieces = recording.by_area()
-    for areas in _batches(held, [*recording.areas, *recording.computed]):
+    for areas in _batches(held, recording):
         _compare(held, areas, recording, _Rerun(load, model, recording, pieces, stream))
 
 
-def _load(load: LoadWeights, pairs: list[tuple[str, torch.Tensor]]) -> None:
+def rehearse(load: LoadWeights, model: Rehearsal, names: frozenset[str] | None = None) -> None:
+    """Loads made-up tensors, all or these.
+
+    Raises:
+        RecordingError: the loader has failed.
+    """
     try:
         with torch.no_grad():
-            load(pairs)
+            load(model.pairs(names))
     except Exception as error:
         raise RecordingError(f"it raised {type(error).__name__}: {error}") from error
+    finally:
+        model.restore()
 
 
 class _Rerun:
@@ -78,9 +85,9 @@ class _Rerun:
         self._stream = stream
         self._shapes = {name: shape for name, _, shape, _, _ in model.tensors}
 
-    def __call__(self, held: Held, areas: Sequence[int]) -> None:
+    def __call__(self, held: Held, areas: Set[int]) -> None:
         builder = LayoutBuilder()
-        for area in areas:
+        for area in sorted(areas):
             add_boxes(builder, area, self._pieces.get(area, ()), self._recording, self._shapes)
         route = Route(self._model.layout, builder.build())
         sources = BufferTable([(self._model.address, self._model.nbytes)], self._model)
@@ -88,7 +95,7 @@ class _Rerun:
             self._stream.copy(route, 0, 0, sources, held.table())
         self._stream.synchronize(_TIMEOUT)
         if self._recording.fallback:
-            _load(self._load, self._model.pairs(frozenset(self._recording.fallback)))
+            rehearse(self._load, self._model, frozenset(self._recording.fallback))
         for transfer in (*self._recording.fills, *self._recording.copies):
             if transfer.area in areas:
                 transfer.run(held)
@@ -109,7 +116,7 @@ def add_boxes(
         )
 
 
-def _compare(held: Held, areas: Sequence[int], recording: Recording, rerun: Any) -> None:
+def _compare(held: Held, areas: Set[int], recording: Recording, rerun: Any) -> None:
     expected = {area: held.areas[area].bytes().clone() for area in areas}
     try:
         for area, wanted in expected.items():
@@ -117,9 +124,7 @@ def _compare(held: Held, areas: Sequence[int], recording: Recording, rerun: Any)
             # a byte that the replay leaves out differs for certain
             found.bitwise_not_()
             for move in recording.gaps.get(area, ()):
-                _region(found, held.areas[area].start, move).copy_(
-                    _region(wanted, held.areas[area].start, move)
-                )
+                region(found, move).copy_(region(wanted, move))
         rerun(held, areas)
         for area, wanted in expected.items():
             found = held.areas[area].bytes()
@@ -150,29 +155,22 @@ def _outside(held: Held, area: int, found: torch.Tensor, wanted: torch.Tensor) -
     found.copy_(torch.where(mine, found, wanted))
 
 
-def _region(data: torch.Tensor, start: int, move: Move) -> torch.Tensor:
-    """The bytes of a move's destination, in an area's bytes."""
-    shape = (*(n for n, _, _ in move.dims), move.into)
-    steps = (*(d for _, _, d in move.dims), 1)
-    return data.as_strided(shape, steps, move.destination - start)
-
-
-def _sum(held: Held, area: int, moves: list[Move]) -> list[int]:
-    data, start = held.areas[area].bytes(), held.areas[area].start
-    return [
-        checksum(_region(data, start, move).contiguous().cpu().reshape(-1).numpy())
-        for move in moves
-    ]
-
-
-def _batches(held: Held, areas: list[int]) -> Iterator[list[int]]:
-    batch: list[int] = []
+def _batches(held: Held, recording: Recording) -> Iterator[set[int]]:
+    """Areas that are tried at a time; those that copies connect are in one batch, or a copy
+    would find what it reads there already, however late that is written."""
+    groups = {area: {area} for area in (*recording.areas, *recording.computed)}
+    for copy in recording.copies:
+        joined = groups[copy.area] | groups.get(copy.source_area, set())
+        groups |= dict.fromkeys(joined, joined)
+    batch: set[int] = set()
     nbytes = 0
-    for area in areas:
-        batch.append(area)
-        nbytes += held.areas[area].end - held.areas[area].start
+    for area, group in groups.items():
+        if area != min(group):
+            continue
+        batch |= group
+        nbytes += sum(held.areas[each].end - held.areas[each].start for each in group)
         if nbytes >= _BATCH:
             yield batch
-            batch, nbytes = [], 0
+            batch, nbytes = set(), 0
     if batch:
         yield batch

@@ -2,7 +2,8 @@
 
 Under a Tracer, data that comes from the model's stand-ins (wsync.engine.reserved) is not moved:
 each movement is written down, and followed through temporaries (cat, clone, index, casts) until
-it reaches a tensor of the module.  What is no movement taints what it computes.
+it reaches a tensor of the module.  What is no movement taints what it computes.  Values of the
+model's tensors are not there to be looked at; which of the module's were looked at is noted.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any, Final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wsync.engine.held import Held
 from wsync.engine.regions import Move, UnexpressedError, compose
-from wsync.engine.reserved import Rehearsal
+from wsync.engine.reserved import Rehearsal, there, weak
 
 SOURCE: Final = "source"  # a tensor of the model
 HELD: Final = "held"  # a tensor of the module, read when the recording's clock was `clock`
@@ -36,6 +38,13 @@ _SHAPES = {
     *(_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full),
     _aten.new_empty_strided,
 }
+# operators that write to some elements of a tensor and read none of it
+_PUTS = {
+    *(_aten.index_copy_, _aten.index_fill_, _aten.masked_fill_, _aten.masked_scatter_),
+    _aten._foreach_copy_,
+}
+# methods that are no operators, and let values out
+_LETS_OUT = {"tolist", "numpy", "__array__", "__dlpack__"}
 
 
 class ReadsValuesError(BaseException):
@@ -73,6 +82,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     writes: by area of `held`, in order; a write's clock there is the time it was made, but of
     HELD ones the time that they read.  times: the times they were made, alike.
+    looked: by area, what was looked at before it was written, as moves from and to itself.
     opaque: computes everything, and says only what is written, not from where.
     """
 
@@ -80,6 +90,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes: list[list[Write]] = [[] for _ in held.areas]
         self.times: list[list[int]] = [[] for _ in held.areas]
+        self.looked: dict[int, set[Move]] = {}
         self.refused: frozenset[str] = frozenset()
         self._held = held
         self._model = model
@@ -87,6 +98,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._offsets = [offset for _, _, _, offset, _ in model.tensors]
         self._temporaries: dict[int, _Temporary] = {}
         self._clock = 0
+        self._glances = _Glances(self)
+
+    def __enter__(self) -> Any:
+        self._glances.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._glances.__exit__(*raised)  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -100,7 +120,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet = func.overloadpacket
         if func.is_view or packet in _VIEWS or packet in _SHAPES:
             return func(*args, **kwargs)
-        handler = None if self._opaque else _HANDLERS.get(packet)
+        handler = None if self._opaque or "out" in kwargs else _HANDLERS.get(packet)
         try:
             if handler is not None:
                 return handler(self, func, *args, **kwargs)
@@ -118,12 +138,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._model.tensors[place][0]
 
     def _temporary(self, tensor: torch.Tensor) -> _Temporary:
-        storage = tensor.untyped_storage()
-        found = self._temporaries.get(storage._cdata)
+        identity = tensor.untyped_storage()._cdata
+        found = self._temporaries.get(identity)
         if found is None:
             # the reference keeps the identity from being used again
-            found = _Temporary(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-            self._temporaries[storage._cdata] = found
+            found = self._temporaries[identity] = _Temporary(weak(tensor))
         return found
 
     def _written(self, tensor: torch.Tensor) -> list[Write]:
@@ -143,6 +162,42 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for write in self._written(tensor)
         )
 
+    def held(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the module's."""
+        return tensor.numel() > 0 and self._held.find(tensor.data_ptr()) >= 0
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        """Whether its content is followed, not looked at."""
+        return self._symbolic(tensor) or self.held(tensor)
+
+    def forgets(self, tensor: torch.Tensor) -> bool:
+        """Whether it need not be noted that its content is known now."""
+        return not self._written(tensor) and not self._source(tensor.data_ptr())
+
+    def escaped(self) -> frozenset[str]:
+        """Tensors of the model that went into memory which is not the module's and still there."""
+        return frozenset().union(
+            *(
+                self.names_of(temporary.writes)
+                for temporary in self._temporaries.values()
+                if there(temporary.reference)
+            )
+        )
+
+    def look(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes that the values of tensors are looked at."""
+        for tensor in tensors:
+            if self.held(tensor) and not self._opaque and not self._symbolic(tensor):
+                place = tensor.data_ptr()
+                seen = _read(tensor, place, _steps(tensor), tensor.dtype)
+                self.looked.setdefault(self._held.find(place), set()).add(seen)
+
+    def let_out(self, tensor: torch.Tensor, reason: str) -> None:
+        """Notes that a tensor's memory is handed to others than torch."""
+        if not self._opaque and self._symbolic(tensor):
+            self.refuse(self._names(tensor), reason)
+        self.look([tensor])
+
     def _names(self, tensor: torch.Tensor) -> frozenset[str]:
         """Tensors of the model that the values may depend on."""
         if self._source(tensor.data_ptr()):
@@ -151,25 +206,18 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def names_of(self, writes: Iterable[Write]) -> frozenset[str]:
         found: set[str] = set()
-        for write in writes:
+        todo, seen = list(writes), set[int]()
+        while todo:
+            write = todo.pop()
             found |= write.names
             if write.kind == SOURCE:
                 found.add(self.name_at(write.move.source))
             elif write.kind == HELD:
                 area = self._held.find(write.move.source)
-                found |= self.names_of(w for w in self.writes[area] if w.kind != HELD)
+                if area not in seen:
+                    seen.add(area)
+                    todo += self.writes[area]
         return frozenset(found)
-
-    def kept_outside(self) -> frozenset[str]:
-        """Tensors of the model whose content lies in memory that the module does not hold, but
-        somebody does."""
-        return frozenset().union(
-            *(
-                self.names_of(found.writes)
-                for found in self._temporaries.values()
-                if found.writes and not found.reference.expired()  # type: ignore[no-untyped-call]
-            )
-        )
 
     # -- movements
 
@@ -243,20 +291,27 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = [tensor for tensor in tensors if self._symbolic(tensor)]
         held = any(self._held.find(t.data_ptr()) >= 0 for t in changed if t.numel())
         names = frozenset().union(self._opaque, *(self._names(tensor) for tensor in known))
-        reason = f"{func.overloadpacket.__name__}"
+        packet = func.overloadpacket
+        reason = f"{packet.__name__}"
+        written = changed if "out" in kwargs or _puts(packet, args) else []
+        self.look(t for t in tensors if all(t is not other for other in written))
+        # of how many elements depends on values; an index refuses masks by itself
+        counts = torch.Tag.dynamic_output_shape in func.tags and packet is not _aten.index
+        if known and counts and not self._opaque:
+            self.refuse(names, reason)
         if held:
             for tensor in changed:
                 self.taint(tensor, names, reason)
             returned = len(func._schema.returns)
             if returned > len(changed):
-                self._refuse(names, reason)
+                self.refuse(names, reason)
             return changed[0] if returned == 1 else tuple(changed[:returned]) or None
         answer = func(*args, **kwargs)
         if self._opaque or not (known or any(self._written(t) for t in changed if t.numel())):
             return answer
         leaves = tree_leaves(answer)
         if known and any(not isinstance(leaf, torch.Tensor) for leaf in leaves if leaf is not None):
-            self._refuse(names, reason)
+            self.refuse(names, reason)
         for tensor in changed or [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]:
             if known:
                 self.taint(tensor, names, reason)
@@ -264,9 +319,26 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.move(tensor, tensor.clone())
         return answer
 
-    def _refuse(self, names: frozenset[str], reason: str) -> None:
+    def refuse(self, names: frozenset[str], reason: str) -> None:
+        """Ends the load: values are looked at that are not there."""
         self.refused |= names or frozenset(["?"])
         raise ReadsValuesError(f"{', '.join(sorted(names)[:5])}: read by {reason}")
+
+
+class _Glances(TorchFunctionMode):
+    """Tells a tracer of methods that let values out."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _LETS_OUT:
+            self._tracer.let_out(args[0], name)
+        return func(*args, **(kwargs or {}))
 
 
 def _continued(write: Write, move: Move, seen: torch.dtype, into: torch.dtype) -> Write:
@@ -293,6 +365,12 @@ def _read(
     return Move(tensor.data_ptr(), destination, dims, tensor.element_size(), into.itemsize)
 
 
+def _puts(packet: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator reads nothing of what it writes to."""
+    accumulates = len(args) > 3 and args[3]
+    return packet in _PUTS or (packet is _aten.index_put_ and not accumulates)
+
+
 def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The arguments that an operator writes to."""
     found: list[torch.Tensor] = []
@@ -309,17 +387,16 @@ def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tor
 def _copy(
     tracer: Tracer, func: Any, target: torch.Tensor, source: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
-    held = tracer._held.find(target.data_ptr()) >= 0 if target.numel() else False
-    if not held and not tracer._symbolic(source):
+    if not tracer.held(target) and not tracer.moves(source):
         func(target, source, *rest)
-        if not tracer._written(target):
+        if tracer.forgets(target):
             return target
     tracer.move(target, source)
     return target
 
 
 def _clone(tracer: Tracer, func: Any, source: torch.Tensor, **options: Any) -> torch.Tensor:
-    if not tracer._symbolic(source) and tracer._held.find(source.data_ptr()) < 0:
+    if not tracer.moves(source):
         return func(source, **options)  # type: ignore[no-any-return]
     if tracer._symbolic(source):
         options.pop("non_blocking", None)
@@ -332,7 +409,7 @@ def _clone(tracer: Tracer, func: Any, source: torch.Tensor, **options: Any) -> t
 
 def _cat(tracer: Tracer, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     parts = [t for t in tensors if t.dim() != 1 or t.numel()]
-    if not any(tracer._symbolic(t) for t in parts):
+    if not any(tracer.moves(t) for t in parts):
         return func(tensors, dim)  # type: ignore[no-any-return]
     shape = list(parts[0].shape)
     shape[dim] = sum(t.shape[dim] for t in parts)
@@ -350,7 +427,7 @@ def _cat(tracer: Tracer, func: Any, tensors: Sequence[torch.Tensor], dim: int = 
 def _stack(
     tracer: Tracer, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0
 ) -> torch.Tensor:
-    if not any(tracer._symbolic(t) for t in tensors):
+    if not any(tracer.moves(t) for t in tensors):
         return func(tensors, dim)  # type: ignore[no-any-return]
     dim = dim % (tensors[0].dim() + 1)
     return _cat(tracer, _aten.cat, [t.unsqueeze(dim) for t in tensors], dim)
@@ -359,6 +436,7 @@ def _stack(
 def _select(tracer: Tracer, func: Any, source: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
     if not tracer._symbolic(source) or tracer._symbolic(index) or index.dim() > 1:
         raise UnexpressedError("an index of its own")
+    tracer.look([index])
     dim = dim % source.dim()
     shape = list(source.shape)
     places = [int(i) % shape[dim] for i in index.reshape(-1).tolist()]
@@ -371,10 +449,14 @@ def _select(tracer: Tracer, func: Any, source: torch.Tensor, dim: int, index: An
 
 def _index(tracer: Tracer, func: Any, source: torch.Tensor, indices: Any) -> torch.Tensor:
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    for _, index in given:
+        if index.dtype == torch.bool and tracer._symbolic(index):
+            tracer.refuse(tracer._names(index), "index")
     if len(given) != 1 or given[0][1].dim() != 1:
         raise UnexpressedError("an index of more than one axis")
     dim, index = given[0]
     if index.dtype == torch.bool:
+        tracer.look([index])
         index = index.nonzero().reshape(-1)
     return _select(tracer, func, source, dim, index)
 
@@ -389,12 +471,13 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _fill(tracer: Tracer, func: Any, target: torch.Tensor, value: Any = 0) -> torch.Tensor:
-    if target.numel() and tracer._held.find(target.data_ptr()) < 0:
+    if isinstance(value, torch.Tensor) and tracer.moves(value):
+        tracer.move(target, value)
+        return target
+    if not tracer.held(target):
         func(target, value) if func.overloadpacket is _aten.fill_ else func(target)
-        if not tracer._written(target):
+        if tracer.forgets(target):
             return target
-    if isinstance(value, torch.Tensor) and tracer._symbolic(value):
-        return _copy(tracer, func, target, value)
     tracer.move(target, torch.as_tensor(value, dtype=target.dtype, device=target.device))
     return target
 

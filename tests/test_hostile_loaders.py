@@ -1,0 +1,435 @@
+"""Loaders that do more than copy: what they load is right to the byte, or they are refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.fused import bytes_of, differing
+from support.workers import ThreadEngine
+
+import wsync
+from wsync import sglang
+from wsync._core import LayoutBuilder, Stream
+from wsync.engine import rehearse
+from wsync.engine.hooks import run_in_place
+from wsync.engine.recorded import RecordedLoader
+from wsync.engine.recorder import RecordingError, record
+from wsync.engine.reserved import Rehearsal
+from wsync.sglang import SglangLoader
+
+OPTIONS = wsync.Options(deadline=10, progress=False)
+Tensors = dict[str, torch.Tensor]
+SIDE = 8
+
+
+class Square(torch.nn.Module):
+    """Parameters of one shape, and what a loader may go by."""
+
+    def __init__(self, load: Callable[[Square, Tensors], None]) -> None:
+        super().__init__()
+        for name in "abc":
+            self.register_parameter(name, parameter(torch.zeros(SIDE, SIDE)))
+        self.filler = parameter(torch.zeros(64, 64))  # most of the model is copied
+        self.register_buffer("order", torch.arange(SIDE).flip(0))
+        self.register_buffer("first", torch.zeros(SIDE, SIDE))
+        self.register_buffer("second", torch.zeros(SIDE, SIDE))
+        self.outside = [torch.zeros(SIDE, SIDE)]
+        self._load = load
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        self._load(self, dict(pairs))
+
+    def held(self) -> Tensors:
+        every = [*self.named_parameters(), *self.named_buffers(), ("outside", self.outside[0])]
+        return {name: tensor.detach().clone() for name, tensor in every}
+
+
+def parameter(data: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(data, requires_grad=False)
+
+
+def draw(seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    found = {name: 5 * torch.randn(SIDE, SIDE, generator=generator) for name in "abc"}
+    return {**found, "filler": torch.randn(64, 64, generator=generator)}
+
+
+def plain(module: Square, tensors: Tensors, *without: str) -> None:
+    for name, tensor in tensors.items():
+        if name not in without:
+            getattr(module, name).data.copy_(tensor)
+
+
+def updated(module: Square, *seeds: int) -> RecordedLoader:
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        for seed in seeds:
+            sync.update(draw(seed))
+    return loader
+
+
+def loaded(load: Callable[[Square, Tensors], None], *seeds: int) -> Tensors:
+    module = Square(load)
+    for seed in seeds:
+        module.load_weights(list(draw(seed).items()))
+    return module.held()
+
+
+# --- loaders that change what they are given --------------------------------------------------
+
+
+def zeroing(module: Square, tensors: Tensors) -> None:
+    tensors["a"][0].zero_()
+    tensors["a"][3:5] = 7.0
+    plain(module, tensors)
+
+
+def overwriting(module: Square, tensors: Tensors) -> None:
+    tensors["a"][2:].copy_(tensors["b"][2:])
+    tensors["b"][0].copy_(torch.arange(8.0))
+    plain(module, tensors)
+
+
+def copying_copies(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    module.second.copy_(module.a)
+    module.first.copy_(module.second)
+
+
+@pytest.mark.parametrize("load", [zeroing, overwriting, copying_copies])
+def test_what_is_moved_is_learnt(load: Any) -> None:
+    module = Square(load)
+    loader = updated(module, 1, 2)
+    assert (loader.reason, loader.recording and loader.recording.fallback) == ("", {})
+    assert differing(module.held(), loaded(load, 1, 2)) == []
+
+
+# --- loaders that do what no copy does ------------------------------------------------------
+
+
+def scaling_its_input(module: Square, tensors: Tensors) -> None:
+    tensors["a"].mul_(2)
+    plain(module, tensors)
+
+
+def keeping_a_copy(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    if "a" in tensors:
+        module.outside[0].copy_(tensors["a"])
+
+
+def keeping_its_input(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    if "a" in tensors:
+        module.outside[0] = tensors["a"]
+
+
+def keeping_a_copied_copy(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    if "a" in tensors:
+        module.second.copy_(module.a)
+        module.first.copy_(module.second)
+        module.outside[0] = module.first.clone()
+
+
+def branching_on_a_list(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    if "a" in tensors and max(tensors["a"][0].tolist()) > 3:
+        module.a.data.zero_()
+
+
+def branching_on_an_array(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    if "a" in tensors and tensors["a"].numpy().max() > 3:
+        module.a.data.zero_()
+
+
+def masking(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors, "a")
+    if "a" in tensors:
+        rows = tensors["a"][tensors["a"][:, 0].abs() < 4]
+        module.a.data.zero_()[: len(rows)].copy_(rows)
+
+
+def rounding(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors, "a")
+    if "a" in tensors:
+        module.a.data.copy_(tensors["a"].bfloat16())
+
+
+def joining_into(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors, "a")
+    if "a" in tensors:
+        torch.cat([tensors["a"][4:], tensors["a"][:4]], out=module.a.data)
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (scaling_its_input, "a: mul_"),
+        (keeping_a_copy, "it is kept outside the module"),
+        (keeping_its_input, "it is kept outside the module"),
+        (keeping_a_copied_copy, "it is kept outside the module"),
+        (branching_on_a_list, "its values are looked at"),
+        (branching_on_an_array, "its values are looked at"),
+        (masking, "its values are looked at"),
+        (rounding, "a: converted torch.float32 to torch.bfloat16 to torch.float32"),
+        (joining_into, "a: cat"),
+    ],
+)
+def test_the_rest_is_left_to_the_loader(load: Any, reason: str) -> None:
+    module = Square(load)
+    loader = updated(module, 1, 2)
+    assert loader.reason == ""
+    assert loader.recording is not None
+    assert loader.recording.fallback == {"a": reason}
+    assert differing(module.held(), loaded(load, 1, 2)) == []
+
+
+# --- loaders that go by what an earlier load has left ---------------------------------------
+
+
+def adding(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors, "a")
+    module.a.data.add_(tensors["a"])
+
+
+def keeping_the_old(module: Square, tensors: Tensors) -> None:
+    module.first.copy_(module.a)
+    plain(module, tensors)
+
+
+def keeping_the_old_aside(module: Square, tensors: Tensors) -> None:
+    old = torch.empty(SIDE, SIDE)
+    old.copy_(module.a)
+    plain(module, tensors)
+    module.first.copy_(old)
+
+
+def keeping_the_old_twice(module: Square, tensors: Tensors) -> None:
+    old = torch.cat([module.a, module.b])
+    plain(module, tensors)
+    module.first.copy_(old[:SIDE])
+
+
+def counting_the_old(module: Square, tensors: Tensors) -> None:
+    large = bool((module.a.abs() > 8).any())
+    plain(module, tensors)
+    module.first.fill_(large)
+
+
+def listing_the_old(module: Square, tensors: Tensors) -> None:
+    large = max(module.a[0].tolist()) > 3
+    plain(module, tensors)
+    module.first.fill_(large)
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (adding, "it looks at values of a, and then replaces them"),
+        (keeping_the_old, "first: a copy of what is written over later"),
+        (keeping_the_old_aside, "first: a copy of what is written over later"),
+        (keeping_the_old_twice, "first: a copy of what is written over later"),
+        (counting_the_old, "it looks at values of a, and then replaces them"),
+        (listing_the_old, "it looks at values of a, and then replaces them"),
+    ],
+)
+def test_weights_that_a_loader_goes_by_are_not_lost(load: Any, reason: str) -> None:
+    module = Square(load)
+    module.load_weights(list(draw(5).items()))
+    loader = updated(module, 1, 2)
+    assert reason in loader.reason
+    assert differing(module.held(), loaded(load, 5, 1, 2)) == []
+
+
+# --- modules that change between updates ----------------------------------------------------
+
+
+def gathering(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors, "a")
+    module.a.data.copy_(tensors["a"][module.order])
+
+
+def placing(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors, "a")
+    for row in range(SIDE):
+        module.a.data[int(module.order[row].item())].copy_(tensors["a"][row])
+
+
+def listing(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors, "a")
+    for row, place in enumerate(module.order.tolist()):
+        module.a.data[place].copy_(tensors["a"][row])
+
+
+def turned(module: Square) -> None:
+    module.order.copy_(module.order.roll(1))
+
+
+def transposed(module: Square) -> None:
+    module.a.data = module.a.data.t()
+
+
+@pytest.mark.parametrize(
+    ("load", "change", "reason"),
+    [
+        (gathering, turned, "order, which load_weights goes by, has other values"),
+        (placing, turned, "order, which load_weights goes by, has other values"),
+        (listing, turned, "order, which load_weights goes by, has other values"),
+        (plain, transposed, r"a was float32 .* strides \(8, 1\) .* \(1, 8\)"),
+    ],
+)
+def test_a_module_that_has_changed_is_learnt_anew(load: Any, change: Any, reason: str) -> None:
+    module, other = Square(load), Square(load)
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        change(module)
+        before = module.held()
+        with pytest.raises(wsync.RemoteError, match=reason):
+            sync.update(draw(2))
+        assert engine.receivers[0].consistent
+        assert differing(module.held(), before) == []
+        sync.update(draw(3))
+    change(other)
+    other.load_weights(list(draw(3).items()))
+    assert differing(module.held(), {**other.held(), "outside": module.outside[0]}) == []
+
+
+def test_experts_that_sglang_deals_out_anew_are_learnt_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places = torch.arange(SIDE)
+    metadata = SimpleNamespace(physical_to_logical_map=places)
+    balancer = SimpleNamespace(get_global_expert_location_metadata=lambda: metadata)
+    monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", balancer)
+
+    def load(module: Square, tensors: Tensors) -> None:
+        plain(module, tensors, "a")
+        for place, expert in enumerate(places):
+            module.a.data[place].copy_(tensors["a"][int(expert)])
+
+    module = Square(load)
+    engine = ThreadEngine([SglangLoader(module)])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        places.copy_(places.flip(0))
+        with pytest.raises(wsync.RemoteError, match="outside the module that has other values"):
+            sync.update(draw(2))
+        sync.update(draw(3))
+    assert torch.equal(module.a, draw(3)["a"].flip(0))
+
+
+def test_sglang_may_replace_and_copy_its_model(caplog: pytest.LogCaptureFixture) -> None:
+    model = Square(plain)
+    sglang.load_weights(model, [("stranger", torch.zeros(1))])
+    assert "the payload is not a control message" in caplog.text
+    other = copy.deepcopy(model)
+    sglang.load_weights(other, [("stranger", torch.zeros(1))])
+    assert caplog.text.count("the payload is not a control message") == 2
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_weights_that_an_engine_has_replaced_are_let_go() -> None:
+    module = Square(plain)
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        old = weakref.ref(module.a)
+        module.a = parameter(torch.zeros(SIDE, SIDE))
+        gc.collect()
+        assert old() is None
+        sync.update(draw(2))
+    assert bytes_of(module.a) == bytes_of(draw(2)["a"])
+
+
+def test_weights_are_intact_where_nothing_had_to_be_learnt() -> None:
+    module = Square(plain)
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(draw(1))
+
+    class Broken(RecordedLoader):
+        def learn(self, *_: Any) -> bytes:
+            raise KeyError("another worker")
+
+    engines = [engine, ThreadEngine([Broken(Square(plain))])]
+    with (
+        wsync.connect(draw(0), engines=engines, options=OPTIONS) as sync,
+        pytest.raises(wsync.RemoteError, match="another worker"),
+    ):
+        sync.update(draw(2))
+    assert engine.receivers[0].consistent
+    assert bytes_of(module.a) == bytes_of(draw(1)["a"])
+
+
+# --- the proof ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(rehearse, "_BATCH", 1)
+    yield
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_copies_in_a_wrong_order_are_found_in_small_batches() -> None:
+    module = Square(copying_copies)
+    builder = LayoutBuilder()
+    for name, tensor in draw(0).items():
+        builder.add_tensor(name, "float32", tuple(tensor.shape))
+    layout = builder.build()
+    recording = record(module, module.load_weights, Rehearsal(layout))
+    trial = Rehearsal(layout, seed=1)
+    rehearse.prove(module, module.load_weights, trial, recording, Stream(1))
+    recording.copies.reverse()
+    with pytest.raises(RecordingError, match="first: byte 0 of its storage"):
+        rehearse.prove(module, module.load_weights, trial, recording, Stream(1))
+
+
+def test_made_up_values_are_finite_large_and_small() -> None:
+    builder = LayoutBuilder()
+    dtypes = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+    for dtype in dtypes:
+        builder.add_tensor(dtype, dtype, (4096,))
+    model = Rehearsal(builder.build())
+    for _, tensor in model.pairs():
+        assert tensor.float().isfinite().all()
+        assert tensor.float().abs().max() > 7
+        assert tensor.float().abs().min() < 0.1
+        tensor.view(torch.uint8).zero_()
+    assert all(tensor.float().any() for _, tensor in model.pairs())
+
+
+# --- hooks ----------------------------------------------------------------------------------
+
+
+def test_a_hook_may_bind_other_views_of_the_same_memory() -> None:
+    module = Square(plain)
+    module.load_weights(list(draw(1).items()))
+    places = {name: getattr(module, name).data_ptr() for name in "abc"}
+
+    def hook() -> None:
+        module.a = parameter(module.a.data.t())
+        module.b, module.c = module.c, module.b
+        module.filler.data = module.filler.data + 1
+
+    run_in_place(module, hook)
+    assert {name: getattr(module, name).data_ptr() for name in "abc"} == places
+    wanted = draw(1)
+    assert torch.equal(module.a, wanted["a"].t())
+    assert torch.equal(module.filler, wanted["filler"] + 1)
+    assert torch.equal(module.b, wanted["c"])
+    assert torch.equal(module.c, wanted["b"])
