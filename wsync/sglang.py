@@ -6,6 +6,7 @@ and the tensors of each update request whose load_format is this function's name
 
 import logging
 import re
+import sys
 import threading
 from typing import Any, Final
 
@@ -17,7 +18,6 @@ from wsync.engine.receiver import Receiver
 from wsync.engine.recorded import RecordedLoader
 
 _log = logging.getLogger(__name__)
-_receivers: dict[int, tuple[Any, Receiver]] = {}
 _lock = threading.Lock()
 # what models that only draft tokens are called there
 _DRAFT: Final = re.compile(r"(NextN|MTP|Eagle\d*)$")
@@ -36,14 +36,25 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
             _log.warning("%s is not updated: it drafts", type(model).__name__)
             return
         with _lock:
-            # the model is kept, so that its id stays its own
-            entry = _receivers.get(id(model))
-            if entry is None:
-                entry = _receivers[id(model)] = (model, Receiver(_loader(model)))
+            part = vars(model).setdefault("_wsync", _Part())
+            if part.receiver is None:
+                part.receiver = Receiver(_loader(model))
         wait_for_device(model)
-        entry[1].handle(payload.control_bytes(named_tensors))
+        success, text = part.receiver.handle(payload.control_bytes(named_tensors))
+        if not success:
+            _log.error("%s", text)
     except Exception:
         _log.exception("an update failed before its session was there")
+
+
+class _Part:
+    """A model's receiver, which the model keeps: they go together.  A copied model has its own."""
+
+    def __init__(self) -> None:
+        self.receiver: Receiver | None = None
+
+    def __reduce__(self) -> Any:
+        return _Part, ()
 
 
 def _loader(model: Any) -> Loader:
@@ -58,6 +69,14 @@ class SglangLoader(RecordedLoader):
         if reason:
             raise UnsupportedError(f"{reason}; SGLang cannot load it a second time")
         return super().learn(model, losing)
+
+    def goes_by(self) -> object:
+        """Which expert lies in which place: load balancing deals them out anew."""
+        module = sys.modules.get("sglang.srt.eplb.expert_location")
+        metadata = None if module is None else module.get_global_expert_location_metadata()
+        if metadata is None:
+            return None
+        return metadata.physical_to_logical_map.cpu().numpy().tobytes()
 
 
 def rewritten(model: Any) -> str:
