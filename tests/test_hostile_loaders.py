@@ -375,6 +375,24 @@ def test_weights_are_intact_where_nothing_had_to_be_learnt() -> None:
     assert bytes_of(module.a) == bytes_of(draw(1)["a"])
 
 
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_worker_that_has_learnt_and_loaded_nothing_is_inconsistent(needed: bool) -> None:
+    class Late(RecordedLoader):
+        def begin(self, rounds: int) -> None:
+            raise KeyError(f"before {rounds} rounds")
+
+    module = Square(plain)
+    before = module.held()
+    engine = ThreadEngine([Late(module, needed=needed)])
+    with (
+        wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync,
+        pytest.raises(wsync.RemoteError, match="before 1 rounds"),
+    ):
+        sync.update(draw(1))
+    assert differing(module.held(), before)
+    assert not engine.receivers[0].consistent
+
+
 # --- the proof ------------------------------------------------------------------------------
 
 

@@ -88,7 +88,7 @@ class RecordedLoader:
         return self._plain.stream if self.recording is None else self._stream
 
     def blob(self) -> bytes:
-        return LEARN if self._needed else WHOLE
+        return LEARN
 
     def learn(self, model: Layout, losing: Losing = keeps) -> bytes:
         """Learns what the module keeps of a model's tensors; a blob that says it.
@@ -101,7 +101,7 @@ class RecordedLoader:
             held = Held(self._module)
             change = held.difference(self.recording.facts) or self._stale(self.recording, held)
             if not change:
-                return known.to_bytes()
+                return known.to_bytes() if self._needed else WHOLE
             _log.info("the module has changed (%s) and is learnt anew", change)
         losing()
         self._layout = self.recording = self._held = None
@@ -119,7 +119,7 @@ class RecordedLoader:
         self._set_aside = [by_name[name] for name in self.recording.fallback]
         self._layout = self._destination(self.recording)
         self._tell(self.recording)
-        return self._layout.to_bytes()
+        return self._layout.to_bytes() if self._needed else WHOLE
 
     def goes_by(self) -> object:
         """What load_weights goes by beside the module, where that may change; for subclasses."""
@@ -134,8 +134,6 @@ class RecordedLoader:
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._router = None
-        if not self._needed:
-            self.learn(manifest)
         if self.recording is None or self._layout is None:
             self._plain.attach(ring, manifest)
             return
