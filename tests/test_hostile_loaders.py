@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import sys
 import weakref
@@ -192,6 +193,35 @@ def test_the_rest_is_left_to_the_loader(load: Any, reason: str) -> None:
     assert loader.recording is not None
     assert loader.recording.fallback == {"a": reason}
     assert differing(module.held(), loaded(load, 1, 2)) == []
+
+
+def marking_what_is_missing(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors, "a")
+    module.a.data.copy_(tensors["a"].half())
+    if "b" not in tensors:
+        module.order.fill_(1)
+
+
+def marking_behind_torch(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors, "a")
+    module.a.data.copy_(tensors["a"].half())
+    if "b" not in tensors:
+        ctypes.memset(module.order.data_ptr(), 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (marking_what_is_missing, "order is written when it is given a alone"),
+        (marking_behind_torch, "order: written by means that cannot be seen"),
+    ],
+)
+def test_a_loader_that_needs_everything_at_once_gets_it(load: Any, reason: str) -> None:
+    module = Square(load)
+    loader = updated(module, 1, 2)
+    assert reason in loader.reason
+    if load is marking_what_is_missing:
+        assert differing(module.held(), loaded(load, 1, 2)) == []
 
 
 # --- loaders that go by what an earlier load has left ---------------------------------------

@@ -200,9 +200,31 @@ def _record(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> Rec
             tracer.writes[area] += writes
             tracer.times[area] += [0] * len(writes)
     try:
-        return _Analysis(held, model, tracer, aside).recording
+        recording = _Analysis(held, model, tracer, aside).recording
+        if recording.fallback.keys() != aside.keys():
+            _try_alone(module, load, model, held, recording)
     except UnexpressedError as error:
         raise RecordingError(str(error)) from None
+    return recording
+
+
+def _try_alone(
+    module: torch.nn.Module, load: LoadWeights, model: Rehearsal, held: Held, recording: Recording
+) -> None:
+    """A loader that is given its tensors alone must not write what it never writes otherwise."""
+    names = frozenset(recording.fallback)
+    tracer = Tracer(held, model, opaque=names)
+    before = {area: held.areas[area].sums(gaps) for area, gaps in recording.gaps.items()}
+    _trace(module, load, model, tracer, names, recording.fallback)
+    for area, gaps in recording.gaps.items():
+        if held.areas[area].sums(gaps) != before[area]:
+            raise RecordingError(f"{held.areas[area].path}: written by means that cannot be seen")
+        start = held.areas[area].start
+        for gap in gaps:
+            place = replace(gap, destination=gap.destination + start)
+            if any(overlap(place, write.move) for write in tracer.writes[area]):
+                path = held.name(area, gap.destination)
+                raise RecordingError(f"{path} is written when it is given {min(names)} alone")
 
 
 def _kept_outside(model: Rehearsal, tracer: Tracer) -> frozenset[str]:

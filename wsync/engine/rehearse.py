@@ -43,13 +43,19 @@ def prove(
     difference = held.difference(recording.facts)
     if difference:
         raise RecordingError(f"while loading, {difference}")
+    _check_gaps(held, recording, before)
+    pieces = recording.by_area()
+    for areas in _batches(held, recording):
+        _compare(held, areas, recording, _Rerun(load, model, recording, pieces, stream))
+    if recording.fallback:
+        _check_gaps(held, recording, before)
+
+
+def _check_gaps(held: Held, recording: Recording, before: dict[int, list[int]]) -> None:
     for area, moves in recording.gaps.items():
         if held.areas[area].sums(moves) != before[area]:
             path = held.areas[area].path
             raise RecordingError(f"{path}: written by means that cannot be seen")
-    pieces = recording.by_area()
-    for areas in _batches(held, recording):
-        _compare(held, areas, recording, _Rerun(load, model, recording, pieces, stream))
 
 
 def rehearse(load: LoadWeights, model: Rehearsal, names: frozenset[str] | None = None) -> None:
