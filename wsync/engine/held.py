@@ -116,8 +116,13 @@ class Held:
         """Whether the module holds the very same tensors where they were: what an update asks
         each time, at little cost."""
         return all(_outline(part) == outline for part, outline in self._parts) and all(
-            (tensor := slot.get(name)) is reference() and tensor is not None and seen(tensor) == was
-            for slot, name, reference, was in self._places
+            (tensor := slot.get(name)) is reference()
+            and tensor is not None
+            and tensor.data_ptr() == address
+            and tensor.dtype is dtype
+            and tensor.shape == shape
+            and tensor.stride() == stride
+            for slot, name, reference, (address, dtype, shape, stride) in self._places
         )
 
     def find(self, address: int) -> int:
