@@ -10,7 +10,7 @@ EXPORTS = {"PyInit__core"}
 LIBRARIES = {"libc.so.6", "libdl.so.2", "libpthread.so.0"}
 LIBRARIES |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 LAYERS = ("core", "device", "ipc", "comm")
-TABLES = {"cuda_driver.c.o"}  # filled once, at run time
+TABLES = {"cuda_driver.c.o", "cuda.c.o"}  # filled once, at run time
 MUTABLE = (".data", ".bss", ".tdata", ".tbss")
 
 

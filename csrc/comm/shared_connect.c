@@ -60,7 +60,7 @@ wsync_status_t wsync_shared_comm_create(const wsync_device_ops_t *ops, const cha
         status = ops->memory_create(2 * self->half_nbytes, &self->staging, err);
     }
     if (status == WSYNC_OK) {
-        status = ops->memory_create(SHARED_CONTROL_NBYTES, &self->control, err);
+        status = ops->control_create(SHARED_CONTROL_NBYTES, &self->control, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_listener_create(parent, &self->listener, err);
@@ -120,7 +120,7 @@ static wsync_status_t take_memory(wsync_comm_t *self, uint32_t rank,
         return status;
     }
     peer->half_nbytes = half_nbytes;
-    return self->ops->memory_import(frame->fds[1], SHARED_CONTROL_NBYTES, &peer->control,
+    return self->ops->control_import(frame->fds[1], SHARED_CONTROL_NBYTES, &peer->control,
                                     err);
 }
 

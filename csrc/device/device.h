@@ -17,7 +17,8 @@ typedef struct wsync_stream wsync_stream_t;
 /* A sequence number in memory that both processes map.  It only grows.  Recording value n
  * means: everything enqueued on the stream before has happened. */
 typedef struct wsync_event {
-    wsync_memory_t *memory; /* borrowed; streams retain it while they have to do with it */
+    wsync_memory_t *memory; /* control memory, borrowed; streams retain it while they have
+                             * to do with it */
     uint64_t offset;        /* of an aligned 64-bit word */
 } wsync_event_t;
 
@@ -38,6 +39,12 @@ typedef struct wsync_device_ops {
      * its size is not nbytes: never a fault later. */
     wsync_status_t (*memory_import)(int fd, uint64_t nbytes, wsync_memory_t **memory,
                                     wsync_error_t *err);
+    /* The same for memory that holds events and nothing else: host and device reach its
+     * words.  It is memory in all other respects. */
+    wsync_status_t (*control_create)(uint64_t nbytes, wsync_memory_t **memory,
+                                     wsync_error_t *err);
+    wsync_status_t (*control_import)(int fd, uint64_t nbytes, wsync_memory_t **memory,
+                                     wsync_error_t *err);
     /* Memory is counted: it is created with one reference, retain adds one and destroy
      * drops one; the last one unmaps.  Both may be called from any thread. */
     void (*memory_retain)(wsync_memory_t *memory);
@@ -65,8 +72,11 @@ typedef struct wsync_device_ops {
     /* Enqueues: what follows starts when the event is at least `value`. */
     wsync_status_t (*stream_wait)(wsync_stream_t *stream, wsync_event_t event,
                                   uint64_t value, wsync_error_t *err);
-    /* Drops what has not begun (its records never happen), gives up a wait, and returns
-     * when nothing of what was enqueued runs any more.  The stream can be used again. */
+    /* Gives up waits, drops what has not begun (its records never happen), and returns when
+     * nothing of what was enqueued runs any more.  The stream can be used again.  A device
+     * has begun all that was enqueued: behind a wait that was given up, whose word then has
+     * the value, copies run and records happen.  So who abandons a stream does not commit,
+     * nor do those who heard of its records. */
     void (*stream_abandon)(wsync_stream_t *stream);
     /* Waits in the calling thread until the stream is idle.  TIMEOUT after timeout_ms. */
     wsync_status_t (*stream_synchronize)(wsync_stream_t *stream, int timeout_ms,

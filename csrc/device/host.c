@@ -8,6 +8,8 @@ const wsync_device_ops_t *wsync_device_host(void)
         .name = "host",
         .memory_create = wsync_host_memory_create,
         .memory_import = wsync_host_memory_import,
+        .control_create = wsync_host_memory_create,
+        .control_import = wsync_host_memory_import,
         .memory_retain = wsync_host_memory_retain,
         .memory_destroy = wsync_host_memory_destroy,
         .memory_data = wsync_host_memory_data,

@@ -109,7 +109,7 @@ wsync_status_t wsync_exporter_create(const wsync_device_ops_t *ops, const char *
     if (status != WSYNC_OK) {
         goto cleanup;
     }
-    status = ops->memory_create(SESSION_CONTROL_NBYTES, &self->link.control, err);
+    status = ops->control_create(SESSION_CONTROL_NBYTES, &self->link.control, err);
     if (status != WSYNC_OK) {
         goto cleanup;
     }

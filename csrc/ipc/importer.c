@@ -41,7 +41,7 @@ static wsync_status_t take_attach(wsync_importer_t *self, const wsync_frame_t *f
     }
     status = wsync_blob_read(frame->fds[1], frame->arguments[1], &manifest, err);
     if (status == WSYNC_OK && first) {
-        status = ops->memory_import(frame->fds[2], SESSION_CONTROL_NBYTES, &control, err);
+        status = ops->control_import(frame->fds[2], SESSION_CONTROL_NBYTES, &control, err);
     }
     if (status == WSYNC_OK) {
         status = ops->memory_import(frame->fds[0], frame->arguments[0], &ring, err);

@@ -158,7 +158,7 @@ static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return NULL;
     }
     self->ops = wsync_device_host();
-    if (self->ops->memory_create(PROGRESS_NBYTES, &self->progress, &err) != WSYNC_OK ||
+    if (self->ops->control_create(PROGRESS_NBYTES, &self->progress, &err) != WSYNC_OK ||
         self->ops->stream_create(threads > 0 ? (unsigned)threads : 0, &self->stream,
                                  &err) != WSYNC_OK) {
         Py_DECREF(self);

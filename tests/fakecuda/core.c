@@ -154,7 +154,7 @@ wsync_cu_result_t fake_enter_return(const char *call, struct wsync_cu_context **
     const wsync_cu_result_t code = check_process(call);
 
     planned = code == WSYNC_CU_SUCCESS ? strike(call) : WSYNC_CU_SUCCESS;
-    return code != WSYNC_CU_SUCCESS ? code : find_context(call, context);
+    return code != WSYNC_CU_SUCCESS || context == NULL ? code : find_context(call, context);
 }
 
 wsync_cu_result_t fake_leave(wsync_cu_result_t code)

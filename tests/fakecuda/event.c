@@ -6,7 +6,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "device/kernel_table.h"
 #include "fake.h"
+#include "kernel_host.h"
 
 #define EVENT_NAME "fakecuda-event"
 
@@ -283,9 +285,15 @@ static void fill_words(unsigned grid, unsigned block, void **parameters)
     }
 }
 
+static void copy_segments(unsigned grid, unsigned block, void **parameters)
+{
+    (void)wsync_host_kernel_launch(WSYNC_KERNEL_NAME, grid, block, parameters);
+}
+
 const fake_kernel_t *fake_kernel_find(const char *name)
 {
     static const fake_kernel_t kernels[] = {
+        {WSYNC_KERNEL_NAME, copy_segments, 1, {sizeof(wsync_kernel_args_t)}},
         {"fake_fill", fill_words, 3, {sizeof(void *), sizeof(uint32_t), sizeof(uint32_t)}},
     };
 

@@ -160,6 +160,7 @@ wsync_cu_result_t fake_enter(const char *call);
 wsync_cu_result_t fake_enter_context(const char *call, struct wsync_cu_context **context);
 /* The same for calls that give something back: a planned failure comes out of fake_leave.
  */
+/* Some of them need no context (NULL). */
 wsync_cu_result_t fake_enter_return(const char *call, struct wsync_cu_context **context);
 wsync_cu_result_t fake_leave(wsync_cu_result_t code);
 /* Logs why and gives the code back. */

@@ -212,9 +212,8 @@ wsync_cu_result_t fake_mem_create(wsync_cu_handle_t *handle, size_t nbytes,
 
 wsync_cu_result_t fake_mem_release(wsync_cu_handle_t handle)
 {
-    struct wsync_cu_context *context = NULL;
     fake_physical_t *physical;
-    wsync_cu_result_t code = fake_enter_return("cuMemRelease", &context);
+    wsync_cu_result_t code = fake_enter_return("cuMemRelease", NULL);
 
     if (code != WSYNC_CU_SUCCESS) {
         return code;
@@ -381,9 +380,8 @@ static fake_range_t *find_overlap(fake_kind_t kind, uintptr_t at, size_t nbytes)
 
 wsync_cu_result_t fake_mem_unreserve(wsync_cu_ptr_t at, size_t nbytes)
 {
-    struct wsync_cu_context *context = NULL;
     fake_range_t *range;
-    wsync_cu_result_t code = fake_enter_return("cuMemAddressFree", &context);
+    wsync_cu_result_t code = fake_enter_return("cuMemAddressFree", NULL);
 
     if (code != WSYNC_CU_SUCCESS) {
         return code;
@@ -435,9 +433,8 @@ wsync_cu_result_t fake_mem_map(wsync_cu_ptr_t at, size_t nbytes, size_t offset,
 
 wsync_cu_result_t fake_mem_unmap(wsync_cu_ptr_t at, size_t nbytes)
 {
-    struct wsync_cu_context *context = NULL;
     fake_range_t *range;
-    wsync_cu_result_t code = fake_enter_return("cuMemUnmap", &context);
+    wsync_cu_result_t code = fake_enter_return("cuMemUnmap", NULL);
 
     if (code != WSYNC_CU_SUCCESS) {
         return code;
@@ -509,9 +506,8 @@ wsync_cu_result_t fake_host_register(void *data, size_t nbytes, unsigned flags)
 
 wsync_cu_result_t fake_host_unregister(void *data)
 {
-    struct wsync_cu_context *context = NULL;
     fake_range_t *range;
-    wsync_cu_result_t code = fake_enter_return("cuMemHostUnregister", &context);
+    wsync_cu_result_t code = fake_enter_return("cuMemHostUnregister", NULL);
 
     if (code != WSYNC_CU_SUCCESS) {
         return code;

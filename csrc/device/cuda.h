@@ -1,0 +1,92 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * CUDA backend: memory that is mapped from descriptors, events that are words of registered
+ * host memory, streams of the driver.  Contracts are those of device.h. */
+#ifndef WSYNC_DEVICE_CUDA_H
+#define WSYNC_DEVICE_CUDA_H
+
+#include <stdatomic.h>
+
+#include "device/cuda_driver.h"
+#include "device/device.h"
+
+/* GPUs that one process may see. */
+enum { WSYNC_CUDA_MAX_DEVICES = 16 };
+
+/* A GPU with its primary context, which is retained for the life of the process: the one
+ * that torch uses.  No other context is ever made. */
+typedef struct wsync_cuda_device {
+    const wsync_cuda_driver_t *driver;
+    wsync_cu_context_t context;
+    wsync_cuda_info_t info;
+    wsync_cu_device_t ordinal;
+    unsigned processors;  /* streaming multiprocessors */
+    uint64_t granularity; /* of memory, in bytes */
+} wsync_cuda_device_t;
+
+/* UNSUPPORTED: there is no such GPU, or it cannot do what wsync needs. */
+wsync_status_t wsync_cuda_device(int ordinal, const wsync_cuda_device_t **device,
+                                 wsync_error_t *err);
+
+/* Loads the compiled kernels (what wsync_cuda_compile gives; borrowed for the call), unless
+ * that has been done: then image may be NULL.  STATE if it has not and is. */
+wsync_status_t wsync_cuda_load_kernels(const wsync_cuda_device_t *device, const void *image,
+                                       wsync_error_t *err);
+/* wsync_copy of the loaded kernels; NULL before. */
+wsync_cu_function_t wsync_cuda_copy_kernel(const wsync_cuda_device_t *device);
+
+/* The backend of the GPU with this UUID, with its kernels loaded.  The table lives as long
+ * as the process. */
+wsync_status_t wsync_device_cuda(const wsync_cu_uuid_t *uuid, const void *image,
+                                 const wsync_device_ops_t **ops, wsync_error_t *err);
+
+/* Makes the GPU's context current in this thread until leave.  STATE in a fork. */
+wsync_status_t wsync_cuda_enter(const wsync_cuda_device_t *device, wsync_error_t *err);
+/* The same to give something back: false if the context is gone, and with it what was in
+ * it, or belongs to the process that this one is a fork of. */
+bool wsync_cuda_enter_to_free(const wsync_cuda_device_t *device);
+void wsync_cuda_leave(const wsync_cuda_device_t *device);
+
+/* What wsync_memory_t is on a GPU.  Control memory is host memory (of words.memory) that
+ * the device reaches at `at`. */
+typedef struct wsync_cuda_memory {
+    const wsync_cuda_device_t *device;
+    wsync_cu_ptr_t at;
+    uint64_t nbytes;
+    uint64_t mapped_nbytes; /* of device memory: a multiple of the granularity */
+    int fd;                 /* of device memory: owned */
+    atomic_uint references;
+    wsync_memory_t *host;       /* owned, of wsync_host_memory_*; NULL: device memory */
+    _Atomic uint64_t *recorded; /* of each word, what this process recorded last; owned */
+} wsync_cuda_memory_t;
+
+wsync_status_t wsync_cuda_memory_create(const wsync_cuda_device_t *device, uint64_t nbytes,
+                                        wsync_memory_t **memory, wsync_error_t *err);
+wsync_status_t wsync_cuda_memory_import(const wsync_cuda_device_t *device, int fd,
+                                        uint64_t nbytes, wsync_memory_t **memory,
+                                        wsync_error_t *err);
+void wsync_cuda_memory_retain(wsync_memory_t *memory);
+void wsync_cuda_memory_destroy(wsync_memory_t *memory);
+void *wsync_cuda_memory_data(const wsync_memory_t *memory);
+uint64_t wsync_cuda_memory_nbytes(const wsync_memory_t *memory);
+int wsync_cuda_memory_fd(const wsync_memory_t *memory);
+
+wsync_status_t wsync_cuda_control_create(const wsync_cuda_device_t *device, uint64_t nbytes,
+                                         wsync_memory_t **memory, wsync_error_t *err);
+wsync_status_t wsync_cuda_control_import(const wsync_cuda_device_t *device, int fd,
+                                         uint64_t nbytes, wsync_memory_t **memory,
+                                         wsync_error_t *err);
+/* Takes the words from the device; for wsync_cuda_memory_destroy, in the context. */
+void wsync_cuda_control_fini(wsync_cuda_memory_t *memory);
+
+/* INVALID unless the event is an aligned word of control memory. */
+wsync_status_t wsync_cuda_event_check(wsync_event_t event, wsync_error_t *err);
+/* Sets the word from the host, if it is below. */
+void wsync_cuda_event_set(wsync_event_t event, uint64_t value);
+wsync_cu_ptr_t wsync_cuda_event_address(wsync_event_t event);
+/* What this process recorded last on the word: streams that do note it there. */
+_Atomic uint64_t *wsync_cuda_event_recorded(wsync_event_t event);
+wsync_status_t wsync_cuda_event_wait(wsync_event_t event, uint64_t value, int timeout_ms,
+                                     wsync_error_t *err);
+uint64_t wsync_cuda_event_query(wsync_event_t event);
+
+#endif

@@ -1,0 +1,581 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Streams of the driver.  What is enqueued is given to the device at once, so nothing of it
+ * can be dropped: a stream is abandoned by giving up its waits and letting it run dry. */
+#include "device/cuda_stream.h"
+
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "device/cuda_tables.h"
+#include "device/host.h"
+
+enum {
+    MAX_THREADS = 64, /* as on the host; a device has its own */
+    POLL_MIN_NS = 5 * 1000,
+    POLL_MAX_NS = 200 * 1000,
+    /* A device that takes longer to run dry has hung: its memory is left alone. */
+    DRAIN_MS = 60 * 1000,
+    /* How often a stream that is never waited for is looked at to let go of memory. */
+    LOOK_INTERVAL = 64,
+    TABLES_MAX_NBYTES = 256 * 1024 * 1024,
+    /* A long run goes to a copy engine. */
+    PLAIN_MIN_NBYTES = 1024 * 1024,
+};
+
+/* Something enqueued that the device may not have passed. */
+typedef struct entry {
+    wsync_event_t event; /* memory NULL: copies; else it is retained */
+    uint64_t value;
+    bool waits;
+} entry_t;
+
+/* A batch that is timed: the driver's events before and behind it. */
+typedef struct timed {
+    wsync_cu_event_t begin;
+    wsync_cu_event_t end;
+} timed_t;
+
+/* `order` is held while something is enqueued, and taken before `mutex`, which guards the
+ * entries alone: a driver call may block until the device goes on, and the one who gives up
+ * its waits must get through. */
+typedef struct cuda_stream {
+    const wsync_cuda_device_t *device;
+    wsync_cu_stream_t stream;
+    wsync_cu_function_t kernel;
+    wsync_cuda_tables_t tables;
+    pthread_mutex_t order;
+    pthread_mutex_t mutex;
+    entry_t *entries; /* since the stream was seen idle */
+    size_t count;
+    size_t capacity;
+    bool lost; /* the device did not run dry */
+
+    wsync_stream_span_t *trace; /* owned; NULL: batches are not timed */
+    timed_t *timed;             /* owned, trace_capacity of them */
+    size_t trace_capacity;
+    size_t timed_count;
+} cuda_stream_t;
+
+static cuda_stream_t *own(wsync_stream_t *stream)
+{
+    return (cuda_stream_t *)(void *)stream;
+}
+
+static void forget_entries(cuda_stream_t *self)
+{
+    for (size_t i = 0; i < self->count; i++) {
+        if (self->entries[i].event.memory != NULL) {
+            wsync_cuda_memory_destroy(self->entries[i].event.memory);
+        }
+    }
+    self->count = 0;
+}
+
+/* Whether the device has passed all that was enqueued; in the context.  Entries are
+ * forgotten if it has, or if it has failed for good: then it runs nothing any more. */
+static wsync_cu_result_t look(cuda_stream_t *self)
+{
+    const wsync_cuda_driver_t *driver = self->device->driver;
+    wsync_cu_result_t code;
+
+    (void)pthread_mutex_lock(&self->mutex);
+    code = driver->stream_query(self->stream);
+    if (code != WSYNC_CU_SUCCESS && code != WSYNC_CU_NOT_READY) {
+        code = driver->stream_query(self->stream); /* an error that stays */
+    }
+    if (code != WSYNC_CU_NOT_READY) {
+        forget_entries(self);
+    }
+    (void)pthread_mutex_unlock(&self->mutex);
+    return code;
+}
+
+/* Sets the words that the stream still waits for.  Their writers are not waited for by
+ * anyone else: the other side of an event has one reader. */
+static void give_up_waits(cuda_stream_t *self)
+{
+    (void)pthread_mutex_lock(&self->mutex);
+    for (size_t i = 0; i < self->count; i++) {
+        if (self->entries[i].waits) {
+            wsync_cuda_event_set(self->entries[i].event, self->entries[i].value);
+        }
+    }
+    (void)pthread_mutex_unlock(&self->mutex);
+}
+
+/* In the context. */
+static void free_timed(cuda_stream_t *self)
+{
+    for (size_t i = 0; i < self->timed_count; i++) {
+        (void)self->device->driver->event_destroy(self->timed[i].begin);
+        (void)self->device->driver->event_destroy(self->timed[i].end);
+    }
+    free(self->timed);
+    self->timed = NULL;
+    self->timed_count = 0;
+}
+
+/* Gives everything back; the device uses none of it any more.  In the context. */
+static void free_stream(cuda_stream_t *self)
+{
+    const wsync_cuda_driver_t *driver = self->device->driver;
+
+    free_timed(self);
+    wsync_cuda_tables_clear(&self->tables);
+    if (self->tables.uploads != NULL) {
+        (void)driver->stream_destroy(self->tables.uploads);
+    }
+    if (self->stream != NULL) {
+        (void)driver->stream_destroy(self->stream);
+    }
+    (void)pthread_mutex_destroy(&self->mutex);
+    (void)pthread_mutex_destroy(&self->order);
+    free(self->trace);
+    free(self->entries);
+    free(self);
+}
+
+/* Until the device has passed everything, or the deadline (NOT_READY); in the context. */
+static wsync_cu_result_t drain(cuda_stream_t *self, int timeout_ms, bool gives_up)
+{
+    const uint64_t deadline = wsync_host_deadline(timeout_ms);
+    struct timespec pause = {.tv_nsec = POLL_MIN_NS};
+
+    for (;;) {
+        wsync_cu_result_t code;
+
+        if (gives_up) {
+            give_up_waits(self);
+        }
+        code = look(self);
+        if (code != WSYNC_CU_NOT_READY || wsync_host_deadline(0) >= deadline) {
+            return code;
+        }
+        (void)nanosleep(&pause, NULL);
+        pause.tv_nsec *= pause.tv_nsec < POLL_MAX_NS ? 2 : 1;
+    }
+}
+
+static wsync_status_t fail_call(const cuda_stream_t *self, wsync_cu_result_t code,
+                                const char *call, wsync_error_t *err)
+{
+    return wsync_cuda_fail(self->device->driver, code, call, err, "a stream of GPU %d (%s)",
+                           self->device->ordinal, self->device->info.name);
+}
+
+wsync_status_t wsync_cuda_stream_create(const wsync_cuda_device_t *device, unsigned threads,
+                                        wsync_stream_t **stream, wsync_error_t *err)
+{
+    const wsync_cuda_driver_t *driver = device->driver;
+    cuda_stream_t *made = NULL;
+    wsync_cu_result_t code;
+    wsync_status_t status;
+
+    if (threads < 1 || threads > MAX_THREADS) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_stream_create",
+                          "a stream of %u threads: 1 to %d are possible", threads,
+                          (int)MAX_THREADS);
+    }
+    status = wsync_cuda_enter(device, err);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    made = calloc(1, sizeof(*made));
+    if (made == NULL) {
+        wsync_cuda_leave(device);
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc", "no memory for a stream");
+    }
+    made->device = device;
+    made->kernel = wsync_cuda_copy_kernel(device);
+    made->tables.device = device;
+    (void)pthread_mutex_init(&made->order, NULL);
+    (void)pthread_mutex_init(&made->mutex, NULL);
+    code = driver->stream_create(&made->stream, WSYNC_CU_STREAM_NON_BLOCKING);
+    if (code == WSYNC_CU_SUCCESS) {
+        code = driver->stream_create(&made->tables.uploads, WSYNC_CU_STREAM_NON_BLOCKING);
+    }
+    if (code != WSYNC_CU_SUCCESS) {
+        status = fail_call(made, code, "cuStreamCreate", err);
+        free_stream(made);
+    }
+    wsync_cuda_leave(device);
+    if (status == WSYNC_OK) {
+        *stream = (wsync_stream_t *)(void *)made;
+    }
+    return status;
+}
+
+void wsync_cuda_stream_destroy(wsync_stream_t *stream)
+{
+    cuda_stream_t *self = stream != NULL ? own(stream) : NULL;
+    const wsync_cuda_device_t *device;
+
+    if (self == NULL) {
+        return;
+    }
+    device = self->device;
+    if (!wsync_cuda_enter_to_free(device)) {
+        return;
+    }
+    /* What a hung device may still write to is never given back. */
+    if (!self->lost && drain(self, DRAIN_MS, true) != WSYNC_CU_NOT_READY) {
+        free_stream(self);
+    }
+    wsync_cuda_leave(device);
+}
+
+void wsync_cuda_stream_abandon(wsync_stream_t *stream)
+{
+    cuda_stream_t *self = own(stream);
+
+    if (wsync_cuda_enter_to_free(self->device)) {
+        if (drain(self, DRAIN_MS, true) == WSYNC_CU_NOT_READY) {
+            self->lost = true;
+        }
+        wsync_cuda_leave(self->device);
+    }
+}
+
+wsync_status_t wsync_cuda_stream_synchronize(wsync_stream_t *stream, int timeout_ms,
+                                             wsync_error_t *err)
+{
+    cuda_stream_t *self = own(stream);
+    wsync_status_t status = wsync_cuda_enter(self->device, err);
+    wsync_cu_result_t code;
+    size_t count;
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    code = drain(self, timeout_ms, false);
+    wsync_cuda_leave(self->device);
+    if (code == WSYNC_CU_SUCCESS) {
+        return WSYNC_OK;
+    }
+    if (code != WSYNC_CU_NOT_READY) {
+        return fail_call(self, code, "cuStreamQuery", err);
+    }
+    (void)pthread_mutex_lock(&self->mutex);
+    count = self->count;
+    (void)pthread_mutex_unlock(&self->mutex);
+    /* No time in the text: callers wait in slices. */
+    return wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "wsync_stream_synchronize",
+                      "%zu entries of the stream are not done", count);
+}
+
+/* Room for one more entry, before anything is enqueued; in the context. */
+static wsync_status_t reserve_entry(cuda_stream_t *self, wsync_error_t *err)
+{
+    wsync_status_t status = WSYNC_OK;
+    bool due;
+
+    (void)pthread_mutex_lock(&self->mutex);
+    due = self->count > 0 && self->count % LOOK_INTERVAL == 0;
+    (void)pthread_mutex_unlock(&self->mutex);
+    if (due) {
+        (void)look(self);
+    }
+    (void)pthread_mutex_lock(&self->mutex);
+    if (self->count == self->capacity) {
+        const size_t capacity = self->capacity > 0 ? 2 * self->capacity : LOOK_INTERVAL;
+        entry_t *entries = realloc(self->entries, capacity * sizeof(*entries));
+
+        if (entries == NULL) {
+            status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "realloc",
+                                "no memory for %zu entries of a stream", capacity);
+        } else {
+            self->entries = entries;
+            self->capacity = capacity;
+        }
+    }
+    (void)pthread_mutex_unlock(&self->mutex);
+    return status;
+}
+
+static void add_entry(cuda_stream_t *self, const entry_t *entry)
+{
+    if (entry->event.memory != NULL) {
+        wsync_cuda_memory_retain(entry->event.memory);
+    }
+    (void)pthread_mutex_lock(&self->mutex);
+    self->entries[self->count++] = *entry;
+    (void)pthread_mutex_unlock(&self->mutex);
+}
+
+wsync_status_t wsync_cuda_stream_record(wsync_stream_t *stream, wsync_event_t event,
+                                        uint64_t value, wsync_error_t *err)
+{
+    cuda_stream_t *self = own(stream);
+    _Atomic uint64_t *recorded;
+    wsync_status_t status = wsync_cuda_event_check(event, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_enter(self->device, err);
+    }
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    (void)pthread_mutex_lock(&self->order);
+    recorded = wsync_cuda_event_recorded(event);
+    /* The device stores what it is given; so that words only grow, no less is given. */
+    if (atomic_load(recorded) < value) {
+        status = reserve_entry(self, err);
+        if (status == WSYNC_OK) {
+            const wsync_cu_result_t code = self->device->driver->stream_write_value(
+                self->stream, wsync_cuda_event_address(event), value, 0);
+
+            if (code == WSYNC_CU_SUCCESS) {
+                atomic_store(recorded, value);
+                add_entry(self, &(entry_t){.event = event, .value = value});
+            } else {
+                status = fail_call(self, code, "cuStreamWriteValue64", err);
+            }
+        }
+    }
+    (void)pthread_mutex_unlock(&self->order);
+    wsync_cuda_leave(self->device);
+    return status;
+}
+
+wsync_status_t wsync_cuda_stream_wait(wsync_stream_t *stream, wsync_event_t event,
+                                      uint64_t value, wsync_error_t *err)
+{
+    cuda_stream_t *self = own(stream);
+    wsync_status_t status = wsync_cuda_event_check(event, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_enter(self->device, err);
+    }
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    (void)pthread_mutex_lock(&self->order);
+    if (wsync_cuda_event_query(event) < value) {
+        status = reserve_entry(self, err);
+        if (status == WSYNC_OK) {
+            const wsync_cu_result_t code = self->device->driver->stream_wait_value(
+                self->stream, wsync_cuda_event_address(event), value, WSYNC_CU_WAIT_GEQ);
+
+            if (code == WSYNC_CU_SUCCESS) {
+                add_entry(self, &(entry_t){.event = event, .value = value, .waits = true});
+            } else {
+                status = fail_call(self, code, "cuStreamWaitValue64", err);
+            }
+        }
+    }
+    (void)pthread_mutex_unlock(&self->order);
+    wsync_cuda_leave(self->device);
+    return status;
+}
+
+typedef struct batch {
+    const wsync_copy_t *copies;
+    size_t count;
+    const wsync_span_t *sources;
+    size_t source_count;
+    const wsync_span_t *destinations;
+    size_t destination_count;
+} batch_t;
+
+/* One long run, as the exchange has them: a copy engine moves it, which leaves the
+ * multiprocessors to others. */
+static bool is_plain(const batch_t *batch)
+{
+    return batch->count == 1 && batch->copies->ndim == 0 &&
+           batch->copies->transform == WSYNC_TRANSFORM_NONE &&
+           batch->copies->row_count >= PLAIN_MIN_NBYTES;
+}
+
+static wsync_status_t copy_plain(cuda_stream_t *self, const batch_t *batch,
+                                 wsync_error_t *err)
+{
+    const wsync_copy_t *copy = batch->copies;
+    const uintptr_t source =
+        (uintptr_t)batch->sources[copy->source_buffer].data + copy->source_offset;
+    const uintptr_t destination =
+        (uintptr_t)batch->destinations[copy->destination_buffer].data +
+        copy->destination_offset;
+    const wsync_cu_result_t code = self->device->driver->memcpy_async(
+        destination, source, copy->row_count * copy->source_item_nbytes, self->stream);
+
+    return code == WSYNC_CU_SUCCESS ? WSYNC_OK
+                                    : fail_call(self, code, "cuMemcpyAsync", err);
+}
+
+static wsync_status_t launch(cuda_stream_t *self, const batch_t *batch, wsync_error_t *err)
+{
+    const wsync_cuda_table_t *segments = NULL;
+    const wsync_cuda_table_t *sources = NULL;
+    const wsync_cuda_table_t *destinations = NULL;
+    wsync_cu_result_t code;
+    wsync_kernel_args_t args;
+    void *parameters[] = {&args};
+    uint32_t grid;
+    wsync_status_t status = wsync_cuda_tables_segments(&self->tables, batch->copies,
+                                                       batch->count, &segments, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_tables_addresses(&self->tables, batch->sources,
+                                             batch->source_count, &sources, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_tables_addresses(&self->tables, batch->destinations,
+                                             batch->destination_count, &destinations, err);
+    }
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    args = (wsync_kernel_args_t){.segments = segments->at,
+                                 .tile_starts = segments->at + segments->starts_offset,
+                                 .sources = sources->at,
+                                 .destinations = destinations->at,
+                                 .first = segments->list.first,
+                                 .count = segments->list.count};
+    grid = wsync_segments_grid(&segments->list, self->device->processors);
+    code = self->device->driver->launch_kernel(self->kernel, grid, 1, 1, WSYNC_KERNEL_BLOCK,
+                                               1, 1, 0, self->stream, parameters, NULL);
+    return code == WSYNC_CU_SUCCESS ? WSYNC_OK
+                                    : fail_call(self, code, "cuLaunchKernel", err);
+}
+
+/* Puts an event of the driver into the stream, for timing; NULL if that fails. */
+static wsync_cu_event_t mark(const cuda_stream_t *self, wsync_cu_stream_t stream)
+{
+    const wsync_cuda_driver_t *driver = self->device->driver;
+    wsync_cu_event_t event = NULL;
+
+    if (driver->event_create(&event, 0) != WSYNC_CU_SUCCESS) {
+        return NULL;
+    }
+    if (driver->event_record(event, stream) != WSYNC_CU_SUCCESS) {
+        (void)driver->event_destroy(event);
+        return NULL;
+    }
+    return event;
+}
+
+/* In the context, in order. */
+static wsync_status_t run_batch(cuda_stream_t *self, const batch_t *batch,
+                                wsync_error_t *err)
+{
+    const bool timed = self->timed_count < self->trace_capacity;
+    timed_t pair = {0};
+    wsync_status_t status;
+
+    if (self->tables.nbytes > TABLES_MAX_NBYTES && look(self) == WSYNC_CU_SUCCESS) {
+        wsync_cuda_tables_clear(&self->tables);
+    }
+    if (timed) {
+        pair.begin = mark(self, self->stream);
+    }
+    status = is_plain(batch) ? copy_plain(self, batch, err) : launch(self, batch, err);
+    if (pair.begin != NULL && status == WSYNC_OK) {
+        pair.end = mark(self, self->stream);
+    }
+    if (pair.end != NULL) {
+        self->timed[self->timed_count++] = pair;
+    } else if (pair.begin != NULL) {
+        (void)self->device->driver->event_destroy(pair.begin);
+    }
+    return status;
+}
+
+wsync_status_t wsync_cuda_stream_copy(wsync_stream_t *stream, const wsync_copy_t *copies,
+                                      size_t count, const wsync_span_t *sources,
+                                      size_t source_count, const wsync_span_t *destinations,
+                                      size_t destination_count, wsync_error_t *err)
+{
+    const batch_t batch = {copies,       count,        sources,
+                           source_count, destinations, destination_count};
+    cuda_stream_t *self = own(stream);
+    wsync_status_t status = wsync_copies_check(copies, count, sources, source_count,
+                                               destinations, destination_count, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_enter(self->device, err);
+    }
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (wsync_copies_nbytes(copies, count) > 0) {
+        (void)pthread_mutex_lock(&self->order);
+        status = reserve_entry(self, err);
+        if (status == WSYNC_OK) {
+            status = run_batch(self, &batch, err);
+        }
+        if (status == WSYNC_OK) {
+            add_entry(self, &(entry_t){0});
+        }
+        (void)pthread_mutex_unlock(&self->order);
+    }
+    wsync_cuda_leave(self->device);
+    return status;
+}
+
+/* Writes when the timed batches ran, counted back from `now`; in the context.  Those that
+ * are not over are left out. */
+static size_t read_timed(const cuda_stream_t *self, wsync_cu_event_t now, uint64_t now_ns)
+{
+    const wsync_cuda_driver_t *driver = self->device->driver;
+    size_t count = 0;
+
+    for (size_t i = 0; i < self->timed_count; i++) {
+        const timed_t *pair = &self->timed[i];
+        float begin_ms = 0;
+        float end_ms = 0;
+
+        if (driver->event_query(pair->end) == WSYNC_CU_SUCCESS &&
+            driver->event_elapsed(&begin_ms, pair->begin, now) == WSYNC_CU_SUCCESS &&
+            driver->event_elapsed(&end_ms, pair->end, now) == WSYNC_CU_SUCCESS) {
+            self->trace[count++] = (wsync_stream_span_t){
+                now_ns - (uint64_t)(begin_ms > 0 ? (double)begin_ms * 1e6 : 0),
+                now_ns - (uint64_t)(end_ms > 0 ? (double)end_ms * 1e6 : 0)};
+        }
+    }
+    return count;
+}
+
+/* The device and the host read their clocks at about one time. */
+static size_t read_trace(cuda_stream_t *self)
+{
+    const wsync_cuda_driver_t *driver = self->device->driver;
+    wsync_cu_event_t now = NULL;
+    size_t count = 0;
+
+    if (self->timed_count > 0) {
+        now = mark(self, self->tables.uploads);
+    }
+    if (now != NULL) {
+        if (driver->event_synchronize(now) == WSYNC_CU_SUCCESS) {
+            count = read_timed(self, now, wsync_host_deadline(0));
+        }
+        (void)driver->event_destroy(now);
+    }
+    free_timed(self);
+    return count;
+}
+
+void wsync_cuda_stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next,
+                             size_t capacity, wsync_stream_span_t **spans, size_t *count)
+{
+    cuda_stream_t *self = own(stream);
+
+    *spans = NULL;
+    *count = 0;
+    if (wsync_cuda_enter(self->device, NULL) != WSYNC_OK) {
+        free(next);
+        return;
+    }
+    (void)pthread_mutex_lock(&self->order);
+    *count = read_trace(self);
+    *spans = self->trace;
+    self->trace = next;
+    self->timed = next != NULL ? calloc(capacity, sizeof(*self->timed)) : NULL;
+    self->trace_capacity = self->timed != NULL ? capacity : 0;
+    (void)pthread_mutex_unlock(&self->order);
+    wsync_cuda_leave(self->device);
+}

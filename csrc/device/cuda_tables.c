@@ -1,0 +1,225 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "device/cuda_tables.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/checksum.h"
+
+enum {
+    SLAB_NBYTES = 4 * 1024 * 1024,
+    TABLE_ALIGNMENT = 256, /* also what cuMemAlloc gives at least */
+};
+
+void wsync_cuda_tables_clear(wsync_cuda_tables_t *tables)
+{
+    for (size_t i = 0; i < WSYNC_CUDA_TABLE_BUCKETS; i++) {
+        while (tables->buckets[i] != NULL) {
+            wsync_cuda_table_t *table = tables->buckets[i];
+
+            tables->buckets[i] = table->next;
+            free(table->key);
+            free(table);
+        }
+    }
+    while (tables->slabs != NULL) {
+        wsync_cuda_slab_t *slab = tables->slabs;
+
+        tables->slabs = slab->next;
+        (void)tables->device->driver->mem_free(slab->at);
+        free(slab);
+    }
+    tables->nbytes = 0;
+}
+
+/* Room in device memory; it goes with the next clear. */
+static wsync_status_t reserve(wsync_cuda_tables_t *tables, uint64_t nbytes,
+                              wsync_cu_ptr_t *at, wsync_error_t *err)
+{
+    const wsync_cuda_driver_t *driver = tables->device->driver;
+    const uint64_t wanted =
+        (nbytes + TABLE_ALIGNMENT - 1) & ~(uint64_t)(TABLE_ALIGNMENT - 1);
+    wsync_cuda_slab_t *slab = tables->slabs;
+
+    if (slab == NULL || slab->nbytes - slab->used < wanted) {
+        wsync_cuda_slab_t *made = calloc(1, sizeof(*made));
+        wsync_cu_result_t code;
+
+        if (made == NULL) {
+            return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
+                              "no memory for the record of a table");
+        }
+        made->nbytes = wanted > SLAB_NBYTES ? wanted : SLAB_NBYTES;
+        code = driver->mem_alloc(&made->at, (size_t)made->nbytes);
+        if (code != WSYNC_CU_SUCCESS) {
+            free(made);
+            return wsync_cuda_fail(driver, code, "cuMemAlloc", err,
+                                   "%" PRIu64 " bytes for tables of copies", wanted);
+        }
+        made->next = slab;
+        slab = made;
+        tables->slabs = made;
+        tables->nbytes += made->nbytes;
+    }
+    *at = slab->at + slab->used;
+    slab->used += wanted;
+    return WSYNC_OK;
+}
+
+/* Uploads on a stream of its own: the one that runs the copies may be waiting. */
+static wsync_status_t upload(const wsync_cuda_tables_t *tables, wsync_cu_ptr_t at,
+                             const void *data, size_t nbytes, wsync_error_t *err)
+{
+    const wsync_cuda_driver_t *driver = tables->device->driver;
+    const char *call = "cuMemcpyHtoDAsync";
+    wsync_cu_result_t code = driver->memcpy_in_async(at, data, nbytes, tables->uploads);
+
+    if (code == WSYNC_CU_SUCCESS) {
+        call = "cuStreamSynchronize";
+        code = driver->stream_synchronize(tables->uploads);
+        if (code != WSYNC_CU_SUCCESS) {
+            /* An error that does not stay must not leave the device reading. */
+            (void)driver->stream_synchronize(tables->uploads);
+        }
+    }
+    if (code != WSYNC_CU_SUCCESS) {
+        return wsync_cuda_fail(driver, code, call, err, "uploading a table of %zu bytes",
+                               nbytes);
+    }
+    return WSYNC_OK;
+}
+
+/* The table that was made of these bytes, or NULL. */
+static const wsync_cuda_table_t *find(const wsync_cuda_tables_t *tables, const void *key,
+                                      size_t nbytes, uint64_t hash)
+{
+    const wsync_cuda_table_t *table = tables->buckets[hash % WSYNC_CUDA_TABLE_BUCKETS];
+
+    while (table != NULL && (table->hash != hash || table->key_nbytes != nbytes ||
+                             memcmp(table->key, key, nbytes) != 0)) {
+        table = table->next;
+    }
+    return table;
+}
+
+/* A table that is not in the list yet. */
+static wsync_status_t make(const void *key, size_t nbytes, uint64_t hash,
+                           wsync_cuda_table_t **table, wsync_error_t *err)
+{
+    wsync_cuda_table_t *made = calloc(1, sizeof(*made));
+    void *own_key = malloc(nbytes);
+
+    if (made == NULL || own_key == NULL) {
+        free(made);
+        free(own_key);
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
+                          "no memory for a table of copies of %zu bytes", nbytes);
+    }
+    memcpy(own_key, key, nbytes);
+    made->key = own_key;
+    made->key_nbytes = nbytes;
+    made->hash = hash;
+    *table = made;
+    return WSYNC_OK;
+}
+
+/* Moves the table into the list if it was made, else frees it. */
+static void settle(wsync_cuda_tables_t *tables, wsync_cuda_table_t *table,
+                   wsync_status_t status)
+{
+    wsync_cuda_table_t **bucket = &tables->buckets[table->hash % WSYNC_CUDA_TABLE_BUCKETS];
+
+    if (status == WSYNC_OK) {
+        table->next = *bucket;
+        *bucket = table;
+    } else {
+        free(table->key);
+        free(table);
+    }
+}
+
+static wsync_status_t fill_segments(wsync_cuda_tables_t *tables, const wsync_copy_t *copies,
+                                    size_t count, wsync_cuda_table_t *table,
+                                    wsync_error_t *err)
+{
+    wsync_segments_t segments = {0};
+    wsync_status_t status =
+        wsync_segments_append(&segments, copies, count, &table->list, err);
+
+    if (status == WSYNC_OK && table->list.count > 0) {
+        const size_t items_nbytes = segments.count * sizeof(*segments.items);
+        const size_t starts_nbytes = (segments.count + 1) * sizeof(*segments.tile_starts);
+
+        table->starts_offset = items_nbytes;
+        status = reserve(tables, items_nbytes + starts_nbytes, &table->at, err);
+        if (status == WSYNC_OK) {
+            status = upload(tables, table->at, segments.items, items_nbytes, err);
+        }
+        if (status == WSYNC_OK) {
+            status = upload(tables, table->at + items_nbytes, segments.tile_starts,
+                            starts_nbytes, err);
+        }
+    }
+    wsync_segments_fini(&segments);
+    return status;
+}
+
+wsync_status_t wsync_cuda_tables_segments(wsync_cuda_tables_t *tables,
+                                          const wsync_copy_t *copies, size_t count,
+                                          const wsync_cuda_table_t **table,
+                                          wsync_error_t *err)
+{
+    const size_t nbytes = count * sizeof(*copies);
+    const uint64_t hash = wsync_checksum(copies, nbytes);
+    wsync_cuda_table_t *made = NULL;
+    wsync_status_t status = WSYNC_OK;
+
+    *table = find(tables, copies, nbytes, hash);
+    if (*table != NULL) {
+        return WSYNC_OK;
+    }
+    status = make(copies, nbytes, hash, &made, err);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    status = fill_segments(tables, copies, count, made, err);
+    settle(tables, made, status);
+    *table = status == WSYNC_OK ? made : NULL;
+    return status;
+}
+
+wsync_status_t wsync_cuda_tables_addresses(wsync_cuda_tables_t *tables,
+                                           const wsync_span_t *spans, size_t count,
+                                           const wsync_cuda_table_t **table,
+                                           wsync_error_t *err)
+{
+    const size_t nbytes = count * sizeof(uint64_t);
+    uint64_t *addresses = malloc(nbytes);
+    wsync_cuda_table_t *made = NULL;
+    wsync_status_t status = WSYNC_OK;
+    uint64_t hash;
+
+    if (addresses == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
+                          "no memory for the addresses of %zu buffers", count);
+    }
+    for (size_t i = 0; i < count; i++) {
+        addresses[i] = (uint64_t)(uintptr_t)spans[i].data;
+    }
+    hash = wsync_checksum(addresses, nbytes);
+    *table = find(tables, addresses, nbytes, hash);
+    if (*table == NULL) {
+        status = make(addresses, nbytes, hash, &made, err);
+    }
+    if (made != NULL) {
+        status = reserve(tables, nbytes, &made->at, err);
+        if (status == WSYNC_OK) {
+            status = upload(tables, made->at, addresses, nbytes, err);
+        }
+        settle(tables, made, status);
+        *table = status == WSYNC_OK ? made : NULL;
+    }
+    free(addresses);
+    return status;
+}

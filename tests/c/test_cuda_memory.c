@@ -1,0 +1,396 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * GPU memory and events on tests/fakecuda: what is made, shared, refused and given back. */
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include "cuda_fixture.h"
+#include "device/cuda.h"
+
+enum { NBYTES = 100001, CONTROL_NBYTES = 4096 };
+
+static const wsync_cuda_device_t *open_device(int ordinal)
+{
+    const wsync_cuda_device_t *device = NULL;
+    wsync_error_t err = {0};
+
+    choose_fake(NULL, NULL);
+    CHECK_OK(wsync_cuda_device(ordinal, &device, &err), err);
+    return device;
+}
+
+static wsync_memory_t *make(const wsync_cuda_device_t *device)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_cuda_memory_create(device, NBYTES, &memory, &err), err);
+    return memory;
+}
+
+static wsync_memory_t *make_control(const wsync_cuda_device_t *device)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_cuda_control_create(device, CONTROL_NBYTES, &memory, &err), err);
+    return memory;
+}
+
+/* Device addresses of the fake are addresses of the process. */
+static unsigned char *bytes_of(const wsync_memory_t *memory)
+{
+    return wsync_cuda_memory_data(memory);
+}
+
+static void check_clean(void)
+{
+    const fakecuda_census_t census = fake_census();
+
+    CHECK_EQ(census.physical, 0);
+    CHECK_EQ(census.reserved, 0);
+    CHECK_EQ(census.mapped, 0);
+    CHECK_EQ(census.registered, 0);
+    CHECK_EQ(census.pushed, 0);
+}
+
+/* The import must fail with this status and leave the output alone. */
+static void check_refused(const wsync_cuda_device_t *device, int fd, uint64_t nbytes,
+                          wsync_status_t status, const char *part)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_EQ(wsync_cuda_memory_import(device, fd, nbytes, &memory, &err), status);
+    CHECK_EQ(wsync_cuda_memory_import(device, fd, nbytes, &memory, NULL), status);
+    CHECK(memory == NULL);
+    CHECK_EQ(err.status, status);
+    CHECK_HAS(err.message, part);
+}
+
+TEST(gpus_say_what_they_are)
+{
+    const wsync_cuda_device_t *device;
+    const wsync_cuda_device_t *other = NULL;
+    wsync_error_t err = {0};
+
+    choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
+    device = open_device(0);
+    CHECK_STR(device->info.name, "Fake GPU 0");
+    CHECK(device == open_device(0));
+    CHECK(device->granularity > 0 && device->processors > 0);
+    CHECK_EQ(open_device(1)->info.uuid.bytes[15], 1);
+    CHECK_EQ(wsync_cuda_device(2, &other, &err), WSYNC_ERR_UNSUPPORTED);
+    CHECK_HAS(err.message, "GPU 2: this process sees 2");
+    CHECK_EQ(wsync_cuda_device(-1, &other, &err), WSYNC_ERR_UNSUPPORTED);
+    CHECK(other == NULL);
+}
+
+TEST(created_memory_is_zeroed_and_has_its_size)
+{
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_memory_t *memory = make(device);
+
+    CHECK_EQ(wsync_cuda_memory_nbytes(memory), NBYTES);
+    for (size_t i = 0; i < NBYTES; i++) {
+        CHECK_EQ(bytes_of(memory)[i], 0);
+    }
+    CHECK((fcntl(wsync_cuda_memory_fd(memory), F_GETFD) & FD_CLOEXEC) != 0);
+    wsync_cuda_memory_retain(memory);
+    wsync_cuda_memory_destroy(memory);
+    bytes_of(memory)[0] = 1;
+    wsync_cuda_memory_destroy(memory);
+    wsync_cuda_memory_destroy(NULL);
+    check_clean();
+}
+
+TEST(sizes_that_cannot_be_are_refused)
+{
+    const wsync_cuda_device_t *device;
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    choose_fake("WSYNC_FAKE_CUDA_MEMORY", "6291456");
+    device = open_device(0);
+    CHECK_EQ(wsync_cuda_memory_create(device, 0, &memory, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(wsync_cuda_memory_create(device, UINT64_MAX, &memory, &err),
+             WSYNC_ERR_NO_MEMORY);
+    CHECK_EQ(wsync_cuda_memory_create(device, 7000000, &memory, &err), WSYNC_ERR_NO_MEMORY);
+    CHECK_HAS(err.message,
+              "GPU memory of 8388608 bytes: 6291456 of 6291456 bytes of GPU 0 "
+              "(Fake GPU 0) are free");
+    CHECK_EQ(wsync_cuda_control_create(device, 0, &memory, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(wsync_cuda_control_create(device, 1ULL << 40, &memory, &err),
+             WSYNC_ERR_INVALID);
+    CHECK(memory == NULL);
+    check_clean();
+}
+
+static void import_main(int socket)
+{
+    const wsync_cuda_device_t *device = open_device(0);
+    const int fd = hear_fd(socket);
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_cuda_memory_import(device, fd, NBYTES, &memory, &err), err);
+    (void)close(fd);
+    CHECK_EQ(bytes_of(memory)[NBYTES - 1], 42);
+    bytes_of(memory)[0] = 7;
+    nudge(socket);
+    await_nudge(socket); /* the exporter has destroyed its own */
+    CHECK_EQ(bytes_of(memory)[0], 8);
+    wsync_cuda_memory_destroy(memory);
+    check_clean();
+}
+
+TEST(an_import_sees_what_the_peer_writes_and_survives_it)
+{
+    const peer_t peer = peer_start(import_main);
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_memory_t *memory = make(device);
+
+    bytes_of(memory)[NBYTES - 1] = 42;
+    say_fd(peer.socket, wsync_cuda_memory_fd(memory));
+    await_nudge(peer.socket);
+    CHECK_EQ(bytes_of(memory)[0], 7);
+    bytes_of(memory)[0] = 8;
+    wsync_cuda_memory_destroy(memory);
+    check_clean();
+    nudge(peer.socket);
+    peer_end(peer);
+}
+
+TEST(imports_of_something_else_are_refused)
+{
+    const wsync_cuda_device_t *device;
+    const int null = open("/dev/null", O_RDWR);
+    const int file = memfd_create("test", MFD_CLOEXEC);
+    wsync_memory_t *memory;
+
+    choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
+    device = open_device(0);
+    memory = make(open_device(1));
+    check_refused(device, null, NBYTES, WSYNC_ERR_REFUSED, "holds no GPU memory");
+    check_refused(device, file, NBYTES, WSYNC_ERR_REFUSED, "holds no GPU memory");
+    check_refused(device, -1, NBYTES, WSYNC_ERR_OS, "descriptor -1");
+    check_refused(device, wsync_cuda_memory_fd(memory), NBYTES, WSYNC_ERR_REFUSED,
+                  "holds memory of GPU 1, not of GPU 0 (Fake GPU 0)");
+    wsync_cuda_memory_destroy(memory);
+    memory = make(device);
+    check_refused(device, wsync_cuda_memory_fd(memory), (uint64_t)1 << 22,
+                  WSYNC_ERR_INVALID, "does not hold 4194304 bytes");
+    check_refused(device, wsync_cuda_memory_fd(memory), 0, WSYNC_ERR_INVALID, "0 bytes");
+    wsync_cuda_memory_destroy(memory);
+    check_clean();
+}
+
+TEST(a_fork_has_no_gpu_and_takes_nothing_away)
+{
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_memory_t *memory = make(device);
+    wsync_memory_t *control = make_control(device);
+    int status = 0;
+    const pid_t child = fork();
+
+    if (child == 0) {
+        wsync_memory_t *mine = NULL;
+        wsync_error_t err = {0};
+
+        CHECK_EQ(wsync_cuda_memory_create(device, NBYTES, &mine, &err), WSYNC_ERR_STATE);
+        CHECK_HAS(err.message, "fork");
+        CHECK_EQ(wsync_cuda_control_create(device, 64, &mine, &err), WSYNC_ERR_STATE);
+        wsync_cuda_memory_destroy(memory);
+        wsync_cuda_memory_destroy(control);
+        _exit(0);
+    }
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    bytes_of(memory)[0] = 1;
+    wsync_cuda_memory_destroy(memory);
+    wsync_cuda_memory_destroy(control);
+    check_clean();
+}
+
+TEST(events_are_words_of_control_memory)
+{
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_memory_t *memory = make(device);
+    wsync_memory_t *control = make_control(device);
+    const uint64_t offsets[] = {4, CONTROL_NBYTES - 4, CONTROL_NBYTES, UINT64_MAX - 7};
+    const wsync_event_t event = {control, 128};
+    wsync_error_t err = {0};
+
+    CHECK_EQ(wsync_cuda_event_check((wsync_event_t){memory, 0}, &err), WSYNC_ERR_INVALID);
+    CHECK_HAS(err.message, "events are words of control memory");
+    for (size_t i = 0; i < sizeof(offsets) / sizeof(offsets[0]); i++) {
+        CHECK_EQ(wsync_cuda_event_wait((wsync_event_t){control, offsets[i]}, 1, 0, &err),
+                 WSYNC_ERR_INVALID);
+        CHECK_HAS(err.message, "4096 bytes");
+    }
+    CHECK_EQ(wsync_cuda_event_query(event), 0);
+    CHECK_EQ(wsync_cuda_event_wait(event, 1, 10, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_HAS(err.message, "offset 128 is 0, waited for 1");
+    wsync_cuda_event_set(event, 3);
+    wsync_cuda_event_set(event, 2);
+    CHECK_OK(wsync_cuda_event_wait(event, 3, 0, &err), err);
+    wsync_cuda_memory_destroy(control);
+    wsync_cuda_memory_destroy(memory);
+    check_clean();
+}
+
+static void control_main(int socket)
+{
+    const wsync_cuda_device_t *device = open_device(0);
+    const int fd = hear_fd(socket);
+    wsync_memory_t *control = NULL;
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_EQ(wsync_cuda_control_import(device, fd, CONTROL_NBYTES + 8, &memory, &err),
+             WSYNC_ERR_INVALID);
+    CHECK_OK(wsync_cuda_control_import(device, fd, CONTROL_NBYTES, &control, &err), err);
+    (void)close(fd);
+    CHECK_OK(wsync_cuda_event_wait((wsync_event_t){control, 8}, 5, PATIENT_MS, &err), err);
+    wsync_cuda_event_set((wsync_event_t){control, 16}, 6);
+    wsync_cuda_memory_destroy(control);
+    check_clean();
+}
+
+/* Streams write the words through the device's address of them. */
+TEST(a_stream_s_word_reaches_another_process)
+{
+    const peer_t peer = peer_start(control_main);
+    const wsync_cuda_device_t *device = open_device(0);
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_memory_t *control = make_control(device);
+    const wsync_event_t event = {control, 8};
+    wsync_cu_stream_t stream = NULL;
+    wsync_error_t err = {0};
+
+    CU(cu->stream_create(&stream, WSYNC_CU_STREAM_NON_BLOCKING));
+    say_fd(peer.socket, wsync_cuda_memory_fd(control));
+    CU(cu->stream_write_value(stream, wsync_cuda_event_address(event), 5, 0));
+    CU(cu->stream_wait_value(stream, wsync_cuda_event_address((wsync_event_t){control, 16}),
+                             6, WSYNC_CU_WAIT_GEQ));
+    CU(cu->stream_synchronize(stream));
+    CHECK_OK(wsync_cuda_event_wait((wsync_event_t){control, 16}, 6, 0, &err), err);
+    CU(cu->stream_destroy(stream));
+    wsync_cuda_memory_destroy(control);
+    peer_end(peer);
+}
+
+/* --- each driver call fails in turn -----------------------------------------------------
+ */
+
+static wsync_status_t attempt(const wsync_cuda_device_t *device, wsync_error_t *err)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_memory_t *import = NULL;
+    wsync_memory_t *control = NULL;
+    wsync_memory_t *peer = NULL;
+    wsync_status_t status = wsync_cuda_memory_create(device, NBYTES, &memory, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_memory_import(device, wsync_cuda_memory_fd(memory), NBYTES,
+                                          &import, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_control_create(device, CONTROL_NBYTES, &control, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_control_import(device, wsync_cuda_memory_fd(control),
+                                           CONTROL_NBYTES, &peer, err);
+    }
+    wsync_cuda_memory_destroy(memory);
+    wsync_cuda_memory_destroy(import);
+    wsync_cuda_memory_destroy(control);
+    wsync_cuda_memory_destroy(peer);
+    return status;
+}
+
+static int open_fds(void)
+{
+    const int fd = dup(0);
+
+    CHECK(fd >= 0);
+    (void)close(fd);
+    return fd;
+}
+
+/* Streams of the fake end by themselves. */
+static void await_streams(void)
+{
+    for (int i = 0; i < 10000 && fake_census().streams > 0; i++) {
+        (void)usleep(1000);
+    }
+    CHECK_EQ(fake_census().streams, 0);
+}
+
+static void fail_in_turn(int code)
+{
+    const wsync_cuda_device_t *device = open_device(0);
+    long reported = 0;
+    int fds;
+
+    for (long k = 0;; k++) {
+        wsync_error_t err = {0};
+        wsync_status_t status;
+        const char *failed;
+
+        fds = open_fds();
+        fake_fail("*", k, code);
+        status = attempt(device, &err);
+        failed = fake_failed();
+        fake_fail("*", -1, 0);
+        await_streams();
+        check_clean();
+        CHECK_EQ(open_fds(), fds);
+        if (failed == NULL) {
+            CHECK_OK(status, err);
+            (void)printf("%ld calls failed in turn, %ld reported\n", k, reported);
+            CHECK(reported > 12 && k > reported);
+            return;
+        }
+        if (status != WSYNC_OK) {
+            CHECK_EQ(err.native, code);
+            CHECK_STR(err.origin, failed);
+            CHECK_EQ(err.status, status);
+            reported++;
+        }
+    }
+}
+
+TEST(each_call_fails_in_turn)
+{
+    fail_in_turn(WSYNC_CU_LAUNCH_FAILED);
+}
+
+TEST(memory_runs_out_at_each_call)
+{
+    fail_in_turn(WSYNC_CU_OUT_OF_MEMORY);
+}
+
+TEST(a_gpu_that_does_not_open_may_be_asked_again)
+{
+    const wsync_cuda_device_t *device = NULL;
+    const wsync_cuda_driver_t *cu = load_driver();
+    long k = 0;
+
+    (void)cu;
+    for (;; k++) {
+        wsync_error_t err = {0};
+        wsync_status_t status;
+
+        fake_fail("*", k, WSYNC_CU_UNKNOWN);
+        status = wsync_cuda_device(0, &device, &err);
+        if (fake_failed() == NULL) {
+            CHECK_OK(status, err);
+            break;
+        }
+        CHECK_EQ(status, WSYNC_ERR_DEVICE);
+        CHECK(device == NULL);
+        CHECK_STR(err.origin, fake_failed());
+    }
+    CHECK(k > 8);
+    fake_fail("*", -1, 0);
+}

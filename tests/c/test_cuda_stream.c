@@ -1,0 +1,488 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * GPU streams on tests/fakecuda: what they ask of the driver, against the host backend, and
+ * with every call failing. */
+#include <fcntl.h>
+
+#include "cuda_fixture.h"
+#include "device_fixture.h"
+
+enum { NBYTES = 1 << 20, LOG_NBYTES = 1 << 20 };
+
+static const wsync_device_ops_t *gpu(void)
+{
+    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
+    return test_device();
+}
+
+static wsync_memory_t *make_buffer(const wsync_device_ops_t *ops, uint64_t nbytes)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops->memory_create(nbytes, &memory, &err), err);
+    return memory;
+}
+
+static wsync_memory_t *make_control(const wsync_device_ops_t *ops)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops->control_create(4096, &memory, &err), err);
+    return memory;
+}
+
+static wsync_stream_t *make_stream(const wsync_device_ops_t *ops)
+{
+    wsync_stream_t *stream = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops->stream_create(2, &stream, &err), err);
+    return stream;
+}
+
+static wsync_span_t span_of(const wsync_device_ops_t *ops, wsync_memory_t *memory)
+{
+    return (wsync_span_t){ops->memory_data(memory), ops->memory_nbytes(memory)};
+}
+
+/* What a plan is made of: rows, a transposed tensor, single bytes, casts, one long run. */
+static const wsync_copy_t copies[] = {
+    {.row_count = 100003, .source_item_nbytes = 1, .destination_item_nbytes = 1},
+    {.source_offset = 200000,
+     .destination_offset = 200000,
+     .row_count = 192,
+     .source_item_nbytes = 1,
+     .destination_item_nbytes = 1,
+     .ndim = 2,
+     .extent = {10, 50},
+     .source_stride = {9600, 192},
+     .destination_stride = {400, 4000}},
+    {.source_offset = 500000,
+     .destination_offset = 500000,
+     .row_count = 1,
+     .source_item_nbytes = 2,
+     .destination_item_nbytes = 2,
+     .ndim = 2,
+     .extent = {64, 48},
+     .source_stride = {2, 128},
+     .destination_stride = {96, 2}},
+    {.source_offset = 600001,
+     .destination_offset = 600003,
+     .row_count = 4099,
+     .source_item_nbytes = 1,
+     .destination_item_nbytes = 1},
+    {.source_offset = 700000,
+     .destination_offset = 700000,
+     .row_count = 1000,
+     .source_item_nbytes = 4,
+     .destination_item_nbytes = 2,
+     .transform = WSYNC_TRANSFORM_F32_TO_BF16},
+};
+enum { COPIES = sizeof(copies) / sizeof(copies[0]) };
+
+static void fill(wsync_span_t span)
+{
+    uint32_t state = 1;
+
+    for (uint64_t i = 0; i < span.nbytes; i++) {
+        state = state * 1664525 + 1013904223;
+        ((unsigned char *)span.data)[i] = (unsigned char)(state >> 24);
+    }
+    for (uint64_t i = 0; i < 1000; i++) { /* numbers, and no payloads of NaNs */
+        const float value = (float)i / 7.0F;
+
+        memcpy((unsigned char *)span.data + 700000 + 4 * i, &value, sizeof(value));
+    }
+}
+
+TEST(copies_are_those_of_the_host)
+{
+    const wsync_device_ops_t *ops = gpu();
+    const wsync_device_ops_t *host = wsync_device_host();
+    wsync_memory_t *from = make_buffer(ops, NBYTES);
+    wsync_memory_t *to = make_buffer(ops, NBYTES);
+    wsync_memory_t *expected = make_buffer(host, NBYTES);
+    wsync_stream_t *stream = make_stream(ops);
+    wsync_stream_t *reference = make_stream(host);
+    const wsync_span_t source = span_of(ops, from);
+    const wsync_span_t destination = span_of(ops, to);
+    const wsync_span_t wanted = span_of(host, expected);
+    wsync_error_t err = {0};
+
+    fill(source);
+    for (int count = 1; count <= COPIES; count++) {
+        memset(destination.data, 0, NBYTES);
+        memset(wanted.data, 0, NBYTES);
+        CHECK_OK(ops->stream_copy(stream, copies, (size_t)count, &source, 1, &destination,
+                                  1, &err),
+                 err);
+        CHECK_OK(host->stream_copy(reference, copies, (size_t)count, &source, 1, &wanted, 1,
+                                   &err),
+                 err);
+        CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &err), err);
+        CHECK_OK(host->stream_synchronize(reference, PATIENT_MS, &err), err);
+        CHECK(memcmp(destination.data, wanted.data, NBYTES) == 0);
+    }
+    ops->stream_destroy(stream);
+    host->stream_destroy(reference);
+    ops->memory_destroy(from);
+    ops->memory_destroy(to);
+    host->memory_destroy(expected);
+}
+
+/* --- what is asked of the driver
+ * ---------------------------------------------------------- */
+
+static int open_log(char *path)
+{
+    const int fd = mkstemp(path);
+
+    CHECK(fd >= 0);
+    choose_fake("WSYNC_FAKE_CUDA_LOG", path);
+    return fd;
+}
+
+/* The calls since the log was at `from`, without those for the context. */
+static void read_calls(int fd, off_t from, char *text)
+{
+    static char log[LOG_NBYTES];
+    const ssize_t nbytes = pread(fd, log, sizeof(log) - 1, from);
+    char *line = log;
+
+    CHECK(nbytes >= 0 && nbytes < LOG_NBYTES - 1);
+    log[nbytes] = '\0';
+    text[0] = '\0';
+    while (*line != '\0') {
+        char *end = strchr(line, '\n');
+        const char *call = strchr(line, ' ') + 1;
+
+        *end = '\0';
+        if (strncmp(call, "cuCtx", 5) != 0) {
+            (void)strcat(strcat(text, call), " ");
+        }
+        line = end + 1;
+    }
+}
+
+TEST(a_round_is_one_wait_one_launch_one_record)
+{
+    char path[] = "/var/tmp/wsync-calls-XXXXXX";
+    char text[4096];
+    const int fd = open_log(path);
+    const wsync_device_ops_t *ops = gpu();
+    wsync_memory_t *from = make_buffer(ops, NBYTES);
+    wsync_memory_t *to = make_buffer(ops, NBYTES);
+    wsync_memory_t *control = make_control(ops);
+    wsync_stream_t *peer = make_stream(ops);
+    wsync_stream_t *stream = make_stream(ops);
+    const wsync_span_t source = span_of(ops, from);
+    const wsync_span_t destination = span_of(ops, to);
+    const wsync_event_t ready = {control, 0};
+    const wsync_event_t done = {control, 64};
+    wsync_error_t err = {0};
+
+    for (uint64_t round = 1; round <= 3; round++) {
+        const off_t before = lseek(fd, 0, SEEK_END);
+
+        CHECK_OK(ops->stream_wait(stream, ready, round, &err), err);
+        CHECK_OK(
+            ops->stream_copy(stream, copies, COPIES, &source, 1, &destination, 1, &err),
+            err);
+        CHECK_OK(ops->stream_record(stream, done, round, &err), err);
+        read_calls(fd, before, text);
+        if (round ==
+            1) { /* the tables of the plan, and the addresses: both sides' differ */
+            CHECK_HAS(text, "cuMemcpyHtoDAsync");
+        } else {
+            CHECK_STR(text, "cuStreamWaitValue64 cuLaunchKernel cuStreamWriteValue64 ");
+        }
+        CHECK_OK(ops->stream_record(peer, ready, round, &err), err);
+        CHECK_OK(ops->event_wait(done, round, PATIENT_MS, &err), err);
+    }
+    ops->stream_destroy(stream);
+    ops->stream_destroy(peer);
+    ops->memory_destroy(control);
+    ops->memory_destroy(from);
+    ops->memory_destroy(to);
+    (void)unlink(path);
+    (void)close(fd);
+}
+
+/* Buffers that moved cost an upload of addresses, not of the plan. */
+TEST(moved_buffers_are_bound_anew)
+{
+    char path[] = "/var/tmp/wsync-calls-XXXXXX";
+    char text[4096];
+    const int fd = open_log(path);
+    const wsync_device_ops_t *ops = gpu();
+    wsync_memory_t *buffers[3] = {make_buffer(ops, NBYTES), make_buffer(ops, NBYTES),
+                                  make_buffer(ops, NBYTES)};
+    wsync_stream_t *stream = make_stream(ops);
+    const wsync_span_t source = span_of(ops, buffers[0]);
+    off_t before;
+    wsync_error_t err = {0};
+
+    fill(source);
+    for (int i = 1; i < 3; i++) {
+        const wsync_span_t destination = span_of(ops, buffers[i]);
+
+        before = lseek(fd, 0, SEEK_END);
+        CHECK_OK(
+            ops->stream_copy(stream, copies, COPIES, &source, 1, &destination, 1, &err),
+            err);
+    }
+    read_calls(fd, before, text);
+    CHECK_STR(text, "cuMemcpyHtoDAsync cuStreamSynchronize cuLaunchKernel ");
+    CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &err), err);
+    CHECK(memcmp(ops->memory_data(buffers[1]), ops->memory_data(buffers[2]), NBYTES) == 0);
+    ops->stream_destroy(stream);
+    for (int i = 0; i < 3; i++) {
+        ops->memory_destroy(buffers[i]);
+    }
+    (void)unlink(path);
+    (void)close(fd);
+}
+
+TEST(a_long_run_goes_to_a_copy_engine)
+{
+    const wsync_copy_t run = {
+        .row_count = NBYTES, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    char path[] = "/var/tmp/wsync-calls-XXXXXX";
+    char text[4096];
+    const int fd = open_log(path);
+    const wsync_device_ops_t *ops = gpu();
+    wsync_memory_t *from = make_buffer(ops, NBYTES);
+    wsync_memory_t *to = make_buffer(ops, NBYTES);
+    wsync_stream_t *stream = make_stream(ops);
+    const wsync_span_t source = span_of(ops, from);
+    const wsync_span_t destination = span_of(ops, to);
+    const off_t before = lseek(fd, 0, SEEK_END);
+    wsync_error_t err = {0};
+
+    fill(source);
+    CHECK_OK(ops->stream_copy(stream, &run, 1, &source, 1, &destination, 1, &err), err);
+    read_calls(fd, before, text);
+    CHECK_STR(text, "cuMemcpyAsync ");
+    CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &err), err);
+    CHECK(memcmp(source.data, destination.data, NBYTES) == 0);
+    ops->stream_destroy(stream);
+    ops->memory_destroy(from);
+    ops->memory_destroy(to);
+    (void)unlink(path);
+    (void)close(fd);
+}
+
+TEST(a_gpu_without_kernels_or_of_another_uuid_is_no_backend)
+{
+    const wsync_device_ops_t *ops = NULL;
+    wsync_cu_uuid_t uuid = {{0xde, 0xad, 0xbe, 0xef}};
+    wsync_error_t err = {0};
+
+    choose_fake(NULL, NULL);
+    CHECK_EQ(wsync_device_cuda(&uuid, "kernels", &ops, &err), WSYNC_ERR_UNSUPPORTED);
+    CHECK_HAS(err.message, "none of the 1 GPUs");
+    CHECK_HAS(err.message, "deadbeef");
+    memset(uuid.bytes, 0xfa, sizeof(uuid.bytes));
+    uuid.bytes[15] = 0;
+    CHECK_EQ(wsync_device_cuda(&uuid, NULL, &ops, &err), WSYNC_ERR_STATE);
+    CHECK_HAS(err.message, "no kernels yet");
+    CHECK(ops == NULL);
+    CHECK_OK(wsync_device_cuda(&uuid, "kernels", &ops, &err), err);
+    CHECK_OK(wsync_device_cuda(&uuid, NULL, &ops, &err), err);
+    CHECK_STR(ops->name, "cuda");
+}
+
+/* --- two processes
+ * ------------------------------------------------------------------------ */
+
+enum { ROUNDS = 40 };
+
+/* Doubles as both sides: `mine` is recorded when the other's word has the round before. */
+static void play(int socket, bool first)
+{
+    const wsync_device_ops_t *ops = gpu();
+    wsync_memory_t *control = NULL;
+    wsync_memory_t *buffer = NULL;
+    wsync_stream_t *stream = make_stream(ops);
+    wsync_error_t err = {0};
+
+    if (first) {
+        control = make_control(ops);
+        buffer = make_buffer(ops, NBYTES);
+        fill(span_of(ops, buffer));
+        say_fd(socket, ops->memory_fd(control));
+        say_fd(socket, ops->memory_fd(buffer));
+    } else {
+        const int words = hear_fd(socket);
+        const int fd = hear_fd(socket);
+
+        CHECK_OK(ops->control_import(words, 4096, &control, &err), err);
+        CHECK_OK(ops->memory_import(fd, NBYTES, &buffer, &err), err);
+        (void)close(words);
+        (void)close(fd);
+    }
+    /* The row moves on by one place a round, in turns. */
+    for (uint64_t round = first ? 1 : 2; round <= ROUNDS; round += 2) {
+        const wsync_copy_t copy = {.source_offset = (round - 1) * 4096,
+                                   .destination_offset = round * 4096,
+                                   .row_count = 4096,
+                                   .source_item_nbytes = 1,
+                                   .destination_item_nbytes = 1};
+        const wsync_span_t span = span_of(ops, buffer);
+
+        CHECK_OK(ops->stream_wait(stream, (wsync_event_t){control, first ? 64 : 0},
+                                  round - 1, &err),
+                 err);
+        CHECK_OK(ops->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+        CHECK_OK(ops->stream_record(stream, (wsync_event_t){control, first ? 0 : 64}, round,
+                                    &err),
+                 err);
+    }
+    CHECK_OK(ops->event_wait((wsync_event_t){control, 64}, ROUNDS, PATIENT_MS, &err), err);
+    CHECK(memcmp((char *)ops->memory_data(buffer) + ROUNDS * 4096, ops->memory_data(buffer),
+                 4096) == 0);
+    ops->stream_destroy(stream);
+    ops->memory_destroy(buffer);
+    ops->memory_destroy(control);
+}
+
+static void second_main(int socket)
+{
+    play(socket, false);
+}
+
+TEST(streams_of_two_processes_take_turns_without_the_host)
+{
+    const peer_t peer = peer_start(second_main);
+
+    play(peer.socket, true);
+    peer_end(peer);
+}
+
+static void vanish_main(int socket)
+{
+    const wsync_device_ops_t *ops = gpu();
+    wsync_memory_t *control = make_control(ops);
+
+    say_fd(socket, ops->memory_fd(control));
+    await_nudge(socket);
+}
+
+/* Who waits for a process that died can be told to go on. */
+TEST(a_wait_for_a_dead_process_ends_with_the_stream)
+{
+    const peer_t peer = peer_start(vanish_main);
+    const wsync_device_ops_t *ops = gpu();
+    const int fd = hear_fd(peer.socket);
+    wsync_memory_t *control = NULL;
+    wsync_stream_t *stream = make_stream(ops);
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops->control_import(fd, 4096, &control, &err), err);
+    (void)close(fd);
+    CHECK_OK(ops->stream_wait(stream, (wsync_event_t){control, 0}, 1, &err), err);
+    ops->memory_destroy(control);
+    nudge(peer.socket);
+    peer_end(peer);
+    CHECK_EQ(ops->stream_synchronize(stream, 20, &err), WSYNC_ERR_TIMEOUT);
+    ops->stream_destroy(stream);
+}
+
+/* --- each driver call fails in turn
+ * -------------------------------------------------------- */
+
+static wsync_status_t attempt(const wsync_device_ops_t *ops, const wsync_span_t *source,
+                              const wsync_span_t *destination, wsync_error_t *err)
+{
+    wsync_stream_t *stream = NULL;
+    wsync_memory_t *control = NULL;
+    wsync_stream_span_t *spans = NULL;
+    size_t count = 0;
+    wsync_error_t ignored = {0};
+    wsync_status_t status = ops->control_create(4096, &control, err);
+
+    if (status == WSYNC_OK) {
+        status = ops->stream_create(1, &stream, err);
+    }
+    if (status == WSYNC_OK) {
+        ops->stream_trace(stream, calloc(4, sizeof(*spans)), 4, &spans, &count);
+        CHECK(spans == NULL && count == 0);
+        status = ops->stream_copy(stream, copies, COPIES, source, 1, destination, 1, err);
+    }
+    if (status == WSYNC_OK) {
+        status = ops->stream_record(stream, (wsync_event_t){control, 0}, 1, err);
+    }
+    if (status == WSYNC_OK) {
+        status = ops->stream_wait(stream, (wsync_event_t){control, 8}, 1, err);
+    }
+    if (status == WSYNC_OK) {
+        status = ops->stream_synchronize(stream, 1, err);
+        CHECK(status != WSYNC_OK);
+        status = status == WSYNC_ERR_TIMEOUT ? WSYNC_OK : status;
+    }
+    if (stream != NULL) {
+        ops->stream_abandon(stream);
+        ops->stream_trace(stream, NULL, 0, &spans, &count);
+        CHECK(count <= 1);
+        free(spans);
+        (void)ops->stream_synchronize(stream, PATIENT_MS, &ignored);
+    }
+    ops->stream_destroy(stream);
+    ops->memory_destroy(control);
+    return status;
+}
+
+/* Streams of the fake end by themselves. */
+static fakecuda_census_t settled_census(void)
+{
+    for (int i = 0; i < 10000 && fake_census().streams > 0; i++) {
+        (void)usleep(1000);
+    }
+    return fake_census();
+}
+
+TEST(each_call_fails_in_turn)
+{
+    const wsync_device_ops_t *ops = gpu();
+    wsync_memory_t *from = make_buffer(ops, NBYTES);
+    wsync_memory_t *to = make_buffer(ops, NBYTES);
+    const wsync_span_t source = span_of(ops, from);
+    const wsync_span_t destination = span_of(ops, to);
+    const fakecuda_census_t before = settled_census();
+    long reported = 0;
+
+    CHECK_EQ(before.streams, 0);
+    for (long k = 0;; k++) {
+        wsync_error_t err = {0};
+        wsync_status_t status;
+        const char *failed;
+        fakecuda_census_t after;
+
+        fake_fail("*", k, WSYNC_CU_LAUNCH_FAILED);
+        status = attempt(ops, &source, &destination, &err);
+        failed = fake_failed();
+        fake_fail("*", -1, 0);
+        after = settled_census();
+        if (memcmp(&before, &after, sizeof(after)) != 0) {
+            FAIL(
+                "call %ld (%s) failing: streams %ld, events %ld, allocated %ld, "
+                "registered %ld, pushed %ld",
+                k, failed != NULL ? failed : "none", after.streams, after.events,
+                after.allocated, after.registered, after.pushed);
+        }
+        if (failed == NULL) {
+            CHECK_OK(status, err);
+            (void)printf("%ld calls failed in turn, %ld reported\n", k, reported);
+            CHECK(reported > 12);
+            break;
+        }
+        if (status != WSYNC_OK) {
+            CHECK_EQ(err.native, WSYNC_CU_LAUNCH_FAILED);
+            CHECK_STR(err.origin, failed);
+            reported++;
+        }
+    }
+    ops->memory_destroy(from);
+    ops->memory_destroy(to);
+}
