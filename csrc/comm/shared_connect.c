@@ -121,7 +121,7 @@ static wsync_status_t take_memory(wsync_comm_t *self, uint32_t rank,
     }
     peer->half_nbytes = half_nbytes;
     return self->ops->control_import(frame->fds[1], SHARED_CONTROL_NBYTES, &peer->control,
-                                    err);
+                                     err);
 }
 
 static wsync_status_t connect_below(wsync_comm_t *self, uint32_t rank, const char *address,

@@ -14,8 +14,7 @@ static struct {
     bool opened[WSYNC_CUDA_MAX_DEVICES];
     wsync_cuda_device_t devices[WSYNC_CUDA_MAX_DEVICES];
     _Atomic(wsync_cu_function_t) copy_kernels[WSYNC_CUDA_MAX_DEVICES];
-} table = {.mutex =
-               PTHREAD_MUTEX_INITIALIZER};  // NOLINT(*-avoid-non-const-global-variables)
+} table = {.mutex = PTHREAD_MUTEX_INITIALIZER};  // NOLINT(cppcoreguidelines-*)
 
 static wsync_status_t check_attributes(const wsync_cuda_device_t *device,
                                        wsync_error_t *err)
@@ -147,8 +146,10 @@ wsync_status_t wsync_cuda_enter(const wsync_cuda_device_t *device, wsync_error_t
 bool wsync_cuda_enter_to_free(const wsync_cuda_device_t *device)
 {
     /* Twice: an error that comes once would leak for ever. */
-    return wsync_cuda_enter(device, NULL) == WSYNC_OK ||
-           wsync_cuda_enter(device, NULL) == WSYNC_OK;
+    if (wsync_cuda_enter(device, NULL) == WSYNC_OK) {
+        return true;
+    }
+    return wsync_cuda_enter(device, NULL) == WSYNC_OK;
 }
 
 void wsync_cuda_leave(const wsync_cuda_device_t *device)

@@ -182,7 +182,7 @@ wsync_status_t wsync_cuda_memory_create(const wsync_cuda_device_t *device, uint6
         return status;
     }
     status = make_record(device, nbytes, &made, err);
-    if (status == WSYNC_OK) {
+    if (made != NULL) {
         status = fill(made, err);
     }
     wsync_cuda_leave(device);
@@ -258,8 +258,11 @@ wsync_status_t wsync_cuda_memory_import(const wsync_cuda_device_t *device, int f
     if (status != WSYNC_OK) {
         return status;
     }
-    status = make_record(device, nbytes, &made, &reason);
-    if (status == WSYNC_OK) {
+    status = nbytes <= INT64_MAX
+                 ? make_record(device, nbytes, &made, &reason)
+                 : wsync_fail(&reason, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
+                              "descriptor %d does not hold %" PRIu64 " bytes", fd, nbytes);
+    if (made != NULL) {
         made->fd = fcntl(fd, F_DUPFD_CLOEXEC, 3);
         status = made->fd >= 0
                      ? adopt(made, made->fd, &reason)

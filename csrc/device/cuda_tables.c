@@ -180,7 +180,7 @@ wsync_status_t wsync_cuda_tables_segments(wsync_cuda_tables_t *tables,
         return WSYNC_OK;
     }
     status = make(copies, nbytes, hash, &made, err);
-    if (status != WSYNC_OK) {
+    if (made == NULL) {
         return status;
     }
     status = fill_segments(tables, copies, count, made, err);

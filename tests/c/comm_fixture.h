@@ -4,6 +4,7 @@
 #define WSYNC_TESTS_COMM_FIXTURE_H
 
 #include "comm/shared_internal.h"
+#include "device_fixture.h"
 #include "layouts.h"
 
 enum {
@@ -20,7 +21,7 @@ enum {
 
 static inline const wsync_device_ops_t *device(void)
 {
-    return wsync_device_host();
+    return test_device();
 }
 
 static inline const wsync_comm_ops_t *ops(void)

@@ -3,7 +3,7 @@
 #ifndef WSYNC_TESTS_SESSION_FIXTURE_H
 #define WSYNC_TESTS_SESSION_FIXTURE_H
 
-#include "harness.h"
+#include "device_fixture.h"
 #include "ipc/session_internal.h"
 
 enum { SOON_MS = 20, PATIENT_MS = 20000, RING_NBYTES = 1 << 16 };
@@ -17,7 +17,7 @@ typedef struct session {
 
 static inline const wsync_device_ops_t *ops(void)
 {
-    return wsync_device_host();
+    return test_device();
 }
 
 static inline session_t open_session(void)

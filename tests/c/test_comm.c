@@ -347,7 +347,7 @@ TEST(records_that_a_stream_has_dropped_hold_nothing_up)
     wsync_memory_t *gate = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(device()->memory_create(64, &gate, &err), err);
+    CHECK_OK(device()->control_create(64, &gate, &err), err);
     CHECK_OK(device()->stream_wait(duo.stream, (wsync_event_t){.memory = gate}, 1, &err),
              err);
     send_of(&duo, 0, 0);

@@ -148,7 +148,7 @@ TEST(introductions_are_checked)
     wsync_error_t err = {0};
 
     CHECK_OK(device()->memory_create(8192, &staging, &err), err);
-    CHECK_OK(device()->memory_create(4096, &control, &err), err);
+    CHECK_OK(device()->control_create(4096, &control, &err), err);
     for (int i = 0; i < 9; i++) {
         wsync_frame_t hello = hello_of(staging, control);
         wsync_status_t expected = WSYNC_ERR_PROTOCOL;
@@ -177,12 +177,12 @@ TEST(introductions_are_checked)
             hello.fd_count = 1;
             break;
         case 7:
-            hello.arguments[1] = 8192;
+            hello.arguments[1] = 4 << 20; /* more than a GPU rounds up to */
             expected = WSYNC_ERR_INVALID;
             break;
         default:
             hello.fds[1] = hello.fds[0];
-            expected = WSYNC_ERR_INVALID;
+            expected = on_host() ? WSYNC_ERR_INVALID : WSYNC_ERR_REFUSED;
             break;
         }
         CHECK_OK(wsync_shared_comm_create(device(), NULL, 0, 2, 4096, &comm, &err), err);
@@ -210,7 +210,7 @@ TEST(announcements_are_checked)
     wsync_error_t err = {0};
 
     CHECK_OK(device()->memory_create(8192, &staging, &err), err);
-    CHECK_OK(device()->memory_create(4096, &control, &err), err);
+    CHECK_OK(device()->control_create(4096, &control, &err), err);
     CHECK_OK(device()->stream_create(1, &stream, &err), err);
     for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
         wsync_channel_t *channel;

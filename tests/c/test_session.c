@@ -56,11 +56,13 @@ static void *work(void *context)
 TEST(every_round_of_every_update_arrives)
 {
     session_t s = open_session();
-    uint64_t *values = malloc(RING_NBYTES);
+    wsync_memory_t *buffer = NULL;
+    uint64_t *values;
     wsync_error_t err = {0};
     pthread_t worker;
 
-    CHECK(values != NULL);
+    CHECK_OK(ops()->memory_create(RING_NBYTES, &buffer, &err), err);
+    values = ops()->memory_data(buffer);
     connect_session(&s);
     CHECK_EQ(pthread_create(&worker, NULL, work, &s), 0);
     for (uint64_t i = 0; i < UPDATES; i++) {
@@ -104,7 +106,7 @@ TEST(every_round_of_every_update_arrives)
         CHECK_OK(wsync_exporter_commit(s.exporter, PATIENT_MS, &err), err);
     }
     CHECK_EQ(pthread_join(worker, NULL), 0);
-    free(values);
+    ops()->memory_destroy(buffer);
     close_session(&s);
 }
 
@@ -325,7 +327,7 @@ TEST(no_call_waits_for_data_where_there_are_streams)
 
     CHECK_OK(ops()->stream_create(1, &loading, &err), err);
     CHECK_OK(ops()->stream_create(1, &keeper, &err), err);
-    CHECK_OK(ops()->memory_create(64, &gate, &err), err);
+    CHECK_OK(ops()->control_create(64, &gate, &err), err);
     CHECK_OK(ops()->stream_wait(s.stream, (wsync_event_t){gate, 0}, 1, &err), err);
     for (uint32_t round = 0; round < 2; round++) {
         CHECK_OK(wsync_exporter_acquire(s.exporter, (int64_t)round - 1, s.stream,
@@ -452,24 +454,28 @@ TEST(a_commit_counts_even_if_the_trainer_leaves_at_once)
 
 TEST(a_killed_worker_is_named)
 {
-    session_t s = open_session();
+    session_t s = {0};
     wsync_error_t err = {0};
     uint8_t *blob = NULL;
     size_t nbytes = 0;
+    int address[2];
     int ends[2];
-    char text[64];
+    char text[WSYNC_PATH_NBYTES] = "";
+    uint8_t token[WSYNC_TOKEN_NBYTES];
     char byte;
     pid_t worker;
 
     CHECK_EQ(pipe(ends), 0);
-    worker = fork();
+    CHECK_EQ(pipe(address), 0);
+    worker = fork(); /* before either uses a device */
     if (worker == 0) {
         uint64_t update;
         uint32_t count;
 
-        CHECK_OK(wsync_importer_create(ops(), wsync_exporter_path(s.exporter),
-                                       wsync_exporter_token(s.exporter), NULL, 0,
-                                       PATIENT_MS, &s.importer, &err),
+        CHECK_EQ(read(address[0], text, sizeof(text)), sizeof(text));
+        CHECK_EQ(read(address[0], token, sizeof(token)), sizeof(token));
+        CHECK_OK(wsync_importer_create(ops(), text, token, NULL, 0, PATIENT_MS, &s.importer,
+                                       &err),
                  err);
         CHECK_OK(wsync_importer_begin(s.importer, PATIENT_MS, &update, &count, &err), err);
         CHECK_OK(wsync_importer_take(s.importer, 0, NULL, PATIENT_MS, &err), err);
@@ -477,6 +483,11 @@ TEST(a_killed_worker_is_named)
         (void)pause();
         _exit(1);
     }
+    s = open_session();
+    (void)snprintf(text, sizeof(text), "%s", wsync_exporter_path(s.exporter));
+    CHECK_EQ(write(address[1], text, sizeof(text)), sizeof(text));
+    CHECK_EQ(write(address[1], wsync_exporter_token(s.exporter), sizeof(token)),
+             sizeof(token));
     CHECK_OK(wsync_exporter_accept(s.exporter, PATIENT_MS, &blob, &nbytes, &err), err);
     CHECK_EQ(nbytes, 0);
     free(blob);
