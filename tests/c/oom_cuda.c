@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Every allocation of the CUDA backend fails in turn, on tests/fakecuda. */
+#include "device_fixture.h"
+#include "oom.h"
+
+enum { NBYTES = 4096, PATIENT_MS = 60000 };
+
+static wsync_status_t attempt(void *context, wsync_error_t *err)
+{
+    static const wsync_copy_t copy = {
+        .row_count = 64, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    const wsync_device_ops_t *ops = context;
+    wsync_memory_t *memory = NULL;
+    wsync_memory_t *import = NULL;
+    wsync_memory_t *control = NULL;
+    wsync_memory_t *peer = NULL;
+    wsync_stream_t *stream = NULL;
+    wsync_error_t ignored = {0};
+    wsync_status_t status = ops->memory_create(NBYTES, &memory, err);
+
+    if (status == WSYNC_OK) {
+        status = ops->memory_import(ops->memory_fd(memory), NBYTES, &import, err);
+    }
+    if (status == WSYNC_OK) {
+        status = ops->control_create(NBYTES, &control, err);
+    }
+    if (status == WSYNC_OK) {
+        status = ops->control_import(ops->memory_fd(control), NBYTES, &peer, err);
+    }
+    if (status == WSYNC_OK) {
+        status = ops->stream_create(1, &stream, err);
+    }
+    if (status == WSYNC_OK) {
+        const wsync_span_t source = {ops->memory_data(memory), NBYTES};
+        const wsync_span_t destination = {(char *)ops->memory_data(import) + 64, 64};
+
+        memset(source.data, 7, 64);
+        memset(destination.data, 0, 64);
+        status = ops->stream_copy(stream, &copy, 1, &source, 1, &destination, 1, err);
+        CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
+        CHECK_EQ(*(char *)destination.data, status == WSYNC_OK ? 7 : 0);
+    }
+    if (status == WSYNC_OK) {
+        status = ops->stream_record(stream, (wsync_event_t){control, 8}, 1, err);
+    }
+    ops->stream_destroy(stream);
+    CHECK(peer == NULL || status != WSYNC_OK ||
+          ops->event_query((wsync_event_t){peer, 8}) == 1);
+    ops->memory_destroy(memory);
+    ops->memory_destroy(import);
+    ops->memory_destroy(control);
+    ops->memory_destroy(peer);
+    return status;
+}
+
+TEST(allocations)
+{
+    const wsync_device_ops_t *ops;
+
+    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
+    ops = test_device();
+    CHECK(oom_run(attempt, (void *)(uintptr_t)ops) >= 12);
+}

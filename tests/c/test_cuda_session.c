@@ -1,0 +1,234 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * A whole update through GPU memory, on tests/fakecuda, with every driver call of both
+ * sides failing in turn. */
+#include "cuda_fixture.h"
+#include "device_fixture.h"
+#include "ipc/session.h"
+
+enum { RING_NBYTES = 1 << 16, SLOT = 4096, SLOTS = 2, ROUNDS = 5 };
+
+typedef struct update {
+    const wsync_device_ops_t *ops;
+    wsync_memory_t *weights; /* kept from attempt to attempt */
+    wsync_memory_t *parameters;
+    wsync_exporter_t *exporter;
+    wsync_importer_t *importer;
+    wsync_memory_t *ring;
+    wsync_stream_t *packing;
+    wsync_stream_t *loading;
+} update_t;
+
+static wsync_copy_t slot_copy(uint32_t from, uint32_t to)
+{
+    return (wsync_copy_t){.source_offset = (uint64_t)from * SLOT,
+                          .destination_offset = (uint64_t)to * SLOT,
+                          .row_count = SLOT,
+                          .source_item_nbytes = 1,
+                          .destination_item_nbytes = 1};
+}
+
+static wsync_span_t span_of(const update_t *u, wsync_memory_t *memory)
+{
+    return (wsync_span_t){u->ops->memory_data(memory), u->ops->memory_nbytes(memory)};
+}
+
+static wsync_status_t open_both(update_t *u, wsync_error_t *err)
+{
+    uint8_t *blob = NULL;
+    size_t nbytes = 0;
+    wsync_status_t status = wsync_exporter_create(u->ops, NULL, &u->exporter, err);
+
+    if (status == WSYNC_OK) {
+        status = u->ops->memory_create(RING_NBYTES, &u->ring, err);
+    }
+    if (status == WSYNC_OK) {
+        status = u->ops->stream_create(1, &u->packing, err);
+    }
+    if (status == WSYNC_OK) {
+        status = u->ops->stream_create(1, &u->loading, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_importer_create(
+            u->ops, wsync_exporter_path(u->exporter), wsync_exporter_token(u->exporter),
+            (const uint8_t *)"layout", 6, PATIENT_MS, &u->importer, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_exporter_accept(u->exporter, PATIENT_MS, &blob, &nbytes, err);
+        free(blob);
+    }
+    return status;
+}
+
+static wsync_status_t begin_both(update_t *u, wsync_error_t *err)
+{
+    uint64_t update = 0;
+    uint32_t count = 0;
+    wsync_status_t status = wsync_exporter_attach(
+        u->exporter, u->ring, (const uint8_t *)"manifest", 8, PATIENT_MS, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_exporter_begin(u->exporter, 1, ROUNDS, PATIENT_MS, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_importer_begin(u->importer, PATIENT_MS, &update, &count, err);
+    }
+    return status;
+}
+
+static wsync_status_t run_round(update_t *u, uint32_t round, wsync_error_t *err)
+{
+    /* Borrowed by the streams until they have run dry, which is before these change. */
+    static wsync_copy_t packs[ROUNDS];
+    static wsync_copy_t loads[ROUNDS];
+    const wsync_span_t weights = span_of(u, u->weights);
+    const wsync_span_t parameters = span_of(u, u->parameters);
+    const wsync_span_t sent = span_of(u, u->ring);
+    wsync_span_t taken;
+    wsync_status_t status =
+        wsync_exporter_acquire(u->exporter, round < SLOTS ? -1 : (int64_t)round - SLOTS,
+                               u->packing, PATIENT_MS, err);
+
+    packs[round] = slot_copy(round, round % SLOTS);
+    loads[round] = slot_copy(round % SLOTS, round);
+    if (status == WSYNC_OK) {
+        status =
+            u->ops->stream_copy(u->packing, &packs[round], 1, &weights, 1, &sent, 1, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_exporter_post(u->exporter, round, u->packing, PATIENT_MS, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_importer_take(u->importer, round, u->loading, PATIENT_MS, err);
+    }
+    if (status == WSYNC_OK) {
+        taken = span_of(u, wsync_importer_ring(u->importer));
+        status = u->ops->stream_copy(u->loading, &loads[round], 1, &taken, 1, &parameters,
+                                     1, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_importer_done(u->importer, round, u->loading, PATIENT_MS, err);
+    }
+    return status;
+}
+
+static wsync_status_t commit_both(update_t *u, wsync_error_t *err)
+{
+    const wsync_receipt_t receipt = {1, ROUNDS * SLOT, 0};
+    wsync_receipt_t received = {0};
+    wsync_status_t status = wsync_importer_prepared(u->importer, &receipt, PATIENT_MS, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_exporter_prepared(u->exporter, PATIENT_MS, &received, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_exporter_commit(u->exporter, PATIENT_MS, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_importer_verdict(u->importer, PATIENT_MS, err);
+    }
+    return status;
+}
+
+static void close_both(update_t *u)
+{
+    if (u->packing != NULL) {
+        u->ops->stream_abandon(u->packing);
+    }
+    if (u->loading != NULL) {
+        u->ops->stream_abandon(u->loading);
+    }
+    wsync_importer_destroy(u->importer);
+    wsync_exporter_destroy(u->exporter);
+    u->ops->stream_destroy(u->packing);
+    u->ops->stream_destroy(u->loading);
+    u->ops->memory_destroy(u->ring);
+    u->importer = NULL;
+    u->exporter = NULL;
+    u->packing = NULL;
+    u->loading = NULL;
+    u->ring = NULL;
+}
+
+static wsync_status_t attempt(update_t *u, wsync_error_t *err)
+{
+    wsync_status_t status;
+
+    memset(u->ops->memory_data(u->parameters), 0, ROUNDS * SLOT);
+    status = open_both(u, err);
+    if (status == WSYNC_OK) {
+        status = begin_both(u, err);
+    }
+    for (uint32_t round = 0; status == WSYNC_OK && round < ROUNDS; round++) {
+        status = run_round(u, round, err);
+    }
+    if (status == WSYNC_OK) {
+        status = commit_both(u, err);
+    }
+    /* The words have said so already, but through two mappings of one page, which no
+     * sanitizer knows to be one. */
+    if (status == WSYNC_OK) {
+        status = u->ops->stream_synchronize(u->loading, PATIENT_MS, err);
+    }
+    /* What was committed is there. */
+    CHECK(status != WSYNC_OK ||
+          memcmp(u->ops->memory_data(u->parameters), u->ops->memory_data(u->weights),
+                 (size_t)ROUNDS * SLOT) == 0);
+    close_both(u);
+    return status;
+}
+
+/* Streams of the fake end by themselves. */
+static fakecuda_census_t settled_census(void)
+{
+    for (int i = 0; i < 10000 && fake_census().streams > 0; i++) {
+        (void)usleep(1000);
+    }
+    return fake_census();
+}
+
+TEST(an_update_survives_no_failing_call_and_leaves_nothing)
+{
+    update_t u = {0};
+    fakecuda_census_t before;
+    long reported = 0;
+    wsync_error_t err = {0};
+
+    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
+    CHECK_EQ(setenv("WSYNC_FAKE_CUDA_DELAY_US", "20", 1), 0);
+    u.ops = test_device();
+    CHECK_OK(u.ops->memory_create(ROUNDS * SLOT, &u.weights, &err), err);
+    CHECK_OK(u.ops->memory_create(ROUNDS * SLOT, &u.parameters, &err), err);
+    for (size_t i = 0; i < ROUNDS * SLOT; i++) {
+        ((unsigned char *)u.ops->memory_data(u.weights))[i] = (unsigned char)(i * 7 >> 3);
+    }
+    before = settled_census();
+    for (long k = 0;; k++) {
+        const char *failed;
+        fakecuda_census_t after;
+        wsync_status_t status;
+
+        err = (wsync_error_t){0};
+        fake_fail("*", k, WSYNC_CU_LAUNCH_FAILED);
+        status = attempt(&u, &err);
+        failed = fake_failed();
+        fake_fail("*", -1, 0);
+        after = settled_census();
+        if (memcmp(&before, &after, sizeof(after)) != 0) {
+            FAIL("call %ld (%s) failing leaves something", k,
+                 failed != NULL ? failed : "none");
+        }
+        if (failed == NULL) {
+            CHECK_OK(status, err);
+            (void)printf("%ld calls failed in turn, %ld reported\n", k, reported);
+            CHECK(reported > 40);
+            break;
+        }
+        if (status != WSYNC_OK) {
+            CHECK_EQ(err.native, WSYNC_CU_LAUNCH_FAILED);
+            CHECK_STR(err.origin, failed);
+            reported++;
+        }
+    }
+    u.ops->memory_destroy(u.weights);
+    u.ops->memory_destroy(u.parameters);
+}
