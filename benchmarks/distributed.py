@@ -1,13 +1,15 @@
 """`distributed`: replace every weight of remote engines, Qwen3-0.6B shapes in bfloat16 over gloo.
 
 A real TP2 x PP2 Megatron trainer, and 1, 2 and 4 engine processes that it shares no memory with.
-The peers' way is slime's: every parameter is all-gathered by itself, each stage's source collects
-up to 512 MiB, takes a lock that it shares with the other stage, and broadcasts tensor by tensor to
-all engines.  Both ways take turns in the same processes, into the same engines.
+They run wsync's receiver, each a rank of the exchange, or take broadcasts of whole buckets as any
+engine does.  The peers' way is slime's: every parameter is all-gathered by itself, each stage's
+source collects up to 512 MiB, takes a lock that it shares with the other stage, and broadcasts
+tensor by tensor to all engines.  All ways take turns in the same processes, into the same engines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import statistics
 import threading
@@ -30,13 +32,15 @@ from wsync.update_group import Store, UpdateGroup
 RANKS = 4
 REPEATS = 3
 ENGINES = (1, 2, 4)
+# Options.broadcast, and what to call it
+WAYS = {"wsync": "with wsync", "bucket": "without wsync"}
 SECONDS = 300.0
 
 
 def run() -> Iterator[dict[str, Any]]:
     found = on_ranks(RANKS, _rank)
-    first = found[0]
     for row in found:
+        first = next(other for other in found if other["way"] == row["way"])
         extra = row["engines"] - 1
         if extra:
             each = [(row[k] - first[k]) / extra for k in ("seconds", "peer_seconds")]
@@ -64,23 +68,26 @@ def _rank(rank: int) -> list[dict[str, Any]]:
                 while rank == 0 and len(engines) < count:
                     engines.append(ProcessEngine(shapes, name=f"engine {len(engines)}"))
                 seconds, verified = _measure(rank, trainer.chunks, config, layout, engines, wanted)
-                rows.append(_row(count, nbytes, seconds, verified))
+                rows += [_row(way, count, nbytes, seconds, verified) for way in WAYS]
         finally:
             for engine in engines:
                 engine.close()
     return rows
 
 
-def _row(count: int, nbytes: int, seconds: dict[str, float], verified: bool) -> dict[str, Any]:
+def _row(
+    way: str, count: int, nbytes: int, seconds: dict[str, float], verified: bool
+) -> dict[str, Any]:
     return {
         "benchmark": "distributed",
-        "case": f"TP2 x PP2 to {count} engine{'s' if count > 1 else ''}",
+        "case": f"TP2 x PP2 to {count} engine{'s' if count > 1 else ''} {WAYS[way]}",
+        "way": way,
         "engines": count,
         "bytes": nbytes,
-        "seconds": seconds["wsync"],
+        "seconds": seconds[way],
         "peer": "slime's way, one broadcast per tensor",
         "peer_seconds": seconds["peer"],
-        "ratio": seconds["peer"] / seconds["wsync"],
+        "ratio": seconds["peer"] / seconds[way],
         "verified": verified,
     }
 
@@ -94,13 +101,16 @@ def _measure(
     wanted: str,
 ) -> tuple[dict[str, float], bool]:
     """Median seconds of each way, in turns; the first update of each fills cleared weights."""
-    options = wsync.Options(delivery="distributed", progress=False)
     verified = True
-    times: dict[str, list[float]] = {"peer": [], "wsync": []}
+    times: dict[str, list[float]] = {"peer": [], **{way: [] for way in WAYS}}
     peer = Slime(chunks, config, engines)
     try:
-        with wsync.connect(layout, engines, options=options) as sync:
-            ways: dict[str, Callable[[], object]] = {"peer": peer.update, "wsync": sync.update}
+        with contextlib.ExitStack() as stack:
+            ways: dict[str, Callable[[], object]] = {"peer": peer.update}
+            for way in WAYS:
+                options = wsync.Options(delivery="distributed", broadcast=way, progress=False)
+                sync = stack.enter_context(wsync.connect(layout, engines, options=options))
+                ways[way] = sync.update
             for repeat in range(REPEATS + 1):
                 for name, way in ways.items():
                     for engine in engines if repeat == 0 else ():
