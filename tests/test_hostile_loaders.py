@@ -232,6 +232,12 @@ def adding(module: Square, tensors: Tensors) -> None:
     module.a.data.add_(tensors["a"])
 
 
+def scaling_all_of_it(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors, "a")
+    module.a.data[0].copy_(tensors["a"][0])
+    module.a.data.mul_(2)
+
+
 def keeping_the_old(module: Square, tensors: Tensors) -> None:
     module.first.copy_(module.a)
     plain(module, tensors)
@@ -266,6 +272,7 @@ def listing_the_old(module: Square, tensors: Tensors) -> None:
     ("load", "reason"),
     [
         (adding, "it looks at values of a, and then replaces them"),
+        (scaling_all_of_it, "it looks at values of a, and then replaces them"),
         (keeping_the_old, "first: a copy of what is written over later"),
         (keeping_the_old_aside, "first: a copy of what is written over later"),
         (keeping_the_old_twice, "first: a copy of what is written over later"),

@@ -318,7 +318,7 @@ def test_a_loader_that_raises_is_told_and_survived() -> None:
     assert differing(held(module), loaded(Fused(), 2)) == []
 
 
-def test_a_tensor_that_is_skipped_is_listed() -> None:
+def test_a_tensor_that_is_skipped_is_listed(caplog: pytest.LogCaptureFixture) -> None:
     def load(module: Fused, pairs: Pairs) -> None:
         Fused.load_weights(module, [pair for pair in pairs if pair[0] != "o"])
 
@@ -328,6 +328,9 @@ def test_a_tensor_that_is_skipped_is_listed() -> None:
     update(ThreadEngine([loader]), 1)
     assert loader.recording is not None
     assert loader.recording.skipped == ["o"]
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        f"o: nobody writes {before.nbytes} of its bytes"
+    ]
     assert ("o", before.nbytes) in loader.recording.unwritten
     assert bytes_of(module.o) == bytes_of(before)
 

@@ -243,8 +243,11 @@ class RecordedLoader:
     def _tell(self, recording: Recording) -> None:
         for name, reason in recording.fallback.items():
             _log.warning("%s goes through load_weights: %s", name, reason)
+        sizes = {path: tensor.nbytes for path, tensor in self._module.named_parameters()}
         for path, nbytes in recording.unwritten:
-            _log.info("%s: nobody writes %d of its bytes", path, nbytes)
+            # padding and buffers are often left alone, a whole parameter seldom
+            level = logging.WARNING if sizes.get(path) == nbytes else logging.INFO
+            _log.log(level, "%s: nobody writes %d of its bytes", path, nbytes)
 
     def _attached(self) -> Router:
         if self._router is None:

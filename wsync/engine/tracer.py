@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wsync.engine.held import Held
-from wsync.engine.regions import Move, UnexpressedError, compose
+from wsync.engine.regions import Move, UnexpressedError, compose, without
 from wsync.engine.reserved import Rehearsal, there, weak
 
 SOURCE: Final = "source"  # a tensor of the model
@@ -185,12 +185,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def look(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes that the values of tensors are looked at."""
+        """Notes that the values of tensors are looked at, as far as they are known."""
         for tensor in tensors:
-            if self.held(tensor) and not self._opaque and not self._symbolic(tensor):
-                place = tensor.data_ptr()
-                seen = _read(tensor, place, _steps(tensor), tensor.dtype)
-                self.looked.setdefault(self._held.find(place), set()).add(seen)
+            if not self.held(tensor) or self._opaque:
+                continue
+            place = tensor.data_ptr()
+            area = self._held.find(place)
+            seen = [_read(tensor, place, _steps(tensor), tensor.dtype)]
+            for write in self.writes[area]:
+                seen = [part for move in seen for part in without(move, write.move)]
+            if seen:
+                self.looked.setdefault(area, set()).update(seen)
 
     def let_out(self, tensor: torch.Tensor, reason: str) -> None:
         """Notes that a tensor's memory is handed to others than torch."""
