@@ -28,7 +28,6 @@ from wsync.disk import DiskSync, newest
 from wsync.engine.serve import serve_in_process
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.handles import handle
-from wsync.layout import from_tensors
 
 QUICK = wsync.Options(deadline=10.0, progress=False)
 
@@ -56,8 +55,7 @@ def sums(weights: Weights) -> dict[str, str]:
 
 
 def disk(weights: Weights, folder: Path, *engines: Any, **options: Any) -> DiskSync:
-    handles = [handle(engine) for engine in engines]
-    return DiskSync(from_tensors(weights), handles, folder=folder, **{"options": QUICK, **options})
+    return DiskSync(weights, engines, folder=folder, **{"options": QUICK, **options})
 
 
 def visible(folder: Path) -> list[str]:
@@ -318,7 +316,6 @@ KILLED = """
 import os, signal, sys, torch, wsync
 from wsync import _core
 from wsync.disk import DiskSync
-from wsync.layout import from_tensors
 weights = {f"t{i}": torch.full((1 << 20,), 9.0) for i in range(40)}
 original, calls = _core.write_files, []
 def write(*arguments):
@@ -327,7 +324,7 @@ def write(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return calls[-1]
 _core.write_files = write
-DiskSync(from_tensors(weights), folder=sys.argv[1], options=wsync.Options(progress=False)).update(
+DiskSync(weights, folder=sys.argv[1], options=wsync.Options(progress=False)).update(
     version=9)
 """
 

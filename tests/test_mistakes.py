@@ -12,11 +12,26 @@ import torch
 import wsync
 from wsync.demo import cli
 from wsync.doctor import importable
+from wsync.layout import from_tensors
 
 
 def test_one_url_is_not_a_list_of_engines() -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=r"a list is wanted, \['http://x'\]"):
         wsync.connect({}, engines="http://x")
+
+
+def test_engines_that_are_no_list_are_named() -> None:
+    with pytest.raises(wsync.InvalidArgumentError, match=r"engines=None: a list is wanted"):
+        wsync.connect({}, engines=None)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_is_given_twice_is_named(server: str) -> None:
+    weights = {"w": torch.ones(1)}
+    with pytest.raises(wsync.InvalidArgumentError, match=f"engine {server} is given twice"):
+        wsync.connect(weights, engines=[server, server])
+    handle = wsync.handle(server)
+    with pytest.raises(wsync.InvalidArgumentError, match="is given twice"):
+        wsync.Sync(from_tensors(weights), [handle, handle])
 
 
 @pytest.mark.parametrize("wrong", [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).parameters()])

@@ -168,6 +168,38 @@ def test_weights_of_another_shape_are_refused_by_name(
         sync.update()
 
 
+def test_an_error_says_whether_engines_stay_paused(
+    config: Any, engine: TensorParallelEngine
+) -> None:
+    weights = draw(config, 1)
+    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+        with pytest.raises(wsync.LayoutError) as early:
+            sync.update({"no.such.weight": torch.zeros(1)})
+        assert not engine.paused
+        assert not hasattr(early.value, "__notes__")
+    with wsync.connect({"no.such.weight": torch.zeros(1)}, engines=[engine], options=QUICK) as sync:
+        with pytest.raises(wsync.WsyncError, match="has no such tensor") as late:
+            sync.update()
+        assert engine.paused
+        assert late.value.__notes__ == ["The engines stay paused until an update succeeds."]
+    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+        sync.update()
+    assert not engine.paused
+
+
+def test_a_trainer_is_told_that_another_one_has_taken_over(
+    config: Any, engine: TensorParallelEngine
+) -> None:
+    weights = draw(config, 1)
+    with wsync.connect(weights, engines=[engine], options=QUICK) as first:
+        first.update()
+        with wsync.connect(weights, engines=[engine], options=QUICK) as second:
+            second.update()
+            with pytest.raises(wsync.RemoteError, match="another trainer has taken over"):
+                first.update()
+            first.update()
+
+
 def test_a_stalled_engine_costs_the_deadline_and_the_next_update_recovers(
     config: Any, engine: TensorParallelEngine
 ) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from wsync._core import InvalidArgumentError
-from wsync.group import together
-from wsync.handles import EngineHandle, handle
-from wsync.layout import TrainerLayout, from_tensors
+from wsync.handles import handles_of
+from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.sync import Sync
 
@@ -30,25 +28,15 @@ def connect(
             by Hugging Face name.
         engines: a list of URLs, Ray actors, local engines or handles; read on rank 0 alone.
         api_key: bearer key of engines that are given as URLs.
-        options: deadlines, round size, pause mode.
+        options: deadlines, ways of delivery, round size, pause mode.
 
     Returns:
         A `Sync`; `update(version=...)` replaces every weight of every engine.
 
     Raises:
+        InvalidArgumentError, UnsupportedError: an engine that is none or is given twice, or a
+            tensor that cannot be sent.
         PeerClosedError, DeadlineError: an engine does not answer; the same on every rank.
         LayoutError: the trainer ranks' layouts disagree.
     """
-    deadline = (options or Options()).exchange_deadline
-    layout = (
-        source
-        if isinstance(source, TrainerLayout)
-        else together(lambda: from_tensors(source), timeout=deadline)
-    )
-
-    def handles() -> list[EngineHandle]:
-        if isinstance(engines, str):
-            raise InvalidArgumentError(f"engines={engines!r}: a list is wanted, [{engines!r}]")
-        return [handle(engine, api_key=api_key) for engine in engines]
-
-    return Sync(layout, handles, options=options)
+    return Sync(source, lambda: handles_of(engines, api_key=api_key), options=options)

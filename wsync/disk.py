@@ -18,7 +18,7 @@ from tqdm import tqdm
 from wsync import _core
 from wsync.calls import left, take_on
 from wsync.checkpoint import INDEX, SHARD_NBYTES, Arrangement, arrange, owners, system_calls
-from wsync.handles import EngineHandle
+from wsync.handles import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.report import Report
@@ -27,6 +27,8 @@ from wsync.versions import Versions, newest
 
 if TYPE_CHECKING:
     import torch
+
+    from wsync.updates import Source
 
     Weights = Mapping[str, torch.Tensor]
 
@@ -53,8 +55,9 @@ class DiskSync(Updates):
     engines' APIs; there may be none, and then versions are only written.
 
     Args:
-        source: what this rank holds.
-        engines: handles of the engines, or what makes them; read or called on rank 0 alone.
+        source: what this rank holds: a layout, or whole tensors by Hugging Face name.
+        engines: the engines as `handle` takes them, or what returns them; read or called on rank
+            0 alone.
         folder: where versions go, at the same path for all ranks and engines.  Ranks write
             different parts of one file: between hosts the file system must keep both.
         base: a folder (or a transformers configuration) whose configuration and tokenizer files
@@ -72,8 +75,8 @@ class DiskSync(Updates):
 
     def __init__(
         self,
-        source: TrainerLayout,
-        engines: Sequence[EngineHandle] | Callable[[], Sequence[EngineHandle]] = (),
+        source: Source,
+        engines: Sequence[Any] | Callable[[], Sequence[Any]] = (),
         *,
         folder: str | os.PathLike[str],
         base: Any = None,
@@ -90,16 +93,16 @@ class DiskSync(Updates):
         with self._one_error():
             if self._group.rank == 0:
                 self._versions.check()
-                self._engines = list(engines() if callable(engines) else engines)
+                self._engines = handles_of(engines)
                 for engine in self._engines:
                     if not isinstance(engine, ReadsDisk):
                         raise _core.UnsupportedError(
                             f"engine {engine.name}: its handle has no update_weights_from_disk"
                         )
-            parts = self._group.all_gather(source.layout.to_bytes())
+            parts = self._group.all_gather(self._source.layout.to_bytes())
             self._model = _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
             self._arrangement = arrange(self._model, dtype=dtype, shard_nbytes=shard_nbytes)
-            self._writer = _Writer(source, self._model, self._arrangement, self._group.size)
+            self._writer = _Writer(self._source, self._model, self._arrangement, self._group.size)
 
     def update(
         self,
@@ -141,7 +144,7 @@ class DiskSync(Updates):
                 self._group.confirm()
         return report
 
-    def _abandon(self, text: str) -> None:
+    def _abandon(self, error: _core.WsyncError) -> None:
         """What was being written is swept by the next update."""
 
     def _write(self, weights: Weights | None, report: Report) -> Path:

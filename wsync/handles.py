@@ -16,7 +16,7 @@ import inspect
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
 from wsync._core import (
@@ -118,6 +118,25 @@ def handle(
     if "named_tensors" in inspect.signature(method).parameters:
         return SglangHandle(engine, workers=workers)
     return LocalHandle(engine, workers=workers)
+
+
+def handles_of(engines: Any, *, api_key: str | None = None) -> list[EngineHandle]:
+    """Handles of a list of engines, or of what a callable returns.
+
+    Raises InvalidArgumentError for what is no list, and for an engine that is given twice: it
+    would wait for itself.
+    """
+    given = engines() if callable(engines) else engines
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise InvalidArgumentError(f"engines={given!r}: a list is wanted, [{given!r}]")
+    handles: dict[Any, EngineHandle] = {}
+    for engine in given:
+        made = handle(engine, api_key=api_key)
+        key = made.name if isinstance(made, HttpHandle) else id(engine)
+        if key in handles:
+            raise InvalidArgumentError(f"engine {made.name} is given twice")
+        handles[key] = made
+    return list(handles.values())
 
 
 class HttpHandle:

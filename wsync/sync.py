@@ -13,8 +13,7 @@ from wsync.calls import Calls, left, take_on
 from wsync.connection import Connection, Placement
 from wsync.control import LOAD_FORMAT, Control
 from wsync.group import host_identity
-from wsync.handles import EngineHandle
-from wsync.layout import TrainerLayout
+from wsync.handles import EngineHandle, handles_of
 from wsync.options import Options
 from wsync.remote import Remote
 from wsync.report import Report
@@ -24,6 +23,8 @@ from wsync.updates import Updates
 
 if TYPE_CHECKING:
     import torch
+
+    from wsync.updates import Source
 
     Weights = Mapping[str, torch.Tensor]
 
@@ -35,8 +36,9 @@ class Sync(Updates):
     engines' APIs.
 
     Args:
-        source: what this rank holds.
-        engines: handles of the engines, or what makes them; read or called on rank 0 alone.
+        source: what this rank holds: a layout, or whole tensors by Hugging Face name.
+        engines: the engines as `handle` takes them, or what returns them; read or called on rank
+            0 alone.
         engine_gpu_offsets: index of the first trainer rank whose GPU each engine shares; an engine
             beyond the trainer's ranks is remote.
         lock: slime's rollout_engine_lock, held while buckets are broadcast to remote engines.
@@ -49,8 +51,8 @@ class Sync(Updates):
 
     def __init__(
         self,
-        source: TrainerLayout,
-        engines: Sequence[EngineHandle] | Callable[[], Sequence[EngineHandle]],
+        source: Source,
+        engines: Sequence[Any] | Callable[[], Sequence[Any]],
         *,
         engine_gpu_offsets: Sequence[int] | None = None,
         lock: Any = None,
@@ -63,10 +65,11 @@ class Sync(Updates):
         self._pausing: Calls | None = None
         self._opened: Calls | None = None
         self._closing = b""
+        self._paused = False  # the engines, by the last update
         self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
             if self._group.rank == 0:
-                self._engines = list(engines() if callable(engines) else engines)
+                self._engines = handles_of(engines)
             self._trainer = self._meet()
             self._placement = self._place(engine_gpu_offsets)
 
@@ -91,7 +94,7 @@ class Sync(Updates):
             StateError: after close.
             WsyncError: the same on all ranks; a RemoteError stands for what is none, which is its
                 cause on the rank that it comes from (Ctrl-C is raised there as it is).  The
-                engines that were being updated stay paused and inconsistent; the next call
+                engines stay paused, and inconsistent where an update had begun; the next call
                 connects anew and updates them again.
         """
         with self._updating(version) as report:
@@ -193,9 +196,11 @@ class Sync(Updates):
             connection.commit(self._group.check)
             self._close_requests(report.version)
             self._group.confirm()
+        self._paused = False
 
     def _pause(self) -> None:
         """Has the engines stop; `_open` waits until they have."""
+        self._paused = True
         options, end = self.options, time.monotonic() + self.options.deadline
         if self._group.rank != 0:
             return
@@ -309,9 +314,11 @@ class Sync(Updates):
         report.ring_nbytes = connection.ring_nbytes
         report.exchange = connection.exchange_name
 
-    def _abandon(self, text: str) -> None:
+    def _abandon(self, error: _core.WsyncError) -> None:
+        if self._paused:
+            error.add_note("The engines stay paused until an update succeeds.")
         if self._connection is not None:
-            self._connection.abort(text)
+            self._connection.abort(str(error))
             self._connection = None
         try:
             for calls in (self._pausing, self._opened):

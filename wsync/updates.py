@@ -7,16 +7,21 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
 
 from wsync import _core
-from wsync.group import TrainerGroup
-from wsync.layout import TrainerLayout
+from wsync.group import TrainerGroup, together
+from wsync.layout import TrainerLayout, from_tensors
 from wsync.options import Options
 from wsync.report import Report
+
+if TYPE_CHECKING:
+    import torch
+
+    Source = TrainerLayout | Mapping[str, torch.Tensor]
 
 _VERSION = re.compile(r"[ -~]{1,128}")
 
@@ -24,13 +29,18 @@ _VERSION = re.compile(r"[ -~]{1,128}")
 class Updates(abc.ABC):
     """One update after another of all trainer ranks, which call its methods together."""
 
-    def __init__(self, source: TrainerLayout, options: Options | None) -> None:
+    def __init__(self, source: Source, options: Options | None) -> None:
         self.version = 0
         self.options = options or Options()
-        self._source = source
+        timeout = self.options.exchange_deadline
+        self._source = (
+            source
+            if isinstance(source, TrainerLayout)
+            else together(lambda: from_tensors(source), timeout=timeout)
+        )
         self._updates = 0
         self._closed = False
-        self._group = TrainerGroup(source.group, timeout=self.options.exchange_deadline)
+        self._group = TrainerGroup(self._source.group, timeout=timeout)
 
     def close(self) -> None:
         """Lets go of the other ranks.  Engines keep the weights they have."""
@@ -44,7 +54,7 @@ class Updates(abc.ABC):
         self.close()
 
     @abc.abstractmethod
-    def _abandon(self, text: str) -> None:
+    def _abandon(self, error: _core.WsyncError) -> None:
         """Drops everything that an error leaves in doubt."""
 
     @contextlib.contextmanager
@@ -66,7 +76,7 @@ class Updates(abc.ABC):
         self._updates += 1
         if not self._group.begin(self._updates):
             self._group.close()
-            self._abandon("another trainer rank has given up the connection")
+            self._abandon(_core.RemoteError("another trainer rank has given up the connection"))
             self._group = TrainerGroup(self._source.group, timeout=self.options.exchange_deadline)
             self._group.begin(self._updates)
 
@@ -79,7 +89,7 @@ class Updates(abc.ABC):
             first = self._group.fail(error)
             try:
                 try:
-                    self._abandon(str(first))
+                    self._abandon(first)
                 finally:
                     self._group.close()
                 if first is error or not isinstance(error, Exception):

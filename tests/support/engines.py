@@ -21,19 +21,12 @@ from typing import Any
 
 import pytest
 
+from wsync.demo.sglang_files import PACKAGES
+
 NEWEST = "newest"
 SGLANG_VERSIONS = ("0.5.17", NEWEST)
 
 _DOWNLOAD_SECONDS = 240
-# what both engines' model classes import besides torch, as pip takes it with --no-deps
-_PACKAGES = (
-    *("transformers==5.17.0", "huggingface_hub<2", "tokenizers", "safetensors", "regex"),
-    *("psutil", "pybase64", "orjson", "msgspec", "einops", "pyzmq", "pillow", "dill", "gguf"),
-    *("compressed-tensors", "requests", "hf-xet", "typer", "shellingham", "rich", "click"),
-    *("httpx", "httpcore", "h11", "anyio", "sniffio", "pyyaml", "loguru"),
-    *("aiohttp", "multidict", "yarl", "aiosignal", "frozenlist", "propcache", "attrs"),
-    "aiohappyeyeballs",
-)
 _NEWEST_SECONDS = 7 * 24 * 3600  # how long an answer to "which is the newest" is believed
 
 
@@ -67,14 +60,14 @@ def engine_packages() -> Path:
 @functools.cache
 def find_packages() -> tuple[Path | None, str]:
     cache = cache_folder()
-    name = hashlib.sha256("\n".join(_PACKAGES).encode()).hexdigest()[:12]
+    name = hashlib.sha256("\n".join(PACKAGES).encode()).hexdigest()[:12]
     known = cache / f"packages-{name}"
     if known.is_dir():
         return known, ""
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         target = Path(folder) / "packages"
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
-        command += ["--only-binary", ":all:", "--target", str(target), *_PACKAGES]
+        command += ["--only-binary", ":all:", "--target", str(target), *PACKAGES]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_DOWNLOAD_SECONDS, check=False

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from wsync.demo.sglang_files import how_to_get
 from wsync.doctor import importable
 
 MODES = ("colocated", "distributed", "mixed", "disk")
@@ -159,8 +160,8 @@ def _sglang_missing(path: Sequence[str]) -> str:
     if PathFinder.find_spec("sglang", list(path)) or importable("sglang"):
         return ""
     return (
-        "sglang is not installed: `pip install --no-deps sglang` brings its Python files, which "
-        "are enough here, or --engine-path names folders that hold it and what it imports"
+        "sglang is not installed.  Its Python files and what they import are enough here; in a "
+        f"folder of their own they disturb nothing else:\n{how_to_get()}"
     )
 
 

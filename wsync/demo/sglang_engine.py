@@ -17,6 +17,7 @@ from wsync import payload, sglang
 from wsync._core import InvalidArgumentError, UnsupportedError
 from wsync.control import LOAD_FORMAT
 from wsync.demo import sglang_host
+from wsync.demo.sglang_files import how_to_get
 from wsync.engine.held import Held
 from wsync.engine.workers import Worker, WorkersEngine
 from wsync.handles import EngineHandle
@@ -56,10 +57,9 @@ class _Worker(Worker):
             sglang_host.host(tp=tp, ep=ep, rank=rank)
             self._config = _config(config)
             self._model = self._build()
-        except ModuleNotFoundError as error:
+        except (ImportError, AttributeError) as error:
             raise UnsupportedError(
-                f"SGLang needs the Python package {error.name!r}, which is not installed: "
-                "--engine-path names folders to find it in"
+                f"SGLang's model classes cannot be imported: {error}.  These do:\n{how_to_get()}"
             ) from error
 
     def answer(self, what: str, argument: Any) -> Any:

@@ -188,6 +188,8 @@ class Receiver:
 
     def _connect(self, message: Control) -> Session:
         if self._importer is None or self._session != message.session:
+            if self._importer is not None:
+                self._importer.fail(f"worker {self._worker}: another trainer has taken over")
             self.close()
             self._generation = -1
             blob = self._loader.blob()
