@@ -106,7 +106,7 @@ class Worker:
         return self.loader.reason
 
     def consistent(self) -> bool:
-        return sglang._receivers[id(self._model)][1].consistent
+        return bool(self._model._wsync.receiver.consistent)
 
     def die_in_round(self, number: int) -> None:
         self._last_round = number
