@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import math
@@ -249,6 +250,21 @@ def test_damaged_checkpoints_are_refused_by_file_and_tensor(name: str, tmp_path:
     damage(folder)
     with pytest.raises(wsync.WsyncError, match=text):
         Checkpoint(folder)
+
+
+def test_a_link_is_followed_once(tmp_path: Path) -> None:
+    """`latest` may name another version while one is read."""
+    for name, value in (("v1", 1.0), ("v2", 2.0)):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.full((4,), value)}, tmp_path / name / "model.safetensors")
+    link = tmp_path / "latest"
+    link.symlink_to("v1")
+    read = Checkpoint(link)
+    link.unlink()
+    link.symlink_to("v2")
+    place = read.places["w"]
+    address, _ = read.buffers()[place.file]
+    assert ctypes.string_at(address + place.offset, 16) == bytes(torch.ones(4).numpy())
 
 
 def test_the_library_reads_what_was_arranged(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import transformers
 from support import distributed_cases as cases
 from support.procs import Ranks
-from test_update_ranks import dense, sparse
+from support.tiny_qwen3 import dense, sparse
 
 import wsync
 from wsync.demo.megatron_cpu import Parallel

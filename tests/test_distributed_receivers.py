@@ -17,14 +17,16 @@ import torch
 from support import distributed_receivers as cases
 from support.fused import Fused, bytes_of, draw, held
 from support.procs import Ranks
-from test_update_ranks import dense, sparse
+from support.tiny_qwen3 import dense, sparse
 
 import wsync
 from wsync.channel import Channel, Door, Frame, knock
 from wsync.crossing import Orders
 from wsync.demo.megatron_cpu import Parallel
+from wsync.engine.distributed import UpdateGroups
 from wsync.engine.process import ProcessEngine
 from wsync.engine.workers import WorkersEngine
+from wsync.update_group import Store, UpdateGroup
 
 PARALLEL = {
     "tp2pp2": (dense(), Parallel(tp=2, pp=2)),
@@ -275,3 +277,39 @@ def test_addresses_that_lead_nowhere() -> None:
 def test_orders_that_no_trainer_gives_are_refused(data: bytes) -> None:
     with pytest.raises(wsync.ProtocolError, match="the trainer's plan"):
         Orders.from_bytes(data)
+
+
+def test_leaving_a_group_does_not_wait_for_others() -> None:
+    """A collective that was posted, and that the other one never takes part in."""
+    store = Store(20)
+    groups: list[Any] = [None, None]
+
+    def join(rank: int) -> None:
+        groups[rank] = UpdateGroup(
+            "127.0.0.1", store.port, rank=rank, size=2, name="g", backend="gloo", timeout=20
+        )
+
+    joining = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in joining:
+        thread.start()
+    for thread in joining:
+        thread.join(20)
+    groups[0].exchange(torch.empty(8), torch.ones(8), [4, 4], [4, 4])
+    leaving = threading.Thread(target=groups[0].close, daemon=True)
+    leaving.start()
+    leaving.join(5)
+    assert not leaving.is_alive()
+    store.close()
+
+
+def test_the_trainers_rank_is_not_for_engines() -> None:
+    with pytest.raises(wsync.InvalidArgumentError, match="rank_offset 0"):
+        UpdateGroups().init(
+            master_address="127.0.0.1",
+            master_port=1,
+            rank_offset=0,
+            world_size=1,
+            group_name="g",
+            backend="gloo",
+            timeout=1,
+        )

@@ -91,6 +91,7 @@ class Channel:
                 except BlockingIOError:
                     self._pause(select.POLLOUT, end, timeout, check, f"did not take {kind.name}")
                 except OSError as error:
+                    self.look()  # its last words say more
                     raise self._gone(error) from error
 
     def wait(

@@ -259,7 +259,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).resolve()  # a link may come to name another version
         self.places: dict[str, Place] = {}
         self.weight_version: str | None = None
         self._sizes: list[int] = []
@@ -305,7 +305,10 @@ class Checkpoint:
         for path, size in zip(self._files, self._sizes, strict=True):
             with system_calls(path), open(path, "rb") as file:
                 # private and never written: writable only because ctypes asks for it
-                mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+                try:
+                    mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+                except ValueError as error:
+                    raise _core.LayoutError(f"{path}: cut short: {error}") from error
             address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
             self._maps.append(mapped)
             spans.append((address, size))

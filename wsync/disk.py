@@ -140,8 +140,9 @@ class DiskSync(Updates):
             with report.phase("engines"):
                 if self._group.rank == 0:
                     self._load(str(folder), report.version)
-                    self._versions.prune()
                 self._group.confirm()
+            if self._group.rank == 0:
+                self._versions.prune()
         return report
 
     def _abandon(self, error: _core.WsyncError) -> None:

@@ -62,7 +62,7 @@ class TrainerGroup:
         self.closed = False
         self._gloo: Any = None
         self._board: _Board | None = None
-        self._stuck = False
+        self._underway = 0  # collectives
         self.rank, self.size = 0, 1
         if not (dist.is_available() and dist.is_initialized()):
             return
@@ -110,8 +110,8 @@ class TrainerGroup:
         if self._board is not None:
             self._lane.close()
         held, self._gloo = [self._gloo], None
-        if self._stuck:
-            # its end waits for the collective's
+        if self._underway:
+            # its end waits for theirs
             threading.Thread(target=held.clear, daemon=True, name="wsync-group").start()
 
     def check(self) -> None:
@@ -164,13 +164,14 @@ class TrainerGroup:
 
     def exchange(self, output: Any, data: Any, outputs: list[int], inputs: list[int]) -> Any:
         """Starts an all-to-all of contiguous uint8 tensors; `finish` waits for it."""
-        return self._gloo.alltoall_base(output, data, outputs, inputs)
+        work = self._gloo.alltoall_base(output, data, outputs, inputs)
+        self._underway += 1
+        return work
 
     def finish(self, work: Any, timeout: float) -> None:
         """Polls a collective until it is complete, its error, another's error or the deadline."""
         start = time.monotonic()
         looked, pause = start, 2e-5
-        self._stuck = True
         while not work.is_completed():
             now = time.monotonic()
             if now - looked > _BOARD_SECONDS:
@@ -182,7 +183,7 @@ class TrainerGroup:
                     )
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
-        self._stuck = False
+        self._underway -= 1
         try:
             work.wait()
         except RuntimeError as error:
@@ -192,7 +193,9 @@ class TrainerGroup:
             raise _core.PeerClosedError(f"a trainer rank is gone: {what}") from error
 
     def _gather(self, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
-        self.finish(self._gloo.allgather([parts], [mine]), self.timeout)
+        work = self._gloo.allgather([parts], [mine])
+        self._underway += 1
+        self.finish(work, self.timeout)
 
 
 def together(make: Callable[[], _T], *, timeout: float) -> _T:

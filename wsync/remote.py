@@ -32,6 +32,7 @@ from wsync.update_group import Store, UpdateGroup, default_backend
 Check = Callable[[], object]
 
 _LOCK_SECONDS = 0.1
+_LOCK_ANSWER_SECONDS = 30.0
 _FAREWELL_SECONDS = 2.0  # for engines to leave their groups
 _VERDICT_SECONDS = 1.0  # for rank 0 to hear from an engine what a broadcast that breaks is about
 
@@ -306,7 +307,9 @@ class RemoteEngines:
 
     def abort(self) -> None:
         self._given_up.set()
-        self._release()
+        # what is being raised says more than a lock that is gone, too
+        with contextlib.suppress(Exception):
+            self._release()
 
     def close(self) -> None:
         """Has the engines leave the groups, as far as they answer."""
@@ -323,7 +326,8 @@ class RemoteEngines:
                 with contextlib.suppress(_core.RemoteError):  # it had not come so far
                     _call(engine, "destroy_weights_update_group", arguments, _FAREWELL_SECONDS)
 
-        with contextlib.suppress(_core.WsyncError):
+        # an engine's handle may lack the call, and this is no place to say so
+        with contextlib.suppress(Exception):
             Calls(self._engines, leave).join(_FAREWELL_SECONDS)
 
     def _tell(self, engine: EngineHandle, arguments: Mapping[str, Any]) -> None:
@@ -370,7 +374,7 @@ class _Lock:
             return method()
         import ray
 
-        return ray.get(method.remote())
+        return ray.get(method.remote(), timeout=_LOCK_ANSWER_SECONDS)
 
 
 def own_address(engines: Sequence[str]) -> str:

@@ -87,7 +87,7 @@ class UpdateGroup:
         self.timeout = timeout
         self._check = check
         self._device = _DEVICES[backend]
-        self._stuck = False
+        self._underway = 0  # collectives
         try:
             store: Any = _c10d.TCPStore(
                 host, port, is_master=False, wait_for_workers=False, timeout=_delta(timeout)
@@ -113,14 +113,13 @@ class UpdateGroup:
         """
         flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
         held = [tensor.to(self._device) for tensor in flat]
-        self._stuck = True
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        self._underway += len(held)
         works = [self._group.broadcast([tensor], options) for tensor in held]
         end = time.monotonic() + self.timeout
         for work in works:
             self._finish(work, end, self.timeout, check)
-        self._stuck = False
         if self.rank != 0:
             for tensor, received in zip(flat, held, strict=True):
                 if received is not tensor:
@@ -128,11 +127,12 @@ class UpdateGroup:
 
     def exchange(self, output: Any, data: Any, outputs: list[int], inputs: list[int]) -> Any:
         """Starts an all-to-all of contiguous uint8 tensors; `finish` waits for it."""
-        return self._group.alltoall_base(output, data, outputs, inputs)
+        work = self._group.alltoall_base(output, data, outputs, inputs)
+        self._underway += 1
+        return work
 
     def finish(self, work: Any, timeout: float) -> None:
         """Waits for an exchange; a member that is gone is reported as others say it, if they do."""
-        self._stuck = True
         try:
             self._finish(work, time.monotonic() + timeout, timeout, self._check)
         except _core.PeerClosedError:
@@ -141,12 +141,11 @@ class UpdateGroup:
                 self._check()
                 time.sleep(_CHECK_SECONDS)
             raise
-        self._stuck = False
 
     def close(self) -> None:
         """Leaves the group; a collective that is stuck keeps nobody but its own thread."""
         held, self._group = [self._group], None
-        if self._stuck:
+        if self._underway:
             threading.Thread(target=held.clear, daemon=True, name="wsync-group").start()
 
     def _finish(self, work: Any, end: float, timeout: float, check: Check | None) -> None:
@@ -169,6 +168,7 @@ class UpdateGroup:
             raise _core.PeerClosedError(
                 f"group {self.name}: a member is gone: {_first_line(error)}"
             ) from error
+        self._underway -= 1
 
 
 def _make(backend: str, store: Any, rank: int, size: int, timeout: float) -> Any:

@@ -42,6 +42,8 @@ class UpdateGroups:
         """Joins a group; returns when all its members have."""
         if not group_name:
             raise InvalidArgumentError("group_name is empty")
+        if rank_offset < 1:
+            raise InvalidArgumentError(f"rank_offset {rank_offset}: rank 0 is the trainer's")
         if group_name in self._groups:
             raise InvalidArgumentError(f"group {group_name}: this worker is in it")
         self._groups[group_name] = UpdateGroup(
