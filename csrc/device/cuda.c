@@ -71,6 +71,7 @@ static wsync_status_t open_device(const wsync_cuda_driver_t *driver, int ordinal
     const char *call = "cuMemGetAllocationGranularity";
     size_t granularity = 0;
     int processors = 0;
+    int pageable = 0;
     wsync_cu_result_t code;
     wsync_status_t status = wsync_cuda_describe(driver, ordinal, &made.info, err);
 
@@ -86,12 +87,17 @@ static wsync_status_t open_device(const wsync_cuda_driver_t *driver, int ordinal
         code = driver->device_get_attribute(&processors, WSYNC_CU_ATTRIBUTE_PROCESSORS,
                                             ordinal);
     }
+    if (code == WSYNC_CU_SUCCESS) {
+        code =
+            driver->device_get_attribute(&pageable, WSYNC_CU_ATTRIBUTE_PAGEABLE, ordinal);
+    }
     if (code != WSYNC_CU_SUCCESS) {
         return wsync_cuda_fail(driver, code, call, err, "GPU %d (%s)", ordinal,
                                made.info.name);
     }
     made.granularity = granularity > 0 ? granularity : 1;
     made.processors = processors > 0 ? (unsigned)processors : 1;
+    made.pageable = pageable != 0;
     status = retain_context(&made, err);
     if (status == WSYNC_OK) {
         *device = made;

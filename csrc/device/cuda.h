@@ -21,6 +21,7 @@ typedef struct wsync_cuda_device {
     wsync_cu_device_t ordinal;
     unsigned processors;  /* streaming multiprocessors */
     uint64_t granularity; /* of memory, in bytes */
+    bool pageable;        /* it reaches all of the host's memory by itself */
 } wsync_cuda_device_t;
 
 /* UNSUPPORTED: there is no such GPU, or it cannot do what wsync needs. */

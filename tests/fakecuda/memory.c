@@ -55,9 +55,10 @@ wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes
                                call, nbytes, (size_t)at);
         }
     }
-    return device_only ? fake_refuse(WSYNC_CU_INVALID_VALUE,
-                                     "%s: %#zx is not of the device", call, (size_t)at)
-                       : WSYNC_CU_SUCCESS;
+    return device_only && !fake.pageable
+               ? fake_refuse(WSYNC_CU_INVALID_VALUE, "%s: %#zx is not of the device", call,
+                             (size_t)at)
+               : WSYNC_CU_SUCCESS;
 }
 
 /* Adds a range; NULL without memory. */
