@@ -25,6 +25,10 @@ from wsync import _core
 
 Check = Callable[[], object]
 
+# what BEGIN and PREPARED hold
+UPDATE: Final = struct.Struct("<QQ")
+COUNTS: Final = struct.Struct("<QQQ")
+
 _HEADER: Final = struct.Struct("<BQ")
 _ADDRESS: Final = re.compile(r"([0-9a-f]{32})@([0-9A-Za-z._:%-]{1,253}):([0-9]{1,5})")
 _SLICE_SECONDS: Final = 0.05
@@ -42,8 +46,8 @@ class Frame(enum.IntEnum):
     BLOB = 2  # what the worker keeps, as Loader.blob has it
     LESSON = 3  # where to come back to, a line feed, and a layout without shards
     PLAN = 4  # see wsync.crossing
-    BEGIN = 5  # update and rounds, 8 bytes each
-    PREPARED = 6  # tensors, bytes and checksum that were loaded, 8 bytes each
+    BEGIN = 5  # UPDATE: update and rounds
+    PREPARED = 6  # COUNTS: tensors, bytes and checksum that were loaded
     COMMIT = 7
     FAILED = 8  # text
 
@@ -53,8 +57,8 @@ _MAX_NBYTES: Final = {
     Frame.BLOB: 1 << 30,
     Frame.LESSON: 1 << 30,
     Frame.PLAN: 1 << 33,
-    Frame.BEGIN: 16,
-    Frame.PREPARED: 24,
+    Frame.BEGIN: UPDATE.size,
+    Frame.PREPARED: COUNTS.size,
     Frame.COMMIT: 0,
     Frame.FAILED: 1 << 16,
 }
@@ -115,6 +119,14 @@ class Channel:
             if self._ended:
                 raise self._gone()
             self._pause(select.POLLIN, end, timeout, check, f"did not send {names}")
+
+    def numbers(self, form: struct.Struct, content: bytes) -> tuple[int, ...]:
+        """What a frame of fixed size holds; ProtocolError for one of another size."""
+        if len(content) != form.size:
+            raise _core.ProtocolError(
+                f"{self.peer} sent a frame of {len(content)} bytes instead of {form.size}"
+            )
+        return form.unpack(content)
 
     def look(self) -> None:
         """Raises what the other side has said, or that it is gone; waits for nothing."""

@@ -5,16 +5,10 @@ Their rounds travel in the plan's exchange, of which each is a rank (see wsync.c
 
 from __future__ import annotations
 
-import struct
-from typing import Final
-
 from wsync import _core
-from wsync.channel import Channel, Door, Frame
+from wsync.channel import COUNTS, UPDATE, Channel, Door, Frame
 from wsync.crossing import Orders
 from wsync.sessions import Check, Span, WorkerSession
-
-_COUNTS: Final = struct.Struct("<QQQ")
-_UPDATE: Final = struct.Struct("<QQ")
 
 
 class RemoteExporter:
@@ -52,7 +46,7 @@ class RemoteExporter:
 
     def begin(self, update: int, rounds: int, timeout: float, check: _core.Check = None) -> None:
         self.loaded = 0
-        self._peer.send(Frame.BEGIN, _UPDATE.pack(update, rounds), timeout, check)
+        self._peer.send(Frame.BEGIN, UPDATE.pack(update, rounds), timeout, check)
 
     def acquire(
         self,
@@ -70,7 +64,9 @@ class RemoteExporter:
         self.loaded = round + 1
 
     def prepared(self, timeout: float, check: _core.Check = None) -> tuple[int, int, int]:
-        return _COUNTS.unpack(_exact(self._peer.wait((Frame.PREPARED,), timeout, check)[1], 24))
+        _, content = self._peer.wait((Frame.PREPARED,), timeout, check)
+        tensors, nbytes, checksum = self._peer.numbers(COUNTS, content)
+        return tensors, nbytes, checksum
 
     def commit(self, timeout: float, check: _core.Check = None) -> None:
         self._peer.send(Frame.COMMIT, b"", timeout, check)
@@ -108,9 +104,3 @@ class RemoteSession(WorkerSession):
         self._exporter.order(self.orders.to_bytes(), timeout, check)
         self.orders = None
         return 0, 0
-
-
-def _exact(content: bytes, nbytes: int) -> bytes:
-    if len(content) != nbytes:
-        raise _core.ProtocolError(f"a frame of {len(content)} bytes instead of {nbytes}")
-    return content

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import struct
-from typing import Final
-
 from wsync import _core
-from wsync.channel import Frame, knock
+from wsync.channel import COUNTS, UPDATE, Frame, knock
 from wsync.crossing import Orders
 from wsync.exchange import GlooExchange
 from wsync.update_group import UpdateGroup
-
-_COUNTS: Final = struct.Struct("<QQQ")
-_UPDATE: Final = struct.Struct("<QQ")
 
 
 class RemoteImporter:
@@ -58,9 +52,7 @@ class RemoteImporter:
                 self.manifest = content
             else:
                 self._take_orders(Orders.from_bytes(content), timeout)
-        if len(content) != _UPDATE.size:
-            raise _core.ProtocolError(f"{self._channel.peer}: BEGIN of {len(content)} bytes")
-        update, rounds = _UPDATE.unpack(content)
+        update, rounds = self._channel.numbers(UPDATE, content)
         if rounds != len(self._waits):
             raise _core.ProtocolError(
                 f"an update of {rounds} rounds, by a plan of {len(self._waits)}"
@@ -118,7 +110,7 @@ class RemoteImporter:
         timeout: float,
         check: _core.Check = None,
     ) -> None:
-        counts = _COUNTS.pack(tensors, nbytes, checksum)
+        counts = COUNTS.pack(tensors, nbytes, checksum)
         self._channel.send(Frame.PREPARED, counts, timeout, check)
 
     def verdict(self, timeout: float, check: _core.Check = None) -> None:
