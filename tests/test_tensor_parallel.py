@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from wsync import payload
+from wsync import Options, payload
 from wsync._core import (
     DeadlineError,
     InvalidArgumentError,
@@ -26,6 +27,7 @@ from wsync._core import (
     UnsupportedError,
 )
 from wsync.bucket import FlattenedTensorBucket
+from wsync.disk import DiskSync, newest
 from wsync.engine.sharded import ShardedModel
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.handles import EngineHandle, handle
@@ -235,10 +237,49 @@ def test_a_refused_update_names_engine_and_worker_and_keeps_the_version(
 def test_a_stalled_worker_costs_the_deadline_and_a_dead_one_is_named() -> None:
     with TensorParallelEngine(CONFIGS["qwen3"], tp=2, name="frail") as frail:
         os.kill(frail.pids[1], signal.SIGSTOP)
-        with pytest.raises(DeadlineError, match=r"engine frail: reason: worker 1: .*0\.3 s"):
+        with pytest.raises(DeadlineError, match=r"engine frail: state: worker 1: .*0\.3 s"):
             frail.model_info(0.3)
         os.kill(frail.pids[1], signal.SIGCONT)
         assert frail.model_info(30)["consistent"]  # the late answer is not taken for this one
         os.kill(frail.pids[1], signal.SIGKILL)
         with pytest.raises(PeerClosedError, match=r"engine frail: .*worker 1 ended with -9"):
             frail.flush(30)
+
+
+def test_a_worker_that_does_not_get_to_a_checkpoint_leaves_an_inconsistent_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a host where the folder is not mounted: nothing was touched there, all elsewhere."""
+    old, new = (weights_of(reference(CONFIGS["qwen3"], seed)) for seed in (1, 2))
+    for name, weights in (("old", old), ("new", new)):
+        with DiskSync(weights, folder=tmp_path / name, options=Options(progress=False)) as sync:
+            sync.update()
+    with TensorParallelEngine(CONFIGS["qwen3"], tp=2, name="split") as split:
+
+        def take(folder: str) -> None:
+            path = str(newest(tmp_path / folder))
+            split.update_weights_from_disk(path, weight_version=folder, timeout=30)
+
+        take("old")
+        split.pause("abort", 10)
+        ask = split._call
+
+        def unmounted(what: str, arguments: Any, timeout: float) -> Any:
+            if what == "disk":
+                arguments = [arguments[0], ("/nowhere", timeout)]
+            return ask(what, arguments, timeout)
+
+        with monkeypatch.context() as planted:
+            planted.setattr(split, "_call", unmounted)
+            with pytest.raises(RemoteError, match="/nowhere"):
+                take("new")
+        info = split.model_info(10)
+        assert (info["weight_version"], info["consistent"]) == ("old", False)
+        why = "engine split: the weights are inconsistent: worker 1 has older ones"
+        for go_on in (lambda: split.resume(10), lambda: split.logits(PROMPT)):
+            with pytest.raises(RemoteError, match=why):
+                go_on()
+        take("new")
+        split.resume(10)
+        found = split.weights()
+        assert all(torch.equal(found[name], tensor) for name, tensor in new.items())

@@ -62,6 +62,9 @@ class _Worker(Worker):
                 f"SGLang's model classes cannot be imported: {error}.  These do:\n{how_to_get()}"
             ) from error
 
+    def count(self, request: int) -> None:
+        """Nothing: the receiver is SGLang's to ask."""
+
     def answer(self, what: str, argument: Any) -> Any:
         if what == "update":
             data, load_format = argument
@@ -72,8 +75,8 @@ class _Worker(Worker):
             return "Success"
         if what == "compare":
             return self._compare(torch.load(io.BytesIO(argument)))
-        if what == "reason":
-            return ""  # SGLang does not ask its loader
+        if what == "state":
+            return "", 0  # SGLang does not ask its loader
         return super().answer(what, argument)
 
     def _compare(self, weights: dict[str, torch.Tensor]) -> list[str]:

@@ -34,6 +34,9 @@ class Receiver:
     consistent: False from the first byte loaded until the update commits; a worker whose update
     failed stays inconsistent, `reason` says why, until a later update commits.
     update: number of the last committed update, or None.
+    request: what an engine calls the request that it has this worker carry out; weights: the
+    request that last replaced all weights, which tells whether the workers of one engine hold
+    the same.
     """
 
     def __init__(self, loader: Loader, *, worker: int = 0) -> None:
@@ -49,6 +52,7 @@ class Receiver:
         self.consistent = True
         self.reason = ""
         self.update: int | None = None
+        self.request = self.weights = 0
         self.receipt: Receipt | None = None
 
     def handle(self, control: bytes | None) -> tuple[bool, str]:
@@ -68,8 +72,8 @@ class Receiver:
             self._busy.release()
 
     def restored(self) -> None:
-        """Says that every weight was replaced by other means than an update."""
-        self.consistent, self.reason = True, ""
+        """Says that every weight has been replaced."""
+        self.consistent, self.reason, self.weights = True, "", self.request
 
     @contextmanager
     def replacing(self, what: str) -> Iterator[None]:
@@ -155,7 +159,7 @@ class Receiver:
             raise
         importer.prepared(receipt.tensors, receipt.nbytes, receipt.checksum, timeout)
         importer.verdict(timeout)
-        self.consistent, self.reason = True, ""
+        self.restored()
         self.update, self.receipt = update, receipt
 
     def _load(self, importer: Session, update: int, rounds: int, timeout: float) -> Receipt:

@@ -41,12 +41,17 @@ class Worker:
         self.receiver = Receiver(loader, worker=rank)
         self._groups = UpdateGroups(rank)
 
+    def count(self, request: int) -> None:
+        """Is told the number of the next question, which all workers of an engine are asked."""
+        self.receiver.request = request
+
     def answer(self, what: str, argument: Any) -> Any:
         """The answer to one question; an exception becomes the text of a failure."""
         if what == "update":
             return self._update(*argument)
-        if what == "reason":
-            return "" if self.receiver.consistent else self.receiver.reason
+        if what == "state":
+            receiver = self.receiver
+            return "" if receiver.consistent else receiver.reason, receiver.weights
         if what == "init_weights_update_group":
             return self._groups.init(**argument)
         if what == "destroy_weights_update_group":
@@ -173,7 +178,12 @@ class WorkersEngine:
             self.weight_version = version
 
     def model_info(self, timeout: float) -> dict[str, Any]:
-        reasons = [reason for reason in self._call("reason", None, timeout) if reason]
+        states = self._call("state", None, timeout)
+        reasons = [reason for reason, _ in states if reason]
+        newest = max(weights for _, weights in states)
+        late = [str(rank) for rank, (_, weights) in enumerate(states) if weights < newest]
+        if late and not reasons:  # one that has failed before it touched anything has none
+            reasons = [f"the weights are inconsistent: worker {', '.join(late)} has older ones"]
         return {
             "weight_version": self.weight_version,
             "tp_size": self.workers,
@@ -274,6 +284,7 @@ def serve(descriptor: int) -> None:
                 make, settings = argument
                 worker, argument = make(**settings), None
             assert worker is not None
+            worker.count(sequence)
             reply = (sequence, True, worker.answer(what, argument))
         except WsyncError as error:
             reply = (sequence, False, str(error))
