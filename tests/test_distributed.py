@@ -19,6 +19,7 @@ from support.procs import Ranks
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
+from wsync.connection import Connection
 from wsync.demo.megatron_cpu import Parallel
 from wsync.engine.process import ProcessEngine
 from wsync.engine.serve import ServerProcess, serve_in_process
@@ -176,7 +177,7 @@ def test_an_engine_of_the_trainers_own_process_is_not_remote() -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_colocated_and_remote_engines_in_one_update(
-    engines: list[ProcessEngine], told: bool
+    engines: list[ProcessEngine], told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = drawn(30)
     updater = wsync.UpdateWeightFromTensor(
@@ -191,12 +192,21 @@ def test_colocated_and_remote_engines_in_one_update(
     joined: set[str] = set()
     for engine in engines:
         cases.note_groups(engine, joined)
+    known: list[set[str]] = []  # when the workers that learn had learnt
+    teach = Connection._teach
+
+    def noting(*arguments: Any) -> None:
+        teach(*arguments)
+        known.append(set(joined))
+
+    monkeypatch.setattr(Connection, "_teach", noting)
     for seed in (31, 32):
         weights.update(drawn(seed))
         updater.update_weights()
         assert [same(engine, weights) for engine in engines] == [True, True]
         assert [engine.weight_version for engine in engines] == [str(updater.weight_version)] * 2
     assert len(joined) == 1
+    assert known == [set()]  # an engine that joins does not wait for that
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     assert updater.pop_metrics()["wsync/delivered_nbytes"] == 2 * nbytes
     updater.disconnect_rollout_engines()

@@ -26,6 +26,8 @@ from wsync.demo.megatron_cpu import Parallel
 from wsync.engine.distributed import UpdateGroups
 from wsync.engine.process import ProcessEngine
 from wsync.engine.workers import WorkersEngine
+from wsync.remote import own_address
+from wsync.remote_session import RemoteExporter, RemoteSession
 from wsync.update_group import Store, UpdateGroup
 
 PARALLEL = {
@@ -106,7 +108,7 @@ def test_an_engine_that_never_comes_is_named_in_time() -> None:
 
     weights = {"a": torch.arange(5000.0)}
     shapes = {"a": (weights["a"].shape, torch.float32)}
-    options = wsync.Options(**{**cases.OPTIONS, "deadline": 2.0, "broadcast": "wsync"})
+    options = wsync.Options(**{**cases.OPTIONS, "deadline": 5.0, "broadcast": "wsync"})
     try:
         with ProcessEngine(shapes, name="present") as present:
             with wsync.connect(weights, [present, Absent()], options=options) as sync:
@@ -171,6 +173,63 @@ def test_a_trainer_that_is_struck_does_not_hold_an_engine(how: signal.Signals) -
             trainer.join(20)
 
 
+@pytest.fixture
+def engine() -> Iterator[ProcessEngine]:
+    with ProcessEngine({"a": ((5000,), torch.float32)}, name="engine") as started:
+        yield started
+
+
+def but_fail(method: Any) -> Any:
+    """What a method does, and then a failure."""
+
+    def broken(*arguments: Any) -> None:
+        method(*arguments)
+        raise OSError("a planted failure of a part")
+
+    return broken
+
+
+def test_a_part_that_fails_to_close_keeps_no_other_open(
+    engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[UpdateGroup] = []
+    leave = UpdateGroup.close
+    monkeypatch.setattr(UpdateGroup, "close", lambda self: (closed.append(self), leave(self)))
+    weights = {"a": torch.arange(5000.0)}
+    sync = wsync.connect(weights, [engine], options=wsync.Options(**cases.OPTIONS))
+    sync.update()
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteSession, "close", but_fail(RemoteSession.close))
+        with pytest.raises(OSError, match="a planted failure of a part"):
+            sync.close()
+    assert len(closed) == 1
+    with pytest.raises(wsync.StateError, match="after close"):
+        sync.update()
+
+
+def test_a_failure_to_give_up_hides_no_error_and_leaves_no_half_of_a_connection(
+    engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"a": torch.arange(5000.0)}
+    with wsync.connect(weights, [engine], options=wsync.Options(**cases.OPTIONS)) as sync:
+        with monkeypatch.context() as patch:
+            patch.setattr(RemoteSession, "post", but_fail(RemoteSession.post))
+            patch.setattr(RemoteSession, "abort", but_fail(RemoteSession.abort))
+            with pytest.raises(wsync.RemoteError, match="OSError: a planted failure") as caught:
+                sync.update()
+        assert "Letting go of the engines failed, too: OSError" in str(caught.value.__notes__)
+        sync.update(version="next")
+    assert torch.equal(engine.weights()["a"], weights["a"])
+    assert engine.weight_version == "next"
+
+
+def test_remote_workers_and_shared_memory_exclude_each_other(engine: ProcessEngine) -> None:
+    options = wsync.Options(**{**cases.OPTIONS, "exchange": "shared"})
+    with pytest.raises(wsync.InvalidArgumentError, match=r"exchange='shared', but .*: engine"):
+        wsync.connect({"a": torch.arange(5000.0)}, [engine], options=options)
+    assert not engine.paused
+
+
 # --- the connection of a worker and its trainer rank --------------------------------------------
 
 
@@ -210,6 +269,57 @@ def test_a_peer_that_goes_is_missed() -> None:
     with pytest.raises(wsync.PeerClosedError, match="is gone"):
         worker.wait((Frame.PLAN,), 5)
     worker.close()
+
+
+def test_after_a_part_of_a_frame_nothing_else_is_said() -> None:
+    """It would be taken for the frame's rest."""
+    trainer, worker = pair()
+    with pytest.raises(wsync.DeadlineError, match="did not take PLAN"):
+        trainer.send(Frame.PLAN, bytes(64 << 20), 0.2)
+    found = bytearray()
+
+    def read() -> None:
+        worker._socket.settimeout(20)
+        while part := worker._socket.recv(1 << 20):
+            found.extend(part)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    trainer.fail("why")
+    with pytest.raises(wsync.StateError, match="worker 0 was sent a part of a frame"):
+        trainer.send(Frame.COMMIT, b"", 5)
+    trainer.close()
+    reading.join(30)
+    assert len(found) > 9 and not any(found[9:])
+    worker.close()
+
+
+def test_a_worker_that_connects_late_has_less_time_to_say_what_it_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[float] = []
+    wait = Channel.wait
+
+    def noting(self: Channel, wanted: Any, timeout: float, check: Any = None) -> Any:
+        given.append(timeout)
+        return wait(self, wanted, timeout, check)
+
+    monkeypatch.setattr(Channel, "wait", noting)
+    exporter = RemoteExporter("127.0.0.1", "worker 0")
+    knocking = threading.Timer(0.5, lambda: ends.append(knock(exporter.address, 5)))
+    ends: list[Channel] = []
+    knocking.start()
+    with pytest.raises(wsync.DeadlineError, match="worker 0 did not send BLOB"):
+        exporter.accept(1.0)
+    assert given[0] <= 0.5
+    knocking.join()
+    exporter.close()
+    ends[0].close()
+
+
+def test_the_own_address_is_found_whatever_an_engine_is_called() -> None:
+    for name in ("http://[half", "http://host:99999999", "actor 7"):
+        assert socket.inet_aton(own_address([name]))
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ class Channel:
         self._buffer = bytearray()
         self._frames: deque[tuple[Frame, bytes]] = deque()
         self._ended = False
+        self._torn = False  # a frame was sent in part: what follows would be taken for its rest
 
     def send(self, kind: Frame, content: bytes, timeout: float, check: Check | None = None) -> None:
         """Sends a frame.
@@ -85,18 +86,23 @@ class Channel:
         Raises:
             DeadlineError: the other side did not take it in time.
             PeerClosedError: it is gone.
+            StateError: a former frame was not sent to its end.
         """
+        if self._torn:
+            raise _core.StateError(f"{self.peer} was sent a part of a frame, and can only be left")
         end = time.monotonic() + timeout
         for part in (_HEADER.pack(kind, len(content)), content):
             left = memoryview(part)
             while left:
                 try:
                     left = left[self._socket.send(left[:_READ_NBYTES]) :]
+                    self._torn = True
                 except BlockingIOError:
                     self._pause(select.POLLOUT, end, timeout, check, f"did not take {kind.name}")
                 except OSError as error:
                     self.look()  # its last words say more
                     raise self._gone(error) from error
+        self._torn = False
 
     def wait(
         self, wanted: Collection[Frame], timeout: float, check: Check | None = None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 Check = Callable[[], object]
 
 _DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's, which may be exceeded for one large tensor
+_PUNCTUAL = 0.9  # of the deadline, which those who have come wait from then on
+
+
+class _Part(Protocol):
+    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,16 +154,18 @@ class Connection:
 
     def attach(self, check: Check) -> None:
         """Waits for the workers, plans with what they keep, and hands them their rings."""
-        left = _countdown(self._options.deadline)
-        numbers = sorted(self._meetings)
-        if self._remote is not None:
-            self._remote.join([self._meetings[number] for number in numbers])
+        # who does not come is named before those who have come give up
+        left = _countdown(_PUNCTUAL * self._options.deadline)
         blobs = {s.worker: s.accept(left(), check) for s in self._sessions}
-        self._teach(blobs, check)
+        self._teach(blobs, left, check)
         blueprint = self._draw(self._gather_layouts(blobs))
         plan = blueprint.plan(self._group.rank)
         self._agree(plan)
         self._order(blueprint, plan)
+        numbers = sorted(self._meetings)
+        if self._remote is not None:
+            # not before all this: an engine that joins does not wait for workers that learn
+            self._remote.join([self._meetings[number] for number in numbers])
         spans = [(0, 0)] * len(self._workers)
         left = _countdown(self._options.deadline)
         for session in self._sessions:
@@ -168,7 +176,7 @@ class Connection:
         self._exchange = self._make_exchange(plan, check)
         self.plan = plan
 
-    def _teach(self, blobs: dict[int, bytes], check: Check) -> None:
+    def _teach(self, blobs: dict[int, bytes], left: Callable[[], float], check: Check) -> None:
         """Has the workers that asked for it learn, all at once."""
         pupils = [
             session
@@ -176,10 +184,7 @@ class Connection:
             if isinstance(session, WorkerSession) and blobs[session.worker] == LEARN
         ]
         if pupils:
-            model, left = (
-                names_of(self._trainer.model).to_bytes(),
-                _countdown(self._options.deadline),
-            )
+            model = names_of(self._trainer.model).to_bytes()
             for session in pupils:
                 session.teach(model, left(), check)
             for session in pupils:
@@ -276,25 +281,22 @@ class Connection:
 
     def abort(self, text: str) -> None:
         """Stops copying, tells the workers why, and lets go of everything."""
-        self._stream.abandon()
-        for session in self._sessions:
-            session.abort(text)
-        if self._remote is not None:
-            self._remote.abort()
-        self.close()
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self.close)
+            if self._remote is not None:
+                last_first.callback(self._remote.abort)
+            for session in reversed(self._sessions):
+                last_first.callback(session.abort, text)
+            last_first.callback(self._stream.abandon)
 
     def close(self) -> None:
-        for session in self._sessions:
-            session.close()
-        if self._remote is not None:
-            self._remote.close()
-        if self._exchange is not None:
-            self._exchange.close()
-        if self._everyone is not None:
-            self._everyone.close()
-        if self._store is not None:
-            self._store.close()
-        self._stream.close()
+        """Lets go of every part, whatever one of them raises."""
+        parts: list[_Part | None] = [*self._sessions, self._remote, self._exchange]
+        parts += [self._everyone, self._store, self._stream]
+        with contextlib.ExitStack() as last_first:
+            for part in reversed(parts):
+                if part is not None:
+                    last_first.callback(part.close)
 
     def _send(
         self, number: int, sources: _core.BufferTable, check: Check, report: Report

@@ -29,7 +29,8 @@ class Options:
         backend: of the groups that buckets are broadcast in: "gloo", "nccl", or "auto".
         pause_mode: "abort", "retract" or "in_place", as SGLang's /pause_generation takes it.
         flush_cache: whether engines drop their KV cache before the update.
-        exchange: "auto", "shared" (all trainer ranks on one host) or "gloo".
+        exchange: "auto", "shared" (all trainer ranks on one host, and no remote engine runs
+            wsync's receiver) or "gloo".
         threads: copying threads of one trainer rank.
         directory: where sockets live; None for the temporary directory.
         progress: True or False; None shows a progress bar where stderr is a terminal.

@@ -384,8 +384,8 @@ def own_address(engines: Sequence[str]) -> str:
     """
     found = []
     for engine in engines:
-        parts = urlsplit(engine)
         with contextlib.suppress(OSError, ValueError):
+            parts = urlsplit(engine)
             found.append(_on_the_way(parts.hostname or "8.8.8.8", parts.port or 80))
     outer = [address for address in found if not address.startswith(("127.", "::1"))]
     if found:

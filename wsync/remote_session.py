@@ -5,7 +5,10 @@ Their rounds travel in the plan's exchange, of which each is a rank (see wsync.c
 
 from __future__ import annotations
 
+import time
+
 from wsync import _core
+from wsync.calls import left
 from wsync.channel import COUNTS, UPDATE, Channel, Door, Frame
 from wsync.crossing import Orders
 from wsync.sessions import Check, Span, WorkerSession
@@ -30,9 +33,10 @@ class RemoteExporter:
         return self._channel
 
     def accept(self, timeout: float, check: _core.Check = None) -> bytes:
+        end = time.monotonic() + timeout
         self._channel = self._door.accept(timeout, check)
         self._door.close()
-        return self._channel.wait((Frame.BLOB,), timeout, check)[1]
+        return self._channel.wait((Frame.BLOB,), left(end), check)[1]
 
     def attach(
         self, ring: _core.Memory, manifest: bytes, timeout: float, check: _core.Check = None

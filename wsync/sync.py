@@ -108,10 +108,12 @@ class Sync(Updates):
 
     def close(self) -> None:
         """Lets go of rings and sockets.  Engines keep the weights they have."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        super().close()
+        connection, self._connection = self._connection, None
+        try:
+            if connection is not None:
+                connection.close()
+        finally:
+            super().close()
 
     def _meet(self) -> Trainer:
         """Everybody's host, pipeline stage and layout."""
@@ -140,6 +142,11 @@ class Sync(Updates):
         beyond = [
             (i, k) for i, (_, n, kind) in enumerate(found) if kind == "rank" for k in range(n)
         ]
+        if beyond and self.options.exchange == "shared":
+            remote = ", ".join(name for name, _, kind in found if kind == "rank")
+            raise _core.InvalidArgumentError(
+                f"exchange='shared', but workers of remote engines take part in it: {remote}"
+            )
         for number, (engine, index) in enumerate(beyond):
             home, rank = number % self._group.size, self._group.size + number
             workers.append(Worker(engine, index, home, rank=rank))
@@ -317,9 +324,12 @@ class Sync(Updates):
     def _abandon(self, error: _core.WsyncError) -> None:
         if self._paused:
             error.add_note("The engines stay paused until an update succeeds.")
-        if self._connection is not None:
-            self._connection.abort(str(error))
-            self._connection = None
+        connection, self._connection = self._connection, None
+        try:
+            if connection is not None:
+                connection.abort(str(error))
+        except Exception as failure:  # the next update connects anew, whatever is left of this
+            error.add_note(f"Letting go of the engines failed, too: {failure!r}")
         try:
             for calls in (self._pausing, self._opened):
                 # what the engines answer is their side of the failure that is being raised
