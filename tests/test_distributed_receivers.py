@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -10,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,13 +22,16 @@ from support.procs import Ranks
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
+from wsync import _core, update_group
 from wsync.channel import Channel, Door, Frame, knock
-from wsync.crossing import Orders
+from wsync.connection import whole
+from wsync.crossing import Crossing, Orders
 from wsync.demo.megatron_cpu import Parallel
 from wsync.engine.distributed import UpdateGroups
 from wsync.engine.process import ProcessEngine
 from wsync.engine.workers import WorkersEngine
-from wsync.remote import own_address
+from wsync.layout import from_tensors
+from wsync.remote import BroadcastSession, Remote, own_address
 from wsync.remote_session import RemoteExporter, RemoteSession
 from wsync.update_group import Store, UpdateGroup
 
@@ -389,27 +394,107 @@ def test_orders_that_no_trainer_gives_are_refused(data: bytes) -> None:
         Orders.from_bytes(data)
 
 
-def test_leaving_a_group_does_not_wait_for_others() -> None:
-    """A collective that was posted, and that the other one never takes part in."""
+@contextlib.contextmanager
+def group_of_two(**more: Any) -> Iterator[list[UpdateGroup]]:
+    """Both members of a group, in this process."""
+    settings = {"size": 2, "name": "g", "backend": "gloo", "timeout": 20, **more}
     store = Store(20)
-    groups: list[Any] = [None, None]
+    with ThreadPoolExecutor(2) as pool:
+        joining = [
+            pool.submit(UpdateGroup, "127.0.0.1", store.port, rank=rank, **settings)
+            for rank in (0, 1)
+        ]
+        groups = [future.result(30) for future in joining]
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            group.close()
+        store.close()
 
-    def join(rank: int) -> None:
-        groups[rank] = UpdateGroup(
-            "127.0.0.1", store.port, rank=rank, size=2, name="g", backend="gloo", timeout=20
-        )
 
-    joining = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
-    for thread in joining:
-        thread.start()
-    for thread in joining:
-        thread.join(20)
-    groups[0].exchange(torch.empty(8), torch.ones(8), [4, 4], [4, 4])
-    leaving = threading.Thread(target=groups[0].close, daemon=True)
+def start(group: UpdateGroup) -> Any:
+    """A collective that the other member never takes part in."""
+    return group.exchange(torch.empty(8), torch.ones(8), [4, 4], [4, 4])
+
+
+def leaves_at_once(group: UpdateGroup) -> bool:
+    leaving = threading.Thread(target=group.close, daemon=True)
     leaving.start()
     leaving.join(5)
-    assert not leaving.is_alive()
+    return not leaving.is_alive()
+
+
+def test_leaving_a_group_does_not_wait_for_others() -> None:
+    with group_of_two() as groups:
+        start(groups[0])
+        assert leaves_at_once(groups[0])
+
+
+def test_a_collective_that_has_failed_is_not_under_way() -> None:
+    """Neither does one that nobody saw the end of pass for one that has."""
+    with group_of_two() as groups:
+        works = [start(groups[0]), start(groups[0])]
+        groups[1].close()
+        for work in works:
+            assert groups[0]._group._underway
+            with pytest.raises(wsync.PeerClosedError, match="a member of group g is gone"):
+                groups[0].finish(work, 20)
+        assert not groups[0]._group._underway
+        groups[0].close()
+        with pytest.raises(wsync.StateError, match="the group of group g is closed"):
+            start(groups[0])
+
+
+def test_a_meeting_has_a_deadline_of_its_own() -> None:
+    """What it leaves of one is none of a collective's."""
+    with group_of_two(meeting=1.0, timeout=20) as groups:
+        with pytest.raises(wsync.DeadlineError, match="a collective of group g took over 3 s"):
+            groups[0].finish(start(groups[0]), 3.0)
+    store = Store(20)
+    alone = Crossing.at("127.0.0.1", store.port, 1).join(0, 7.0, lambda: None)
+    assert alone.timeout == 7.0
+    alone.close()
+    with pytest.raises(wsync.DeadlineError, match=r"2 members did not meet at .* within 0 s"):
+        UpdateGroup(
+            "127.0.0.1",
+            store.port,
+            rank=0,
+            size=2,
+            name="g",
+            backend="gloo",
+            timeout=20,
+            meeting=0.0,
+        )
     store.close()
+
+
+def test_a_source_broadcasts_from_the_trainers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread of its own torch's current GPU is the first one."""
+    chosen = {threading.get_ident(): 3}
+    made: list[tuple[str, str]] = []
+
+    class Nccl:
+        def __init__(self, store: Any) -> None:
+            self.store = store
+
+        def _set_default_timeout(self, timeout: Any) -> None: ...
+
+    def make(backend: str, store: Any, *_: Any) -> Any:
+        made.append((backend, threading.current_thread().name))
+        return Nccl(store)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen.get(threading.get_ident(), 0))
+    monkeypatch.setattr(update_group, "_make", make)
+    remote = Remote((0,), ("http://127.0.0.1:1",), (1,))
+    session = BroadcastSession(0, 0, remote, options=wsync.Options(backend="nccl"))
+    source = from_tensors({"a": torch.ones(3)}).layout
+    plan = _core.Plan(source, [(whole(source, [0]), True)], [(0, 0)], [0], 0)
+    session.attach(plan, 5.0, lambda: None)
+    assert made == [("nccl", "wsync-broadcast")]
+    assert session._group is not None and session._group._device == torch.device("cuda", 3)
+    assert session._group.timeout == wsync.Options().deadline  # not what the meeting has left
+    session.close()
 
 
 def test_the_trainers_rank_is_not_for_engines() -> None:

@@ -21,7 +21,7 @@ from wsync.update_group import UpdateGroup
 
 Check = Callable[[], object]
 
-_PATIENCE: Final = 2.0  # of gloo, in deadlines: ours come first
+_SETTLE_SECONDS: Final = 2.0  # our deadline comes before the store's, which says less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,8 @@ class Crossing:
             size=self.size,
             name=self.name,
             backend="gloo",
-            timeout=_PATIENCE * timeout,
+            timeout=timeout,
+            meeting=timeout + _SETTLE_SECONDS,
             check=check,
         )
         joining: Future[UpdateGroup] = lane.submit(group)

@@ -12,7 +12,6 @@ import hashlib
 import json
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,11 +23,11 @@ import torch.distributed as dist
 
 from wsync import _core
 from wsync.calls import Lane
+from wsync.collectives import Collectives
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_BOARD_SECONDS: Final = 0.05
 _MEETING_SECONDS: Final = 0.01
 _VERDICT_SECONDS: Final = 1.0  # for rank 0 to say who is missing
 _STORE_SECONDS: Final = 2.0  # for one answer of the store
@@ -60,9 +59,8 @@ class TrainerGroup:
     def __init__(self, group: ProcessGroup | None = None, *, timeout: float) -> None:
         self.timeout = timeout
         self.closed = False
-        self._gloo: Any = None
+        self._gloo: Collectives | None = None
         self._board: _Board | None = None
-        self._underway = 0  # collectives
         self.rank, self.size = 0, 1
         if not (dist.is_available() and dist.is_initialized()):
             return
@@ -73,7 +71,7 @@ class TrainerGroup:
         self._lane = Lane("wsync-store")
         try:
             joining = self._lane.submit(functools.partial(self._join, list(members)))
-            self._gloo, store = _result(joining, timeout + _STORE_SECONDS)
+            gloo, store = _result(joining, timeout + _STORE_SECONDS)
         except BaseException as error:
             self.closed = True
             self._lane.close()
@@ -81,6 +79,8 @@ class TrainerGroup:
                 raise _core.PeerClosedError(_STORE_GONE) from error
             raise
         self._board = _Board(store, self.rank, self._lane)
+        whole = f"{self.size} trainer ranks"
+        self._gloo = Collectives(gloo, whole=whole, member="a trainer rank")
 
     def _join(self, members: list[int]) -> tuple[Any, Any]:
         """Meets the others, and connects to them; (gloo group, store of this group alone)."""
@@ -109,10 +109,8 @@ class TrainerGroup:
         self.closed = True
         if self._board is not None:
             self._lane.close()
-        held, self._gloo = [self._gloo], None
-        if self._underway:
-            # its end waits for theirs
-            threading.Thread(target=held.clear, daemon=True, name="wsync-group").start()
+        if self._gloo is not None:
+            self._gloo.close()
 
     def check(self) -> None:
         """Raises the error that any rank has published; called during every wait."""
@@ -136,8 +134,6 @@ class TrainerGroup:
         """Everybody's bytes, by rank."""
         if self.size == 1:
             return [data]
-        if self._gloo is None:
-            raise _core.StateError("the trainer's group is closed")
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._gather(sizes, torch.tensor([len(data)]))
         widest = max(int(size) for size in sizes)
@@ -164,38 +160,21 @@ class TrainerGroup:
 
     def exchange(self, output: Any, data: Any, outputs: list[int], inputs: list[int]) -> Any:
         """Starts an all-to-all of contiguous uint8 tensors; `finish` waits for it."""
-        work = self._gloo.alltoall_base(output, data, outputs, inputs)
-        self._underway += 1
-        return work
+        return self._start("alltoall_base", output, data, outputs, inputs)
 
     def finish(self, work: Any, timeout: float) -> None:
-        """Polls a collective until it is complete, its error, another's error or the deadline."""
-        start = time.monotonic()
-        looked, pause = start, 2e-5
-        while not work.is_completed():
-            now = time.monotonic()
-            if now - looked > _BOARD_SECONDS:
-                looked = now
-                self.check()
-                if now - start > timeout:
-                    raise _core.DeadlineError(
-                        f"a collective of {self.size} trainer ranks took over {timeout:.0f} s"
-                    )
-            time.sleep(pause)
-            pause = min(pause * 1.5, 2e-3)
-        self._underway -= 1
-        try:
-            work.wait()
-        except RuntimeError as error:
-            if self._board is not None:
-                self._board.check_now()
-            what = str(error).partition(". ")[0]  # advice follows
-            raise _core.PeerClosedError(f"a trainer rank is gone: {what}") from error
+        """Waits for a collective until it is complete, its error, another's error or the
+        deadline."""
+        assert self._gloo is not None and self._board is not None
+        self._gloo.finish(work, timeout, self.check, self._board.check_now)
+
+    def _start(self, name: str, *arguments: Any) -> Any:
+        if self._gloo is None:
+            raise _core.StateError("a group of one trainer rank has no collectives")
+        return self._gloo.start(name, *arguments)
 
     def _gather(self, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
-        work = self._gloo.allgather([parts], [mine])
-        self._underway += 1
-        self.finish(work, self.timeout)
+        self.finish(self._start("allgather", [parts], [mine]), self.timeout)
 
 
 def together(make: Callable[[], _T], *, timeout: float) -> _T:

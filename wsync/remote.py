@@ -27,7 +27,7 @@ from wsync.bucket_session import BucketSession
 from wsync.calls import Calls, Lane, result
 from wsync.handles import EngineHandle
 from wsync.options import Options
-from wsync.update_group import Store, UpdateGroup, default_backend
+from wsync.update_group import Store, UpdateGroup, default_backend, device_of
 
 Check = Callable[[], object]
 
@@ -112,6 +112,8 @@ class BroadcastSession(BucketSession):
             size=1 + sum(remote.workers),
             backend=default_backend() if options.backend == "auto" else options.backend,
         )
+        # the trainer's: the lane's thread has none of its own
+        self._device = device_of(self.meeting.backend)
         self._group: UpdateGroup | None = None
         self._ring = torch.empty(0, dtype=torch.uint8)
         self._tight = torch.empty(0, dtype=torch.uint8)
@@ -131,7 +133,9 @@ class BroadcastSession(BucketSession):
                 size=meeting.size,
                 name=meeting.name,
                 backend=meeting.backend,
-                timeout=timeout,
+                timeout=self._options.deadline,
+                meeting=timeout,
+                device=self._device,
             )
         )
         try:

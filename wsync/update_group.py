@@ -7,7 +7,6 @@ sides of wsync use this module; a stock engine makes the same group with SGLang'
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,12 +16,14 @@ import torch
 import torch.distributed as dist
 
 from wsync import _core
+from wsync.calls import left
+from wsync.collectives import Collectives, first_line
 
 Check = Callable[[], object]
 
 _c10d: Any = dist  # exports more than it lists
 
-_CHECK_SECONDS: Final = 0.05
+_LEAST_SECONDS: Final = 0.1
 _SETTLE_SECONDS: Final = 2.0  # a deadline of ours comes before the backend's own
 _VERDICT_SECONDS: Final = 1.0  # for a member that is gone to be missed elsewhere, with its reason
 _DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
@@ -31,6 +32,14 @@ _DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 def default_backend() -> str:
     """NCCL where torch has GPUs, else gloo."""
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def device_of(backend: str) -> torch.device:
+    """What a backend sends from, for the calling thread: of NCCL its current GPU, which in a
+    thread of its own is the first one, whatever the others have chosen."""
+    if _DEVICES[backend] == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class Store:
@@ -58,7 +67,9 @@ class UpdateGroup:
         rank, size: this member and the number of members.
         name: of the group; no other group in this store has it.
         backend: "gloo" or "nccl".
-        timeout: seconds until all members have come, and of any collective.
+        timeout: seconds of any collective.
+        meeting: seconds until all members have come; as many where it is None.
+        device: of NCCL, a "cuda:<index>"; None is the calling thread's current one.
         check: called while `finish` waits; may raise to end it.
 
     Raises:
@@ -76,6 +87,8 @@ class UpdateGroup:
         name: str,
         backend: str,
         timeout: float,
+        meeting: float | None = None,
+        device: torch.device | None = None,
         check: Check | None = None,
     ) -> None:
         if backend not in _DEVICES:
@@ -86,21 +99,24 @@ class UpdateGroup:
         self.rank, self.size = rank, size
         self.timeout = timeout
         self._check = check
-        self._device = _DEVICES[backend]
-        self._underway = 0  # collectives
+        self._device = device_of(backend) if device is None else device
+        # none at all means for ever
+        patience = max(timeout if meeting is None else meeting, _LEAST_SECONDS)
         try:
             store: Any = _c10d.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=_delta(timeout)
+                host, port, is_master=False, wait_for_workers=False, timeout=_delta(patience)
             )
             # torch.distributed's own prefixes for a group of this name
-            for prefix in (name, f"{name}/", f"{self._device}/"):
+            for prefix in (name, f"{name}/", f"{self._device.type}/"):
                 store = _c10d.PrefixStore(prefix, store)
-            self._group = _make(backend, store, rank, size, timeout + _SETTLE_SECONDS)
+            group = _make(backend, store, rank, size, patience)
         except RuntimeError as error:
             raise _core.DeadlineError(
                 f"group {name}: {size} members did not meet at {host}:{port} within "
-                f"{timeout:.0f} s: {_first_line(error)}"
+                f"{patience:.0f} s: {first_line(error)}"
             ) from error
+        group._set_default_timeout(_delta(timeout + _SETTLE_SECONDS))
+        self._group = Collectives(group, whole=f"group {name}", member=f"a member of group {name}")
 
     def broadcast(self, tensors: Sequence[torch.Tensor], check: Check | None = None) -> None:
         """Sends contiguous tensors from rank 0, or receives them there where this is another.
@@ -115,11 +131,10 @@ class UpdateGroup:
         held = [tensor.to(self._device) for tensor in flat]
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._underway += len(held)
-        works = [self._group.broadcast([tensor], options) for tensor in held]
+        works = [self._group.start("broadcast", [tensor], options) for tensor in held]
         end = time.monotonic() + self.timeout
         for work in works:
-            self._finish(work, end, self.timeout, check)
+            self._group.finish(work, left(end), check)
         if self.rank != 0:
             for tensor, received in zip(flat, held, strict=True):
                 if received is not tensor:
@@ -127,48 +142,21 @@ class UpdateGroup:
 
     def exchange(self, output: Any, data: Any, outputs: list[int], inputs: list[int]) -> Any:
         """Starts an all-to-all of contiguous uint8 tensors; `finish` waits for it."""
-        work = self._group.alltoall_base(output, data, outputs, inputs)
-        self._underway += 1
-        return work
+        return self._group.start("alltoall_base", output, data, outputs, inputs)
 
     def finish(self, work: Any, timeout: float) -> None:
         """Waits for an exchange; a member that is gone is reported as others say it, if they do."""
-        try:
-            self._finish(work, time.monotonic() + timeout, timeout, self._check)
-        except _core.PeerClosedError:
-            end = time.monotonic() + _VERDICT_SECONDS
-            while self._check is not None and time.monotonic() < end:
-                self._check()
-                time.sleep(_CHECK_SECONDS)
-            raise
+        self._group.finish(work, timeout, self._check, self._verdict)
 
     def close(self) -> None:
-        """Leaves the group; a collective that is stuck keeps nobody but its own thread."""
-        held, self._group = [self._group], None
-        if self._underway:
-            threading.Thread(target=held.clear, daemon=True, name="wsync-group").start()
+        """Leaves the group; a collective that is stuck keeps nobody but a thread."""
+        self._group.close()
 
-    def _finish(self, work: Any, end: float, timeout: float, check: Check | None) -> None:
-        looked, pause = time.monotonic(), 2e-5
-        while not work.is_completed():
-            now = time.monotonic()
-            if now - looked > _CHECK_SECONDS:
-                looked = now
-                if check is not None:
-                    check()
-                if now > end:
-                    raise _core.DeadlineError(
-                        f"group {self.name}: a collective took over {timeout:.0f} s"
-                    )
-            time.sleep(pause)
-            pause = min(pause * 1.5, 2e-3)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise _core.PeerClosedError(
-                f"group {self.name}: a member is gone: {_first_line(error)}"
-            ) from error
-        self._underway -= 1
+    def _verdict(self) -> None:
+        end = time.monotonic() + _VERDICT_SECONDS
+        while self._check is not None and time.monotonic() < end:
+            self._check()
+            time.sleep(0.02)
 
 
 def _make(backend: str, store: Any, rank: int, size: int, timeout: float) -> Any:
@@ -177,10 +165,6 @@ def _make(backend: str, store: Any, rank: int, size: int, timeout: float) -> Any
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _delta(timeout)
     return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
 
 
 def _delta(seconds: float) -> timedelta:

@@ -1,0 +1,89 @@
+"""Collectives of a torch process group: polled, so that each can be given up, and left alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from wsync import _core
+
+Check = Callable[[], object]
+
+_CHECK_SECONDS: Final = 0.05
+
+
+class Collectives:
+    """The collectives that one member starts in a process group.
+
+    Args:
+        group: a backend of torch, which belongs to this object.
+        whole: what errors call all members, for example "4 trainer ranks".
+        member: what they call one that is gone, for example "a trainer rank".
+    """
+
+    def __init__(self, group: Any, *, whole: str, member: str) -> None:
+        self._group = group
+        self._whole, self._member = whole, member
+        self._underway = 0  # started, and not seen to end
+
+    def start(self, name: str, *arguments: Any) -> Any:
+        """Starts the backend's collective of that name; `finish` waits for it.
+
+        Raises:
+            StateError: after close.
+        """
+        if self._group is None:
+            raise _core.StateError(f"the group of {self._whole} is closed")
+        self._underway += 1  # also where it fails: who knows what that leaves behind
+        return getattr(self._group, name)(*arguments)
+
+    def finish(
+        self,
+        work: Any,
+        timeout: float,
+        check: Check | None = None,
+        verdict: Check | None = None,
+    ) -> None:
+        """Waits for a collective; `check` is called about every 50 ms, and may raise to end that.
+        `verdict` is called when a member is gone, and may raise what others know about it.
+
+        Raises:
+            DeadlineError: it is not complete after `timeout` seconds.
+            PeerClosedError: a member is gone.
+        """
+        start = time.monotonic()
+        looked, pause = start, 2e-5
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - looked > _CHECK_SECONDS:
+                looked = now
+                if check is not None:
+                    check()
+                if now - start > timeout:
+                    raise _core.DeadlineError(
+                        f"a collective of {self._whole} took over {timeout:.0f} s"
+                    )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 2e-3)
+        # a failed one has ended as well, and keeps no thread of the backend
+        self._underway -= 1
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if verdict is not None:
+                verdict()
+            raise _core.PeerClosedError(f"{self._member} is gone: {first_line(error)}") from error
+
+    def close(self) -> None:
+        """Leaves the group at once; a collective that is stuck keeps nobody but a thread."""
+        held, self._group = [self._group], None
+        if self._underway:
+            # the group's end waits for theirs
+            threading.Thread(target=held.clear, daemon=True, name="wsync-group").start()
+
+
+def first_line(error: BaseException) -> str:
+    """What a backend's error says, without the advice and the stack that follow."""
+    return (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
