@@ -389,9 +389,9 @@ def test_something_may_be_done_after_each_update() -> None:
 
 def test_memory_that_copies_cannot_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def elsewhere(_: Held) -> None:
-        raise wsync.LayoutError("o is on cuda:0, copies run on the host")
+        raise wsync.LayoutError("o is on cuda:0, other tensors on cpu")
 
-    monkeypatch.setattr(Held, "check_host", elsewhere)
+    monkeypatch.setattr(Held, "check_place", elsewhere)
     module = Fused()
     loader = RecordedLoader(module)
     engine = ThreadEngine([loader])

@@ -131,13 +131,17 @@ class TensorTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
+    @property
+    def gpu(self) -> int | None:
+        """The CUDA device that some of them lie on, or None."""
     def differs(self, other: TensorTable, /) -> int | None:
         """The first tensor whose dtype, shape or strides are not those of the other table's, or None."""
     def offsets(self, alignment: int, begin: int = 0, /) -> tuple[list[int], int]:
         """(starts, nbytes): the tensors one after another at multiples of `alignment`, a power of two up to 4096."""
 
-def describe(tensors: Sequence[Any], names: Sequence[str] | None = None) -> TensorTable:
-    """Describes torch tensors without copying; names are for error messages."""
+def describe(tensors: Sequence[Any], names: Sequence[str] | None = None, gpu: bool = False) -> TensorTable:
+    """Describes torch tensors without copying; names are for error messages.  With gpu they may lie on a GPU, all of
+    those on the same one."""
 
 def held_tensors(module: Any, /) -> list[Any]:
     """Every parameter and buffer of a torch module and of the modules in it, each module
@@ -177,17 +181,37 @@ def write_files(route: Route, first: int, last: int, sources: BufferTable, files
 # --- devices (csrc/python/device.c) ---------------------------------------------------------
 
 @final
+class Device:
+    """Where memory and streams are made: the host or a GPU."""
+    @property
+    def name(self) -> str:
+        """"host" or "cuda"."""
+    @property
+    def uuid(self) -> str:
+        """"GPU-..."; "" for the host."""
+    @property
+    def ordinal(self) -> int:
+        """Of the GPU in this process; -1: the host."""
+
+def host() -> Device: ...
+
+def gpu(uuid: str, libraries: Sequence[str] = (), cache: str | None = None) -> Device:
+    """A GPU of this process, with its kernels compiled and loaded.  libraries: paths at which NVRTC may lie; cache:
+    folder for compiled kernels.  UnsupportedError says why it cannot be used."""
+
+@final
 class Memory:
-    """Shared memory of the host device (a sealed memfd), mapped and faulted in."""
-    def __new__(cls, nbytes: int) -> Self: ...
+    """Memory that another process can map: of a GPU, or of the host (a sealed memfd), mapped and faulted in.
+    control: it holds events and nothing else."""
+    def __new__(cls, nbytes: int, device: Device | None = None, control: bool = False) -> Self: ...
     @staticmethod
-    def from_fd(fd: int, nbytes: int) -> Memory: ...
+    def from_fd(fd: int, nbytes: int, device: Device | None = None) -> Memory: ...
     def fileno(self) -> int: ...
     @property
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...  # writable bytes
+    def __buffer__(self, flags: int, /) -> memoryview: ...  # writable bytes; of the host only
 
 @final
 class Event:
@@ -198,13 +222,20 @@ class Event:
 
 @final
 class Stream:
-    def __new__(cls, threads: int = 1) -> Self: ...
+    def __new__(cls, threads: int = 1, device: Device | None = None) -> Self: ...
+    @property
+    def device(self) -> Device: ...
     def copy(self, copies: Plan | Route, index: int, phase: int, sources: BufferTable, destinations: BufferTable) -> int:
         """Enqueues the copies of a plan's round and phase, or of a route's buffer (phase ignored).  Returns the bytes
         written.  Everything is kept alive until the stream has passed."""
     def record(self, event: Event, value: int) -> None: ...
     def wait(self, event: Event, value: int) -> None:
         """What follows starts once the event is at least `value`."""
+    def follow(self, other: int, /) -> None:
+        """What is enqueued from now on starts after what another stream of the GPU (torch's cuda_stream) has been given
+        by now.  Nothing on the host."""
+    def lead(self, other: int, /) -> None:
+        """What the other stream is given from now on starts after what is enqueued here by now."""
     def abandon(self) -> None:
         """Drops what has not begun, gives up waits, and returns when nothing that was enqueued runs any more."""
     def synchronize(self, timeout: float, check: Check = None) -> None: ...
@@ -224,6 +255,9 @@ class Exporter:
     @property
     def loaded(self) -> int:
         """Rounds of this update that the worker has finished, as far as is known without waiting."""
+    @property
+    def worker_uuid(self) -> str:
+        """The GPU that the worker is on, once it has been accepted; "" for the host."""
     def accept(self, timeout: float, check: Check = None) -> bytes: ...
     def attach(self, ring: Memory, manifest: bytes, timeout: float, check: Check = None) -> None: ...
     def begin(self, update: int, rounds: int, timeout: float, check: Check = None) -> None: ...
@@ -238,7 +272,7 @@ class Exporter:
 
 @final
 class Importer:
-    def __new__(cls, address: str, blob: bytes, timeout: float) -> Self: ...
+    def __new__(cls, address: str, blob: bytes, timeout: float, device: Device | None = None) -> Self: ...
     def begin(self, timeout: float, check: Check = None) -> tuple[int, int]:
         """(update, rounds)"""
     @property
@@ -262,7 +296,8 @@ class Importer:
 @final
 class SharedExchange:
     """Ranks of one host read each other's send staging."""
-    def __new__(cls, rank: int, ranks: int, staging_nbytes: int, directory: str | None = None) -> Self: ...
+    def __new__(cls, rank: int, ranks: int, staging_nbytes: int, directory: str | None = None,
+                device: Device | None = None) -> Self: ...
     name: ClassVar[str]
     @property
     def address(self) -> str: ...

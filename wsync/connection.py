@@ -15,6 +15,7 @@ import torch
 from wsync import _core
 from wsync.control import LEARN, PIECES, WHOLE, Control
 from wsync.crossing import Blueprint, Crossing, Orders
+from wsync.device import find, follow_torch, wanted
 from wsync.exchange import Exchange, GlooExchange
 from wsync.group import TrainerGroup
 from wsync.handles import EngineHandle
@@ -58,6 +59,7 @@ class Connection:
         placement: Placement,
         engines: Sequence[EngineHandle],
         options: Options,
+        source: str,
         lock: Any = None,
     ) -> None:
         self.plan: _core.Plan | None = None
@@ -70,7 +72,9 @@ class Connection:
         self._everyone: UpdateGroup | None = None
         self._options = options
         self._exchange: Exchange | None = None
-        self._stream = _core.Stream(options.threads)
+        self._source = source
+        self._device = _core.host()
+        self._stream: _core.Stream | None = None
         self._sessions: list[Session] = []
         self._remote: RemoteEngines | None = None
         self._rings = _core.BufferTable([])
@@ -157,6 +161,8 @@ class Connection:
         # who does not come is named before those who have come give up
         left = _countdown(_PUNCTUAL * self._options.deadline)
         blobs = {s.worker: s.accept(left(), check) for s in self._sessions}
+        self._device = find(self._choose())
+        self._stream = _core.Stream(self._options.threads, self._device)
         self._teach(blobs, left, check)
         blueprint = self._draw(self._gather_layouts(blobs))
         plan = blueprint.plan(self._group.rank)
@@ -169,12 +175,30 @@ class Connection:
         spans = [(0, 0)] * len(self._workers)
         left = _countdown(self._options.deadline)
         for session in self._sessions:
-            spans[session.worker] = session.attach(plan, left(), check)
+            spans[session.worker] = session.attach(plan, self._device, left(), check)
         if self._remote is not None:
             self._remote.attach(plan, numbers, left(), check)
         self._rings = _core.BufferTable(spans, owner=list(self._sessions))
         self._exchange = self._make_exchange(plan, check)
         self.plan = plan
+
+    def _choose(self) -> str:
+        """The UUID of the GPU of this rank's workers; without workers that of its weights."""
+        found: dict[str, int] = {}
+        for session in self._sessions:
+            if isinstance(session, WorkerSession) and not isinstance(session, RemoteSession):
+                found.setdefault(session.worker_uuid, session.worker)
+        for uuid, number in found.items():
+            if len(found) > 1 or (self._source and uuid != self._source):
+                other = self._source or next(other for other in found if other != uuid)
+                worker = self._workers[number]
+                raise _core.InvalidArgumentError(
+                    f"rank {self._group.rank} serves worker {worker.index} of engine "
+                    f"{worker.engine} on {uuid or 'the host'}, but "
+                    f"{'its weights are' if self._source else 'another of its workers is'} on "
+                    f"{other or 'the host'}: engine_gpu_offsets says whose GPU an engine shares"
+                )
+        return next(iter(found), self._source or wanted())
 
     def _teach(self, blobs: dict[int, bytes], left: Callable[[], float], check: Check) -> None:
         """Has the workers that asked for it learn, all at once."""
@@ -204,11 +228,12 @@ class Connection:
         `opened` returns when all engines have paused and their workers are on their way; it is
         called while the first round is being packed, and before that is announced.
         """
-        plan, timeout = self.plan, self._options.deadline
-        assert plan is not None
+        plan, timeout, stream = self.plan, self._options.deadline, self._stream
+        assert plan is not None and stream is not None
         trace = report.trace
         if trace is not None:
-            self._stream.trace(3 * plan.round_count)
+            stream.trace(3 * plan.round_count)
+        follow_torch(stream)  # which may still be writing the weights
         for session in self._sessions:
             session.begin(update, report.version, timeout, check)
         if self._remote is not None:
@@ -219,8 +244,8 @@ class Connection:
         for number in range(plan.round_count):
             with report.phase("engine"):
                 for session in self._sessions:
-                    session.acquire(number, self._stream, timeout, check)
-            self._stream.copy(plan, number, _core.LOCAL, sources, self._rings)
+                    session.acquire(number, stream, timeout, check)
+            stream.copy(plan, number, _core.LOCAL, sources, self._rings)
             if self._exchange is not None:
                 following = self._send(number + 1, sources, check, report)
             if number == 0:
@@ -229,7 +254,7 @@ class Connection:
                 self._receive(number, spans, check, report)
                 spans = following
             for session in self._sessions:
-                session.post(number, self._stream, timeout, check)
+                session.post(number, stream, timeout, check)
             if self._remote is not None:
                 self._remote.post(number)
             if trace is not None:
@@ -243,9 +268,9 @@ class Connection:
                     session.wait(number, timeout, check)
                 self._show(number + 1, bar)
         with report.phase("copy"):
-            self._stream.synchronize(timeout, check)
+            stream.synchronize(timeout, check)
         if trace is not None:
-            trace.take(self._stream)
+            trace.take(stream)
 
     def _look(self) -> None:
         """Raises what a rank has published, or what ails a worker: the stream may be waiting for
@@ -287,7 +312,8 @@ class Connection:
                 last_first.callback(self._remote.abort)
             for session in reversed(self._sessions):
                 last_first.callback(session.abort, text)
-            last_first.callback(self._stream.abandon)
+            if self._stream is not None:
+                last_first.callback(self._stream.abandon)
 
     def close(self) -> None:
         """Lets go of every part, whatever one of them raises."""
@@ -302,26 +328,27 @@ class Connection:
         self, number: int, sources: _core.BufferTable, check: Check, report: Report
     ) -> _core.BufferTable | None:
         """Packs and posts what this rank sends in a round; returns where its messages lie."""
-        exchange, plan = self._exchange, self.plan
-        assert plan is not None
+        exchange, plan, stream = self._exchange, self.plan, self._stream
+        assert plan is not None and stream is not None
         if exchange is None or number >= plan.round_count:
             return None
         with report.phase("staging"):
             exchange.acquire(number, self._options.exchange_deadline, check)
         spans = exchange.spans(number)
-        self._stream.copy(plan, number, _core.PACK, sources, spans)
-        exchange.post(number, self._stream)
+        stream.copy(plan, number, _core.PACK, sources, spans)
+        exchange.post(number, stream)
         return spans
 
     def _receive(
         self, number: int, spans: _core.BufferTable | None, check: Check, report: Report
     ) -> None:
-        exchange, plan = self._exchange, self.plan
-        assert exchange is not None and plan is not None and spans is not None
+        exchange, plan, stream = self._exchange, self.plan, self._stream
+        assert exchange is not None and plan is not None
+        assert stream is not None and spans is not None
         with report.phase("gather"):
             exchange.wait(number, self._options.exchange_deadline, check)
-        self._stream.copy(plan, number, _core.UNPACK, spans, self._rings)
-        exchange.release(number, self._stream)
+        stream.copy(plan, number, _core.UNPACK, spans, self._rings)
+        exchange.release(number, stream)
 
     def _gather_layouts(self, blobs: dict[int, bytes]) -> list[bytes]:
         """What every worker keeps, by its number; layouts that are equal travel once a rank."""
@@ -404,7 +431,7 @@ class Connection:
 
             timeout = options.exchange_deadline
             self._everyone = self._crossing.join(group.rank, timeout, look)
-            return GlooExchange(self._everyone, self._look)
+            return GlooExchange(self._everyone, self._device, self._look)
         if group.size == 1:
             return None
         hosts = len(set(self._trainer.hosts))
@@ -414,9 +441,9 @@ class Connection:
                 f"exchange='shared', but the trainer ranks are on {hosts} hosts"
             )
         if options.exchange == "gloo" or not one_host:
-            return GlooExchange(group, self._look)
+            return GlooExchange(group, self._device, self._look)
         exchange = _core.SharedExchange(
-            group.rank, group.size, max(plan.send_nbytes, 1), options.directory
+            group.rank, group.size, max(plan.send_nbytes, 1), options.directory, self._device
         )
         try:
             addresses = group.all_gather(exchange.address.encode())

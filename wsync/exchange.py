@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from wsync import _core
+from wsync.device import staging
 
 
 class Exchange(Protocol):
@@ -51,11 +52,11 @@ class GlooExchange:
 
     name = "gloo"
 
-    def __init__(self, group: Group, look: Callable[[], object]) -> None:
+    def __init__(self, group: Group, device: _core.Device, look: Callable[[], object]) -> None:
         self._group = group
         self._look = look  # called while this waits for a stream
         self._plan: _core.Plan | None = None
-        self._halves = [_Half(), _Half()]
+        self._halves = [_Half(device), _Half(device)]
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +106,8 @@ class GlooExchange:
 class _Half:
     """Staging of the rounds of one parity."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: _core.Device) -> None:
+        self._device = device
         self.send = torch.empty(0, dtype=torch.uint8)
         self.recv = torch.empty(0, dtype=torch.uint8)
         self.send_counts: list[int] = []
@@ -127,8 +129,8 @@ class _Half:
                 self.recv_counts[source] += nbytes
         send_at = _starts(self.send_counts)
         recv_at = _starts(self.recv_counts)
-        self.send = _at_least(self.send, sum(self.send_counts))
-        self.recv = _at_least(self.recv, sum(self.recv_counts))
+        self.send = self._at_least(self.send, sum(self.send_counts))
+        self.recv = self._at_least(self.recv, sum(self.recv_counts))
         self.repeats = []
         spans = []
         for source, peers, _, _, nbytes in messages:
@@ -145,6 +147,9 @@ class _Half:
                 recv_at[source] += nbytes
         return _core.BufferTable(spans, owner=(self.send, self.recv))
 
+    def _at_least(self, tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+        return tensor if tensor.numel() >= nbytes else staging(nbytes, self._device)
+
 
 def _starts(counts: list[int]) -> list[int]:
     starts, total = [], 0
@@ -152,7 +157,3 @@ def _starts(counts: list[int]) -> list[int]:
         starts.append(total)
         total += count
     return starts
-
-
-def _at_least(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-    return tensor if tensor.numel() >= nbytes else torch.empty(nbytes, dtype=torch.uint8)

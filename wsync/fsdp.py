@@ -85,7 +85,7 @@ def layout(
     parts = read()
     buffers, numbers = _buffers(parts)
     names = tuple(name for name, _ in buffers)
-    table = _core.describe([tensor for _, tensor in buffers], names)
+    table = _core.describe([tensor for _, tensor in buffers], names, gpu=True)
     rank, count = position(group)
     builder = _core.LayoutBuilder(rank)
     names_of = _Names(config)

@@ -55,7 +55,7 @@ class TrainerLayout:
         The table borrows the tensors.  Raises LayoutError where a parameter is missing or differs
         in dtype, shape or strides from what the layout was built from.
         """
-        table = _core.describe(self._current(weights), self.names)
+        table = _core.describe(self._current(weights), self.names, gpu=True)
         index = table.differs(self.made_from)
         if index is not None:
             _refuse(self.names[index], self.made_from[index], table[index])
@@ -103,7 +103,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> TrainerLayout:
                 f"{name}: a {type(tensors[name]).__name__} holds its elements on several ranks: "
                 "make the layout with wsync.fsdp.layout"
             )
-    table = _core.describe([tensors[name] for name in names], names)
+    table = _core.describe([tensors[name] for name in names], names, gpu=True)
     builder = _core.LayoutBuilder(0)
     builder.add_tensors(names, table, _groups_of(names))
 

@@ -108,7 +108,7 @@ def layout(
         return [slot.home[slot.key] for slot in slots]
 
     current = tensors()
-    table = _core.describe(current, names)
+    table = _core.describe(current, names, gpu=True)
     builder = _core.LayoutBuilder(rank)
     reader = _Reader(spec, ranks)
     for index, (name, tensor) in enumerate(zip(names, current, strict=True)):

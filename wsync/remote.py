@@ -25,6 +25,7 @@ import torch
 from wsync import _core
 from wsync.bucket_session import BucketSession
 from wsync.calls import Calls, Lane, result
+from wsync.device import staging
 from wsync.handles import EngineHandle
 from wsync.options import Options
 from wsync.update_group import Store, UpdateGroup, default_backend, device_of
@@ -119,9 +120,11 @@ class BroadcastSession(BucketSession):
         self._tight = torch.empty(0, dtype=torch.uint8)
         self._buckets: list[list[Entry]] = []
 
-    def attach(self, plan: _core.Plan, timeout: float, check: Check) -> tuple[int, int]:
+    def attach(
+        self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check
+    ) -> tuple[int, int]:
         """Waits for all engines to join the group."""
-        self._ring = torch.empty(max(plan.ring_nbytes(self.worker), 1), dtype=torch.uint8)
+        self._ring = staging(max(plan.ring_nbytes(self.worker), 1), device)
         self._buckets = buckets(plan, self.worker)
         self._waits = [plan.slot(self.worker, k)[2] for k in range(plan.round_count)]
         meeting = self.meeting

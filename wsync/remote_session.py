@@ -27,6 +27,11 @@ class RemoteExporter:
         return self._door.address
 
     @property
+    def worker_uuid(self) -> str:
+        """None of ours: nothing is shared with the worker."""
+        return ""
+
+    @property
     def _peer(self) -> Channel:
         if self._channel is None:
             raise _core.StateError("the worker has not connected")
@@ -101,7 +106,7 @@ class RemoteSession(WorkerSession):
     def _listen(self) -> RemoteExporter:
         return RemoteExporter(self._host, self._name)
 
-    def attach(self, plan: _core.Plan, timeout: float, check: Check) -> Span:
+    def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Hands over the plan; the ring is the worker's own."""
         assert self.orders is not None
         self._expect(plan)

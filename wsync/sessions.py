@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from wsync import _core
+from wsync.device import find
 
 Check = Callable[[], object]
 Span = tuple[int, int]
@@ -114,7 +115,9 @@ class Session(Protocol):
     @property
     def loaded(self) -> int: ...
     def accept(self, timeout: float, check: Check) -> bytes: ...
-    def attach(self, plan: _core.Plan, timeout: float, check: Check) -> Span: ...
+    def attach(
+        self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check
+    ) -> Span: ...
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None: ...
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None: ...
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None: ...
@@ -132,6 +135,8 @@ class Exporter(Protocol):
     def address(self) -> str: ...
     @property
     def loaded(self) -> int: ...
+    @property
+    def worker_uuid(self) -> str: ...
     def accept(self, timeout: float, check: _core.Check = None) -> bytes: ...
     def attach(
         self, ring: _core.Memory, manifest: bytes, timeout: float, check: _core.Check = None
@@ -180,12 +185,17 @@ class WorkerSession:
         """Waits for the worker; returns the layout it keeps, or control.WHOLE, PIECES or LEARN."""
         return self._exporter.accept(timeout, check)
 
+    @property
+    def worker_uuid(self) -> str:
+        """The GPU that the worker is on, once it has been accepted; "" for the host."""
+        return self._exporter.worker_uuid
+
     def teach(self, model: bytes, timeout: float, check: Check) -> None:
         """Tells a worker that asked to LEARN what tensors there are (a layout without shards),
         and where to come back to."""
         self._teacher, self._exporter = self._exporter, self._listen()
         lesson = self._exporter.address.encode() + b"\n" + model
-        self._ring = _core.Memory(1)
+        self._ring = _core.Memory(1, find(self._teacher.worker_uuid))
         self._teacher.attach(self._ring, lesson, timeout, check)
         self._teacher.begin(0, 0, timeout, check)
 
@@ -210,10 +220,10 @@ class WorkerSession:
         teacher.close()
         return blob
 
-    def attach(self, plan: _core.Plan, timeout: float, check: Check) -> Span:
-        """Hands over ring and manifest; returns where the ring lies."""
+    def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
+        """Hands over a ring on the worker's device and the manifest; returns where it lies."""
         manifest = self._expect(plan)
-        self._ring = _core.Memory(max(plan.ring_nbytes(self.worker), 1))
+        self._ring = _core.Memory(max(plan.ring_nbytes(self.worker), 1), device)
         self._exporter.attach(self._ring, manifest.to_bytes(), timeout, check)
         return self._ring.address, self._ring.nbytes
 

@@ -36,7 +36,9 @@ class StockSession(BucketSession):
         self._last = -1
         self._version = ""
 
-    def attach(self, plan: _core.Plan, timeout: float, check: Check) -> tuple[int, int]:
+    def attach(
+        self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check
+    ) -> tuple[int, int]:
         self._ring = payload.shared_bytes(max(plan.ring_nbytes(self.worker), 1))
         self._slots = [plan.slot(self.worker, k) for k in range(plan.round_count)]
         self._waits = [slot[2] for slot in self._slots]

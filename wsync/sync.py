@@ -12,6 +12,7 @@ from wsync import _core
 from wsync.calls import Calls, left, take_on
 from wsync.connection import Connection, Placement
 from wsync.control import LOAD_FORMAT, Control
+from wsync.device import of
 from wsync.group import host_identity
 from wsync.handles import EngineHandle, handles_of
 from wsync.options import Options
@@ -183,7 +184,7 @@ class Sync(Updates):
         table = self._source.bind(weights)
         sources = _core.BufferTable.of(table, owner=(table, weights))
         self._pause()
-        connection = self._connect()
+        connection = self._connect(of(table))
         if connection.plan is None:
             self._open(connection, report)
             with report.phase("open"):
@@ -219,7 +220,7 @@ class Sync(Updates):
 
         self._pausing = Calls(list(enumerate(self._engines)), pause)
 
-    def _connect(self) -> Connection:
+    def _connect(self, gpu: str) -> Connection:
         if self._connection is None:
             self._connection = Connection(
                 self._group,
@@ -227,6 +228,7 @@ class Sync(Updates):
                 self._placement,
                 self._engines,
                 self.options,
+                gpu,
                 self._lock,
             )
         return self._connection

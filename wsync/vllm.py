@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from wsync._core import Layout, Memory, Stream, UnsupportedError, checksum
+from wsync._core import Device, Layout, Memory, Stream, UnsupportedError, checksum
 from wsync.control import WHOLE
 from wsync.engine.held import Held
 from wsync.engine.hooks import run_in_place, wait_for_device
@@ -111,6 +111,10 @@ class VllmLoader:
         self.recorded = RecordedLoader(model, after=self._process)
         self._chosen: Loader = self.recorded
         self._tried: tuple[Recording | None, str] = (None, "")
+
+    @property
+    def device(self) -> Device:
+        return self._chosen.device
 
     @property
     def stream(self) -> Stream | None:

@@ -292,3 +292,27 @@ wsync_status_t wsync_cuda_describe(const wsync_cuda_driver_t *driver, int ordina
     *info = made;
     return WSYNC_OK;
 }
+
+wsync_status_t wsync_cuda_find(const wsync_cuda_driver_t *driver,
+                               const wsync_cu_uuid_t *uuid, int *ordinal,
+                               wsync_cuda_info_t *info, wsync_error_t *err)
+{
+    for (int i = 0; i < driver->device_count; i++) {
+        wsync_cuda_info_t found;
+        const wsync_status_t status = wsync_cuda_describe(driver, i, &found, err);
+
+        if (status != WSYNC_OK) {
+            return status;
+        }
+        if (memcmp(found.uuid.bytes, uuid->bytes, sizeof(uuid->bytes)) == 0) {
+            *ordinal = i;
+            *info = found;
+            return WSYNC_OK;
+        }
+    }
+    return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_cuda_find",
+                      "none of the %d GPUs that this process sees has the UUID that begins "
+                      "with %02x%02x%02x%02x",
+                      driver->device_count, uuid->bytes[0], uuid->bytes[1], uuid->bytes[2],
+                      uuid->bytes[3]);
+}

@@ -242,6 +242,11 @@ typedef struct wsync_cuda_info {
     int minor;
 } wsync_cuda_info_t;
 
+/* The GPU with this UUID.  UNSUPPORTED: this process sees none such. */
+wsync_status_t wsync_cuda_find(const wsync_cuda_driver_t *driver,
+                               const wsync_cu_uuid_t *uuid, int *ordinal,
+                               wsync_cuda_info_t *info, wsync_error_t *err);
+
 /* What a device is; makes no context. */
 wsync_status_t wsync_cuda_describe(const wsync_cuda_driver_t *driver, int ordinal,
                                    wsync_cuda_info_t *info, wsync_error_t *err);

@@ -6,6 +6,18 @@
 #include "device/cuda.h"
 #include "device/cuda_stream.h"
 
+static wsync_device_identity_t identity(int ordinal)
+{
+    wsync_device_identity_t identity = {.ordinal = ordinal};
+    const wsync_cuda_device_t *device = NULL;
+
+    /* Open: its table has been handed out. */
+    if (wsync_cuda_device(ordinal, &device, NULL) == WSYNC_OK) {
+        memcpy(identity.uuid, device->info.uuid.bytes, sizeof(identity.uuid));
+    }
+    return identity;
+}
+
 static wsync_status_t create_memory(int ordinal, uint64_t nbytes, wsync_memory_t **memory,
                                     wsync_error_t *err)
 {
@@ -75,6 +87,10 @@ static wsync_status_t create_stream(int ordinal, unsigned threads, wsync_stream_
     X(15)
 
 #define FUNCTIONS(n)                                                                      \
+    static wsync_device_identity_t identity_##n(void)                                     \
+    {                                                                                     \
+        return identity(n);                                                               \
+    }                                                                                     \
     static wsync_status_t memory_create_##n(uint64_t nbytes, wsync_memory_t **memory,     \
                                             wsync_error_t *err)                           \
     {                                                                                     \
@@ -109,6 +125,7 @@ wsync_status_t wsync_device_cuda(const wsync_cu_uuid_t *uuid, const void *image,
 #define OPS(n)                                               \
     {                                                        \
         .name = "cuda",                                      \
+        .identity = identity_##n,                            \
         .memory_create = memory_create_##n,                  \
         .memory_import = memory_import_##n,                  \
         .control_create = control_create_##n,                \
@@ -123,6 +140,8 @@ wsync_status_t wsync_device_cuda(const wsync_cu_uuid_t *uuid, const void *image,
         .stream_copy = wsync_cuda_stream_copy,               \
         .stream_record = wsync_cuda_stream_record,           \
         .stream_wait = wsync_cuda_stream_wait,               \
+        .stream_follow = wsync_cuda_stream_follow,           \
+        .stream_lead = wsync_cuda_stream_lead,               \
         .stream_abandon = wsync_cuda_stream_abandon,         \
         .stream_synchronize = wsync_cuda_stream_synchronize, \
         .stream_trace = wsync_cuda_stream_trace,             \
@@ -132,32 +151,22 @@ wsync_status_t wsync_device_cuda(const wsync_cu_uuid_t *uuid, const void *image,
     static const wsync_device_ops_t tables[WSYNC_CUDA_MAX_DEVICES] = {ORDINAL_MAP(OPS)};
 #undef OPS
     const wsync_cuda_driver_t *driver = NULL;
+    const wsync_cuda_device_t *device = NULL;
+    wsync_cuda_info_t info;
+    int ordinal = -1;
     wsync_status_t status = wsync_cuda_driver(&driver, err);
 
-    for (int i = 0; status == WSYNC_OK && i < driver->device_count; i++) {
-        const wsync_cuda_device_t *device = NULL;
-        wsync_cuda_info_t info;
-
-        status = wsync_cuda_describe(driver, i, &info, err);
-        if (status != WSYNC_OK ||
-            memcmp(info.uuid.bytes, uuid->bytes, sizeof(uuid->bytes)) != 0) {
-            continue;
-        }
-        status = wsync_cuda_device(i, &device, err);
-        if (status == WSYNC_OK) {
-            status = wsync_cuda_load_kernels(device, image, err);
-        }
-        if (status == WSYNC_OK) {
-            *ops = &tables[i];
-        }
-        return status;
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_find(driver, uuid, &ordinal, &info, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_device_cuda",
-                            "none of the %d GPUs that this process sees has the UUID that "
-                            "begins with %02x%02x%02x%02x",
-                            driver->device_count, uuid->bytes[0], uuid->bytes[1],
-                            uuid->bytes[2], uuid->bytes[3]);
+        status = wsync_cuda_device(ordinal, &device, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_load_kernels(device, image, err);
+    }
+    if (status == WSYNC_OK) {
+        *ops = &tables[ordinal];
     }
     return status;
 }

@@ -65,6 +65,16 @@ static cuda_stream_t *own(wsync_stream_t *stream)
     return (cuda_stream_t *)(void *)stream;
 }
 
+const wsync_cuda_device_t *wsync_cuda_stream_device(wsync_stream_t *stream)
+{
+    return own(stream)->device;
+}
+
+wsync_cu_stream_t wsync_cuda_stream_handle(wsync_stream_t *stream)
+{
+    return own(stream)->stream;
+}
+
 static void forget_entries(cuda_stream_t *self)
 {
     for (size_t i = 0; i < self->count; i++) {

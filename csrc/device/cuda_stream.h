@@ -22,4 +22,12 @@ wsync_status_t wsync_cuda_stream_synchronize(wsync_stream_t *stream, int timeout
 void wsync_cuda_stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next,
                              size_t capacity, wsync_stream_span_t **spans, size_t *count);
 
+wsync_status_t wsync_cuda_stream_follow(wsync_stream_t *stream, void *other,
+                                        wsync_error_t *err);
+wsync_status_t wsync_cuda_stream_lead(wsync_stream_t *stream, void *other,
+                                      wsync_error_t *err);
+
+const wsync_cuda_device_t *wsync_cuda_stream_device(wsync_stream_t *stream);
+wsync_cu_stream_t wsync_cuda_stream_handle(wsync_stream_t *stream);
+
 #endif

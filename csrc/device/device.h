@@ -28,8 +28,16 @@ typedef struct wsync_stream_span {
     uint64_t end;
 } wsync_stream_span_t;
 
+/* Which device a backend is of. */
+enum { WSYNC_DEVICE_UUID_NBYTES = 16 };
+typedef struct wsync_device_identity {
+    uint8_t uuid[WSYNC_DEVICE_UUID_NBYTES]; /* all zero: the host */
+    int ordinal;                            /* among those the process sees; -1: the host */
+} wsync_device_identity_t;
+
 typedef struct wsync_device_ops {
     const char *name; /* "host", "cuda" */
+    wsync_device_identity_t (*identity)(void);
 
     /* Memory of exactly nbytes, usable at once at full speed, zeroed, and exportable. */
     wsync_status_t (*memory_create)(uint64_t nbytes, wsync_memory_t **memory,
@@ -72,6 +80,14 @@ typedef struct wsync_device_ops {
     /* Enqueues: what follows starts when the event is at least `value`. */
     wsync_status_t (*stream_wait)(wsync_stream_t *stream, wsync_event_t event,
                                   uint64_t value, wsync_error_t *err);
+    /* Enqueues: what follows starts when everything has happened that somebody else's
+     * stream of this device has been given by now.  `other` is the driver's handle (NULL:
+     * the default stream).  Nothing to do on the host. */
+    wsync_status_t (*stream_follow)(wsync_stream_t *stream, void *other,
+                                    wsync_error_t *err);
+    /* The other way round: what `other` is given from now on starts when everything has
+     * happened that was enqueued here. */
+    wsync_status_t (*stream_lead)(wsync_stream_t *stream, void *other, wsync_error_t *err);
     /* Gives up waits, drops what has not begun (its records never happen), and returns when
      * nothing of what was enqueued runs any more.  The stream can be used again.  A device
      * has begun all that was enqueued: behind a wait that was given up, whose word then has

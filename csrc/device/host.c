@@ -2,10 +2,25 @@
  * Host backend: the ops table. */
 #include "device/host.h"
 
+static wsync_device_identity_t identity(void)
+{
+    return (wsync_device_identity_t){.ordinal = -1};
+}
+
+/* Nobody else's work on the host is behind a stream. */
+static wsync_status_t order_nothing(wsync_stream_t *stream, void *other, wsync_error_t *err)
+{
+    (void)stream;
+    (void)other;
+    (void)err;
+    return WSYNC_OK;
+}
+
 const wsync_device_ops_t *wsync_device_host(void)
 {
     static const wsync_device_ops_t ops = {
         .name = "host",
+        .identity = identity,
         .memory_create = wsync_host_memory_create,
         .memory_import = wsync_host_memory_import,
         .control_create = wsync_host_memory_create,
@@ -20,6 +35,8 @@ const wsync_device_ops_t *wsync_device_host(void)
         .stream_copy = wsync_host_stream_copy,
         .stream_record = wsync_host_stream_record,
         .stream_wait = wsync_host_stream_wait,
+        .stream_follow = order_nothing,
+        .stream_lead = order_nothing,
         .stream_abandon = wsync_host_stream_abandon,
         .stream_synchronize = wsync_host_stream_synchronize,
         .stream_trace = wsync_host_stream_trace,

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include <limits.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -26,6 +27,7 @@ struct wsync_exporter {
     uint32_t done_count; /* rounds whose DONE has come */
     uint64_t done_value; /* what the done word must reach before they are over */
     wsync_receipt_t receipt;
+    uint8_t worker_uuid[WSYNC_DEVICE_UUID_NBYTES];
     uint8_t token[WSYNC_TOKEN_NBYTES];
     char path[WSYNC_PATH_NBYTES];
 };
@@ -89,8 +91,8 @@ static bool is_hungry(const void *owner)
     return true;
 }
 
-wsync_status_t wsync_exporter_create(const wsync_device_ops_t *ops, const char *parent,
-                                     wsync_exporter_t **exporter, wsync_error_t *err)
+wsync_status_t wsync_exporter_create(const char *parent, wsync_exporter_t **exporter,
+                                     wsync_error_t *err)
 {
     wsync_exporter_t *self = calloc(1, sizeof(*self));
     wsync_status_t status;
@@ -99,17 +101,12 @@ wsync_status_t wsync_exporter_create(const wsync_device_ops_t *ops, const char *
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
                           "no memory for an exporter");
     }
-    self->link.ops = ops;
     self->link.peer = "worker";
     self->link.handle = handle_frame;
     self->link.hungry = is_hungry;
     self->link.owner = self;
     self->state = EXPORTER_LISTENING;
     status = wsync_token_create(self->token, err);
-    if (status != WSYNC_OK) {
-        goto cleanup;
-    }
-    status = ops->control_create(SESSION_CONTROL_NBYTES, &self->link.control, err);
     if (status != WSYNC_OK) {
         goto cleanup;
     }
@@ -146,6 +143,11 @@ const uint8_t *wsync_exporter_token(const wsync_exporter_t *exporter)
     return exporter->token;
 }
 
+const uint8_t *wsync_exporter_worker_uuid(const wsync_exporter_t *exporter)
+{
+    return exporter->worker_uuid;
+}
+
 wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
                                      uint8_t **blob, size_t *nbytes, wsync_error_t *err)
 {
@@ -169,6 +171,7 @@ wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
         status = wsync_blob_read(hello.fds[0], hello.arguments[0], &data, err);
     }
     if (status == WSYNC_OK) {
+        memcpy(exporter->worker_uuid, &hello.arguments[1], sizeof(exporter->worker_uuid));
         *nbytes = (size_t)hello.arguments[0];
         *blob = data;
         exporter->state = EXPORTER_ACCEPTED;
@@ -183,11 +186,48 @@ wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
     return status;
 }
 
-wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t *ring,
+static const char *device_text(const uint8_t *uuid, char *text, size_t nbytes)
+{
+    static const uint8_t host[WSYNC_DEVICE_UUID_NBYTES];
+
+    if (memcmp(uuid, host, sizeof(host)) == 0) {
+        return "the host";
+    }
+    (void)snprintf(text, nbytes, "the GPU with a UUID of %02x%02x%02x%02x-%02x%02x...",
+                   uuid[0], uuid[1], uuid[2], uuid[3], uuid[4], uuid[5]);
+    return text;
+}
+
+/* The control memory is of the ring's device, which has to be the worker's. */
+static wsync_status_t settle_device(wsync_exporter_t *self, const wsync_device_ops_t *ops,
+                                    wsync_error_t *err)
+{
+    const wsync_device_identity_t ring = ops->identity();
+    char here[64];
+    char there[64];
+    wsync_status_t status;
+
+    if (memcmp(ring.uuid, self->worker_uuid, sizeof(ring.uuid)) != 0) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "session",
+                          "attach: a ring on %s, but the worker is on %s",
+                          device_text(ring.uuid, here, sizeof(here)),
+                          device_text(self->worker_uuid, there, sizeof(there)));
+    }
+    if (self->link.control != NULL) {
+        return WSYNC_OK;
+    }
+    status = ops->control_create(SESSION_CONTROL_NBYTES, &self->link.control, err);
+    if (status == WSYNC_OK) {
+        self->link.ops = ops;
+    }
+    return status;
+}
+
+wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter,
+                                     const wsync_device_ops_t *ops, wsync_memory_t *ring,
                                      const uint8_t *manifest, size_t nbytes, int timeout_ms,
                                      wsync_error_t *err)
 {
-    const wsync_device_ops_t *ops = exporter->link.ops;
     const wsync_awaited_t awaited = {"room for the attach", -1};
     wsync_frame_t frame = {.kind = SESSION_ATTACH};
     int fd = -1;
@@ -204,7 +244,10 @@ wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t 
     if (status != WSYNC_OK) {
         return wsync_link_settle(&exporter->link, status, err);
     }
-    status = wsync_blob_create(manifest, nbytes, &fd, err);
+    status = settle_device(exporter, ops, err);
+    if (status == WSYNC_OK) {
+        status = wsync_blob_create(manifest, nbytes, &fd, err);
+    }
     if (status != WSYNC_OK) {
         return status; /* nothing was sent: the session is as it was */
     }
@@ -304,10 +347,13 @@ wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_r
 uint32_t wsync_exporter_loaded(const wsync_exporter_t *exporter)
 {
     const wsync_link_t *link = &exporter->link;
-    const uint64_t word =
-        link->ops->event_query(wsync_link_event(link, SESSION_DONE_OFFSET));
+    uint64_t word;
 
-    if (exporter->done_count == 0 || word >= exporter->done_value) {
+    if (exporter->done_count == 0) {
+        return 0;
+    }
+    word = link->ops->event_query(wsync_link_event(link, SESSION_DONE_OFFSET));
+    if (word >= exporter->done_value) {
         return exporter->done_count;
     }
     return word > link->base ? (uint32_t)(word - link->base) : 0;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include <limits.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "ipc/blob.h"
@@ -114,6 +115,7 @@ wsync_status_t wsync_importer_create(const wsync_device_ops_t *ops, const char *
                                      const uint8_t *blob, size_t nbytes, int timeout_ms,
                                      wsync_importer_t **importer, wsync_error_t *err)
 {
+    const wsync_device_identity_t identity = ops->identity();
     wsync_frame_t hello = {.arguments = {nbytes, 0, 0, SESSION_PURPOSE}};
     wsync_importer_t *self = calloc(1, sizeof(*self));
     int fd = -1;
@@ -123,6 +125,7 @@ wsync_status_t wsync_importer_create(const wsync_device_ops_t *ops, const char *
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
                           "no memory for an importer");
     }
+    memcpy(&hello.arguments[1], identity.uuid, sizeof(identity.uuid));
     self->link.ops = ops;
     self->link.peer = "trainer";
     self->link.handle = handle_frame;

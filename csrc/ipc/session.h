@@ -42,8 +42,8 @@ typedef struct wsync_exporter wsync_exporter_t;
 typedef struct wsync_importer wsync_importer_t;
 
 /* Listens in a private directory with a fresh random token. */
-wsync_status_t wsync_exporter_create(const wsync_device_ops_t *ops, const char *parent,
-                                     wsync_exporter_t **exporter, wsync_error_t *err);
+wsync_status_t wsync_exporter_create(const char *parent, wsync_exporter_t **exporter,
+                                     wsync_error_t *err);
 void wsync_exporter_destroy(wsync_exporter_t *exporter);
 const char *wsync_exporter_path(const wsync_exporter_t *exporter);
 const uint8_t *wsync_exporter_token(const wsync_exporter_t *exporter);
@@ -52,9 +52,13 @@ const uint8_t *wsync_exporter_token(const wsync_exporter_t *exporter);
  * bytes that were given to wsync_importer_create. */
 wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
                                      uint8_t **blob, size_t *nbytes, wsync_error_t *err);
-/* Sends ring and manifest (copied into a sealed memfd).  ring is borrowed until the next
- * attach or destroy. */
-wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t *ring,
+/* The device that the worker is on (all zero: the host), once it has been accepted. */
+const uint8_t *wsync_exporter_worker_uuid(const wsync_exporter_t *exporter);
+/* Sends ring and manifest (copied into a sealed memfd).  The ring, of `ops`, is borrowed
+ * until the next attach or destroy.  INVALID names both devices if it is not on the
+ * worker's. */
+wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter,
+                                     const wsync_device_ops_t *ops, wsync_memory_t *ring,
                                      const uint8_t *manifest, size_t nbytes, int timeout_ms,
                                      wsync_error_t *err);
 /* INVALID beyond WSYNC_SESSION_MAX_ROUNDS. */

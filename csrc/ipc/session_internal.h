@@ -21,7 +21,8 @@ enum {
     SESSION_FAILED = 9, /* payload: text */
 };
 
-/* HELLO's arguments: blob size, 0, 0, this word ("session"). */
+/* HELLO's arguments: blob size, the two halves of the worker's UUID, this word ("session").
+ */
 #define SESSION_PURPOSE UINT64_C(0x6e6f6973736573)
 
 enum {
@@ -39,8 +40,8 @@ typedef struct wsync_awaited {
 } wsync_awaited_t;
 
 typedef struct wsync_link {
-    const wsync_device_ops_t *ops;
-    wsync_channel_t *channel; /* NULL before there is a peer and after the end */
+    const wsync_device_ops_t *ops; /* NULL as long as there is no control memory */
+    wsync_channel_t *channel;      /* NULL before there is a peer and after the end */
     wsync_memory_t *control;
     const char *peer; /* "worker", "trainer" */
     uint64_t base;    /* rounds of all earlier updates */

@@ -43,9 +43,11 @@ static int exchange_wait(ExchangeObject *self, wsync_py_step_func_t step,
 
 static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"rank", "ranks", "staging_nbytes", "directory", NULL};
+    static char *keywords[] = {"rank",      "ranks",  "staging_nbytes",
+                               "directory", "device", NULL};
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     const char *directory = NULL;
+    wsync_py_device_arg_t device = {wsync_py_type_state(type), wsync_device_host()};
     uint64_t staging_nbytes = 0;
     uint32_t rank = 0;
     uint32_t ranks = 0;
@@ -54,14 +56,14 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     wsync_status_t status;
     ExchangeObject *self;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|z:SharedExchange", keywords,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|zO&:SharedExchange", keywords,
                                      wsync_py_convert_u32, &rank, wsync_py_convert_u32,
                                      &ranks, wsync_py_convert_u64, &staging_nbytes,
-                                     &directory)) {
+                                     &directory, wsync_py_convert_device, &device)) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_shared_comm_create(wsync_device_host(), directory, rank, ranks,
+        status = wsync_shared_comm_create(device.ops, directory, rank, ranks,
                                           staging_nbytes, &comm, &err);
     Py_END_ALLOW_THREADS
     if (status != WSYNC_OK) {
@@ -394,7 +396,7 @@ static PyGetSetDef exchange_getset[] = {
 
 static PyType_Slot exchange_slots[] = {
     {Py_tp_doc,
-     "SharedExchange(rank, ranks, staging_nbytes, directory=None)\n--\n\n"
+     "SharedExchange(rank, ranks, staging_nbytes, directory=None, device=None)\n--\n\n"
      "Ranks of one host read each other's send staging."},
     {Py_tp_new, exchange_new},
     {Py_tp_dealloc, exchange_dealloc},

@@ -1,25 +1,252 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What the GPU driver says of itself. */
-#include "device/cuda_driver.h"
-
+ * Device, and what the GPU driver says of itself. */
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
-#include "python/module.h"
+#include "device/cuda.h"
+#include "device/cuda_compile.h"
+#include "python/device.h"
 
-enum { UUID_TEXT_NBYTES = 48 };
+/* Immutable.  Tables of ops live as long as the process. */
+typedef struct DeviceObject {
+    PyObject_HEAD
+    const wsync_device_ops_t *ops;
+} DeviceObject;
 
-/* "GPU-" and the digits in groups of 4, 2, 2, 2 and 6 bytes, as nvidia-smi writes them. */
-static void write_uuid(const wsync_cu_uuid_t *uuid, char *text)
+/* --- UUIDs ------------------------------------------------------------------------------
+ */
+
+void wsync_py_uuid_format(const uint8_t *uuid, char text[WSYNC_PY_UUID_NBYTES])
 {
-    char *at = text + snprintf(text, UUID_TEXT_NBYTES, "GPU");
+    static const uint8_t host[WSYNC_DEVICE_UUID_NBYTES];
+    char *at = text;
 
-    for (int i = 0; i < WSYNC_CUDA_UUID_NBYTES; i++) {
+    text[0] = '\0';
+    if (memcmp(uuid, host, sizeof(host)) == 0) {
+        return;
+    }
+    at += snprintf(text, WSYNC_PY_UUID_NBYTES, "GPU");
+    for (int i = 0; i < WSYNC_DEVICE_UUID_NBYTES; i++) {
         const char *dash = i == 0 || i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "";
 
-        at += snprintf(at, (size_t)(text + UUID_TEXT_NBYTES - at), "%s%02x", dash,
-                       uuid->bytes[i]);
+        at += snprintf(at, (size_t)(text + WSYNC_PY_UUID_NBYTES - at), "%s%02x", dash,
+                       uuid[i]);
     }
 }
+
+/* Takes 32 hexadecimal digits in groups as they please, after "GPU-" or nothing. */
+static bool parse_uuid(const char *text, wsync_cu_uuid_t *uuid)
+{
+    const char *at = strncmp(text, "GPU-", 4) == 0 ? text + 4 : text;
+
+    for (int i = 0; i < WSYNC_CUDA_UUID_NBYTES; i++) {
+        unsigned byte = 0;
+
+        at += *at == '-';
+        if (strspn(at, "0123456789abcdefABCDEF") < 2 || sscanf(at, "%2x", &byte) != 1) {
+            return false;
+        }
+        uuid->bytes[i] = (uint8_t)byte;
+        at += 2;
+    }
+    return *at == '\0';
+}
+
+/* --- Device -----------------------------------------------------------------------------
+ */
+
+int wsync_py_convert_device(PyObject *object, void *argument)
+{
+    wsync_py_device_arg_t *device = argument;
+
+    if (object == Py_None) {
+        return 1;
+    }
+    if (!Py_IS_TYPE(object, device->state->type_Device)) {
+        PyErr_Format(PyExc_TypeError, "device must be a Device or None, not %R",
+                     (PyObject *)Py_TYPE(object));
+        return 0;
+    }
+    device->ops = ((DeviceObject *)object)->ops;
+    return 1;
+}
+
+PyObject *wsync_py_device_wrap(ModuleState *state, const wsync_device_ops_t *ops)
+{
+    allocfunc alloc = (allocfunc)PyType_GetSlot(state->type_Device, Py_tp_alloc);
+    DeviceObject *self = (DeviceObject *)alloc(state->type_Device, 0);
+
+    if (self != NULL) {
+        self->ops = ops;
+    }
+    return (PyObject *)self;
+}
+
+static void device_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyObject *device_get_name(PyObject *object, void *Py_UNUSED(closure))
+{
+    return PyUnicode_FromString(((DeviceObject *)object)->ops->name);
+}
+
+static PyObject *device_get_uuid(PyObject *object, void *Py_UNUSED(closure))
+{
+    const wsync_device_identity_t identity = ((DeviceObject *)object)->ops->identity();
+    char text[WSYNC_PY_UUID_NBYTES];
+
+    wsync_py_uuid_format(identity.uuid, text);
+    return PyUnicode_FromString(text);
+}
+
+static PyObject *device_get_ordinal(PyObject *object, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLong(((DeviceObject *)object)->ops->identity().ordinal);
+}
+
+static PyObject *device_repr(PyObject *object)
+{
+    PyObject *uuid = device_get_uuid(object, NULL);
+    PyObject *text;
+
+    if (uuid == NULL) {
+        return NULL;
+    }
+    text = PyUnicode_GetLength(uuid) > 0 ? PyUnicode_FromFormat("<wsync device: %U>", uuid)
+                                         : PyUnicode_FromString("<wsync device: the host>");
+    Py_DECREF(uuid);
+    return text;
+}
+
+static PyGetSetDef device_getset[] = {
+    {"name", device_get_name, NULL, "\"host\" or \"cuda\".", NULL},
+    {"uuid", device_get_uuid, NULL, "\"GPU-...\"; \"\" for the host.", NULL},
+    {"ordinal", device_get_ordinal, NULL, "Of the GPU in this process; -1: the host.",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot device_slots[] = {
+    {Py_tp_doc, "Where memory and streams are made.  Made by host() and gpu()."},
+    {Py_tp_dealloc, device_dealloc},
+    {Py_tp_repr, device_repr},
+    {Py_tp_getset, device_getset},
+    {0, NULL},
+};
+
+static PyType_Spec device_spec = {
+    .name = "wsync._core.Device",
+    .basicsize = sizeof(DeviceObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = device_slots,
+};
+
+static PyObject *host(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    return wsync_py_device_wrap(wsync_py_state(module), wsync_device_host());
+}
+
+/* --- gpu() ------------------------------------------------------------------------------
+ */
+
+/* Without the GIL: compiling takes seconds. */
+static wsync_status_t open_gpu(const wsync_cu_uuid_t *uuid, wsync_compile_spec_t *spec,
+                               const wsync_device_ops_t **ops, wsync_error_t *err)
+{
+    wsync_kernel_image_t image = {0};
+    const wsync_cuda_driver_t *driver = NULL;
+    wsync_cuda_info_t info;
+    int ordinal = -1;
+    wsync_status_t status = wsync_cuda_driver(&driver, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_find(driver, uuid, &ordinal, &info, err);
+    }
+    if (status == WSYNC_OK && wsync_device_cuda(uuid, NULL, ops, NULL) == WSYNC_OK) {
+        return WSYNC_OK; /* its kernels are loaded */
+    }
+    if (status == WSYNC_OK) {
+        spec->capability = (unsigned)(info.major * 10 + info.minor);
+        status = wsync_cuda_compile(spec, &image, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_device_cuda(uuid, image.data, ops, err);
+    }
+    wsync_kernel_image_fini(&image);
+    return status;
+}
+
+/* Borrowed texts of a tuple of bytes; the array is the caller's. */
+static const char **read_paths(PyObject *tuple)
+{
+    const Py_ssize_t count = PyTuple_Size(tuple);
+    const char **paths = calloc((size_t)count + 1, sizeof(*paths));
+
+    if (paths == NULL) {
+        (void)PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        paths[i] = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(tuple, i), NULL);
+        if (paths[i] == NULL) {
+            free(paths);
+            return NULL;
+        }
+    }
+    return paths;
+}
+
+static PyObject *gpu(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"uuid", "libraries", "cache", NULL};
+    ModuleState *state = wsync_py_state(module);
+    const wsync_device_ops_t *ops = NULL;
+    wsync_compile_spec_t spec = {0};
+    wsync_cu_uuid_t uuid;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+    const char *text;
+    const char **paths = NULL;
+    PyObject *libraries = NULL;
+    PyObject *tuple;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s|Oz:gpu", keywords, &text, &libraries,
+                                     &spec.cache)) {
+        return NULL;
+    }
+    if (!parse_uuid(text, &uuid)) {
+        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "gpu",
+                         "'%.64s' is no UUID of a GPU: \"GPU-\" and 32 hexadecimal digits",
+                         text);
+        return wsync_py_raise(state, &err);
+    }
+    tuple = libraries != NULL ? PySequence_Tuple(libraries) : PyTuple_New(0);
+    paths = tuple != NULL ? read_paths(tuple) : NULL;
+    if (paths == NULL) {
+        Py_XDECREF(tuple);
+        return NULL;
+    }
+    spec.libraries = paths;
+    spec.library_count = (size_t)PyTuple_Size(tuple);
+    Py_BEGIN_ALLOW_THREADS
+        status = open_gpu(&uuid, &spec, &ops, &err);
+    Py_END_ALLOW_THREADS
+    free(paths);
+    Py_DECREF(tuple);
+    return status == WSYNC_OK ? wsync_py_device_wrap(state, ops)
+                              : wsync_py_raise(state, &err);
+}
+
+/* --- gpus() -----------------------------------------------------------------------------
+ */
 
 static PyObject *make_list(ModuleState *state, const wsync_cuda_driver_t *driver)
 {
@@ -28,13 +255,13 @@ static PyObject *make_list(ModuleState *state, const wsync_cuda_driver_t *driver
     for (int i = 0; list != NULL && i < driver->device_count; i++) {
         wsync_cuda_info_t info;
         wsync_error_t err = {0};
-        char uuid[UUID_TEXT_NBYTES];
+        char uuid[WSYNC_PY_UUID_NBYTES];
         PyObject *item = NULL;
 
         if (wsync_cuda_describe(driver, i, &info, &err) != WSYNC_OK) {
             (void)wsync_py_raise(state, &err);
         } else {
-            write_uuid(&info.uuid, uuid);
+            wsync_py_uuid_format(info.uuid.bytes, uuid);
             item = Py_BuildValue("(ssK(ii))", uuid, info.name,
                                  (unsigned long long)info.nbytes, info.major, info.minor);
         }
@@ -66,6 +293,12 @@ static PyObject *cuda_devices(PyObject *module, PyObject *unused)
 }
 
 static PyMethodDef cuda_functions[] = {
+    {"host", host, METH_NOARGS, "host()\n--\n\nThe host as a device."},
+    {"gpu", (PyCFunction)(void (*)(void))gpu, METH_VARARGS | METH_KEYWORDS,
+     "gpu(uuid, libraries=(), cache=None)\n--\n\n"
+     "A GPU of this process, with its kernels compiled and loaded.\n\n"
+     "libraries: paths at which NVRTC may lie; cache: folder for compiled kernels.\n"
+     "UnsupportedError says why it cannot be used."},
     {"cuda_devices", cuda_devices, METH_NOARGS,
      "cuda_devices()\n--\n\n"
      "(version, [(uuid, name, bytes, (major, minor)), ...]) of the GPUs that this process\n"
@@ -75,5 +308,10 @@ static PyMethodDef cuda_functions[] = {
 
 int wsync_py_register_cuda(PyObject *module)
 {
-    return PyModule_AddFunctions(module, cuda_functions);
+    ModuleState *state = wsync_py_state(module);
+
+    if (PyModule_AddFunctions(module, cuda_functions) < 0) {
+        return -1;
+    }
+    return wsync_py_add_type(module, &device_spec, &state->type_Device);
 }

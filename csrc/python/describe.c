@@ -21,7 +21,9 @@ typedef struct describer {
     PyObject *is_neg_name;
     PyTypeObject *type; /* borrowed: the type that `api` belongs to */
     const DLPackExchangeAPI *api;
-    int depth; /* wrappers around the tensor at hand */
+    int depth;   /* wrappers around the tensor at hand */
+    int gpu_ok;  /* whether tensors may lie on a GPU */
+    int64_t gpu; /* that they lie on; -1: none has so far */
 } describer_t;
 
 /* Raises "<name> (<type>): <what>" for one tensor; drops an exception that is set. */
@@ -242,15 +244,33 @@ static int fail_device(const describer_t *describer, Py_ssize_t index, PyObject 
     PyObject *text = device != NULL ? PyObject_Str(device) : NULL;
     const char *name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
 
-    (void)fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
-                      "lies on device %.64s; the host backend reads CPU memory only",
-                      name != NULL ? name : "(unknown)");
+    if (describer->gpu >= 0) {
+        (void)fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+                          "lies on device %.64s, others on cuda:%lld: one device serves "
+                          "them all",
+                          name != NULL ? name : "(unknown)", (long long)describer->gpu);
+    } else {
+        (void)fail_tensor(
+            describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+            "lies on device %.64s; %s is read here", name != NULL ? name : "(unknown)",
+            describer->gpu_ok ? "memory of CPU and CUDA devices" : "CPU memory only");
+    }
     Py_XDECREF(text);
     Py_XDECREF(device);
     return -1;
 }
 
-static int read_exchange(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
+/* Whether elements on a CUDA device can be described: all such lie on the same one. */
+static bool take_gpu(describer_t *describer, int64_t ordinal)
+{
+    if (!describer->gpu_ok || (describer->gpu >= 0 && describer->gpu != ordinal)) {
+        return false;
+    }
+    describer->gpu = ordinal;
+    return true;
+}
+
+static int read_exchange(describer_t *describer, Py_ssize_t index, PyObject *tensor,
                          wsync_tensor_row_t *row)
 {
     DLTensor view; /* shape and strides are borrowed from the tensor: copy them at once */
@@ -261,7 +281,9 @@ static int read_exchange(const describer_t *describer, Py_ssize_t index, PyObjec
         }
         return fail_with_cause(describer, index, tensor);
     }
-    if (view.device.device_type != kDLCPU && view.device.device_type != kDLCUDAHost) {
+    if (view.device.device_type != kDLCPU && view.device.device_type != kDLCUDAHost &&
+        !(view.device.device_type == kDLCUDA &&
+          take_gpu(describer, view.device.device_id))) {
         return fail_device(describer, index, tensor);
     }
     if (view.ndim < 0 || view.ndim > WSYNC_MAX_NDIM) {
@@ -290,23 +312,40 @@ static Py_ssize_t read_integers(PyObject *sequence, int64_t out[WSYNC_MAX_NDIM])
     return PyErr_Occurred() ? -1 : count;
 }
 
-/* The way of torch before 2.10: four Python calls a tensor. */
-static int read_attributes(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                           wsync_tensor_row_t *row)
+/* By the tensor's attributes; false also with an exception set. */
+static bool on_readable_device(describer_t *describer, PyObject *tensor)
 {
     PyObject *device = PyObject_GetAttrString(tensor, "device");
     PyObject *kind = device != NULL ? PyObject_GetAttrString(device, "type") : NULL;
-    const bool on_cpu = kind != NULL && PyUnicode_Check(kind) &&
-                        PyUnicode_CompareWithASCIIString(kind, "cpu") == 0;
+    PyObject *ordinal = NULL;
+    bool readable = false;
+
+    if (kind != NULL && PyUnicode_Check(kind)) {
+        if (PyUnicode_CompareWithASCIIString(kind, "cpu") == 0) {
+            readable = true;
+        } else if (PyUnicode_CompareWithASCIIString(kind, "cuda") == 0) {
+            ordinal = PyObject_GetAttrString(device, "index");
+            readable = ordinal != NULL && take_gpu(describer, PyLong_AsLongLong(ordinal));
+        }
+    }
+    Py_XDECREF(device);
+    Py_XDECREF(kind);
+    Py_XDECREF(ordinal);
+    return readable && PyErr_Occurred() == NULL;
+}
+
+/* The way of torch before 2.10: four Python calls a tensor. */
+static int read_attributes(describer_t *describer, Py_ssize_t index, PyObject *tensor,
+                           wsync_tensor_row_t *row)
+{
+    const bool readable = on_readable_device(describer, tensor);
     PyObject *address = NULL;
     Py_ssize_t ndim = -1;
 
-    Py_XDECREF(device);
-    Py_XDECREF(kind);
     if (PyErr_Occurred()) {
         return fail_with_cause(describer, index, tensor);
     }
-    if (!on_cpu) {
+    if (!readable) {
         return fail_device(describer, index, tensor);
     }
     ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), row->shape);
@@ -510,15 +549,15 @@ static int describer_init(describer_t *describer, PyObject *names, Py_ssize_t co
 
 static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"tensors", "names", NULL};
-    describer_t describer = {.state = wsync_py_state(module)};
+    static char *keywords[] = {"tensors", "names", "gpu", NULL};
+    describer_t describer = {.state = wsync_py_state(module), .gpu = -1};
     TensorTableObject *table = NULL;
     PyObject *sequence = NULL;
     PyObject *names = NULL;
     PyObject *tensors = NULL;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:describe", keywords, &sequence,
-                                     &names)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|Op:describe", keywords, &sequence,
+                                     &names, &describer.gpu_ok)) {
         return NULL;
     }
     tensors = PySequence_Tuple(sequence);
@@ -528,6 +567,9 @@ static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
     table = wsync_py_table_new(describer.state, PyTuple_Size(tensors));
     if (table != NULL && describe_all(&describer, tensors, table) < 0) {
         Py_CLEAR(table);
+    }
+    if (table != NULL) {
+        table->gpu = (int)describer.gpu;
     }
 
 cleanup:
@@ -541,8 +583,10 @@ cleanup:
 
 static PyMethodDef describe_functions[] = {
     {"describe", (PyCFunction)(void (*)(void))describe, METH_VARARGS | METH_KEYWORDS,
-     "describe(tensors, names=None)\n--\n\n"
-     "Describes torch tensors without copying; names are for error messages."},
+     "describe(tensors, names=None, gpu=False)\n--\n\n"
+     "Describes torch tensors without copying; names are for error messages.  With gpu "
+     "they\n"
+     "may lie on a GPU, all of those on the same one."},
     {NULL, NULL, 0, NULL},
 };
 

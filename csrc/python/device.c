@@ -43,49 +43,51 @@ PyObject *wsync_py_memory_wrap(ModuleState *state, const wsync_device_ops_t *ops
 
 static PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"nbytes", NULL};
+    static char *names[] = {"nbytes", "device", "control", NULL};
     ModuleState *state = wsync_py_type_state(type);
-    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_py_device_arg_t device = {state, wsync_device_host()};
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
     uint64_t nbytes;
+    int control = 0;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:Memory", names, to_uint64,
-                                     &nbytes)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|O&p:Memory", names, to_uint64,
+                                     &nbytes, wsync_py_convert_device, &device, &control)) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = ops->memory_create(nbytes, &memory, &err);
+        status = (control ? device.ops->control_create : device.ops->memory_create)(
+            nbytes, &memory, &err);
     Py_END_ALLOW_THREADS
     if (status != WSYNC_OK) {
         return wsync_py_raise(state, &err);
     }
-    return wsync_py_memory_wrap(state, ops, memory);
+    return wsync_py_memory_wrap(state, device.ops, memory);
 }
 
 static PyObject *memory_from_fd(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"fd", "nbytes", NULL};
+    static char *names[] = {"fd", "nbytes", "device", NULL};
     ModuleState *state = wsync_py_state(module);
-    const wsync_device_ops_t *ops = wsync_device_host();
+    wsync_py_device_arg_t device = {state, wsync_device_host()};
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
     uint64_t nbytes;
     int fd;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&:from_fd", names, &fd, to_uint64,
-                                     &nbytes)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&|O&:from_fd", names, &fd, to_uint64,
+                                     &nbytes, wsync_py_convert_device, &device)) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = ops->memory_import(fd, nbytes, &memory, &err);
+        status = device.ops->memory_import(fd, nbytes, &memory, &err);
     Py_END_ALLOW_THREADS
     if (status != WSYNC_OK) {
         return wsync_py_raise(state, &err);
     }
-    return wsync_py_memory_wrap(state, ops, memory);
+    return wsync_py_memory_wrap(state, device.ops, memory);
 }
 
 static void memory_dealloc(PyObject *object)
@@ -129,19 +131,23 @@ static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
 {
     const MemoryObject *self = (MemoryObject *)object;
 
+    if (self->ops != wsync_device_host()) {
+        PyErr_SetString(PyExc_BufferError, "memory of a GPU has no buffer on the host");
+        return -1;
+    }
     return PyBuffer_FillInfo(view, object, self->ops->memory_data(self->memory),
                              (Py_ssize_t)self->ops->memory_nbytes(self->memory), 0, flags);
 }
 
 static PyMethodDef memory_methods[] = {
     {"fileno", memory_fileno, METH_NOARGS,
-     "fileno($self, /)\n--\n\nThe sealed memfd; valid as long as this object."},
+     "fileno($self, /)\n--\n\nWhat another process maps; valid as long as this object."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMethodDef memory_from_fd_method = {
     "from_fd", (PyCFunction)(void (*)(void))memory_from_fd, METH_VARARGS | METH_KEYWORDS,
-    "from_fd(fd, nbytes)\n--\n\nMaps memory that another process made; fd is "
+    "from_fd(fd, nbytes, device=None)\n--\n\nMaps memory that another process made; fd is "
     "duplicated.\n\n"
     "PeerRefusedError if it is not sealed against a change of size, InvalidArgumentError "
     "if\n"
@@ -156,9 +162,12 @@ static PyGetSetDef memory_getset[] = {
 
 static PyType_Slot memory_slots[] = {
     {Py_tp_doc,
-     "Memory(nbytes)\n--\n\n"
-     "Shared memory of the host device (a sealed memfd), mapped and faulted in.\n\n"
-     "Zeroed; supports the buffer protocol (writable bytes)."},
+     "Memory(nbytes, device=None, control=False)\n--\n\n"
+     "Memory that another process can map: of a GPU, or shared memory of the host (a\n"
+     "sealed memfd), mapped and faulted in.\n\n"
+     "Zeroed; that of the host supports the buffer protocol (writable bytes).  control: "
+     "it\n"
+     "holds events and nothing else."},
     {Py_tp_new, memory_new},
     {Py_tp_dealloc, memory_dealloc},
     {Py_tp_methods, memory_methods},
@@ -310,6 +319,7 @@ static BufferTableObject *buffers_alloc(ModuleState *state, size_t count, PyObje
         return NULL;
     }
     self->count = count;
+    self->gpu = -1;
     self->owner = Py_XNewRef(owner);
     return self;
 }
@@ -400,6 +410,9 @@ static PyObject *buffers_of(PyObject *module, PyObject *args, PyObject *kwargs)
     }
     table = (const TensorTableObject *)tensors;
     self = buffers_alloc(state, (size_t)table->count, owner);
+    if (self != NULL) {
+        self->gpu = table->gpu;
+    }
     for (Py_ssize_t i = 0; self != NULL && i < table->count; i++) {
         self->spans[i].data = table->rows[i].data;
         self->spans[i].nbytes = table->rows[i].nbytes_spanned;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Memory, Event, Stream and BufferTable: what the other files of csrc/python need of them.
- * Recognise objects by ModuleState.type_<name>; all four types are final. */
+ * Device, Memory, Event, Stream and BufferTable: what the other files of csrc/python need
+ * of them.  Recognise objects by ModuleState.type_<name>; all five types are final. */
 #ifndef WSYNC_PYTHON_DEVICE_H
 #define WSYNC_PYTHON_DEVICE_H
 
@@ -29,7 +29,8 @@ typedef struct BufferTableObject {
     PyObject_HEAD
     size_t count;
     wsync_span_t *spans; /* owned */
-    PyObject *owner;     /* owned; keeps the spans' memory alive; may be NULL */
+    int gpu;         /* the one that some of the spans are on, if that is known; or -1 */
+    PyObject *owner; /* owned; keeps the spans' memory alive; may be NULL */
 } BufferTableObject;
 
 typedef struct stream_hold {
@@ -49,6 +50,20 @@ typedef struct StreamObject {
     PyObject *labels; /* owned list of (index, phase) of the batches to be noted, or NULL */
     unsigned users;   /* calls that run without the GIL */
 } StreamObject;
+
+enum { WSYNC_PY_UUID_NBYTES = 48 };
+/* "GPU-" and the digits in groups, as nvidia-smi writes a GPU's UUID; "" for the host. */
+void wsync_py_uuid_format(const uint8_t *uuid, char text[WSYNC_PY_UUID_NBYTES]);
+
+/* "O&" converter to const wsync_device_ops_t *: a Device, or None for the host.  Needs the
+ * module state beside it, so the argument is a wsync_py_device_arg_t. */
+typedef struct wsync_py_device_arg {
+    const ModuleState *state;
+    const wsync_device_ops_t *ops;
+} wsync_py_device_arg_t;
+int wsync_py_convert_device(PyObject *object, void *argument);
+
+PyObject *wsync_py_device_wrap(ModuleState *state, const wsync_device_ops_t *ops);
 
 /* A Memory object; memory is moved into it, also on failure. */
 PyObject *wsync_py_memory_wrap(ModuleState *state, const wsync_device_ops_t *ops,
@@ -75,6 +90,12 @@ void wsync_py_stream_leave_any(PyObject *object);
  * made room, and leave. */
 enum { WSYNC_PY_STREAM_HOLDS = 3 };
 void wsync_py_stream_hold(StreamObject *self, PyObject *owner);
+
+/* Methods that stream_order.c has. */
+PyObject *wsync_py_stream_record(PyObject *stream, PyObject *args, PyObject *kwargs);
+PyObject *wsync_py_stream_wait(PyObject *stream, PyObject *args, PyObject *kwargs);
+PyObject *wsync_py_stream_follow(PyObject *stream, PyObject *args);
+PyObject *wsync_py_stream_lead(PyObject *stream, PyObject *args);
 
 /* Copies to enqueue, and whose memory all of this is; everything is borrowed. */
 typedef struct wsync_py_batch {

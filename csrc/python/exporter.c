@@ -18,6 +18,7 @@ typedef struct ExporterObject {
 /* One call's arguments and results, for a step without the GIL. */
 typedef struct exporter_call {
     wsync_exporter_t *exporter;
+    const wsync_device_ops_t *ops; /* of the ring */
     wsync_memory_t *ring;
     wsync_stream_t *stream;
     const uint8_t *data;
@@ -53,7 +54,7 @@ static PyObject *exporter_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_exporter_create(wsync_device_host(), directory, &exporter, &err);
+        status = wsync_exporter_create(directory, &exporter, &err);
     Py_END_ALLOW_THREADS
     if (status != WSYNC_OK) {
         return wsync_py_raise(wsync_py_type_state(type), &err);
@@ -95,6 +96,21 @@ static PyObject *exporter_address(PyObject *object, void *closure)
 {
     (void)closure;
     return PyUnicode_DecodeFSDefault(((ExporterObject *)object)->address);
+}
+
+static PyObject *exporter_worker_uuid(PyObject *object, void *closure)
+{
+    ExporterObject *self = (ExporterObject *)object;
+    char text[WSYNC_PY_UUID_NBYTES];
+
+    (void)closure;
+    if (wsync_py_guard_enter(wsync_py_type_state(Py_TYPE(object)), &self->guard,
+                             exporter_name) < 0) {
+        return NULL;
+    }
+    wsync_py_uuid_format(wsync_exporter_worker_uuid(self->exporter), text);
+    wsync_py_guard_leave(&self->guard);
+    return PyUnicode_FromString(text);
 }
 
 static PyObject *exporter_loaded(PyObject *object, void *closure)
@@ -142,8 +158,8 @@ static wsync_status_t step_attach(void *context, int timeout_ms, wsync_error_t *
 {
     exporter_call_t *call = context;
 
-    return wsync_exporter_attach(call->exporter, call->ring, call->data, call->nbytes,
-                                 timeout_ms, err);
+    return wsync_exporter_attach(call->exporter, call->ops, call->ring, call->data,
+                                 call->nbytes, timeout_ms, err);
 }
 
 static PyObject *exporter_attach(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -163,6 +179,7 @@ static PyObject *exporter_attach(PyObject *object, PyObject *args, PyObject *kwa
                                      &check)) {
         return NULL;
     }
+    call.ops = ((MemoryObject *)ring)->ops;
     call.ring = ((MemoryObject *)ring)->memory;
     call.data = manifest.buf;
     call.nbytes = (size_t)manifest.len;
@@ -386,6 +403,8 @@ static PyMethodDef exporter_methods[] = {
 static PyGetSetDef exporter_getset[] = {
     {"address", exporter_address, NULL,
      "What a worker needs to connect: \"<token in hex>@<socket path>\".", NULL},
+    {"worker_uuid", exporter_worker_uuid, NULL,
+     "The GPU that the worker has said to be on, once accepted; \"\" for the host.", NULL},
     {"loaded", exporter_loaded, NULL,
      "Rounds of this update that the worker has finished, as far as is known.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -8,6 +8,7 @@
 
 typedef struct ImporterObject {
     PyObject_HEAD
+    const wsync_device_ops_t *ops;
     wsync_importer_t *importer; /* owned; NULL once closed */
     PyObject *ring;      /* owned Memory; shares the importer's ring and outlives it */
     PyObject *manifest;  /* owned bytes */
@@ -17,6 +18,7 @@ typedef struct ImporterObject {
 
 /* One call's arguments and results, for a step without the GIL. */
 typedef struct importer_call {
+    const wsync_device_ops_t *ops;
     wsync_importer_t *importer;
     wsync_stream_t *stream;
     const char *path;
@@ -42,17 +44,18 @@ static wsync_status_t step_create(void *context, int timeout_ms, wsync_error_t *
 {
     importer_call_t *call = context;
 
-    return wsync_importer_create(wsync_device_host(), call->path, call->token, call->data,
+    return wsync_importer_create(call->ops, call->path, call->token, call->data,
                                  call->nbytes, timeout_ms, &call->importer, err);
 }
 
 static wsync_importer_t *connect_importer(ModuleState *state, const char *address,
-                                          const Py_buffer *blob, double timeout)
+                                          const Py_buffer *blob, double timeout,
+                                          const wsync_device_ops_t *ops)
 {
     uint8_t token[WSYNC_TOKEN_NBYTES];
     char path[WSYNC_PATH_NBYTES];
     wsync_error_t err = {0};
-    importer_call_t call = {.path = path, .token = token};
+    importer_call_t call = {.ops = ops, .path = path, .token = token};
 
     call.data = blob->buf;
     call.nbytes = (size_t)blob->len;
@@ -68,19 +71,21 @@ static wsync_importer_t *connect_importer(ModuleState *state, const char *addres
 
 static PyObject *importer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"address", "blob", "timeout", NULL};
+    static char *keywords[] = {"address", "blob", "timeout", "device", NULL};
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     const char *address = NULL;
     Py_buffer blob;
     double timeout = 0.0;
+    wsync_py_device_arg_t device = {wsync_py_type_state(type), wsync_device_host()};
     wsync_importer_t *importer;
     ImporterObject *self;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sy*d:Importer", keywords, &address,
-                                     &blob, &timeout)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sy*d|O&:Importer", keywords, &address,
+                                     &blob, &timeout, wsync_py_convert_device, &device)) {
         return NULL;
     }
-    importer = connect_importer(wsync_py_type_state(type), address, &blob, timeout);
+    importer =
+        connect_importer(wsync_py_type_state(type), address, &blob, timeout, device.ops);
     PyBuffer_Release(&blob);
     if (importer == NULL) {
         return NULL;
@@ -91,6 +96,7 @@ static PyObject *importer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return NULL;
     }
     self->importer = importer;
+    self->ops = device.ops;
     return (PyObject *)self;
 }
 
@@ -121,7 +127,7 @@ static void importer_dealloc(PyObject *object)
 /* Makes the Python objects of a new attach; the old ones live on in whoever holds them. */
 static int refresh(ImporterObject *self)
 {
-    const wsync_device_ops_t *ops = wsync_device_host();
+    const wsync_device_ops_t *ops = self->ops;
     const uint64_t generation = wsync_importer_generation(self->importer);
     wsync_memory_t *memory = wsync_importer_ring(self->importer);
     size_t nbytes = 0;
@@ -406,7 +412,7 @@ static PyGetSetDef importer_getset[] = {
 
 static PyType_Slot importer_slots[] = {
     {Py_tp_doc,
-     "Importer(address, blob, timeout)\n--\n\n"
+     "Importer(address, blob, timeout, device=None)\n--\n\n"
      "The worker's half of a session: reads the ring that a trainer rank fills."},
     {Py_tp_new, importer_new},
     {Py_tp_dealloc, importer_dealloc},

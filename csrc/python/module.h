@@ -14,6 +14,7 @@
     X(TensorTable)        \
     X(Layout)             \
     X(Plan)               \
+    X(Device)             \
     X(Route)              \
     X(Memory)             \
     X(Event)              \

@@ -198,6 +198,13 @@ static PyObject *pack(PyObject *module, PyObject *args, PyObject *kwargs)
     if (PyErr_Occurred() || read_offsets(state, packing, offsets) < 0) {
         goto cleanup;
     }
+    if (packing->table->gpu >= 0 && stream == NULL) {
+        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "pack",
+                         "tensors on GPU %d are packed on a stream of it",
+                         packing->table->gpu);
+        (void)wsync_py_raise(state, &err);
+        goto cleanup;
+    }
     Py_BEGIN_ALLOW_THREADS
         status = packing_plan(packing, &err);
         if (status == WSYNC_OK && stream == NULL) {

@@ -143,21 +143,23 @@ static void shut(StreamObject *self)
 
 static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"threads", NULL};
+    static char *names[] = {"threads", "device", NULL};
     ModuleState *state = wsync_py_type_state(type);
+    wsync_py_device_arg_t device = {state, wsync_device_host()};
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     StreamObject *self = NULL;
     wsync_error_t err = {0};
     int threads = 1;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|i:Stream", names, &threads)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|iO&:Stream", names, &threads,
+                                     wsync_py_convert_device, &device)) {
         return NULL;
     }
     self = (StreamObject *)alloc(type, 0);
     if (self == NULL) {
         return NULL;
     }
-    self->ops = wsync_device_host();
+    self->ops = device.ops;
     if (self->ops->control_create(PROGRESS_NBYTES, &self->progress, &err) != WSYNC_OK ||
         self->ops->stream_create(threads > 0 ? (unsigned)threads : 0, &self->stream,
                                  &err) != WSYNC_OK) {
@@ -302,6 +304,23 @@ PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
     return PyLong_FromUnsignedLongLong(nbytes);
 }
 
+/* Host threads cannot read what a GPU holds, nor one GPU what another does. */
+static int check_gpu(ModuleState *state, const StreamObject *self,
+                     const BufferTableObject *buffers)
+{
+    const int ordinal = self->ops->identity().ordinal;
+    wsync_error_t err = {0};
+
+    if (buffers->gpu < 0 || buffers->gpu == ordinal) {
+        return 0;
+    }
+    (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "Stream.copy",
+                     "buffers on GPU %d, but the stream is on %s %d", buffers->gpu,
+                     ordinal < 0 ? "the host," : "GPU", ordinal);
+    (void)wsync_py_raise(state, &err);
+    return -1;
+}
+
 static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"copies", "index", "phase", "sources", "destinations", NULL};
@@ -313,6 +332,8 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLiO!O!:copy", names, &batch.owners[0],
                                      &batch.index, &batch.phase, state->type_BufferTable,
                                      &sources, state->type_BufferTable, &destinations) ||
+        check_gpu(state, (StreamObject *)object, (BufferTableObject *)sources) < 0 ||
+        check_gpu(state, (StreamObject *)object, (BufferTableObject *)destinations) < 0 ||
         find_copies(state, &batch) < 0) {
         return NULL;
     }
@@ -323,55 +344,6 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
     batch.owners[1] = sources;
     batch.owners[2] = destinations;
     return wsync_py_stream_copy(state, (StreamObject *)object, &batch);
-}
-
-typedef wsync_status_t (*enqueue_func_t)(wsync_stream_t *, wsync_event_t, uint64_t,
-                                         wsync_error_t *);
-
-/* record and wait: `enqueue` is the device's, `format` that of the arguments. */
-static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwargs,
-                               const char *format, enqueue_func_t enqueue)
-{
-    static char *names[] = {"event", "value", NULL};
-    StreamObject *self = (StreamObject *)object;
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
-    PyObject *event;
-    unsigned long long value;
-    PyObject *number;
-    wsync_stream_t *stream;
-    wsync_error_t err = {0};
-    wsync_status_t status;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, names, state->type_Event, &event,
-                                     &number)) {
-        return NULL;
-    }
-    value = PyLong_AsUnsignedLongLong(number);
-    if (value == (unsigned long long)-1 && PyErr_Occurred() != NULL) {
-        return NULL;
-    }
-    stream = wsync_py_stream_enter(state, self);
-    if (stream == NULL) {
-        return NULL;
-    }
-    status = enqueue(stream, ((EventObject *)event)->event, value, &err);
-    wsync_py_stream_leave(self);
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(state, &err);
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *stream_record(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    return enqueue_event(object, args, kwargs, "O!O:record",
-                         ((StreamObject *)object)->ops->stream_record);
-}
-
-static PyObject *stream_wait(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    return enqueue_event(object, args, kwargs, "O!O:wait",
-                         ((StreamObject *)object)->ops->stream_wait);
 }
 
 static PyObject *stream_abandon(PyObject *object, PyObject *unused)
@@ -505,12 +477,21 @@ static PyMethodDef stream_methods[] = {
      "ignored).  Returns the bytes written.  Everything is kept alive until the stream "
      "has\n"
      "passed."},
-    {"record", (PyCFunction)(void (*)(void))stream_record, METH_VARARGS | METH_KEYWORDS,
+    {"record", (PyCFunction)(void (*)(void))wsync_py_stream_record,
+     METH_VARARGS | METH_KEYWORDS,
      "record($self, event, value)\n--\n\n"
      "Enqueues: set the event once everything enqueued before has happened."},
-    {"wait", (PyCFunction)(void (*)(void))stream_wait, METH_VARARGS | METH_KEYWORDS,
+    {"wait", (PyCFunction)(void (*)(void))wsync_py_stream_wait,
+     METH_VARARGS | METH_KEYWORDS,
      "wait($self, event, value)\n--\n\n"
      "Enqueues: what follows starts once the event is at least value."},
+    {"follow", wsync_py_stream_follow, METH_VARARGS,
+     "follow($self, other, /)\n--\n\n"
+     "Enqueues: what follows starts once everything has happened that another stream of\n"
+     "the GPU (torch's cuda_stream) has been given by now.  Nothing on the host."},
+    {"lead", wsync_py_stream_lead, METH_VARARGS,
+     "lead($self, other, /)\n--\n\n"
+     "Has another stream of the GPU wait for what is enqueued here.  Nothing on the host."},
     {"abandon", stream_abandon, METH_NOARGS,
      "abandon($self, /)\n--\n\n"
      "Drops what has not begun, gives up waiting for events, and returns when nothing of\n"
@@ -531,16 +512,28 @@ static PyMethodDef stream_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyObject *stream_get_device(PyObject *object, void *Py_UNUSED(closure))
+{
+    return wsync_py_device_wrap(wsync_py_type_state(Py_TYPE(object)),
+                                ((StreamObject *)object)->ops);
+}
+
+static PyGetSetDef stream_getset[] = {
+    {"device", stream_get_device, NULL, "Where it runs.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyType_Slot stream_slots[] = {
     {Py_tp_doc,
-     "Stream(threads=1)\n--\n\n"
-     "Runs copies in order on worker threads of this process."},
+     "Stream(threads=1, device=None)\n--\n\n"
+     "Runs copies in order: on a GPU, or on worker threads of this process."},
     {Py_tp_new, stream_new},
     {Py_tp_dealloc, stream_dealloc},
     {Py_tp_traverse, stream_traverse},
     {Py_tp_clear, stream_clear},
     {Py_tp_finalize, stream_finalize},
     {Py_tp_methods, stream_methods},
+    {Py_tp_getset, stream_getset},
     {0, NULL},
 };
 

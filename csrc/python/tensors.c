@@ -194,8 +194,19 @@ static PyMethodDef table_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyObject *table_gpu(PyObject *self, void *Py_UNUSED(closure))
+{
+    const int gpu = ((TensorTableObject *)self)->gpu;
+
+    if (gpu < 0) {
+        Py_RETURN_NONE;
+    }
+    return PyLong_FromLong(gpu);
+}
+
 static PyGetSetDef table_getset[] = {
     {"nbytes", table_nbytes, NULL, "Bytes of all elements.", NULL},
+    {"gpu", table_gpu, NULL, "The CUDA device that some of them lie on, or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -233,6 +244,7 @@ TensorTableObject *wsync_py_table_new(ModuleState *state, Py_ssize_t count)
         return NULL;
     }
     table->count = count;
+    table->gpu = -1;
     return table;
 }
 

@@ -29,6 +29,7 @@ typedef struct TensorTableObject {
     Py_ssize_t count;
     wsync_tensor_row_t *rows; /* owned */
     uint64_t nbytes;          /* of all elements of all tensors */
+    int gpu;                  /* the one that some of them lie on; -1: none does */
 } TensorTableObject;
 
 /* A table of `count` rows that are all zero, for the maker to fill. */

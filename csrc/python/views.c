@@ -104,7 +104,9 @@ static view_t *view_create(view_pool_t *pool, const wsync_tensor_t *tensor, uint
     view->managed.manager_ctx = view;
     view->managed.deleter = view_delete;
     dl->data = (char *)pool->ops->memory_data(pool->memory) + offset;
-    dl->device = (DLDevice){kDLCPU, 0};
+    dl->device = pool->ops == wsync_device_host()
+                     ? (DLDevice){kDLCPU, 0}
+                     : (DLDevice){kDLCUDA, pool->ops->identity().ordinal};
     dl->ndim = (int32_t)tensor->ndim;
     dl->dtype = dlpack_dtypes[tensor->dtype];
     dl->shape = view->shape;

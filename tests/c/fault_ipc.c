@@ -28,7 +28,7 @@ static wsync_status_t meet(attempt_t *a, wsync_error_t *err)
         status = ops->stream_create(1, &a->stream, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_exporter_create(ops, parent, &a->exporter, err);
+        status = wsync_exporter_create(parent, &a->exporter, err);
         CHECK((status == WSYNC_OK) == (a->exporter != NULL));
     }
     if (status == WSYNC_OK) {
@@ -48,8 +48,9 @@ static wsync_status_t begin(attempt_t *a, int update, wsync_error_t *err)
 {
     uint64_t number = 0;
     uint32_t count = 0;
-    wsync_status_t status = wsync_exporter_attach(
-        a->exporter, a->rings[update], (const uint8_t *)"manifest", 8, PATIENT_MS, err);
+    wsync_status_t status =
+        wsync_exporter_attach(a->exporter, wsync_device_host(), a->rings[update],
+                              (const uint8_t *)"manifest", 8, PATIENT_MS, err);
 
     if (status == WSYNC_OK) {
         status =

@@ -25,7 +25,7 @@ static inline session_t open_session(void)
     session_t s = {0};
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_exporter_create(ops(), NULL, &s.exporter, &err), err);
+    CHECK_OK(wsync_exporter_create(NULL, &s.exporter, &err), err);
     CHECK_OK(ops()->memory_create(RING_NBYTES, &s.ring, &err), err);
     CHECK_OK(ops()->stream_create(1, &s.stream, &err), err);
     return s;
@@ -51,8 +51,8 @@ static inline void attach_session(session_t *s)
 {
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_exporter_attach(s->exporter, s->ring, (const uint8_t *)"manifest", 8,
-                                   PATIENT_MS, &err),
+    CHECK_OK(wsync_exporter_attach(s->exporter, ops(), s->ring, (const uint8_t *)"manifest",
+                                   8, PATIENT_MS, &err),
              err);
 }
 

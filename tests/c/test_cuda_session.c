@@ -36,7 +36,7 @@ static wsync_status_t open_both(update_t *u, wsync_error_t *err)
 {
     uint8_t *blob = NULL;
     size_t nbytes = 0;
-    wsync_status_t status = wsync_exporter_create(u->ops, NULL, &u->exporter, err);
+    wsync_status_t status = wsync_exporter_create(NULL, &u->exporter, err);
 
     if (status == WSYNC_OK) {
         status = u->ops->memory_create(RING_NBYTES, &u->ring, err);
@@ -64,7 +64,7 @@ static wsync_status_t begin_both(update_t *u, wsync_error_t *err)
     uint64_t update = 0;
     uint32_t count = 0;
     wsync_status_t status = wsync_exporter_attach(
-        u->exporter, u->ring, (const uint8_t *)"manifest", 8, PATIENT_MS, err);
+        u->exporter, u->ops, u->ring, (const uint8_t *)"manifest", 8, PATIENT_MS, err);
 
     if (status == WSYNC_OK) {
         status = wsync_exporter_begin(u->exporter, 1, ROUNDS, PATIENT_MS, err);
@@ -231,4 +231,26 @@ TEST(an_update_survives_no_failing_call_and_leaves_nothing)
     }
     u.ops->memory_destroy(u.weights);
     u.ops->memory_destroy(u.parameters);
+}
+
+TEST(a_ring_on_another_device_than_the_worker_s_is_refused)
+{
+    const wsync_device_ops_t *host = wsync_device_host();
+    wsync_memory_t *ring = NULL;
+    update_t u = {0};
+    wsync_error_t err = {0};
+
+    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
+    u.ops = test_device();
+    CHECK_OK(open_both(&u, &err), err);
+    CHECK(memcmp(wsync_exporter_worker_uuid(u.exporter), u.ops->identity().uuid,
+                 WSYNC_DEVICE_UUID_NBYTES) == 0);
+    CHECK_OK(host->memory_create(RING_NBYTES, &ring, &err), err);
+    CHECK_EQ(wsync_exporter_attach(u.exporter, host, ring, NULL, 0, PATIENT_MS, &err),
+             WSYNC_ERR_INVALID);
+    CHECK_HAS(err.message, "a ring on the host, but the worker is on the GPU with a UUID");
+    /* Nothing was sent: the right ring can still be attached. */
+    CHECK_OK(begin_both(&u, &err), err);
+    close_both(&u);
+    host->memory_destroy(ring);
 }

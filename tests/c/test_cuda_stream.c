@@ -4,6 +4,7 @@
 #include <fcntl.h>
 
 #include "cuda_fixture.h"
+#include "device/cuda.h"
 #include "device_fixture.h"
 
 enum { NBYTES = 1 << 20, LOG_NBYTES = 1 << 20 };
@@ -358,6 +359,47 @@ TEST(streams_of_two_processes_take_turns_without_the_host)
 
     play(peer.socket, true);
     peer_end(peer);
+}
+
+/* A chain over a stream of the driver's user: behind what that one has been given before,
+ * and ahead of what it is given afterwards. */
+TEST(streams_of_others_are_followed_and_led)
+{
+    const wsync_device_ops_t *ops = gpu();
+    const wsync_cuda_driver_t *driver = enter_device(0);
+    wsync_memory_t *buffer = make_buffer(ops, NBYTES);
+    wsync_memory_t *control = make_control(ops);
+    wsync_stream_t *stream = make_stream(ops);
+    const wsync_span_t span = span_of(ops, buffer);
+    const uintptr_t at = (uintptr_t)span.data;
+    const wsync_copy_t copy = {.source_offset = 4096,
+                               .destination_offset = 8192,
+                               .row_count = 4096,
+                               .source_item_nbytes = 1,
+                               .destination_item_nbytes = 1};
+    const wsync_event_t gate = {control, 0};
+    wsync_cu_stream_t other = NULL;
+    wsync_error_t err = {0};
+
+    fill(span);
+    CU(driver->stream_create(&other, WSYNC_CU_STREAM_NON_BLOCKING));
+    /* Nothing moves before the gate opens, so that only the order can make it right. */
+    CU(driver->stream_wait_value(other, wsync_cuda_event_address(gate), 1,
+                                 WSYNC_CU_WAIT_GEQ));
+    CU(driver->memcpy_async(at + 4096, at, 4096, other));
+    CHECK_OK(ops->stream_follow(stream, other, &err), err);
+    CHECK_OK(ops->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+    CHECK_OK(ops->stream_lead(stream, other, &err), err);
+    CU(driver->memcpy_async(at + 12288, at + 8192, 4096, other));
+    CHECK_EQ(driver->stream_query(other), WSYNC_CU_NOT_READY);
+    CHECK_EQ(ops->stream_synchronize(stream, 50, &err), WSYNC_ERR_TIMEOUT);
+    wsync_cuda_event_set(gate, 1);
+    CU(driver->stream_synchronize(other));
+    CHECK(memcmp(span.data, (char *)span.data + 12288, 4096) == 0);
+    CU(driver->stream_destroy(other));
+    ops->stream_destroy(stream);
+    ops->memory_destroy(buffer);
+    ops->memory_destroy(control);
 }
 
 static void vanish_main(int socket)

@@ -150,7 +150,7 @@ TEST(calls_out_of_order_change_nothing)
         memset(&err, 0, sizeof(err));    \
     } while (0)
 
-    STATE(wsync_exporter_attach(s.exporter, s.ring, NULL, 0, SOON_MS, &err));
+    STATE(wsync_exporter_attach(s.exporter, ops(), s.ring, NULL, 0, SOON_MS, &err));
     STATE(wsync_exporter_begin(s.exporter, 1, 1, SOON_MS, &err));
     connect_session(&s);
     STATE(wsync_exporter_accept(s.exporter, SOON_MS, &blob, &nbytes, &err));
@@ -169,7 +169,7 @@ TEST(calls_out_of_order_change_nothing)
     begin_session(&s, 1, 2);
     STATE(wsync_importer_begin(s.importer, SOON_MS, &update, &count, &err));
     STATE(wsync_exporter_begin(s.exporter, 2, 1, SOON_MS, &err));
-    STATE(wsync_exporter_attach(s.exporter, s.ring, NULL, 0, SOON_MS, &err));
+    STATE(wsync_exporter_attach(s.exporter, ops(), s.ring, NULL, 0, SOON_MS, &err));
     STATE(wsync_exporter_acquire(s.exporter, 0, NULL, SOON_MS, &err));
     STATE(wsync_exporter_acquire(s.exporter, -2, NULL, SOON_MS, &err));
     STATE(wsync_exporter_post(s.exporter, 1, s.stream, SOON_MS, &err));
@@ -277,7 +277,7 @@ static wsync_status_t call_at(session_t *s, int place, wsync_error_t *err)
 
     switch (place) {
     case AT_ATTACH:
-        return wsync_exporter_attach(s->exporter, s->ring, NULL, 0, PATIENT_MS, err);
+        return wsync_exporter_attach(s->exporter, ops(), s->ring, NULL, 0, PATIENT_MS, err);
     case AT_BEGIN:
         return wsync_exporter_begin(s->exporter, 1, 1, PATIENT_MS, err);
     case AT_ACQUIRE:

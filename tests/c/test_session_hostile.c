@@ -13,6 +13,7 @@ static wsync_channel_t *raw_worker(session_t *s)
     uint8_t *blob = NULL;
     size_t nbytes = 0;
 
+    memcpy(&hello.arguments[1], ops()->identity().uuid, WSYNC_DEVICE_UUID_NBYTES);
     CHECK_OK(wsync_blob_create((const uint8_t *)"abc", 3, &hello.fds[0], &err), err);
     CHECK_OK(wsync_channel_connect(wsync_exporter_path(s->exporter),
                                    wsync_exporter_token(s->exporter), &hello, PATIENT_MS,

@@ -106,11 +106,14 @@ class Held:
             for fact, (_, _, reference, _) in zip(self.facts, self._places, strict=True)
         ]
 
-    def check_host(self) -> None:
-        """Raises LayoutError for tensors that are not in host memory: copies run there alone."""
+    def check_place(self) -> None:
+        """Raises LayoutError for tensors that copies cannot reach: neither all on the host, nor
+        all on one GPU."""
+        first: torch.device | None = None
         for fact, tensor in zip(self.facts, self.tensors, strict=True):
-            if tensor.device.type != "cpu":
-                raise LayoutError(f"{fact[0]} is on {tensor.device}, copies run on the host")
+            first = tensor.device if first is None else first
+            if tensor.device != first or first.type not in ("cpu", "cuda"):
+                raise LayoutError(f"{fact[0]} is on {tensor.device}, other tensors on {first}")
 
     def current(self) -> bool:
         """Whether the module holds the very same tensors where they were: what an update asks

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
 
-from wsync._core import StateError
+from wsync._core import DeadlineError, StateError
 from wsync.engine.held import seen, slots
 
 
-def wait_for_device(module: torch.nn.Module) -> None:
-    """Waits until a module's device is idle: an engine paused in place may be at work on it."""
+def wait_for_device(module: torch.nn.Module, timeout: float = 60.0) -> None:
+    """Waits until a module's device is idle: an engine paused in place may be at work on it.
+
+    Raises:
+        DeadlineError: it is not after `timeout` seconds.
+    """
     parameter = next(module.parameters(), None)
-    if parameter is not None and parameter.device.type != "cpu":
-        torch.get_device_module(parameter.device).synchronize(parameter.device)
+    if parameter is None or parameter.device.type == "cpu":
+        return
+    device = parameter.device
+    waiting = threading.Thread(
+        target=torch.get_device_module(device).synchronize, args=(device,), daemon=True
+    )
+    waiting.start()
+    waiting.join(timeout)
+    if waiting.is_alive():
+        raise DeadlineError(f"{device} is still at work after {timeout:.0f} s")
 
 
 def run_in_place(module: torch.nn.Module, hook: Callable[[], object]) -> None:

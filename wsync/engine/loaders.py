@@ -19,8 +19,10 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 
+from wsync import device
 from wsync._core import (
     BufferTable,
+    Device,
     Layout,
     LayoutBuilder,
     LayoutError,
@@ -57,8 +59,12 @@ class Loader(Protocol):
     """What a Receiver needs.  Any exception fails the update and becomes its text."""
 
     @property
+    def device(self) -> Device:
+        """Where the ring is to lie."""
+
+    @property
     def stream(self) -> Stream | None:
-        """Where rounds are loaded; None: in the thread that calls `load`."""
+        """Where rounds are loaded, of that device; None: in the thread that calls `load`."""
 
     def blob(self) -> bytes:
         """The worker's layout in bytes, or control.WHOLE, PIECES or LEARN."""
@@ -177,7 +183,8 @@ class LayoutLoader:
             raise LayoutError(f"layout of {layout.buffer_count()} buffers, {len(tensors)} tensors")
         self._layout = layout
         self._tensors = list(tensors)
-        self.stream = Stream(threads)
+        self.device = device.find(device.of(describe(self._tensors, gpu=True)) or device.wanted())
+        self.stream = Stream(threads, self.device)
         self._router: Router | None = None
         self._loaded: set[int] = set()
 
@@ -191,7 +198,7 @@ class LayoutLoader:
     def begin(self, rounds: int) -> None:
         router = self._attached()
         router.manifest.check_rounds(rounds)
-        router.bind(BufferTable.of(describe(self._tensors), self._tensors))
+        router.bind(BufferTable.of(describe(self._tensors, gpu=True), self._tensors))
         self._loaded = set()
 
     def load(self, round: int) -> None:
@@ -245,6 +252,10 @@ class ModuleLoader:
         self._loaded: set[int] = set()
 
     @property
+    def device(self) -> Device:
+        return self._strategy.device
+
+    @property
     def stream(self) -> Stream | None:
         return self._strategy.stream
 
@@ -288,7 +299,8 @@ class _ByName:
     def __init__(self, module: torch.nn.Module, ignore: frozenset[str], threads: int) -> None:
         self._module = module
         self._ignore = ignore
-        self.stream = Stream(threads)
+        self.device = device.find(device.of_module(module) or device.wanted())
+        self.stream = Stream(threads, self.device)
         self._manifest: RingManifest | None = None
         self._router: Router | None = None
         self._names: list[str] = []
@@ -312,7 +324,7 @@ class _ByName:
             if names != self._names:
                 self._names, self._router = names, None
             self._remember(held, tensors)
-        table = describe(tensors, self._names)
+        table = describe(tensors, self._names, gpu=True)
         if self._router is None or table.differs(self._table) is not None:
             builder = LayoutBuilder()
             builder.add_tensors(self._names, table)
@@ -338,9 +350,11 @@ class _ByName:
 
 
 class _ByCall:
-    """Hands views of the ring to a load_weights method."""
+    """Hands views of the ring to a load_weights method.
 
-    stream = None
+    On a GPU torch does what that asks for later: the stream has torch wait for a round, and then
+    waits for torch.
+    """
 
     def __init__(
         self, module: torch.nn.Module, method: LoadWeights, ignore: frozenset[str]
@@ -348,6 +362,8 @@ class _ByCall:
         self._module = module
         self._method = method
         self._ignore = ignore
+        self.device = device.find(device.of_module(module))
+        self.stream = Stream(1, self.device) if self.device.uuid else None
         self._like = torch.empty(0)
         self._manifest: RingManifest | None = None
         self._pool: ViewPool | None = None
@@ -384,6 +400,8 @@ class _ByCall:
 
     def finish(self, timeout: float) -> None:
         assert self._manifest is not None
+        if self.stream is not None:
+            self.stream.synchronize(timeout)
         shapes = self._manifest.shapes
         empty = [(n, torch.empty(shapes[n], dtype=dtype_of(d))) for n, d in self._manifest.empty]
         if empty:
@@ -404,9 +422,10 @@ class _ByCall:
         end = max(
             offset + _numel(shape) * dtype_of(dtype).itemsize for _, dtype, shape, offset in items
         )
-        private = Memory(end - start)
-        memoryview(private)[:] = memoryview(self._manifest.ring)[start:end]
-        pool = ViewPool(private)
+        pool = ViewPool(Memory(end - start, self.device))
+        ring = ViewPool(self._manifest.ring)
+        every = ("uint8", (end - start,))
+        pool.view(self._like, *every, 0).copy_(ring.view(self._like, *every, start))
         self._call(
             [
                 (name, pool.view(self._like, dtype, shape, offset - start))
@@ -424,7 +443,11 @@ class _ByCall:
             )
 
     def _call(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        if self.stream is not None:
+            device.lead_torch(self.stream)
         answer = self._method(pairs)
+        if self.stream is not None:
+            device.follow_torch(self.stream)
         if isinstance(answer, set | frozenset):
             self._named = (self._named or set()) | answer
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from wsync.engine.distributed import Named
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.workers import Worker, WorkersEngine
 
@@ -81,11 +80,8 @@ class BareWorker(Worker):
             return data.getvalue()
         return super().answer(what, argument)
 
-    def names(self) -> Iterable[str]:
-        return (name for name, tensor in self.tensors.items() if tensor.numel())
-
     @torch.no_grad()
-    def load_weights(self, weights: Named) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             self.tensors[name].copy_(tensor)
 

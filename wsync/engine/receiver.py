@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from wsync._core import Importer, Layout, ProtocolError, StateError, WsyncError
+from wsync._core import Device, Importer, Layout, ProtocolError, StateError, WsyncError
 from wsync.channel import is_remote
 from wsync.control import LEARN, Control
-from wsync.engine.buckets import Buckets
+from wsync.device import follow_torch
 from wsync.engine.loaders import Describes, Learner, Loader, Receipt
 from wsync.trace import Trace
 
@@ -35,7 +35,6 @@ class Receiver:
     consistent: False from the first byte loaded until the update commits; a worker whose update
     failed stays inconsistent, `reason` says why, until a later update commits.
     update: number of the last committed update, or None.
-    buckets: for weights that come in requests of their own.
     request: what an engine calls the request that it has this worker carry out; weights: the
     request that last replaced all weights, which tells whether the workers of one engine hold
     the same.
@@ -51,7 +50,6 @@ class Receiver:
         self._busy = threading.Lock()
         self._ways = {"open": self._open, "close": self._close, "inspect": self._inspect}
         self._trace = Trace.wanted("engine", worker)
-        self.buckets = Buckets(self)
         self.consistent = True
         self.reason = ""
         self.update: int | None = None
@@ -78,28 +76,16 @@ class Receiver:
         """Says that every weight has been replaced."""
         self.consistent, self.reason, self.weights = True, "", self.request
 
-    def lose(self, why: str) -> None:
-        """Says that the weights are not those of one update any more."""
-        self.consistent, self.reason = False, f"the weights are inconsistent: {why}"
-
     @contextmanager
     def replacing(self, what: str) -> Iterator[None]:
         """Around the replacement of every weight by other means than an update; if the block
         fails the worker is inconsistent.  StateError while an update runs."""
-        self.buckets.forget()
-        with self.writing(what):
-            yield
-            self.restored()
-
-    @contextmanager
-    def writing(self, what: str) -> Iterator[None]:
-        """Around what writes to some of the weights: the worker is inconsistent until `restored`.
-        StateError while an update runs."""
         if not self._busy.acquire(blocking=False):
             raise StateError(f"worker {self._worker}: another update is running")
         try:
-            self.lose(what)
+            self.consistent, self.reason = False, f"the weights are inconsistent: {what}"
             yield
+            self.restored()
         except BaseException as error:
             self.reason += f": {error}"
             raise
@@ -137,13 +123,13 @@ class Receiver:
             **learnt,
         }
         try:
-            connect(message.address, json.dumps(facts).encode(), message.deadline).close()
+            blob, device = json.dumps(facts).encode(), self._loader.device
+            connect(message.address, blob, message.deadline, device).close()
         except Exception as error:
             return False, f"worker {self._worker}: {_text(error)}"
         return True, "inspected"
 
     def _open(self, message: Control) -> tuple[bool, str]:
-        self.buckets.forget()
         try:
             self._run(message)
         except Exception as error:
@@ -183,13 +169,15 @@ class Receiver:
         round after round, and then sees to it that each one comes in time."""
         self._loader.begin(rounds)
         stream = self._loader.stream
+        if stream is not None:
+            follow_torch(stream)  # which may still read the weights
         if self._trace is not None:
             self._trace.start()
             if stream is not None:
                 stream.trace(rounds)
         for round in range(rounds):
             importer.take(round, stream, timeout)
-            self.lose(f"update {update} is running")
+            self._lose(f"update {update} is running")
             if self._trace is not None and stream is None:
                 with self._trace.span("load", round):
                     self._loader.load(round)
@@ -212,8 +200,8 @@ class Receiver:
                 self._importer.fail(f"worker {self._worker}: another trainer has taken over")
             self.close()
             self._generation = -1
-            blob = self._loader.blob()
-            self._importer = connect(message.address, blob, message.deadline)
+            blob, device = self._loader.blob(), self._loader.device
+            self._importer = connect(message.address, blob, message.deadline, device)
             if blob == LEARN:
                 self._learn(message)
             self._session = message.session
@@ -227,11 +215,17 @@ class Receiver:
         teacher.begin(message.deadline)
         address, _, model = teacher.manifest.partition(b"\n")
         blob = self._loader.learn(
-            Layout.from_bytes(model), lambda: self.lose(f"update {message.update} is running")
+            Layout.from_bytes(model), lambda: self._lose(f"update {message.update} is running")
         )
         # the trainer listens to the teacher's session until this one has come
         self._teacher = teacher
-        self._importer = connect(address.decode("ascii", "replace"), blob, message.deadline)
+        door = address.decode("ascii", "replace")
+        self._importer = connect(door, blob, message.deadline, self._loader.device)
+
+    def _lose(self, why: str) -> None:
+        """The weights are not those of one update any more."""
+        if self.consistent:
+            self.consistent, self.reason = False, f"the weights are inconsistent: {why}"
 
     def _forget_teacher(self) -> None:
         teacher, self._teacher = self._teacher, None
@@ -239,13 +233,14 @@ class Receiver:
             teacher.close()
 
 
-def connect(address: str, blob: bytes, timeout: float) -> Session:
-    """A session with the trainer that listens at an address, on this host or on another."""
+def connect(address: str, blob: bytes, timeout: float, device: Device) -> Session:
+    """A session with the trainer that listens at an address, on this host or on another, whose
+    ring is to lie on a device."""
     if is_remote(address):
         from wsync.engine.remote import RemoteImporter
 
-        return RemoteImporter(address, blob, timeout)
-    return Importer(address, blob, timeout)
+        return RemoteImporter(address, blob, timeout, device)
+    return Importer(address, blob, timeout, device)
 
 
 def _text(error: Exception) -> str:

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from wsync import device
 from wsync._core import (
     BufferTable,
+    Device,
     Layout,
     LayoutBuilder,
     LayoutError,
@@ -72,7 +74,8 @@ class RecordedLoader:
         self._load: LoadWeights = method
         self._needed = needed
         self._after = after
-        self._stream = Stream(threads)
+        self._device = device.find(device.of_module(module) or device.wanted())
+        self._stream = Stream(threads, self._device)
         self._model: _Model = []
         self._set_aside: _Model = []  # of it, what the module's own loader loads
         self._layout: Layout | None = None
@@ -82,6 +85,10 @@ class RecordedLoader:
         self._held: Held | None = None
         self._staged: list[tuple[str, torch.Tensor]] = []
         self._loaded: set[int] = set()
+
+    @property
+    def device(self) -> Device:
+        return self._plain.device if self.recording is None else self._device
 
     @property
     def stream(self) -> Stream | None:
@@ -146,8 +153,9 @@ class RecordedLoader:
         router = self._attached()
         router.manifest.check_rounds(rounds)
         held = self._find_held(self.recording)
+        place = held.tensors[0].device
         self._staged = [
-            (name, torch.empty(shape, dtype=dtype_of(dtype)))
+            (name, torch.empty(shape, dtype=dtype_of(dtype), device=place))
             for name, dtype, shape, _ in self._set_aside
         ]
         spans = held.spans() + [(t.data_ptr(), t.nbytes) for _, t in self._staged]
@@ -192,7 +200,7 @@ class RecordedLoader:
         if held is None or not held.current():
             self._held = None
             held = Held(self._module)
-            held.check_host()
+            held.check_place()
             change = held.difference(recording.facts)
         change = change or self._stale(recording, held)
         if change:
@@ -210,7 +218,7 @@ class RecordedLoader:
         return recording.stale(held)
 
     def _record(self, layout: Layout) -> Recording:
-        Held(self._module).check_host()
+        Held(self._module).check_place()
         model = Rehearsal(layout)
         try:
             recording = record(self._module, self._load, model)

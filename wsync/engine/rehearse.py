@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from wsync._core import BufferTable, LayoutBuilder, Route, Stream
+from wsync.device import follow_torch
 from wsync.engine.held import Held, region
 from wsync.engine.loaders import LoadWeights
 from wsync.engine.recorder import Recording, RecordingError
@@ -98,6 +99,7 @@ class _Rerun:
         route = Route(self._model.layout, builder.build())
         sources = BufferTable([(self._model.address, self._model.nbytes)], self._model)
         if route.buffer_count:
+            follow_torch(self._stream)
             self._stream.copy(route, 0, 0, sources, held.table())
         self._stream.synchronize(_TIMEOUT)
         if self._recording.fallback:

@@ -17,18 +17,19 @@ class RemoteImporter:
     still loads the ones before.
     """
 
-    def __init__(self, address: str, blob: bytes, timeout: float) -> None:
+    def __init__(self, address: str, blob: bytes, timeout: float, device: _core.Device) -> None:
         self.generation = 0
         self.manifest = b""
-        self.ring = _core.Memory(1)
+        self._device = device
+        self.ring = _core.Memory(1, device)
         self._plan: _core.Plan | None = None
         self._worker = 0
         self._waits: list[int] = []
         self._group: UpdateGroup | None = None
         self._exchange: GlooExchange | None = None
         self._following: _core.BufferTable | None = None
-        self._stream = _core.Stream()
-        self._events = _core.Memory(64)
+        self._stream = _core.Stream(1, device)
+        self._events = _core.Memory(64, device, control=True)
         self._loaded = _core.Event(self._events, 0)
         self._passed = 0  # rounds of former updates, which the event has counted
         self._rounds = 0
@@ -136,10 +137,10 @@ class RemoteImporter:
             )
         self._worker = orders.worker
         self.manifest = plan.manifest(orders.worker).to_bytes()
-        self.ring = _core.Memory(max(plan.ring_nbytes(orders.worker), 1))
+        self.ring = _core.Memory(max(plan.ring_nbytes(orders.worker), 1), self._device)
         self._waits = [plan.slot(orders.worker, k)[2] for k in range(plan.round_count)]
         self._group = orders.crossing.join(orders.rank, timeout, self._channel.look)
-        self._exchange = GlooExchange(self._group, self._channel.look)
+        self._exchange = GlooExchange(self._group, self._device, self._channel.look)
         self._plan = plan
 
     def _join_round(self, round: int, timeout: float) -> _core.BufferTable:

@@ -1,0 +1,96 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Methods of Stream that put its work in an order with events and with other streams. */
+#include "python/device.h"
+
+typedef wsync_status_t (*enqueue_func_t)(wsync_stream_t *, wsync_event_t, uint64_t,
+                                         wsync_error_t *);
+
+/* record and wait: `enqueue` is the device's, `format` that of the arguments. */
+static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwargs,
+                               const char *format, enqueue_func_t enqueue)
+{
+    static char *names[] = {"event", "value", NULL};
+    StreamObject *self = (StreamObject *)object;
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    PyObject *event;
+    unsigned long long value;
+    PyObject *number;
+    wsync_stream_t *stream;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, names, state->type_Event, &event,
+                                     &number)) {
+        return NULL;
+    }
+    value = PyLong_AsUnsignedLongLong(number);
+    if (value == (unsigned long long)-1 && PyErr_Occurred() != NULL) {
+        return NULL;
+    }
+    stream = wsync_py_stream_enter(state, self);
+    if (stream == NULL) {
+        return NULL;
+    }
+    status = enqueue(stream, ((EventObject *)event)->event, value, &err);
+    wsync_py_stream_leave(self);
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
+    }
+    Py_RETURN_NONE;
+}
+
+PyObject *wsync_py_stream_record(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    return enqueue_event(object, args, kwargs, "O!O:record",
+                         ((StreamObject *)object)->ops->stream_record);
+}
+
+PyObject *wsync_py_stream_wait(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    return enqueue_event(object, args, kwargs, "O!O:wait",
+                         ((StreamObject *)object)->ops->stream_wait);
+}
+
+/* follow and lead: `enqueue` is the device's, `format` that of the argument. */
+static PyObject *order_streams(PyObject *object, PyObject *args, const char *format,
+                               wsync_status_t (*enqueue)(wsync_stream_t *, void *,
+                                                         wsync_error_t *))
+{
+    StreamObject *self = (StreamObject *)object;
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    PyObject *number;
+    void *other;
+    wsync_stream_t *stream;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTuple(args, format, &number)) {
+        return NULL;
+    }
+    other = PyLong_AsVoidPtr(number);
+    if (other == NULL && PyErr_Occurred() != NULL) {
+        return NULL;
+    }
+    stream = wsync_py_stream_enter(state, self);
+    if (stream == NULL) {
+        return NULL;
+    }
+    status = enqueue(stream, other, &err);
+    wsync_py_stream_leave(self);
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
+    }
+    Py_RETURN_NONE;
+}
+
+PyObject *wsync_py_stream_follow(PyObject *object, PyObject *args)
+{
+    return order_streams(object, args, "O:follow",
+                         ((StreamObject *)object)->ops->stream_follow);
+}
+
+PyObject *wsync_py_stream_lead(PyObject *object, PyObject *args)
+{
+    return order_streams(object, args, "O:lead",
+                         ((StreamObject *)object)->ops->stream_lead);
+}

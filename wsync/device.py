@@ -1,0 +1,118 @@
+"""Where rings lie and copies run: on the GPU that holds the weights, or on the host."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from wsync import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+# The GPU to use for weights in host memory: a UUID, or cuda:N.
+VARIABLE: Final = "WSYNC_DEVICE"
+_NVRTC: Final = "WSYNC_NVRTC_LIB"
+
+
+def of(table: _core.TensorTable) -> str:
+    """The UUID of the GPU that some of the tensors lie on; "" where all lie in host memory."""
+    return "" if table.gpu is None else uuid(table.gpu)
+
+
+def wanted() -> str:
+    """The UUID of the GPU that is to serve weights in host memory; "" for none.
+
+    Raises:
+        InvalidArgumentError: WSYNC_DEVICE names no GPU.
+        UnsupportedError: the driver cannot be used.
+    """
+    name = os.environ.get(VARIABLE, "")
+    if name in ("", "host", "cpu"):
+        return ""
+    kind, _, number = name.partition(":")
+    if kind != "cuda":
+        return name
+    if not number.isdecimal():
+        raise _core.InvalidArgumentError(f"{VARIABLE}={name!r} is neither cuda:N nor a GPU's UUID")
+    return uuid(int(number))
+
+
+def uuid(ordinal: int) -> str:
+    """The UUID of a GPU by its number in this process, which is torch's."""
+    _, devices = _core.cuda_devices()
+    if ordinal >= len(devices):
+        raise _core.UnsupportedError(f"cuda:{ordinal}: this process sees {len(devices)} GPUs")
+    return devices[ordinal][0]
+
+
+def find(uuid: str) -> _core.Device:
+    """The device with a UUID, or the host for "".
+
+    Raises:
+        UnsupportedError: this process cannot use the GPU; the text says why.
+    """
+    return _gpu(uuid, os.getpid()) if uuid else _core.host()
+
+
+@functools.cache
+def _gpu(uuid: str, pid: int) -> _core.Device:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return _core.gpu(uuid, _nvrtc(), os.path.join(cache, "wsync"))
+
+
+def _nvrtc() -> Sequence[str]:
+    """Where NVRTC may lie beside the system's folders: in pip's packages."""
+    named = os.environ.get(_NVRTC)
+    if named:
+        return [named]
+    spec = importlib.util.find_spec("nvidia")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    found = (path for folder in folders for path in Path(folder).glob("*/lib/libnvrtc.so.*"))
+    # newest first; the builtins beside it are no compiler
+    return sorted((str(path) for path in found), reverse=True)
+
+
+def of_module(module: torch.nn.Module) -> str:
+    """The UUID of the GPU that a module's parameters are on, "" for the host."""
+    ordinals = {t.device.index for t in module.parameters() if t.device.type == "cuda"}
+    if len(ordinals) > 1:
+        raise _core.UnsupportedError(
+            f"{type(module).__name__} is on {_listed(ordinals)}: one worker has one GPU"
+        )
+    return uuid(ordinals.pop()) if ordinals else ""
+
+
+def _listed(ordinals: Iterable[int]) -> str:
+    return " and ".join(f"cuda:{ordinal}" for ordinal in sorted(ordinals))
+
+
+def follow_torch(stream: _core.Stream) -> None:
+    """What the stream is given from now on starts after what torch has been given by now."""
+    if (handle := _torch_stream(stream.device)) is not None:
+        stream.follow(handle)
+
+
+def lead_torch(stream: _core.Stream) -> None:
+    """What torch is given from now on starts after what the stream has been given by now."""
+    if (handle := _torch_stream(stream.device)) is not None:
+        stream.lead(handle)
+
+
+def _torch_stream(device: _core.Device) -> int | None:
+    """torch's current stream on a GPU; None where torch does not use that."""
+    if device.ordinal < 0 or not torch.cuda.is_available():
+        return None
+    current: Any = torch.cuda.current_stream(device.ordinal)
+    return int(current.cuda_stream)
+
+
+def staging(nbytes: int, device: _core.Device) -> torch.Tensor:
+    """Bytes of host memory that streams of the device can write to."""
+    pinned = device.ordinal >= 0 and torch.cuda.is_available()
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
