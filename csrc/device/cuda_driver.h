@@ -21,6 +21,8 @@ typedef struct wsync_cu_event *wsync_cu_event_t;
 typedef struct wsync_cu_module *wsync_cu_module_t;
 typedef struct wsync_cu_function *wsync_cu_function_t;
 
+typedef void (*wsync_cu_host_func_t)(void *argument);
+
 typedef struct wsync_cu_uuid {
     uint8_t bytes[16];
 } wsync_cu_uuid_t;
@@ -88,6 +90,16 @@ enum {
     WSYNC_CU_WAIT_GEQ = 0,
     WSYNC_CU_EVENT_DISABLE_TIMING = 2,
     WSYNC_CU_EVENT_INTERPROCESS = 4,
+};
+
+/* Attributes of an address: an unsigned, a wsync_cu_ptr_t, an unsigned long long. */
+enum {
+    WSYNC_CU_POINTER_TYPE = 2,
+    WSYNC_CU_POINTER_DEVICE_ADDRESS = 3,
+    WSYNC_CU_POINTER_BUFFER = 7, /* one number per allocation of the process */
+
+    WSYNC_CU_MEMORY_HOST = 1, /* types */
+    WSYNC_CU_MEMORY_DEVICE = 2,
 };
 
 /* Attributes of a device. */
@@ -164,6 +176,8 @@ enum {
     X(host_unregister, cuMemHostUnregister, 4000, (void *data))                            \
     X(host_pointer, cuMemHostGetDevicePointer, 3020,                                       \
       (wsync_cu_ptr_t * at, void *data, unsigned flags))                                   \
+    X(pointer_attributes, cuPointerGetAttributes, 7000,                                    \
+      (unsigned count, int *attributes, void **values, wsync_cu_ptr_t at))                 \
     X(stream_create, cuStreamCreate, 2000, (wsync_cu_stream_t * stream, unsigned flags))   \
     X(stream_destroy, cuStreamDestroy, 4000, (wsync_cu_stream_t stream))                   \
     X(stream_query, cuStreamQuery, 2000, (wsync_cu_stream_t stream))                       \
@@ -199,6 +213,8 @@ enum {
       (wsync_cu_function_t * function, wsync_cu_module_t module, const char *name))        \
     X(occupancy, cuOccupancyMaxActiveBlocksPerMultiprocessor, 6050,                        \
       (int *blocks, wsync_cu_function_t function, int threads, size_t shared_nbytes))      \
+    X(launch_host, cuLaunchHostFunc, 10000,                                                \
+      (wsync_cu_stream_t stream, wsync_cu_host_func_t function, void *argument))           \
     X(launch_kernel, cuLaunchKernel, 4000,                                                 \
       (wsync_cu_function_t function, unsigned grid_x, unsigned grid_y, unsigned grid_z,    \
        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_nbytes,       \

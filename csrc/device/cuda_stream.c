@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "device/cuda_tables.h"
+#include "device/cuda_batch.h"
 #include "device/host.h"
 
 enum {
@@ -22,8 +22,6 @@ enum {
     /* How often a stream that is never waited for is looked at to let go of memory. */
     LOOK_INTERVAL = 64,
     TABLES_MAX_NBYTES = 256 * 1024 * 1024,
-    /* A long run goes to a copy engine. */
-    PLAIN_MIN_NBYTES = 1024 * 1024,
 };
 
 /* Something enqueued that the device may not have passed. */
@@ -31,6 +29,7 @@ typedef struct entry {
     wsync_event_t event; /* memory NULL: copies; else it is retained */
     uint64_t value;
     bool waits;
+    wsync_cuda_load_t *load; /* of copies; owned */
 } entry_t;
 
 /* A batch that is timed: the driver's events before and behind it. */
@@ -44,9 +43,7 @@ typedef struct timed {
  * its waits must get through. */
 typedef struct cuda_stream {
     const wsync_cuda_device_t *device;
-    wsync_cu_stream_t stream;
-    wsync_cu_function_t kernel;
-    wsync_cuda_tables_t tables;
+    wsync_cuda_runner_t runner;
     pthread_mutex_t order;
     pthread_mutex_t mutex;
     entry_t *entries; /* since the stream was seen idle */
@@ -81,6 +78,7 @@ static void forget_entries(cuda_stream_t *self)
         if (self->entries[i].event.memory != NULL) {
             wsync_cuda_memory_destroy(self->entries[i].event.memory);
         }
+        wsync_cuda_load_destroy(self->entries[i].load);
     }
     self->count = 0;
 }
@@ -93,11 +91,15 @@ static wsync_cu_result_t look(cuda_stream_t *self)
     wsync_cu_result_t code;
 
     (void)pthread_mutex_lock(&self->mutex);
-    code = driver->stream_query(self->stream);
+    code = driver->stream_query(self->runner.stream);
     if (code != WSYNC_CU_SUCCESS && code != WSYNC_CU_NOT_READY) {
-        code = driver->stream_query(self->stream); /* an error that stays */
+        code = driver->stream_query(self->runner.stream); /* an error that stays */
     }
     if (code != WSYNC_CU_NOT_READY) {
+        if (code != WSYNC_CU_SUCCESS) {
+            wsync_cuda_runner_abandon(&self->runner);
+        }
+        wsync_cuda_runner_settle(&self->runner);
         forget_entries(self);
     }
     (void)pthread_mutex_unlock(&self->mutex);
@@ -132,16 +134,8 @@ static void free_timed(cuda_stream_t *self)
 /* Gives everything back; the device uses none of it any more.  In the context. */
 static void free_stream(cuda_stream_t *self)
 {
-    const wsync_cuda_driver_t *driver = self->device->driver;
-
     free_timed(self);
-    wsync_cuda_tables_clear(&self->tables);
-    if (self->tables.uploads != NULL) {
-        (void)driver->stream_destroy(self->tables.uploads);
-    }
-    if (self->stream != NULL) {
-        (void)driver->stream_destroy(self->stream);
-    }
+    wsync_cuda_runner_fini(&self->runner);
     (void)pthread_mutex_destroy(&self->mutex);
     (void)pthread_mutex_destroy(&self->order);
     free(self->trace);
@@ -180,9 +174,7 @@ static wsync_status_t fail_call(const cuda_stream_t *self, wsync_cu_result_t cod
 wsync_status_t wsync_cuda_stream_create(const wsync_cuda_device_t *device, unsigned threads,
                                         wsync_stream_t **stream, wsync_error_t *err)
 {
-    const wsync_cuda_driver_t *driver = device->driver;
     cuda_stream_t *made = NULL;
-    wsync_cu_result_t code;
     wsync_status_t status;
 
     if (threads < 1 || threads > MAX_THREADS) {
@@ -200,16 +192,10 @@ wsync_status_t wsync_cuda_stream_create(const wsync_cuda_device_t *device, unsig
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc", "no memory for a stream");
     }
     made->device = device;
-    made->kernel = wsync_cuda_copy_kernel(device);
-    made->tables.device = device;
     (void)pthread_mutex_init(&made->order, NULL);
     (void)pthread_mutex_init(&made->mutex, NULL);
-    code = driver->stream_create(&made->stream, WSYNC_CU_STREAM_NON_BLOCKING);
-    if (code == WSYNC_CU_SUCCESS) {
-        code = driver->stream_create(&made->tables.uploads, WSYNC_CU_STREAM_NON_BLOCKING);
-    }
-    if (code != WSYNC_CU_SUCCESS) {
-        status = fail_call(made, code, "cuStreamCreate", err);
+    status = wsync_cuda_runner_init(&made->runner, device, threads, err);
+    if (status != WSYNC_OK) {
         free_stream(made);
     }
     wsync_cuda_leave(device);
@@ -238,14 +224,21 @@ void wsync_cuda_stream_destroy(wsync_stream_t *stream)
     wsync_cuda_leave(device);
 }
 
+/* In the context. */
+static void abandon(cuda_stream_t *self)
+{
+    wsync_cuda_runner_abandon(&self->runner);
+    if (drain(self, DRAIN_MS, true) == WSYNC_CU_NOT_READY) {
+        self->lost = true;
+    }
+}
+
 void wsync_cuda_stream_abandon(wsync_stream_t *stream)
 {
     cuda_stream_t *self = own(stream);
 
     if (wsync_cuda_enter_to_free(self->device)) {
-        if (drain(self, DRAIN_MS, true) == WSYNC_CU_NOT_READY) {
-            self->lost = true;
-        }
+        abandon(self);
         wsync_cuda_leave(self->device);
     }
 }
@@ -336,7 +329,7 @@ wsync_status_t wsync_cuda_stream_record(wsync_stream_t *stream, wsync_event_t ev
         status = reserve_entry(self, err);
         if (status == WSYNC_OK) {
             const wsync_cu_result_t code = self->device->driver->stream_write_value(
-                self->stream, wsync_cuda_event_address(event), value, 0);
+                self->runner.stream, wsync_cuda_event_address(event), value, 0);
 
             if (code == WSYNC_CU_SUCCESS) {
                 atomic_store(recorded, value);
@@ -368,7 +361,8 @@ wsync_status_t wsync_cuda_stream_wait(wsync_stream_t *stream, wsync_event_t even
         status = reserve_entry(self, err);
         if (status == WSYNC_OK) {
             const wsync_cu_result_t code = self->device->driver->stream_wait_value(
-                self->stream, wsync_cuda_event_address(event), value, WSYNC_CU_WAIT_GEQ);
+                self->runner.stream, wsync_cuda_event_address(event), value,
+                WSYNC_CU_WAIT_GEQ);
 
             if (code == WSYNC_CU_SUCCESS) {
                 add_entry(self, &(entry_t){.event = event, .value = value, .waits = true});
@@ -380,76 +374,6 @@ wsync_status_t wsync_cuda_stream_wait(wsync_stream_t *stream, wsync_event_t even
     (void)pthread_mutex_unlock(&self->order);
     wsync_cuda_leave(self->device);
     return status;
-}
-
-typedef struct batch {
-    const wsync_copy_t *copies;
-    size_t count;
-    const wsync_span_t *sources;
-    size_t source_count;
-    const wsync_span_t *destinations;
-    size_t destination_count;
-} batch_t;
-
-/* One long run, as the exchange has them: a copy engine moves it, which leaves the
- * multiprocessors to others. */
-static bool is_plain(const batch_t *batch)
-{
-    return batch->count == 1 && batch->copies->ndim == 0 &&
-           batch->copies->transform == WSYNC_TRANSFORM_NONE &&
-           batch->copies->row_count >= PLAIN_MIN_NBYTES;
-}
-
-static wsync_status_t copy_plain(cuda_stream_t *self, const batch_t *batch,
-                                 wsync_error_t *err)
-{
-    const wsync_copy_t *copy = batch->copies;
-    const uintptr_t source =
-        (uintptr_t)batch->sources[copy->source_buffer].data + copy->source_offset;
-    const uintptr_t destination =
-        (uintptr_t)batch->destinations[copy->destination_buffer].data +
-        copy->destination_offset;
-    const wsync_cu_result_t code = self->device->driver->memcpy_async(
-        destination, source, copy->row_count * copy->source_item_nbytes, self->stream);
-
-    return code == WSYNC_CU_SUCCESS ? WSYNC_OK
-                                    : fail_call(self, code, "cuMemcpyAsync", err);
-}
-
-static wsync_status_t launch(cuda_stream_t *self, const batch_t *batch, wsync_error_t *err)
-{
-    const wsync_cuda_table_t *segments = NULL;
-    const wsync_cuda_table_t *sources = NULL;
-    const wsync_cuda_table_t *destinations = NULL;
-    wsync_cu_result_t code;
-    wsync_kernel_args_t args;
-    void *parameters[] = {&args};
-    uint32_t grid;
-    wsync_status_t status = wsync_cuda_tables_segments(&self->tables, batch->copies,
-                                                       batch->count, &segments, err);
-
-    if (status == WSYNC_OK) {
-        status = wsync_cuda_tables_addresses(&self->tables, batch->sources,
-                                             batch->source_count, &sources, err);
-    }
-    if (status == WSYNC_OK) {
-        status = wsync_cuda_tables_addresses(&self->tables, batch->destinations,
-                                             batch->destination_count, &destinations, err);
-    }
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    args = (wsync_kernel_args_t){.segments = segments->at,
-                                 .tile_starts = segments->at + segments->starts_offset,
-                                 .sources = sources->at,
-                                 .destinations = destinations->at,
-                                 .first = segments->list.first,
-                                 .count = segments->list.count};
-    grid = wsync_segments_grid(&segments->list, self->device->processors);
-    code = self->device->driver->launch_kernel(self->kernel, grid, 1, 1, WSYNC_KERNEL_BLOCK,
-                                               1, 1, 0, self->stream, parameters, NULL);
-    return code == WSYNC_CU_SUCCESS ? WSYNC_OK
-                                    : fail_call(self, code, "cuLaunchKernel", err);
 }
 
 /* Puts an event of the driver into the stream, for timing; NULL if that fails. */
@@ -469,27 +393,37 @@ static wsync_cu_event_t mark(const cuda_stream_t *self, wsync_cu_stream_t stream
 }
 
 /* In the context, in order. */
-static wsync_status_t run_batch(cuda_stream_t *self, const batch_t *batch,
+static wsync_status_t run_batch(cuda_stream_t *self, const wsync_cuda_batch_t *batch,
                                 wsync_error_t *err)
 {
     const bool timed = self->timed_count < self->trace_capacity;
+    wsync_cuda_load_t *load = NULL;
     timed_t pair = {0};
     wsync_status_t status;
 
-    if (self->tables.nbytes > TABLES_MAX_NBYTES && look(self) == WSYNC_CU_SUCCESS) {
-        wsync_cuda_tables_clear(&self->tables);
+    if (self->runner.tables.nbytes > TABLES_MAX_NBYTES && look(self) == WSYNC_CU_SUCCESS) {
+        wsync_cuda_tables_clear(&self->runner.tables);
     }
     if (timed) {
-        pair.begin = mark(self, self->stream);
+        pair.begin = mark(self, self->runner.stream);
     }
-    status = is_plain(batch) ? copy_plain(self, batch, err) : launch(self, batch, err);
+    status = wsync_cuda_runner_run(&self->runner, batch, &load, err);
     if (pair.begin != NULL && status == WSYNC_OK) {
-        pair.end = mark(self, self->stream);
+        pair.end = mark(self, self->runner.stream);
     }
     if (pair.end != NULL) {
         self->timed[self->timed_count++] = pair;
     } else if (pair.begin != NULL) {
         (void)self->device->driver->event_destroy(pair.begin);
+    }
+    if (status == WSYNC_OK) {
+        add_entry(self, &(entry_t){.load = load});
+    } else if (load != NULL) {
+        /* Nothing of a batch that failed runs on, though part of it was enqueued. */
+        abandon(self);
+        if (!self->lost) {
+            wsync_cuda_load_destroy(load);
+        }
     }
     return status;
 }
@@ -499,8 +433,8 @@ wsync_status_t wsync_cuda_stream_copy(wsync_stream_t *stream, const wsync_copy_t
                                       size_t source_count, const wsync_span_t *destinations,
                                       size_t destination_count, wsync_error_t *err)
 {
-    const batch_t batch = {copies,       count,        sources,
-                           source_count, destinations, destination_count};
+    const wsync_cuda_batch_t batch = {copies,       count,        sources,
+                                      source_count, destinations, destination_count};
     cuda_stream_t *self = own(stream);
     wsync_status_t status = wsync_copies_check(copies, count, sources, source_count,
                                                destinations, destination_count, err);
@@ -516,9 +450,6 @@ wsync_status_t wsync_cuda_stream_copy(wsync_stream_t *stream, const wsync_copy_t
         status = reserve_entry(self, err);
         if (status == WSYNC_OK) {
             status = run_batch(self, &batch, err);
-        }
-        if (status == WSYNC_OK) {
-            add_entry(self, &(entry_t){0});
         }
         (void)pthread_mutex_unlock(&self->order);
     }
@@ -557,7 +488,7 @@ static size_t read_trace(cuda_stream_t *self)
     size_t count = 0;
 
     if (self->timed_count > 0) {
-        now = mark(self, self->tables.uploads);
+        now = mark(self, self->runner.tables.uploads);
     }
     if (now != NULL) {
         if (driver->event_synchronize(now) == WSYNC_CU_SUCCESS) {

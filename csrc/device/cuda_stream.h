@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Streams of the CUDA backend; contracts are those of device.h. */
+ * Streams of the CUDA backend; contracts are those of device.h.  Sources may be any memory:
+ * what the device does not reach is gathered by threads of the host.  Host memory is taken
+ * for what it was (pinned or not) until the stream is seen idle: synchronise or abandon
+ * before it becomes other memory. */
 #ifndef WSYNC_DEVICE_CUDA_STREAM_H
 #define WSYNC_DEVICE_CUDA_STREAM_H
 

@@ -190,7 +190,7 @@ wsync_status_t wsync_cuda_tables_segments(wsync_cuda_tables_t *tables,
 }
 
 wsync_status_t wsync_cuda_tables_addresses(wsync_cuda_tables_t *tables,
-                                           const wsync_span_t *spans, size_t count,
+                                           const wsync_cuda_place_t *places, size_t count,
                                            const wsync_cuda_table_t **table,
                                            wsync_error_t *err)
 {
@@ -205,7 +205,7 @@ wsync_status_t wsync_cuda_tables_addresses(wsync_cuda_tables_t *tables,
                           "no memory for the addresses of %zu buffers", count);
     }
     for (size_t i = 0; i < count; i++) {
-        addresses[i] = (uint64_t)(uintptr_t)spans[i].data;
+        addresses[i] = places[i].at;
     }
     hash = wsync_checksum(addresses, nbytes);
     *table = find(tables, addresses, nbytes, hash);

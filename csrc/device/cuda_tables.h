@@ -5,7 +5,7 @@
 #ifndef WSYNC_DEVICE_CUDA_TABLES_H
 #define WSYNC_DEVICE_CUDA_TABLES_H
 
-#include "device/cuda.h"
+#include "device/cuda_spans.h"
 #include "device/kernel_segments.h"
 
 typedef struct wsync_cuda_table {
@@ -46,9 +46,9 @@ wsync_status_t wsync_cuda_tables_segments(wsync_cuda_tables_t *tables,
                                           const wsync_copy_t *copies, size_t count,
                                           const wsync_cuda_table_t **table,
                                           wsync_error_t *err);
-/* The same of the addresses of spans. */
+/* The same of addresses. */
 wsync_status_t wsync_cuda_tables_addresses(wsync_cuda_tables_t *tables,
-                                           const wsync_span_t *spans, size_t count,
+                                           const wsync_cuda_place_t *places, size_t count,
                                            const wsync_cuda_table_t **table,
                                            wsync_error_t *err);
 

@@ -67,9 +67,10 @@ typedef struct wsync_device_ops {
     /* Waits for what is enqueued, up to the first wait whose event has not come; drops the
      * rest and joins. */
     void (*stream_destroy)(wsync_stream_t *stream);
-    /* Enqueues the copies; on error nothing was enqueued.  Checks bounds first
-     * (wsync_copies_check).  copies, the spans and the memory they name are borrowed until
-     * the stream has passed this point. */
+    /* Enqueues the copies; on error nothing was enqueued, unless a device failed halfway:
+     * then the stream has been abandoned.  Checks bounds first (wsync_copies_check).
+     * copies, the spans and the memory they name are borrowed until the stream has passed
+     * this point. */
     wsync_status_t (*stream_copy)(wsync_stream_t *stream, const wsync_copy_t *copies,
                                   size_t count, const wsync_span_t *sources,
                                   size_t source_count, const wsync_span_t *destinations,

@@ -85,6 +85,42 @@ static inline fakecuda_census_t fake_census(void)
     return census;
 }
 
+/* --- the log of calls ------------------------------------------------------------------
+ */
+
+enum { LOG_NBYTES = 1 << 20 };
+
+static inline int open_log(char *path)
+{
+    const int fd = mkstemp(path);
+
+    CHECK(fd >= 0);
+    choose_fake("WSYNC_FAKE_CUDA_LOG", path);
+    return fd;
+}
+
+/* The calls since the log was at `from`, without those for the context. */
+static inline void read_calls(int fd, off_t from, char *text)
+{
+    static char log[LOG_NBYTES];
+    const ssize_t nbytes = pread(fd, log, sizeof(log) - 1, from);
+    char *line = log;
+
+    CHECK(nbytes >= 0 && nbytes < LOG_NBYTES - 1);
+    log[nbytes] = '\0';
+    text[0] = '\0';
+    while (*line != '\0') {
+        char *end = strchr(line, '\n');
+        const char *call = strchr(line, ' ') + 1;
+
+        *end = '\0';
+        if (strncmp(call, "cuCtx", 5) != 0) {
+            (void)strcat(strcat(text, call), " ");
+        }
+        line = end + 1;
+    }
+}
+
 /* --- a second process -------------------------------------------------------------------
  */
 

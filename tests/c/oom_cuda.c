@@ -61,3 +61,55 @@ TEST(allocations)
     ops = test_device();
     CHECK(oom_run(attempt, (void *)(uintptr_t)ops) >= 12);
 }
+
+/* Memory of the host that the device does not reach, through the ring, and some that it
+ * does; what failed has let go of it. */
+static wsync_status_t feed(void *context, wsync_error_t *err)
+{
+    static const wsync_copy_t copies[2] = {
+        {.source_buffer = 1,
+         .row_count = 64,
+         .source_item_nbytes = 1,
+         .destination_item_nbytes = 1},
+        {.destination_offset = 64,
+         .row_count = NBYTES - 64,
+         .source_item_nbytes = 1,
+         .destination_item_nbytes = 1},
+    };
+    static char pageable[NBYTES];
+    const wsync_device_ops_t *ops = context;
+    wsync_memory_t *memory = NULL;
+    wsync_stream_t *stream = NULL;
+    wsync_error_t ignored = {0};
+    wsync_status_t status = ops->memory_create(2 * NBYTES, &memory, err);
+
+    if (status == WSYNC_OK) {
+        status = ops->stream_create(1, &stream, err);
+    }
+    if (status == WSYNC_OK) {
+        char *data = ops->memory_data(memory);
+        const wsync_span_t sources[2] = {{pageable, NBYTES}, {data + NBYTES, NBYTES}};
+        const wsync_span_t destination = {data, NBYTES};
+
+        memset(pageable, 7, NBYTES);
+        memset(data + NBYTES, 7, NBYTES);
+        status = ops->stream_copy(stream, copies, 2, sources, 2, &destination, 1, err);
+        if (status != WSYNC_OK) {
+            memset(pageable, 8, NBYTES);
+        }
+        CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
+        CHECK(status != WSYNC_OK || (data[0] == 7 && data[NBYTES - 1] == 7));
+    }
+    ops->stream_destroy(stream);
+    ops->memory_destroy(memory);
+    return status;
+}
+
+TEST(allocations_of_copies_from_pageable_memory)
+{
+    const wsync_device_ops_t *ops;
+
+    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
+    ops = test_device();
+    CHECK(oom_run(feed, (void *)(uintptr_t)ops) >= 20);
+}

@@ -1,59 +1,195 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What GPU streams read besides their own device's memory, on tests/fakecuda. */
-#include "cuda_fixture.h"
-#include "device_fixture.h"
+ * Pinned and pageable sources of GPU streams, on tests/fakecuda: their bytes, and when they
+ * are read. */
+#include "cuda_source.h"
 
-enum { NBYTES = 1 << 20 };
-
-static const wsync_device_ops_t *gpu(void)
+TEST(every_kind_of_source_gives_the_bytes_of_the_host)
 {
-    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
-    return test_device();
-}
-
-static wsync_stream_t *make_stream(const wsync_device_ops_t *ops)
-{
-    wsync_stream_t *stream = NULL;
+    enum { KINDS = 6 };
+    const rig_t rig = make_rig(KINDS * SHAPES_NBYTES);
+    wsync_memory_t *memory = NULL;
+    wsync_span_t sources[KINDS];
+    wsync_copy_t copies[SHAPES * KINDS];
+    const size_t all = make_copies(copies, KINDS);
     wsync_error_t err = {0};
 
-    CHECK_OK(ops->stream_create(2, &stream, &err), err);
-    return stream;
-}
-
-/* A device that reaches all memory takes what malloc gave on both sides. */
-TEST(a_coherent_device_uses_host_memory_as_its_own)
-{
-    static const wsync_copy_t copy = {
-        .row_count = NBYTES / 2, .source_item_nbytes = 1, .destination_item_nbytes = 1};
-    const wsync_cuda_device_t *device = NULL;
-    const wsync_device_ops_t *ops;
-    wsync_stream_t *stream;
-    unsigned char *memory = malloc(NBYTES);
-    const wsync_span_t source = {memory, NBYTES / 2};
-    const wsync_span_t destination = {memory + NBYTES / 2, NBYTES / 2};
-    wsync_error_t err = {0};
-
-    choose_fake("WSYNC_FAKE_CUDA_PAGEABLE", "1");
-    ops = gpu();
-    CHECK_OK(wsync_cuda_device(0, &device, &err), err);
-    CHECK(device->pageable);
-    for (int i = 0; i < NBYTES; i++) {
-        memory[i] = (unsigned char)(i < NBYTES / 2 ? i * 7 : 0);
+    for (uint32_t i = 0; i < KINDS; i++) {
+        sources[i] = new_source(NBYTES, i);
     }
-    stream = make_stream(ops);
-    CHECK_OK(ops->stream_copy(stream, &copy, 1, &source, 1, &destination, 1, &err), err);
-    CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &err), err);
-    CHECK(memcmp(source.data, destination.data, NBYTES / 2) == 0);
-    ops->stream_destroy(stream);
-    free(memory);
+    free(sources[0].data);
+    CHECK_OK(rig.ops->memory_create(NBYTES, &memory, &err), err);
+    sources[0].data = rig.ops->memory_data(memory);
+    fill(sources[0].data, NBYTES, 0);
+    pin(&rig, sources[1].data, NBYTES);
+    /* 2 is pageable; 3 is pinned in part, 4 in two parts, 5 within a larger range. */
+    pin(&rig, sources[3].data, NBYTES / 2);
+    pin(&rig, sources[4].data, NBYTES / 2);
+    pin(&rig, (char *)sources[4].data + NBYTES / 2, NBYTES / 2);
+    pin(&rig, sources[5].data, NBYTES);
+    sources[5] = (wsync_span_t){(char *)sources[5].data + 4096, NBYTES - 4096};
+    for (size_t k = 0; k < KINDS; k++) {
+        wsync_copy_t own[SHAPES];
+        const size_t count = make_copies(own, 1);
+
+        check_copies(&rig, own, count, &sources[k], 1);
+    }
+    check_copies(&rig, copies, all, sources, KINDS);
+    unpin(&rig, (char *)sources[5].data - 4096);
+    unpin(&rig, (char *)sources[4].data + NBYTES / 2);
+    unpin(&rig, sources[4].data);
+    unpin(&rig, sources[3].data);
+    unpin(&rig, sources[1].data);
+    rig.ops->memory_destroy(memory);
+    end_rig(&rig);
+    free((char *)sources[5].data - 4096);
+    for (int i = 1; i < 5; i++) {
+        free(sources[i].data);
+    }
 }
 
-TEST(a_device_reaches_only_what_it_was_given_by_default)
+/* Copies that no slot holds, of each dimension that can be cut, and of all slots together.
+ */
+TEST(copies_larger_than_the_ring_are_cut)
 {
-    const wsync_cuda_device_t *device = NULL;
+    static const wsync_copy_t large[] = {
+        {.row_count = RING + SLOT / 2 + 3,
+         .source_item_nbytes = 1,
+         .destination_item_nbytes = 1},
+        {.row_count = SLOT / 2,
+         .source_item_nbytes = 4,
+         .destination_item_nbytes = 2,
+         .transform = WSYNC_TRANSFORM_F32_TO_BF16},
+        {.row_count = SLOT - 5,
+         .source_item_nbytes = 2,
+         .destination_item_nbytes = 4,
+         .transform = WSYNC_TRANSFORM_BF16_TO_F32},
+        {.row_count = 1000,
+         .source_item_nbytes = 2,
+         .destination_item_nbytes = 2,
+         .ndim = 3,
+         .extent = {2, 3, 1100},
+         .source_stride = {8000000, 2500000, 2048},
+         .destination_stride = {6600000, 2200000, 2000}},
+        {.row_count = 1,
+         .source_item_nbytes = 2,
+         .destination_item_nbytes = 2,
+         .ndim = 2,
+         .extent = {1500, 1600},
+         .source_stride = {2, 3000},
+         .destination_stride = {3200, 2}},
+        {.row_count = SLOT + SLOT / 2,
+         .source_item_nbytes = 1,
+         .destination_item_nbytes = 1,
+         .ndim = 2,
+         .extent = {1, 2},
+         .source_stride = {1, SLOT + SLOT / 2 + 1},
+         .destination_stride = {1, SLOT + SLOT / 2}},
+        {.row_count = 1000,
+         .source_item_nbytes = 1,
+         .destination_item_nbytes = 1,
+         .ndim = 2,
+         .extent = {4000, 5},
+         .source_stride = {0, 1500},
+         .destination_stride = {5000, 1000}},
+    };
+    const rig_t rig = make_rig(RING + SLOT);
+    const wsync_span_t source = new_source(RING + SLOT, 3);
+
+    for (size_t i = 0; i < sizeof(large) / sizeof(large[0]); i++) {
+        check_copies(&rig, &large[i], 1, &source, 1);
+    }
+    end_rig(&rig);
+    free(source.data);
+}
+
+/* Slots end between small copies, too; and a batch goes on where the last one ended. */
+TEST(many_small_copies_fill_slot_after_slot)
+{
+    enum { COUNT = 100000 };
+    const rig_t rig = make_rig(COUNT * 40);
+    const wsync_span_t source = new_source(COUNT * 41, 5);
+    wsync_copy_t *copies = calloc(COUNT, sizeof(*copies));
+
+    CHECK(copies != NULL);
+    for (size_t i = 0; i < COUNT; i++) {
+        copies[i] = (wsync_copy_t){.source_offset = i * 41,
+                                   .destination_offset = (COUNT - 1 - i) * 40,
+                                   .row_count = 1 + i % 40,
+                                   .source_item_nbytes = 1,
+                                   .destination_item_nbytes = 1};
+    }
+    for (size_t i = 0; i < 2; i++) {
+        check_copies(&rig, copies, COUNT - i * 1000, &source, 1);
+    }
+    end_rig(&rig);
+    free(copies);
+    free(source.data);
+}
+
+/* --- order ------------------------------------------------------------------------------
+ */
+
+static const wsync_copy_t whole = {
+    .row_count = RING + SLOT, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+
+TEST(sources_are_read_when_the_stream_comes_to_them)
+{
+    const rig_t rig = make_rig(RING + SLOT);
+    const wsync_span_t source = new_source(RING + SLOT, 6);
+    const wsync_event_t ready = {rig.control, 0};
+    const wsync_event_t done = {rig.control, 8};
+    wsync_stream_t *other = NULL;
     wsync_error_t err = {0};
 
-    choose_fake(NULL, NULL);
-    CHECK_OK(wsync_cuda_device(0, &device, &err), err);
-    CHECK(!device->pageable);
+    CHECK_OK(rig.ops->stream_create(1, &other, &err), err);
+    CHECK_OK(rig.ops->stream_wait(rig.stream, ready, 1, &err), err);
+    copy(&rig, &whole, 1, &source, 1);
+    CHECK_OK(rig.ops->stream_record(rig.stream, done, 1, &err), err);
+    CHECK_EQ(rig.ops->stream_synchronize(rig.stream, 20, &err), WSYNC_ERR_TIMEOUT);
+    fill(source.data, source.nbytes, 7);
+    CHECK_OK(rig.ops->stream_record(other, ready, 1, &err), err);
+    CHECK_OK(rig.ops->event_wait(done, 1, PATIENT_MS, &err), err);
+    check_target(&rig, &whole, 1, &source);
+    rig.ops->stream_destroy(other);
+    end_rig(&rig);
+    free(source.data);
+}
+
+TEST(a_stream_that_is_destroyed_finishes_what_it_was_given)
+{
+    rig_t rig = make_rig(RING + SLOT);
+    const wsync_span_t source = new_source(RING + SLOT, 8);
+
+    copy(&rig, &whole, 1, &source, 1);
+    rig.ops->stream_destroy(rig.stream);
+    rig.stream = NULL;
+    check_target(&rig, &whole, 1, &source);
+    end_rig(&rig);
+    free(source.data);
+}
+
+/* What was abandoned may be freed at once, and the stream goes on to be right. */
+TEST(an_abandoned_stream_lets_go_of_its_sources)
+{
+    const rig_t rig = make_rig(RING + SLOT);
+    const wsync_span_t source = new_source(RING + SLOT, 9);
+    wsync_error_t err = {0};
+
+    for (uint64_t i = 1; i <= 6; i++) {
+        const wsync_span_t lost = new_source(RING + SLOT, 10);
+
+        if (i % 2 == 0) {
+            CHECK_OK(
+                rig.ops->stream_wait(rig.stream, (wsync_event_t){rig.control, 0}, i, &err),
+                err);
+        }
+        copy(&rig, &whole, 1, &lost, 1);
+        copy(&rig, &whole, 1, &lost, 1);
+        (void)usleep((useconds_t)(i * 500));
+        rig.ops->stream_abandon(rig.stream);
+        free(lost.data);
+        check_copies(&rig, &whole, 1, &source, 1);
+    }
+    end_rig(&rig);
+    free(source.data);
 }

@@ -1,14 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Events, of one process or of several; modules and their kernels. */
+ * Events, of one process or of several. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
-#include "device/kernel_table.h"
 #include "fake.h"
-#include "kernel_host.h"
 
 #define EVENT_NAME "fakecuda-event"
 
@@ -266,116 +264,4 @@ wsync_cu_result_t fake_ipc_open_event(wsync_cu_event_t *event, wsync_cu_ipc_t ha
     }
     fake_unlock();
     return code;
-}
-
-/* --- modules ---------------------------------------------------------------------------
- */
-
-/* Writes value to count words: what tests launch where there is no other kernel. */
-static void fill_words(unsigned grid, unsigned block, void **parameters)
-{
-    uint32_t *words = *(uint32_t **)parameters[0];
-    const uint32_t value = *(const uint32_t *)parameters[1];
-    const uint32_t count = *(const uint32_t *)parameters[2];
-
-    (void)grid;
-    (void)block;
-    for (uint32_t i = 0; i < count; i++) {
-        words[i] = value;
-    }
-}
-
-static void copy_segments(unsigned grid, unsigned block, void **parameters)
-{
-    (void)wsync_host_kernel_launch(WSYNC_KERNEL_NAME, grid, block, parameters);
-}
-
-const fake_kernel_t *fake_kernel_find(const char *name)
-{
-    static const fake_kernel_t kernels[] = {
-        {WSYNC_KERNEL_NAME, copy_segments, 1, {sizeof(wsync_kernel_args_t)}},
-        {"fake_fill", fill_words, 3, {sizeof(void *), sizeof(uint32_t), sizeof(uint32_t)}},
-    };
-
-    for (size_t i = 0; i < sizeof(kernels) / sizeof(kernels[0]); i++) {
-        if (strcmp(name, kernels[i].name) == 0) {
-            return &kernels[i];
-        }
-    }
-    return NULL;
-}
-
-wsync_cu_result_t fake_module_load(wsync_cu_module_t *module, const void *image)
-{
-    struct wsync_cu_context *context = NULL;
-    struct wsync_cu_module *made;
-    const wsync_cu_result_t code = fake_enter_context("cuModuleLoadData", &context);
-
-    if (code != WSYNC_CU_SUCCESS) {
-        return code;
-    }
-    made = image != NULL ? calloc(1, sizeof(*made)) : NULL;
-    if (made == NULL) {
-        return WSYNC_CU_INVALID_VALUE;
-    }
-    made->context = context;
-    fake_lock();
-    made->next = fake.modules;
-    fake.modules = made;
-    fake_unlock();
-    *module = made;
-    return WSYNC_CU_SUCCESS;
-}
-
-wsync_cu_result_t fake_module_unload(wsync_cu_module_t module)
-{
-    struct wsync_cu_context *context = NULL;
-    wsync_cu_result_t code = fake_enter_return("cuModuleUnload", &context);
-
-    if (code != WSYNC_CU_SUCCESS) {
-        return code;
-    }
-    code = WSYNC_CU_INVALID_HANDLE;
-    fake_lock();
-    for (struct wsync_cu_module **at = &fake.modules; *at != NULL; at = &(*at)->next) {
-        if (*at == module) {
-            *at = module->next;
-            free(module);
-            code = WSYNC_CU_SUCCESS;
-            break;
-        }
-    }
-    fake_unlock();
-    return fake_leave(code);
-}
-
-wsync_cu_result_t fake_module_function(wsync_cu_function_t *function,
-                                       wsync_cu_module_t module, const char *name)
-{
-    const fake_kernel_t *kernel;
-    const wsync_cu_result_t code = fake_enter("cuModuleGetFunction");
-
-    if (code != WSYNC_CU_SUCCESS || module == NULL) {
-        return code != WSYNC_CU_SUCCESS ? code : WSYNC_CU_INVALID_HANDLE;
-    }
-    kernel = fake_kernel_find(name);
-    if (kernel == NULL) {
-        return fake_refuse(WSYNC_CU_NOT_FOUND, "cuModuleGetFunction: %s", name);
-    }
-    /* Opaque to callers, who only hand it back. */
-    memcpy(function, &kernel, sizeof(kernel));
-    return WSYNC_CU_SUCCESS;
-}
-
-wsync_cu_result_t fake_occupancy(int *blocks, wsync_cu_function_t function, int threads,
-                                 size_t shared_nbytes)
-{
-    const wsync_cu_result_t code =
-        fake_enter("cuOccupancyMaxActiveBlocksPerMultiprocessor");
-
-    (void)shared_nbytes;
-    *blocks = 2;
-    return code == WSYNC_CU_SUCCESS && (function == NULL || threads <= 0)
-               ? WSYNC_CU_INVALID_VALUE
-               : code;
 }

@@ -70,6 +70,7 @@ typedef enum fake_kind {
 typedef struct fake_range {
     struct fake_range *next;
     fake_kind_t kind;
+    unsigned long long buffer; /* a number of its own */
     uintptr_t at;
     size_t nbytes;
     struct wsync_cu_context *context; /* of an allocation */
@@ -90,6 +91,7 @@ typedef enum fake_op_kind {
     FAKE_RECORD,
     FAKE_WAIT_EVENT,
     FAKE_LAUNCH,
+    FAKE_CALL_HOST,
 } fake_op_kind_t;
 
 typedef void (*fake_kernel_func_t)(unsigned grid, unsigned block, void **parameters);
@@ -97,6 +99,7 @@ typedef void (*fake_kernel_func_t)(unsigned grid, unsigned block, void **paramet
 typedef struct fake_kernel {
     const char *name;
     fake_kernel_func_t run;
+    wsync_cu_result_t (*check)(const unsigned char *parameters); /* locked */
     int parameter_count;
     size_t parameter_nbytes[FAKE_MAX_PARAMETERS];
 } fake_kernel_t;
@@ -109,6 +112,8 @@ typedef struct fake_op {
     size_t nbytes;
     uint64_t value; /* or the record of an event */
     struct wsync_cu_event *event;
+    wsync_cu_host_func_t function;
+    void *argument;
     const fake_kernel_t *kernel;
     unsigned grid;
     unsigned block;
@@ -146,6 +151,7 @@ typedef struct fake_state {
     struct wsync_cu_event *events;
     struct wsync_cu_module *modules;
     wsync_cu_handle_t next_handle;
+    unsigned long long next_buffer;
 } fake_state_t;
 
 extern fake_state_t fake;
@@ -182,9 +188,10 @@ pid_t fake_shared_user(fake_shared_t *shared);
  */
 int fake_steal(pid_t pid, int fd, const char *name);
 
-/* Whether [at, at + nbytes) may be used by an operation of the device; locked. */
+/* Whether [at, at + nbytes) may be used by an operation of the device; with `by_host` also
+ * what only the host reaches; locked. */
 wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes,
-                                   bool device_only);
+                                   bool by_host);
 /* Whether an operation that has not ended names the range; locked. */
 bool fake_range_busy(uintptr_t at, size_t nbytes);
 /* INVALID_HANDLE unless it lives (and, if one is given, is of the context); locked. */

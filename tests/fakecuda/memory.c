@@ -35,7 +35,7 @@ static fake_range_t *find(fake_kind_t kind, fake_kind_t other, uintptr_t at, siz
 }
 
 wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes,
-                                   bool device_only)
+                                   bool by_host)
 {
     const fake_range_t *range = find(FAKE_MAPPED, FAKE_ALLOCATED, at, nbytes);
 
@@ -55,10 +55,11 @@ wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes
                                call, nbytes, (size_t)at);
         }
     }
-    return device_only && !fake.pageable
-               ? fake_refuse(WSYNC_CU_INVALID_VALUE, "%s: %#zx is not of the device", call,
-                             (size_t)at)
-               : WSYNC_CU_SUCCESS;
+    return by_host || fake.pageable
+               ? WSYNC_CU_SUCCESS
+               : fake_refuse(WSYNC_CU_INVALID_VALUE,
+                             "%s: %#zx is not of the device, and not registered", call,
+                             (size_t)at);
 }
 
 /* Adds a range; NULL without memory. */
@@ -68,6 +69,7 @@ static fake_range_t *add_range(fake_kind_t kind, uintptr_t at, size_t nbytes)
 
     if (range != NULL) {
         range->kind = kind;
+        range->buffer = ++fake.next_buffer;
         range->at = at;
         range->nbytes = nbytes;
         range->fd = -1;

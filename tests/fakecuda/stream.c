@@ -77,6 +77,9 @@ static void run(const fake_op_t *op)
     case FAKE_LAUNCH:
         launch(op);
         return;
+    case FAKE_CALL_HOST:
+        op->function(op->argument);
+        return;
     }
 }
 
@@ -271,22 +274,34 @@ wsync_cu_result_t fake_stream_synchronize(wsync_cu_stream_t stream)
     return code;
 }
 
+/* Which side of a copy may be memory that only the host reaches. */
+typedef enum host_side {
+    HOST_NONE,
+    HOST_SOURCE,
+    HOST_DESTINATION,
+} host_side_t;
+
 /* What every operation is checked for. */
 static wsync_cu_result_t submit(const char *call, struct wsync_cu_stream *stream,
                                 const struct wsync_cu_context *context, const fake_op_t *op,
-                                bool device_only)
+                                host_side_t side)
 {
     wsync_cu_result_t code;
 
     fake_lock();
     code = check_stream(call, stream, context);
     if (code == WSYNC_CU_SUCCESS && op->nbytes > 0) {
-        code = fake_check_range(call, op->destination, op->nbytes, device_only);
+        code =
+            fake_check_range(call, op->destination, op->nbytes, side == HOST_DESTINATION);
     }
     if (code == WSYNC_CU_SUCCESS && op->kind == FAKE_COPY) {
-        code = fake_check_range(call, op->source, op->nbytes, false);
+        code = fake_check_range(call, op->source, op->nbytes, side == HOST_SOURCE);
     }
-    if (code == WSYNC_CU_SUCCESS && (op->nbytes > 0 || op->kind == FAKE_LAUNCH)) {
+    if (code == WSYNC_CU_SUCCESS && op->kind == FAKE_LAUNCH) {
+        code = op->kernel->check(op->parameters);
+    }
+    if (code == WSYNC_CU_SUCCESS &&
+        (op->nbytes > 0 || op->kind == FAKE_LAUNCH || op->kind == FAKE_CALL_HOST)) {
         code = enqueue(stream, op);
     }
     fake_unlock();
@@ -294,34 +309,38 @@ static wsync_cu_result_t submit(const char *call, struct wsync_cu_stream *stream
 }
 
 static wsync_cu_result_t copy(const char *call, uintptr_t destination, uintptr_t source,
-                              size_t nbytes, struct wsync_cu_stream *stream)
+                              size_t nbytes, struct wsync_cu_stream *stream,
+                              host_side_t side)
 {
     const fake_op_t op = {
         .kind = FAKE_COPY, .destination = destination, .source = source, .nbytes = nbytes};
     struct wsync_cu_context *context = NULL;
     const wsync_cu_result_t code = fake_enter_context(call, &context);
 
-    return code != WSYNC_CU_SUCCESS ? code : submit(call, stream, context, &op, false);
+    return code != WSYNC_CU_SUCCESS ? code : submit(call, stream, context, &op, side);
 }
 
+/* The real one takes pageable memory too, and keeps the caller until the stream has come to
+ * the copy: for wsync that is an error. */
 wsync_cu_result_t fake_memcpy_async(wsync_cu_ptr_t destination, wsync_cu_ptr_t source,
                                     size_t nbytes, wsync_cu_stream_t stream)
 {
-    return copy("cuMemcpyAsync", (uintptr_t)destination, (uintptr_t)source, nbytes, stream);
+    return copy("cuMemcpyAsync", (uintptr_t)destination, (uintptr_t)source, nbytes, stream,
+                HOST_NONE);
 }
 
 wsync_cu_result_t fake_memcpy_in_async(wsync_cu_ptr_t destination, const void *source,
                                        size_t nbytes, wsync_cu_stream_t stream)
 {
     return copy("cuMemcpyHtoDAsync", (uintptr_t)destination, (uintptr_t)source, nbytes,
-                stream);
+                stream, HOST_SOURCE);
 }
 
 wsync_cu_result_t fake_memcpy_out_async(void *destination, wsync_cu_ptr_t source,
                                         size_t nbytes, wsync_cu_stream_t stream)
 {
     return copy("cuMemcpyDtoHAsync", (uintptr_t)destination, (uintptr_t)source, nbytes,
-                stream);
+                stream, HOST_DESTINATION);
 }
 
 wsync_cu_result_t fake_memset_async(wsync_cu_ptr_t at, unsigned char value, size_t nbytes,
@@ -332,8 +351,9 @@ wsync_cu_result_t fake_memset_async(wsync_cu_ptr_t at, unsigned char value, size
     struct wsync_cu_context *context = NULL;
     const wsync_cu_result_t code = fake_enter_context("cuMemsetD8Async", &context);
 
-    return code != WSYNC_CU_SUCCESS ? code
-                                    : submit("cuMemsetD8Async", stream, context, &op, true);
+    return code != WSYNC_CU_SUCCESS
+               ? code
+               : submit("cuMemsetD8Async", stream, context, &op, HOST_NONE);
 }
 
 static wsync_cu_result_t word(const char *call, fake_op_kind_t kind, wsync_cu_ptr_t at,
@@ -353,7 +373,7 @@ static wsync_cu_result_t word(const char *call, fake_op_kind_t kind, wsync_cu_pt
     if (at % sizeof(uint64_t) != 0 || flags != 0) {
         return fake_refuse(WSYNC_CU_INVALID_VALUE, "%s: not aligned, or flags", call);
     }
-    return submit(call, stream, context, &op, true);
+    return submit(call, stream, context, &op, HOST_NONE);
 }
 
 wsync_cu_result_t fake_stream_write_value(wsync_cu_stream_t stream, wsync_cu_ptr_t at,
@@ -437,5 +457,18 @@ wsync_cu_result_t fake_launch_kernel(wsync_cu_function_t function, unsigned grid
         memcpy(op.parameters + at, parameters[i], op.kernel->parameter_nbytes[i]);
         at += (op.kernel->parameter_nbytes[i] + 15) / 16 * 16;
     }
-    return submit("cuLaunchKernel", stream, context, &op, false);
+    return submit("cuLaunchKernel", stream, context, &op, HOST_NONE);
+}
+
+wsync_cu_result_t fake_launch_host(wsync_cu_stream_t stream, wsync_cu_host_func_t function,
+                                   void *argument)
+{
+    const fake_op_t op = {
+        .kind = FAKE_CALL_HOST, .function = function, .argument = argument};
+    struct wsync_cu_context *context = NULL;
+    const wsync_cu_result_t code = fake_enter_context("cuLaunchHostFunc", &context);
+
+    return code != WSYNC_CU_SUCCESS
+               ? code
+               : submit("cuLaunchHostFunc", stream, context, &op, HOST_NONE);
 }

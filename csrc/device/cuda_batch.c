@@ -1,0 +1,348 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Copies from memory that the device reaches are one launch, or one run of a copy engine;
+ * the others go through the feed. */
+#include "device/cuda_batch.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    /* A long run goes to a copy engine. */
+    PLAIN_MIN_NBYTES = 1024 * 1024,
+};
+
+/* Copies that the device runs by itself. */
+typedef struct part {
+    const wsync_copy_t *copies;
+    size_t count;
+    const wsync_cuda_place_t *sources;
+    size_t source_count;
+    const wsync_cuda_place_t *destinations;
+    size_t destination_count;
+} part_t;
+
+/* A batch whose memory is known: what the device reads, and what must be fed. */
+typedef struct sorted {
+    wsync_cuda_place_t *places; /* owned: sources, then destinations */
+    wsync_copy_t *copies;       /* owned: those of `direct`, if they are not all */
+    wsync_cuda_load_t *load;    /* owned; NULL: nothing is fed */
+    part_t direct;
+} sorted_t;
+
+wsync_status_t wsync_cuda_runner_init(wsync_cuda_runner_t *runner,
+                                      const wsync_cuda_device_t *device, unsigned threads,
+                                      wsync_error_t *err)
+{
+    wsync_cu_result_t code;
+
+    runner->device = device;
+    runner->kernel = wsync_cuda_copy_kernel(device);
+    runner->threads = threads;
+    runner->tables.device = device;
+    runner->spans.device = device;
+    code = device->driver->stream_create(&runner->stream, WSYNC_CU_STREAM_NON_BLOCKING);
+    if (code == WSYNC_CU_SUCCESS) {
+        code = device->driver->stream_create(&runner->tables.uploads,
+                                             WSYNC_CU_STREAM_NON_BLOCKING);
+    }
+    return code == WSYNC_CU_SUCCESS
+               ? WSYNC_OK
+               : wsync_cuda_fail(device->driver, code, "cuStreamCreate", err,
+                                 "a stream of GPU %d (%s)", device->ordinal,
+                                 device->info.name);
+}
+
+void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner)
+{
+    const wsync_cuda_driver_t *driver = runner->device->driver;
+
+    wsync_cuda_feed_destroy(atomic_load(&runner->feed));
+    wsync_cuda_spans_fini(&runner->spans);
+    wsync_cuda_tables_clear(&runner->tables);
+    if (runner->tables.uploads != NULL) {
+        (void)driver->stream_destroy(runner->tables.uploads);
+    }
+    if (runner->stream != NULL) {
+        (void)driver->stream_destroy(runner->stream);
+    }
+}
+
+void wsync_cuda_runner_settle(wsync_cuda_runner_t *runner)
+{
+    wsync_cuda_spans_age(&runner->spans);
+}
+
+void wsync_cuda_runner_abandon(wsync_cuda_runner_t *runner)
+{
+    wsync_cuda_feed_t *feed = atomic_load(&runner->feed);
+
+    if (feed != NULL) {
+        wsync_cuda_feed_abandon(feed);
+    }
+}
+
+static wsync_status_t fail_call(const wsync_cuda_runner_t *self, wsync_cu_result_t code,
+                                const char *call, wsync_error_t *err)
+{
+    return wsync_cuda_fail(self->device->driver, code, call, err, "copies on GPU %d (%s)",
+                           self->device->ordinal, self->device->info.name);
+}
+
+/* --- what the device runs ---------------------------------------------------------------
+ */
+
+/* One long run, as the exchange has them: a copy engine moves it, which leaves the
+ * multiprocessors to others.  (Pageable memory it would move only while the host waits.) */
+static bool is_plain(const part_t *part)
+{
+    const wsync_copy_t *copy = part->copies;
+
+    return part->count == 1 && copy->ndim == 0 && copy->transform == WSYNC_TRANSFORM_NONE &&
+           copy->row_count * copy->source_item_nbytes >= PLAIN_MIN_NBYTES &&
+           part->sources[copy->source_buffer].kind != WSYNC_CUDA_PAGEABLE &&
+           part->destinations[copy->destination_buffer].kind != WSYNC_CUDA_PAGEABLE;
+}
+
+static wsync_status_t copy_plain(wsync_cuda_runner_t *self, const part_t *part,
+                                 wsync_error_t *err)
+{
+    const wsync_copy_t *copy = part->copies;
+    const wsync_cu_result_t code = self->device->driver->memcpy_async(
+        part->destinations[copy->destination_buffer].at + copy->destination_offset,
+        part->sources[copy->source_buffer].at + copy->source_offset,
+        copy->row_count * copy->source_item_nbytes, self->stream);
+
+    return code == WSYNC_CU_SUCCESS ? WSYNC_OK
+                                    : fail_call(self, code, "cuMemcpyAsync", err);
+}
+
+static wsync_status_t launch(wsync_cuda_runner_t *self, const part_t *part,
+                             wsync_error_t *err)
+{
+    const wsync_cuda_table_t *segments = NULL;
+    const wsync_cuda_table_t *sources = NULL;
+    const wsync_cuda_table_t *destinations = NULL;
+    wsync_cu_result_t code;
+    wsync_kernel_args_t args;
+    void *parameters[] = {&args};
+    uint32_t grid;
+    wsync_status_t status = wsync_cuda_tables_segments(&self->tables, part->copies,
+                                                       part->count, &segments, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_tables_addresses(&self->tables, part->sources,
+                                             part->source_count, &sources, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_tables_addresses(&self->tables, part->destinations,
+                                             part->destination_count, &destinations, err);
+    }
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    args = (wsync_kernel_args_t){.segments = segments->at,
+                                 .tile_starts = segments->at + segments->starts_offset,
+                                 .sources = sources->at,
+                                 .destinations = destinations->at,
+                                 .first = segments->list.first,
+                                 .count = segments->list.count};
+    grid = wsync_segments_grid(&segments->list, self->device->processors);
+    code = self->device->driver->launch_kernel(self->kernel, grid, 1, 1, WSYNC_KERNEL_BLOCK,
+                                               1, 1, 0, self->stream, parameters, NULL);
+    return code == WSYNC_CU_SUCCESS ? WSYNC_OK
+                                    : fail_call(self, code, "cuLaunchKernel", err);
+}
+
+static wsync_status_t run_part(wsync_cuda_runner_t *self, const part_t *part,
+                               wsync_error_t *err)
+{
+    if (wsync_copies_nbytes(part->copies, part->count) == 0) {
+        return WSYNC_OK;
+    }
+    return is_plain(part) ? copy_plain(self, part, err) : launch(self, part, err);
+}
+
+/* --- whose memory it is -----------------------------------------------------------------
+ */
+
+/* Asks for a place that is not known yet. */
+static wsync_status_t resolve(wsync_cuda_runner_t *self, const wsync_span_t *span,
+                              wsync_cuda_place_t *place, wsync_error_t *err)
+{
+    return place->kind != WSYNC_CUDA_UNKNOWN
+               ? WSYNC_OK
+               : wsync_cuda_spans_find(&self->spans, span, place, err);
+}
+
+/* The answer is not kept: the caller may register that memory now. */
+static wsync_status_t fail_destination(wsync_cuda_runner_t *self, const wsync_span_t *span,
+                                       uint32_t buffer, wsync_error_t *err)
+{
+    wsync_cuda_spans_age(&self->spans);
+    return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_copy",
+                      "destination buffer %" PRIu32 ", %" PRIu64 " bytes at %#" PRIxPTR
+                      ", is pageable memory of the host, which GPU %d (%s) does not reach",
+                      buffer, span->nbytes, (uintptr_t)span->data, self->device->ordinal,
+                      self->device->info.name);
+}
+
+/* Begins to tell direct copies from others: those before copy `index` are direct. */
+static wsync_status_t split(const wsync_cuda_batch_t *batch, size_t index, sorted_t *sorted,
+                            wsync_error_t *err)
+{
+    wsync_cuda_load_t *load = calloc(1, sizeof(*load));
+    wsync_copy_t *copies = malloc(batch->count * sizeof(*copies));
+
+    if (load == NULL || copies == NULL) {
+        free(load);
+        free(copies);
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
+                          "no memory to sort %zu copies", batch->count);
+    }
+    memcpy(copies, batch->copies, index * sizeof(*copies));
+    sorted->load = load;
+    sorted->copies = copies;
+    sorted->direct.copies = copies;
+    sorted->direct.count = index;
+    return WSYNC_OK;
+}
+
+static wsync_status_t sort_copy(wsync_cuda_runner_t *self, const wsync_cuda_batch_t *batch,
+                                size_t index, sorted_t *sorted, wsync_error_t *err)
+{
+    const wsync_copy_t *copy = &batch->copies[index];
+    wsync_cuda_place_t *source = &sorted->places[copy->source_buffer];
+    wsync_cuda_place_t *destination =
+        &sorted->places[batch->source_count + copy->destination_buffer];
+    wsync_status_t status;
+
+    if (wsync_copies_nbytes(copy, 1) == 0) {
+        return WSYNC_OK;
+    }
+    status = resolve(self, &batch->sources[copy->source_buffer], source, err);
+    if (status == WSYNC_OK) {
+        status =
+            resolve(self, &batch->destinations[copy->destination_buffer], destination, err);
+    }
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (destination->kind == WSYNC_CUDA_PAGEABLE && !self->device->pageable) {
+        return fail_destination(self, &batch->destinations[copy->destination_buffer],
+                                copy->destination_buffer, err);
+    }
+    if (source->kind == WSYNC_CUDA_PAGEABLE && !self->device->pageable) {
+        if (sorted->load == NULL) {
+            status = split(batch, index, sorted, err);
+        }
+        return status == WSYNC_OK ? wsync_cuda_load_append(sorted->load, copy, err)
+                                  : status;
+    }
+    if (sorted->load != NULL) {
+        sorted->copies[sorted->direct.count++] = *copy;
+    }
+    return WSYNC_OK;
+}
+
+static wsync_status_t sort(wsync_cuda_runner_t *self, const wsync_cuda_batch_t *batch,
+                           sorted_t *sorted, wsync_error_t *err)
+{
+    const size_t count = batch->source_count + batch->destination_count;
+    wsync_status_t status = WSYNC_OK;
+
+    sorted->places = calloc(count, sizeof(*sorted->places));
+    if (sorted->places == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
+                          "no memory for the addresses of %zu buffers", count);
+    }
+    /* Those that no copy names are part of the tables all the same. */
+    for (size_t i = 0; i < count; i++) {
+        const wsync_span_t *span = i < batch->source_count
+                                       ? &batch->sources[i]
+                                       : &batch->destinations[i - batch->source_count];
+
+        sorted->places[i].at = (uintptr_t)span->data;
+    }
+    sorted->direct = (part_t){batch->copies,
+                              batch->count,
+                              sorted->places,
+                              batch->source_count,
+                              sorted->places + batch->source_count,
+                              batch->destination_count};
+    for (size_t i = 0; i < batch->count && status == WSYNC_OK; i++) {
+        status = sort_copy(self, batch, i, sorted, err);
+    }
+    return status;
+}
+
+/* --- what is fed ------------------------------------------------------------------------
+ */
+
+static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_cuda_batch_t *batch,
+                               const sorted_t *sorted, const wsync_cuda_load_t *load,
+                               wsync_error_t *err)
+{
+    wsync_cuda_feed_t *feed = atomic_load(&self->feed);
+    wsync_status_t status = wsync_cuda_feed_begin(feed, err);
+
+    for (size_t i = 0; i < load->end_count && status == WSYNC_OK; i++) {
+        const size_t first = i > 0 ? load->ends[i - 1] : 0;
+        wsync_cuda_place_t slot;
+        part_t part = sorted->direct;
+
+        part.copies = load->from_slot + first;
+        part.count = load->ends[i] - first;
+        part.sources = &slot;
+        part.source_count = 1;
+        status = wsync_cuda_feed_fill(feed, load, i, batch->sources, batch->source_count,
+                                      &slot, err);
+        if (status == WSYNC_OK) {
+            status = run_part(self, &part, err);
+        }
+        if (status == WSYNC_OK) {
+            status = wsync_cuda_feed_drain(feed, err);
+        }
+    }
+    return status;
+}
+
+static wsync_status_t need_feed(wsync_cuda_runner_t *self, wsync_error_t *err)
+{
+    wsync_cuda_feed_t *feed = atomic_load(&self->feed);
+    wsync_status_t status = WSYNC_OK;
+
+    if (feed == NULL) {
+        status =
+            wsync_cuda_feed_create(self->device, self->stream, self->threads, &feed, err);
+        if (status == WSYNC_OK) {
+            atomic_store(&self->feed, feed);
+        }
+    }
+    return status;
+}
+
+wsync_status_t wsync_cuda_runner_run(wsync_cuda_runner_t *runner,
+                                     const wsync_cuda_batch_t *batch,
+                                     wsync_cuda_load_t **load, wsync_error_t *err)
+{
+    sorted_t sorted = {0};
+    wsync_status_t status = sort(runner, batch, &sorted, err);
+
+    *load = NULL;
+    if (status == WSYNC_OK && sorted.load != NULL) {
+        status = need_feed(runner, err);
+    }
+    if (status == WSYNC_OK) {
+        status = run_part(runner, &sorted.direct, err);
+    }
+    if (status == WSYNC_OK && sorted.load != NULL) {
+        *load = sorted.load;
+        sorted.load = NULL;
+        status = run_load(runner, batch, &sorted, *load, err);
+    }
+    wsync_cuda_load_destroy(sorted.load);
+    free(sorted.copies);
+    free(sorted.places);
+    return status;
+}

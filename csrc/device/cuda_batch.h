@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * A batch of copies, given to a stream of the driver. */
+#ifndef WSYNC_DEVICE_CUDA_BATCH_H
+#define WSYNC_DEVICE_CUDA_BATCH_H
+
+#include "device/cuda_feed.h"
+#include "device/cuda_tables.h"
+
+typedef struct wsync_cuda_batch {
+    const wsync_copy_t *copies;
+    size_t count;
+    const wsync_span_t *sources;
+    size_t source_count;
+    const wsync_span_t *destinations;
+    size_t destination_count;
+} wsync_cuda_batch_t;
+
+/* What batches of one stream need and leave behind.  Calls are made in the context and one
+ * at a time, but for settle and abandon. */
+typedef struct wsync_cuda_runner {
+    const wsync_cuda_device_t *device;
+    wsync_cu_stream_t stream;   /* owned */
+    wsync_cu_function_t kernel; /* wsync_copy */
+    unsigned threads;           /* of the host, to read memory that the device cannot */
+    wsync_cuda_tables_t tables;
+    wsync_cuda_spans_t spans;
+    _Atomic(wsync_cuda_feed_t *) feed; /* owned; NULL until it is needed */
+} wsync_cuda_runner_t;
+
+wsync_status_t wsync_cuda_runner_init(wsync_cuda_runner_t *runner,
+                                      const wsync_cuda_device_t *device, unsigned threads,
+                                      wsync_error_t *err);
+/* The device uses none of it any more.  Also after an init that failed. */
+void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner);
+
+/* Enqueues a batch that has passed wsync_copies_check; returns without waiting for its
+ * data. UNSUPPORTED for destinations that the device does not reach.  *load, unless NULL,
+ * is the caller's to destroy when the stream has passed; if there is one after an error,
+ * part of the batch is enqueued, and the stream must be abandoned first. */
+wsync_status_t wsync_cuda_runner_run(wsync_cuda_runner_t *runner,
+                                     const wsync_cuda_batch_t *batch,
+                                     wsync_cuda_load_t **load, wsync_error_t *err);
+
+/* The stream was seen idle: memory it was lent may have gone back.  From any thread. */
+void wsync_cuda_runner_settle(wsync_cuda_runner_t *runner);
+/* Makes the host's threads let go of sources and loads.  From any thread. */
+void wsync_cuda_runner_abandon(wsync_cuda_runner_t *runner);
+
+#endif

@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Whose memory a span is: the driver is asked once and the answer kept, since a round may
+ * ask for nothing. */
+#ifndef WSYNC_DEVICE_CUDA_SPANS_H
+#define WSYNC_DEVICE_CUDA_SPANS_H
+
+#include "device/cuda.h"
+
+typedef enum wsync_cuda_kind {
+    WSYNC_CUDA_UNKNOWN, /* nobody has asked */
+    WSYNC_CUDA_DEVICE,
+    WSYNC_CUDA_PINNED,   /* host memory that the device reaches, whoever registered it */
+    WSYNC_CUDA_PAGEABLE, /* all else: the processor's alone, unless device->pageable */
+} wsync_cuda_kind_t;
+
+typedef struct wsync_cuda_place {
+    wsync_cu_ptr_t at; /* for the device; of other memory, the processor's address */
+    wsync_cuda_kind_t kind;
+} wsync_cuda_place_t;
+
+struct wsync_cuda_known;
+
+/* Begins with a device, all else 0; calls are made in the context and one at a time, but
+ * for age. */
+typedef struct wsync_cuda_spans {
+    const wsync_cuda_device_t *device;
+    atomic_uint age;
+    struct wsync_cuda_known *known; /* owned; open addressing */
+    size_t count;
+    size_t capacity; /* a power of two, or 0 */
+} wsync_cuda_spans_t;
+
+wsync_status_t wsync_cuda_spans_find(wsync_cuda_spans_t *spans, const wsync_span_t *span,
+                                     wsync_cuda_place_t *place, wsync_error_t *err);
+
+/* Whoever lent memory may have given it back by now: the driver is asked anew about what
+ * was the host's.  (Addresses of a device never become another's.)  From any thread. */
+void wsync_cuda_spans_age(wsync_cuda_spans_t *spans);
+
+void wsync_cuda_spans_fini(wsync_cuda_spans_t *spans);
+
+#endif

@@ -1,0 +1,193 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * A GPU stream of tests/fakecuda that reads what is not device memory. */
+#ifndef WSYNC_TESTS_CUDA_SOURCE_H
+#define WSYNC_TESTS_CUDA_SOURCE_H
+
+#include "cuda_fixture.h"
+#include "device/cuda_feed.h"
+#include "device/host_copy.h"
+#include "device_fixture.h"
+
+enum {
+    NBYTES = 1 << 20,
+    SLOT = WSYNC_CUDA_FEED_SLOT_NBYTES,
+    RING = WSYNC_CUDA_FEED_SLOT_NBYTES * WSYNC_CUDA_FEED_SLOTS,
+};
+
+/* A GPU, a stream of it, and memory on it that copies write to. */
+typedef struct rig {
+    const wsync_device_ops_t *ops;
+    const wsync_cuda_device_t *device;
+    wsync_stream_t *stream;
+    wsync_memory_t *control;
+    wsync_memory_t *memory;
+    wsync_span_t target;
+} rig_t;
+
+static inline rig_t make_rig(uint64_t nbytes)
+{
+    rig_t rig = {0};
+    wsync_error_t err = {0};
+
+    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
+    rig.ops = test_device();
+    CHECK_OK(wsync_cuda_device(0, &rig.device, &err), err);
+    CHECK_OK(rig.ops->stream_create(2, &rig.stream, &err), err);
+    CHECK_OK(rig.ops->control_create(4096, &rig.control, &err), err);
+    CHECK_OK(rig.ops->memory_create(nbytes, &rig.memory, &err), err);
+    rig.target = (wsync_span_t){rig.ops->memory_data(rig.memory), nbytes};
+    return rig;
+}
+
+static inline void end_rig(const rig_t *rig)
+{
+    rig->ops->stream_destroy(rig->stream);
+    rig->ops->memory_destroy(rig->control);
+    rig->ops->memory_destroy(rig->memory);
+}
+
+static inline void pin(const rig_t *rig, void *data, size_t nbytes)
+{
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_cuda_enter(rig->device, &err), err);
+    CU(rig->device->driver->host_register(
+        data, nbytes, WSYNC_CU_HOST_PORTABLE | WSYNC_CU_HOST_DEVICE_MAP));
+    wsync_cuda_leave(rig->device);
+}
+
+static inline void unpin(const rig_t *rig, void *data)
+{
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_cuda_enter(rig->device, &err), err);
+    CU(rig->device->driver->host_unregister(data));
+    wsync_cuda_leave(rig->device);
+}
+
+/* Finite numbers, whatever they are read as. */
+static inline void fill(void *data, uint64_t nbytes, uint32_t seed)
+{
+    for (uint64_t i = 0; i < nbytes; i++) {
+        seed = seed * 1664525 + 1013904223;
+        ((unsigned char *)data)[i] = (unsigned char)((seed >> 24) & 0x3f);
+    }
+}
+
+static inline wsync_span_t new_source(uint64_t nbytes, uint32_t seed)
+{
+    void *data = malloc(nbytes);
+
+    CHECK(data != NULL);
+    fill(data, nbytes, seed);
+    return (wsync_span_t){data, nbytes};
+}
+
+static inline void copy(const rig_t *rig, const wsync_copy_t *copies, size_t count,
+                        const wsync_span_t *sources, size_t source_count)
+{
+    wsync_error_t err = {0};
+
+    CHECK_OK(rig->ops->stream_copy(rig->stream, copies, count, sources, source_count,
+                                   &rig->target, 1, &err),
+             err);
+}
+
+static inline void synchronize(const rig_t *rig)
+{
+    wsync_error_t err = {0};
+
+    CHECK_OK(rig->ops->stream_synchronize(rig->stream, PATIENT_MS, &err), err);
+}
+
+/* Whether the target holds what the processor makes of the same copies. */
+static inline void check_target(const rig_t *rig, const wsync_copy_t *copies, size_t count,
+                                const wsync_span_t *sources)
+{
+    const wsync_span_t wanted = {calloc(1, rig->target.nbytes), rig->target.nbytes};
+
+    CHECK(wanted.data != NULL);
+    wsync_host_copy_run(copies, count, sources, &wanted);
+    CHECK(memcmp(rig->target.data, wanted.data, wanted.nbytes) == 0);
+    free(wanted.data);
+}
+
+static inline void check_copies(const rig_t *rig, const wsync_copy_t *copies, size_t count,
+                                const wsync_span_t *sources, size_t source_count)
+{
+    memset(rig->target.data, 0, rig->target.nbytes);
+    copy(rig, copies, count, sources, source_count);
+    synchronize(rig);
+    check_target(rig, copies, count, sources);
+}
+
+/* Rows, a transposed tensor, one element repeated, casts both ways; of one MiB each. */
+static const wsync_copy_t shapes[] = {
+    {.row_count = 10003, .source_item_nbytes = 1, .destination_item_nbytes = 1},
+    {.source_offset = 200000,
+     .destination_offset = 20000,
+     .row_count = 192,
+     .source_item_nbytes = 1,
+     .destination_item_nbytes = 1,
+     .ndim = 2,
+     .extent = {10, 5},
+     .source_stride = {9600, 192},
+     .destination_stride = {400, 4000}},
+    {.source_offset = 500000,
+     .destination_offset = 50000,
+     .row_count = 1,
+     .source_item_nbytes = 2,
+     .destination_item_nbytes = 2,
+     .ndim = 2,
+     .extent = {64, 48},
+     .source_stride = {2, 128},
+     .destination_stride = {96, 2}},
+    {.source_offset = 600001,
+     .destination_offset = 60003,
+     .row_count = 1,
+     .source_item_nbytes = 1,
+     .destination_item_nbytes = 1,
+     .ndim = 1,
+     .extent = {4099},
+     .source_stride = {0},
+     .destination_stride = {1}},
+    {.source_offset = 700000,
+     .destination_offset = 70000,
+     .row_count = 1000,
+     .source_item_nbytes = 4,
+     .destination_item_nbytes = 2,
+     .transform = WSYNC_TRANSFORM_F32_TO_BF16},
+    {.source_offset = 800002,
+     .destination_offset = 80000,
+     .row_count = 100,
+     .source_item_nbytes = 2,
+     .destination_item_nbytes = 4,
+     .transform = WSYNC_TRANSFORM_BF16_TO_F32,
+     .ndim = 1,
+     .extent = {30},
+     .source_stride = {200},
+     .destination_stride = {-400},
+     .destination_buffer = 0},
+};
+enum { SHAPES = sizeof(shapes) / sizeof(shapes[0]), SHAPES_NBYTES = 100000 };
+
+/* The shapes of `source_count` buffers, their destinations side by side. */
+static inline size_t make_copies(wsync_copy_t *copies, size_t source_count)
+{
+    size_t count = 0;
+
+    for (size_t i = 0; i < SHAPES; i++) {
+        for (size_t k = 0; k < source_count; k++) {
+            copies[count] = shapes[i];
+            copies[count].source_buffer = (uint32_t)k;
+            copies[count].destination_offset += k * SHAPES_NBYTES;
+            if (copies[count].destination_stride[0] < 0) {
+                copies[count].destination_offset += 29 * 400;
+            }
+            count++;
+        }
+    }
+    return count;
+}
+
+#endif

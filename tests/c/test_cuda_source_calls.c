@@ -1,0 +1,307 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What streams ask of the driver for sources that are not device memory, what they refuse,
+ * and each of those calls failing. */
+#include "cuda_source.h"
+
+/* --- what is asked of the driver --------------------------------------------------------
+ */
+
+TEST(a_round_from_pinned_memory_is_one_wait_one_launch_one_record)
+{
+    char path[] = "/var/tmp/wsync-calls-XXXXXX";
+    char text[4096];
+    const int fd = open_log(path);
+    const rig_t rig = make_rig(NBYTES);
+    const wsync_span_t source = new_source(NBYTES, 11);
+    const wsync_event_t ready = {rig.control, 0};
+    const wsync_event_t done = {rig.control, 8};
+    wsync_copy_t copies[SHAPES];
+    const size_t count = make_copies(copies, 1);
+    wsync_stream_t *other = NULL;
+    wsync_error_t err = {0};
+
+    pin(&rig, source.data, NBYTES);
+    CHECK_OK(rig.ops->stream_create(1, &other, &err), err);
+    for (uint64_t round = 1; round <= 3; round++) {
+        const off_t before = lseek(fd, 0, SEEK_END);
+
+        CHECK_OK(rig.ops->stream_wait(rig.stream, ready, round, &err), err);
+        copy(&rig, copies, count, &source, 1);
+        CHECK_OK(rig.ops->stream_record(rig.stream, done, round, &err), err);
+        read_calls(fd, before, text);
+        if (round > 1) {
+            CHECK_STR(text, "cuStreamWaitValue64 cuLaunchKernel cuStreamWriteValue64 ");
+        }
+        CHECK_OK(rig.ops->stream_record(other, ready, round, &err), err);
+        CHECK_OK(rig.ops->event_wait(done, round, PATIENT_MS, &err), err);
+    }
+    rig.ops->stream_destroy(other);
+    end_rig(&rig);
+    unpin(&rig, source.data);
+    free(source.data);
+    (void)unlink(path);
+    (void)close(fd);
+}
+
+/* Per slot one wait, one launch and one call of the host; nothing is made or uploaded. */
+TEST(a_second_update_from_pageable_memory_makes_nothing_new)
+{
+    static const wsync_copy_t rows = {.row_count = 1000,
+                                      .source_item_nbytes = 1,
+                                      .destination_item_nbytes = 1,
+                                      .ndim = 1,
+                                      .extent = {6000},
+                                      .source_stride = {1001},
+                                      .destination_stride = {1000}};
+    char path[] = "/var/tmp/wsync-calls-XXXXXX";
+    char text[4096];
+    const int fd = open_log(path);
+    const rig_t rig = make_rig(6000000);
+    const wsync_span_t source = new_source(6006000, 12);
+    off_t before;
+
+    for (int i = 0; i < 4; i++) {
+        check_copies(&rig, &rows, 1, &source, 1);
+    }
+    before = lseek(fd, 0, SEEK_END);
+    copy(&rig, &rows, 1, &source, 1);
+    read_calls(fd, before, text);
+    CHECK_STR(text,
+              "cuPointerGetAttributes cuLaunchHostFunc "
+              "cuStreamWaitValue64 cuLaunchKernel cuLaunchHostFunc "
+              "cuStreamWaitValue64 cuLaunchKernel cuLaunchHostFunc ");
+    end_rig(&rig);
+    free(source.data);
+    (void)unlink(path);
+    (void)close(fd);
+}
+
+/* The same addresses, first pinned and then not: a launch that read them would be an error
+ * that takes the whole context with it. */
+TEST(memory_that_became_other_memory_is_noticed)
+{
+    const rig_t rig = make_rig(NBYTES);
+    const wsync_span_t source = new_source(NBYTES, 13);
+    wsync_copy_t copies[SHAPES];
+    const size_t count = make_copies(copies, 1);
+
+    for (uint32_t i = 0; i < 3; i++) {
+        pin(&rig, source.data, NBYTES);
+        fill(source.data, NBYTES, 2 * i);
+        check_copies(&rig, copies, count, &source, 1);
+        unpin(&rig, source.data);
+        fill(source.data, NBYTES, 2 * i + 1);
+        check_copies(&rig, copies, count, &source, 1);
+    }
+    end_rig(&rig);
+    free(source.data);
+}
+
+TEST(a_destination_must_be_in_reach_of_the_device)
+{
+    const rig_t rig = make_rig(NBYTES);
+    const wsync_span_t source = rig.target;
+    const wsync_span_t destinations[2] = {new_source(NBYTES, 14), new_source(NBYTES, 15)};
+    const wsync_copy_t run = {.destination_buffer = 1,
+                              .row_count = 1000,
+                              .source_item_nbytes = 1,
+                              .destination_item_nbytes = 1};
+    char place[64];
+    wsync_error_t err = {0};
+
+    fill(source.data, NBYTES, 16);
+    CHECK_EQ(rig.ops->stream_copy(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
+             WSYNC_ERR_UNSUPPORTED);
+    (void)snprintf(place, sizeof(place), "destination buffer 1, %d bytes at %#zx", NBYTES,
+                   (size_t)(uintptr_t)destinations[1].data);
+    CHECK_HAS(err.message, place);
+    CHECK_HAS(err.message, "pageable");
+    pin(&rig, destinations[1].data, NBYTES);
+    CHECK_OK(rig.ops->stream_copy(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
+             err);
+    synchronize(&rig);
+    CHECK(memcmp(source.data, destinations[1].data, 1000) == 0);
+    unpin(&rig, destinations[1].data);
+    end_rig(&rig);
+    free(destinations[0].data);
+    free(destinations[1].data);
+}
+
+/* --- the stand-in -----------------------------------------------------------------------
+ */
+
+/* A device that reaches all memory takes what malloc gave, on both sides, as it is. */
+TEST(a_coherent_device_uses_host_memory_as_its_own)
+{
+    const wsync_copy_t runs[2] = {
+        {.row_count = NBYTES, .source_item_nbytes = 1, .destination_item_nbytes = 1},
+        {.source_offset = 1,
+         .row_count = 500,
+         .source_item_nbytes = 1,
+         .destination_offset = NBYTES,
+         .destination_item_nbytes = 1},
+    };
+    char path[] = "/var/tmp/wsync-calls-XXXXXX";
+    char text[4096];
+    const int fd = open_log(path);
+    rig_t rig;
+    wsync_memory_t *memory;
+    const wsync_span_t source = new_source(NBYTES, 17);
+
+    choose_fake("WSYNC_FAKE_CUDA_PAGEABLE", "1");
+    rig = make_rig(2 * NBYTES);
+    CHECK(rig.device->pageable);
+    memory = rig.memory;
+    rig.target = new_source(2 * NBYTES, 18);
+    for (size_t count = 1; count <= 2; count++) {
+        const off_t before = lseek(fd, 0, SEEK_END);
+
+        check_copies(&rig, runs, count, &source, 1);
+        read_calls(fd, before, text);
+        CHECK_HAS(text, "cuLaunchKernel");
+        CHECK(strstr(text, "cuLaunchHostFunc") == NULL && strstr(text, "refused") == NULL);
+    }
+    free(rig.target.data);
+    rig.memory = memory;
+    end_rig(&rig);
+    free(source.data);
+    (void)unlink(path);
+    (void)close(fd);
+}
+
+/* What would be an illegal address on a device is refused before it runs. */
+TEST(the_fake_refuses_pageable_memory)
+{
+    const rig_t rig = make_rig(NBYTES);
+    const wsync_cuda_driver_t *driver = rig.device->driver;
+    const wsync_span_t source = new_source(NBYTES, 19);
+    wsync_cu_ptr_t target = (uintptr_t)rig.target.data;
+    wsync_cu_ptr_t pageable = (uintptr_t)source.data;
+    uint32_t value = 1;
+    uint32_t count = 4;
+    void *parameters[] = {&pageable, &value, &count};
+    wsync_cu_module_t module = NULL;
+    wsync_cu_function_t kernel = NULL;
+    wsync_cu_stream_t stream = NULL;
+    wsync_error_t err = {0};
+
+    CHECK(!rig.device->pageable);
+    CHECK_OK(wsync_cuda_enter(rig.device, &err), err);
+    CU(driver->stream_create(&stream, WSYNC_CU_STREAM_NON_BLOCKING));
+    CU(driver->module_load(&module, "kernels"));
+    CU(driver->module_function(&kernel, module, "fake_fill"));
+    CHECK_EQ(driver->memcpy_async(target, pageable, 64, stream), WSYNC_CU_INVALID_VALUE);
+    CHECK_EQ(driver->memcpy_async(pageable, target, 64, stream), WSYNC_CU_INVALID_VALUE);
+    CU(driver->memcpy_in_async(target, source.data, 64, stream));
+    CHECK_EQ(driver->launch_kernel(kernel, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL),
+             WSYNC_CU_INVALID_VALUE);
+    parameters[0] = &target;
+    CU(driver->launch_kernel(kernel, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL));
+    CU(driver->stream_synchronize(stream));
+    CU(driver->stream_destroy(stream));
+    CU(driver->module_unload(module));
+    wsync_cuda_leave(rig.device);
+    end_rig(&rig);
+    free(source.data);
+}
+
+/* --- each driver call fails in turn -----------------------------------------------------
+ */
+
+/* Streams of the fake end by themselves. */
+static fakecuda_census_t settled_census(long streams)
+{
+    for (int i = 0; i < 10000 && fake_census().streams > streams; i++) {
+        (void)usleep(1000);
+    }
+    return fake_census();
+}
+
+static wsync_status_t attempt(const rig_t *rig, const wsync_copy_t *copies, size_t count,
+                              wsync_error_t *err)
+{
+    const wsync_event_t done = {rig->control, 0};
+    const uint64_t next = rig->ops->event_query(done) + 1;
+    void *data[2];
+    wsync_span_t sources[2][2];
+    wsync_stream_t *stream = NULL;
+    wsync_status_t status = rig->ops->stream_create(2, &stream, err);
+
+    for (int i = 0; i < 2; i++) {
+        data[i] = calloc(1, SLOT + NBYTES);
+        memset(data[i], i + (int)next, SLOT + NBYTES);
+        sources[i][0] = (wsync_span_t){data[i], SLOT + NBYTES};
+        sources[i][1] = rig->target;
+        if (status == WSYNC_OK) {
+            status = rig->ops->stream_copy(stream, copies, count, sources[i], 2,
+                                           &rig->target, 1, err);
+            if (status != WSYNC_OK) { /* nobody reads it any more */
+                memset(data[i], 0, SLOT + NBYTES);
+            }
+        }
+    }
+    if (status == WSYNC_OK) {
+        status = rig->ops->stream_record(stream, done, next, err);
+    }
+    if (status == WSYNC_OK) {
+        status = rig->ops->stream_synchronize(stream, PATIENT_MS, err);
+    }
+    if (status == WSYNC_OK) {
+        CHECK(memcmp(rig->target.data, data[1], SLOT + 1000) == 0);
+    }
+    if (stream != NULL) {
+        rig->ops->stream_abandon(stream);
+    }
+    free(data[0]);
+    free(data[1]);
+    rig->ops->stream_destroy(stream);
+    return status;
+}
+
+TEST(each_call_fails_in_turn)
+{
+    /* From the device, and through two slots from the host. */
+    static const wsync_copy_t copies[] = {
+        {.row_count = 1000,
+         .source_item_nbytes = 1,
+         .destination_item_nbytes = 1,
+         .source_buffer = 1,
+         .destination_offset = SLOT + NBYTES},
+        {.row_count = SLOT + 1000, .source_item_nbytes = 1, .destination_item_nbytes = 1},
+    };
+    const rig_t rig = make_rig(SLOT + NBYTES + 1000);
+    const fakecuda_census_t before = settled_census(2);
+    long reported = 0;
+
+    for (long k = 0;; k++) {
+        wsync_error_t err = {0};
+        wsync_status_t status;
+        const char *failed;
+        fakecuda_census_t after;
+
+        fake_fail("*", k, WSYNC_CU_LAUNCH_FAILED);
+        status = attempt(&rig, copies, 2, &err);
+        failed = fake_failed();
+        fake_fail("*", -1, 0);
+        after = settled_census(before.streams);
+        if (memcmp(&before, &after, sizeof(after)) != 0) {
+            FAIL(
+                "call %ld (%s) failing: streams %ld, events %ld, allocated %ld, "
+                "registered %ld, pushed %ld",
+                k, failed != NULL ? failed : "none", after.streams, after.events,
+                after.allocated, after.registered, after.pushed);
+        }
+        if (failed == NULL) {
+            CHECK_OK(status, err);
+            (void)printf("%ld calls failed in turn, %ld reported\n", k, reported);
+            CHECK(reported > 30);
+            break;
+        }
+        if (status != WSYNC_OK) {
+            CHECK_EQ(err.native, WSYNC_CU_LAUNCH_FAILED);
+            CHECK_STR(err.origin, failed);
+            reported++;
+        }
+    }
+    end_rig(&rig);
+}
