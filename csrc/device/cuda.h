@@ -8,6 +8,7 @@
 
 #include "device/cuda_driver.h"
 #include "device/device.h"
+#include "device/pins.h"
 
 /* GPUs that one process may see. */
 enum { WSYNC_CUDA_MAX_DEVICES = 16 };
@@ -54,8 +55,10 @@ typedef struct wsync_cuda_memory {
     wsync_cu_ptr_t at;
     uint64_t nbytes;
     uint64_t mapped_nbytes; /* of device memory: a multiple of the granularity */
-    int fd;                 /* of device memory: owned */
+    bool mapped;            /* device memory lies at `at`, not the addresses alone */
+    int fd;                 /* of device memory: owned; -1 while it is parked */
     atomic_uint references;
+    wsync_pins_t pins;
     wsync_memory_t *host;       /* owned, of wsync_host_memory_*; NULL: device memory */
     _Atomic uint64_t *recorded; /* of each word, what this process recorded last; owned */
 } wsync_cuda_memory_t;
@@ -70,6 +73,10 @@ void wsync_cuda_memory_destroy(wsync_memory_t *memory);
 void *wsync_cuda_memory_data(const wsync_memory_t *memory);
 uint64_t wsync_cuda_memory_nbytes(const wsync_memory_t *memory);
 int wsync_cuda_memory_fd(const wsync_memory_t *memory);
+wsync_status_t wsync_cuda_memory_pin(wsync_memory_t *memory, wsync_error_t *err);
+void wsync_cuda_memory_unpin(wsync_memory_t *memory);
+wsync_status_t wsync_cuda_memory_park(wsync_memory_t *memory, wsync_error_t *err);
+wsync_status_t wsync_cuda_memory_unpark(wsync_memory_t *memory, int fd, wsync_error_t *err);
 
 wsync_status_t wsync_cuda_control_create(const wsync_cuda_device_t *device, uint64_t nbytes,
                                          wsync_memory_t **memory, wsync_error_t *err);

@@ -50,6 +50,7 @@ static wsync_status_t make_record(const wsync_cuda_device_t *device, uint64_t nb
                           nbytes);
     }
     atomic_init(&made->references, 1);
+    atomic_init(&made->pins, 0);
     made->device = device;
     made->nbytes = nbytes;
     made->mapped_nbytes = (nbytes + grain - 1) / grain * grain;
@@ -58,7 +59,8 @@ static wsync_status_t make_record(const wsync_cuda_device_t *device, uint64_t nb
     return WSYNC_OK;
 }
 
-/* Maps `handle` at an address of its own; in the context. */
+/* Maps `handle` at the memory's addresses, which are found first if it has none; in the
+ * context. */
 static wsync_status_t map_handle(wsync_cuda_memory_t *memory, wsync_cu_handle_t handle,
                                  wsync_error_t *err)
 {
@@ -68,30 +70,45 @@ static wsync_status_t map_handle(wsync_cuda_memory_t *memory, wsync_cu_handle_t 
         .flags = WSYNC_CU_ACCESS_READ_WRITE};
     const size_t nbytes = (size_t)memory->mapped_nbytes;
     const char *call = "cuMemAddressReserve";
-    wsync_cu_ptr_t at = 0;
-    bool mapped = false;
-    wsync_cu_result_t code = driver->mem_reserve(&at, nbytes, 0, 0, 0);
+    wsync_cu_ptr_t at = memory->at;
+    wsync_cu_result_t code =
+        at != 0 ? WSYNC_CU_SUCCESS : driver->mem_reserve(&at, nbytes, 0, 0, 0);
 
     if (code == WSYNC_CU_SUCCESS) {
+        memory->at = at;
         call = "cuMemMap";
         code = driver->mem_map(at, nbytes, 0, handle, 0);
-        mapped = code == WSYNC_CU_SUCCESS;
-        if (mapped) {
-            call = "cuMemSetAccess";
-            code = driver->mem_set_access(at, nbytes, &access, 1);
-        }
-        if (code == WSYNC_CU_SUCCESS) {
-            memory->at = at;
-            return WSYNC_OK;
-        }
-        if (mapped) {
-            (void)driver->mem_unmap(at, nbytes);
-        }
-        (void)driver->mem_unreserve(at, nbytes);
+        memory->mapped = code == WSYNC_CU_SUCCESS;
     }
-    return wsync_cuda_fail(driver, code, call, err,
-                           "mapping %" PRIu64 " bytes of GPU memory",
-                           memory->mapped_nbytes);
+    if (memory->mapped) {
+        call = "cuMemSetAccess";
+        code = driver->mem_set_access(at, nbytes, &access, 1);
+    }
+    if (code != WSYNC_CU_SUCCESS) {
+        return wsync_cuda_fail(driver, code, call, err,
+                               "mapping %" PRIu64 " bytes of GPU memory",
+                               memory->mapped_nbytes);
+    }
+    return WSYNC_OK;
+}
+
+/* In the context.  False if the bytes are still mapped, with the reason in *code. */
+static bool unmap(wsync_cuda_memory_t *memory, wsync_cu_result_t *code)
+{
+    const wsync_cuda_driver_t *driver = memory->device->driver;
+    const size_t nbytes = (size_t)memory->mapped_nbytes;
+
+    *code = memory->mapped ? driver->mem_unmap(memory->at, nbytes) : WSYNC_CU_SUCCESS;
+    if (*code != WSYNC_CU_SUCCESS) {
+        /* An error of earlier work may come with what has been done all the same: then
+         * nothing is left to be unmapped. */
+        const wsync_cu_result_t again = driver->mem_unmap(memory->at, nbytes);
+
+        memory->mapped = again != WSYNC_CU_SUCCESS && again != WSYNC_CU_INVALID_VALUE;
+    } else {
+        memory->mapped = false;
+    }
+    return !memory->mapped;
 }
 
 /* In the context; a stream of its own waits for nobody else's work. */
@@ -169,7 +186,7 @@ static wsync_status_t fill(wsync_cuda_memory_t *memory, wsync_error_t *err)
     }
     /* The mapping holds the memory from here on. */
     (void)driver->mem_release(handle);
-    return status == WSYNC_OK ? zero(memory, err) : status;
+    return status;
 }
 
 wsync_status_t wsync_cuda_memory_create(const wsync_cuda_device_t *device, uint64_t nbytes,
@@ -184,6 +201,9 @@ wsync_status_t wsync_cuda_memory_create(const wsync_cuda_device_t *device, uint6
     status = make_record(device, nbytes, &made, err);
     if (made != NULL) {
         status = fill(made, err);
+    }
+    if (made != NULL && status == WSYNC_OK) {
+        status = zero(made, err);
     }
     wsync_cuda_leave(device);
     if (status != WSYNC_OK) {
@@ -214,15 +234,21 @@ static wsync_status_t check_place(const wsync_cuda_device_t *device,
     return WSYNC_OK;
 }
 
-/* In the context; err is not NULL. */
-static wsync_status_t adopt(wsync_cuda_memory_t *memory, int fd, wsync_error_t *err)
+/* Maps what a copy of the descriptor stands for; in the context; err is not NULL. */
+static wsync_status_t adopt(wsync_cuda_memory_t *memory, int borrowed, wsync_error_t *err)
 {
     const wsync_cuda_driver_t *driver = memory->device->driver;
+    const int fd = fcntl(borrowed, F_DUPFD_CLOEXEC, 3);
     wsync_cu_handle_t handle = 0;
+    wsync_cu_result_t code;
     wsync_status_t status;
-    const wsync_cu_result_t code =
-        driver->mem_import(&handle, (void *)(intptr_t)fd, WSYNC_CU_HANDLE_FD);
 
+    if (fd < 0) {
+        return wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl", "descriptor %d: fcntl: %s",
+                          borrowed, strerror(errno));
+    }
+    memory->fd = fd;
+    code = driver->mem_import(&handle, (void *)(intptr_t)fd, WSYNC_CU_HANDLE_FD);
     if (code == WSYNC_CU_INVALID_VALUE || code == WSYNC_CU_INVALID_HANDLE) {
         return wsync_fail(err, WSYNC_ERR_REFUSED, code, "cuMemImportFromShareableHandle",
                           "descriptor %d holds no GPU memory", fd);
@@ -263,11 +289,7 @@ wsync_status_t wsync_cuda_memory_import(const wsync_cuda_device_t *device, int f
                  : wsync_fail(&reason, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
                               "descriptor %d does not hold %" PRIu64 " bytes", fd, nbytes);
     if (made != NULL) {
-        made->fd = fcntl(fd, F_DUPFD_CLOEXEC, 3);
-        status = made->fd >= 0
-                     ? adopt(made, made->fd, &reason)
-                     : wsync_fail(&reason, WSYNC_ERR_OS, errno, "fcntl",
-                                  "descriptor %d: fcntl: %s", fd, strerror(errno));
+        status = adopt(made, fd, &reason);
     }
     wsync_cuda_leave(device);
     if (status != WSYNC_OK) {
@@ -279,6 +301,78 @@ wsync_status_t wsync_cuda_memory_import(const wsync_cuda_device_t *device, int f
     }
     *memory = (wsync_memory_t *)(void *)made;
     return WSYNC_OK;
+}
+
+static void close_fd(wsync_cuda_memory_t *memory)
+{
+    if (memory->fd >= 0) {
+        (void)close(memory->fd);
+        memory->fd = -1;
+    }
+}
+
+wsync_status_t wsync_cuda_memory_pin(wsync_memory_t *memory, wsync_error_t *err)
+{
+    return wsync_pins_add(&own(memory)->pins, err);
+}
+
+void wsync_cuda_memory_unpin(wsync_memory_t *memory)
+{
+    wsync_pins_drop(&own(memory)->pins);
+}
+
+wsync_status_t wsync_cuda_memory_park(wsync_memory_t *memory, wsync_error_t *err)
+{
+    wsync_cuda_memory_t *self = own(memory);
+    wsync_cu_result_t code = WSYNC_CU_SUCCESS;
+    wsync_status_t status;
+
+    if (self->host != NULL) {
+        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_memory_park",
+                          "control memory cannot be parked");
+    }
+    status = wsync_cuda_enter(self->device, err);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    status = wsync_pins_park(&self->pins, err);
+    if (status == WSYNC_OK && !unmap(self, &code)) {
+        wsync_pins_unpark(&self->pins);
+        status = wsync_cuda_fail(self->device->driver, code, "cuMemUnmap", err,
+                                 "parking %" PRIu64 " bytes of GPU memory", self->nbytes);
+    }
+    if (status == WSYNC_OK) {
+        close_fd(self);
+    }
+    wsync_cuda_leave(self->device);
+    return status;
+}
+
+wsync_status_t wsync_cuda_memory_unpark(wsync_memory_t *memory, int fd, wsync_error_t *err)
+{
+    wsync_cuda_memory_t *self = own(memory);
+    wsync_error_t reason = {0};
+    wsync_cu_result_t code;
+    wsync_status_t status = wsync_pins_check_parked(&self->pins, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_enter(self->device, err);
+    }
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    status = fd < 0 ? fill(self, &reason) : adopt(self, fd, &reason);
+    if (status == WSYNC_OK) {
+        wsync_pins_unpark(&self->pins);
+    } else {
+        (void)unmap(self, &code);
+        close_fd(self);
+        if (err != NULL) {
+            *err = reason;
+        }
+    }
+    wsync_cuda_leave(self->device);
+    return status;
 }
 
 void wsync_cuda_memory_retain(wsync_memory_t *memory)
@@ -297,15 +391,15 @@ void wsync_cuda_memory_destroy(wsync_memory_t *memory)
     if (wsync_cuda_enter_to_free(self->device)) {
         wsync_cuda_control_fini(self);
         if (self->host == NULL && self->at != 0) {
-            (void)self->device->driver->mem_unmap(self->at, (size_t)self->mapped_nbytes);
+            wsync_cu_result_t code;
+
+            (void)unmap(self, &code);
             (void)self->device->driver->mem_unreserve(self->at,
                                                       (size_t)self->mapped_nbytes);
         }
         wsync_cuda_leave(self->device);
     }
-    if (self->fd >= 0) {
-        (void)close(self->fd);
-    }
+    close_fd(self);
     wsync_host_memory_destroy(self->host);
     free(self->recorded);
     free(self);

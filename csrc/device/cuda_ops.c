@@ -135,6 +135,10 @@ wsync_status_t wsync_device_cuda(const wsync_cu_uuid_t *uuid, const void *image,
         .memory_data = wsync_cuda_memory_data,               \
         .memory_nbytes = wsync_cuda_memory_nbytes,           \
         .memory_fd = wsync_cuda_memory_fd,                   \
+        .memory_pin = wsync_cuda_memory_pin,                 \
+        .memory_unpin = wsync_cuda_memory_unpin,             \
+        .memory_park = wsync_cuda_memory_park,               \
+        .memory_unpark = wsync_cuda_memory_unpark,           \
         .stream_create = stream_create_##n,                  \
         .stream_destroy = wsync_cuda_stream_destroy,         \
         .stream_copy = wsync_cuda_stream_copy,               \

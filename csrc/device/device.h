@@ -59,7 +59,21 @@ typedef struct wsync_device_ops {
     void (*memory_destroy)(wsync_memory_t *memory); /* NULL is a no-op */
     void *(*memory_data)(const wsync_memory_t *memory);
     uint64_t (*memory_nbytes)(const wsync_memory_t *memory);
-    int (*memory_fd)(const wsync_memory_t *memory); /* borrowed from the memory */
+    int (*memory_fd)(const wsync_memory_t *memory); /* borrowed; -1 while it is parked */
+
+    /* Who looks at the bytes on their own account, like a tensor that is a view of them,
+     * pins the memory for as long.  STATE if it is parked.  From any thread. */
+    wsync_status_t (*memory_pin)(wsync_memory_t *memory, wsync_error_t *err);
+    void (*memory_unpin)(wsync_memory_t *memory);
+    /* Gives the bytes back and keeps their addresses, which nothing may touch until unpark:
+     * no stream has to do with them any more.  They are free once every process that maps
+     * them has parked or destroyed its memory.  STATE, with everything as it was, if the
+     * memory is pinned or parked; UNSUPPORTED if it is of a kind that cannot be parked. */
+    wsync_status_t (*memory_park)(wsync_memory_t *memory, wsync_error_t *err);
+    /* Has the addresses hold memory again: of its own, with any contents and a descriptor
+     * of its own (fd -1), or a peer's, by the rules of memory_import.  After an error it is
+     * parked as before.  STATE if it is not parked. */
+    wsync_status_t (*memory_unpark)(wsync_memory_t *memory, int fd, wsync_error_t *err);
 
     /* A stream runs what is enqueued in order, on `threads` workers (>= 1). */
     wsync_status_t (*stream_create)(unsigned threads, wsync_stream_t **stream,

@@ -15,6 +15,10 @@ void wsync_host_memory_destroy(wsync_memory_t *memory);
 void *wsync_host_memory_data(const wsync_memory_t *memory);
 uint64_t wsync_host_memory_nbytes(const wsync_memory_t *memory);
 int wsync_host_memory_fd(const wsync_memory_t *memory);
+wsync_status_t wsync_host_memory_pin(wsync_memory_t *memory, wsync_error_t *err);
+void wsync_host_memory_unpin(wsync_memory_t *memory);
+wsync_status_t wsync_host_memory_park(wsync_memory_t *memory, wsync_error_t *err);
+wsync_status_t wsync_host_memory_unpark(wsync_memory_t *memory, int fd, wsync_error_t *err);
 
 /* INVALID unless the event is an aligned word inside its memory. */
 wsync_status_t wsync_host_event_check(wsync_event_t event, wsync_error_t *err);

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "device/host.h"
+#include "device/pins.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -25,8 +26,9 @@ enum {
 struct wsync_memory {
     void *data;
     uint64_t nbytes;
-    int fd;
+    int fd; /* -1 while parked */
     atomic_uint references;
+    wsync_pins_t pins;
 };
 
 static wsync_status_t fail_call(const char *call, int code, uint64_t nbytes,
@@ -122,6 +124,7 @@ static wsync_status_t map_fd(int fd, uint64_t nbytes, wsync_memory_t **memory,
                           nbytes);
     }
     atomic_init(&made->references, 1);
+    atomic_init(&made->pins, 0);
     made->fd = fd;
     made->nbytes = nbytes;
     made->data = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -260,8 +263,65 @@ void wsync_host_memory_destroy(wsync_memory_t *memory)
     if (memory->data != NULL) {
         (void)munmap(memory->data, memory->nbytes);
     }
-    (void)close(memory->fd);
+    if (memory->fd >= 0) {
+        (void)close(memory->fd);
+    }
     free(memory);
+}
+
+wsync_status_t wsync_host_memory_pin(wsync_memory_t *memory, wsync_error_t *err)
+{
+    return wsync_pins_add(&memory->pins, err);
+}
+
+void wsync_host_memory_unpin(wsync_memory_t *memory)
+{
+    wsync_pins_drop(&memory->pins);
+}
+
+wsync_status_t wsync_host_memory_park(wsync_memory_t *memory, wsync_error_t *err)
+{
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    const wsync_status_t status = wsync_pins_park(&memory->pins, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (mmap(memory->data, memory->nbytes, PROT_NONE, flags, -1, 0) == MAP_FAILED) {
+        const int code = errno;
+
+        wsync_pins_unpark(&memory->pins);
+        return fail_call("mmap", code, memory->nbytes, err);
+    }
+    (void)close(memory->fd);
+    memory->fd = -1;
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_host_memory_unpark(wsync_memory_t *memory, int fd, wsync_error_t *err)
+{
+    wsync_memory_t *made = NULL;
+    wsync_status_t status = wsync_pins_check_parked(&memory->pins, err);
+
+    if (status == WSYNC_OK) {
+        status = fd < 0 ? wsync_host_memory_create(memory->nbytes, &made, err)
+                        : wsync_host_memory_import(fd, memory->nbytes, &made, err);
+    }
+    if (made == NULL) {
+        return status;
+    }
+    /* Page tables and all: what was faulted in elsewhere stays so. */
+    if (mremap(made->data, memory->nbytes, memory->nbytes, MREMAP_MAYMOVE | MREMAP_FIXED,
+               memory->data) == MAP_FAILED) {
+        status = fail_call("mremap", errno, memory->nbytes, err);
+    } else {
+        memory->fd = made->fd;
+        made->fd = -1;
+        made->data = NULL;
+        wsync_pins_unpark(&memory->pins);
+    }
+    wsync_host_memory_destroy(made);
+    return status;
 }
 
 void *wsync_host_memory_data(const wsync_memory_t *memory)

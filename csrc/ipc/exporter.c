@@ -13,11 +13,14 @@ typedef enum exporter_state {
     EXPORTER_ACCEPTED, /* a worker, but no ring yet */
     EXPORTER_ATTACHED, /* between updates */
     EXPORTER_UPDATING,
+    EXPORTER_PARKING, /* asked the worker to park the ring */
+    EXPORTER_PARKED,  /* between updates; the worker has no memory for the ring */
 } exporter_state_t;
 
 struct wsync_exporter {
     wsync_link_t link;
     wsync_listener_t *listener;
+    wsync_memory_t *ring; /* counted; NULL before the first attach */
     exporter_state_t state;
     bool control_sent;
     bool post_recorded; /* the next round's record is enqueued, its frame not sent */
@@ -30,6 +33,7 @@ struct wsync_exporter {
     uint8_t worker_uuid[WSYNC_DEVICE_UUID_NBYTES];
     uint8_t token[WSYNC_TOKEN_NBYTES];
     char path[WSYNC_PATH_NBYTES];
+    char refusal[600]; /* why the worker has not parked */
 };
 
 static const char *state_text(const wsync_exporter_t *self)
@@ -43,6 +47,10 @@ static const char *state_text(const wsync_exporter_t *self)
         return "no update has begun";
     case EXPORTER_UPDATING:
         return "an update is under way";
+    case EXPORTER_PARKING:
+        return "the worker has not parked the ring yet";
+    case EXPORTER_PARKED:
+        return "the ring is parked";
     }
     return "unknown";
 }
@@ -81,10 +89,16 @@ static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_erro
             return WSYNC_OK;
         }
     }
+    if (self->state == EXPORTER_PARKING && frame->fd_count == 0 &&
+        frame->kind == SESSION_PARKED && frame->arguments[0] <= 1) {
+        self->state = frame->arguments[0] == 1 ? EXPORTER_PARKED : EXPORTER_ATTACHED;
+        wsync_link_read(frame, self->refusal, sizeof(self->refusal));
+        return WSYNC_OK;
+    }
     return wsync_link_unexpected(&self->link, frame, err);
 }
 
-/* After PREPARED only the end of the connection or a failure can come. */
+/* No frame waits for a call of its own. */
 static bool is_hungry(const void *owner)
 {
     (void)owner;
@@ -128,6 +142,9 @@ void wsync_exporter_destroy(wsync_exporter_t *exporter)
 {
     if (exporter != NULL) {
         wsync_listener_destroy(exporter->listener);
+        if (exporter->ring != NULL) {
+            exporter->link.ops->memory_destroy(exporter->ring);
+        }
         wsync_link_fini(&exporter->link);
         free(exporter);
     }
@@ -236,9 +253,13 @@ wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter,
     if (status != WSYNC_OK) {
         return status;
     }
-    if (exporter->state != EXPORTER_ACCEPTED && exporter->state != EXPORTER_ATTACHED) {
+    if (exporter->state != EXPORTER_ACCEPTED && exporter->state != EXPORTER_ATTACHED &&
+        exporter->state != EXPORTER_PARKED) {
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session", "attach: %s",
                           state_text(exporter));
+    }
+    if (ops->memory_fd(ring) < 0) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "session", "attach: the ring is parked");
     }
     status = wsync_link_drain(&exporter->link, awaited, err);
     if (status != WSYNC_OK) {
@@ -266,6 +287,9 @@ wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter,
     if (status == WSYNC_OK) {
         exporter->control_sent = true;
         exporter->state = EXPORTER_ATTACHED;
+        ops->memory_retain(ring);
+        ops->memory_destroy(exporter->ring);
+        exporter->ring = ring;
     }
     return wsync_link_settle(&exporter->link, status, err);
 }
@@ -275,9 +299,12 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
                                     wsync_error_t *err)
 {
     const wsync_awaited_t awaited = {"room for the begin", -1};
-    const wsync_frame_t frame = {.kind = SESSION_BEGIN,
-                                 .arguments = {update, round_count, exporter->link.base}};
-    wsync_status_t status = require(exporter, "begin", EXPORTER_ATTACHED, err);
+    const wsync_device_ops_t *ops = exporter->link.ops;
+    const bool parked = exporter->state == EXPORTER_PARKED;
+    wsync_frame_t frame = {.kind = SESSION_BEGIN,
+                           .arguments = {update, round_count, exporter->link.base}};
+    wsync_status_t status =
+        require(exporter, "begin", parked ? EXPORTER_PARKED : EXPORTER_ATTACHED, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -289,6 +316,18 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
                           WSYNC_SESSION_MAX_ROUNDS);
     }
     status = wsync_link_drain(&exporter->link, awaited, err);
+    if (status == WSYNC_OK && parked) {
+        /* Not parked here: it was tried in vain, or this is the second try of a send. */
+        const wsync_status_t unparked = ops->memory_fd(exporter->ring) >= 0
+                                            ? WSYNC_OK
+                                            : ops->memory_unpark(exporter->ring, -1, err);
+
+        if (unparked != WSYNC_OK) {
+            return unparked;
+        }
+        frame.fds[0] = ops->memory_fd(exporter->ring);
+        frame.fd_count = 1;
+    }
     if (status == WSYNC_OK) {
         status = wsync_link_send(&exporter->link, &frame, timeout_ms, awaited, err);
     }
@@ -426,11 +465,11 @@ wsync_status_t wsync_exporter_prepared(wsync_exporter_t *exporter, int timeout_m
     return wsync_link_settle(&exporter->link, status, err);
 }
 
-wsync_status_t wsync_exporter_commit(wsync_exporter_t *exporter, int timeout_ms,
+wsync_status_t wsync_exporter_commit(wsync_exporter_t *exporter, bool park, int timeout_ms,
                                      wsync_error_t *err)
 {
     const wsync_awaited_t awaited = {"room for the commit", -1};
-    const wsync_frame_t frame = {.kind = SESSION_COMMIT};
+    const wsync_frame_t frame = {.kind = SESSION_COMMIT, .arguments = {park ? 1 : 0}};
     wsync_status_t status = require(exporter, "commit", EXPORTER_UPDATING, err);
 
     if (status != WSYNC_OK) {
@@ -446,9 +485,38 @@ wsync_status_t wsync_exporter_commit(wsync_exporter_t *exporter, int timeout_ms,
     }
     if (status == WSYNC_OK) {
         exporter->link.base += exporter->round_count;
-        exporter->state = EXPORTER_ATTACHED;
+        exporter->state = park ? EXPORTER_PARKING : EXPORTER_ATTACHED;
     }
     return wsync_link_settle(&exporter->link, status, err);
+}
+
+wsync_status_t wsync_exporter_park(wsync_exporter_t *exporter, int timeout_ms,
+                                   wsync_error_t *err)
+{
+    wsync_link_t *link = &exporter->link;
+    const int64_t deadline = wsync_deadline_ms(timeout_ms);
+    const wsync_awaited_t awaited = {"the parking of the ring", -1};
+    wsync_error_t reason = {0};
+    wsync_status_t status = require(exporter, "park", EXPORTER_PARKING, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    while (status == WSYNC_OK && exporter->state == EXPORTER_PARKING) {
+        status = wsync_link_pump(link, wsync_left_ms(deadline, INT_MAX), awaited, err);
+    }
+    if (status == WSYNC_ERR_TIMEOUT) {
+        return status;
+    }
+    if (status == WSYNC_OK && exporter->state == EXPORTER_ATTACHED) {
+        return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "session",
+                          "the worker keeps the ring: %s", exporter->refusal);
+    }
+    if (link->ops->memory_park(exporter->ring, &reason) != WSYNC_OK && status == WSYNC_OK) {
+        return wsync_fail(err, WSYNC_ERR_REFUSED, reason.native, "session",
+                          "the trainer keeps its side of the ring: %s", reason.message);
+    }
+    return wsync_link_settle(link, status, err);
 }
 
 void wsync_exporter_abort(wsync_exporter_t *exporter, const char *text)

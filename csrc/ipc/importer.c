@@ -15,8 +15,9 @@ struct wsync_importer {
     uint64_t generation;
     uint64_t update;
     bool updating;
-    bool begun;     /* BEGIN has come and its caller has not seen it */
-    bool committed; /* the same of COMMIT */
+    bool begun;      /* BEGIN has come and its caller has not seen it */
+    bool committed;  /* the same of COMMIT */
+    bool park_asked; /* by COMMIT */
     bool prepared_sent;
     bool done_recorded; /* the next done's record is enqueued, its frame not sent */
     uint32_t round_count;
@@ -64,19 +65,22 @@ static wsync_status_t take_attach(wsync_importer_t *self, const wsync_frame_t *f
     return WSYNC_OK;
 }
 
-static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_error_t *err)
+static wsync_status_t take_begin(wsync_importer_t *self, const wsync_frame_t *frame,
+                                 wsync_error_t *err)
 {
-    wsync_importer_t *self = owner;
+    const wsync_device_ops_t *ops = self->link.ops;
+    const bool parked = self->generation > 0 && ops->memory_fd(self->ring) < 0;
+    wsync_status_t status = WSYNC_OK;
 
-    if (frame->kind == SESSION_ATTACH && !self->updating) {
-        return take_attach(self, frame, err);
-    }
-    if (frame->fd_count != 0) {
+    if (self->updating || self->generation == 0 ||
+        frame->arguments[1] > WSYNC_SESSION_MAX_ROUNDS ||
+        frame->arguments[2] != self->link.base || frame->fd_count != (parked ? 1U : 0U)) {
         return wsync_link_unexpected(&self->link, frame, err);
     }
-    if (frame->kind == SESSION_BEGIN && !self->updating && self->generation > 0 &&
-        frame->arguments[1] <= WSYNC_SESSION_MAX_ROUNDS &&
-        frame->arguments[2] == self->link.base) {
+    if (parked) {
+        status = ops->memory_unpark(self->ring, frame->fds[0], err);
+    }
+    if (status == WSYNC_OK) {
         self->update = frame->arguments[0];
         self->round_count = (uint32_t)frame->arguments[1];
         self->announced = 0;
@@ -86,7 +90,22 @@ static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_erro
         self->done_recorded = false;
         self->updating = true;
         self->begun = true;
-        return WSYNC_OK;
+    }
+    return status;
+}
+
+static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_error_t *err)
+{
+    wsync_importer_t *self = owner;
+
+    if (frame->kind == SESSION_ATTACH && !self->updating) {
+        return take_attach(self, frame, err);
+    }
+    if (frame->kind == SESSION_BEGIN) {
+        return take_begin(self, frame, err);
+    }
+    if (frame->fd_count != 0) {
+        return wsync_link_unexpected(&self->link, frame, err);
     }
     if (frame->kind == SESSION_ROUND && self->updating &&
         frame->arguments[0] == self->announced && self->announced < self->round_count) {
@@ -94,8 +113,9 @@ static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_erro
         return WSYNC_OK;
     }
     if (frame->kind == SESSION_COMMIT && self->updating && self->prepared_sent &&
-        !self->committed) {
+        !self->committed && frame->arguments[0] <= 1) {
         self->committed = true;
+        self->park_asked = frame->arguments[0] == 1;
         return WSYNC_OK;
     }
     return wsync_link_unexpected(&self->link, frame, err);
@@ -342,6 +362,23 @@ wsync_status_t wsync_importer_prepared(wsync_importer_t *importer,
     return wsync_link_settle(link, status, err);
 }
 
+/* The update is committed: what goes wrong here is for the next one to find out. */
+static void park(wsync_importer_t *self)
+{
+    const wsync_awaited_t awaited = {"room for the parking", -1};
+    wsync_error_t err = {0};
+    wsync_frame_t frame = {.kind = SESSION_PARKED, .arguments = {1}};
+
+    if (self->link.ops->memory_park(self->ring, &err) != WSYNC_OK) {
+        frame.arguments[0] = 0;
+        wsync_link_write(&frame, err.message);
+    }
+    if (wsync_link_send(&self->link, &frame, SESSION_FAREWELL_MS, awaited, &err) !=
+        WSYNC_OK) {
+        wsync_link_farewell(&self->link, SESSION_FAILED, err.message);
+    }
+}
+
 wsync_status_t wsync_importer_verdict(wsync_importer_t *importer, int timeout_ms,
                                       wsync_error_t *err)
 {
@@ -364,6 +401,9 @@ wsync_status_t wsync_importer_verdict(wsync_importer_t *importer, int timeout_ms
         importer->committed = false;
         importer->updating = false;
         link->base += importer->round_count;
+        if (importer->park_asked) {
+            park(importer);
+        }
     }
     return wsync_link_settle(link, status, err);
 }

@@ -48,8 +48,17 @@ wsync_status_t wsync_link_settle(wsync_link_t *link, wsync_status_t status,
     return status;
 }
 
-/* A peer's words for a message: printable, so that they cannot forge lines of a log. */
-static void copy_text(const wsync_frame_t *frame, char *text, size_t nbytes)
+void wsync_link_write(wsync_frame_t *frame, const char *text)
+{
+    const size_t length = strlen(text);
+
+    frame->payload_nbytes =
+        (uint32_t)(length < WSYNC_FRAME_PAYLOAD_NBYTES ? length
+                                                       : WSYNC_FRAME_PAYLOAD_NBYTES);
+    memcpy(frame->payload, text, frame->payload_nbytes);
+}
+
+void wsync_link_read(const wsync_frame_t *frame, char *text, size_t nbytes)
 {
     size_t length = frame->payload_nbytes < nbytes ? frame->payload_nbytes : nbytes - 1;
 
@@ -68,7 +77,7 @@ static wsync_status_t fail_remote(const wsync_link_t *link, const wsync_frame_t 
 {
     char text[600];
 
-    copy_text(frame, text, sizeof(text));
+    wsync_link_read(frame, text, sizeof(text));
     return wsync_fail(err, WSYNC_ERR_REMOTE, 0, "session", "%s (pid %d) %s: %s", link->peer,
                       peer_pid(link), frame->kind == SESSION_ABORT ? "aborted" : "failed",
                       text);
@@ -214,12 +223,8 @@ void wsync_link_farewell(wsync_link_t *link, uint32_t kind, const char *text)
 {
     if (link->channel != NULL) {
         wsync_frame_t frame = {.kind = kind};
-        const size_t length = strlen(text);
 
-        frame.payload_nbytes =
-            (uint32_t)(length < WSYNC_FRAME_PAYLOAD_NBYTES ? length
-                                                           : WSYNC_FRAME_PAYLOAD_NBYTES);
-        memcpy(frame.payload, text, frame.payload_nbytes);
+        wsync_link_write(&frame, text);
         (void)wsync_channel_send(link->channel, &frame, SESSION_FAREWELL_MS, NULL);
         wsync_channel_destroy(link->channel);
         link->channel = NULL;

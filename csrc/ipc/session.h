@@ -11,6 +11,13 @@
  *                <------- DONE k ---- done k        the slot may be written again
  *   prepared     <--- PREPARED ------ prepared      count, bytes, checksum
  *   commit       -- COMMIT ---------> verdict       or ABORT(text)
+ *   park         <------- PARKED ----               where COMMIT asked for it
+ *
+ * Between updates the ring can be parked (device.h): the worker parks its side within the
+ * verdict and says so, then the exporter parks its own.  The next BEGIN carries the
+ * descriptor of new memory, and both sides have the ring where it was, so that nothing is
+ * bound anew.  A worker whose ring is pinned, or of a kind that cannot be parked, says why
+ * not: both sides keep the ring, and that is all.
  *
  * Either side may send FAILED(text) at any time during an update; the other gets it as
  * WSYNC_ERR_REMOTE from whatever it waits for.  Every wait takes a timeout; TIMEOUT leaves
@@ -54,14 +61,15 @@ wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
                                      uint8_t **blob, size_t *nbytes, wsync_error_t *err);
 /* The device that the worker is on (all zero: the host), once it has been accepted. */
 const uint8_t *wsync_exporter_worker_uuid(const wsync_exporter_t *exporter);
-/* Sends ring and manifest (copied into a sealed memfd).  The ring, of `ops`, is borrowed
- * until the next attach or destroy.  INVALID names both devices if it is not on the
- * worker's. */
+/* Sends ring and manifest (copied into a sealed memfd).  The exporter retains the ring, of
+ * `ops`, until the next attach or destroy.  INVALID names both devices if it is not on the
+ * worker's, STATE if it is parked. */
 wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter,
                                      const wsync_device_ops_t *ops, wsync_memory_t *ring,
                                      const uint8_t *manifest, size_t nbytes, int timeout_ms,
                                      wsync_error_t *err);
-/* INVALID beyond WSYNC_SESSION_MAX_ROUNDS. */
+/* INVALID beyond WSYNC_SESSION_MAX_ROUNDS.  Unparks a ring that is parked; if that fails,
+ * for want of memory, the session is as it was. */
 wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
                                     uint32_t round_count, int timeout_ms,
                                     wsync_error_t *err);
@@ -80,9 +88,16 @@ wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
                                    wsync_error_t *err);
 wsync_status_t wsync_exporter_prepared(wsync_exporter_t *exporter, int timeout_ms,
                                        wsync_receipt_t *receipt, wsync_error_t *err);
-/* Ends the update.  The session is ready for the next begin. */
-wsync_status_t wsync_exporter_commit(wsync_exporter_t *exporter, int timeout_ms,
+/* Ends the update.  The session is ready for the next begin; or, with park, for
+ * wsync_exporter_park, which has to come before that. */
+wsync_status_t wsync_exporter_commit(wsync_exporter_t *exporter, bool park, int timeout_ms,
                                      wsync_error_t *err);
+/* Waits until the worker has parked its side of the ring, then parks the other.  REFUSED:
+ * it stays where it is on one side or on both, and the session goes on; the text says why.
+ * If the worker is gone this side is parked all the same, and the session has ended.  The
+ * update has been committed in any case. */
+wsync_status_t wsync_exporter_park(wsync_exporter_t *exporter, int timeout_ms,
+                                   wsync_error_t *err);
 /* Ends the update badly; never fails (a peer that cannot be told will see the end of file).
  * The session is closed. */
 void wsync_exporter_abort(wsync_exporter_t *exporter, const char *text);
@@ -93,7 +108,8 @@ wsync_status_t wsync_importer_create(const wsync_device_ops_t *ops, const char *
                                      const uint8_t *blob, size_t nbytes, int timeout_ms,
                                      wsync_importer_t **importer, wsync_error_t *err);
 void wsync_importer_destroy(wsync_importer_t *importer);
-/* Waits for BEGIN, taking an ATTACH before it if there is one. */
+/* Waits for BEGIN, taking an ATTACH before it if there is one, and unparks the ring if it
+ * is parked. */
 wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
                                     uint64_t *update, uint32_t *round_count,
                                     wsync_error_t *err);
@@ -117,7 +133,9 @@ wsync_status_t wsync_importer_done(wsync_importer_t *importer, uint32_t round,
 wsync_status_t wsync_importer_prepared(wsync_importer_t *importer,
                                        const wsync_receipt_t *receipt, int timeout_ms,
                                        wsync_error_t *err);
-/* WSYNC_OK: committed.  REMOTE: aborted, with the exporter's text. */
+/* WSYNC_OK: committed, and if the exporter asked for it the ring is parked, unless there
+ * are pins on it: what was enqueued on it must have run.  REMOTE: aborted, with the
+ * exporter's text. */
 wsync_status_t wsync_importer_verdict(wsync_importer_t *importer, int timeout_ms,
                                       wsync_error_t *err);
 /* Tells the exporter that the update failed here; never fails.  The session is closed. */

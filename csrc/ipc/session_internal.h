@@ -12,13 +12,14 @@
 /* Frames of a session; what is not named is zero. */
 enum {
     SESSION_ATTACH = 2,   /* ring, manifest and control sizes (control 0: as before); fds */
-    SESSION_BEGIN = 3,    /* update, round_count, base */
+    SESSION_BEGIN = 3,    /* update, round_count, base; fd: the ring's, if it is parked */
     SESSION_ROUND = 4,    /* round */
     SESSION_DONE = 5,     /* round, 1 if the slot is free already and no word will follow */
     SESSION_PREPARED = 6, /* tensor_count, nbytes, checksum */
-    SESSION_COMMIT = 7,
-    SESSION_ABORT = 8,  /* payload: text */
-    SESSION_FAILED = 9, /* payload: text */
+    SESSION_COMMIT = 7,   /* 1 to park the ring */
+    SESSION_ABORT = 8,    /* payload: text */
+    SESSION_FAILED = 9,   /* payload: text */
+    SESSION_PARKED = 10,  /* 1, or 0 if it cannot be; payload: text that says why */
 };
 
 /* HELLO's arguments: blob size, the two halves of the worker's UUID, this word ("session").
@@ -63,6 +64,10 @@ wsync_status_t wsync_link_settle(wsync_link_t *link, wsync_status_t status,
                                  const wsync_error_t *err);
 /* Says nothing, closes. */
 void wsync_link_end(wsync_link_t *link, const char *reason);
+/* Puts text into a frame, as much of it as there is room for. */
+void wsync_link_write(wsync_frame_t *frame, const char *text);
+/* A peer's words for a message: printable, so that they cannot forge lines of a log. */
+void wsync_link_read(const wsync_frame_t *frame, char *text, size_t nbytes);
 /* Tells the peer and closes; never fails. */
 void wsync_link_farewell(wsync_link_t *link, uint32_t kind, const char *text);
 /* Closes and releases the control page. */

@@ -27,6 +27,7 @@ typedef struct exporter_call {
     uint64_t update;
     int64_t wait_round;
     uint32_t round;
+    bool park;
     wsync_receipt_t receipt;
 } exporter_call_t;
 
@@ -312,7 +313,7 @@ static wsync_status_t step_commit(void *context, int timeout_ms, wsync_error_t *
 {
     exporter_call_t *call = context;
 
-    return wsync_exporter_commit(call->exporter, timeout_ms, err);
+    return wsync_exporter_commit(call->exporter, call->park, timeout_ms, err);
 }
 
 static PyObject *exporter_commit(PyObject *object, PyObject *args, PyObject *kwargs)

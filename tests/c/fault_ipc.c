@@ -48,10 +48,13 @@ static wsync_status_t begin(attempt_t *a, int update, wsync_error_t *err)
 {
     uint64_t number = 0;
     uint32_t count = 0;
-    wsync_status_t status =
-        wsync_exporter_attach(a->exporter, wsync_device_host(), a->rings[update],
-                              (const uint8_t *)"manifest", 8, PATIENT_MS, err);
+    wsync_status_t status = WSYNC_OK;
 
+    if (update != 1) {
+        status =
+            wsync_exporter_attach(a->exporter, wsync_device_host(), a->rings[update / 2],
+                                  (const uint8_t *)"manifest", 8, PATIENT_MS, err);
+    }
     if (status == WSYNC_OK) {
         status =
             wsync_exporter_begin(a->exporter, (uint64_t)update, ROUNDS, PATIENT_MS, err);
@@ -84,7 +87,22 @@ static wsync_status_t pass(attempt_t *a, uint32_t round, wsync_error_t *err)
     return status;
 }
 
-static wsync_status_t commit(attempt_t *a, wsync_error_t *err)
+/* What keeps the ring from being parked is told, and is no failure of the update. */
+static wsync_status_t park(attempt_t *a, bool *over, wsync_error_t *err)
+{
+    const wsync_status_t status = wsync_exporter_park(a->exporter, PATIENT_MS, err);
+    const bool gone = status == WSYNC_ERR_REMOTE || status == WSYNC_ERR_CLOSED;
+
+    *over = gone;
+    if (fault.code == EINTR || (status != WSYNC_ERR_REFUSED && !gone)) {
+        return status;
+    }
+    CHECK(err->message[0] != '\0');
+    fault.forgiven = true;
+    return WSYNC_OK;
+}
+
+static wsync_status_t commit(attempt_t *a, bool parked, wsync_error_t *err)
 {
     wsync_receipt_t receipt = {.tensor_count = 5};
     wsync_status_t status = wsync_importer_prepared(a->importer, &receipt, PATIENT_MS, err);
@@ -95,7 +113,7 @@ static wsync_status_t commit(attempt_t *a, wsync_error_t *err)
         CHECK_EQ(receipt.tensor_count, status == WSYNC_OK ? 5 : 0);
     }
     if (status == WSYNC_OK) {
-        status = wsync_exporter_commit(a->exporter, PATIENT_MS, err);
+        status = wsync_exporter_commit(a->exporter, parked, PATIENT_MS, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_importer_verdict(a->importer, PATIENT_MS, err);
@@ -125,20 +143,24 @@ static void close_both(attempt_t *a, bool aborted)
     free(a->blob);
 }
 
-/* Two updates, each with a ring of its own. */
+/* Two updates with one ring, which is parked after each, and one with another. */
 static wsync_status_t attempt(void *context, wsync_error_t *err)
 {
     attempt_t a = {0};
+    bool over = false;
     wsync_status_t status = meet(&a, err);
 
     (void)context;
-    for (int update = 0; update < 2 && status == WSYNC_OK; update++) {
+    for (int update = 0; update < 3 && status == WSYNC_OK && !over; update++) {
         status = begin(&a, update, err);
         for (uint32_t round = 0; round < ROUNDS && status == WSYNC_OK; round++) {
             status = pass(&a, round, err);
         }
         if (status == WSYNC_OK) {
-            status = commit(&a, err);
+            status = commit(&a, update < 2, err);
+        }
+        if (status == WSYNC_OK && update < 2) {
+            status = park(&a, &over, err);
         }
     }
     fault.closing = true;

@@ -105,6 +105,22 @@ FAULTY(int, pthread_create, fault.code, FAULT_FAILS,
         void *argument),
        (thread, attributes, run, argument))
 
+/* With a new address only: what its flags ask for. */
+void *__real_mremap(void *at, size_t nbytes, size_t new_nbytes, int flags, ...);
+void *__wrap_mremap(void *at, size_t nbytes, size_t new_nbytes, int flags, ...);
+void *__wrap_mremap(void *at, size_t nbytes, size_t new_nbytes, int flags, ...)
+{
+    va_list arguments;
+    void *place;
+
+    va_start(arguments, flags);
+    place = va_arg(arguments, void *);
+    va_end(arguments);
+    return fault_strikes("mremap", FAULT_FAILS)
+               ? MAP_FAILED
+               : __real_mremap(at, nbytes, new_nbytes, flags, place);
+}
+
 int __real_fcntl(int fd, int command, ...);
 int __wrap_fcntl(int fd, int command, ...);
 int __wrap_fcntl(int fd, int command, ...)

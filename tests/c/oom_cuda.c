@@ -44,6 +44,12 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
         status = ops->stream_record(stream, (wsync_event_t){control, 8}, 1, err);
     }
     ops->stream_destroy(stream);
+    if (status == WSYNC_OK) {
+        status = ops->memory_park(memory, err);
+    }
+    if (status == WSYNC_OK) {
+        status = ops->memory_unpark(memory, -1, err);
+    }
     CHECK(peer == NULL || status != WSYNC_OK ||
           ops->event_query((wsync_event_t){peer, 8}) == 1);
     ops->memory_destroy(memory);

@@ -227,6 +227,7 @@ TEST(events_are_words_of_control_memory)
                  WSYNC_ERR_INVALID);
         CHECK_HAS(err.message, "4096 bytes");
     }
+    CHECK_EQ(wsync_cuda_memory_park(control, &err), WSYNC_ERR_UNSUPPORTED);
     CHECK_EQ(wsync_cuda_event_query(event), 0);
     CHECK_EQ(wsync_cuda_event_wait(event, 1, 10, &err), WSYNC_ERR_TIMEOUT);
     CHECK_HAS(err.message, "offset 128 is 0, waited for 1");
@@ -282,6 +283,20 @@ TEST(a_stream_s_word_reaches_another_process)
 /* --- each driver call fails in turn -----------------------------------------------------
  */
 
+/* What has failed once is as it was, and succeeds the second time. */
+static wsync_status_t unpark(wsync_memory_t *memory, int fd, wsync_error_t *err)
+{
+    const wsync_status_t status = wsync_cuda_memory_unpark(memory, fd, err);
+
+    if (status != WSYNC_OK) {
+        CHECK_EQ(wsync_cuda_memory_fd(memory), -1);
+        CHECK_OK(wsync_cuda_memory_unpark(memory, fd, NULL), *err);
+    }
+    CHECK(wsync_cuda_memory_fd(memory) >= 0);
+    bytes_of(memory)[NBYTES - 1] = 1;
+    return status;
+}
+
 static wsync_status_t attempt(const wsync_cuda_device_t *device, wsync_error_t *err)
 {
     wsync_memory_t *memory = NULL;
@@ -300,6 +315,18 @@ static wsync_status_t attempt(const wsync_cuda_device_t *device, wsync_error_t *
     if (status == WSYNC_OK) {
         status = wsync_cuda_control_import(device, wsync_cuda_memory_fd(control),
                                            CONTROL_NBYTES, &peer, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_memory_park(import, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_memory_park(memory, err);
+    }
+    if (status == WSYNC_OK) {
+        status = unpark(memory, -1, err);
+    }
+    if (status == WSYNC_OK) {
+        status = unpark(import, wsync_cuda_memory_fd(memory), err);
     }
     wsync_cuda_memory_destroy(memory);
     wsync_cuda_memory_destroy(import);

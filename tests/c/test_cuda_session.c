@@ -59,15 +59,17 @@ static wsync_status_t open_both(update_t *u, wsync_error_t *err)
     return status;
 }
 
-static wsync_status_t begin_both(update_t *u, wsync_error_t *err)
+static wsync_status_t begin_both(update_t *u, uint64_t number, wsync_error_t *err)
 {
     uint64_t update = 0;
     uint32_t count = 0;
-    wsync_status_t status = wsync_exporter_attach(
-        u->exporter, u->ops, u->ring, (const uint8_t *)"manifest", 8, PATIENT_MS, err);
+    wsync_status_t status =
+        number > 1 ? WSYNC_OK
+                   : wsync_exporter_attach(u->exporter, u->ops, u->ring,
+                                           (const uint8_t *)"manifest", 8, PATIENT_MS, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_exporter_begin(u->exporter, 1, ROUNDS, PATIENT_MS, err);
+        status = wsync_exporter_begin(u->exporter, number, ROUNDS, PATIENT_MS, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_importer_begin(u->importer, PATIENT_MS, &update, &count, err);
@@ -121,10 +123,15 @@ static wsync_status_t commit_both(update_t *u, wsync_error_t *err)
         status = wsync_exporter_prepared(u->exporter, PATIENT_MS, &received, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_exporter_commit(u->exporter, PATIENT_MS, err);
+        status = wsync_exporter_commit(u->exporter, true, PATIENT_MS, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_importer_verdict(u->importer, PATIENT_MS, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_exporter_park(u->exporter, PATIENT_MS, err);
+        /* The driver's fault, but not the update's. */
+        status = status == WSYNC_ERR_REFUSED ? WSYNC_OK : status;
     }
     return status;
 }
@@ -149,15 +156,12 @@ static void close_both(update_t *u)
     u->ring = NULL;
 }
 
-static wsync_status_t attempt(update_t *u, wsync_error_t *err)
+static wsync_status_t run_update(update_t *u, uint64_t number, wsync_error_t *err)
 {
     wsync_status_t status;
 
     memset(u->ops->memory_data(u->parameters), 0, ROUNDS * SLOT);
-    status = open_both(u, err);
-    if (status == WSYNC_OK) {
-        status = begin_both(u, err);
-    }
+    status = begin_both(u, number, err);
     for (uint32_t round = 0; status == WSYNC_OK && round < ROUNDS; round++) {
         status = run_round(u, round, err);
     }
@@ -173,6 +177,17 @@ static wsync_status_t attempt(update_t *u, wsync_error_t *err)
     CHECK(status != WSYNC_OK ||
           memcmp(u->ops->memory_data(u->parameters), u->ops->memory_data(u->weights),
                  (size_t)ROUNDS * SLOT) == 0);
+    return status;
+}
+
+/* Two updates; the ring is parked after each. */
+static wsync_status_t attempt(update_t *u, wsync_error_t *err)
+{
+    wsync_status_t status = open_both(u, err);
+
+    for (uint64_t number = 1; status == WSYNC_OK && number <= 2; number++) {
+        status = run_update(u, number, err);
+    }
     close_both(u);
     return status;
 }
@@ -250,7 +265,7 @@ TEST(a_ring_on_another_device_than_the_worker_s_is_refused)
              WSYNC_ERR_INVALID);
     CHECK_HAS(err.message, "a ring on the host, but the worker is on the GPU with a UUID");
     /* Nothing was sent: the right ring can still be attached. */
-    CHECK_OK(begin_both(&u, &err), err);
+    CHECK_OK(begin_both(&u, 1, &err), err);
     close_both(&u);
     host->memory_destroy(ring);
 }

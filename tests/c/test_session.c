@@ -103,7 +103,7 @@ TEST(every_round_of_every_update_arrives)
         CHECK_EQ(receipt.tensor_count, 11);
         CHECK_EQ(receipt.nbytes, 22 + update);
         CHECK(receipt.checksum == UINT64_MAX);
-        CHECK_OK(wsync_exporter_commit(s.exporter, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_exporter_commit(s.exporter, false, PATIENT_MS, &err), err);
     }
     CHECK_EQ(pthread_join(worker, NULL), 0);
     ops()->memory_destroy(buffer);
@@ -120,7 +120,7 @@ TEST(the_next_update_may_be_sent_before_the_verdict_is_read)
 
     CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
     CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
-    CHECK_OK(wsync_exporter_commit(s.exporter, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_commit(s.exporter, false, PATIENT_MS, &err), err);
     attach_session(&s);
     CHECK_OK(wsync_exporter_begin(s.exporter, 2, 1, PATIENT_MS, &err), err);
     CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
@@ -174,7 +174,7 @@ TEST(calls_out_of_order_change_nothing)
     STATE(wsync_exporter_acquire(s.exporter, -2, NULL, SOON_MS, &err));
     STATE(wsync_exporter_post(s.exporter, 1, s.stream, SOON_MS, &err));
     STATE(wsync_exporter_prepared(s.exporter, SOON_MS, &receipt, &err));
-    STATE(wsync_exporter_commit(s.exporter, SOON_MS, &err));
+    STATE(wsync_exporter_commit(s.exporter, false, SOON_MS, &err));
     STATE(wsync_importer_take(s.importer, 1, NULL, SOON_MS, &err));
     STATE(wsync_importer_done(s.importer, 0, NULL, SOON_MS, &err));
     CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
@@ -191,9 +191,9 @@ TEST(calls_out_of_order_change_nothing)
     CHECK_OK(wsync_importer_done(s.importer, 1, NULL, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
     STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err));
-    STATE(wsync_exporter_commit(s.exporter, SOON_MS, &err));
+    STATE(wsync_exporter_commit(s.exporter, false, SOON_MS, &err));
     CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
-    CHECK_OK(wsync_exporter_commit(s.exporter, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_commit(s.exporter, false, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
     STATE(wsync_importer_verdict(s.importer, SOON_MS, &err));
 #undef STATE
@@ -235,7 +235,7 @@ TEST(timeouts_name_what_was_awaited_and_leave_the_session_good)
     CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
     LATE(wsync_importer_verdict(s.importer, SOON_MS, &err), "the commit");
     CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
-    CHECK_OK(wsync_exporter_commit(s.exporter, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_commit(s.exporter, false, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
 #undef LATE
     close_session(&s);
@@ -287,7 +287,7 @@ static wsync_status_t call_at(session_t *s, int place, wsync_error_t *err)
     case AT_PREPARED:
         return wsync_exporter_prepared(s->exporter, PATIENT_MS, &receipt, err);
     default:
-        return wsync_exporter_commit(s->exporter, PATIENT_MS, err);
+        return wsync_exporter_commit(s->exporter, false, PATIENT_MS, err);
     }
 }
 
@@ -445,7 +445,7 @@ TEST(a_commit_counts_even_if_the_trainer_leaves_at_once)
     wsync_error_t err = {0};
 
     CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
-    CHECK_OK(wsync_exporter_commit(s.exporter, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_commit(s.exporter, false, PATIENT_MS, &err), err);
     wsync_exporter_destroy(s.exporter);
     s.exporter = NULL;
     CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);

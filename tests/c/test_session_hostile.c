@@ -45,6 +45,7 @@ TEST(frames_of_a_hostile_worker_are_refused)
         {.kind = SESSION_DONE, .arguments = {0, 2}},
         {.kind = SESSION_DONE, .fds = {0}, .fd_count = 1},
         {.kind = SESSION_PREPARED},
+        {.kind = SESSION_PARKED, .arguments = {1}},
     };
 
     for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
@@ -61,6 +62,62 @@ TEST(frames_of_a_hostile_worker_are_refused)
         CHECK_HAS(err.message, "worker (pid ");
         CHECK_EQ(wsync_exporter_acquire(s.exporter, 0, NULL, SOON_MS, &err),
                  WSYNC_ERR_STATE);
+        wsync_channel_destroy(worker);
+        close_session(&s);
+    }
+}
+
+/* An update of no rounds, committed with the wish to park. */
+static wsync_channel_t *parking_worker(session_t *s)
+{
+    wsync_channel_t *worker = raw_worker(s);
+    wsync_receipt_t receipt;
+    wsync_error_t err = {0};
+
+    attach_session(s);
+    CHECK_OK(wsync_exporter_begin(s->exporter, 1, 0, PATIENT_MS, &err), err);
+    raw_send(worker, (wsync_frame_t){.kind = SESSION_PREPARED});
+    CHECK_OK(wsync_exporter_prepared(s->exporter, PATIENT_MS, &receipt, &err), err);
+    CHECK_OK(wsync_exporter_commit(s->exporter, true, PATIENT_MS, &err), err);
+    return worker;
+}
+
+TEST(a_hostile_worker_parks_nothing)
+{
+    const wsync_frame_t bad[] = {
+        {.kind = SESSION_PARKED, .arguments = {2}},
+        {.kind = SESSION_PARKED, .arguments = {1}, .fds = {0}, .fd_count = 1},
+        {.kind = SESSION_DONE},
+        {.kind = SESSION_PREPARED},
+        {.kind = SESSION_COMMIT},
+    };
+
+    for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
+        session_t s = open_session();
+        wsync_channel_t *worker = parking_worker(&s);
+        wsync_error_t err = {0};
+
+        raw_send(worker, bad[i]);
+        CHECK_EQ(wsync_exporter_park(s.exporter, PATIENT_MS, &err), WSYNC_ERR_PROTOCOL);
+        CHECK_EQ(wsync_exporter_begin(s.exporter, 2, 0, SOON_MS, &err), WSYNC_ERR_STATE);
+        wsync_channel_destroy(worker);
+        close_session(&s);
+    }
+    for (uint64_t parked = 0; parked < 2; parked++) { /* says it twice */
+        session_t s = open_session();
+        wsync_channel_t *worker = parking_worker(&s);
+        wsync_error_t err = {0};
+
+        raw_send(worker, (wsync_frame_t){.kind = SESSION_PARKED,
+                                         .arguments = {parked},
+                                         .payload_nbytes = 3,
+                                         .payload = "no\x1b"});
+        raw_send(worker, (wsync_frame_t){.kind = SESSION_PARKED, .arguments = {1}});
+        CHECK_EQ(wsync_exporter_park(s.exporter, PATIENT_MS, &err),
+                 parked ? WSYNC_OK : WSYNC_ERR_REFUSED);
+        CHECK(parked || strstr(err.message, "keeps the ring: no?") != NULL);
+        CHECK_EQ(wsync_exporter_begin(s.exporter, 2, 0, PATIENT_MS, &err),
+                 WSYNC_ERR_PROTOCOL);
         wsync_channel_destroy(worker);
         close_session(&s);
     }
@@ -248,6 +305,55 @@ TEST(frames_of_a_hostile_trainer_are_refused)
                      .arguments = {1, i == 0 ? 1 : WSYNC_SESSION_MAX_ROUNDS + 1, 1 - i}});
         CHECK_EQ(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err),
                  WSYNC_ERR_PROTOCOL);
+        close_trainer(&t);
+    }
+}
+
+/* An importer whose ring is parked, or not, and the next BEGIN's frame. */
+static wsync_frame_t park_importer(raw_trainer_t *t, uint64_t park)
+{
+    const wsync_receipt_t receipt = {0};
+    uint64_t update = 0;
+    uint32_t count = 0;
+    wsync_error_t err = {0};
+
+    raw_send(t->channel, attach_frame(t));
+    raw_send(t->channel, (wsync_frame_t){.kind = SESSION_BEGIN, .arguments = {1, 0, 0}});
+    CHECK_OK(wsync_importer_begin(t->importer, PATIENT_MS, &update, &count, &err), err);
+    CHECK_OK(wsync_importer_prepared(t->importer, &receipt, PATIENT_MS, &err), err);
+    raw_send(t->channel, (wsync_frame_t){.kind = SESSION_COMMIT, .arguments = {park}});
+    CHECK_EQ(wsync_importer_verdict(t->importer, PATIENT_MS, &err),
+             park > 1 ? WSYNC_ERR_PROTOCOL : WSYNC_OK);
+    return (wsync_frame_t){.kind = SESSION_BEGIN, .arguments = {2, 0, 0}};
+}
+
+TEST(descriptors_of_a_hostile_trainer_are_refused)
+{
+    enum { CASES = 6 };
+    const wsync_status_t expected[CASES] = {WSYNC_ERR_PROTOCOL, WSYNC_ERR_PROTOCOL,
+                                            WSYNC_ERR_PROTOCOL, WSYNC_ERR_REFUSED,
+                                            WSYNC_OK,           WSYNC_ERR_STATE};
+
+    for (int i = 0; i < CASES; i++) {
+        raw_trainer_t t = open_trainer();
+        wsync_frame_t frame = park_importer(&t, i == 0 ? 0 : i == CASES - 1 ? 2 : 1);
+        const int loose = memfd_create("loose", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        uint64_t update = 0;
+        uint32_t count = 0;
+        wsync_error_t err = {0};
+
+        CHECK_EQ(ftruncate(loose, RING_NBYTES), 0);
+        frame.fds[0] = i == 3 ? loose : ops()->memory_fd(t.ring);
+        frame.fds[1] = loose;
+        frame.fd_count = i == 1 ? 0 : i == 2 ? 2 : 1; /* else with, where not parked */
+        raw_send(t.channel, frame);
+        CHECK_EQ(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err),
+                 expected[i]);
+        if (i == 4) {
+            *(char *)ops()->memory_data(t.ring) = 5;
+            CHECK_EQ(*(char *)ops()->memory_data(wsync_importer_ring(t.importer)), 5);
+        }
+        (void)close(loose);
         close_trainer(&t);
     }
 }

@@ -1,0 +1,265 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Sessions whose ring is parked between updates. */
+#include <sys/mman.h>
+
+#include "session_fixture.h"
+#include "starve.h"
+
+/* One round, whose bytes are all `value`. */
+static void move(session_t *s, uint64_t update, int value)
+{
+    wsync_memory_t *taken;
+    wsync_receipt_t receipt = {0};
+    wsync_error_t err = {0};
+
+    begin_session(s, update, 1);
+    memset(ops()->memory_data(s->ring), value, RING_NBYTES);
+    CHECK_OK(wsync_exporter_post(s->exporter, 0, s->stream, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_importer_take(s->importer, 0, NULL, PATIENT_MS, &err), err);
+    taken = wsync_importer_ring(s->importer);
+    for (size_t i = 0; i < RING_NBYTES; i++) {
+        CHECK_EQ(((unsigned char *)ops()->memory_data(taken))[i], value);
+    }
+    CHECK_OK(wsync_importer_done(s->importer, 0, NULL, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_importer_prepared(s->importer, &receipt, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_prepared(s->exporter, PATIENT_MS, &receipt, &err), err);
+    CHECK_OK(ops()->stream_synchronize(s->stream, PATIENT_MS, &err), err);
+}
+
+static void commit(session_t *s)
+{
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_exporter_commit(s->exporter, true, PATIENT_MS, &err), err);
+}
+
+static void park(session_t *s)
+{
+    wsync_error_t err = {0};
+
+    commit(s);
+    CHECK_OK(wsync_importer_verdict(s->importer, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_park(s->exporter, PATIENT_MS, &err), err);
+    CHECK_EQ(ops()->memory_fd(s->ring), -1);
+    CHECK_EQ(ops()->memory_fd(wsync_importer_ring(s->importer)), -1);
+}
+
+static session_t attached_session(void)
+{
+    session_t s = open_session();
+
+    connect_session(&s);
+    attach_session(&s);
+    return s;
+}
+
+static session_t parked_session(void)
+{
+    session_t s = attached_session();
+
+    move(&s, 1, 1);
+    park(&s);
+    return s;
+}
+
+TEST(rings_lie_where_they_were_in_every_update)
+{
+    session_t s = attached_session();
+    const void *ours = ops()->memory_data(s.ring);
+    const void *theirs = NULL;
+    wsync_error_t err = {0};
+
+    for (uint64_t update = 1; update < 6; update++) {
+        move(&s, update, (int)update);
+        CHECK(ops()->memory_data(s.ring) == ours);
+        CHECK(theirs == NULL ||
+              ops()->memory_data(wsync_importer_ring(s.importer)) == theirs);
+        theirs = ops()->memory_data(wsync_importer_ring(s.importer));
+        CHECK_EQ(wsync_importer_generation(s.importer), 1);
+        if (update == 3) { /* not parked for once */
+            CHECK_OK(wsync_exporter_commit(s.exporter, false, PATIENT_MS, &err), err);
+            CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
+        } else {
+            park(&s);
+        }
+    }
+    close_session(&s);
+}
+
+TEST(a_new_ring_takes_the_place_of_a_parked_one)
+{
+    session_t s = parked_session();
+    wsync_error_t err = {0};
+
+    CHECK_EQ(wsync_exporter_attach(s.exporter, ops(), s.ring, NULL, 0, PATIENT_MS, &err),
+             WSYNC_ERR_STATE);
+    CHECK_HAS(err.message, "the ring is parked");
+    ops()->memory_destroy(s.ring);
+    CHECK_OK(ops()->memory_create(RING_NBYTES, &s.ring, &err), err);
+    attach_session(&s);
+    move(&s, 2, 2);
+    park(&s);
+    move(&s, 3, 3);
+    close_session(&s);
+}
+
+/* A worker whose loader keeps views. */
+TEST(a_ring_that_is_looked_at_stays_on_both_sides)
+{
+    session_t s = attached_session();
+    wsync_memory_t *theirs;
+    wsync_error_t err = {0};
+
+    move(&s, 1, 1);
+    theirs = wsync_importer_ring(s.importer);
+    CHECK_OK(ops()->memory_pin(theirs, &err), err);
+    commit(&s);
+    CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
+    CHECK_EQ(wsync_exporter_park(s.exporter, PATIENT_MS, &err), WSYNC_ERR_REFUSED);
+    CHECK_HAS(err.message,
+              "the worker keeps the ring: the memory cannot be parked: 1 view");
+    CHECK(ops()->memory_fd(s.ring) >= 0 && ops()->memory_fd(theirs) >= 0);
+    CHECK_EQ(*(unsigned char *)ops()->memory_data(theirs), 1);
+    move(&s, 2, 2);
+    ops()->memory_unpin(theirs);
+    park(&s);
+    move(&s, 3, 3);
+    close_session(&s);
+}
+
+TEST(a_trainer_that_looks_at_the_ring_keeps_its_side)
+{
+    session_t s = attached_session();
+    wsync_error_t err = {0};
+
+    move(&s, 1, 1);
+    CHECK_OK(ops()->memory_pin(s.ring, &err), err);
+    commit(&s);
+    CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
+    CHECK_EQ(wsync_exporter_park(s.exporter, PATIENT_MS, &err), WSYNC_ERR_REFUSED);
+    CHECK_HAS(err.message, "the trainer keeps its side of the ring: ");
+    CHECK(ops()->memory_fd(s.ring) >= 0);
+    CHECK_EQ(ops()->memory_fd(wsync_importer_ring(s.importer)), -1);
+    move(&s, 2, 2);
+    ops()->memory_unpin(s.ring);
+    park(&s);
+    close_session(&s);
+}
+
+TEST(calls_out_of_order_change_nothing)
+{
+    session_t s = attached_session();
+    wsync_error_t err = {0};
+
+#define STATE(call)                      \
+    do {                                 \
+        CHECK_EQ(call, WSYNC_ERR_STATE); \
+        CHECK(err.message[0] != '\0');   \
+        memset(&err, 0, sizeof(err));    \
+    } while (0)
+
+    STATE(wsync_exporter_park(s.exporter, SOON_MS, &err));
+    move(&s, 1, 1);
+    STATE(wsync_exporter_park(s.exporter, SOON_MS, &err));
+    commit(&s);
+    STATE(wsync_exporter_commit(s.exporter, true, SOON_MS, &err));
+    STATE(wsync_exporter_begin(s.exporter, 2, 1, SOON_MS, &err));
+    STATE(wsync_exporter_attach(s.exporter, ops(), s.ring, NULL, 0, SOON_MS, &err));
+    CHECK_EQ(wsync_exporter_park(s.exporter, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_HAS(err.message, "while the parking of the ring of worker (pid ");
+    CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_park(s.exporter, PATIENT_MS, &err), err);
+    STATE(wsync_exporter_park(s.exporter, SOON_MS, &err));
+    STATE(wsync_exporter_acquire(s.exporter, -1, NULL, SOON_MS, &err));
+    STATE(wsync_importer_take(s.importer, 0, NULL, SOON_MS, &err));
+#undef STATE
+    move(&s, 2, 2);
+    close_session(&s);
+}
+
+TEST(an_update_for_which_there_is_no_memory_can_be_begun_later)
+{
+    session_t s;
+    wsync_error_t err = {0};
+
+    starve_prepare();
+    s = parked_session();
+    starve();
+    for (int i = 0; i < 2; i++) {
+        CHECK_EQ(wsync_exporter_begin(s.exporter, 2, 1, PATIENT_MS, &err),
+                 WSYNC_ERR_NO_MEMORY);
+    }
+    starve_no_more();
+    move(&s, 2, 2);
+    park(&s);
+    close_session(&s);
+}
+
+/* Where the worker is when it dies. */
+enum { BEFORE_VERDICT, AFTER_VERDICT, WHILE_PARKED, AFTER_BEGIN, WORKER_PLACES };
+
+TEST(a_worker_that_dies_takes_nothing_of_the_update_with_it)
+{
+    for (int place = 0; place < WORKER_PLACES; place++) {
+        session_t s = attached_session();
+        wsync_error_t err = {0};
+
+        move(&s, 1, 1);
+        commit(&s);
+        if (place >= AFTER_VERDICT) {
+            CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
+        }
+        if (place >= WHILE_PARKED) {
+            CHECK_OK(wsync_exporter_park(s.exporter, PATIENT_MS, &err), err);
+        }
+        if (place == AFTER_BEGIN) {
+            CHECK_OK(wsync_exporter_begin(s.exporter, 2, 1, PATIENT_MS, &err), err);
+        }
+        wsync_importer_destroy(s.importer);
+        s.importer = NULL;
+        if (place == BEFORE_VERDICT) {
+            CHECK_EQ(wsync_exporter_park(s.exporter, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
+        } else if (place == AFTER_VERDICT) {
+            CHECK_OK(wsync_exporter_park(s.exporter, PATIENT_MS, &err), err);
+        }
+        CHECK_EQ(ops()->memory_fd(s.ring) < 0, place < AFTER_BEGIN);
+        if (place == BEFORE_VERDICT) {
+            CHECK_EQ(wsync_exporter_begin(s.exporter, 2, 1, SOON_MS, &err),
+                     WSYNC_ERR_STATE);
+        } else if (place < AFTER_BEGIN) {
+            CHECK_EQ(wsync_exporter_begin(s.exporter, 2, 1, PATIENT_MS, &err),
+                     WSYNC_ERR_CLOSED);
+        } else {
+            CHECK_EQ(wsync_exporter_acquire(s.exporter, -1, NULL, PATIENT_MS, &err),
+                     WSYNC_ERR_CLOSED);
+        }
+        wsync_exporter_abort(s.exporter, "over");
+        close_session(&s);
+    }
+}
+
+TEST(a_trainer_that_dies_leaves_a_committed_update)
+{
+    for (int parked = 0; parked < 2; parked++) {
+        session_t s = attached_session();
+        wsync_error_t err = {0};
+        uint64_t update = 0;
+        uint32_t count = 0;
+
+        move(&s, 1, 1);
+        commit(&s);
+        if (parked == 1) {
+            CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
+        }
+        wsync_exporter_destroy(s.exporter);
+        s.exporter = NULL;
+        if (parked == 0) {
+            CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
+        }
+        CHECK_EQ(ops()->memory_fd(wsync_importer_ring(s.importer)), -1);
+        CHECK(wsync_importer_begin(s.importer, PATIENT_MS, &update, &count, &err) !=
+              WSYNC_OK);
+        CHECK_HAS(err.message, "closed the connection");
+        close_session(&s);
+    }
+}
