@@ -69,7 +69,7 @@ const wsync_cuda_device_t *wsync_cuda_stream_device(wsync_stream_t *stream)
 
 wsync_cu_stream_t wsync_cuda_stream_handle(wsync_stream_t *stream)
 {
-    return own(stream)->stream;
+    return own(stream)->runner.stream;
 }
 
 static void forget_entries(cuda_stream_t *self)
