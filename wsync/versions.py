@@ -3,17 +3,21 @@
     ROOT/weight_v000007     a complete checkpoint, never written again; a later one of the same
                             version is weight_v000007.2
     ROOT/latest             link to the newest
-    ROOT/.weight_v...       being written or removed; nobody reads it
+    ROOT/.weight_v....<hex> being written or removed; nobody reads it
 
-A version is written under a hidden name, brought to the disk, and renamed; the link follows.  A
-writer that dies leaves the previous version where it was.
+A version is written under a hidden name, brought to the disk, and renamed; the link follows when
+the disk has the new name.  So `latest` leads to a complete version at any time: whenever a writer
+is killed, and after a power failure as far as the file system keeps what fsync has brought to it.
+What `publish` has returned is there afterwards.  Other files and folders are left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -26,6 +30,7 @@ from wsync.checkpoint import INDEX, system_calls
 LATEST = "latest"
 _LOCK = ".lock"
 _PREFIX = "weight_v"
+_HIDDEN = re.compile(r"\.weight_v.+\.[0-9a-f]{8}")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -36,7 +41,7 @@ def newest(root: str | os.PathLike[str]) -> Path:
     the end.
     Raises StateError where there is none yet.
     """
-    found = Path(root, LATEST).resolve()
+    found = Path(_folder(root), LATEST).resolve()
     if not (found / INDEX).exists():
         raise _core.StateError(f"{os.fspath(root)}: holds no complete version yet")
     return found
@@ -53,15 +58,16 @@ class Versions:
     """
 
     def __init__(self, root: str | os.PathLike[str], base: Any, keep: int | None) -> None:
-        self.root = Path(root).absolute()
+        self.root = Path(_folder(root)).absolute()
         self._base = base
         self._keep = keep
 
     def check(self) -> None:
         """Raises InvalidArgumentError if `base` is not there or `keep` is less than 1."""
-        if self._keep is not None and self._keep < 1:
+        keep = self._keep
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise _core.InvalidArgumentError(
-                f"keep={self._keep!r}: at least the newest version stays"
+                f"keep={keep!r}: a number from 1, for the newest version stays, or None for all"
             )
         base = self._base
         is_path = isinstance(base, str | os.PathLike)
@@ -77,7 +83,10 @@ class Versions:
         """Keeps other trainers out, and removes what is left behind: by one that died, and by the
         block when it fails."""
         with system_calls(self.root):
+            missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
             self.root.mkdir(parents=True, exist_ok=True)
+            for path in missing:
+                _sync(path.parent)
             lock = os.open(self.root / _LOCK, os.O_CREAT | os.O_RDWR, 0o666)
         try:
             try:
@@ -93,14 +102,15 @@ class Versions:
                 self._sweep()  # a disk that has become full is not to stay so
                 raise
         finally:
+            # a process that was forked meanwhile has the descriptor, too
+            fcntl.flock(lock, fcntl.LOCK_UN)
             os.close(lock)
 
     def begin(self, version: str) -> Path:
         """A new hidden folder with everything but the weights and their index."""
-        number = f"{int(version):06d}" if version.isdecimal() else version
-        if "/" in number:
+        if "/" in version:
             raise _core.InvalidArgumentError(f"version {version!r} cannot name a folder")
-        folder = self.root / f".{_PREFIX}{number}.{secrets.token_hex(4)}"
+        folder = self._hidden(_name(version))
         with system_calls(folder):
             folder.mkdir()
             if isinstance(self._base, str | os.PathLike):
@@ -125,6 +135,7 @@ class Versions:
                 _sync(path)
             _sync(folder)
             folder.rename(final)
+            _sync(self.root)
             link = self._hidden(LATEST)
             link.symlink_to(final.name)
             link.replace(self.root / LATEST)
@@ -136,7 +147,8 @@ class Versions:
         if self._keep is None:
             return
         latest = newest(self.root)
-        others = [p for p in self.root.glob(f"{_PREFIX}*") if p.resolve() != latest]
+        found = self.root.glob(f"{_PREFIX}*")
+        others = [p for p in found if p.resolve() != latest and _is_version(p)]
         others.sort(key=_written, reverse=True)
         for old in others[self._keep - 1 :]:
             hidden = self._hidden(old.name)
@@ -145,12 +157,36 @@ class Versions:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def _sweep(self) -> None:
-        for left in self.root.glob(f".{_PREFIX}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for path in self.root.glob(f".{_PREFIX}*"):
+            if not _HIDDEN.fullmatch(path.name):
+                continue
+            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                path.unlink()  # a link that did not get its name
 
     def _hidden(self, name: str) -> Path:
         tail = name.removeprefix(_PREFIX)
         return self.root / f".{_PREFIX}{tail}.{secrets.token_hex(4)}"
+
+
+def _folder(given: Any) -> str | os.PathLike[str]:
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        raise _core.InvalidArgumentError(f"folder={given!r}: the path of a folder is wanted")
+    return given
+
+
+def _name(version: str) -> str:
+    return _PREFIX + (f"{int(version):06d}" if version.isdecimal() else version)
+
+
+def _is_version(folder: Path) -> bool:
+    """Whether `publish` has given a folder its name: its index says of which version it is."""
+    try:
+        version = json.loads((folder / INDEX).read_bytes())["metadata"]["weight_version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    name, again = _name(str(version)), folder.name.rpartition(".")
+    return name == folder.name or (name == again[0] and again[2].isdecimal())
 
 
 def _written(version: Path) -> int:
