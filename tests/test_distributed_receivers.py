@@ -19,10 +19,11 @@ import torch
 from support import distributed_receivers as cases
 from support.fused import Fused, bytes_of, draw, held
 from support.procs import Ranks
+from support.relay import RelayedDoor
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
-from wsync import _core, update_group
+from wsync import _core, remote_session, update_group
 from wsync.channel import Channel, Door, Frame, knock
 from wsync.connection import whole
 from wsync.crossing import Crossing, Orders
@@ -176,6 +177,50 @@ def test_a_trainer_that_is_struck_does_not_hold_an_engine(how: signal.Signals) -
         finally:
             trainer.kill()
             trainer.join(20)
+
+
+@pytest.mark.parametrize("since", ["the start", "a round"])
+def test_a_network_that_carries_nothing_any_more(
+    since: str, engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connections stay open, and neither end hears from the other."""
+    answers: list[str] = []
+    stalled, relays = threading.Event(), []
+    door = type("Door", (RelayedDoor,), {"stalled": stalled, "relays": relays})
+    monkeypatch.setattr(remote_session, "Door", door)
+    weights = {"a": torch.arange(5000.0)}
+    deliver, post = engine.update_weights, RemoteSession.post
+
+    def update_weights(*arguments: Any, **more: Any) -> None:
+        try:
+            deliver(*arguments, **more)
+        except wsync.WsyncError as error:
+            answers.append(str(error))
+            raise
+
+    def posted(*arguments: Any) -> None:
+        stalled.set()
+        post(*arguments)
+
+    monkeypatch.setattr(engine, "update_weights", update_weights)
+    options = wsync.Options(**{**cases.OPTIONS, "deadline": 4.0, "round_nbytes": 8192})
+    with wsync.connect(weights, [engine], options=options) as sync:
+        if since == "the start":
+            stalled.set()
+        with monkeypatch.context() as patch:
+            patch.setattr(RemoteSession, "post", posted)
+            with pytest.raises(wsync.WsyncError, match=r"worker 0.* within [34] s"):
+                sync.update()
+        # the engine's end has given up by itself
+        assert re.search(r"did not send (LESSON or PLAN|COMMIT) within 4 s", answers[0])
+        assert engine.model_info(5)["consistent"] == (since == "the start")
+        assert engine.paused
+        stalled.clear()
+        sync.update(version="next")
+    assert torch.equal(engine.weights()["a"], weights["a"])
+    assert engine.weight_version == "next"
+    for relay in relays:
+        relay.close()
 
 
 @pytest.fixture
