@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import wsync
 from wsync.demo import cli
+from wsync.disk import DiskSync, newest
 from wsync.doctor import importable
 from wsync.layout import from_tensors
 
@@ -46,6 +48,96 @@ def test_a_model_is_not_a_mapping(wrong: Any) -> None:
 def test_an_option_of_another_type_is_named(name: str, value: Any) -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=f"{name}={value!r} is no "):
         wsync.Options(**{name: value})
+
+
+def test_options_that_are_none_are_named() -> None:
+    source = from_tensors({"w": torch.ones(1)})
+    wrong: Any = {"deadline": 3}
+    text = r"options=\{'deadline': 3\}: wsync\.Options"
+    with pytest.raises(wsync.InvalidArgumentError, match=text):
+        wsync.Sync(source, [], options=wrong)
+    with pytest.raises(wsync.InvalidArgumentError, match=text):
+        DiskSync(source, folder="/nowhere", options=wrong)
+    with pytest.raises(wsync.InvalidArgumentError, match=text):
+        wsync.UpdateWeightFromDistributed(
+            SimpleNamespace(), source, None, model_name="any", options=wrong
+        )
+    with pytest.raises(wsync.InvalidArgumentError, match="directory=3 is no text"):
+        wsync.Options(directory=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("keep", "2"),
+        ("keep", 1.5),
+        ("shard_nbytes", "5GB"),
+        ("dtype", torch.bfloat16),
+        ("folder", None),
+        ("folder", ""),
+    ],
+)
+def test_what_a_disk_cannot_take_is_named(name: str, value: Any, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"folder": tmp_path, name: value}
+    with pytest.raises(wsync.InvalidArgumentError, match=rf"{name}={value!r}"):
+        DiskSync({"w": torch.ones(1)}, **arguments)
+    if name == "folder":
+        with pytest.raises(wsync.InvalidArgumentError, match=rf"folder={value!r}"):
+            newest(value)
+
+
+def test_weights_without_names_are_refused(tmp_path: Path) -> None:
+    weights: Any = [torch.ones(1)]
+    with DiskSync({"w": torch.ones(1)}, folder=tmp_path) as sync:
+        with pytest.raises(wsync.InvalidArgumentError, match="weights: a list, where tensors by"):
+            sync.update(weights)
+
+
+class Engine:
+    """One of an own make, which is asked for nothing."""
+
+    name, workers, load_formats = "engine", 1, ()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "text"),
+    [
+        (0, None, "rollout_engines=None: a list"),
+        (0, "http://x", "rollout_engines='http://x': a list"),
+        (1, "lock", "rollout_engine_lock='lock' has no acquire and no release"),
+        (2, ["1"], r"engine_gpu_counts=\['1'\]"),
+        (2, 1, "engine_gpu_counts=1: a list"),
+        (2, [1, 1], "2 engine_gpu_counts for 1 engines"),
+        (3, ["0"], r"engine_gpu_offsets=\['0'\]"),
+        (4, [None], r"engine_parallel_configs=\[None\]"),
+        (4, [{"tp_size": "1"}], r"engine_parallel_configs: tp_size=\['1'\]"),
+    ],
+)
+def test_what_an_updater_is_told_of_engines_is_named(position: int, value: Any, text: str) -> None:
+    source = from_tensors({"w": torch.ones(1)})
+    updater = wsync.UpdateWeightFromTensor(SimpleNamespace(), source, None, model_name="any")
+    arguments: list[Any] = [[Engine()], None, None, None, None]
+    arguments[position] = value
+    with pytest.raises(wsync.InvalidArgumentError, match=text):
+        updater.connect_rollout_engines(*arguments)
+
+
+def test_what_an_updater_is_made_of_is_named() -> None:
+    source = from_tensors({"w": torch.ones(1)})
+    with pytest.raises(wsync.UnsupportedError, match="quantization_config='fp8'"):
+        wsync.UpdateWeightFromDistributed(
+            SimpleNamespace(),
+            source,
+            None,
+            model_name="any",
+            quantization_config="fp8",  # type: ignore[arg-type]
+        )
+    getter: Any = {"w": torch.ones(1)}
+    with pytest.raises(wsync.InvalidArgumentError, match="weights_getter: a dict"):
+        wsync.UpdateWeightFromTensor(SimpleNamespace(), source, getter, model_name="any")
 
 
 def test_a_folder_that_an_uninstaller_left_is_no_package(

@@ -86,8 +86,14 @@ class DiskSync(Updates):
         options: Options | None = None,
     ) -> None:
         self._engines: list[EngineHandle] = []
-        if shard_nbytes < 1:
-            raise _core.InvalidArgumentError(f"shard_nbytes={shard_nbytes!r} is not positive")
+        if not isinstance(shard_nbytes, int) or shard_nbytes < 1:
+            raise _core.InvalidArgumentError(
+                f"shard_nbytes={shard_nbytes!r} is no positive integer"
+            )
+        if not isinstance(dtype, str | None):
+            raise _core.InvalidArgumentError(
+                f"dtype={dtype!r}: the name of a dtype is wanted, as 'bfloat16', or None"
+            )
         self._versions = Versions(folder, base, keep)
         super().__init__(source, options)
         with self._one_error():

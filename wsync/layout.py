@@ -64,6 +64,10 @@ class TrainerLayout:
     def _current(self, weights: Mapping[str, Tensor] | None) -> Sequence[Tensor]:
         if weights is None:
             return self.tensors()
+        if not isinstance(weights, Mapping):
+            raise _core.InvalidArgumentError(
+                f"weights: a {type(weights).__name__}, where tensors by global name are wanted"
+            )
         if self.pick is not None:
             return self.pick(weights)
         known = {global_name(name): tensor for name, tensor in weights.items()}

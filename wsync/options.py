@@ -78,6 +78,16 @@ class Options:
             if getattr(self, name) < 0:
                 raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is negative")
 
+        if not isinstance(self.directory, str | None):
+            raise _core.InvalidArgumentError(f"directory={self.directory!r} is no text")
+
+    @staticmethod
+    def of(given: Options | None) -> Options:
+        """What a caller has given for options, None for the defaults."""
+        if not isinstance(given, Options | None):
+            raise _core.InvalidArgumentError(f"options={given!r}: wsync.Options(...) is wanted")
+        return Options() if given is None else given
+
     @property
     def exchange_deadline(self) -> float:
         return self.deadline + 5.0

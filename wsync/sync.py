@@ -20,7 +20,7 @@ from wsync.remote import Remote
 from wsync.report import Report
 from wsync.sessions import Trainer, Worker, assign_homes
 from wsync.trace import Trace
-from wsync.updates import Updates
+from wsync.updates import Updates, numbers
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +71,11 @@ class Sync(Updates):
         with self._one_error():
             if self._group.rank == 0:
                 self._engines = handles_of(engines)
+                wanted = [name for name in ("acquire", "release") if not hasattr(lock, name)]
+                if lock is not None and wanted:
+                    raise _core.InvalidArgumentError(
+                        f"rollout_engine_lock={lock!r} has no {' and no '.join(wanted)}"
+                    )
             self._trainer = self._meet()
             self._placement = self._place(engine_gpu_offsets)
 
@@ -130,9 +135,9 @@ class Sync(Updates):
 
     def _place(self, offsets: Sequence[int] | None) -> Placement:
         """Which rank serves which worker, as rank 0's engines have it."""
-        first_gpus = list(offsets) if offsets is not None else None
+        first_gpus = numbers("engine_gpu_offsets", offsets) if offsets is not None else None
         found = [
-            [e.name, e.workers, self._kind(i, e, offsets)] for i, e in enumerate(self._engines)
+            [e.name, e.workers, self._kind(i, e, first_gpus)] for i, e in enumerate(self._engines)
         ]
         mine = json.dumps([found, first_gpus]).encode()
         found, first_gpus = json.loads(self._group.all_gather(mine)[0])

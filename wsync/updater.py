@@ -18,6 +18,7 @@ from wsync.handles import EngineHandle, handle
 from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.sync import Sync
+from wsync.updates import numbers
 
 if TYPE_CHECKING:
     import torch
@@ -53,20 +54,25 @@ class Updater(abc.ABC):
     ) -> None:
         if quantization_config is not None:
             raise _core.UnsupportedError(
-                f"quantization_config={dict(quantization_config)!r}: weights are delivered in the "
+                f"quantization_config={quantization_config!r}: weights are delivered in the "
                 "dtype that the trainer holds; quantise in the engine, or pass None"
             )
         if getattr(args, "megatron_to_hf_mode", "raw") != "raw":
             raise _core.UnsupportedError(
                 f"megatron_to_hf_mode={args.megatron_to_hf_mode!r}: only 'raw' is supported"
             )
+        if weights_getter is not None and not callable(weights_getter):
+            raise _core.InvalidArgumentError(
+                f"weights_getter: a {type(weights_getter).__name__}, where a function is wanted"
+            )
         self._args = args
         self.weight_version = 0
         self.update_weight_metrics: dict[str, float] = {}
         self._weights_getter = weights_getter
-        self._options = options or Options(
-            bucket_nbytes=getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
-        )
+        if options is None:
+            most = getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
+            options = Options(bucket_nbytes=most)
+        self._options = Options.of(options)
         self._source = (
             model
             if isinstance(model, TrainerLayout)
@@ -102,17 +108,13 @@ class Updater(abc.ABC):
                 shares; engines beyond the trainer's ranks are remote.
             engine_parallel_configs: tp_size of each engine, where counts are not given.
         """
+        if isinstance(rollout_engines, str) or not isinstance(rollout_engines, Sequence):
+            raise _core.InvalidArgumentError(
+                f"rollout_engines={rollout_engines!r}: a list is wanted"
+            )
         self._lock = rollout_engine_lock
         count = len(rollout_engines)
-        workers: list[int | None] = [None] * count
-        if engine_parallel_configs is not None:
-            workers = [config.get("tp_size") for config in engine_parallel_configs]
-        if engine_gpu_counts is not None:
-            workers = list(engine_gpu_counts)
-        if len(workers) != count:
-            raise _core.InvalidArgumentError(
-                f"{len(workers)} engine_gpu_counts for {count} engines"
-            )
+        workers = _workers(count, engine_gpu_counts, engine_parallel_configs)
         self.disconnect_rollout_engines()
 
         def handles() -> list[EngineHandle]:
@@ -152,6 +154,28 @@ class Updater(abc.ABC):
         if self._sync is not None:
             self._sync.close()
             self._sync = None
+
+
+def _workers(count: int, gpu_counts: Any, parallel_configs: Any) -> list[int | None]:
+    """Tensor-parallel workers of each of so many engines, None where nobody says it."""
+    workers: list[int | None] = [None] * count
+    name = "engine_gpu_counts"
+    if gpu_counts is not None:
+        workers = [*numbers(name, gpu_counts)]
+    elif parallel_configs is not None:
+        name = "engine_parallel_configs"
+        try:
+            sizes = [config.get("tp_size") for config in parallel_configs]
+        except (TypeError, AttributeError):
+            raise _core.InvalidArgumentError(
+                f"{name}={parallel_configs!r}: a list of one mapping for each engine is wanted"
+            ) from None
+        workers = [
+            size if size is None else numbers(f"{name}: tp_size", [size])[0] for size in sizes
+        ]
+    if len(workers) != count:
+        raise _core.InvalidArgumentError(f"{len(workers)} {name} for {count} engines")
+    return workers
 
 
 class UpdateWeightFromTensor(Updater):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import json
+import operator
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,7 @@ class Updates(abc.ABC):
 
     def __init__(self, source: Source, options: Options | None) -> None:
         self.version = 0
-        self.options = options or Options()
+        self.options = Options.of(options)
         timeout = self.options.exchange_deadline
         self._source = (
             source
@@ -121,6 +122,16 @@ def agree_version(group: TrainerGroup, version: object, counted: int) -> str:
     if len(set(meant)) > 1:
         raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
     return meant[0]
+
+
+def numbers(name: str, given: Any) -> list[int]:
+    """What a caller has given as one number for each engine; `name` is the argument's."""
+    try:
+        return [operator.index(number) for number in given]
+    except TypeError:
+        raise _core.InvalidArgumentError(
+            f"{name}={given!r}: a list of one integer for each engine is wanted"
+        ) from None
 
 
 def version_text(version: object) -> str:
