@@ -23,6 +23,7 @@ Check = Callable[[], object]
 
 _c10d: Any = dist  # exports more than it lists
 
+_AHEAD: Final = 2.0  # a collective is started while the one before it may take its whole time
 _LEAST_SECONDS: Final = 0.1
 _SETTLE_SECONDS: Final = 2.0  # a deadline of ours comes before the backend's own
 _VERDICT_SECONDS: Final = 1.0  # for a member that is gone to be missed elsewhere, with its reason
@@ -115,7 +116,7 @@ class UpdateGroup:
                 f"group {name}: {size} members did not meet at {host}:{port} within "
                 f"{patience:.0f} s: {first_line(error)}"
             ) from error
-        group._set_default_timeout(_delta(timeout + _SETTLE_SECONDS))
+        group._set_default_timeout(_delta(_AHEAD * timeout + _SETTLE_SECONDS))
         self._group = Collectives(group, whole=f"group {name}", member=f"a member of group {name}")
 
     def broadcast(self, tensors: Sequence[torch.Tensor], check: Check | None = None) -> None:
