@@ -536,7 +536,7 @@ def test_a_source_broadcasts_from_the_trainers_gpu(monkeypatch: pytest.MonkeyPat
     session = BroadcastSession(0, 0, remote, options=wsync.Options(backend="nccl"))
     source = from_tensors({"a": torch.ones(3)}).layout
     plan = _core.Plan(source, [(whole(source, [0]), True)], [(0, 0)], [0], 0)
-    session.attach(plan, 5.0, lambda: None)
+    session.attach(plan, _core.host(), 5.0, lambda: None)
     assert made == [("nccl", "wsync-broadcast")]
     assert session._group is not None and session._group._device == torch.device("cuda", 3)
     assert session._group.timeout == wsync.Options().deadline  # not what the meeting has left

@@ -101,7 +101,7 @@ def test_a_stock_engine_takes_on_the_version_with_its_own_last_bucket() -> None:
     )
     session = StockSession(0, engine, timeout=5)
     plan: Any = OneRound()
-    session.attach(plan, 5, never)
+    session.attach(plan, _core.host(), 5, never)
     session.begin(1, "7", 5, never)
     stream = _core.Stream()
     for round in range(plan.round_count):
