@@ -15,7 +15,7 @@ import torch
 from wsync import _core
 from wsync.control import LEARN, PIECES, WHOLE, Control
 from wsync.crossing import Blueprint, Crossing, Orders
-from wsync.device import find, follow_torch, wanted
+from wsync.device import default, find, follow_torch
 from wsync.exchange import Exchange, GlooExchange
 from wsync.group import TrainerGroup
 from wsync.handles import EngineHandle
@@ -161,10 +161,11 @@ class Connection:
         # who does not come is named before those who have come give up
         left = _countdown(_PUNCTUAL * self._options.deadline)
         blobs = {s.worker: s.accept(left(), check) for s in self._sessions}
-        self._device = find(self._choose())
-        self._stream = _core.Stream(self._options.threads, self._device)
         self._teach(blobs, left, check)
-        blueprint = self._draw(self._gather_layouts(blobs))
+        layouts, gpus = self._gather_layouts(blobs)
+        self._device = find(self._settle(gpus))
+        self._stream = _core.Stream(self._options.threads, self._device)
+        blueprint = self._draw(layouts)
         plan = blueprint.plan(self._group.rank)
         self._agree(plan)
         self._order(blueprint, plan)
@@ -182,8 +183,9 @@ class Connection:
         self._exchange = self._make_exchange(plan, check)
         self.plan = plan
 
-    def _choose(self) -> str:
-        """The UUID of the GPU of this rank's workers; without workers that of its weights."""
+    def _choose(self) -> str | None:
+        """The UUID of the GPU of this rank's workers, "" for the host; without workers that of
+        its weights, None where these lie in host memory."""
         found: dict[str, int] = {}
         for session in self._sessions:
             if isinstance(session, WorkerSession) and not isinstance(session, RemoteSession):
@@ -198,7 +200,19 @@ class Connection:
                     f"{'its weights are' if self._source else 'another of its workers is'} on "
                     f"{other or 'the host'}: engine_gpu_offsets says whose GPU an engine shares"
                 )
-        return next(iter(found), self._source or wanted())
+        return next(iter(found), self._source or None)
+
+    def _settle(self, gpus: list[str | None]) -> str:
+        """What this rank uses, given what all ranks have chosen: GPUs, or all the host."""
+        hosts = [rank for rank, gpu in enumerate(gpus) if gpu == ""]
+        others = [rank for rank, gpu in enumerate(gpus) if gpu]
+        if hosts and others:
+            raise _core.InvalidArgumentError(
+                f"rank {hosts[0]} serves a worker on the host, rank {others[0]} is on "
+                f"{gpus[others[0]]}: one update uses one kind of device"
+            )
+        mine = gpus[self._group.rank]
+        return (default() if others else "") if mine is None else mine
 
     def _teach(self, blobs: dict[int, bytes], left: Callable[[], float], check: Check) -> None:
         """Has the workers that asked for it learn, all at once."""
@@ -350,22 +364,26 @@ class Connection:
         stream.copy(plan, number, _core.UNPACK, spans, self._rings)
         exchange.release(number, stream)
 
-    def _gather_layouts(self, blobs: dict[int, bytes]) -> list[bytes]:
-        """What every worker keeps, by its number; layouts that are equal travel once a rank."""
+    def _gather_layouts(self, blobs: dict[int, bytes]) -> tuple[list[bytes], list[str | None]]:
+        """What every worker keeps, by its number, and the GPU of every rank; layouts that are
+        equal travel once a rank."""
         texts = list(dict.fromkeys(blobs.values()))
         index = {number: texts.index(blob) for number, blob in blobs.items()}
-        header = json.dumps({"index": index, "sizes": [len(text) for text in texts]}).encode()
+        sizes = [len(text) for text in texts]
+        header = json.dumps({"index": index, "sizes": sizes, "gpu": self._choose()}).encode()
         parts = self._group.all_gather(header + b"\n" + b"".join(texts))
         layouts: dict[int, bytes] = {}
+        gpus = []
         for part in parts:
             head, _, body = part.partition(b"\n")
             facts = json.loads(head)
+            gpus.append(facts["gpu"])
             found, at = [], 0
             for size in facts["sizes"]:
                 found.append(body[at : at + size])
                 at += size
             layouts |= {int(number): found[i] for number, i in facts["index"].items()}
-        return [layouts[number] for number in range(len(self._workers))]
+        return [layouts[number] for number in range(len(self._workers))], gpus
 
     def _order(self, blueprint: Blueprint, plan: _core.Plan) -> None:
         """Writes what remote workers are to do."""

@@ -43,6 +43,13 @@ def wanted() -> str:
     return uuid(int(number))
 
 
+def default() -> str:
+    """The UUID of the GPU of a process that says nothing of one by where its weights lie."""
+    if not torch.cuda.is_available():
+        return wanted()
+    return wanted() or uuid(torch.cuda.current_device())
+
+
 def uuid(ordinal: int) -> str:
     """The UUID of a GPU by its number in this process, which is torch's."""
     _, devices = _core.cuda_devices()
