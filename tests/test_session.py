@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from support.memory import shared_nbytes
 
 from wsync import _core
 
@@ -102,6 +103,130 @@ def test_updates_through_a_ring_of_two_slots(spawn: Spawn) -> None:
     assert read_line(child) == "1 9 1 manifest 0"
     assert read_line(child) == "2 10 2 manifest 2"
     assert child.wait(PATIENCE) == 0
+
+
+PARKER = (
+    PRELUDE
+    + """
+kept = None
+while True:
+    try:
+        update, rounds = worker.begin(PATIENCE)
+    except _core.PeerClosedError:
+        break
+    where = worker.ring.address
+    worker.take(0, None, PATIENCE)
+    with memoryview(worker.ring) as ring:
+        total = _core.checksum(ring) % 1000
+    kept = memoryview(worker.ring) if update == 3 else None
+    worker.done(0, None, PATIENCE)
+    worker.prepared(rounds, worker.ring.nbytes, total, PATIENCE)
+    worker.verdict(PATIENCE)
+    say(update, worker.generation, worker.ring.address == where)
+"""
+)
+
+
+def test_a_parked_ring_takes_no_memory_in_either_process(spawn: Spawn) -> None:
+    exporter = _core.Exporter()
+    child = spawn(PARKER, exporter.address)
+    exporter.accept(PATIENCE)
+    stream = _core.Stream()
+    before = shared_nbytes(os.getpid())
+    ring = _core.Memory(1 << 20)
+    address = ring.address
+    exporter.attach(ring, b"", PATIENCE)
+    for update in range(1, 6):
+        exporter.begin(update, 1, PATIENCE)
+        with memoryview(ring) as view:
+            view[:] = os.urandom(len(view))
+            total = _core.checksum(view) % 1000
+        assert shared_nbytes(os.getpid()) >= before + (1 << 20)
+        exporter.post(0, stream, PATIENCE)
+        assert exporter.prepared(PATIENCE) == (1, 1 << 20, total)
+        assert shared_nbytes(child.pid) >= 1 << 20
+        exporter.commit(PATIENCE, park=True)
+        if update == 3:  # the worker looks at its ring
+            with pytest.raises(
+                _core.PeerRefusedError,
+                match="the worker keeps the ring: the memory cannot be parked: 1 view",
+            ):
+                exporter.park(PATIENCE)
+            assert ring.fileno() >= 0
+            assert shared_nbytes(child.pid) >= 1 << 20
+        else:
+            exporter.park(PATIENCE)
+            assert shared_nbytes(os.getpid()) < before + (1 << 16)  # the control page
+            assert shared_nbytes(child.pid) < 1 << 16
+        assert ring.address == address
+        assert read_line(child) == f"{update} 1 True"
+    exporter.close()
+    assert child.wait(PATIENCE) == 0
+
+
+def test_nobody_can_look_at_a_parked_ring(spawn: Spawn) -> None:
+    torch = pytest.importorskip("torch")
+    exporter = _core.Exporter()
+    child = spawn(PARKER, exporter.address)
+    exporter.accept(PATIENCE)
+    ring = _core.Memory(SLOT)
+    pool = _core.ViewPool(ring)
+    view = pool.view(torch.Tensor, "uint8", (8,), 0)
+    exporter.attach(ring, b"", PATIENCE)
+    exporter.begin(1, 1, PATIENCE)
+    exporter.post(0, _core.Stream(), PATIENCE)
+    exporter.prepared(PATIENCE)
+    exporter.commit(PATIENCE, park=True)
+    with pytest.raises(_core.PeerRefusedError, match="the trainer keeps its side"):
+        exporter.park(PATIENCE)
+    view[:] = 5
+    del view
+    exporter.begin(2, 1, PATIENCE)
+    exporter.post(0, _core.Stream(), PATIENCE)
+    exporter.prepared(PATIENCE)
+    exporter.commit(PATIENCE, park=True)
+    exporter.park(PATIENCE)
+    with pytest.raises(BufferError, match="parked"):
+        memoryview(ring)
+    with pytest.raises(_core.StateError, match="parked"):
+        pool.view(torch.Tensor, "uint8", (8,), 0)
+    with pytest.raises(_core.StateError, match="parked"):
+        ring.fileno()
+    with pytest.raises(_core.StateError, match="parked"):
+        exporter.attach(ring, b"", PATIENCE)
+    child.kill()
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_a_worker_killed_after_the_commit_leaves_no_memory_behind(
+    spawn: Spawn, parked: bool
+) -> None:
+    exporter = _core.Exporter()
+    child = spawn(PARKER, exporter.address)
+    exporter.accept(PATIENCE)
+    before = shared_nbytes(os.getpid())
+    ring = _core.Memory(1 << 20)
+    exporter.attach(ring, b"", PATIENCE)
+    exporter.begin(1, 1, PATIENCE)
+    exporter.post(0, _core.Stream(), PATIENCE)
+    exporter.prepared(PATIENCE)
+    if parked:
+        exporter.commit(PATIENCE, park=True)
+        exporter.park(PATIENCE)
+        os.kill(child.pid, signal.SIGKILL)
+    else:
+        os.kill(child.pid, signal.SIGSTOP)  # it will not read the commit
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        exporter.commit(PATIENCE, park=True)
+        with pytest.raises(_core.DeadlineError, match="the parking of the ring of worker"):
+            exporter.park(0.1)
+        os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises(_core.PeerClosedError):
+            exporter.park(PATIENCE)
+    child.wait()
+    assert shared_nbytes(os.getpid()) < before + (1 << 16)  # the control page
+    with pytest.raises((_core.PeerClosedError, _core.StateError), match="closed the connection"):
+        exporter.begin(2, 1, PATIENCE)
 
 
 TAKER = (

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.memory import shared_nbytes
 from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
@@ -47,6 +48,59 @@ def test_later_updates_reuse_the_ring_and_may_bring_other_storage(
             assert same(engine.weights(), moved)
     assert report.version == "3"
     assert engine.weight_version == "3"
+
+
+@pytest.mark.parametrize("park", [True, False])
+def test_parked_rings_take_no_memory_between_updates(
+    config: Any, engine: TensorParallelEngine, park: bool
+) -> None:
+    processes = [os.getpid(), *engine.pids]
+    before = [shared_nbytes(pid) for pid in processes]
+    options = wsync.Options(deadline=3, progress=False, park=park)
+    with wsync.connect(draw(config, 1), engines=[engine], options=options) as sync:
+        for seed in (1, 2, 3):
+            weights = draw(config, seed)
+            report = sync.update(weights)
+            assert same(engine.weights(), weights)
+            more = [shared_nbytes(pid) - was for pid, was in zip(processes, before, strict=True)]
+            least = report.ring_nbytes // (2 * len(engine.pids))  # workers keep about the same
+            assert [nbytes < least for nbytes in more] == [park] * len(processes)
+
+
+def test_an_engine_that_dies_while_its_ring_is_parked_is_named(config: Any) -> None:
+    weights = draw(config, 1)
+    options = wsync.Options(deadline=5, progress=False, park=True)
+    with (
+        TensorParallelEngine(config, tp=1, name="victim") as victim,
+        TensorParallelEngine(config, tp=1, name="survivor") as survivor,
+    ):
+        with wsync.connect(weights, engines=[victim, survivor], options=options) as sync:
+            sync.update()
+            os.kill(victim.pids[0], signal.SIGKILL)
+            with pytest.raises(wsync.WsyncError) as caught:
+                sync.update()
+        assert "victim" in str(caught.value) or str(victim.pids[0]) in str(caught.value)
+        weights = draw(config, 2)
+        with wsync.connect(weights, engines=[survivor], options=options) as sync:
+            sync.update()
+            sync.update()
+        assert same(survivor.weights(), weights)
+
+
+def test_a_trainer_takes_over_from_one_whose_rings_are_parked(
+    config: Any, engine: TensorParallelEngine
+) -> None:
+    options = wsync.Options(deadline=5, progress=False, park=True)
+    with wsync.connect(draw(config, 1), engines=[engine], options=options) as first:
+        first.update()
+        weights = draw(config, 2)
+        with wsync.connect(weights, engines=[engine], options=options) as second:
+            second.update()
+            assert same(engine.weights(), weights)
+        with pytest.raises(wsync.WsyncError):
+            first.update()
+        first.update(weights)
+        assert same(engine.weights(), weights)
 
 
 def test_many_small_rounds_give_the_same_bytes(config: Any, engine: TensorParallelEngine) -> None:

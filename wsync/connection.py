@@ -103,7 +103,7 @@ class Connection:
         if worker.stock:
             engine = engines[worker.engine]
             return StockSession(number, engine, timeout=options.request_deadline)
-        return WorkerSession(number, directory=options.directory)
+        return WorkerSession(number, directory=options.directory, park=options.park)
 
     @property
     def exchange_name(self) -> str:
@@ -312,6 +312,9 @@ class Connection:
         left = _countdown(self._options.deadline)
         for session in self._sessions:
             session.commit(left(), check)
+        for session in self._sessions:
+            if isinstance(session, WorkerSession):
+                session.park(left(), check)
 
     def check(self) -> None:
         """Raises what a remote engine has found wrong."""

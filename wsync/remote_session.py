@@ -77,8 +77,11 @@ class RemoteExporter:
         tensors, nbytes, checksum = self._peer.numbers(COUNTS, content)
         return tensors, nbytes, checksum
 
-    def commit(self, timeout: float, check: _core.Check = None) -> None:
+    def commit(self, timeout: float, check: _core.Check = None, park: bool = False) -> None:
         self._peer.send(Frame.COMMIT, b"", timeout, check)
+
+    def park(self, timeout: float, check: _core.Check = None) -> None:
+        """There is no ring here."""
 
     def abort(self, text: str) -> None:
         if self._channel is not None:

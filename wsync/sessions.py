@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import secrets
@@ -19,6 +20,8 @@ from wsync.device import find
 
 Check = Callable[[], object]
 Span = tuple[int, int]
+
+_log = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"wsync-[A-Za-z0-9]{6}")  # of one listening socket; see csrc/ipc/listener.c
 _STALE_SECONDS = 60.0  # a folder this young may belong to a process that does not listen yet
@@ -155,16 +158,21 @@ class Exporter(Protocol):
         self, round: int, stream: _core.Stream, timeout: float, check: _core.Check = None
     ) -> None: ...
     def prepared(self, timeout: float, check: _core.Check = None) -> tuple[int, int, int]: ...
-    def commit(self, timeout: float, check: _core.Check = None) -> None: ...
+    def commit(self, timeout: float, check: _core.Check = None, park: bool = False) -> None: ...
+    def park(self, timeout: float, check: _core.Check = None) -> None: ...
     def abort(self, text: str) -> None: ...
     def close(self) -> None: ...
 
 
 class WorkerSession:
-    """A worker that runs wsync's receiver: it maps the ring once and loads round by round."""
+    """A worker that runs wsync's receiver: it maps the ring once and loads round by round.
 
-    def __init__(self, worker: int, *, directory: str | None) -> None:
+    park: whether the ring's memory is given back between updates.
+    """
+
+    def __init__(self, worker: int, *, directory: str | None, park: bool = False) -> None:
         self.worker = worker
+        self._park = park
         self.id = secrets.token_hex(8)
         self._directory = directory
         self._exporter: Exporter = self._listen()
@@ -272,7 +280,17 @@ class WorkerSession:
             )
 
     def commit(self, timeout: float, check: Check) -> None:
-        self._exporter.commit(timeout, check)
+        self._exporter.commit(timeout, check, self._park)
+
+    def park(self, timeout: float, check: Check) -> None:
+        """After the commit: gives the ring's memory back until the next update, unless somebody
+        looks at it.  The update has been committed whatever comes of this."""
+        if not self._park:
+            return
+        try:
+            self._exporter.park(timeout, check)
+        except (_core.PeerRefusedError, _core.PeerClosedError) as error:
+            _log.warning("worker %d: the ring is not parked: %s", self.worker, error)
 
     def abort(self, text: str) -> None:
         # an engine's words: they may hold what a C string cannot

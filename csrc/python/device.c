@@ -106,9 +106,15 @@ static void memory_dealloc(PyObject *object)
 static PyObject *memory_fileno(PyObject *object, PyObject *unused)
 {
     const MemoryObject *self = (MemoryObject *)object;
+    const int fd = self->ops->memory_fd(self->memory);
+    wsync_error_t err = {0};
 
     (void)unused;
-    return PyLong_FromLong(self->ops->memory_fd(self->memory));
+    if (fd < 0) {
+        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "fileno", "the memory is parked");
+        return wsync_py_raise(wsync_py_type_state(Py_TYPE(object)), &err);
+    }
+    return PyLong_FromLong(fd);
 }
 
 static PyObject *memory_get_address(PyObject *object, void *unused)
@@ -130,13 +136,32 @@ static PyObject *memory_get_nbytes(PyObject *object, void *unused)
 static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
 {
     const MemoryObject *self = (MemoryObject *)object;
+    wsync_error_t err = {0};
 
+    view->obj = NULL;
     if (self->ops != wsync_device_host()) {
         PyErr_SetString(PyExc_BufferError, "memory of a GPU has no buffer on the host");
         return -1;
     }
-    return PyBuffer_FillInfo(view, object, self->ops->memory_data(self->memory),
-                             (Py_ssize_t)self->ops->memory_nbytes(self->memory), 0, flags);
+    if (self->ops->memory_pin(self->memory, &err) != WSYNC_OK) {
+        PyErr_SetString(PyExc_BufferError, err.message);
+        return -1;
+    }
+    if (PyBuffer_FillInfo(view, object, self->ops->memory_data(self->memory),
+                          (Py_ssize_t)self->ops->memory_nbytes(self->memory), 0,
+                          flags) < 0) {
+        self->ops->memory_unpin(self->memory);
+        return -1;
+    }
+    return 0;
+}
+
+static void memory_releasebuffer(PyObject *object, Py_buffer *view)
+{
+    const MemoryObject *self = (MemoryObject *)object;
+
+    (void)view;
+    self->ops->memory_unpin(self->memory);
 }
 
 static PyMethodDef memory_methods[] = {
@@ -173,6 +198,7 @@ static PyType_Slot memory_slots[] = {
     {Py_tp_methods, memory_methods},
     {Py_tp_getset, memory_getset},
     {Py_bf_getbuffer, memory_getbuffer},
+    {Py_bf_releasebuffer, memory_releasebuffer},
     {0, NULL},
 };
 

@@ -318,14 +318,40 @@ static wsync_status_t step_commit(void *context, int timeout_ms, wsync_error_t *
 
 static PyObject *exporter_commit(PyObject *object, PyObject *args, PyObject *kwargs)
 {
+    static char *keywords[] = {"timeout", "check", "park", NULL};
+    exporter_call_t call = {0};
+    double timeout = 0.0;
+    PyObject *check = NULL;
+    int park = 0;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|Op:commit", keywords, &timeout,
+                                     &check, &park)) {
+        return NULL;
+    }
+    call.park = park != 0;
+    if (exporter_wait((ExporterObject *)object, step_commit, &call, timeout, check) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static wsync_status_t step_park(void *context, int timeout_ms, wsync_error_t *err)
+{
+    exporter_call_t *call = context;
+
+    return wsync_exporter_park(call->exporter, timeout_ms, err);
+}
+
+static PyObject *exporter_park(PyObject *object, PyObject *args, PyObject *kwargs)
+{
     static char *keywords[] = {"timeout", "check", NULL};
     exporter_call_t call = {0};
     double timeout = 0.0;
     PyObject *check = NULL;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|O:commit", keywords, &timeout,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|O:park", keywords, &timeout,
                                      &check) ||
-        exporter_wait((ExporterObject *)object, step_commit, &call, timeout, check) < 0) {
+        exporter_wait((ExporterObject *)object, step_park, &call, timeout, check) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -394,7 +420,15 @@ static PyMethodDef exporter_methods[] = {
            "prepared($self, timeout, check=None)\n--\n\n"
            "Waits until the worker has loaded everything: (tensors, bytes, "
            "checksum)."),
-    METHOD(commit, "commit($self, timeout, check=None)\n--\n\nEnds the update."),
+    METHOD(commit,
+           "commit($self, timeout, check=None, park=False)\n--\n\n"
+           "Ends the update; with park, park() has to follow."),
+    METHOD(park,
+           "park($self, timeout, check=None)\n--\n\n"
+           "Gives the ring's memory back on both sides until the next begin.\n\n"
+           "PeerRefusedError: it stays where it is, because somebody looks at it; the "
+           "session\n"
+           "goes on."),
     METHOD(abort,
            "abort($self, text)\n--\n\nEnds the update badly and the session with it."),
     {"close", exporter_close, METH_NOARGS, "close($self)\n--\n\nEnds the session."},

@@ -81,11 +81,13 @@ static void view_delete(DLManagedTensorVersioned *managed)
 
     /* release: whoever sees the count fall also sees that the bytes were read */
     (void)atomic_fetch_sub_explicit(&view->pool->live, 1, memory_order_release);
+    view->pool->ops->memory_unpin(view->pool->memory);
     pool_release(view->pool);
     free(view);
 }
 
-/* A contiguous view; the caller has checked that it lies inside the memory. */
+/* A contiguous view; the caller has checked that it lies inside the memory, and has pinned
+ * that for it. */
 static view_t *view_create(view_pool_t *pool, const wsync_tensor_t *tensor, uint64_t offset)
 {
     view_t *view = calloc(1, sizeof(*view));
@@ -180,8 +182,12 @@ static PyObject *make_view(ModuleState *state, const DLPackExchangeAPI *api,
                          wsync_dtype_name(tensor->dtype), item);
         return wsync_py_raise(state, &err);
     }
+    if (pool->ops->memory_pin(pool->memory, &err) != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
+    }
     view = view_create(pool, tensor, offset);
     if (view == NULL) {
+        pool->ops->memory_unpin(pool->memory);
         return PyErr_NoMemory();
     }
     /* the importer owns the view from here on, also when it fails */
