@@ -7,6 +7,9 @@
 
 #include "device/kernel_table.h"
 
+/* Of memory where the driver does not say: what its allocations are pieces of. */
+enum { LEGACY_GRANULARITY = 2 << 20 };
+
 /* Filled when a GPU is first asked for.  Nothing is released: the driver takes contexts
  * down at the end of the process, in an order that no one knows. */
 static struct {
@@ -16,6 +19,19 @@ static struct {
     _Atomic(wsync_cu_function_t) copy_kernels[WSYNC_CUDA_MAX_DEVICES];
 } table = {.mutex = PTHREAD_MUTEX_INITIALIZER};  // NOLINT(cppcoreguidelines-*)
 
+static wsync_status_t read_attribute(const wsync_cuda_device_t *device, int attribute,
+                                     int *value, wsync_error_t *err)
+{
+    const wsync_cu_result_t code =
+        device->driver->device_get_attribute(value, attribute, device->ordinal);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return wsync_cuda_fail(device->driver, code, "cuDeviceGetAttribute", err,
+                               "GPU %d (%s)", device->ordinal, device->info.name);
+    }
+    return WSYNC_OK;
+}
+
 static wsync_status_t check_attributes(const wsync_cuda_device_t *device,
                                        wsync_error_t *err)
 {
@@ -23,20 +39,17 @@ static wsync_status_t check_attributes(const wsync_cuda_device_t *device,
         int attribute;
         const char *what;
     } needs[] = {
-        {WSYNC_CU_ATTRIBUTE_VMM, "virtual memory management"},
-        {WSYNC_CU_ATTRIBUTE_HANDLE_FD, "memory that is exported as a descriptor"},
         {WSYNC_CU_ATTRIBUTE_HOST_REGISTER, "registered host memory"},
         {WSYNC_CU_ATTRIBUTE_STREAM_WORDS, "64-bit stream memory operations"},
     };
 
     for (size_t i = 0; i < sizeof(needs) / sizeof(needs[0]); i++) {
         int value = 0;
-        const wsync_cu_result_t code = device->driver->device_get_attribute(
-            &value, needs[i].attribute, device->ordinal);
+        const wsync_status_t status =
+            read_attribute(device, needs[i].attribute, &value, err);
 
-        if (code != WSYNC_CU_SUCCESS) {
-            return wsync_cuda_fail(device->driver, code, "cuDeviceGetAttribute", err,
-                                   "GPU %d (%s)", device->ordinal, device->info.name);
+        if (status != WSYNC_OK) {
+            return status;
         }
         if (value == 0) {
             return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_cuda_device",
@@ -44,6 +57,39 @@ static wsync_status_t check_attributes(const wsync_cuda_device_t *device,
                               needs[i].what);
         }
     }
+    return WSYNC_OK;
+}
+
+/* Whether memory can be mapped by wsync and exported as a descriptor, and its granularity.
+ */
+static wsync_status_t find_memory_kind(wsync_cuda_device_t *device, wsync_error_t *err)
+{
+    const wsync_cu_property_t property = {
+        .type = WSYNC_CU_ALLOCATION_PINNED,
+        .handle_types = WSYNC_CU_HANDLE_FD,
+        .location = {WSYNC_CU_LOCATION_DEVICE, device->ordinal}};
+    size_t granularity = LEGACY_GRANULARITY;
+    int mapped = 0;
+    int exported = 0;
+    wsync_cu_result_t code = WSYNC_CU_SUCCESS;
+    wsync_status_t status = read_attribute(device, WSYNC_CU_ATTRIBUTE_VMM, &mapped, err);
+
+    if (status == WSYNC_OK) {
+        status = read_attribute(device, WSYNC_CU_ATTRIBUTE_HANDLE_FD, &exported, err);
+    }
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    device->vmm = mapped != 0 && exported != 0;
+    if (device->vmm) {
+        code = device->driver->mem_granularity(&granularity, &property,
+                                               WSYNC_CU_GRANULARITY_MINIMUM);
+    }
+    if (code != WSYNC_CU_SUCCESS) {
+        return wsync_cuda_fail(device->driver, code, "cuMemGetAllocationGranularity", err,
+                               "GPU %d (%s)", device->ordinal, device->info.name);
+    }
+    device->granularity = granularity > 0 ? granularity : 1;
     return WSYNC_OK;
 }
 
@@ -64,41 +110,28 @@ static wsync_status_t retain_context(wsync_cuda_device_t *device, wsync_error_t 
 static wsync_status_t open_device(const wsync_cuda_driver_t *driver, int ordinal,
                                   wsync_cuda_device_t *device, wsync_error_t *err)
 {
-    const wsync_cu_property_t property = {.type = WSYNC_CU_ALLOCATION_PINNED,
-                                          .handle_types = WSYNC_CU_HANDLE_FD,
-                                          .location = {WSYNC_CU_LOCATION_DEVICE, ordinal}};
     wsync_cuda_device_t made = {.driver = driver, .ordinal = ordinal};
-    const char *call = "cuMemGetAllocationGranularity";
-    size_t granularity = 0;
     int processors = 0;
     int pageable = 0;
-    wsync_cu_result_t code;
     wsync_status_t status = wsync_cuda_describe(driver, ordinal, &made.info, err);
 
     if (status == WSYNC_OK) {
         status = check_attributes(&made, err);
     }
-    if (status != WSYNC_OK) {
-        return status;
+    if (status == WSYNC_OK) {
+        status = find_memory_kind(&made, err);
     }
-    code = driver->mem_granularity(&granularity, &property, WSYNC_CU_GRANULARITY_MINIMUM);
-    if (code == WSYNC_CU_SUCCESS) {
-        call = "cuDeviceGetAttribute";
-        code = driver->device_get_attribute(&processors, WSYNC_CU_ATTRIBUTE_PROCESSORS,
-                                            ordinal);
+    if (status == WSYNC_OK) {
+        status = read_attribute(&made, WSYNC_CU_ATTRIBUTE_PROCESSORS, &processors, err);
     }
-    if (code == WSYNC_CU_SUCCESS) {
-        code =
-            driver->device_get_attribute(&pageable, WSYNC_CU_ATTRIBUTE_PAGEABLE, ordinal);
+    if (status == WSYNC_OK) {
+        status = read_attribute(&made, WSYNC_CU_ATTRIBUTE_PAGEABLE, &pageable, err);
     }
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(driver, code, call, err, "GPU %d (%s)", ordinal,
-                               made.info.name);
+    if (status == WSYNC_OK) {
+        made.processors = processors > 0 ? (unsigned)processors : 1;
+        made.pageable = pageable != 0;
+        status = retain_context(&made, err);
     }
-    made.granularity = granularity > 0 ? granularity : 1;
-    made.processors = processors > 0 ? (unsigned)processors : 1;
-    made.pageable = pageable != 0;
-    status = retain_context(&made, err);
     if (status == WSYNC_OK) {
         *device = made;
     }

@@ -22,6 +22,7 @@ typedef struct wsync_cuda_device {
     wsync_cu_device_t ordinal;
     unsigned processors;  /* streaming multiprocessors */
     uint64_t granularity; /* of memory, in bytes */
+    bool vmm;             /* it exports memory as descriptors, and parks it */
     bool pageable;        /* it reaches all of the host's memory by itself */
 } wsync_cuda_device_t;
 
@@ -56,7 +57,10 @@ typedef struct wsync_cuda_memory {
     uint64_t nbytes;
     uint64_t mapped_nbytes; /* of device memory: a multiple of the granularity */
     bool mapped;            /* device memory lies at `at`, not the addresses alone */
-    int fd;                 /* of device memory: owned; -1 while it is parked */
+    bool allocated;         /* by cuMemAlloc: for the older handles */
+    bool opened;            /* from such a handle */
+    struct wsync_cuda_memory *next; /* of those that peers have open yet */
+    int fd;                         /* of device memory: owned; -1 while it is parked */
     atomic_uint references;
     wsync_pins_t pins;
     wsync_memory_t *host;       /* owned, of wsync_host_memory_*; NULL: device memory */
@@ -77,6 +81,15 @@ wsync_status_t wsync_cuda_memory_pin(wsync_memory_t *memory, wsync_error_t *err)
 void wsync_cuda_memory_unpin(wsync_memory_t *memory);
 wsync_status_t wsync_cuda_memory_park(wsync_memory_t *memory, wsync_error_t *err);
 wsync_status_t wsync_cuda_memory_unpark(wsync_memory_t *memory, int fd, wsync_error_t *err);
+
+/* The kind of a device that is not vmm.  Both fill a record that has nothing yet, in the
+ * context; after an error, what they have filled is for fini. */
+wsync_status_t wsync_cuda_legacy_fill(wsync_cuda_memory_t *memory, wsync_error_t *err);
+wsync_status_t wsync_cuda_legacy_adopt(wsync_cuda_memory_t *memory, int fd,
+                                       wsync_error_t *err);
+/* Gives such memory back.  False if a peer has it open: the record is then moved, and given
+ * back later. */
+bool wsync_cuda_legacy_fini(wsync_cuda_memory_t *memory);
 
 wsync_status_t wsync_cuda_control_create(const wsync_cuda_device_t *device, uint64_t nbytes,
                                          wsync_memory_t **memory, wsync_error_t *err);

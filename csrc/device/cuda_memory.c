@@ -200,7 +200,7 @@ wsync_status_t wsync_cuda_memory_create(const wsync_cuda_device_t *device, uint6
     }
     status = make_record(device, nbytes, &made, err);
     if (made != NULL) {
-        status = fill(made, err);
+        status = device->vmm ? fill(made, err) : wsync_cuda_legacy_fill(made, err);
     }
     if (made != NULL && status == WSYNC_OK) {
         status = zero(made, err);
@@ -289,7 +289,8 @@ wsync_status_t wsync_cuda_memory_import(const wsync_cuda_device_t *device, int f
                  : wsync_fail(&reason, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
                               "descriptor %d does not hold %" PRIu64 " bytes", fd, nbytes);
     if (made != NULL) {
-        status = adopt(made, fd, &reason);
+        status = device->vmm ? adopt(made, fd, &reason)
+                             : wsync_cuda_legacy_adopt(made, fd, &reason);
     }
     wsync_cuda_leave(device);
     if (status != WSYNC_OK) {
@@ -330,6 +331,12 @@ wsync_status_t wsync_cuda_memory_park(wsync_memory_t *memory, wsync_error_t *err
     if (self->host != NULL) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_memory_park",
                           "control memory cannot be parked");
+    }
+    if (!self->device->vmm) {
+        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_memory_park",
+                          "memory of GPU %d (%s) cannot be parked: it has no virtual "
+                          "memory management",
+                          self->device->ordinal, self->device->info.name);
     }
     status = wsync_cuda_enter(self->device, err);
     if (status != WSYNC_OK) {
@@ -385,7 +392,8 @@ void wsync_cuda_memory_destroy(wsync_memory_t *memory)
     wsync_cuda_memory_t *self = memory != NULL ? own(memory) : NULL;
 
     if (self == NULL ||
-        atomic_fetch_sub_explicit(&self->references, 1, memory_order_acq_rel) != 1) {
+        atomic_fetch_sub_explicit(&self->references, 1, memory_order_acq_rel) != 1 ||
+        !wsync_cuda_legacy_fini(self)) {
         return;
     }
     if (wsync_cuda_enter_to_free(self->device)) {

@@ -219,6 +219,7 @@ wsync_cu_result_t fake_init(unsigned flags)
             fake.device_count > FAKE_MAX_DEVICES ? FAKE_MAX_DEVICES : fake.device_count;
         fake.memory = read_number("WSYNC_FAKE_CUDA_MEMORY", (size_t)1 << 30);
         fake.delay_us = (unsigned)read_number("WSYNC_FAKE_CUDA_DELAY_US", 100);
+        fake.no_vmm = read_number("WSYNC_FAKE_CUDA_NO_VMM", 0) != 0;
         fake.pageable = read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) != 0;
         fake.seed = (unsigned)read_number("WSYNC_FAKE_CUDA_SEED", 1);
         for (int i = 0; i < fake.device_count; i++) {
@@ -295,11 +296,14 @@ wsync_cu_result_t fake_device_get_attribute(int *value, int attribute,
     const wsync_cu_result_t code = fake_enter("cuDeviceGetAttribute");
 
     (void)device;
-    *value = attribute == WSYNC_CU_ATTRIBUTE_PROCESSORS ? 4
-             : attribute == WSYNC_CU_ATTRIBUTE_MAJOR    ? 9
-             : attribute == WSYNC_CU_ATTRIBUTE_MINOR    ? 0
-             : attribute == WSYNC_CU_ATTRIBUTE_PAGEABLE ? fake.pageable
-                                                        : 1;
+    *value =
+        attribute == WSYNC_CU_ATTRIBUTE_PROCESSORS ? 4
+        : attribute == WSYNC_CU_ATTRIBUTE_MAJOR    ? 9
+        : attribute == WSYNC_CU_ATTRIBUTE_MINOR    ? 0
+        : attribute == WSYNC_CU_ATTRIBUTE_PAGEABLE ? fake.pageable
+        : attribute == WSYNC_CU_ATTRIBUTE_VMM || attribute == WSYNC_CU_ATTRIBUTE_HANDLE_FD
+            ? !fake.no_vmm
+            : 1;
     return code;
 }
 

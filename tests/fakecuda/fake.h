@@ -143,6 +143,7 @@ typedef struct fake_state {
     size_t used[FAKE_MAX_DEVICES];
     unsigned delay_us;
     bool pageable;
+    bool no_vmm;
     unsigned seed;
     struct wsync_cu_context contexts[FAKE_MAX_DEVICES];
     fake_physical_t *physicals;

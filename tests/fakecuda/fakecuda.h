@@ -9,6 +9,7 @@
  *   WSYNC_FAKE_CUDA_MEMORY    bytes of each (1 GiB), counted in each process by itself
  *   WSYNC_FAKE_CUDA_DELAY_US  longest random pause before an operation of a stream (100)
  *   WSYNC_FAKE_CUDA_SEED      of the pauses (1)
+ *   WSYNC_FAKE_CUDA_NO_VMM    1: memory cannot be mapped or exported as a descriptor (0)
  *   WSYNC_FAKE_CUDA_PAGEABLE  1: the devices reach all memory of the host by themselves (0)
  *   WSYNC_FAKE_CUDA_LOG       file that gets a line "PID CALL" per call
  *   WSYNC_FAKE_CUDA_FAIL      CALL:K:CODE: the K-th such call (from 0; "*": any call) fails

@@ -1,0 +1,271 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Device memory of GPUs that cannot export it as a descriptor: an allocation whose IPC
+ * handle lies in a sealed memfd, which crosses as the descriptor does elsewhere.
+ *
+ * Such memory may not be freed while another process has it open.  Who has it open holds a
+ * shared lock on the memfd, which ends with the process at the latest; who frees it takes
+ * the exclusive lock, and keeps the memory until that can be had. */
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "device/cuda.h"
+
+enum {
+    SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE,
+    MAGIC = 0x69707731, /* changes with the note */
+};
+
+/* What the memfd holds. */
+typedef struct note {
+    uint64_t magic;
+    uint64_t nbytes;
+    wsync_cu_uuid_t uuid;
+    wsync_cu_ipc_t handle;
+} note_t;
+
+/* Memory whose last reference is gone while peers have it open; each later making or giving
+ * back of such memory looks whether they have closed it. */
+static struct {
+    pthread_mutex_t mutex;
+    wsync_cuda_memory_t *first;
+} kept = {.mutex = PTHREAD_MUTEX_INITIALIZER};  // NOLINT(cppcoreguidelines-*)
+
+/* False while a peer has the memory open. */
+static bool is_closed(const wsync_cuda_memory_t *memory)
+{
+    return memory->fd < 0 || flock(memory->fd, LOCK_EX | LOCK_NB) == 0;
+}
+
+/* Gives the handle or the allocation back, then the lock. */
+static void release(wsync_cuda_memory_t *memory)
+{
+    const wsync_cuda_driver_t *driver = memory->device->driver;
+
+    if (wsync_cuda_enter_to_free(memory->device)) {
+        (void)(memory->opened ? driver->ipc_close_memory(memory->at)
+                              : driver->mem_free(memory->at));
+        wsync_cuda_leave(memory->device);
+    }
+    memory->allocated = false;
+    memory->opened = false;
+    memory->at = 0;
+    if (memory->fd >= 0) {
+        (void)close(memory->fd);
+        memory->fd = -1;
+    }
+}
+
+static void sweep(void)
+{
+    wsync_cuda_memory_t **at;
+
+    (void)pthread_mutex_lock(&kept.mutex);
+    at = &kept.first;
+    while (*at != NULL) {
+        wsync_cuda_memory_t *memory = *at;
+
+        if (is_closed(memory)) {
+            *at = memory->next;
+            release(memory);
+            free(memory);
+        } else {
+            at = &memory->next;
+        }
+    }
+    (void)pthread_mutex_unlock(&kept.mutex);
+}
+
+bool wsync_cuda_legacy_fini(wsync_cuda_memory_t *memory)
+{
+    if (!memory->allocated && !memory->opened) {
+        return true;
+    }
+    /* A fork shares the locks of its parent, whose the memory is. */
+    if (wsync_cuda_check_process(memory->device->driver, NULL) == WSYNC_OK) {
+        sweep();
+        if (memory->allocated && !is_closed(memory)) {
+            (void)pthread_mutex_lock(&kept.mutex);
+            memory->next = kept.first;
+            kept.first = memory;
+            (void)pthread_mutex_unlock(&kept.mutex);
+            return false;
+        }
+    }
+    release(memory);
+    return true;
+}
+
+static wsync_status_t fail_call(const char *call, wsync_error_t *err)
+{
+    const int code = errno;
+
+    return wsync_fail(err, WSYNC_ERR_OS, code, call,
+                      "the handle of GPU memory in a memfd: %s: %s", call, strerror(code));
+}
+
+static wsync_status_t write_note(int fd, const note_t *note, wsync_error_t *err)
+{
+    ssize_t count;
+
+    do {
+        count = write(fd, note, sizeof(*note));
+    } while (count < 0 && errno == EINTR);
+    if (count != (ssize_t)sizeof(*note)) {
+        return fail_call("write", err);
+    }
+    if (fcntl(fd, F_ADD_SEALS, SEALS | F_SEAL_SEAL) != 0) {
+        return fail_call("fcntl", err);
+    }
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_cuda_legacy_fill(wsync_cuda_memory_t *memory, wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = memory->device;
+    note_t note = {.magic = MAGIC, .nbytes = memory->nbytes, .uuid = device->info.uuid};
+    const char *call = "cuMemAlloc";
+    wsync_cu_ptr_t at = 0;
+    wsync_cu_result_t code;
+
+    sweep();
+    code = device->driver->mem_alloc(&at, (size_t)memory->mapped_nbytes);
+    if (code == WSYNC_CU_SUCCESS) {
+        memory->allocated = true;
+        memory->at = at;
+        call = "cuIpcGetMemHandle";
+        code = device->driver->ipc_get_memory(&note.handle, at);
+    }
+    if (code != WSYNC_CU_SUCCESS) {
+        return wsync_cuda_fail(device->driver, code, call, err,
+                               "%" PRIu64 " bytes of GPU %d (%s) for another process",
+                               memory->mapped_nbytes, device->ordinal, device->info.name);
+    }
+    memory->fd = memfd_create("wsync-handle", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (memory->fd < 0) {
+        return fail_call("memfd_create", err);
+    }
+    return write_note(memory->fd, &note, err);
+}
+
+/* The memory's own description of the file: locks are those of a description. */
+static wsync_status_t open_note(int fd, int *own, wsync_error_t *err)
+{
+    struct stat info;
+    char path[64];
+    const int seals = fcntl(fd, F_GET_SEALS);
+
+    if (seals < 0 && errno == EBADF) {
+        return wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl", "descriptor %d: fcntl: %s", fd,
+                          strerror(errno));
+    }
+    if (seals < 0 || (seals & SEALS) != SEALS) {
+        return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
+                          "descriptor %d is not the sealed handle of GPU memory", fd);
+    }
+    if (fstat(fd, &info) != 0) {
+        return fail_call("fstat", err);
+    }
+    if (info.st_size != (off_t)sizeof(note_t)) {
+        return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
+                          "descriptor %d holds %lld bytes, a handle of GPU memory has %zu",
+                          fd, (long long)info.st_size, sizeof(note_t));
+    }
+    (void)snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+    *own = open(path, O_RDONLY | O_CLOEXEC);
+    return *own >= 0 ? WSYNC_OK : fail_call("open", err);
+}
+
+static wsync_status_t check_note(const wsync_cuda_memory_t *memory, const note_t *note,
+                                 wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = memory->device;
+
+    if (note->magic != MAGIC) {
+        return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
+                          "the descriptor holds no handle of GPU memory");
+    }
+    if (memcmp(&note->uuid, &device->info.uuid, sizeof(note->uuid)) != 0) {
+        return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
+                          "the descriptor holds memory of another GPU than GPU %d (%s)",
+                          device->ordinal, device->info.name);
+    }
+    if (note->nbytes != memory->nbytes) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
+                          "the descriptor holds %" PRIu64
+                          " bytes of GPU memory, expected %" PRIu64,
+                          note->nbytes, memory->nbytes);
+    }
+    return WSYNC_OK;
+}
+
+static wsync_status_t open_handle(wsync_cuda_memory_t *memory, const wsync_cu_ipc_t *handle,
+                                  wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = memory->device;
+    const wsync_cuda_driver_t *driver = device->driver;
+    wsync_cu_ptr_t base = 0;
+    size_t nbytes = 0;
+    wsync_cu_ptr_t at = 0;
+    wsync_cu_result_t code =
+        driver->ipc_open_memory(&at, *handle, WSYNC_CU_IPC_LAZY_PEER_ACCESS);
+
+    if (code == WSYNC_CU_INVALID_CONTEXT) {
+        return wsync_fail(err, WSYNC_ERR_STATE, code, "cuIpcOpenMemHandle",
+                          "GPU memory of another process: this process has made it, or one "
+                          "with the same PID in another PID namespace");
+    }
+    if (code == WSYNC_CU_INVALID_VALUE || code == WSYNC_CU_INVALID_HANDLE) {
+        return wsync_fail(err, WSYNC_ERR_CLOSED, code, "cuIpcOpenMemHandle",
+                          "GPU memory of another process: its owner is not there, or in "
+                          "another PID namespace");
+    }
+    if (code != WSYNC_CU_SUCCESS) {
+        return wsync_cuda_fail(driver, code, "cuIpcOpenMemHandle", err,
+                               "GPU memory of another process, on GPU %d (%s)",
+                               device->ordinal, device->info.name);
+    }
+    memory->opened = true;
+    memory->at = at;
+    code = driver->mem_range(&base, &nbytes, at);
+    if (code != WSYNC_CU_SUCCESS) {
+        return wsync_cuda_fail(driver, code, "cuMemGetAddressRange", err,
+                               "the size of another process's memory on GPU %d (%s)",
+                               device->ordinal, device->info.name);
+    }
+    if (base != at || nbytes < memory->nbytes) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
+                          "the descriptor stands for %zu bytes of GPU memory, expected "
+                          "%" PRIu64,
+                          nbytes, memory->nbytes);
+    }
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_cuda_legacy_adopt(wsync_cuda_memory_t *memory, int fd,
+                                       wsync_error_t *err)
+{
+    note_t note;
+    wsync_status_t status = open_note(fd, &memory->fd, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (pread(memory->fd, &note, sizeof(note), 0) != (ssize_t)sizeof(note)) {
+        return fail_call("pread", err);
+    }
+    status = check_note(memory, &note, err);
+    if (status == WSYNC_OK && flock(memory->fd, LOCK_SH | LOCK_NB) != 0) {
+        status = wsync_fail(err, WSYNC_ERR_CLOSED, errno, "flock",
+                            "the GPU memory of descriptor %d has been freed", fd);
+    }
+    return status == WSYNC_OK ? open_handle(memory, &note.handle, err) : status;
+}

@@ -1,0 +1,408 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Memory and sessions on GPUs that cannot export memory as descriptors, on tests/fakecuda.
+ */
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include "cuda_fixture.h"
+#include "device/cuda.h"
+#include "ipc/session.h"
+
+enum { NBYTES = 100001, ROUNDS = 3, UPDATES = 3 };
+
+static const wsync_cuda_device_t *open_device(int ordinal)
+{
+    const wsync_cuda_device_t *device = NULL;
+    wsync_error_t err = {0};
+
+    choose_fake("WSYNC_FAKE_CUDA_NO_VMM", "1");
+    CHECK_OK(wsync_cuda_device(ordinal, &device, &err), err);
+    CHECK(!device->vmm);
+    return device;
+}
+
+static wsync_memory_t *make(const wsync_cuda_device_t *device)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_cuda_memory_create(device, NBYTES, &memory, &err), err);
+    return memory;
+}
+
+static unsigned char *bytes_of(const wsync_memory_t *memory)
+{
+    return wsync_cuda_memory_data(memory);
+}
+
+static void check_clean(void)
+{
+    const fakecuda_census_t census = fake_census();
+
+    CHECK_EQ(census.allocated, 0);
+    CHECK_EQ(census.physical, 0);
+    CHECK_EQ(census.reserved, 0);
+    CHECK_EQ(census.pushed, 0);
+}
+
+TEST(created_memory_is_zeroed_and_cannot_be_parked)
+{
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_memory_t *memory = make(device);
+    wsync_error_t err = {0};
+
+    CHECK_EQ(wsync_cuda_memory_nbytes(memory), NBYTES);
+    for (size_t i = 0; i < NBYTES; i++) {
+        CHECK_EQ(bytes_of(memory)[i], 0);
+    }
+    CHECK((fcntl(wsync_cuda_memory_fd(memory), F_GETFD) & FD_CLOEXEC) != 0);
+    CHECK_EQ(wsync_cuda_memory_park(memory, &err), WSYNC_ERR_UNSUPPORTED);
+    CHECK_HAS(err.message, "Fake GPU 0) cannot be parked: it has no virtual memory");
+    bytes_of(memory)[0] = 1;
+    CHECK_EQ(wsync_cuda_memory_unpark(memory, -1, &err), WSYNC_ERR_STATE);
+    CHECK(wsync_cuda_memory_fd(memory) >= 0);
+    wsync_cuda_memory_destroy(memory);
+    check_clean();
+}
+
+static wsync_memory_t *hear_memory(int socket)
+{
+    const int fd = hear_fd(socket);
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_cuda_memory_import(open_device(0), fd, NBYTES, &memory, &err), err);
+    (void)close(fd);
+    return memory;
+}
+
+static void import_main(int socket)
+{
+    wsync_memory_t *memory = hear_memory(socket);
+
+    CHECK_EQ(bytes_of(memory)[NBYTES - 1], 42);
+    bytes_of(memory)[0] = 7;
+    nudge(socket);
+    await_nudge(socket); /* the exporter has let go of its own */
+    CHECK_EQ(bytes_of(memory)[0], 8);
+    wsync_cuda_memory_destroy(memory);
+    check_clean();
+    nudge(socket);
+    await_nudge(socket);
+}
+
+/* The driver leaves undefined what a peer sees of memory that is freed under it. */
+TEST(memory_is_freed_when_no_peer_has_it_open)
+{
+    const peer_t peer = peer_start(import_main);
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_memory_t *memory = make(device);
+
+    bytes_of(memory)[NBYTES - 1] = 42;
+    say_fd(peer.socket, wsync_cuda_memory_fd(memory));
+    await_nudge(peer.socket);
+    CHECK_EQ(bytes_of(memory)[0], 7);
+    bytes_of(memory)[0] = 8;
+    wsync_cuda_memory_destroy(memory);
+    CHECK_EQ(fake_census().allocated, 1);
+    memory = make(device);
+    CHECK_EQ(fake_census().allocated, 2);
+    nudge(peer.socket);
+    await_nudge(peer.socket); /* it has closed it */
+    wsync_cuda_memory_destroy(memory);
+    check_clean();
+    nudge(peer.socket);
+    peer_end(peer);
+}
+
+static void export_main(int socket)
+{
+    wsync_memory_t *memory = make(open_device(0));
+
+    bytes_of(memory)[1] = 9;
+    say_fd(socket, wsync_cuda_memory_fd(memory));
+    (void)pause();
+}
+
+TEST(an_exporter_that_is_killed_leaves_what_can_be_closed)
+{
+    const peer_t peer = peer_start(export_main);
+    wsync_memory_t *memory = hear_memory(peer.socket);
+
+    CHECK_EQ(bytes_of(memory)[1], 9);
+    CHECK_EQ(kill(peer.pid, SIGKILL), 0);
+    CHECK_EQ(waitpid(peer.pid, NULL, 0), peer.pid);
+    wsync_cuda_memory_destroy(memory);
+    check_clean();
+}
+
+static void die_main(int socket)
+{
+    (void)hear_memory(socket);
+    nudge(socket);
+    (void)pause();
+}
+
+TEST(an_importer_that_is_killed_holds_nothing)
+{
+    const peer_t peer = peer_start(die_main);
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_memory_t *memory = make(device);
+
+    say_fd(peer.socket, wsync_cuda_memory_fd(memory));
+    await_nudge(peer.socket);
+    CHECK_EQ(kill(peer.pid, SIGKILL), 0);
+    CHECK_EQ(waitpid(peer.pid, NULL, 0), peer.pid);
+    wsync_cuda_memory_destroy(memory);
+    check_clean();
+}
+
+/* --- what is refused --------------------------------------------------------------------
+ */
+
+enum { BAD_FDS = 6 };
+
+static void refuse_main(int socket)
+{
+    static const struct {
+        wsync_status_t status;
+        const char *part;
+    } expected[BAD_FDS] = {
+        {WSYNC_ERR_REFUSED, "is not the sealed handle"},
+        {WSYNC_ERR_REFUSED, "is not the sealed handle"},
+        {WSYNC_ERR_REFUSED, "holds 8 bytes"},
+        {WSYNC_ERR_REFUSED, "holds no handle"},
+        {WSYNC_ERR_REFUSED, "memory of another GPU than GPU 0 (Fake GPU 0)"},
+        {WSYNC_ERR_CLOSED, "has been freed"},
+    };
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+    int fd;
+
+    for (int i = 0; i < BAD_FDS; i++) {
+        fd = hear_fd(socket);
+        CHECK_EQ(wsync_cuda_memory_import(device, fd, NBYTES, &memory, &err),
+                 expected[i].status);
+        CHECK_HAS(err.message, expected[i].part);
+        (void)close(fd);
+    }
+    fd = hear_fd(socket);
+    CHECK_EQ(wsync_cuda_memory_import(device, fd, NBYTES + 1, &memory, &err),
+             WSYNC_ERR_INVALID);
+    CHECK_HAS(err.message, "holds 100001 bytes of GPU memory, expected 100002");
+    CHECK(memory == NULL);
+    check_clean();
+    nudge(socket);
+}
+
+static int make_fd(size_t nbytes, int seals)
+{
+    const int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+
+    CHECK_EQ(ftruncate(fd, (off_t)nbytes), 0);
+    CHECK_EQ(fcntl(fd, F_ADD_SEALS, seals), 0);
+    return fd;
+}
+
+TEST(descriptors_of_something_else_are_refused)
+{
+    const peer_t peer = peer_start(refuse_main);
+    const wsync_cuda_device_t *device;
+    const int all = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE;
+    wsync_memory_t *memory;
+    wsync_memory_t *none = NULL;
+    wsync_error_t err = {0};
+    int fd;
+
+    choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
+    device = open_device(0);
+    say_fd(peer.socket, open("/dev/null", O_RDWR | O_CLOEXEC));
+    say_fd(peer.socket, make_fd(96, F_SEAL_SHRINK | F_SEAL_GROW));
+    say_fd(peer.socket, make_fd(8, all));
+    say_fd(peer.socket, make_fd(96, all));
+    memory = make(open_device(1));
+    say_fd(peer.socket, wsync_cuda_memory_fd(memory));
+    wsync_cuda_memory_destroy(memory);
+    memory = make(device);
+    fd = dup(wsync_cuda_memory_fd(memory));
+    wsync_cuda_memory_destroy(memory);
+    say_fd(peer.socket, fd);
+    memory = make(device);
+    say_fd(peer.socket, wsync_cuda_memory_fd(memory));
+    await_nudge(peer.socket);
+    CHECK_EQ(
+        wsync_cuda_memory_import(device, wsync_cuda_memory_fd(memory), NBYTES, &none, &err),
+        WSYNC_ERR_STATE); /* the driver opens nothing in the process that made it */
+    CHECK_EQ(wsync_cuda_memory_import(device, -1, NBYTES, &none, &err), WSYNC_ERR_OS);
+    wsync_cuda_memory_destroy(memory);
+    peer_end(peer);
+    check_clean();
+}
+
+/* --- each driver call fails in turn -----------------------------------------------------
+ */
+
+static int open_fds(void)
+{
+    const int fd = dup(0);
+
+    CHECK(fd >= 0);
+    (void)close(fd);
+    return fd;
+}
+
+static void await_streams(void)
+{
+    for (int i = 0; i < 10000 && fake_census().streams > 0; i++) {
+        (void)usleep(1000);
+    }
+}
+
+/* Creates memory, or imports it from fd. */
+static void fail_in_turn(const wsync_cuda_device_t *device, int fd)
+{
+    long reported = 0;
+
+    for (long k = 0;; k++) {
+        const int fds = open_fds();
+        wsync_memory_t *memory = NULL;
+        wsync_error_t err = {0};
+        wsync_status_t status;
+        const char *failed;
+
+        fake_fail("*", k, WSYNC_CU_LAUNCH_FAILED);
+        status = fd < 0 ? wsync_cuda_memory_create(device, NBYTES, &memory, &err)
+                        : wsync_cuda_memory_import(device, fd, NBYTES, &memory, &err);
+        wsync_cuda_memory_destroy(memory);
+        failed = fake_failed();
+        fake_fail("*", -1, 0);
+        await_streams();
+        check_clean();
+        CHECK_EQ(open_fds(), fds);
+        if (failed == NULL) {
+            CHECK_OK(status, err);
+            (void)printf("%ld calls failed in turn, %ld reported\n", k, reported);
+            CHECK(reported >= 3);
+            return;
+        }
+        if (status != WSYNC_OK) {
+            CHECK_EQ(err.native, WSYNC_CU_LAUNCH_FAILED);
+            CHECK_STR(err.origin, failed);
+            reported++;
+        }
+    }
+}
+
+static void fail_main(int socket)
+{
+    const int fd = hear_fd(socket);
+
+    fail_in_turn(open_device(0), fd);
+    nudge(socket);
+}
+
+TEST(each_call_fails_in_turn)
+{
+    const peer_t peer = peer_start(fail_main);
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_memory_t *memory;
+
+    fail_in_turn(device, -1);
+    memory = make(device);
+    say_fd(peer.socket, wsync_cuda_memory_fd(memory));
+    await_nudge(peer.socket);
+    wsync_cuda_memory_destroy(memory);
+    check_clean();
+    peer_end(peer);
+}
+
+/* --- sessions ---------------------------------------------------------------------------
+ */
+
+static const wsync_device_ops_t *open_ops(void)
+{
+    const wsync_device_ops_t *ops = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_device_cuda(&open_device(0)->info.uuid, "kernels", &ops, &err), err);
+    return ops;
+}
+
+static void work_main(int socket)
+{
+    const wsync_device_ops_t *ops = open_ops();
+    const wsync_receipt_t receipt = {0};
+    char path[WSYNC_PATH_NBYTES];
+    uint8_t token[WSYNC_TOKEN_NBYTES];
+    wsync_importer_t *importer = NULL;
+    wsync_error_t err = {0};
+
+    hear(socket, path, sizeof(path));
+    hear(socket, token, sizeof(token));
+    CHECK_OK(wsync_importer_create(ops, path, token, NULL, 0, PATIENT_MS, &importer, &err),
+             err);
+    for (int i = 0; i < UPDATES; i++) {
+        uint64_t update = 0;
+        uint32_t count = 0;
+
+        CHECK_OK(wsync_importer_begin(importer, PATIENT_MS, &update, &count, &err), err);
+        for (uint32_t round = 0; round < count; round++) {
+            const unsigned char *ring;
+
+            CHECK_OK(wsync_importer_take(importer, round, NULL, PATIENT_MS, &err), err);
+            ring = ops->memory_data(wsync_importer_ring(importer));
+            CHECK_EQ(ring[NBYTES - 1], update * 16 + round);
+            CHECK_OK(wsync_importer_done(importer, round, NULL, PATIENT_MS, &err), err);
+        }
+        CHECK_OK(wsync_importer_prepared(importer, &receipt, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_importer_verdict(importer, PATIENT_MS, &err), err);
+    }
+    wsync_importer_destroy(importer);
+    check_clean();
+}
+
+TEST(sessions_keep_a_ring_that_cannot_be_parked)
+{
+    const peer_t peer = peer_start(work_main);
+    const wsync_device_ops_t *ops = open_ops();
+    wsync_exporter_t *exporter = NULL;
+    wsync_memory_t *ring = NULL;
+    wsync_stream_t *stream = NULL;
+    wsync_receipt_t receipt;
+    wsync_error_t err = {0};
+    uint8_t *blob = NULL;
+    size_t nbytes = 0;
+    char path[WSYNC_PATH_NBYTES] = "";
+
+    CHECK_OK(wsync_exporter_create(NULL, &exporter, &err), err);
+    CHECK_OK(ops->memory_create(NBYTES, &ring, &err), err);
+    CHECK_OK(ops->stream_create(1, &stream, &err), err);
+    (void)snprintf(path, sizeof(path), "%s", wsync_exporter_path(exporter));
+    say(peer.socket, path, sizeof(path));
+    say(peer.socket, wsync_exporter_token(exporter), WSYNC_TOKEN_NBYTES);
+    CHECK_OK(wsync_exporter_accept(exporter, PATIENT_MS, &blob, &nbytes, &err), err);
+    free(blob);
+    CHECK_OK(wsync_exporter_attach(exporter, ops, ring, NULL, 0, PATIENT_MS, &err), err);
+    for (uint64_t update = 0; update < UPDATES; update++) {
+        CHECK_OK(wsync_exporter_begin(exporter, update, ROUNDS, PATIENT_MS, &err), err);
+        for (uint32_t round = 0; round < ROUNDS; round++) {
+            CHECK_OK(wsync_exporter_acquire(exporter, (int64_t)round - 1, NULL, PATIENT_MS,
+                                            &err),
+                     err);
+            bytes_of(ring)[NBYTES - 1] = (unsigned char)(update * 16 + round);
+            CHECK_OK(wsync_exporter_post(exporter, round, stream, PATIENT_MS, &err), err);
+        }
+        CHECK_OK(wsync_exporter_prepared(exporter, PATIENT_MS, &receipt, &err), err);
+        CHECK_OK(wsync_exporter_commit(exporter, true, PATIENT_MS, &err), err);
+        CHECK_EQ(wsync_exporter_park(exporter, PATIENT_MS, &err), WSYNC_ERR_REFUSED);
+        CHECK_HAS(err.message,
+                  "the worker keeps the ring: memory of GPU 0 (Fake GPU 0) "
+                  "cannot be parked");
+    }
+    wsync_exporter_destroy(exporter);
+    ops->stream_destroy(stream);
+    peer_end(peer);
+    ops->memory_destroy(ring);
+    check_clean();
+}
