@@ -5,6 +5,7 @@ import signal
 from multiprocessing.connection import Connection
 
 from wsync import _core
+from wsync.exchange import Exchange
 
 PATIENCE = 60.0
 RANKS = 3
@@ -56,7 +57,7 @@ def part(update: int, tensor: int, owner: int) -> bytes:
 def update_rank(
     rank: int,
     pipe: Connection,
-    exchange: _core.SharedExchange,
+    exchange: Exchange,
     behaviour: str,
 ) -> None:
     plan = make_plan(rank)

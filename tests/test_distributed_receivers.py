@@ -498,7 +498,7 @@ def test_a_meeting_has_a_deadline_of_its_own() -> None:
         with pytest.raises(wsync.DeadlineError, match="a collective of group g took over 5 s"):
             groups[0].finish(start(groups[0]), 5.0)
     store = Store(20)
-    alone = Crossing.at("127.0.0.1", store.port, 1).join(0, 7.0, lambda: None)
+    alone = Crossing.at("127.0.0.1", store.port, 1).join(0, wsync._core.host(), 7.0, lambda: None)
     assert alone.timeout == 7.0
     alone.close()
     with pytest.raises(wsync.DeadlineError, match=r"2 members did not meet at .* within 0 s"):

@@ -3,11 +3,16 @@
 import multiprocessing
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 import pytest
-from exchange_ranks import PATIENCE, RANKS, ROUND, make_plan, run
+import torch
+from exchange_ranks import PATIENCE, RANKS, ROUND, make_plan, run, update_rank
 
+import wsync.device
+import wsync.exchange
 from wsync import _core
 
 CONTEXT = multiprocessing.get_context("spawn")
@@ -55,6 +60,63 @@ def test_every_worker_gets_every_byte() -> None:
         assert [world.hear(rank) for rank in range(RANKS)] == ["3 updates"] * RANKS
     finally:
         world.close()
+
+
+class Threads:
+    """A group of threads, as torch's groups are: data is taken when a collective starts."""
+
+    def __init__(self, size: int) -> None:
+        self.meeting = threading.Barrier(size, timeout=PATIENCE)
+        self.sent: list[list[torch.Tensor]] = [[] for _ in range(size)]
+
+    def member(self, rank: int) -> "Member":
+        return Member(self, rank)
+
+
+class Member:
+    timeout = PATIENCE
+
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self.threads, self.rank, self.size = threads, rank, len(threads.sent)
+
+    def exchange(
+        self, output: torch.Tensor, data: torch.Tensor, outputs: list[int], inputs: list[int]
+    ) -> object:
+        self.threads.sent[self.rank] = list(data.clone().split(inputs))
+        self.threads.meeting.wait()
+        parts = [sent[self.rank] for sent in self.threads.sent]
+        for into, part in zip(output.split(outputs), parts, strict=True):
+            into.copy_(part)
+        self.threads.meeting.wait()
+        return "done"
+
+    def finish(self, work: object, timeout: float) -> None:
+        assert work == "done"
+
+
+def test_a_group_on_gpus_has_an_order_with_streams_and_not_with_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no such group here; what is shown is when torch is told to wait for a stream."""
+    told: list[_core.Stream] = []
+
+    def lead(stream: _core.Stream) -> None:
+        told.append(stream)
+        stream.synchronize(PATIENCE)
+
+    monkeypatch.setattr(wsync.exchange, "lead_torch", lead)
+    monkeypatch.setattr(wsync.exchange, "on_gpu", wsync.device.staging)
+    threads, host = Threads(RANKS), _core.host()
+
+    def work(rank: int) -> None:
+        member = threads.member(rank)
+        exchange = wsync.exchange.GroupExchange(member, "nccl", host, lambda: None)
+        update_rank(rank, multiprocessing.Pipe()[0], exchange, "work")
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        list(pool.map(work, range(RANKS)))
+    # a round is packed before it is sent, and unpacked before its staging is filled again
+    assert len(told) == 2 * RANKS * 3 * make_plan(0).round_count
 
 
 def test_a_killed_rank_is_named_on_all_others() -> None:

@@ -16,6 +16,7 @@ from support.tiny_qwen3 import Weights, draw, same
 import wsync
 from wsync.engine.process import ProcessEngine
 from wsync.engine.tensor_parallel import TensorParallelEngine
+from wsync.sessions import WorkerSession
 
 QUICK = wsync.Options(deadline=3.0, progress=False)
 
@@ -110,6 +111,48 @@ def test_many_small_rounds_give_the_same_bytes(config: Any, engine: TensorParall
         report = sync.update()
     assert report.rounds > 5
     assert same(engine.weights(), weights)
+
+
+def little_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    make = WorkerSession.make_ring
+
+    def make_ring(session: WorkerSession, plan: Any, device: Any) -> None:
+        if plan.ring_nbytes(session.worker) > nbytes:
+            raise wsync.NoMemoryError(f"no {plan.ring_nbytes(session.worker)} bytes")
+        make(session, plan, device)
+
+    monkeypatch.setattr(WorkerSession, "make_ring", make_ring)
+
+
+def test_where_memory_is_short_rings_are_smaller(
+    config: Any,
+    engine: TensorParallelEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weights = draw(config, 6)
+    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+        usual = sync.update()
+    limit = usual.ring_nbytes // engine.workers // 3
+    little_memory(monkeypatch, limit)
+    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+        report = sync.update()
+    assert same(engine.weights(), weights)
+    assert report.ring_nbytes <= engine.workers * limit
+    assert report.rounds > usual.rounds
+    assert "rank 0: no " in caplog.text
+    assert "bytes are tried" in caplog.text
+
+
+@pytest.mark.parametrize("ring_nbytes", [0, 1 << 16])
+def test_memory_for_no_ring_at_all_is_an_error(
+    config: Any, engine: TensorParallelEngine, monkeypatch: pytest.MonkeyPatch, ring_nbytes: int
+) -> None:
+    little_memory(monkeypatch, 1 << 10)
+    options = wsync.Options(deadline=3, ring_nbytes=ring_nbytes, progress=False)
+    with wsync.connect(draw(config, 6), engines=[engine], options=options) as sync:
+        with pytest.raises(wsync.NoMemoryError, match=r"rank 0: no \d+ bytes"):
+            sync.update()
 
 
 def test_two_kinds_of_engine_in_one_update(

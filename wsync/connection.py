@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +16,8 @@ import torch
 from wsync import _core
 from wsync.control import LEARN, PIECES, WHOLE, Control
 from wsync.crossing import Blueprint, Crossing, Orders
-from wsync.device import default, find, follow_torch
-from wsync.exchange import Exchange, GlooExchange
+from wsync.device import default, find, follow_torch, has_nccl
+from wsync.exchange import Exchange, GroupExchange
 from wsync.group import TrainerGroup
 from wsync.handles import EngineHandle
 from wsync.options import Options
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 Check = Callable[[], object]
 
+_log = logging.getLogger(__name__)
+
+_GPU_ROUND_NBYTES = 256 << 20
+_LEAST_RING_NBYTES = 16 << 10  # a machine that has less has other worries
 _DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's, which may be exceeded for one large tensor
 _PUNCTUAL = 0.9  # of the deadline, which those who have come wait from then on
 
@@ -165,9 +170,9 @@ class Connection:
         layouts, gpus = self._gather_layouts(blobs)
         self._device = find(self._settle(gpus))
         self._stream = _core.Stream(self._options.threads, self._device)
-        blueprint = self._draw(layouts)
-        plan = blueprint.plan(self._group.rank)
-        self._agree(plan)
+        if self._crossing is not None and has_nccl(self._device):
+            self._crossing = dataclasses.replace(self._crossing, backend="nccl")
+        blueprint, plan = self._fit(layouts)
         self._order(blueprint, plan)
         numbers = sorted(self._meetings)
         if self._remote is not None:
@@ -398,7 +403,7 @@ class Connection:
                     session.worker, rank, plan.fingerprint, self._crossing, blueprint
                 )
 
-    def _draw(self, layouts: list[bytes]) -> Blueprint:
+    def _draw(self, layouts: list[bytes], ring_nbytes: int) -> Blueprint:
         wanted = [
             (layout, worker.stage) for layout, worker in zip(layouts, self._workers, strict=True)
         ]
@@ -414,8 +419,8 @@ class Connection:
             ],
             # no trainer rank is nearer to a remote worker than another
             [*hosts, *range(elsewhere, elsewhere + len(self._beyond))],
-            round_nbytes=self._round_nbytes(),
-            ring_nbytes=self._options.ring_nbytes,
+            round_nbytes=self._round_nbytes(ring_nbytes),
+            ring_nbytes=ring_nbytes,
         )
 
     def _destination(self, layout: bytes, stage: int | None) -> tuple[_core.Layout, bool]:
@@ -425,44 +430,107 @@ class Connection:
         tensors = range(model.tensor_count) if stage is None else self._trainer.holds(stage)
         return whole(model, tensors), layout == WHOLE
 
-    def _round_nbytes(self) -> int:
+    def _round_nbytes(self, ring_nbytes: int) -> int:
         """Small rounds overlap better; stock engines take one request each, so theirs are large,
-        but not where a broadcast costs much more than a request."""
+        but not where a broadcast costs much more than a request.  A GPU copies a round in less
+        time than its message takes."""
         stock = any(worker.stock for worker in self._workers)
         remote = any(worker.stage is not None for worker in self._workers)
         most = self._options.bucket_nbytes
         if self._options.round_nbytes or not stock or (remote and most >= _DEFAULT_ROUND_NBYTES):
-            return self._options.round_nbytes
+            chosen = self._options.round_nbytes
+            if chosen or self._device.ordinal < 0 or ring_nbytes:
+                return chosen
+            return _GPU_ROUND_NBYTES
         return max(most, uncut_nbytes(self._trainer.model))
 
-    def _agree(self, plan: _core.Plan) -> None:
-        prints = self._group.all_gather(plan.fingerprint.to_bytes(8, "little"))
+    def _fit(self, layouts: list[bytes]) -> tuple[Blueprint, _core.Plan]:
+        """Plans, and makes the rings: smaller ones where some rank has no memory for them."""
+        limit, missing = self._options.ring_nbytes, ""
+        while True:
+            blueprint = self._draw(layouts, limit)
+            try:
+                plan = blueprint.plan(self._group.rank)
+            except _core.InvalidArgumentError as error:
+                if not missing:
+                    raise
+                text = f"{missing}, and a smaller ring cannot work: {error}"
+                raise _core.NoMemoryError(text) from error
+            missing = self._agree(plan, self._make_rings(plan))
+            if not missing:
+                return blueprint, plan
+            limit = max(plan.ring_nbytes(number) for number in range(len(self._workers))) // 2
+            if self._options.ring_nbytes or limit < _LEAST_RING_NBYTES:
+                raise _core.NoMemoryError(missing)
+            _log.warning("%s; rings of %d bytes are tried", missing, limit)
+
+    def _make_rings(self, plan: _core.Plan) -> str:
+        """Makes the rings of this rank's workers; says what there is no memory for."""
+        own = [session for session in self._sessions if isinstance(session, WorkerSession)]
+        for session in own:
+            session.drop_ring()
+        try:
+            for session in own:
+                session.make_ring(plan, self._device)
+        except _core.NoMemoryError as error:
+            return f"rank {self._group.rank}: {error}"
+        return ""
+
+    def _agree(self, plan: _core.Plan, missing: str) -> str:
+        """Compares all ranks' plans; what the first rank that lacks memory says, or ""."""
+        mine = [f"{plan.fingerprint:016x}", missing]
+        parts = self._group.all_gather(json.dumps(mine).encode())
+        prints, lacks = zip(*(json.loads(part) for part in parts), strict=True)
         if len(set(prints)) > 1:
             raise _core.LayoutError(
-                f"trainer ranks made different plans: fingerprints {[p.hex() for p in prints]}"
+                f"trainer ranks made different plans: fingerprints {list(prints)}"
             )
+        return next(filter(None, lacks), "")
 
     def _make_exchange(self, plan: _core.Plan, check: Check) -> Exchange | None:
-        group, options = self._group, self._options
-        if self._crossing is not None:
-
-            def look() -> None:
-                check()
-                self._look()
-
-            timeout = options.exchange_deadline
-            self._everyone = self._crossing.join(group.rank, timeout, look)
-            return GlooExchange(self._everyone, self._device, self._look)
-        if group.size == 1:
+        how = self._transport()
+        if how == "none":
             return None
+        if how == "shared":
+            return self._share(plan, check)
+        if self._crossing is None and how == "nccl":
+            self._crossing = self._cross()
+        if self._crossing is None:
+            return GroupExchange(self._group, how, self._device, self._look)
+
+        def look() -> None:
+            check()
+            self._look()
+
+        timeout = self._options.exchange_deadline
+        self._everyone = self._crossing.join(self._group.rank, self._device, timeout, look)
+        return GroupExchange(self._everyone, how, self._device, self._look)
+
+    def _transport(self) -> str:
+        """What rounds are exchanged by: "none", "shared", "gloo" or "nccl"."""
+        if self._crossing is not None:
+            return self._crossing.backend
+        if self._group.size == 1:
+            return "none"
         hosts = len(set(self._trainer.hosts))
-        one_host = hosts == 1
-        if options.exchange == "shared" and not one_host:
+        wanted = self._options.exchange
+        if wanted == "shared" and hosts > 1:
             raise _core.InvalidArgumentError(
                 f"exchange='shared', but the trainer ranks are on {hosts} hosts"
             )
-        if options.exchange == "gloo" or not one_host:
-            return GlooExchange(group, self._device, self._look)
+        if wanted == "nccl" and not has_nccl(self._device):
+            raise _core.InvalidArgumentError(
+                f"exchange='nccl', but rank {self._group.rank} is on {self._device!r}, or this "
+                "torch has no NCCL"
+            )
+        if wanted != "auto":
+            return wanted
+        if has_nccl(self._device):
+            return "nccl"
+        return "shared" if hosts == 1 else "gloo"
+
+    def _share(self, plan: _core.Plan, check: Check) -> Exchange:
+        group, options = self._group, self._options
         exchange = _core.SharedExchange(
             group.rank, group.size, max(plan.send_nbytes, 1), options.directory, self._device
         )
@@ -473,6 +541,15 @@ class Connection:
             exchange.close()
             raise
         return exchange
+
+    def _cross(self) -> Crossing:
+        """Where the trainer ranks meet on their GPUs."""
+        mine = b"null"
+        if self._group.rank == 0:
+            self._store = Store(self._options.deadline)
+            crossing = Crossing.at(own_address([]), self._store.port, self._group.size, "nccl")
+            mine = json.dumps(dataclasses.asdict(crossing)).encode()
+        return Crossing(**json.loads(self._group.all_gather(mine)[0]))
 
 
 def _countdown(timeout: float) -> Callable[[], float]:

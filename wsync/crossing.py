@@ -15,8 +15,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
+import torch
+
 from wsync import _core
 from wsync.calls import Lane, result
+from wsync.device import has_nccl
 from wsync.update_group import UpdateGroup
 
 Check = Callable[[], object]
@@ -60,18 +63,25 @@ class Crossing:
     host: str
     port: int
     size: int
+    backend: str = "gloo"
 
     @staticmethod
-    def at(host: str, port: int, size: int) -> Crossing:
+    def at(host: str, port: int, size: int, backend: str = "gloo") -> Crossing:
         # a new name each time: a worker may still be in the group of a trainer that is gone
-        return Crossing(f"wsync-{secrets.token_hex(8)}", host, port, size)
+        return Crossing(f"wsync-{secrets.token_hex(8)}", host, port, size, backend)
 
-    def join(self, rank: int, timeout: float, check: Check) -> UpdateGroup:
+    def join(self, rank: int, device: _core.Device, timeout: float, check: Check) -> UpdateGroup:
         """Joins the others; `check` is called now and whenever one of them is waited for.
 
         Raises:
             DeadlineError: not all came.
+            UnsupportedError: they meet on GPUs, and this rank has none.
         """
+        gpu = None
+        if self.backend == "nccl":
+            if not has_nccl(device):
+                raise _core.UnsupportedError(f"rank {rank} on {device!r} cannot meet by NCCL")
+            gpu = torch.device("cuda", device.ordinal)
         lane = Lane("wsync-crossing")
         group = functools.partial(
             UpdateGroup,
@@ -80,7 +90,8 @@ class Crossing:
             rank=rank,
             size=self.size,
             name=self.name,
-            backend="gloo",
+            backend=self.backend,
+            device=gpu,
             timeout=timeout,
             meeting=timeout + _SETTLE_SECONDS,
             check=check,
@@ -139,9 +150,12 @@ class Orders:
                 _number(fields["ring_nbytes"]),
             )
             told = fields["crossing"]
+            port, size = _number(told["port"]), _number(told["size"])
             crossing = Crossing(
-                str(told["name"]), str(told["host"]), _number(told["port"]), _number(told["size"])
+                str(told["name"]), str(told["host"]), port, size, str(told["backend"])
             )
+            if crossing.backend not in ("gloo", "nccl"):
+                raise ValueError(f"backend {crossing.backend!r}")
             worker, rank = _number(fields["worker"]), _number(fields["rank"])
             if blueprint.workers[worker][1] != rank or crossing.size != len(blueprint.hosts):
                 raise ValueError(f"worker {worker} is not rank {rank} of {crossing.size}")

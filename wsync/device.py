@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 
 from wsync import _core
 
@@ -117,6 +118,16 @@ def _torch_stream(device: _core.Device) -> int | None:
         return None
     current: Any = torch.cuda.current_stream(device.ordinal)
     return int(current.cuda_stream)
+
+
+def on_gpu(nbytes: int, device: _core.Device) -> torch.Tensor:
+    """Bytes on a GPU that torch's groups can send and fill."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device.ordinal))
+
+
+def has_nccl(device: _core.Device) -> bool:
+    """Whether ranks on such devices can meet in a group of NCCL."""
+    return device.ordinal >= 0 and torch.cuda.is_available() and dist.is_nccl_available()
 
 
 def staging(nbytes: int, device: _core.Device) -> torch.Tensor:

@@ -1,18 +1,19 @@
 """Exchange of a plan's messages between its ranks, one step per round.
 
 Ranks of one host read each other's staging (`_core.SharedExchange`); otherwise a round is one
-all-to-all over gloo.  Both have the methods of csrc/comm/comm.h.
+all-to-all of a process group.  Both have the methods of csrc/comm/comm.h.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from wsync import _core
-from wsync.device import staging
+from wsync.device import lead_torch, on_gpu, staging
 
 
 class Exchange(Protocol):
@@ -42,21 +43,24 @@ class Group(Protocol):
     def finish(self, work: Any, timeout: float) -> None: ...
 
 
-class GlooExchange:
-    """One `all_to_all_single` per round on contiguous staging of this rank.
+class GroupExchange:
+    """One all-to-all of a process group per round, on contiguous staging of this rank: in host
+    memory for gloo, on the GPU for NCCL.
 
     A message to several peers is packed once and copied for the others, because all-to-all
     has no broadcast.  Staging has two halves, so that a round can be packed while the one
     before is on its way.
     """
 
-    name = "gloo"
-
-    def __init__(self, group: Group, device: _core.Device, look: Callable[[], object]) -> None:
+    def __init__(
+        self, group: Group, backend: str, device: _core.Device, look: Callable[[], object]
+    ) -> None:
+        self.name = backend
         self._group = group
         self._look = look  # called while this waits for a stream
         self._plan: _core.Plan | None = None
-        self._halves = [_Half(device), _Half(device)]
+        make = functools.partial(on_gpu if backend == "nccl" else staging, device=device)
+        self._halves = [_Half(make), _Half(make)]
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +85,7 @@ class GlooExchange:
 
     def post(self, round: int, stream: _core.Stream) -> None:
         half = self._halves[round % 2]
-        stream.synchronize(self._group.timeout, self._look)
+        self._hand_over(stream)
         for first, count, others in half.repeats:
             for other in others:
                 half.send[other : other + count] = half.send[first : first + count]
@@ -97,7 +101,14 @@ class GlooExchange:
 
     def release(self, round: int, stream: _core.Stream) -> None:
         # The next but one round overwrites what this stream may still read.
-        stream.synchronize(self._group.timeout, self._look)
+        self._hand_over(stream)
+
+    def _hand_over(self, stream: _core.Stream) -> None:
+        """The group comes next, which is torch's: it has an order with streams of a GPU alone."""
+        if self.name == "nccl":
+            lead_torch(stream)
+        else:
+            stream.synchronize(self._group.timeout, self._look)
 
     def close(self) -> None:
         self._plan = None
@@ -106,10 +117,10 @@ class GlooExchange:
 class _Half:
     """Staging of the rounds of one parity."""
 
-    def __init__(self, device: _core.Device) -> None:
-        self._device = device
-        self.send = torch.empty(0, dtype=torch.uint8)
-        self.recv = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+        self._make = make
+        self.send = make(0)
+        self.recv = make(0)
         self.send_counts: list[int] = []
         self.recv_counts: list[int] = []
         self.repeats: list[tuple[int, int, list[int]]] = []
@@ -148,7 +159,7 @@ class _Half:
         return _core.BufferTable(spans, owner=(self.send, self.recv))
 
     def _at_least(self, tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-        return tensor if tensor.numel() >= nbytes else staging(nbytes, self._device)
+        return tensor if tensor.numel() >= nbytes else self._make(nbytes)
 
 
 def _starts(counts: list[int]) -> list[int]:

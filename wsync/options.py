@@ -30,7 +30,7 @@ class Options:
         pause_mode: "abort", "retract" or "in_place", as SGLang's /pause_generation takes it.
         flush_cache: whether engines drop their KV cache before the update.
         exchange: "auto", "shared" (all trainer ranks on one host, and no remote engine runs
-            wsync's receiver) or "gloo".
+            wsync's receiver), "gloo" or "nccl" (all trainer ranks on GPUs).
         park: whether the rings of workers on the trainer's hosts give their memory back between
             updates, on both sides: for GPUs whose memory engine and trainer need for themselves
             in between (slime's colocate mode).  Getting it anew costs time in every update, and
@@ -61,7 +61,7 @@ class Options:
             "delivery": ("auto", "wsync", "stock", "distributed"),
             "broadcast": ("auto", "wsync", "bucket", "tensor"),
             "backend": ("auto", "gloo", "nccl"),
-            "exchange": ("auto", "shared", "gloo"),
+            "exchange": ("auto", "shared", "gloo", "nccl"),
             "pause_mode": ("abort", "retract", "in_place"),
         }
         for name, allowed in choices.items():

@@ -109,6 +109,9 @@ class RemoteSession(WorkerSession):
     def _listen(self) -> RemoteExporter:
         return RemoteExporter(self._host, self._name)
 
+    def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
+        """The ring is the worker's own."""
+
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Hands over the plan; the ring is the worker's own."""
         assert self.orders is not None

@@ -203,8 +203,8 @@ class WorkerSession:
         and where to come back to."""
         self._teacher, self._exporter = self._exporter, self._listen()
         lesson = self._exporter.address.encode() + b"\n" + model
-        self._ring = _core.Memory(1, find(self._teacher.worker_uuid))
-        self._teacher.attach(self._ring, lesson, timeout, check)
+        ring = _core.Memory(1, find(self._teacher.worker_uuid))
+        self._teacher.attach(ring, lesson, timeout, check)
         self._teacher.begin(0, 0, timeout, check)
 
     def learnt(self, timeout: float, check: Check) -> bytes:
@@ -228,10 +228,22 @@ class WorkerSession:
         teacher.close()
         return blob
 
-    def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
-        """Hands over a ring on the worker's device and the manifest; returns where it lies."""
-        manifest = self._expect(plan)
+    def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
+        """Makes the ring that `attach` hands over, on the worker's device.
+
+        Raises:
+            NoMemoryError: there is no memory for it.
+        """
         self._ring = _core.Memory(max(plan.ring_nbytes(self.worker), 1), device)
+
+    def drop_ring(self) -> None:
+        """Undoes that."""
+        self._ring = None
+
+    def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
+        """Hands over ring and manifest; returns where the ring lies."""
+        assert self._ring is not None
+        manifest = self._expect(plan)
         self._exporter.attach(self._ring, manifest.to_bytes(), timeout, check)
         return self._ring.address, self._ring.nbytes
 

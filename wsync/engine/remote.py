@@ -5,7 +5,7 @@ from __future__ import annotations
 from wsync import _core
 from wsync.channel import COUNTS, UPDATE, Frame, knock
 from wsync.crossing import Orders
-from wsync.exchange import GlooExchange
+from wsync.exchange import GroupExchange
 from wsync.update_group import UpdateGroup
 
 
@@ -26,7 +26,7 @@ class RemoteImporter:
         self._worker = 0
         self._waits: list[int] = []
         self._group: UpdateGroup | None = None
-        self._exchange: GlooExchange | None = None
+        self._exchange: GroupExchange | None = None
         self._following: _core.BufferTable | None = None
         self._stream = _core.Stream(1, device)
         self._events = _core.Memory(64, device, control=True)
@@ -139,8 +139,11 @@ class RemoteImporter:
         self.manifest = plan.manifest(orders.worker).to_bytes()
         self.ring = _core.Memory(max(plan.ring_nbytes(orders.worker), 1), self._device)
         self._waits = [plan.slot(orders.worker, k)[2] for k in range(plan.round_count)]
-        self._group = orders.crossing.join(orders.rank, timeout, self._channel.look)
-        self._exchange = GlooExchange(self._group, self._device, self._channel.look)
+        crossing = orders.crossing
+        self._group = crossing.join(orders.rank, self._device, timeout, self._channel.look)
+        self._exchange = GroupExchange(
+            self._group, crossing.backend, self._device, self._channel.look
+        )
         self._plan = plan
 
     def _join_round(self, round: int, timeout: float) -> _core.BufferTable:
