@@ -15,10 +15,12 @@ from typing import Any
 
 import atheris
 
-with atheris.instrument_imports(include=["pickle", "wsync.payload", "wsync.control"]):
+with atheris.instrument_imports(
+    include=["pickle", "wsync.payload", "wsync.cuda_payload", "wsync.control"]
+):
     import torch
 
-    from wsync import payload
+    from wsync import cuda_payload, payload
     from wsync._core import ProtocolError
     from wsync.bucket import FlattenedTensorMetadata
     from wsync.control import Control
@@ -51,6 +53,10 @@ def check(value: object) -> None:
         end = (value.storage_offset() + last + 1) * value.element_size() if value.numel() else 0
         assert end <= value.untyped_storage().nbytes(), (value.shape, value.stride())
         return
+    if isinstance(value, cuda_payload.GpuTensor):
+        end = (value.start + value.spanned) * value.dtype.itemsize if value.spanned else 0
+        assert end <= value.nbytes, value
+        return
     plain = isinstance(value, (*_PLAIN, list, tuple, dict, payload._State))
     storage = isinstance(value, torch.UntypedStorage | torch.storage.TypedStorage)
     named = callable(value)  # what is only named is not called
@@ -59,7 +65,7 @@ def check(value: object) -> None:
 
 def read(data: bytes) -> None:
     try:
-        value = payload.load(data)
+        value = cuda_payload.load(data)
         for part in values(value, set()):
             check(part)
         control = payload.control_bytes(value)

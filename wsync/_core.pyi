@@ -326,5 +326,24 @@ def cuda_devices() -> tuple[int, list[tuple[str, str, int, tuple[int, int]]]]:
     compute capability) of each GPU that this process sees.  Loads and initialises the driver.
     UnsupportedError says why there is no GPU to use."""
 
+@final
+class IpcMemory:
+    """Memory of GPU `ordinal` (its place in cuda_devices) that processes without wsync open by its handle: an
+    allocation of its own, of at least nbytes.  Not cleared."""
+    def __new__(cls, ordinal: int, nbytes: int) -> Self: ...
+    @staticmethod
+    def open(ordinal: int, handle: bytes) -> IpcMemory:
+        """What another process's handle stands for, whole.  StateError in the process that made it, PeerClosedError if
+        it is there no more."""
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def handle(self) -> bytes: ...
+    def close(self) -> None:
+        """Frees what this process made, when nobody has it open any more, or closes what it opened.  No work on it may
+        be under way."""
+
 def checksum(data: Any, /) -> int:
     """64-bit checksum of a contiguous buffer (FNV-style over 8-byte words); 0 is never returned."""

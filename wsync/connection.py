@@ -107,7 +107,9 @@ class Connection:
             return RemoteSession(number, host=own_address([engine_name]), name=name)
         if worker.stock:
             engine = engines[worker.engine]
-            return StockSession(number, engine, timeout=options.request_deadline)
+            # of several workers, the others would each need a context on this GPU
+            on_gpu = self._source != "" and engine.workers == 1
+            return StockSession(number, engine, timeout=options.request_deadline, on_gpu=on_gpu)
         return WorkerSession(number, directory=options.directory, park=options.park)
 
     @property

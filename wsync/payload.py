@@ -17,13 +17,14 @@ from __future__ import annotations
 import base64
 import binascii
 import ctypes
+import dataclasses
+import functools
 import io
 import os
 import pickle
 import reprlib
-import struct
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -32,7 +33,7 @@ from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.control import TENSOR_NAME
 
 _METADATA_GLOBAL: Final = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
-_REDUCTIONS: Final = "torch.multiprocessing.reductions"
+REDUCTIONS: Final = "torch.multiprocessing.reductions"
 _SHM: Final = "/dev/shm"
 # On storages of shared_bytes: torch does not tell which kind of shared memory one is, and moves
 # those of the other kinds when asked for their file.
@@ -42,111 +43,90 @@ _FILE_MARK: Final = "wsync_file"
 # --- writing ---------------------------------------------------------------------------------
 
 
-class _Writer:
-    """Pickle opcodes, protocol 4; strings and globals that repeat are memoised."""
+class _Writer(pickle._Pickler):
+    """Python's own writer, protocol 4, for plain values and what names or calls globals that
+    need not be here.  In Python, because in C every global is looked up."""
+
+    dispatch: ClassVar[dict[type, Callable[..., None]]] = {
+        kind: pickle._Pickler.dispatch[kind]
+        for kind in (type(None), bool, int, str, bytes, tuple, list, dict)
+    }
 
     def __init__(self) -> None:
-        self._out = bytearray(b"\x80\x04")
-        self._memo: dict[object, int] = {}
+        self._out = io.BytesIO()
+        super().__init__(self._out, 4)
 
     def finish(self, value: object) -> bytes:
-        self.value(value)
-        self._out += b"."
-        return bytes(self._out)
+        self.dump(value)
+        return self._out.getvalue()
 
-    def value(self, value: object) -> None:
-        out = self._out
-        if value is None:
-            out += b"N"
-        elif value is True or value is False:
-            out += b"\x88" if value else b"\x89"
-        elif isinstance(value, int):
-            self._integer(value)
-        elif isinstance(value, str):
-            self._text(value)
-        elif isinstance(value, bytes):
-            out += b"\x8e" + struct.pack("<Q", len(value)) + value
-        elif isinstance(value, torch.Size):
-            self.call("torch", "Size", (tuple(value),))
-        elif isinstance(value, tuple):
-            self._tuple(value)
-        elif isinstance(value, list):
-            self._many(b"](", value, b"e")
-        elif isinstance(value, dict):
-            self._many(b"}(", [part for pair in value.items() for part in pair], b"u")
-        elif isinstance(value, torch.dtype):
-            self.name("torch", str(value).removeprefix("torch."))
-        elif isinstance(value, _Deferred):
-            value.write(self)
-        else:
-            raise InvalidArgumentError(f"payload: {type(value).__name__} cannot be written")
-
-    def name(self, module: str, name: str) -> None:
-        """Pushes a global."""
-        if not self._recall((module, name)):
-            self._text(module)
-            self._text(name)
-            self._out += b"\x93"
-            self._remember((module, name))
-
-    def call(self, module: str, name: str, arguments: tuple[object, ...]) -> None:
-        """Pushes the result of calling a global."""
-        self.name(module, name)
-        self._tuple(arguments)
-        self._out += b"R"
-
-    def instance(self, module: str, name: str, state: dict[str, object]) -> None:
-        """Pushes an object made without arguments whose attributes are `state`."""
-        self.name(module, name)
-        self._out += b")\x81"
-        self.value(state)
-        self._out += b"b"
-
-    def _many(self, begin: bytes, values: list[object], end: bytes) -> None:
-        self._out += begin
-        for value in values:
-            self.value(value)
-        self._out += end
-
-    def _tuple(self, values: tuple[object, ...]) -> None:
-        if values:
-            self._many(b"(", list(values), b"t")
-        else:
-            self._out += b")"
-
-    def _integer(self, value: int) -> None:
-        if -(2**31) <= value < 2**31:
-            self._out += b"J" + struct.pack("<i", value)
-        else:
-            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            self._out += b"\x8a" + bytes((len(data),)) + data
-
-    def _text(self, value: str) -> None:
-        if not self._recall(value):
-            data = value.encode("utf-8")
-            self._out += b"X" + struct.pack("<I", len(data)) + data
-            self._remember(value)
-
-    def _recall(self, key: object) -> bool:
-        index = self._memo.get(key)
-        if index is None:
-            return False
-        self._out += b"j" + struct.pack("<I", index)
-        return True
-
-    def _remember(self, key: object) -> None:
-        self._memo[key] = len(self._memo)
-        self._out += b"\x94"
+    def reducer_override(self, value: Any) -> Any:
+        plain = type(value) in self.dispatch or isinstance(value, torch.Size | torch.dtype)
+        if plain or value is torch.Size:
+            return NotImplemented
+        raise InvalidArgumentError(f"payload: {type(value).__name__} cannot be written")
 
 
-class _Deferred:
-    """A value that writes itself."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Named:
+    """A global, written by its name."""
 
-    def __init__(self, write: Callable[[_Writer], None]) -> None:
-        self.write = write
+    module: str
+    name: str
+
+    def save(self, writer: Any) -> None:
+        writer.save(self.module)
+        writer.save(self.name)
+        writer.write(pickle.STACK_GLOBAL)
+        writer.memoize(self)
 
 
-def _by_value(tensor: torch.Tensor) -> _Deferred:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Called:
+    """The result of calling a global."""
+
+    function: _Named
+    arguments: tuple[object, ...]
+
+    def save(self, writer: Any) -> None:
+        writer.save(self.function)
+        writer.save(self.arguments)
+        writer.write(pickle.REDUCE)
+        writer.memoize(self)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Instance:
+    """An object made without arguments whose attributes are `state`."""
+
+    cls: _Named
+    state: dict[str, object]
+
+    def save(self, writer: Any) -> None:
+        writer.save(self.cls)
+        writer.save(())
+        writer.write(pickle.NEWOBJ)
+        writer.memoize(self)
+        writer.save(self.state)
+        writer.write(pickle.BUILD)
+
+
+for _kind in (_Named, _Called, _Instance):
+    _Writer.dispatch[_kind] = lambda writer, value: value.save(writer)
+
+
+@functools.cache
+def named(module: str, name: str) -> _Named:
+    """A global that a payload names."""
+    return _Named(module, name)
+
+
+def called(module: str, name: str, *arguments: object) -> _Called:
+    """What calling a global with these arguments gives where the payload is read."""
+    return _Called(named(module, name), arguments)
+
+
+def _by_value(tensor: torch.Tensor) -> _Called:
     """A tensor with its bytes in the pickle.  The storage is written as bytes, because torch has
     storage types for some dtypes only."""
     own = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -155,15 +135,15 @@ def _by_value(tensor: torch.Tensor) -> _Deferred:
         wrap_storage=own.untyped_storage(), dtype=torch.uint8, _internal=True
     )
     torch.save(storage, data, _use_new_zipfile_serialization=False)
-    loaded = _called("torch.storage", "_load_from_bytes", data.getvalue())
-    hooks = _called("collections", "OrderedDict")
+    loaded = called("torch.storage", "_load_from_bytes", data.getvalue())
+    hooks = called("collections", "OrderedDict")
     arguments = (loaded, 0, tuple(own.shape), own.stride(), False, hooks)
     if own.dtype == torch.uint8:
-        return _called("torch._utils", "_rebuild_tensor_v2", *arguments)
-    return _called("torch._utils", "_rebuild_tensor_v3", *arguments, own.dtype)
+        return called("torch._utils", "_rebuild_tensor_v2", *arguments)
+    return called("torch._utils", "_rebuild_tensor_v3", *arguments, own.dtype)
 
 
-def _by_file(tensor: torch.Tensor) -> _Deferred:
+def _by_file(tensor: torch.Tensor) -> _Called:
     """A flat uint8 tensor whose storage the receiver maps.  One reference travels with each
     payload: the receiver drops it when it unpickles, so a payload that is never read leaves its
     segment to torch_shm_manager, which removes it when the sender ends."""
@@ -171,40 +151,28 @@ def _by_file(tensor: torch.Tensor) -> _Deferred:
     if not hasattr(storage, _FILE_MARK):
         tensor = shared_bytes(tensor.numel()).copy_(tensor)
         storage = tensor.untyped_storage()
-    manager, handle, nbytes = storage._share_filename_cpu_()
+    file = storage._share_filename_cpu_()
     storage._shared_incref()  # type: ignore[no-untyped-call]
 
-    untyped = _called(
-        _REDUCTIONS,
-        "rebuild_storage_filename",
-        _named("torch.storage", "UntypedStorage"),
-        manager,
-        handle,
-        nbytes,
-    )
-    typed = _called(_REDUCTIONS, "rebuild_typed_storage", untyped, tensor.dtype)
+    cls = named("torch.storage", "UntypedStorage")
+    untyped = called(REDUCTIONS, "rebuild_storage_filename", cls, *file)
+    typed = called(REDUCTIONS, "rebuild_typed_storage", untyped, tensor.dtype)
     place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), False)
-    return _called(_REDUCTIONS, "rebuild_tensor", _named("torch", "Tensor"), typed, place)
+    return called(REDUCTIONS, "rebuild_tensor", named("torch", "Tensor"), typed, place)
 
 
-def _named(module: str, name: str) -> _Deferred:
-    return _Deferred(lambda writer: writer.name(module, name))
-
-
-def _called(module: str, name: str, *arguments: object) -> _Deferred:
-    return _Deferred(lambda writer: writer.call(module, name, arguments))
-
-
-def _entry(entry: Any) -> _Deferred:
-    state: dict[str, object] = {
-        "name": entry.name,
-        "shape": torch.Size(entry.shape),
-        "dtype": entry.dtype,
-        "start_idx": entry.start_idx,
-        "end_idx": entry.end_idx,
-        "numel": entry.numel,
-    }
-    return _Deferred(lambda writer: writer.instance(*_METADATA_GLOBAL, state))
+def _entry(entry: Any) -> _Instance:
+    return _Instance(
+        named(*_METADATA_GLOBAL),
+        {
+            "name": entry.name,
+            "shape": torch.Size(entry.shape),
+            "dtype": entry.dtype,
+            "start_idx": entry.start_idx,
+            "end_idx": entry.end_idx,
+            "numel": entry.numel,
+        },
+    )
 
 
 def shared_bytes(nbytes: int) -> torch.Tensor:
@@ -220,9 +188,20 @@ def shared_bytes(nbytes: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)[:nbytes]
 
 
-def bucket(bucket: FlattenedTensorBucket, *, by_value: bool = False) -> bytes:
+def flattened(tensor: object, metadata: Sequence[Any]) -> bytes:
     """The payload of SGLang's load_format "flattened_bucket": the object
-    {"flattened_tensor": tensor, "metadata": [FlattenedTensorMetadata, ...]}.
+    {"flattened_tensor": tensor, "metadata": [FlattenedTensorMetadata, ...]}."""
+    entries = [_entry(entry) for entry in metadata]
+    return _Writer().finish({"flattened_tensor": tensor, "metadata": entries})
+
+
+def values(value: object) -> bytes:
+    """The payload that a reader turns into `value`: of plain values, `named` and `called`."""
+    return _Writer().finish(value)
+
+
+def bucket(bucket: FlattenedTensorBucket, *, by_value: bool = False) -> bytes:
+    """The payload of SGLang's load_format "flattened_bucket", for a bucket of the host.
 
     A bucket filled into `shared_bytes` travels as the name of its file (the receiver sees what
     is written to it later, and each payload is to be read once); any other is first copied to
@@ -230,13 +209,12 @@ def bucket(bucket: FlattenedTensorBucket, *, by_value: bool = False) -> bytes:
     """
     flat = bucket.get_flattened_tensor()
     sent = _by_value(flat) if by_value else _by_file(flat)
-    metadata = [_entry(entry) for entry in bucket.get_metadata()]
-    return _Writer().finish({"flattened_tensor": sent, "metadata": metadata})
+    return flattened(sent, bucket.get_metadata())
 
 
 def named_tensors(pairs: list[tuple[str, torch.Tensor]]) -> bytes:
     """The payload of SGLang's other load formats: [(name, tensor), ...], by value."""
-    return _Writer().finish([(name, _by_value(tensor)) for name, tensor in pairs])
+    return values([(name, _by_value(tensor)) for name, tensor in pairs])
 
 
 def per_worker(payloads: Sequence[bytes]) -> list[tuple[str, list[bytes]]]:
@@ -247,7 +225,7 @@ def per_worker(payloads: Sequence[bytes]) -> list[tuple[str, list[bytes]]]:
     if any(other != names[0] for other in names):
         raise InvalidArgumentError(f"payloads of {len(lists)} workers name different tensors")
     return [
-        (name, [_Writer().finish(_by_value(pairs[number][1])) for pairs in lists])
+        (name, [values(_by_value(pairs[number][1])) for pairs in lists])
         for number, name in enumerate(names[0])
     ]
 
@@ -283,13 +261,14 @@ def to_text(data: bytes) -> str:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def load(data: bytes | str) -> object:
+def load(data: bytes | str, *, gpu: Callable[..., object] | None = None) -> object:
     """Unpickles a payload, given as bytes or as base64 text.
 
     Whoever can reach an engine's API can send one, so only these are understood: lists, tuples,
     dicts, strings, numbers, CPU tensors by file, by file descriptor and by value, and bucket
     metadata, which becomes wsync's FlattenedTensorMetadata.  Anything else is a ProtocolError that
-    names it.
+    names it.  gpu: makes something of tensors on a GPU, from rebuild_cuda_tensor's arguments (see
+    wsync.cuda_payload); without it they are refused.
     """
     if isinstance(data, str):
         try:
@@ -297,7 +276,7 @@ def load(data: bytes | str) -> object:
         except (binascii.Error, ValueError) as error:
             raise ProtocolError(f"payload: not base64: {error}") from None
     try:
-        value = _Reader(io.BytesIO(data)).load()
+        value = _Reader(io.BytesIO(data), gpu).load()
     except ProtocolError:
         raise
     except Exception as error:  # what a malformed pickle raises is not specified
@@ -380,7 +359,13 @@ class _Reader(pickle._Unpickler):
         _filling(pickle.SETITEMS, dict, lambda r: r.metastack[-1][-1]), lambda r: r.stack[::2]
     )
 
+    def __init__(self, file: io.BytesIO, gpu: Callable[..., object] | None) -> None:
+        super().__init__(file)
+        self._gpu = gpu or _refuse_gpu
+
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (REDUCTIONS, "rebuild_cuda_tensor"):
+            return self._gpu
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) in _STATES:
@@ -420,14 +405,14 @@ def _to_metadata(entry: object) -> FlattenedTensorMetadata:
     return FlattenedTensorMetadata(name, shape, dtype, start, end, numel)
 
 
-def _sizes(values: object) -> tuple[int, ...]:
+def read_sizes(values: object) -> tuple[int, ...]:
     if not isinstance(values, tuple) or not all(type(v) is int and v >= 0 for v in values):
         raise ProtocolError(f"payload: {reprlib.repr(values)} is not a shape")
     return tuple(values)
 
 
 def _make_size(values: object) -> torch.Size:
-    return torch.Size(_sizes(values))
+    return torch.Size(read_sizes(values))
 
 
 def _load_storage(data: object) -> Any:
@@ -454,7 +439,7 @@ def _view(storage: object, offset: object, shape: object, stride: object) -> tor
         raise ProtocolError(f"payload: a tensor over a {type(storage).__name__}")
     if type(offset) is not int or offset < 0:
         raise ProtocolError(f"payload: storage offset {reprlib.repr(offset)}")
-    sizes, strides = _sizes(shape), _sizes(stride)
+    sizes, strides = read_sizes(shape), read_sizes(stride)
     if len(sizes) != len(strides):
         raise ProtocolError(f"payload: shape {sizes} with stride {strides}")
     untyped, dtype = storage._untyped_storage, storage.dtype
@@ -524,23 +509,28 @@ def _empty_dict() -> dict[str, object]:
     return {}
 
 
-def _refuse_call(*_arguments: object) -> object:
+def _refuse_gpu(*_arguments: object) -> object:
+    raise ProtocolError("payload: a tensor on a GPU, where only those of the host are taken")
+
+
+def refuse_call(*_arguments: object) -> object:
     raise ProtocolError("payload: calls a class that is only named")
 
 
 _STATES: Final = {_METADATA_GLOBAL, ("multiprocessing.resource_sharer", "DupFd")}
 _GLOBALS: Final[dict[tuple[str, str], Callable[..., object]]] = {
     ("torch", "Size"): _make_size,
-    ("torch", "Tensor"): _refuse_call,
-    ("torch.nn.parameter", "Parameter"): _refuse_call,
-    ("torch.storage", "UntypedStorage"): _refuse_call,
+    ("torch", "Tensor"): refuse_call,
+    ("torch.nn.parameter", "Parameter"): refuse_call,
+    ("torch.storage", "UntypedStorage"): refuse_call,
+    ("torch.storage", "TypedStorage"): refuse_call,
     ("torch.storage", "_load_from_bytes"): _load_storage,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("collections", "OrderedDict"): _empty_dict,
-    (_REDUCTIONS, "rebuild_tensor"): _tensor,
-    (_REDUCTIONS, "rebuild_typed_storage"): _typed,
-    (_REDUCTIONS, "rebuild_storage_filename"): _map_file,
-    (_REDUCTIONS, "rebuild_storage_fd"): _map_descriptor,
-    (_REDUCTIONS, "rebuild_storage_empty"): _empty_storage,
+    (REDUCTIONS, "rebuild_tensor"): _tensor,
+    (REDUCTIONS, "rebuild_typed_storage"): _typed,
+    (REDUCTIONS, "rebuild_storage_filename"): _map_file,
+    (REDUCTIONS, "rebuild_storage_fd"): _map_descriptor,
+    (REDUCTIONS, "rebuild_storage_empty"): _empty_storage,
 }

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from wsync import _core, payload
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.bucket_session import BucketSession
-from wsync.calls import result
+from wsync.calls import left, result
+from wsync.cuda_payload import GpuRing
 from wsync.handles import EngineHandle
 
 Check = Callable[[], object]
@@ -18,19 +20,59 @@ Check = Callable[[], object]
 LOAD_FORMAT = "flattened_bucket"
 
 
-class StockSession(BucketSession):
-    """A stock engine: rounds are buckets in a shared file, each named in a request of its own.
+class Ring(Protocol):
+    """Memory that engines without wsync take buckets from: SharedRing, or GpuRing."""
 
-    A bucket is free again when its request has been answered.  Such an engine takes on the
-    version with its last bucket; it cannot refuse to run if an update ends before that, so the
-    trainer does not continue it.
+    address: int
+    nbytes: int
+
+    def payload(self, offset: int, nbytes: int, metadata: Sequence[Any]) -> bytes:
+        """The bucket that lies there, for one worker of an engine."""
+
+    def acquire(self, offset: int, nbytes: int, timeout: float, check: Check) -> None:
+        """Waits until no engine that has answered still has open what lies there."""
+
+    def close(self) -> None: ...
+
+
+class SharedRing:
+    """A file of /dev/shm.  An engine that has answered has read it: its copies from memory of the
+    host that is not pinned do not return before."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = payload.shared_bytes(nbytes)
+        self.address = self._bytes.data_ptr()
+        self.nbytes = nbytes
+
+    def payload(self, offset: int, nbytes: int, metadata: Sequence[Any]) -> bytes:
+        flat = self._bytes[offset : offset + nbytes]
+        return payload.bucket(FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata))
+
+    def acquire(self, offset: int, nbytes: int, timeout: float, check: Check) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class StockSession(BucketSession):
+    """A stock engine: rounds are buckets in shared memory, each named in a request of its own.
+
+    A bucket is free again when its request has been answered and, on a GPU, every worker has let
+    go of it.  Such an engine takes on the version with its last bucket; it cannot refuse to run
+    if an update ends before that, so the trainer does not continue it.
+
+    on_gpu: whether buckets are to lie on the GPU, where that is the device; else in a file.
     """
 
-    def __init__(self, worker: int, engine: EngineHandle, *, timeout: float) -> None:
+    def __init__(
+        self, worker: int, engine: EngineHandle, *, timeout: float, on_gpu: bool = False
+    ) -> None:
         super().__init__(worker, "wsync-stock")
         self._engine = engine
         self._timeout = timeout
-        self._ring = torch.empty(0, dtype=torch.uint8)
+        self._on_gpu = on_gpu
+        self._ring: Ring | None = None
         self._buckets: list[list[FlattenedTensorMetadata]] = []
         self._slots: list[tuple[int, int, int]] = []
         self._last = -1
@@ -39,32 +81,48 @@ class StockSession(BucketSession):
     def attach(
         self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check
     ) -> tuple[int, int]:
-        self._ring = payload.shared_bytes(max(plan.ring_nbytes(self.worker), 1))
+        nbytes = max(plan.ring_nbytes(self.worker), 1)
+        gpu = device.uuid if self._on_gpu else ""
+        self._ring = GpuRing(nbytes, gpu) if gpu else SharedRing(nbytes)
         self._slots = [plan.slot(self.worker, k) for k in range(plan.round_count)]
         self._waits = [slot[2] for slot in self._slots]
         self._buckets = _buckets(plan.manifest(self.worker), self._slots)
         # where other engines take part, the last rounds may be theirs alone
         self._last = max((k for k, bucket in enumerate(self._buckets) if bucket), default=-1)
-        return self._ring.data_ptr(), self._ring.numel()
+        return self._ring.address, self._ring.nbytes
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
         super().begin(update, version, timeout, check)
         self._version = version
+
+    def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
+        end = time.monotonic() + timeout
+        super().acquire(round, stream, timeout, check)
+        assert self._ring is not None
+        offset, nbytes, _ = self._slots[round]
+        try:
+            self._ring.acquire(offset, nbytes, left(end), check)
+        except _core.DeadlineError as error:
+            raise _core.DeadlineError(f"engine {self._engine.name}: {error}") from None
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         """Waits until the request of a round has been answered."""
         late = f"engine {self._engine.name}: bucket {round} was not loaded"
         result(self._sent[round], timeout, check, late)
 
+    def close(self) -> None:
+        super().close()
+        if self._ring is not None:
+            self._ring.close()
+
     def _send(self, round: int) -> None:
         if self._given_up.is_set() or not self._buckets[round]:
             return
+        assert self._ring is not None
+        ring, metadata = self._ring, self._buckets[round]
         offset, nbytes, _ = self._slots[round]
-        bucket = FlattenedTensorBucket(
-            flattened_tensor=self._ring[offset : offset + nbytes], metadata=self._buckets[round]
-        )
         self._engine.update_weights(
-            [payload.bucket(bucket) for _ in range(self._engine.workers)],
+            [ring.payload(offset, nbytes, metadata) for _ in range(self._engine.workers)],
             load_format=LOAD_FORMAT,
             weight_version=self._version if round == self._last else None,
             timeout=self._timeout,

@@ -19,7 +19,8 @@
     X(Memory)             \
     X(Event)              \
     X(Stream)             \
-    X(BufferTable)
+    X(BufferTable)        \
+    X(IpcMemory)
 
 typedef struct ModuleState {
     PyObject *base_error; /* wsync.WsyncError */
@@ -69,6 +70,7 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
     X(stream)                 \
     X(checksum)               \
     X(cuda)                   \
+    X(cuda_ipc)               \
     X(exporter)               \
     X(importer)               \
     X(comm)                   \

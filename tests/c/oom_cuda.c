@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Every allocation of the CUDA backend fails in turn, on tests/fakecuda. */
+#include "device/cuda_ipc.h"
 #include "device_fixture.h"
 #include "oom.h"
 
@@ -56,6 +57,17 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
     ops->memory_destroy(import);
     ops->memory_destroy(control);
     ops->memory_destroy(peer);
+    return status;
+}
+
+/* Only what makes something: no other process is there to open it. */
+static wsync_status_t attempt_ipc(void *context, wsync_error_t *err)
+{
+    wsync_cuda_ipc_t *memory = NULL;
+    const wsync_status_t status = wsync_cuda_ipc_create(context, NBYTES, &memory, err);
+
+    CHECK((memory == NULL) == (status != WSYNC_OK));
+    wsync_cuda_ipc_destroy(memory);
     return status;
 }
 
@@ -118,4 +130,14 @@ TEST(allocations_of_copies_from_pageable_memory)
     CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
     ops = test_device();
     CHECK(oom_run(feed, (void *)(uintptr_t)ops) >= 20);
+}
+
+TEST(records_of_shared_memory)
+{
+    const wsync_cuda_device_t *device = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_EQ(setenv("WSYNC_CUDA_LIB", FAKECUDA_PATH, 1), 0);
+    CHECK_OK(wsync_cuda_device(0, &device, &err), err);
+    CHECK(oom_run(attempt_ipc, (void *)(uintptr_t)device) >= 1);
 }

@@ -135,10 +135,10 @@ class SglangReceiver:
     """The unpickler of an unpacked SGLang, in a process that shares nothing with this one; see
     sglang_receiver.py."""
 
-    def __init__(self, tree: Path) -> None:
+    def __init__(self, tree: Path, *uuids: str) -> None:
         script = Path(__file__).with_name("sglang_receiver.py")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(script), str(tree)],
+            [sys.executable, "-P", str(script), str(tree), *uuids],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,0 +1,208 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * IpcMemory: GPU memory that processes without wsync open. */
+#include "device/cuda_ipc.h"
+
+#include <string.h>
+
+#include "python/guard.h"
+
+typedef struct IpcMemoryObject {
+    PyObject_HEAD
+    wsync_cuda_ipc_t *memory; /* owned; NULL: closed */
+} IpcMemoryObject;
+
+static PyObject *wrap(PyTypeObject *type, wsync_cuda_ipc_t *memory)
+{
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    PyObject *self = alloc(type, 0);
+
+    if (self == NULL) {
+        wsync_cuda_ipc_destroy(memory);
+        return NULL;
+    }
+    ((IpcMemoryObject *)self)->memory = memory;
+    return self;
+}
+
+static PyObject *ipc_memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"ordinal", "nbytes", NULL};
+    const wsync_cuda_device_t *device = NULL;
+    wsync_cuda_ipc_t *memory = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+    uint64_t nbytes;
+    int ordinal;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&:IpcMemory", names, &ordinal,
+                                     wsync_py_convert_u64, &nbytes)) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_cuda_device(ordinal, &device, &err);
+        if (status == WSYNC_OK) {
+            status = wsync_cuda_ipc_create(device, nbytes, &memory, &err);
+        }
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(wsync_py_type_state(type), &err);
+    }
+    return wrap(type, memory);
+}
+
+static PyObject *ipc_memory_open(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"ordinal", "handle", NULL};
+    ModuleState *state = wsync_py_state(module);
+    const wsync_cuda_device_t *device = NULL;
+    wsync_cuda_ipc_t *memory = NULL;
+    wsync_cu_ipc_t handle;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+    const char *bytes;
+    Py_ssize_t nbytes;
+    int ordinal;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iy#:open", names, &ordinal, &bytes,
+                                     &nbytes)) {
+        return NULL;
+    }
+    if (nbytes != (Py_ssize_t)sizeof(handle)) {
+        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "IpcMemory.open",
+                         "a handle of GPU memory is %zu bytes, this one is %lld",
+                         sizeof(handle), (long long)nbytes);
+        return wsync_py_raise(state, &err);
+    }
+    memcpy(&handle, bytes, sizeof(handle));
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_cuda_device(ordinal, &device, &err);
+        if (status == WSYNC_OK) {
+            status = wsync_cuda_ipc_open(device, &handle, &memory, &err);
+        }
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
+    }
+    return wrap(state->type_IpcMemory, memory);
+}
+
+static void shut(IpcMemoryObject *self)
+{
+    wsync_cuda_ipc_t *memory = self->memory;
+
+    self->memory = NULL;
+    Py_BEGIN_ALLOW_THREADS
+        wsync_cuda_ipc_destroy(memory);
+    Py_END_ALLOW_THREADS
+}
+
+static void ipc_memory_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+    if (((IpcMemoryObject *)object)->memory != NULL) {
+        shut((IpcMemoryObject *)object);
+    }
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyObject *ipc_memory_close(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    shut((IpcMemoryObject *)object);
+    Py_RETURN_NONE;
+}
+
+/* NULL with StateError set if it is closed. */
+static const wsync_cuda_ipc_t *get_memory(PyObject *object)
+{
+    const wsync_cuda_ipc_t *memory = ((IpcMemoryObject *)object)->memory;
+
+    if (memory == NULL) {
+        wsync_error_t err = {0};
+
+        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "IpcMemory", "the memory is closed");
+        (void)wsync_py_raise(wsync_py_type_state(Py_TYPE(object)), &err);
+    }
+    return memory;
+}
+
+static PyObject *ipc_memory_get_address(PyObject *object, void *unused)
+{
+    const wsync_cuda_ipc_t *memory = get_memory(object);
+
+    (void)unused;
+    return memory != NULL ? PyLong_FromUnsignedLongLong(memory->at) : NULL;
+}
+
+static PyObject *ipc_memory_get_nbytes(PyObject *object, void *unused)
+{
+    const wsync_cuda_ipc_t *memory = get_memory(object);
+
+    (void)unused;
+    return memory != NULL ? PyLong_FromUnsignedLongLong(memory->nbytes) : NULL;
+}
+
+static PyObject *ipc_memory_get_handle(PyObject *object, void *unused)
+{
+    const wsync_cuda_ipc_t *memory = get_memory(object);
+
+    (void)unused;
+    return memory != NULL ? PyBytes_FromStringAndSize(memory->handle.bytes,
+                                                      sizeof(memory->handle.bytes))
+                          : NULL;
+}
+
+static PyMethodDef ipc_memory_methods[] = {
+    {"close", ipc_memory_close, METH_NOARGS,
+     "close($self, /)\n--\n\n"
+     "Frees what this process made, when nobody has it open any more, or closes what it\n"
+     "opened.  No work on it may be under way."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef ipc_memory_open_method = {
+    "open", (PyCFunction)(void (*)(void))ipc_memory_open, METH_VARARGS | METH_KEYWORDS,
+    "open(ordinal, handle)\n--\n\n"
+    "What another process's handle stands for, whole.\n\n"
+    "StateError in the process that made it, PeerClosedError if it is there no more."};
+
+static PyGetSetDef ipc_memory_getset[] = {
+    {"address", ipc_memory_get_address, NULL, "On the GPU, in this process.", NULL},
+    {"nbytes", ipc_memory_get_nbytes, NULL, "Size in bytes, of all of it.", NULL},
+    {"handle", ipc_memory_get_handle, NULL, "The 64 bytes that other processes open.",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot ipc_memory_slots[] = {
+    {Py_tp_doc,
+     "IpcMemory(ordinal, nbytes)\n--\n\n"
+     "Memory of a GPU that processes without wsync open by its handle: an allocation of\n"
+     "its own, of at least nbytes.  Not cleared.  Lives until close, or as long as the\n"
+     "object."},
+    {Py_tp_new, ipc_memory_new},
+    {Py_tp_dealloc, ipc_memory_dealloc},
+    {Py_tp_methods, ipc_memory_methods},
+    {Py_tp_getset, ipc_memory_getset},
+    {0, NULL},
+};
+
+static PyType_Spec ipc_memory_spec = {
+    .name = "wsync._core.IpcMemory",
+    .basicsize = sizeof(IpcMemoryObject),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = ipc_memory_slots,
+};
+
+int wsync_py_register_cuda_ipc(PyObject *module)
+{
+    ModuleState *state = wsync_py_state(module);
+
+    if (wsync_py_add_type(module, &ipc_memory_spec, &state->type_IpcMemory) < 0) {
+        return -1;
+    }
+    return wsync_py_add_static(module, state->type_IpcMemory, &ipc_memory_open_method);
+}

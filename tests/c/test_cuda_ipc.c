@@ -1,0 +1,247 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Memory for engines without wsync, on tests/fakecuda: what is allocated, opened by another
+ * process, refused and given back. */
+#include "cuda_fixture.h"
+#include "device/cuda_ipc.h"
+
+enum { NBYTES = 100001, GRAIN = 2 << 20 };
+
+static const wsync_cuda_device_t *open_device(int ordinal)
+{
+    const wsync_cuda_device_t *device = NULL;
+    wsync_error_t err = {0};
+
+    choose_fake(NULL, NULL);
+    CHECK_OK(wsync_cuda_device(ordinal, &device, &err), err);
+    return device;
+}
+
+static wsync_cuda_ipc_t *make(const wsync_cuda_device_t *device)
+{
+    wsync_cuda_ipc_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_cuda_ipc_create(device, NBYTES, &memory, &err), err);
+    CHECK_EQ(memory->nbytes, GRAIN);
+    return memory;
+}
+
+/* Device addresses of the fake are addresses of the process. */
+static unsigned char *bytes_of(const wsync_cuda_ipc_t *memory)
+{
+    return (unsigned char *)(uintptr_t)memory->at;
+}
+
+static void check_clean(void)
+{
+    const fakecuda_census_t census = fake_census();
+
+    CHECK_EQ(census.allocated, 0);
+    CHECK_EQ(census.pushed, 0);
+}
+
+static void check_refused(const wsync_cuda_device_t *device, const wsync_cu_ipc_t *handle,
+                          wsync_status_t status, const char *part)
+{
+    wsync_cuda_ipc_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_EQ(wsync_cuda_ipc_open(device, handle, &memory, &err), status);
+    CHECK_EQ(wsync_cuda_ipc_open(device, handle, &memory, NULL), status);
+    CHECK(memory == NULL);
+    CHECK_HAS(err.message, part);
+}
+
+TEST(sizes_that_cannot_be_are_refused)
+{
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_cuda_ipc_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_EQ(wsync_cuda_ipc_create(device, 0, &memory, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(wsync_cuda_ipc_create(device, UINT64_MAX, &memory, &err), WSYNC_ERR_NO_MEMORY);
+    CHECK_EQ(wsync_cuda_ipc_create(device, 1ULL << 40, &memory, &err), WSYNC_ERR_NO_MEMORY);
+    CHECK_HAS(err.message, "1099511627776 bytes of GPU 0 (Fake GPU 0)");
+    CHECK(memory == NULL);
+    wsync_cuda_ipc_destroy(NULL);
+    check_clean();
+}
+
+static void reader_main(int socket)
+{
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_cu_ipc_t handle;
+    wsync_cuda_ipc_t *memory = NULL;
+    wsync_cuda_ipc_t *again = NULL;
+    wsync_error_t err = {0};
+
+    hear(socket, &handle, sizeof(handle));
+    CHECK_OK(wsync_cuda_ipc_open(device, &handle, &memory, &err), err);
+    CHECK_OK(wsync_cuda_ipc_open(device, &handle, &again, &err), err);
+    CHECK_EQ(memory->at, again->at); /* mapped once */
+    CHECK_EQ(memory->nbytes, GRAIN);
+    CHECK_EQ(bytes_of(memory)[NBYTES - 1], 42);
+    wsync_cuda_ipc_destroy(memory);
+    CHECK_EQ(bytes_of(again)[NBYTES - 1], 42);
+    nudge(socket);
+    await_nudge(socket);
+    wsync_cuda_ipc_destroy(again);
+    check_clean();
+    nudge(socket);
+    await_nudge(socket); /* it has been freed */
+    check_refused(device, &handle, WSYNC_ERR_CLOSED, "its owner has ended, has freed it");
+    memset(&handle, 0x5a, sizeof(handle));
+    check_refused(device, &handle, WSYNC_ERR_CLOSED,
+                  "no such memory on GPU 0 (Fake GPU 0)");
+    check_clean();
+}
+
+TEST(another_process_opens_a_handle)
+{
+    const peer_t peer = peer_start(reader_main);
+    wsync_cuda_ipc_t *memory = make(open_device(0));
+
+    bytes_of(memory)[NBYTES - 1] = 42;
+    say(peer.socket, &memory->handle, sizeof(memory->handle));
+    await_nudge(peer.socket);
+    nudge(peer.socket);
+    await_nudge(peer.socket);
+    wsync_cuda_ipc_destroy(memory);
+    check_clean();
+    nudge(peer.socket);
+    peer_end(peer);
+}
+
+static void owner_main(int socket)
+{
+    const wsync_cuda_ipc_t *memory = make(open_device(0));
+
+    bytes_of(memory)[7] = 9;
+    say(socket, &memory->handle, sizeof(memory->handle));
+    await_nudge(socket); /* and ends with it */
+}
+
+TEST(an_owner_that_ends_leaves_its_reader_able_to_close)
+{
+    const peer_t peer = peer_start(owner_main);
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_cu_ipc_t handle;
+    wsync_cuda_ipc_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    hear(peer.socket, &handle, sizeof(handle));
+    CHECK_OK(wsync_cuda_ipc_open(device, &handle, &memory, &err), err);
+    CHECK_EQ(bytes_of(memory)[7], 9);
+    nudge(peer.socket);
+    peer_end(peer);
+    wsync_cuda_ipc_destroy(memory);
+    check_clean();
+    check_refused(device, &handle, WSYNC_ERR_CLOSED, "its owner has ended");
+}
+
+TEST(the_owner_cannot_open_its_own)
+{
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_cuda_ipc_t *memory = make(device);
+
+    check_refused(device, &memory->handle, WSYNC_ERR_STATE, "this process has made it");
+    wsync_cuda_ipc_destroy(memory);
+    check_clean();
+}
+
+TEST(a_fork_takes_nothing_away)
+{
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_cuda_ipc_t *memory = make(device);
+    int status = 0;
+    const pid_t child = fork();
+
+    if (child == 0) {
+        wsync_cuda_ipc_t *mine = NULL;
+        wsync_error_t err = {0};
+
+        CHECK_EQ(wsync_cuda_ipc_create(device, NBYTES, &mine, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(wsync_cuda_ipc_open(device, &memory->handle, &mine, &err),
+                 WSYNC_ERR_STATE);
+        CHECK_HAS(err.message, "fork");
+        wsync_cuda_ipc_destroy(memory);
+        _exit(0);
+    }
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    bytes_of(memory)[0] = 1;
+    wsync_cuda_ipc_destroy(memory);
+    check_clean();
+}
+
+/* --- each driver call fails in turn -----------------------------------------------------
+ */
+
+static void lender_main(int socket)
+{
+    const wsync_cuda_ipc_t *memory = make(open_device(0));
+
+    say(socket, &memory->handle, sizeof(memory->handle));
+    await_nudge(socket);
+}
+
+static wsync_status_t attempt(const wsync_cuda_device_t *device,
+                              const wsync_cu_ipc_t *handle, wsync_error_t *err)
+{
+    wsync_cuda_ipc_t *memory = NULL;
+    wsync_cuda_ipc_t *opened = NULL;
+    wsync_status_t status = wsync_cuda_ipc_create(device, NBYTES, &memory, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_ipc_open(device, handle, &opened, err);
+    }
+    CHECK(status == WSYNC_OK || opened == NULL);
+    wsync_cuda_ipc_destroy(opened);
+    wsync_cuda_ipc_destroy(memory);
+    return status;
+}
+
+static void fail_in_turn(int code)
+{
+    const peer_t peer = peer_start(lender_main);
+    const wsync_cuda_device_t *device = open_device(0);
+    wsync_cu_ipc_t handle;
+    long reported = 0;
+
+    hear(peer.socket, &handle, sizeof(handle));
+    for (long k = 0;; k++) {
+        wsync_error_t err = {0};
+        wsync_status_t status;
+        const char *failed;
+
+        fake_fail("*", k, code);
+        status = attempt(device, &handle, &err);
+        failed = fake_failed();
+        fake_fail("*", -1, 0);
+        check_clean();
+        if (failed == NULL) {
+            CHECK_OK(status, err);
+            (void)printf("%ld calls failed in turn, %ld reported\n", k, reported);
+            CHECK(reported >= 6 && k > reported);
+            nudge(peer.socket);
+            peer_end(peer);
+            return;
+        }
+        if (status != WSYNC_OK) {
+            CHECK_EQ(err.native, code);
+            CHECK_STR(err.origin, failed);
+            CHECK_EQ(err.status, status);
+            reported++;
+        }
+    }
+}
+
+TEST(each_call_fails_in_turn)
+{
+    fail_in_turn(WSYNC_CU_LAUNCH_FAILED);
+}
+
+TEST(memory_runs_out_at_each_call)
+{
+    fail_in_turn(WSYNC_CU_OUT_OF_MEMORY);
+}

@@ -1,0 +1,490 @@
+"""Buckets on a GPU for engines without wsync: against torch's own pickles, SGLang's unpickler and
+vLLM's rebuild, and between processes on tests/fakecuda."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import io
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engines import NEWEST, SGLANG_VERSIONS, SglangReceiver, engine_tree
+from support.fakecuda import fake_driver, fake_environment
+from support.peer import Peer, PeerError
+from support.sglang_receiver import add_packages, digest
+from torch.multiprocessing.reductions import reduce_tensor
+
+from wsync import ProtocolError, cuda_payload, payload
+from wsync.bucket import FlattenedTensorBucket
+from wsync.cuda_payload import GpuTensor
+
+UUID = "fafafafa-fafa-fafa-fafa-fafafafafa00"  # of the fake's first GPU
+OTHER = UUID[:-1] + "1"  # of its second
+ABSENT = UUID[:-1] + "2"
+TWO = {"WSYNC_FAKE_CUDA_DEVICES": "2"}
+GRAIN = 2 << 20
+TENSOR = GpuTensor(
+    UUID, bytes(range(64)), 512, 200, (b"/torch_7_8_9", 3), shape=(100,), stride=(1,)
+)
+FIRST = "first.payload(0, 64, [])"
+CENSUS = """
+library = ctypes.CDLL(path)
+counts = (ctypes.c_long * 9)()  # fakecuda_census_t
+library.fakecuda_census(counts)
+list(counts)
+"""
+EACH_CALL = (
+    CENSUS
+    + """
+import gc
+_core.cuda_devices()
+library.fakecuda_failed.restype = ctypes.c_char_p
+failed, k = [], 0
+while True:
+    library.fakecuda_fail(b"*", ctypes.c_long(k), 719)
+    try:
+        ring = GpuRing(64, uuid)
+        tensor = ring.export(0, 64)
+        try:
+            opened = lent.open()
+            opened.close()
+        finally:
+            cuda_payload._count_down(*tensor.counter)
+            ring.close()
+    except _core.DeviceError:
+        pass
+    call = library.fakecuda_failed()
+    library.fakecuda_fail(b"*", ctypes.c_long(-1), 0)
+    ring = opened = tensor = None
+    gc.collect()
+    library.fakecuda_census(counts)
+    assert cuda_payload.collect() == 0
+    assert counts[3] == counts[8] == 0, (call, list(counts))
+    if call is None:
+        break
+    failed.append(call.decode())
+    k += 1
+failed
+"""
+)
+PRELUDE = """
+import ctypes, os, time
+import torch
+from wsync import _core, cuda_payload, payload
+from wsync.cuda_payload import GpuRing, GpuTensor
+
+def never(): pass
+def write(ring, offset, data): ctypes.memmove(ring.address + offset, data, len(data))
+def read(opened): return ctypes.string_at(opened.address, opened.nbytes)
+"""
+
+
+@pytest.fixture(params=SGLANG_VERSIONS)
+def tree(request: pytest.FixtureRequest) -> Path:
+    return engine_tree("sglang", request.param)
+
+
+@contextlib.contextmanager
+def started(**environment: str) -> Iterator[Peer]:
+    with Peer(fake_environment(**TWO, **environment)) as peer:
+        peer(PRELUDE)
+        yield peer
+
+
+@pytest.fixture(scope="module")
+def owner() -> Iterator[Peer]:
+    """Tests leave no ring behind that is held."""
+    with started() as peer:
+        yield peer
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Peer]:
+    with started() as peer:
+        yield peer
+
+
+def raises(text: str) -> Any:
+    return pytest.raises(PeerError, match=text)
+
+
+# --- what torch's exporter would write --------------------------------------------------------
+
+
+@contextlib.contextmanager
+def on_gpu(tensor: GpuTensor, device: str | int) -> Iterator[torch.Tensor]:
+    """A tensor that torch takes for one on a GPU; of its exporter, only `_share_cuda_`, which asks
+    the driver, is not its own."""
+    shared = (device, b"\x02c" + tensor.handle, tensor.nbytes, tensor.offset, *tensor.counter)
+    with (
+        mock.patch.object(torch.UntypedStorage, "device", torch.device("cuda:0"), create=True),
+        mock.patch.object(
+            torch.UntypedStorage, "_share_cuda_", lambda _: (*shared, bytes(64), False), create=True
+        ),
+    ):
+        yield torch.zeros(tensor.nbytes, dtype=torch.uint8)[: tensor.shape[0]]
+
+
+@pytest.mark.parametrize("count", [1, 3, 400])
+def test_a_bucket_is_what_torch_would_pickle(tree: Path, count: int) -> None:
+    """SGLang's sender is ForkingPickler on this object; its patch_torch puts the UUID in."""
+    with mock.patch.dict(sys.modules), on_gpu(TENSOR, UUID) as flat:
+        add_packages(tree)
+        module = importlib.import_module("sglang.srt.weight_sync.tensor_bucket")
+        metadata = [
+            module.FlattenedTensorMetadata(
+                f"w{i}", torch.Size([i, 2]), torch.bfloat16, 4 * i, 4 * i + 4, 1000 * i
+            )
+            for i in range(count)
+        ]
+        data = io.BytesIO()
+        ForkingPickler(data, 4).dump({"flattened_tensor": flat, "metadata": metadata})
+    assert cuda_payload.bucket(TENSOR, metadata) == data.getvalue()
+
+
+def test_vllm_handles_are_what_torch_would_pickle() -> None:
+    """vLLM's sender is pickle on the arguments that reduce_tensor gives."""
+    with on_gpu(TENSOR, 0) as flat:
+        _, arguments = reduce_tensor(flat)
+    packed, each = {UUID: arguments}, [{UUID: arguments}, {UUID: arguments}]
+    assert cuda_payload.vllm_handles({UUID: TENSOR}) == pickle.dumps(packed, 4)
+    ours = cuda_payload.vllm_handles([{UUID: TENSOR}, {UUID: TENSOR}])
+    assert pickle.loads(ours) == each
+
+
+# --- engines' own code up to the call of CUDA -------------------------------------------------
+
+
+def test_sglang_opens_what_was_exported(tree: Path, owner: Peer) -> None:
+    """Its unpickler, its patch_torch and torch's rebuild; one slot of memory, twice."""
+    owner("ring = GpuRing(8192, 'GPU-' + uuid)", uuid=OTHER)
+    with mock.patch.dict(os.environ, fake_environment(**TWO)):
+        engine = SglangReceiver(tree, UUID, OTHER)
+    try:
+        for round in range(2):
+            flat = torch.arange(16, dtype=torch.float32).reshape(4, 4) + round
+            metadata = FlattenedTensorBucket([("w", flat)]).get_metadata()
+            owner("write(ring, 4096, data)", data=flat.numpy().tobytes())
+            text, handle, file = owner(
+                "(payload.to_text(ring.payload(4096, 64, metadata)), ring._handle, ring._file)",
+                metadata=metadata,
+            )
+            assert owner("ring.held(4096, 1)")
+            exported = [1, b"\x02c" + handle, 64, 4096, file, 0, bytes(64), False]
+            assert engine(text) == {
+                "tensors": [["w", "torch.float32", [4, 4], digest(flat)]],
+                "opened": [[v.hex() if isinstance(v, bytes) else v for v in exported]],
+            }
+            owner("ring.acquire(4096, 64, 60, never)")
+        owner("ring.close()")
+        assert owner("cuda_payload.collect()") == 0
+    finally:
+        engine.close()
+
+
+def test_vllm_opens_what_was_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its consumer of packed handles, which asks for its own GPU's."""
+    path = engine_tree("vllm", NEWEST) / "vllm/distributed/weight_transfer/packed_tensor.py"
+    spec = importlib.util.spec_from_file_location("packed_tensor", path)
+    assert spec is not None and spec.loader is not None
+    consumer = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "packed_tensor", consumer)
+    spec.loader.exec_module(consumer)
+    opened: list[tuple[object, ...]] = []
+
+    def open_memory(*arguments: object) -> torch.UntypedStorage:
+        opened.append(arguments)
+        return torch.arange(200, dtype=torch.uint8).untyped_storage()
+
+    uuids = [OTHER, UUID]
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device])
+    )
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_new_shared_cuda", staticmethod(open_memory), raising=False
+    )
+    handles = {OTHER: dataclasses.replace(TENSOR, uuid=OTHER, handle=bytes(64)), UUID: TENSOR}
+    (pair,) = consumer.packed_ipc_consumer(
+        pickle.loads(cuda_payload.vllm_handles(handles)),
+        *(["w"], [[3, 2]], ["int16"], [12], 1),
+    )
+    expected = torch.arange(12, dtype=torch.uint8).view(torch.int16).reshape(3, 2)
+    assert pair[0] == "w" and torch.equal(pair[1], expected)
+    handle = b"\x02c" + TENSOR.handle
+    assert opened == [(1, handle, 200, 512, b"/torch_7_8_9", 3, bytes(64), False)]
+
+
+# --- wsync's reader ---------------------------------------------------------------------------
+
+
+def test_payloads_are_read_back() -> None:
+    metadata = FlattenedTensorBucket([("w", torch.ones(5))]).get_metadata()
+    data = cuda_payload.bucket(TENSOR, metadata)
+    for form in (data, payload.to_text(data)):
+        assert cuda_payload.load(form) == {"flattened_tensor": TENSOR, "metadata": metadata}
+    other = dataclasses.replace(
+        TENSOR, uuid=OTHER, dtype=torch.bfloat16, shape=(5, 4), stride=(4, 1), start=80
+    )
+    packed = {UUID: TENSOR, OTHER: other}
+    for handles in (packed, [packed, {UUID: TENSOR}]):
+        assert cuda_payload.load_vllm_handles(cuda_payload.vllm_handles(handles)) == handles
+
+
+def test_engines_of_the_host_refuse_them() -> None:
+    with pytest.raises(ProtocolError, match="a tensor on a GPU, where only those of the host"):
+        payload.load(cuda_payload.bucket(TENSOR, []))
+
+
+ARGUMENTS = TENSOR.arguments(UUID)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "text"),
+    [
+        (0, 7, "not of torch's own classes"),
+        (1, 7, "7 is not a shape"),
+        (1, torch.Size([201]), "needs 201 bytes of a storage of 200"),
+        (1, torch.Size([2, 50]), r"shape \(2, 50\) with stride \(1,\)"),
+        (2, (-1,), "is not a shape"),
+        (2, (3,), r"stride \(3,\) at 0 needs 298 bytes"),
+        (2, (1 << 70,), "needs .* bytes of a storage of 200"),
+        (3, 101, "at 101 needs 201 bytes"),
+        (3, -1, "offset of a tensor -1"),
+        (3, True, "offset of a tensor True"),
+        (4, None, "not of torch's own classes"),
+        (5, "float32", "'float32' is not the dtype"),
+        (5, torch.float64, "needs 800 bytes"),
+        (6, 0, "0 is not the UUID of a GPU"),
+        (6, UUID + "\n", "is not the UUID of a GPU"),
+        (7, b"", "in no form that is known"),
+        (7, "x" * 66, "in no form that is known"),
+        (7, b"\x04c" + bytes(64), "in no form that is known"),
+        (7, b"\x02e" + bytes(64), "kind b'e' .*no expandable segments"),
+        (7, b"\x02c" + bytes(63), "kind b'c' and 65 bytes"),
+        (8, -1, "size of a storage -1"),
+        (8, 1 << 64, "size of a storage"),
+        (9, -512, "offset of a storage -512"),
+        (9, "1", "offset of a storage '1'"),
+        (11, b"/torch_1_2/../x", "is not torch's file of counters"),
+        (11, b"/wsync", "is not torch's file of counters"),
+        (11, None, "is not torch's file of counters"),
+        (12, 10_000, "counter 10000: not from 0 to 9999"),
+        (12, -1, "counter -1"),
+        (14, True, "wait for an event"),
+        (14, None, "wait for an event"),
+    ],
+)
+def test_made_up_arguments_are_refused(place: int, value: object, text: str) -> None:
+    arguments = [*ARGUMENTS[:place], value, *ARGUMENTS[place + 1 :]]
+    with pytest.raises(ProtocolError, match=text):
+        cuda_payload.load(
+            payload.values(payload.called(payload.REDUCTIONS, "rebuild_cuda_tensor", *arguments))
+        )
+
+
+@pytest.mark.parametrize("value", [None, {UUID: None}, {UUID: ()}, [{UUID: 3}], {"x": ()}, [7]])
+def test_made_up_handles_are_refused(value: object) -> None:
+    with pytest.raises(ProtocolError, match="payload: "):
+        cuda_payload.load_vllm_handles(payload.values(value))
+    with pytest.raises(ProtocolError, match="15 arguments"):
+        cuda_payload.load(
+            payload.values(payload.called(payload.REDUCTIONS, "rebuild_cuda_tensor", value))
+        )
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_damaged_payloads_never_escape(data: st.DataObject) -> None:
+    """Each is read, to a tensor inside its storage, or is a ProtocolError."""
+    whole = bytearray(cuda_payload.bucket(TENSOR, []))
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        value: Any = cuda_payload.load(bytes(whole))
+    except ProtocolError:
+        return
+    for part in value.values() if isinstance(value, dict) else ():
+        if isinstance(part, GpuTensor):
+            end = (part.start + part.spanned) * part.dtype.itemsize
+            assert end <= part.nbytes or part.spanned == 0
+
+
+# --- between processes ------------------------------------------------------------------------
+
+
+def test_another_process_reads_a_bucket(owner: Peer, reader: Peer) -> None:
+    data = bytes(i % 251 for i in range(3000))
+    owner(f"ring = GpuRing(8192, '{UUID}'); write(ring, 1024, data)", data=data)
+    bucket = owner("ring.payload(1024, 3000, [])")
+    read = reader("tensor = cuda_payload.load(data)['flattened_tensor']; tensor", data=bucket)
+    assert read.nbytes == 3000 and read.offset == 1024
+    assert reader("opened = tensor.open(); read(opened)") == data
+    assert owner("ring.held(), ring.held(0, 1024), ring.held(4023, 1), ring.held(4024, 1)") == (
+        *(True, False, True, False),
+    )
+    reader("opened.close(); opened.close()")  # counts once
+    owner("ring.acquire(0, 8192, 60, never)")
+    assert owner("tensor = ring.export(0, 10); tensor.counter[1]") == 0  # and may be used again
+    owner("cuda_payload._count_down(*tensor.counter)")
+
+
+def test_tensors_of_one_storage_are_read_apart(owner: Peer, reader: Peer) -> None:
+    """As vLLM takes them when it does not take them packed."""
+    owner(f"ring = GpuRing(8192, '{UUID}'); write(ring, 64, bytes(range(200)))")
+    data = owner(
+        "cuda_payload.vllm_handles([{ring._uuid: ring.export(64, 200, dtype=torch.int16, "
+        "shape=(2, 3), start=4)}, {ring._uuid: ring.export(64, 200)}])"
+    )
+    reader("first, second = cuda_payload.load_vllm_handles(data)", data=data)
+    assert reader("with first[ring].open() as o: got = read(o)\ngot", ring=UUID) == bytes(
+        range(8, 20)
+    )
+    assert owner("ring.held()")
+    assert reader("with second[ring].open() as o: got = read(o)\ngot") == bytes(range(200))
+    assert not owner("ring.held()")
+
+
+def test_exports_stay_inside_the_ring(owner: Peer) -> None:
+    owner(f"ring = GpuRing(8192, '{UUID}')")
+    for wrong in ("-1, 5", "0, -1", "8000, 193", "0, 8, start=-1", "0, 8, shape=(9,)"):
+        with raises("InvalidArgumentError: tensor of shape .* of a ring of 8192"):
+            owner(f"ring.export({wrong})")
+    assert not owner("ring.held()")
+
+
+def test_a_ring_has_as_many_buckets_as_a_file_has_counters(owner: Peer) -> None:
+    owner(f"ring = GpuRing(64, '{UUID}')\nfor _ in range(10000): ring._take_counter(0, 64)")
+    with raises("NoMemoryError: a ring has 10000 buckets that no engine has let go of"):
+        owner("ring.export(0, 64)")
+
+
+def test_a_consumer_that_does_not_let_go_holds_nobody_up(owner: Peer, reader: Peer) -> None:
+    """The next ring is fresh memory; the first is freed when it may be."""
+    owner(f"first = GpuRing(64, '{UUID}')")
+    reader("opened = cuda_payload.load(data)['flattened_tensor'].open()", data=owner(FIRST))
+    with raises(f"DeadlineError: 64 bytes of GPU {UUID} were not let go of in 0 s; .*/dev/shm/t"):
+        owner("first.acquire(0, 64, 0.05, never)")
+    with raises("ZeroDivisionError"):
+        owner("first.acquire(0, 64, 60, lambda: 1 / 0)")
+    owner(f"first.close(); second = GpuRing(64, '{UUID}')")
+    assert owner("cuda_payload.collect(), first.address != second.address") == (64, True)
+    with raises("StateError: the ring is closed"):
+        owner("first.export(0, 64)")
+    reader("opened.close()")
+    assert owner("cuda_payload.collect()") == 0
+    with raises("StateError: the memory is closed"):
+        owner("first._memory.address")
+
+
+def test_a_consumer_that_dies_holds_nobody_up() -> None:
+    with started() as owner, started() as reader:
+        consumer_dies(owner, reader)
+
+
+def consumer_dies(owner: Peer, reader: Peer) -> None:
+    owner(f"first = GpuRing(64, '{UUID}')")
+    reader("opened = cuda_payload.load(data)['flattened_tensor'].open()", data=owner(FIRST))
+    reader.kill()
+    with raises("DeadlineError"):
+        owner("first.acquire(0, 64, 0.05, never)")
+    assert owner(f"first.close(); second = GpuRing(64, '{UUID}'); second.held()") is False
+    assert owner("cuda_payload.collect()") == 64  # nobody can tell that it has
+
+
+def test_memory_that_engines_hold_is_named_when_there_is_no_more() -> None:
+    with started(WSYNC_FAKE_CUDA_MEMORY=str(3 * GRAIN)) as owner:
+        owner(f"first = GpuRing({2 * GRAIN}, '{UUID}')\n{FIRST}\nfirst.close()")
+        with raises(f"NoMemoryError: .*engines have not let go of {2 * GRAIN} bytes more"):
+            owner(f"GpuRing({2 * GRAIN}, '{UUID}')")
+
+
+def test_what_cannot_be_opened_says_why(reader: Peer) -> None:
+    with started() as owner:
+        refusals(owner, reader)
+
+
+def refusals(owner: Peer, reader: Peer) -> None:
+    owner(f"ring = GpuRing(64, '{UUID}')")
+    tensor = owner("ring.export(0, 64)")
+    with raises("StateError: .*this process has made it"):
+        owner("tensor.open()", tensor=tensor)
+    with raises(f"UnsupportedError: GPU {ABSENT} is none of the 2 that this process sees: {UUID}"):
+        reader("tensor.open()", tensor=dataclasses.replace(tensor, uuid=ABSENT))
+    with raises(f"ProtocolError: payload: storage of {GRAIN} bytes at 1 of {GRAIN} bytes"):
+        reader("tensor.open()", tensor=dataclasses.replace(tensor, offset=1, nbytes=GRAIN))
+    with raises("PeerClosedError: .*no such memory"):
+        reader("tensor.open()", tensor=dataclasses.replace(tensor, handle=bytes(64)))
+    with raises("InvalidArgumentError: a handle of GPU memory is 64 bytes, this one is 3"):
+        reader("_core.IpcMemory.open(0, b'abc')")
+    with raises("UnsupportedError: GPU 2: this process sees 2"):
+        reader("_core.IpcMemory(2, 64)")
+    reader("opened = tensor.open()", tensor=tensor)
+    owner.kill()
+    reader("opened.close()")  # the file of counters may be gone
+    with raises("PeerClosedError: .*its owner has ended"):
+        reader("tensor.open()")
+    assert reader(CENSUS, path=fake_driver())[3] == 0  # allocated
+
+
+def test_only_files_of_counters_are_counted_in(reader: Peer) -> None:
+    name = f"/torch_{os.getpid()}_1_2"
+    file = Path("/dev/shm" + name)
+    file.write_bytes(bytes(100))
+    try:
+        reader("cuda_payload._count_down(name, 0)", name=name.encode())
+        assert file.read_bytes() == bytes(100)
+    finally:
+        file.unlink()
+
+
+def test_driver_calls_fail_in_turn(owner: Peer, reader: Peer) -> None:
+    """Nothing stays behind, and every counter is taken down that was put up."""
+    owner(f"lent = GpuRing(64, '{UUID}')")
+    tensor = owner("lent.export(0, 64)")
+    failed = reader(EACH_CALL, path=fake_driver(), lent=tensor, uuid=UUID)
+    assert {"cuMemAlloc", "cuIpcGetMemHandle", "cuIpcOpenMemHandle"} <= set(failed)
+
+
+# --- updates ----------------------------------------------------------------------------------
+
+
+def test_a_stock_engine_is_updated_through_gpu_memory(tree: Path, owner: Peer) -> None:
+    """Buckets that share slots of a ring, for two workers, in two updates."""
+    right, opened, free = owner(
+        "from support.stock_on_gpu import update_twice\nupdate_twice(tree, uuid)",
+        tree=tree,
+        uuid=UUID,
+    )
+    assert right == [True, True] and free
+    assert len({call[1] for call in opened}) == 1  # one allocation
+    assert len(opened) == 2 * 2 * 5 and len({call[3] for call in opened}) < 5
+
+
+def test_a_stock_engine_that_holds_a_bucket_fails_the_update(owner: Peer) -> None:
+    owner(
+        "from types import SimpleNamespace\nfrom wsync.stock import StockSession\n"
+        "from support.stock_on_gpu import OneSlot, gpu\n"
+        "engine = SimpleNamespace(name='E', workers=1, update_weights=lambda *a, **k: None)\n"
+        "session = StockSession(0, engine, timeout=5, on_gpu=True)\n"
+        "session.attach(OneSlot(), gpu(), 5, never); session.begin(1, '7', 5, never)\n"
+        "stream = _core.Stream()\n"
+        "session.acquire(0, stream, 5, never); session.post(0, stream, 5, never)"
+    )
+    with raises("DeadlineError: engine E: 16 bytes of GPU .* were not let go of"):
+        owner("session.acquire(1, stream, 0.5, never)")
+    owner("session.close()")
