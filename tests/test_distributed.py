@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -286,28 +287,35 @@ def big() -> Iterator[list[ProcessEngine]]:
         yield [first, other]
 
 
+@pytest.mark.parametrize("delivery", ["distributed", "stock"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_dies_or_stalls_in_a_broadcast(
-    big: list[ProcessEngine], how: signal.Signals
+def test_an_engine_that_dies_or_stalls_between_buckets(
+    big: list[ProcessEngine], how: signal.Signals, delivery: str
 ) -> None:
     weights = large(64 << 20)
-    options = wsync.Options(**{**OPTIONS, "deadline": 5.0, "bucket_nbytes": 8 << 20})
+    options = wsync.Options(
+        **{**OPTIONS, "deadline": 5.0, "bucket_nbytes": 8 << 20, "delivery": delivery}
+    )
     sync = wsync.connect(weights, big, options=options)
     sync.update()
     struck = threading.Event()
-    tell = big[0].call
+    ask = big[0]._call
+    told: list[str] = []
 
-    def call(method: str, arguments: Any, timeout: float) -> None:
-        if method == "update_weights_from_distributed" and arguments["names"] == ["t3"]:
+    def call(what: str, arguments: Any, timeout: float) -> list[Any]:
+        told.append(what)
+        if told.count("update_weights_from_distributed") + told.count("update") == 4:
             os.kill(big[0].pids[0], how)
             struck.set()
-        tell(method, arguments, timeout)
+        return ask(what, arguments, timeout)
 
-    big[0].call = call  # type: ignore[method-assign]
+    big[0]._call = call  # type: ignore[method-assign]
     with pytest.raises(wsync.WsyncError):
         sync.update()
     assert struck.is_set()
     assert big[1].paused
+    with pytest.raises(wsync.RemoteError, match="the weights are inconsistent"):
+        big[1].resume(30)
     sync.close()
     if how == signal.SIGSTOP:
         os.kill(big[0].pids[0], signal.SIGCONT)
@@ -396,25 +404,33 @@ def test_http_engines_take_broadcasts() -> None:
         check_http(server, weights)
 
 
-def test_a_trainer_that_dies_in_a_broadcast_is_followed_by_another() -> None:
+@pytest.mark.parametrize("where", cases.WHERE)
+def test_a_trainer_that_dies_between_buckets_is_followed_by_another(where: str) -> None:
     config = dense()
     model = transformers.AutoModelForCausalLM.from_config(config)
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     with serve_in_process(config) as server:
         trainer = multiprocessing.get_context("spawn").Process(
-            target=cases.die_in_a_broadcast, args=(server.url, shapes)
+            target=cases.die, args=(server.url, shapes, where)
         )
         trainer.start()
-        trainer.join(100)
+        end = time.monotonic() + 100
+        while trainer.is_alive() and time.monotonic() < end:
+            time.sleep(0.05)  # join would wait for what the trainer has started, too
         assert trainer.exitcode == -signal.SIGKILL
         engine = wsync.handle(server.url)
-        assert engine.model_info(5)["weight_version"] == "default"
+        info = engine.model_info(30)
+        assert (info["weight_version"], info["consistent"]) == ("default", False)
+        with pytest.raises(wsync.RemoteError, match="the weights are inconsistent"):
+            engine.resume(5)
         # it still is in the first trainer's group, which is no hindrance
-        options = wsync.Options(**{**OPTIONS, "bucket_nbytes": 1 << 15})
+        delivery = "stock" if where == "sending" else "distributed"
+        options = wsync.Options(**{**OPTIONS, "bucket_nbytes": 1 << 15, "delivery": delivery})
         with wsync.connect(weights, [engine], options=options) as sync:
             sync.update(version=5)
         check_http(server, weights)
+        assert engine.model_info(5)["consistent"]
 
 
 def check_http(server: ServerProcess, weights: dict[str, torch.Tensor]) -> None:

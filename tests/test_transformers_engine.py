@@ -349,6 +349,66 @@ def test_inconsistent_weights_are_not_generated_with(serve: Callable[..., Server
     assert server.generate().status_code == 200
 
 
+PAIRS = list(model_of(1).state_dict().items())
+
+
+def refused(server: Server) -> bool:
+    """Whether the engine knows that its weights are not those of one update."""
+    consistent = server.get("/model_info").json()["consistent"]
+    answer = server.post("/continue_generation", {})
+    assert answer.status_code == (200 if consistent else 400), answer.text
+    assert consistent or "the weights are inconsistent" in answer.json()["message"]
+    return not consistent
+
+
+@pytest.mark.parametrize("version", ["5", None])
+def test_half_an_update_in_buckets_is_not_generated_with(
+    serve: Callable[..., Server], version: str | None
+) -> None:
+    server = serve(model_of(0))
+    for _ in range(2):
+        server.post("/pause_generation", {})
+        assert not refused(server)
+        # slime's trainers say the version with every bucket
+        assert update(server, PAIRS[:9], weight_version=version).status_code == 200
+        assert refused(server)
+        assert server.generate().status_code == 400
+        assert update(server, PAIRS[9:], weight_version=version).status_code == 200
+        assert not refused(server)
+        assert server.generate().status_code == 200
+    assert "has yet to bring" not in server.get("/model_info").json()["reason"]
+
+
+@pytest.mark.parametrize("ends", ["pause", "failure", "group", "again"])
+def test_what_two_updates_have_brought_does_not_add_up(
+    serve: Callable[..., Server], ends: str
+) -> None:
+    server = serve(model_of(0))
+    server.post("/pause_generation", {})
+    assert update(server, PAIRS[:9]).status_code == 200
+    if ends == "pause":
+        server.post("/pause_generation", {})
+    elif ends == "failure":
+        assert update(server, [("nobody", torch.ones(1))]).status_code == 400
+    elif ends == "group":
+        server.post("/destroy_weights_update_group", {"group_name": "gone"})
+    more = PAIRS[:1] if ends == "again" else []
+    assert update(server, more + PAIRS[9:]).status_code == 200
+    assert refused(server)
+    assert update(server, PAIRS[1:9] if ends == "again" else PAIRS[:9]).status_code == 200
+    assert not refused(server)
+
+
+def test_a_second_name_of_a_tensor_may_come_by_itself(serve: Callable[..., Server]) -> None:
+    server = serve(model_of(0, tie_word_embeddings=True))
+    pairs = list(model_of(1, tie_word_embeddings=True).state_dict().items())
+    assert [name for name, _ in pairs][-1] == "lm_head.weight"
+    server.post("/pause_generation", {})
+    for part in (pairs[:5], pairs[5:-1], pairs[-1:]):
+        assert update(server, part).status_code == 200
+    assert not refused(server)
+
+
 def test_the_version_can_be_set_alone(serve: Callable[..., Server]) -> None:
     server = serve(model_of(0))
     assert server.post("/update_weight_version", {"new_version": "12"}).status_code == 200

@@ -16,6 +16,8 @@ import wsync
 from wsync.demo import megatron_cpu, reference
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.engine.workers import WorkersEngine
+from wsync.remote import RemoteEngines
+from wsync.stock import StockSession
 from wsync.update_group import UpdateGroup
 
 
@@ -121,26 +123,35 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any]:
     return {"error": error, "paused": paused, "wrong": wrong}
 
 
-def die_in_a_broadcast(url: str, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A trainer of its own that is killed once the engine waits for its second bucket."""
-    original = UpdateGroup.broadcast
-    sent: list[int] = []
+def die(url: str, shapes: dict[str, tuple[int, ...]], where: str) -> None:
+    """A trainer of its own that is killed where it is about to do something a second time: to
+    broadcast a bucket that the engine waits for, to announce one, or to send one."""
+    owner, name = WHERE[where]
+    original = getattr(owner, name)
+    calls: list[int] = []
 
-    def broadcast(self: UpdateGroup, tensors: Any, check: Any = None) -> None:
-        sent.append(len(tensors))
-        if len(sent) == 2:
-            time.sleep(0.5)
+    def counting(*arguments: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            time.sleep(0.5 if where == "broadcasting" else 0.0)
             os.kill(os.getpid(), signal.SIGKILL)
-        original(self, tensors, check)
+        return original(*arguments, **more)
 
-    UpdateGroup.broadcast = broadcast  # type: ignore[method-assign]
+    setattr(owner, name, counting)
     weights = {name: torch.full(shape, 7.0) for name, shape in shapes.items()}
     options = wsync.Options(
         deadline=20,
         progress=False,
-        delivery="distributed",
+        delivery="stock" if where == "sending" else "distributed",
         broadcast="bucket",
         bucket_nbytes=1 << 15,
     )
     with wsync.connect(weights, [url], options=options) as sync:
         sync.update(version="never")
+
+
+WHERE: dict[str, Any] = {
+    "broadcasting": (UpdateGroup, "broadcast"),
+    "announcing": (RemoteEngines, "_tell"),
+    "sending": (StockSession, "_send"),
+}

@@ -77,6 +77,8 @@ class _Worker(Worker):
             return self._compare(torch.load(io.BytesIO(argument)))
         if what == "state":
             return "", 0  # SGLang does not ask its loader
+        if what == "pause":
+            return None
         return super().answer(what, argument)
 
     def _compare(self, weights: dict[str, torch.Tensor]) -> list[str]:

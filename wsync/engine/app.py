@@ -203,7 +203,7 @@ def _add_generation(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
         mode = (body or Pause()).mode
         if mode not in PAUSE_MODES:
             return _error(f"mode {mode!r}: one of {', '.join(PAUSE_MODES)}")
-        await _run(pools.control, lambda: engine.gate.pause(mode, _CONTROL_SECONDS))
+        await _run(pools.control, lambda: engine.pause(mode, _CONTROL_SECONDS))
         return JSONResponse({"message": f"Generation paused: {mode}.", "status": "ok"})
 
     @app.post("/continue_generation")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from wsync.engine.distributed import Named
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.workers import Worker, WorkersEngine
 
@@ -80,8 +81,11 @@ class BareWorker(Worker):
             return data.getvalue()
         return super().answer(what, argument)
 
+    def names(self) -> Iterable[str]:
+        return (name for name, tensor in self.tensors.items() if tensor.numel())
+
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Named) -> None:
         for name, tensor in weights:
             self.tensors[name].copy_(tensor)
 

@@ -13,6 +13,7 @@ from wsync._core import Device, Importer, Layout, ProtocolError, StateError, Wsy
 from wsync.channel import is_remote
 from wsync.control import LEARN, Control
 from wsync.device import follow_torch
+from wsync.engine.buckets import Buckets
 from wsync.engine.loaders import Describes, Learner, Loader, Receipt
 from wsync.trace import Trace
 
@@ -35,6 +36,7 @@ class Receiver:
     consistent: False from the first byte loaded until the update commits; a worker whose update
     failed stays inconsistent, `reason` says why, until a later update commits.
     update: number of the last committed update, or None.
+    buckets: for weights that come in requests of their own.
     request: what an engine calls the request that it has this worker carry out; weights: the
     request that last replaced all weights, which tells whether the workers of one engine hold
     the same.
@@ -50,6 +52,7 @@ class Receiver:
         self._busy = threading.Lock()
         self._ways = {"open": self._open, "close": self._close, "inspect": self._inspect}
         self._trace = Trace.wanted("engine", worker)
+        self.buckets = Buckets(self)
         self.consistent = True
         self.reason = ""
         self.update: int | None = None
@@ -76,16 +79,28 @@ class Receiver:
         """Says that every weight has been replaced."""
         self.consistent, self.reason, self.weights = True, "", self.request
 
+    def lose(self, why: str) -> None:
+        """Says that the weights are not those of one update any more."""
+        self.consistent, self.reason = False, f"the weights are inconsistent: {why}"
+
     @contextmanager
     def replacing(self, what: str) -> Iterator[None]:
         """Around the replacement of every weight by other means than an update; if the block
         fails the worker is inconsistent.  StateError while an update runs."""
+        self.buckets.forget()
+        with self.writing(what):
+            yield
+            self.restored()
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Around what writes to some of the weights: the worker is inconsistent until `restored`.
+        StateError while an update runs."""
         if not self._busy.acquire(blocking=False):
             raise StateError(f"worker {self._worker}: another update is running")
         try:
-            self.consistent, self.reason = False, f"the weights are inconsistent: {what}"
+            self.lose(what)
             yield
-            self.restored()
         except BaseException as error:
             self.reason += f": {error}"
             raise
@@ -130,6 +145,7 @@ class Receiver:
         return True, "inspected"
 
     def _open(self, message: Control) -> tuple[bool, str]:
+        self.buckets.forget()
         try:
             self._run(message)
         except Exception as error:
@@ -177,7 +193,7 @@ class Receiver:
                 stream.trace(rounds)
         for round in range(rounds):
             importer.take(round, stream, timeout)
-            self._lose(f"update {update} is running")
+            self.lose(f"update {update} is running")
             if self._trace is not None and stream is None:
                 with self._trace.span("load", round):
                     self._loader.load(round)
@@ -215,17 +231,12 @@ class Receiver:
         teacher.begin(message.deadline)
         address, _, model = teacher.manifest.partition(b"\n")
         blob = self._loader.learn(
-            Layout.from_bytes(model), lambda: self._lose(f"update {message.update} is running")
+            Layout.from_bytes(model), lambda: self.lose(f"update {message.update} is running")
         )
         # the trainer listens to the teacher's session until this one has come
         self._teacher = teacher
         door = address.decode("ascii", "replace")
         self._importer = connect(door, blob, message.deadline, self._loader.device)
-
-    def _lose(self, why: str) -> None:
-        """The weights are not those of one update any more."""
-        if self.consistent:
-            self.consistent, self.reason = False, f"the weights are inconsistent: {why}"
 
     def _forget_teacher(self) -> None:
         teacher, self._teacher = self._teacher, None

@@ -8,7 +8,7 @@ worker then cuts itself, as stock engines do.
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Final
@@ -25,6 +25,7 @@ from wsync._core import (
     describe,
 )
 from wsync.engine import disk
+from wsync.engine.distributed import Named
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.sharded import ShardedModel
 from wsync.engine.workers import Worker, WorkersEngine
@@ -181,7 +182,10 @@ class _Worker(Worker):
             return [self._piece(piece) for piece in self.model.pieces]
         return super().answer(what, argument)
 
-    def load_weights(self, weights: Any) -> None:
+    def names(self) -> Iterable[str]:
+        return (piece.name for piece in self.model.pieces)
+
+    def load_weights(self, weights: Named) -> None:
         self.model.load_weights(weights)
 
     def _targets(self, _: Mapping[str, tuple[int, ...]]) -> tuple[Layout, BufferTable]:

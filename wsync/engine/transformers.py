@@ -93,8 +93,6 @@ class Engine:
         self._ignore = frozenset(ignore)
         self._threads = threads
         self._groups = UpdateGroups()
-        # names that stock updates have delivered since the weights became inconsistent
-        self._restored: set[str] = set()
         self._sampler = threading.local()
 
     # --- generation -------------------------------------------------------------------------
@@ -166,6 +164,11 @@ class Engine:
         if not self.receiver.consistent:
             raise StateError(self.receiver.reason)
 
+    def pause(self, mode: str, timeout: float) -> None:
+        """As Gate.pause; what trainers begin an update with."""
+        self.receiver.buckets.forget()
+        self.gate.pause(mode, timeout)
+
     def resume(self, timeout: float) -> None:
         """Refused while the weights are inconsistent."""
         if not self.receiver.consistent and self.receiver.reason:
@@ -204,7 +207,7 @@ class Engine:
         try:
             if not payloads:
                 raise InvalidArgumentError("serialized_named_tensors is empty, one worker needs 1")
-            with self.gate.update(timeout):
+            with self.gate.update(timeout), self.receiver.buckets.request():
                 if flush_cache:
                     self.gate.flush()
                 success, text = self._load(payload.load(payloads[0]), load_format)
@@ -257,6 +260,7 @@ class Engine:
         self, *, timeout: float = REQUEST_SECONDS, **group: Any
     ) -> tuple[bool, str]:
         """Joins a process group for updates; see wsync.engine.distributed."""
+        self.receiver.buckets.forget()
         try:
             self._groups.init(timeout=timeout, **group)
         except WsyncError as error:
@@ -264,6 +268,7 @@ class Engine:
         return True, "Succeeded to initialize custom process group."
 
     def destroy_weights_update_group(self, group_name: str) -> tuple[bool, str]:
+        self.receiver.buckets.forget()
         try:
             self._groups.destroy(group_name)
         except WsyncError as error:
@@ -280,7 +285,7 @@ class Engine:
     ) -> tuple[bool, str]:
         """Takes what a trainer broadcasts; (success, text)."""
         try:
-            with self.gate.update(timeout):
+            with self.gate.update(timeout), self.receiver.buckets.request():
                 if flush_cache:
                     self.gate.flush()
                 self._copy(self._groups.receive(**what))
@@ -292,10 +297,7 @@ class Engine:
 
     def _load(self, content: Any, load_format: str | None) -> tuple[bool, str]:
         if load_format == LOAD_FORMAT:
-            success, text = self.receiver.handle(payload.control_bytes(content))
-            if not self.receiver.consistent:
-                self._restored = set()
-            return success, text
+            return self.receiver.handle(payload.control_bytes(content))
         if load_format == "flattened_bucket":
             pairs = _bucket(content)
         elif load_format in (None, "direct"):
@@ -316,14 +318,15 @@ class Engine:
                     f"{name}: shape {tuple(tensor.shape)} delivered, "
                     f"{tuple(state[name].shape)} in {type(self.model).__name__}"
                 )
-        with torch.no_grad():
+        wanted = {
+            name: group[0]
+            for group in aliases(state)
+            if state[group[0]].numel() and not self._ignore.intersection(group)
+            for name in group
+        }
+        with self.receiver.buckets.loading([name for name, _ in pairs], wanted), torch.no_grad():
             for name, tensor in pairs:
                 state[name].copy_(tensor)
-        if not self.receiver.consistent:
-            self._restored.update(name for name, _ in pairs)
-            places = {state[name].data_ptr() for name in self._restored}
-            if all(tensor.data_ptr() in places for tensor in state.values()):
-                self.receiver.restored()
 
     def checksums(self) -> dict[str, str]:
         """A 64-bit checksum in hex of the bytes of every parameter and persistent buffer; names

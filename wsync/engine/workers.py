@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as wait_for
 from typing import Any, Final, Self
@@ -25,7 +25,7 @@ from wsync._core import (
     WsyncError,
 )
 from wsync.engine.child import Child
-from wsync.engine.distributed import UpdateGroups
+from wsync.engine.distributed import Named, UpdateGroups
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
 
@@ -48,23 +48,38 @@ class Worker:
     def answer(self, what: str, argument: Any) -> Any:
         """The answer to one question; an exception becomes the text of a failure."""
         if what == "update":
-            return self._update(*argument)
+            with self.receiver.buckets.request():
+                return self._update(*argument)
         if what == "state":
             receiver = self.receiver
             return "" if receiver.consistent else receiver.reason, receiver.weights
         if what == "init_weights_update_group":
+            self.receiver.buckets.forget()
             return self._groups.init(**argument)
         if what == "destroy_weights_update_group":
+            self.receiver.buckets.forget()
             return self._groups.destroy(**argument)
         if what == "update_weights_from_distributed":
-            return self.load_weights(self._groups.receive(**argument))
+            with self.receiver.buckets.request():
+                return self._take(self._groups.receive(**argument))
+        if what == "pause":
+            return self.receiver.buckets.forget()
         if what in ("ping", "start"):
             return None
         raise InvalidArgumentError(f"unknown question {what!r}")
 
-    def load_weights(self, weights: Any) -> None:
-        """Takes named tensors from an engine's own payloads: what a stock engine does."""
+    def names(self) -> Iterable[str]:
+        """What an update in an engine's own payloads has to bring this worker."""
         raise InvalidArgumentError(f"worker {self.rank} takes wsync's control messages only")
+
+    def load_weights(self, weights: Named) -> None:
+        """Takes named tensors from an engine's own payloads: what a stock engine does."""
+        raise NotImplementedError
+
+    def _take(self, weights: Named) -> None:
+        tensors = {name: name for name in self.names()}
+        with self.receiver.buckets.loading([name for name, _ in weights], tensors):
+            self.load_weights(weights)
 
     def _update(self, data: bytes, load_format: str | None) -> str:
         content: Any = payload.load(data)
@@ -81,7 +96,7 @@ class Worker:
             ).reconstruct_tensors()
         elif load_format is not None:
             raise InvalidArgumentError(f"unknown load_format {load_format!r}")
-        self.load_weights(content)
+        self._take(list(content))
         return "Success"
 
 
@@ -141,7 +156,7 @@ class WorkersEngine:
     # --- the handle -------------------------------------------------------------------------
 
     def pause(self, mode: str, timeout: float) -> None:
-        self._call("ping", None, timeout)
+        self._call("pause", None, timeout)
         self.paused = True
 
     def flush(self, timeout: float) -> None:
