@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -404,33 +406,45 @@ def test_http_engines_take_broadcasts() -> None:
         check_http(server, weights)
 
 
-@pytest.mark.parametrize("where", cases.WHERE)
-def test_a_trainer_that_dies_between_buckets_is_followed_by_another(where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [*((where, signal.SIGKILL) for where in cases.WHERE), ("broadcasting", signal.SIGSTOP)],
+)
+def test_a_trainer_that_is_struck_between_buckets_is_followed_by_another(
+    where: str, how: signal.Signals
+) -> None:
     config = dense()
     model = transformers.AutoModelForCausalLM.from_config(config)
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     with serve_in_process(config) as server:
         trainer = multiprocessing.get_context("spawn").Process(
-            target=cases.die, args=(server.url, shapes, where)
+            target=cases.die, args=(server.url, shapes, where, how)
         )
         trainer.start()
         end = time.monotonic() + 100
-        while trainer.is_alive() and time.monotonic() < end:
+        while trainer.is_alive() and not stopped(trainer.pid) and time.monotonic() < end:
             time.sleep(0.05)  # join would wait for what the trainer has started, too
-        assert trainer.exitcode == -signal.SIGKILL
+        assert trainer.exitcode == (None if how == signal.SIGSTOP else -how)
         engine = wsync.handle(server.url)
         info = engine.model_info(30)
         assert (info["weight_version"], info["consistent"]) == ("default", False)
         with pytest.raises(wsync.RemoteError, match="the weights are inconsistent"):
             engine.resume(5)
-        # it still is in the first trainer's group, which is no hindrance
+        # it still is in the first trainer's group, and may wait there, which is no hindrance
         delivery = "stock" if where == "sending" else "distributed"
         options = wsync.Options(**{**OPTIONS, "bucket_nbytes": 1 << 15, "delivery": delivery})
         with wsync.connect(weights, [engine], options=options) as sync:
             sync.update(version=5)
         check_http(server, weights)
         assert engine.model_info(5)["consistent"]
+        trainer.kill()
+
+
+def stopped(pid: int | None) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def check_http(server: ServerProcess, weights: dict[str, torch.Tensor]) -> None:

@@ -28,7 +28,6 @@ from wsync.channel import Channel, Door, Frame, knock
 from wsync.connection import whole
 from wsync.crossing import Crossing, Orders
 from wsync.demo.megatron_cpu import Parallel
-from wsync.engine.distributed import UpdateGroups
 from wsync.engine.process import ProcessEngine
 from wsync.engine.workers import WorkersEngine
 from wsync.layout import from_tensors
@@ -541,16 +540,3 @@ def test_a_source_broadcasts_from_the_trainers_gpu(monkeypatch: pytest.MonkeyPat
     assert session._group is not None and session._group._device == torch.device("cuda", 3)
     assert session._group.timeout == wsync.Options().deadline  # not what the meeting has left
     session.close()
-
-
-def test_the_trainers_rank_is_not_for_engines() -> None:
-    with pytest.raises(wsync.InvalidArgumentError, match="rank_offset 0"):
-        UpdateGroups().init(
-            master_address="127.0.0.1",
-            master_port=1,
-            rank_offset=0,
-            world_size=1,
-            group_name="g",
-            backend="gloo",
-            timeout=1,
-        )

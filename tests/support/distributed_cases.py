@@ -123,8 +123,8 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any]:
     return {"error": error, "paused": paused, "wrong": wrong}
 
 
-def die(url: str, shapes: dict[str, tuple[int, ...]], where: str) -> None:
-    """A trainer of its own that is killed where it is about to do something a second time: to
+def die(url: str, shapes: dict[str, tuple[int, ...]], where: str, how: signal.Signals) -> None:
+    """A trainer of its own that gets a signal where it is about to do something a second time: to
     broadcast a bucket that the engine waits for, to announce one, or to send one."""
     owner, name = WHERE[where]
     original = getattr(owner, name)
@@ -134,7 +134,7 @@ def die(url: str, shapes: dict[str, tuple[int, ...]], where: str) -> None:
         calls.append(1)
         if len(calls) == 2:
             time.sleep(0.5 if where == "broadcasting" else 0.0)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), how)
         return original(*arguments, **more)
 
     setattr(owner, name, counting)

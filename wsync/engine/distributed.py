@@ -1,31 +1,48 @@
 """An engine worker's part in updates over process groups, with SGLang's semantics."""
 
 import math
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from wsync._core import InvalidArgumentError, LayoutError
+from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, StateError
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.engine.loaders import dtype_of
 from wsync.update_group import UpdateGroup
 
 BUCKET: Final = "flattened_bucket"
+BROADCAST_SECONDS: Final = 120.0
+"""The most that a broadcast may take where an engine is not told otherwise: as many seconds as a
+trainer waits for it by default.  SGLang has no such deadline of its own."""
 _KEPT_NBYTES: Final = 64 << 20
 
 Named = list[tuple[str, torch.Tensor]]
 
 
+@dataclass(eq=False)
+class _Membership:
+    group: UpdateGroup | None = None  # before all members have come
+    used: bool = False  # a bucket was taken from it
+
+
 class UpdateGroups:
     """The groups that trainers had this worker join, by name.
+
+    They are one trainer's: groups that buckets have come from are left when the worker has joined
+    another one, be their trainer gone or stopped in the middle of a broadcast.  A group is also
+    left when one of its broadcasts fails.
 
     rank: the worker's, in its engine.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
-        self._groups: dict[str, UpdateGroup] = {}
+        self._lock = threading.Lock()
+        self._members: dict[str, _Membership] = {}
         self._kept = torch.empty(0, dtype=torch.uint8)
 
     def init(
@@ -37,24 +54,39 @@ class UpdateGroups:
         world_size: int,
         group_name: str,
         backend: str,
-        timeout: float,
+        meeting: float,
+        timeout: float = BROADCAST_SECONDS,
     ) -> None:
-        """Joins a group; returns when all its members have."""
+        """Joins a group; returns when all its members have.
+
+        meeting: seconds until they have; timeout: the most seconds that a broadcast may take.
+        """
         if not group_name:
             raise InvalidArgumentError("group_name is empty")
         if rank_offset < 1:
             raise InvalidArgumentError(f"rank_offset {rank_offset}: rank 0 is the trainer's")
-        if group_name in self._groups:
-            raise InvalidArgumentError(f"group {group_name}: this worker is in it")
-        self._groups[group_name] = UpdateGroup(
-            master_address,
-            master_port,
-            rank=rank_offset + self._rank,
-            size=world_size,
-            name=group_name,
-            backend=backend,
-            timeout=timeout,
-        )
+        mine = _Membership()
+        with self._lock:
+            if self._members.setdefault(group_name, mine) is not mine:
+                raise InvalidArgumentError(f"group {group_name}: this worker is in it")
+        try:
+            mine.group = UpdateGroup(
+                master_address,
+                master_port,
+                rank=rank_offset + self._rank,
+                size=world_size,
+                name=group_name,
+                backend=backend,
+                timeout=timeout,
+                meeting=meeting,
+            )
+            self._check(group_name, mine)
+        except BaseException:
+            self._leave(group_name, mine)
+            raise
+        for name, member in list(self._members.items()):
+            if member.used:
+                self._leave(name, member)
 
     def receive(
         self,
@@ -64,14 +96,15 @@ class UpdateGroups:
         shapes: Sequence[Sequence[int]],
         group_name: str,
         load_format: str | None = None,
+        timeout: float = math.inf,
     ) -> Named:
         """Takes one broadcast of a bucket, or one of each tensor; (name, tensor) in order, which
         are valid until the next call.
 
         dtypes are torch's names.  A flattened bucket has no gaps, so that each tensor has to
-        start at a multiple of its item size.
+        start at a multiple of its item size.  timeout: seconds, where the group's are more.
         """
-        group = self._group(group_name)
+        member = self._member(group_name)
         if not len(names) == len(dtypes) == len(shapes) or not names:
             raise InvalidArgumentError(
                 f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes"
@@ -81,7 +114,7 @@ class UpdateGroups:
                 torch.empty(tuple(shape), dtype=dtype_of(dtype))
                 for shape, dtype in zip(shapes, dtypes, strict=True)
             ]
-            group.broadcast(tensors)
+            self._broadcast(group_name, member, tensors, timeout)
             return list(zip(names, tensors, strict=True))
         if load_format != BUCKET:
             raise InvalidArgumentError(f"load_format {load_format!r}: None or {BUCKET!r}")
@@ -96,7 +129,7 @@ class UpdateGroups:
             )
             start += size
         flat = self._flat(start)
-        group.broadcast([flat])
+        self._broadcast(group_name, member, [flat], timeout)
         return FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata).reconstruct_tensors()
 
     def _flat(self, nbytes: int) -> torch.Tensor:
@@ -107,15 +140,46 @@ class UpdateGroups:
             self._kept = torch.empty(nbytes, dtype=torch.uint8)
         return self._kept[:nbytes]
 
-    def destroy(self, group_name: str) -> None:
-        """Leaves a group."""
-        self._group(group_name).close()
-        del self._groups[group_name]
+    def _broadcast(
+        self, name: str, member: _Membership, tensors: list[torch.Tensor], timeout: float
+    ) -> None:
+        assert member.group is not None
+        member.used = True
 
-    def _group(self, name: str) -> UpdateGroup:
-        if name not in self._groups:
+        def check() -> None:
+            self._check(name, member)
+            if time.monotonic() > end:
+                raise DeadlineError(f"group {name}: a broadcast took over {timeout:.0f} s")
+
+        end = time.monotonic() + timeout
+        try:
+            member.group.broadcast(tensors, check)
+        except BaseException:
+            self._leave(name, member)
+            self._kept = self._kept[:0].clone()  # what is stuck may still write there
+            raise
+
+    def destroy(self, group_name: str) -> None:
+        """Leaves a group; ends what is under way in it."""
+        member = self._members.get(group_name) or self._member(group_name)
+        self._leave(group_name, member)
+
+    def _check(self, name: str, member: _Membership) -> None:
+        if self._members.get(name) is not member:
+            raise StateError(f"group {name!r}: this worker has left it")
+
+    def _leave(self, name: str, member: _Membership) -> None:
+        with self._lock:
+            if self._members.get(name) is member:
+                del self._members[name]
+        if member.group is not None:
+            member.group.close()
+
+    def _member(self, name: str) -> _Membership:
+        member = self._members.get(name)
+        if member is None or member.group is None:
             raise InvalidArgumentError(
                 f"group {name!r}: this worker is in none of that name; "
                 "init_weights_update_group comes first"
             )
-        return self._groups[name]
+        return member

@@ -133,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     options = _parser().parse_args(arguments)
     model, tokenizer = load(options)
+    seconds = options.broadcast_seconds
+    chosen = {} if seconds is None else {"broadcast_seconds": seconds}
     app = create_app(
         model,
         tokenizer=tokenizer,
@@ -141,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         weight_version=options.weight_version or _stored_version(options.model) or "default",
         ignore=options.ignore,
         threads=options.threads,
+        **chosen,
     )
     with socket.create_server((options.host, options.port)) as listener:
         port = listener.getsockname()[1]
@@ -184,6 +187,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", help="torch's name of a dtype")
     parser.add_argument("--seed", type=int, default=0, help="of random weights")
     parser.add_argument("--threads", type=int, default=1, help="of torch and of copies")
+    parser.add_argument(
+        "--broadcast-seconds",
+        type=float,
+        help="the most that one broadcast of a trainer may take, by default 120",
+    )
     parser.add_argument("--weight-version", help="by default the checkpoint's, if it has one")
     parser.add_argument(
         "--ignore", action="append", default=[], metavar="NAME", help="tensor an update may lack"

@@ -35,7 +35,7 @@ from wsync._core import (
 )
 from wsync.control import LOAD_FORMAT
 from wsync.engine import disk
-from wsync.engine.distributed import UpdateGroups
+from wsync.engine.distributed import BROADCAST_SECONDS, UpdateGroups
 from wsync.engine.gate import Gate
 from wsync.engine.loaders import ModuleLoader, aliases, targets
 from wsync.engine.receiver import Receiver
@@ -83,6 +83,7 @@ class Engine:
         weight_version: str = "default",
         ignore: Sequence[str] = (),
         threads: int = 1,
+        broadcast_seconds: float = BROADCAST_SECONDS,
     ) -> None:
         self.model = model.eval()
         self.tokenizer = tokenizer
@@ -93,6 +94,7 @@ class Engine:
         self._ignore = frozenset(ignore)
         self._threads = threads
         self._groups = UpdateGroups()
+        self._broadcast_seconds = broadcast_seconds
         self._sampler = threading.local()
 
     # --- generation -------------------------------------------------------------------------
@@ -262,7 +264,7 @@ class Engine:
         """Joins a process group for updates; see wsync.engine.distributed."""
         self.receiver.buckets.forget()
         try:
-            self._groups.init(timeout=timeout, **group)
+            self._groups.init(meeting=timeout, timeout=self._broadcast_seconds, **group)
         except WsyncError as error:
             return False, f"Failed to initialize custom process group: {error}."
         return True, "Succeeded to initialize custom process group."
@@ -358,11 +360,14 @@ def create_app(
     weight_version: str = "default",
     ignore: Sequence[str] = (),
     threads: int = 1,
+    broadcast_seconds: float = BROADCAST_SECONDS,
 ) -> "FastAPI":
     """An ASGI application around a transformers causal language model.
 
     api_key: asked for as a bearer key everywhere but on /health.  ignore: tensor names that an
     update may lack, or bring although the model does not have them.  threads: copy threads.
+    broadcast_seconds: the most that one broadcast of a trainer may take; the engine then leaves
+    that trainer's group.
     The Engine is at `app.state.engine`.
     """
     from wsync.engine.app import build_app
@@ -374,6 +379,7 @@ def create_app(
         weight_version=weight_version,
         ignore=ignore,
         threads=threads,
+        broadcast_seconds=broadcast_seconds,
     )
     return build_app(engine, api_key=api_key)
 

@@ -24,8 +24,9 @@ from wsync._core import (
     RemoteError,
     WsyncError,
 )
+from wsync.calls import left
 from wsync.engine.child import Child
-from wsync.engine.distributed import Named, UpdateGroups
+from wsync.engine.distributed import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
 
@@ -55,13 +56,14 @@ class Worker:
             return "" if receiver.consistent else receiver.reason, receiver.weights
         if what == "init_weights_update_group":
             self.receiver.buckets.forget()
-            return self._groups.init(**argument)
+            return self._groups.init(meeting=left(argument.pop("end")), **argument)
         if what == "destroy_weights_update_group":
             self.receiver.buckets.forget()
             return self._groups.destroy(**argument)
         if what == "update_weights_from_distributed":
             with self.receiver.buckets.request():
-                return self._take(self._groups.receive(**argument))
+                timeout = left(argument.pop("end"))
+                return self._take(self._groups.receive(timeout=timeout, **argument))
         if what == "pause":
             return self.receiver.buckets.forget()
         if what in ("ping", "start"):
@@ -186,8 +188,13 @@ class WorkersEngine:
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         told = dict(arguments)
         version = told.pop("weight_version", None)
+        # the caller waits no longer, whenever a worker gets to it
+        end = time.monotonic() + timeout
         if method == "init_weights_update_group":
-            told["timeout"] = timeout
+            # what is left for the meeting says nothing of how long a broadcast may take
+            told |= {"end": end, "timeout": max(timeout, BROADCAST_SECONDS)}
+        if method == "update_weights_from_distributed":
+            told["end"] = end
         self._call(method, [told] * self.workers, timeout)
         if version is not None:
             self.weight_version = version
