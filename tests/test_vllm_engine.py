@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 from collections.abc import Iterator
@@ -73,6 +74,23 @@ def check_two_updates(engine: VllmEngine) -> None:
         ("reset_prefix_cache", False),
         ("wake_up", ["scheduling"]),
     ]
+
+
+def test_a_remote_engine_is_sent_what_its_workers_keep(engine: VllmEngine) -> None:
+    """Each worker is a rank of the exchange."""
+    options = dataclasses.replace(OPTIONS, delivery="distributed")
+    engine.prepare("qwen3_moe", ep=2)
+    places = engine.collective_rpc("places")
+    with wsync.connect(engine.weights(0), engines=[engine], options=options) as sync:
+        report = sync.update(engine.weights(1), version=1)
+        assert (report.workers, report.redundancy) == (2, 1.0)
+        assert report.delivered_nbytes < 2 * report.model_nbytes
+        assert engine.differing(1) == [[], []]
+        sync.update(engine.weights(2), version=2)
+    assert engine.differing(2) == [[], []]
+    assert engine.collective_rpc("places") == places
+    assert wsync.handle(engine).model_info(5) == {"weight_version": "2"}
+    assert [worker.consistent for worker in inspection.inspect(engine)] == [True, True]
 
 
 def test_a_loader_that_raises_midway_is_named_and_survived(engine: VllmEngine) -> None:
