@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from wsync._core import Exporter, Layout, LayoutBuilder, Memory, Stream
+from wsync._core import Exporter, Layout, LayoutBuilder, Memory, Stream, describe, pack
 from wsync.control import Control
+from wsync.device import find
 
 Tensors = Mapping[str, torch.Tensor]
 SECONDS = 10.0
@@ -29,8 +30,6 @@ class Trainer:
         self.exporter = Exporter()
         sizes = [sum(aligned(tensors[name].nbytes) for name in names) for names in rounds]
         self.slot = max([*sizes, 64])
-        self.ring = Memory(2 * self.slot)
-        self.stream = Stream()
         self.manifest = self._manifest(tensors)
         self.blob = b""
 
@@ -62,19 +61,23 @@ class Trainer:
 
     def accept(self) -> None:
         self.blob = self.exporter.accept(SECONDS)
+        device = find(self.exporter.worker_uuid)
+        self.ring = Memory(2 * self.slot, device)
+        self.stream = Stream(1, device)
         self.exporter.attach(self.ring, self.manifest.to_bytes(), SECONDS)
 
     def send(self, tensors: Tensors, rounds: range | None = None) -> None:
         for round in range(len(self.rounds)) if rounds is None else rounds:
             self.exporter.acquire(round - 2 if round >= 2 else -1, None, SECONDS)
-            for name in self.rounds[round]:
-                data, offset = as_bytes(tensors[name]), self.offsets[name]
-                memoryview(self.ring)[offset : offset + len(data)] = data  # type: ignore[arg-type]
+            table = describe([tensors[name] for name in self.rounds[round]])
+            offsets = [self.offsets[name] for name in self.rounds[round]]
+            pack(table, self.ring.address, self.ring.nbytes, offsets, self.stream)
             self.exporter.post(round, self.stream, SECONDS)
 
     def update(self, number: int, tensors: Tensors) -> tuple[int, int, int]:
         self.exporter.begin(number, len(self.rounds), SECONDS)
         self.send(tensors)
+        self.stream.synchronize(SECONDS)
         receipt = self.exporter.prepared(SECONDS)
         self.exporter.commit(SECONDS)
         return receipt
