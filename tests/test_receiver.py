@@ -418,6 +418,22 @@ def test_a_version_is_refused_where_its_update_is_not(start: Start) -> None:
     assert "update 2 was not committed here, the last one is 1" in text
 
 
+def test_a_late_version_of_another_trainer_is_refused(start: Start) -> None:
+    """Every trainer counts from 1."""
+    first, receiver, _ = first_update(start, ModuleLoader(Tiny()), tiny_weights(1))
+    second = Trainer(tiny_weights(2), ROUNDS, session="b2")
+    handled = start(receiver, second.control(1))
+    second.accept()
+    second.update(1, tiny_weights(2))
+    assert handled.result(SECONDS) == (True, "update 1")
+    success, text = receiver.handle(first.control(1, "close"))
+    assert (success, "have been replaced by others" in text) == (False, True)
+    assert receiver.handle(second.control(1, "close")) == (True, "update 1")
+    with receiver.replacing("loading a checkpoint"):
+        pass
+    assert not receiver.handle(second.control(1, "close"))[0]
+
+
 def test_another_number_than_the_one_announced_is_refused(start: Start) -> None:
     trainer, receiver = Trainer(tiny_weights(1), ROUNDS), Receiver(ModuleLoader(Tiny()))
     handled = start(receiver, trainer.control(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import time
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core
 from wsync.calls import Calls, left, take_on
 from wsync.connection import Connection, Placement
-from wsync.control import LOAD_FORMAT, Control
+from wsync.control import LOAD_FORMAT
 from wsync.device import of
 from wsync.group import host_identity
 from wsync.handles import EngineHandle, handles_of
@@ -65,7 +66,7 @@ class Sync(Updates):
         self._connection: Connection | None = None
         self._pausing: Calls | None = None
         self._opened: Calls | None = None
-        self._closing = b""
+        self._closing: dict[int, list[bytes]] = {}
         self._paused = False  # the engines, by the last update
         self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
@@ -255,15 +256,14 @@ class Sync(Updates):
         """What the opening request carries for each worker, by engine; and the closing one's."""
         from wsync import payload
 
-        closing = Control(
-            op="close", session="0", update=self._updates, deadline=self.options.deadline
-        )
-        self._closing = payload.control(closing.to_bytes())
         by_engine: dict[int, list[bytes]] = {}
+        self._closing = {}
         for number, worker in enumerate(self._placement.workers):
             if not worker.stock:
-                opening = connection.opening(number, self._updates).to_bytes()
-                by_engine.setdefault(worker.engine, []).append(payload.control(opening))
+                opening = connection.opening(number, self._updates)
+                closing = dataclasses.replace(opening, op="close", address="")
+                for told, message in ((by_engine, opening), (self._closing, closing)):
+                    told.setdefault(worker.engine, []).append(payload.control(message.to_bytes()))
         return by_engine
 
     def _request(self, requests: dict[int, list[bytes]]) -> None:
@@ -302,7 +302,7 @@ class Sync(Updates):
         def close(index: int, engine: EngineHandle, end: float) -> None:
             if index not in stock:
                 engine.update_weights(
-                    [closing] * engine.workers,
+                    closing[index],
                     load_format=LOAD_FORMAT,
                     weight_version=version,
                     timeout=left(end),

@@ -45,7 +45,7 @@ class Receiver:
     def __init__(self, loader: Loader, *, worker: int = 0) -> None:
         self._loader = loader
         self._worker = worker
-        self._session = ""
+        self._session = self._committed = ""
         self._importer: Session | None = None
         self._teacher: Session | None = None  # until the session that came of it is under way
         self._generation = -1
@@ -78,6 +78,7 @@ class Receiver:
     def restored(self) -> None:
         """Says that every weight has been replaced."""
         self.consistent, self.reason, self.weights = True, "", self.request
+        self._committed = ""
 
     def lose(self, why: str) -> None:
         """Says that the weights are not those of one update any more."""
@@ -124,6 +125,12 @@ class Receiver:
             return False, (
                 f"worker {self._worker}: update {message.update} was not committed here, "
                 f"the last one is {last}"
+            )
+        if self._committed != message.session:
+            # trainers count from 1: a late word of one that is gone would fit another's update
+            return False, (
+                f"worker {self._worker}: the weights have been replaced by others since update "
+                f"{message.update} of this trainer"
             )
         return True, f"update {message.update}"
 
@@ -178,7 +185,7 @@ class Receiver:
         importer.prepared(receipt.tensors, receipt.nbytes, receipt.checksum, timeout)
         importer.verdict(timeout)
         self.restored()
-        self.update, self.receipt = update, receipt
+        self.update, self.receipt, self._committed = update, receipt, message.session
 
     def _load(self, importer: Session, update: int, rounds: int, timeout: float) -> Receipt:
         """Takes all rounds.  A loader's stream waits for the data itself: this thread hands it
