@@ -44,6 +44,7 @@ typedef struct StreamObject {
     wsync_stream_t *stream;   /* owned; NULL once closed */
     wsync_memory_t *progress; /* owned; word 0 is the last mark that the stream passed */
     uint64_t mark;            /* last mark that was enqueued */
+    unsigned unmarked;        /* batches since */
     stream_hold_t *holds;     /* owned, marks ascending */
     size_t hold_count;
     size_t hold_capacity;

@@ -14,6 +14,8 @@
 
 enum {
     PROGRESS_NBYTES = 64,
+    /* On a GPU a mark is a call of the driver, and work for the device: one for so many. */
+    GPU_BATCHES_PER_MARK = 64,
 };
 
 static wsync_event_t progress_event(const StreamObject *self)
@@ -47,6 +49,16 @@ static void enqueue_mark(StreamObject *self)
     if (self->ops->stream_record(self->stream, progress_event(self), self->mark + 1,
                                  NULL) == WSYNC_OK) {
         self->mark++;
+        self->unmarked = 0;
+    }
+}
+
+/* The holds of the batch that was enqueued wait for a mark, if need be for a later one. */
+static void mark_batch(StreamObject *self)
+{
+    self->unmarked++;
+    if (self->ops->identity().ordinal < 0 || self->unmarked >= GPU_BATCHES_PER_MARK) {
+        enqueue_mark(self);
     }
 }
 
@@ -292,7 +304,7 @@ PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
         for (int i = 0; i < WSYNC_PY_STREAM_HOLDS; i++) {
             wsync_py_stream_hold(self, batch->owners[i]);
         }
-        enqueue_mark(self);
+        mark_batch(self);
     }
     wsync_py_stream_leave(self);
     if (status != WSYNC_OK) {
@@ -349,14 +361,17 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
 static PyObject *stream_abandon(PyObject *object, PyObject *unused)
 {
     StreamObject *self = (StreamObject *)object;
-    const uint64_t mark = self->mark;
     wsync_stream_t *stream =
         wsync_py_stream_enter(wsync_py_type_state(Py_TYPE(object)), self);
+    uint64_t mark;
 
     (void)unused;
     if (stream == NULL) {
         return NULL;
     }
+    /* Also of what waits for a mark that was not enqueued; what comes now has a later one.
+     */
+    mark = ++self->mark;
     Py_BEGIN_ALLOW_THREADS
         self->ops->stream_abandon(stream);
     Py_END_ALLOW_THREADS
