@@ -221,6 +221,7 @@ wsync_cu_result_t fake_init(unsigned flags)
         fake.delay_us = (unsigned)read_number("WSYNC_FAKE_CUDA_DELAY_US", 100);
         fake.no_vmm = read_number("WSYNC_FAKE_CUDA_NO_VMM", 0) != 0;
         fake.pageable = read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) != 0;
+        fake.sizes = read_number("WSYNC_FAKE_CUDA_SIZES", 0) != 0;
         fake.seed = (unsigned)read_number("WSYNC_FAKE_CUDA_SEED", 1);
         for (int i = 0; i < fake.device_count; i++) {
             fake.contexts[i].device = i;

@@ -144,6 +144,7 @@ typedef struct fake_state {
     unsigned delay_us;
     bool pageable;
     bool no_vmm;
+    bool sizes;
     unsigned seed;
     struct wsync_cu_context contexts[FAKE_MAX_DEVICES];
     fake_physical_t *physicals;

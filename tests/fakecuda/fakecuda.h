@@ -12,6 +12,7 @@
  *   WSYNC_FAKE_CUDA_NO_VMM    1: memory cannot be mapped or exported as a descriptor (0)
  *   WSYNC_FAKE_CUDA_PAGEABLE  1: the devices reach all memory of the host by themselves (0)
  *   WSYNC_FAKE_CUDA_LOG       file that gets a line "PID CALL" per call
+ *   WSYNC_FAKE_CUDA_SIZES     1: and a line "PID size BYTES" per upload (0)
  *   WSYNC_FAKE_CUDA_FAIL      CALL:K:CODE: the K-th such call (from 0; "*": any call) fails
  */
 #ifndef WSYNC_TESTS_FAKECUDA_H

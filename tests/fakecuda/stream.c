@@ -332,6 +332,9 @@ wsync_cu_result_t fake_memcpy_async(wsync_cu_ptr_t destination, wsync_cu_ptr_t s
 wsync_cu_result_t fake_memcpy_in_async(wsync_cu_ptr_t destination, const void *source,
                                        size_t nbytes, wsync_cu_stream_t stream)
 {
+    if (fake.sizes) {
+        fake_log("size %zu", nbytes);
+    }
     return copy("cuMemcpyHtoDAsync", (uintptr_t)destination, (uintptr_t)source, nbytes,
                 stream, HOST_SOURCE);
 }

@@ -1,0 +1,229 @@
+"""What trainer ranks do in tests/test_cuda_update.py, on the stand-in for the driver; rank 0 also
+runs the engines."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.fake_driver import calls, position
+from support.tiny_qwen3 import Weights, draw, same
+
+import wsync
+from wsync import _core
+from wsync.device import find, uuid
+from wsync.engine.process import ProcessEngine
+from wsync.engine.tensor_parallel import TensorParallelEngine
+from wsync.layout import TrainerLayout
+
+OPTIONS = wsync.Options(
+    deadline=20.0, progress=False, round_nbytes=1 << 14, ring_nbytes=1 << 16, flush_cache=False
+)
+
+
+def sharded(whole: Weights) -> TrainerLayout:
+    """This rank's rows of every tensor."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    builder = _core.LayoutBuilder(rank)
+    tensors = []
+    for index, (name, tensor) in enumerate(whole.items()):
+        rows, *rest = tensor.shape
+        first, last = rank * rows // size, (rank + 1) * rows // size
+        tensors.append(tensor[first:last].contiguous())
+        builder.add_shard(
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tensor.shape,
+            [first, *(0 for _ in rest)],
+            [last - first, *rest],
+            index,
+            0,
+            [stride * tensor.itemsize for stride in tensor.stride()],
+        )
+    names = tuple(whole)
+    table = _core.describe(tensors, names)
+    return TrainerLayout(builder.build(), names, lambda: tensors, table, rank, size)
+
+
+def _storage(source: TrainerLayout) -> Weights:
+    return dict(zip(source.names, source.tensors(), strict=True))
+
+
+def steady(config: Any, moved: bool) -> dict[str, Any]:
+    """What the third update of a connection to an engine of two workers asks of the driver, whose
+    weights lie where they were or elsewhere."""
+    source = sharded(draw(config, 1))
+    with contextlib.ExitStack() as stack:
+        engine = None
+        if dist.get_rank() == 0:
+            engine = stack.enter_context(TensorParallelEngine(config, tp=2))
+        engines = [] if engine is None else [engine]
+        sync = stack.enter_context(wsync.connect(source, engines, options=OPTIONS))
+        sync.update()
+        sync.update()
+        expected = draw(config, 2)
+        weights = _storage(sharded(expected))
+        if not moved:
+            kept = _storage(source)
+            for name, tensor in weights.items():
+                kept[name].copy_(tensor)
+            weights = kept
+        dist.barrier()
+        begin = position()
+        dist.barrier()
+        report = sync.update(weights)
+        dist.barrier()
+        counts = calls(begin)
+        dist.barrier()
+        right = engine is None or same(engine.weights(), expected)
+        pids = engine.pids if engine else []
+    return {
+        "right": right,
+        "rounds": report.rounds,
+        "tensors": report.tensors,
+        "trainer": counts.get(os.getpid(), Counter()),
+        "workers": [counts.get(pid, Counter()) for pid in pids],
+    }
+
+
+# --- what goes wrong ----------------------------------------------------------------------------
+
+SHAPES = {"a": (64, 96), "b": (3000,), "c": (40, 8)}
+
+
+def _weights(seed: int) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+@contextlib.contextmanager
+def _engine(**environment: str) -> Iterator[ProcessEngine]:
+    """An engine of one process with these variables; an empty one is unset."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    for name, value in environment.items():
+        if not value:
+            del os.environ[name]
+    try:
+        engine = ProcessEngine({name: (shape, torch.float32) for name, shape in SHAPES.items()})
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    with engine:
+        yield engine
+
+
+def _try(sync: wsync.Sync, weights: Weights) -> str:
+    try:
+        sync.update(weights)
+    except wsync.WsyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _plan_failure(call: str, k: int, code: int) -> None:
+    """Has the k-th such call of this process fail from now on; -1: none."""
+    driver = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
+    driver.fakecuda_fail(call.encode(), ctypes.c_long(k), code)
+
+
+def fail_in_the_trainer(call: str, code: int) -> dict[str, Any]:
+    """The first such call of the second update fails, or of the first update where later ones
+    make none; one more update follows."""
+    with _engine() as engine, wsync.connect(_weights(1), [engine], options=OPTIONS) as sync:
+        if call != "cuMemcpyHtoDAsync":
+            sync.update(_weights(1))
+        _plan_failure(call, 0, code)
+        error = _try(sync, _weights(2))
+        _plan_failure(call, -1, 0)
+        paused = engine.paused
+        after = _try(sync, _weights(3))
+        return {
+            "error": error,
+            "paused": paused,
+            "after": after,
+            "right": same(engine.weights(), _weights(3)),
+        }
+
+
+def fail_in_the_worker(call: str, k: int, code: int) -> dict[str, Any]:
+    """The k-th such call of the engine's process fails; one more update follows."""
+    fails = f"{call}:{k}:{code}"
+    with (
+        _engine(WSYNC_FAKE_CUDA_FAIL=fails) as engine,
+        wsync.connect(_weights(1), [engine], options=OPTIONS) as sync,
+    ):
+        error = _try(sync, _weights(2))
+        state = engine.model_info(10.0)
+        after = _try(sync, _weights(3))
+        return {
+            "error": error,
+            "consistent": state["consistent"],
+            "after": after,
+            "right": same(engine.weights(), _weights(3)),
+        }
+
+
+def start_engine(environment: dict[str, str]) -> str:
+    """What an engine says that is started with these variables, and updated."""
+    try:
+        with (
+            _engine(**environment) as engine,
+            wsync.connect(_weights(1), [engine], options=OPTIONS) as sync,
+        ):
+            error = _try(sync, _weights(2))
+            return error or ("right" if same(engine.weights(), _weights(2)) else "wrong bytes")
+    except wsync.WsyncError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def two_devices() -> dict[str, Any]:
+    """Two engines on different GPUs for one rank; then each by itself."""
+    with _engine() as first, _engine(WSYNC_DEVICE="cuda:1") as second:
+        with wsync.connect(_weights(1), [first, second], options=OPTIONS) as sync:
+            error = _try(sync, _weights(1))
+        alone = []
+        for engine in (first, second):
+            with wsync.connect(_weights(2), [engine], options=OPTIONS) as sync:
+                alone.append(_try(sync, _weights(2)))
+                alone.append("" if same(engine.weights(), _weights(2)) else "wrong bytes")
+    return {"error": error, "alone": alone}
+
+
+class _Owner:
+    """Something whose end can be seen."""
+
+
+def holds() -> dict[str, Any]:
+    """Whether a stream keeps what a copy uses while that waits, and lets go of it when it is
+    through and when it is abandoned."""
+    gpu = find(uuid(0))
+    builder = _core.LayoutBuilder()
+    builder.add_shard("a", "uint8", [64], [0], [64], 0, 0, [1])
+    layout = builder.build()
+    route, words = _core.Route(layout, layout), _core.Memory(4096, gpu, control=True)
+    memory, event = _core.Memory(64, gpu), _core.Event(words, 0)
+    writer = _core.Stream(1, gpu)
+    kept, left = True, []
+    for number in range(2):
+        stream, owner = _core.Stream(1, gpu), _Owner()
+        alive = weakref.ref(owner)
+        stream.wait(event, number + 1)
+        table = _core.BufferTable([(memory.address, 64)], owner=owner)
+        stream.copy(route, 0, 0, table, table)
+        del owner, table
+        kept = kept and alive() is not None
+        if number == 0:
+            writer.record(event, 1)
+            stream.synchronize(10.0)
+        else:
+            stream.abandon()
+        left.append(alive() is not None)
+    return {"kept": kept, "left": left}

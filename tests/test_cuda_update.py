@@ -1,0 +1,174 @@
+"""Whole updates through the memory of a GPU, on a stand-in for its driver (tests/fakecuda) that
+logs what it is asked for: what an update costs, and what goes wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import cuda_cases, fake_driver
+from support.procs import Ranks
+from support.tiny_qwen3 import dense
+
+# a round waits, copies and records; the rest looks and waits for nothing
+ROUND = {"cuStreamWaitValue64", "cuStreamWriteValue64", "cuLaunchKernel"}
+LOOKS = {"cuStreamQuery", "cuPointerGetAttributes"}
+UPLOADS = {"cuMemcpyHtoDAsync", "cuStreamSynchronize", fake_driver.UPLOADED}
+
+
+def _ranks(count: int, folder: Path) -> Iterator[Ranks]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in fake_driver.environment(folder, devices=2).items():
+            patch.setenv(name, value)
+        with Ranks(count, path=sys.path) as started:
+            yield started
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    yield from _ranks(1, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    yield from _ranks(2, tmp_path_factory.mktemp("two"))
+
+
+def _check(count: Counter[str], *, waits: int, launches: int, records: int) -> None:
+    """Launches and records are exact but for one that lets go of what up to 64 launches use;
+    what has come already needs no wait."""
+    assert set(count) <= ROUND | LOOKS, count
+    assert count["cuLaunchKernel"] == launches, count
+    assert records <= count["cuStreamWriteValue64"] <= records + 1, count
+    assert count["cuStreamWaitValue64"] <= waits, count
+
+
+def test_a_later_update_of_one_rank_waits_launches_and_records_once_a_round(
+    trainer: Ranks,
+) -> None:
+    (facts,) = trainer.run(cuda_cases.steady, dense(), False, timeout=300)
+    assert facts["right"]
+    rounds = facts["rounds"]
+    assert rounds > 5
+    assert len(facts["workers"]) == 2
+    # one launch fills the rings of both workers, whom the trainer waits for and tells in turn
+    both = 2 * rounds
+    _check(facts["trainer"], waits=both, launches=rounds, records=both)
+    for worker in facts["workers"]:
+        _check(worker, waits=rounds, launches=rounds, records=rounds)
+
+
+def test_a_later_update_of_two_ranks_adds_a_pack_and_an_unpack(trainers: Ranks) -> None:
+    found = trainers.run(cuda_cases.steady, dense(), False, timeout=300)
+    for facts in found:
+        assert facts["right"]
+        count, rounds = facts["trainer"], facts["rounds"]
+        # what need not cross over is copied by a launch of its own, where there is any
+        assert 2 * rounds <= count["cuLaunchKernel"] <= 3 * rounds, count
+        # of the ring: it is filled; of staging, where it was used: it is, and may be, filled
+        assert rounds < count["cuStreamWriteValue64"] <= 3 * rounds + 1, count
+        assert count["cuStreamWaitValue64"] <= 3 * rounds, count
+        assert set(count) <= ROUND | LOOKS, count
+    for worker in found[0]["workers"]:
+        _check(worker, waits=rounds, launches=rounds, records=rounds)
+
+
+def test_weights_that_have_moved_cost_their_addresses_alone(trainer: Ranks) -> None:
+    (facts,) = trainer.run(cuda_cases.steady, dense(), True, timeout=300)
+    assert facts["right"]
+    count = facts["trainer"]
+    assert set(count) <= ROUND | LOOKS | UPLOADS, count
+    # all rounds have one table of them
+    assert count[fake_driver.UPLOADED] == 8 * facts["tensors"], count
+    assert count["cuMemcpyHtoDAsync"] == count["cuStreamSynchronize"] == 1, count
+    for worker in facts["workers"]:
+        assert set(worker) <= ROUND | LOOKS, worker
+
+
+# --- what goes wrong ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("cuLaunchKernel", 719),
+        ("cuStreamWriteValue64", 999),
+        ("cuMemcpyHtoDAsync", 999),
+    ],
+)
+def test_a_driver_call_that_fails_in_the_trainer(call: str, code: int, trainer: Ranks) -> None:
+    (facts,) = trainer.run(cuda_cases.fail_in_the_trainer, call, code, timeout=120)
+    assert f"{call}: " in facts["error"], facts
+    assert f", {code})" in facts["error"], facts
+    assert facts["paused"]
+    assert facts["after"] == ""
+    assert facts["right"]
+
+
+@pytest.mark.parametrize(
+    ("call", "k", "code"),
+    [
+        ("cuMemImportFromShareableHandle", 0, 999),
+        ("cuLaunchKernel", 1, 719),
+        ("cuStreamWriteValue64", 1, 999),
+    ],
+)
+def test_a_driver_call_that_fails_in_the_worker(
+    call: str, k: int, code: int, trainer: Ranks
+) -> None:
+    (facts,) = trainer.run(cuda_cases.fail_in_the_worker, call, k, code, timeout=120)
+    assert facts["error"].startswith(("RemoteError: ", "PeerClosedError: ")), facts
+    assert f"{call}: " in facts["error"], facts
+    assert facts["consistent"] == (k == 0)
+    assert facts["after"] == ""
+    assert facts["right"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (
+            {"WSYNC_DEVICE": "GPU-00112233-4455-6677-8899-aabbccddeeff"},
+            "none of the 2 GPUs that this process sees has the UUID that begins with 00112233",
+        ),
+        ({"WSYNC_DEVICE": "cuda:7"}, "cuda:7: this process sees 2 GPUs"),
+        ({"WSYNC_DEVICE": "gpu0"}, "gpu0"),
+        ({"WSYNC_NVRTC_LIB": "/nowhere/libnvrtc.so"}, "/nowhere/libnvrtc.so"),
+    ],
+    ids=["uuid", "number", "name", "nvrtc"],
+)
+def test_an_engine_without_its_gpu_says_why(
+    environment: dict[str, str], words: str, trainer: Ranks, tmp_path: Path
+) -> None:
+    fresh = {"XDG_CACHE_HOME": str(tmp_path)}
+    (text,) = trainer.run(cuda_cases.start_engine, fresh | environment, timeout=120)
+    assert words in text
+    assert text.startswith("RemoteError: "), text
+
+
+def test_kernels_need_no_cache_that_can_be_written(trainer: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    environment = {"XDG_CACHE_HOME": str(file)}
+    assert trainer.run(cuda_cases.start_engine, environment, timeout=120) == ["right"]
+
+
+def test_a_trainer_that_does_not_see_the_engine_s_gpu_names_it(trainer: Ranks) -> None:
+    environment = {"WSYNC_FAKE_CUDA_DEVICES": "3", "WSYNC_DEVICE": "cuda:2"}
+    (text,) = trainer.run(cuda_cases.start_engine, environment, timeout=120)
+    assert text.startswith("UnsupportedError: "), text
+    assert "the UUID that begins with fafafafa" in text
+
+
+def test_one_rank_does_not_serve_engines_on_two_gpus(trainer: Ranks) -> None:
+    (facts,) = trainer.run(cuda_cases.two_devices, timeout=120)
+    assert facts["error"].startswith("InvalidArgumentError: rank 0 serves worker 0 of engine 0")
+    assert "engine_gpu_offsets says whose GPU" in facts["error"]
+    assert facts["alone"] == ["", "", "", ""]
+
+
+def test_what_a_stream_uses_is_kept_until_it_has_passed(trainer: Ranks) -> None:
+    assert trainer.run(cuda_cases.holds, timeout=120) == [{"kept": True, "left": [False, False]}]
