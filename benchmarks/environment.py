@@ -9,6 +9,10 @@ import subprocess
 from typing import Any
 
 
+class Skipped(Exception):
+    """A benchmark that this machine cannot run; the text says why."""
+
+
 def environment() -> dict[str, Any]:
     """Machine, versions and git hash, as every JSON line carries them."""
     versions = {}

@@ -33,7 +33,7 @@ def send(
 
     Every worker gets a payload of its own; here all of them read one bucket.
     """
-    for bucket in _buckets(named_tensors):
+    for bucket in buckets(named_tensors):
         flattened = bucket_class(named_tensors=bucket)
         payload = {
             "flattened_tensor": flattened.get_flattened_tensor(),
@@ -53,7 +53,8 @@ def load(payload: bytes, parameters: dict[str, torch.Tensor], bucket_class: Any)
             parameters[name].copy_(tensor)
 
 
-def _buckets(named_tensors: Iterable[Named]) -> Iterator[list[Named]]:
+def buckets(named_tensors: Iterable[Named]) -> Iterator[list[Named]]:
+    """As many tensors at a time as a bucket holds."""
     bucket: list[Named] = []
     nbytes = 0
     for name, tensor in named_tensors:

@@ -1,0 +1,216 @@
+"""Every weight of Qwen3-30B-A3B from a trainer process to an engine process on the same GPU.
+
+wsync with rounds of 64 MiB to 1 GiB, and the stock way in torch: a fresh cat per bucket of 512 MiB,
+torch's pickle of it, a copy_ per tensor in the engine, and ipc_collect and empty_cache per bucket.
+Both sides make the weights from seeds on the GPU, so that the engine compares every byte with what
+it ought to have.  In a dry run the weights are in host memory and only the rings are the GPU's.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import current_process
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+import wsync
+from benchmarks import peers, plan_shapes
+from benchmarks.bucket import bucket_class
+from benchmarks.gpu_device import Gpu
+from wsync import device
+from wsync.device import VARIABLE
+from wsync.engine.process import BareWorker, ProcessEngine, Shapes
+
+REPEATS = 3
+ROUNDS = (64 << 20, 256 << 20, 1 << 30)
+DRY_ROUNDS = (1 << 20,)
+ROOM = 6 << 30  # beside the weights of both: rings, the stock way's buckets, two contexts
+_SECONDS = 600.0
+
+Ways = dict[str, Callable[[], object]]
+
+
+def run(gpu: Gpu, layers: int) -> Iterator[dict[str, Any]]:
+    shapes = _shapes(gpu, layers)
+    nbytes = _nbytes(shapes)
+    weights = make(shapes, 0, _where(gpu))
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = gpu.device.uuid  # for weights in host memory
+    try:
+        with _Engine(shapes, _where(gpu)) as engine:
+            peer, seconds, good = "none: the stock way: " + gpu.torch, 0.0, True
+            if not gpu.torch:
+                origin, kind = bucket_class()
+                peer = f"torch IPC, {origin}"
+                seconds, good = _measure(
+                    gpu, engine, weights, lambda: _stock(engine, weights, kind)
+                )
+            for round_nbytes in DRY_ROUNDS if gpu.dry else ROUNDS:
+                yield _update(gpu, engine, weights, round_nbytes, nbytes, (peer, seconds, good))
+    finally:
+        os.environ.pop(VARIABLE)
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+def _shapes(gpu: Gpu, layers: int) -> Shapes:
+    """The model, with as many layers as the GPU holds twice."""
+    if gpu.dry:
+        chosen = plan_shapes.qwen3_moe(1, 4, 64, 512)
+    else:
+        total = torch.cuda.get_device_properties(gpu.device.ordinal).total_memory
+        while layers > 1 and 2 * _nbytes(_of(plan_shapes.qwen3_moe(layers))) + ROOM > total:
+            layers -= 1
+        chosen = plan_shapes.qwen3_moe(layers)
+    return _of(chosen)
+
+
+def _of(weights: list[plan_shapes.Weight]) -> Shapes:
+    return {weight.name: (weight.shape, torch.bfloat16) for weight in weights}
+
+
+def _nbytes(shapes: Shapes) -> int:
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
+
+
+def _where(gpu: Gpu) -> str:
+    return f"cuda:{gpu.device.ordinal}" if not gpu.torch else "cpu"
+
+
+def make(shapes: Shapes, seed: int, where: str) -> dict[str, torch.Tensor]:
+    """Weights that two processes make alike."""
+    return {name: _tensor(*facts, seed, i, where) for i, (name, facts) in enumerate(shapes.items())}
+
+
+def _tensor(shape: Any, dtype: torch.dtype, seed: int, index: int, where: str) -> torch.Tensor:
+    generator = torch.Generator(where).manual_seed(seed * 1_000_003 + index)
+    options: dict[str, Any] = {"dtype": torch.int16, "generator": generator, "device": where}
+    return torch.randint(-30000, 30000, tuple(shape), **options).view(dtype)
+
+
+def _settle(gpu: Gpu) -> None:
+    if not gpu.torch:
+        torch.cuda.synchronize()
+
+
+def _measure(
+    gpu: Gpu, engine: _Engine, weights: dict[str, torch.Tensor], way: Callable[[], object]
+) -> tuple[float, bool]:
+    """Median seconds of one update, and whether all bytes came, first and last."""
+    engine.fill(0xA5)
+    way()
+    verified = engine.right(0)
+    times = []
+    for _ in range(REPEATS):
+        _settle(gpu)
+        start = time.perf_counter()
+        way()
+        engine.settle()
+        times.append(time.perf_counter() - start)
+    engine.fill(0x5A)
+    way()
+    return statistics.median(times), verified and engine.right(0)
+
+
+def _update(
+    gpu: Gpu,
+    engine: _Engine,
+    weights: dict[str, torch.Tensor],
+    round_nbytes: int,
+    nbytes: int,
+    other: tuple[str, float, bool],
+) -> dict[str, Any]:
+    options = wsync.Options(round_nbytes=round_nbytes, progress=False, deadline=_SECONDS)
+    with wsync.connect(weights, [engine], options=options) as sync:
+        reports: list[Any] = []
+        seconds, verified = _measure(gpu, engine, weights, lambda: reports.append(sync.update()))
+        report = reports[-2]
+    gc.collect()
+    peer, peer_seconds, good = other
+    rate = 4 * nbytes / seconds / 1e9  # read and written, twice
+    return gpu.row(
+        f"update: {len(weights)} tensors, {round_nbytes >> 20} MiB",
+        nbytes,
+        seconds,
+        peer=peer,
+        peer_seconds=peer_seconds or seconds,
+        verified=verified and good,
+        figure=f"{report.rounds} rounds, {rate:.0f} GB/s of the GPU's memory",
+        phases=dict(report.phases),
+        ring_nbytes=report.ring_nbytes,
+    )
+
+
+# --- the stock way -------------------------------------------------------------------------------
+
+
+def _stock(engine: _Engine, weights: dict[str, torch.Tensor], kind: Any) -> None:
+    for bucket in peers.buckets(weights.items()):
+        flattened = kind(named_tensors=bucket)
+        payload: Any = {
+            "flattened_tensor": flattened.get_flattened_tensor(),
+            "metadata": flattened.get_metadata(),
+        }
+        data = bytes(ForkingPickler.dumps(payload))
+        torch.cuda.current_stream().synchronize()  # as SGLang's monkey patch of torch has it done
+        engine.take(data)
+        del flattened, payload
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+
+
+class _Engine(ProcessEngine):
+    """Bare weights on a device, which take stock buckets as well."""
+
+    def __init__(self, shapes: Shapes, where: str) -> None:
+        worker = _Worker if where == "cpu" else _GpuWorker
+        super().__init__(shapes, name="gpu", worker=worker, timeout=_SECONDS)
+        kind = bucket_class()[1]
+        key = bytes(current_process().authkey)  # torch shares tensors among those who know it
+        plain = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
+        self._call("device", [(key, kind, plain, where)], _SECONDS)
+
+    def take(self, payload: bytes) -> None:
+        self._call("bucket", [payload], _SECONDS)
+
+    def settle(self) -> None:
+        """Returns when the GPU has done what the engine has asked of it."""
+        self._call("settle", None, _SECONDS)
+
+    def right(self, seed: int) -> bool:
+        """Whether every byte is what `make` makes of the seed."""
+        answer: bool = self._call("right", [seed], _SECONDS)[0]
+        return answer
+
+
+class _Worker(BareWorker):
+    def answer(self, what: str, argument: Any) -> Any:
+        if what == "device":
+            current_process().authkey, self._kind, self._shapes, self._where = argument
+            return None
+        if what == "bucket":
+            return peers.load(argument, self.tensors, self._kind)
+        if what == "settle":
+            return torch.cuda.synchronize() if self._where != "cpu" else None
+        if what == "right":
+            return all(
+                torch.equal(
+                    self.tensors[name].view(torch.int16),
+                    _tensor(*facts, argument, index, self._where).view(torch.int16),
+                )
+                for index, (name, facts) in enumerate(self._shapes.items())
+            )
+        return super().answer(what, argument)
+
+
+class _GpuWorker(_Worker):
+    def __init__(self, **settings: Any) -> None:
+        found = device.find(device.wanted())
+        with torch.device(f"cuda:{found.ordinal}"):
+            super().__init__(**settings)
