@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, need in needs.items()
         if item.get_closest_marker(mark)
     ]
-    if not wanted:
+    if not wanted or os.environ.get("WSYNC_GPU_DRY_RUN") == "1":
         return
     count = _device_count()
     for item, need in wanted:

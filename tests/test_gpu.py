@@ -1,0 +1,267 @@
+"""What a real GPU alone can show, as far as one process pair on one GPU goes.
+
+`pytest -m gpu` on a machine that has one.  With WSYNC_GPU_DRY_RUN=1 and the stand-in for the driver
+(test_cuda_update.py does so) all of it runs that does not need torch on the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+from support import fused
+from support.gpu_engine import FusedEngine, GpuEngine, dry, module, slow, where
+
+import wsync
+from wsync import _core, device
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS = wsync.Options(deadline=60.0, progress=False, round_nbytes=1 << 18)
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "uint8")
+CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"))
+
+
+@pytest.fixture
+def torch_cuda() -> None:
+    if dry():
+        pytest.skip("needs torch on the GPU, this is a dry run")
+
+
+def draw(seed: int, shapes: dict[str, tuple[tuple[int, ...], str]]) -> dict[str, torch.Tensor]:
+    """Random bytes of these shapes and dtypes, where the tests' weights are."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, (shape, dtype) in shapes.items():
+        kind = getattr(torch, dtype)
+        if dtype == "uint8" or (kind.is_floating_point and kind.itemsize == 1):
+            data = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(kind)
+        elif kind.is_floating_point:
+            data = torch.randn(shape, generator=generator).to(kind)
+        else:
+            data = torch.randint(-(2**62), 2**62, shape, dtype=kind, generator=generator)
+        found[name] = data.to(where())
+    return found
+
+
+DENSE = {f"{d}-{len(shape)}": (shape, d) for d in DTYPES for shape in ((301, 96), (7,))}
+LARGE = {"large": ((1000, 1024), "float32")}
+
+
+def wrong(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that differ, by their bytes on the host."""
+    host = {name: tensor.detach().cpu() for name, tensor in expected.items()}
+    return fused.differing(found, host)
+
+
+# --- whole updates -------------------------------------------------------------------------------
+
+
+def test_every_byte_arrives_whatever_the_dtype() -> None:
+    weights = draw(1, DENSE)
+    with GpuEngine(weights) as engine:
+        engine.fill(0xA5)
+        with wsync.connect(weights, [engine], options=OPTIONS) as sync:
+            for seed in (1, 2):
+                weights = draw(seed, DENSE)
+                sync.update(weights)
+                assert wrong(engine.weights(), weights) == []
+
+
+def test_transposed_and_sliced_tensors_are_read_where_they_lie() -> None:
+    whole = draw(3, {"a": ((130, 257), "bfloat16"), "b": ((64, 33), "float8_e4m3fn")})
+    weights = {"t": whole["a"].t(), "s": whole["a"][:, 3:90], "f": whole["b"].t()}
+    with GpuEngine(weights) as engine:
+        with wsync.connect(weights, [engine], options=OPTIONS) as sync:
+            sync.update()
+        assert wrong(engine.weights(), weights) == []
+
+
+@pytest.mark.parametrize(("source", "target"), CASTS)
+def test_casts_round_as_torch_does(source: str, target: str) -> None:
+    weights = draw(4, {"a": ((311, 65), source)})
+    kind = getattr(torch, target)
+    with GpuEngine(weights, a=kind) as engine:
+        with wsync.connect(weights, [engine], options=OPTIONS) as sync:
+            sync.update()
+        assert wrong(engine.weights(), {"a": weights["a"].to(kind)}) == []
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_backups_in_host_memory_are_read_from_there(pinned: bool) -> None:
+    if pinned and dry():
+        pytest.skip("torch cannot pin memory in a dry run")
+    weights = {name: tensor.cpu() for name, tensor in draw(5, {**DENSE, **LARGE}).items()}
+    if pinned:
+        weights = {name: tensor.pin_memory() for name, tensor in weights.items()}
+    with GpuEngine(weights) as engine:
+        with wsync.connect(weights, [engine], options=OPTIONS) as sync:
+            for byte in (0xA5, 0x5A):
+                engine.fill(byte)
+                sync.update()
+                assert wrong(engine.weights(), weights) == []
+
+
+def test_a_thousand_rounds_through_two_slots_keep_their_order() -> None:
+    options = wsync.Options(deadline=60.0, progress=False, round_nbytes=4096, ring_nbytes=8192)
+    weights = draw(6, LARGE)
+    with GpuEngine(weights) as engine:
+        with wsync.connect(weights, [engine], options=options) as sync:
+            for byte in (0xA5, 0x5A):
+                engine.fill(byte)
+                report = sync.update()
+                assert wrong(engine.weights(), weights) == []
+    assert report.rounds >= 1000
+    assert report.ring_nbytes == 8192
+
+
+def test_later_updates_take_no_memory_of_the_gpu(torch_cuda: None) -> None:
+    weights = draw(7, LARGE)
+    with GpuEngine(weights) as engine:
+        with wsync.connect(weights, [engine], options=OPTIONS) as sync:
+            sync.update()
+            sync.update()
+            torch.cuda.synchronize()
+            before, _ = torch.cuda.mem_get_info()
+            for _ in range(10):
+                sync.update()
+            after, _ = torch.cuda.mem_get_info()
+    assert before - after <= 0
+
+
+# --- torch's streams -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own_stream", [True, False])
+def test_an_update_waits_for_what_torch_was_given(own_stream: bool, torch_cuda: None) -> None:
+    old, new = draw(8, LARGE), draw(9, LARGE)
+    stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
+    with GpuEngine(old) as engine:
+        with wsync.connect(old, [engine], options=OPTIONS) as sync:
+            sync.update()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                slow()
+                old["large"].copy_(new["large"])
+                assert not stream.query()  # it is still to be written
+                sync.update()
+        assert wrong(engine.weights(), new) == []
+
+
+def test_the_engine_s_own_reads_of_the_old_weights_come_first(torch_cuda: None) -> None:
+    old, new = draw(10, LARGE), draw(11, LARGE)
+    with GpuEngine(old) as engine:
+        with wsync.connect(old, [engine], options=OPTIONS) as sync:
+            sync.update()
+            engine.start_slow_copy()
+            sync.update(new)
+        assert wrong(engine.slow_copy(), old) == []
+        assert wrong(engine.weights(), new) == []
+
+
+# --- loaders -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+def test_a_load_weights_on_the_gpu_gives_the_same_module(learnt: bool) -> None:
+    with FusedEngine(learnt=learnt) as engine:
+        weights = {name: tensor.to(where()) for name, tensor in fused.draw(1).items()}
+        with wsync.connect(weights, [engine], options=OPTIONS) as sync:
+            for seed in (1, 2, 3):
+                weights = {name: tensor.to(where()) for name, tensor in fused.draw(seed).items()}
+                sync.update(weights)
+                own = module()
+                own.load_weights(list(weights.items()))
+                assert wrong(engine.held(), fused.held(own)) == []
+        assert engine.reason() == ("" if learnt else "not asked to learn")
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+def _box(rng: random.Random, itemsizes: tuple[int, int]) -> tuple[Any, ...]:
+    """A random box: shape, and for source and target (offset, strides, bytes spanned)."""
+    ndim = rng.randint(1, 4)
+    shape = [rng.choice((1, 2, 3, 7, 16, 33, 64)) for _ in range(ndim)]
+    sides = []
+    for itemsize in itemsizes:
+        order = list(range(ndim))
+        rng.shuffle(order)
+        strides, step = [0] * ndim, itemsize * rng.choice((1, 1, 1, 2))
+        for dim in order:
+            strides[dim] = step
+            step *= shape[dim] + rng.choice((0, 0, 1))
+        offset = itemsize * rng.randint(0, 40)
+        sides.append((offset, strides, offset + step + itemsize))
+    return (shape, *sides)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kernels_copy_as_the_host_does(seed: int) -> None:
+    rng = random.Random(seed)
+    gpu = device.find(device.wanted() or device.uuid(0))
+    on_gpu, on_host = _core.Stream(1, gpu), _core.Stream(1)
+    casts = [(dtype, dtype) for dtype in DTYPES] + list(CASTS)
+    for source, target in casts * 4:
+        kinds = getattr(torch, source), getattr(torch, target)
+        shape, begin, end = _box(rng, (kinds[0].itemsize, kinds[1].itemsize))
+        layouts = []
+        for dtype, (offset, strides, _) in zip((source, target), (begin, end), strict=True):
+            builder = _core.LayoutBuilder()
+            zeros = [0] * len(shape)
+            builder.add_shard("t", dtype, shape, zeros, shape, 0, offset, strides)
+            layouts.append(builder.build())
+        route = _core.Route(*layouts)
+        # floats that are numbers, so that casts have one answer
+        values = torch.randn(begin[2] // kinds[0].itemsize + 1).to(kinds[0])
+        data = values.view(torch.uint8)
+        expected = torch.zeros(end[2], dtype=torch.uint8)
+        found = device.staging(end[2], gpu).zero_()
+        memory = _core.Memory(end[2], gpu)
+        on_host.copy(route, 0, 0, _span(data), _span(expected))
+        on_gpu.copy(route, 0, 0, _span(data), _span(memory))
+        on_gpu.copy(_bytes(end[2]), 0, 0, _span(memory), _span(found))
+        on_host.synchronize(60.0)
+        on_gpu.synchronize(60.0)
+        assert torch.equal(found, expected), (source, target, shape, begin, end)
+    on_gpu.close()
+    on_host.close()
+
+
+def _span(memory: Any) -> _core.BufferTable:
+    if isinstance(memory, torch.Tensor):
+        return _core.BufferTable([(memory.data_ptr(), memory.numel())], owner=memory)
+    return _core.BufferTable([(memory.address, memory.nbytes)], owner=memory)
+
+
+def _bytes(nbytes: int) -> _core.Route:
+    builder = _core.LayoutBuilder()
+    builder.add_shard("b", "uint8", [nbytes], [0], [nbytes], 0, 0, [1])
+    layout = builder.build()
+    return _core.Route(layout, layout)
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_killed_leaves_the_trainer_s_gpu_usable() -> None:
+    options = wsync.Options(deadline=10.0, progress=False, round_nbytes=4096, ring_nbytes=8192)
+    weights = draw(12, LARGE)
+    with GpuEngine(weights) as victim, GpuEngine(weights) as survivor:
+        with wsync.connect(weights, [victim, survivor], options=options) as sync:
+            sync.update()
+            os.kill(victim.pids[0], signal.SIGSTOP)
+            killer = threading.Timer(0.5, os.kill, (victim.pids[0], signal.SIGKILL))
+            killer.start()
+            with pytest.raises((wsync.PeerClosedError, wsync.RemoteError)):
+                sync.update()
+            killer.join()
+        assert torch.equal(weights["large"] + 1, draw(12, LARGE)["large"] + 1)
+        with wsync.connect(weights, [survivor], options=options) as sync:
+            sync.update()
+        assert wrong(survivor.weights(), weights) == []
