@@ -3,15 +3,20 @@ logs what it is asked for: what an update costs, and what goes wrong."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import cuda_cases, fake_driver
+from support import cuda_cases, fake_driver, gpu_engine
 from support.procs import Ranks
 from support.tiny_qwen3 import dense
+
+HERE = Path(__file__).parent
 
 # a round waits, copies and records; the rest looks and waits for nothing
 ROUND = {"cuStreamWaitValue64", "cuStreamWriteValue64", "cuLaunchKernel"}
@@ -172,3 +177,18 @@ def test_one_rank_does_not_serve_engines_on_two_gpus(trainer: Ranks) -> None:
 
 def test_what_a_stream_uses_is_kept_until_it_has_passed(trainer: Ranks) -> None:
     assert trainer.run(cuda_cases.holds, timeout=120) == [{"kept": True, "left": [False, False]}]
+
+
+@pytest.mark.slow
+def test_the_suite_for_a_gpu_passes_as_far_as_it_runs_without_one(tmp_path: Path) -> None:
+    environment = fake_driver.environment(tmp_path) | {gpu_engine.DRY: "1"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-q", "-m", "gpu", str(HERE / "test_gpu.py")],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=HERE.parent,
+    )
+    assert done.returncode == 0, done.stdout
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) >= 10, done.stdout
