@@ -210,8 +210,11 @@ wsync_cu_result_t fake_mem_create(wsync_cu_handle_t *handle, size_t nbytes,
     } else {
         (void)snprintf(name, sizeof(name), PHYSICAL_NAME "-%d-%d", property->location.id,
                        property->handle_types);
-        fd = memfd_create(name, MFD_CLOEXEC);
-        code = fd < 0 || ftruncate(fd, (off_t)nbytes) != 0
+        /* Nobody can take memory of the driver's away from others.  No seals that would
+         * make it pass for memory of the host. */
+        fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        code = fd < 0 || ftruncate(fd, (off_t)nbytes) != 0 ||
+                       fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK) != 0
                    ? WSYNC_CU_OUT_OF_MEMORY
                    : add_physical(fd, nbytes, property->location.id, true, handle);
     }
