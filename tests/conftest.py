@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 _ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fakecuda",
+        action="store_true",
+        help="rings and streams of updates are on a GPU, which tests/fakecuda plays",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     origin = Path(wsync.__file__).resolve()
     if origin.is_relative_to(_ROOT / "wsync"):
@@ -34,6 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
             f"wsync was imported from its source folder ({origin}), but the tests are about the "
             "installed package: `pip install '.[test]'`, then run `pytest` or `python -P -m pytest`"
         )
+    if config.getoption("--fakecuda"):
+        from support.fakecuda import coherent
+
+        os.environ.update(coherent())
 
 
 def _device_count() -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import cuda_cases, fake_driver, gpu_engine
+from support import cuda_cases, fakecuda, gpu_engine
 from support.procs import Ranks
 from support.tiny_qwen3 import dense
 
@@ -21,12 +21,12 @@ HERE = Path(__file__).parent
 # a round waits, copies and records; the rest looks and waits for nothing
 ROUND = {"cuStreamWaitValue64", "cuStreamWriteValue64", "cuLaunchKernel"}
 LOOKS = {"cuStreamQuery", "cuPointerGetAttributes"}
-UPLOADS = {"cuMemcpyHtoDAsync", "cuStreamSynchronize", fake_driver.UPLOADED}
+UPLOADS = {"cuMemcpyHtoDAsync", "cuStreamSynchronize", fakecuda.UPLOADED}
 
 
 def _ranks(count: int, folder: Path) -> Iterator[Ranks]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in fake_driver.environment(folder, devices=2).items():
+        for name, value in fakecuda.logged(folder, devices=2).items():
             patch.setenv(name, value)
         with Ranks(count, path=sys.path) as started:
             yield started
@@ -87,7 +87,7 @@ def test_weights_that_have_moved_cost_their_addresses_alone(trainer: Ranks) -> N
     count = facts["trainer"]
     assert set(count) <= ROUND | LOOKS | UPLOADS, count
     # all rounds have one table of them
-    assert count[fake_driver.UPLOADED] == 8 * facts["tensors"], count
+    assert count[fakecuda.UPLOADED] == 8 * facts["tensors"], count
     assert count["cuMemcpyHtoDAsync"] == count["cuStreamSynchronize"] == 1, count
     for worker in facts["workers"]:
         assert set(worker) <= ROUND | LOOKS, worker
@@ -181,7 +181,7 @@ def test_what_a_stream_uses_is_kept_until_it_has_passed(trainer: Ranks) -> None:
 
 @pytest.mark.slow
 def test_the_suite_for_a_gpu_passes_as_far_as_it_runs_without_one(tmp_path: Path) -> None:
-    environment = fake_driver.environment(tmp_path) | {gpu_engine.DRY: "1"}
+    environment = fakecuda.logged(tmp_path) | {gpu_engine.DRY: "1"}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-m", "gpu", str(HERE / "test_gpu.py")],
         env={**os.environ, **environment},

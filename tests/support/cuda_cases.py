@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.fake_driver import calls, position
+from support.fakecuda import calls, position
 from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
