@@ -298,7 +298,7 @@ wsync_status_t wsync_cuda_find(const wsync_cuda_driver_t *driver,
                                wsync_cuda_info_t *info, wsync_error_t *err)
 {
     for (int i = 0; i < driver->device_count; i++) {
-        wsync_cuda_info_t found;
+        wsync_cuda_info_t found = {0};
         const wsync_status_t status = wsync_cuda_describe(driver, i, &found, err);
 
         if (status != WSYNC_OK) {

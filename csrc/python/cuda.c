@@ -35,19 +35,32 @@ void wsync_py_uuid_format(const uint8_t *uuid, char text[WSYNC_PY_UUID_NBYTES])
     }
 }
 
+/* The value of a hexadecimal digit, or -1. */
+static int digit_value(char digit)
+{
+    static const char digits[] = "0123456789abcdef";
+    const char lower = digit >= 'A' && digit <= 'F' ? (char)(digit - 'A' + 'a') : digit;
+    const char *found = digit != '\0' ? strchr(digits, lower) : NULL;
+
+    return found != NULL ? (int)(found - digits) : -1;
+}
+
 /* Takes 32 hexadecimal digits in groups as they please, after "GPU-" or nothing. */
 static bool parse_uuid(const char *text, wsync_cu_uuid_t *uuid)
 {
     const char *at = strncmp(text, "GPU-", 4) == 0 ? text + 4 : text;
 
     for (int i = 0; i < WSYNC_CUDA_UUID_NBYTES; i++) {
-        unsigned byte = 0;
+        int high;
+        int low;
 
         at += *at == '-';
-        if (strspn(at, "0123456789abcdefABCDEF") < 2 || sscanf(at, "%2x", &byte) != 1) {
+        high = digit_value(at[0]);
+        low = high >= 0 ? digit_value(at[1]) : -1;
+        if (low < 0) {
             return false;
         }
-        uuid->bytes[i] = (uint8_t)byte;
+        uuid->bytes[i] = (uint8_t)(high * 16 + low);
         at += 2;
     }
     return *at == '\0';
@@ -188,7 +201,7 @@ static wsync_status_t open_gpu(const wsync_cu_uuid_t *uuid, wsync_compile_spec_t
 static const char **read_paths(PyObject *tuple)
 {
     const Py_ssize_t count = PyTuple_Size(tuple);
-    const char **paths = calloc((size_t)count + 1, sizeof(*paths));
+    const char **paths = (const char **)calloc((size_t)count + 1, sizeof(*paths));
 
     if (paths == NULL) {
         (void)PyErr_NoMemory();
@@ -197,7 +210,7 @@ static const char **read_paths(PyObject *tuple)
     for (Py_ssize_t i = 0; i < count; i++) {
         paths[i] = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(tuple, i), NULL);
         if (paths[i] == NULL) {
-            free(paths);
+            free((void *)paths);
             return NULL;
         }
     }
@@ -239,7 +252,7 @@ static PyObject *gpu(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS
         status = open_gpu(&uuid, &spec, &ops, &err);
     Py_END_ALLOW_THREADS
-    free(paths);
+    free((void *)paths);
     Py_DECREF(tuple);
     return status == WSYNC_OK ? wsync_py_device_wrap(state, ops)
                               : wsync_py_raise(state, &err);
