@@ -151,6 +151,18 @@ def test_slimes_calls_and_engines_that_come_and_go(
     updater.disconnect_rollout_engines()
 
 
+def test_a_lock_that_does_not_answer_is_named_and_given_back(engines: list[ProcessEngine]) -> None:
+    lock = threading.Lock()  # waits, where slime's says that it is taken
+    updater = slime(drawn(4), deadline=1.0)
+    updater.connect_rollout_engines(engines[:1], lock)
+    with lock, pytest.raises(wsync.DeadlineError, match="rollout_engine_lock: held by somebody"):
+        updater.update_weights()
+    assert lock.acquire(timeout=5.0)  # the answer that came too late has taken nothing
+    lock.release()
+    updater.update_weights()
+    updater.disconnect_rollout_engines()
+
+
 def test_a_lock_that_stays_taken_is_named(engines: list[ProcessEngine]) -> None:
     lock = Lock()
     lock.held = True

@@ -12,10 +12,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from exchange_ranks import make_plan
 from support import distributed_receivers as cases
 from support.fused import Fused, bytes_of, draw, held
 from support.procs import Ranks
@@ -23,6 +24,7 @@ from support.relay import RelayedDoor
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
+import wsync.engine.remote
 from wsync import _core, remote_session, update_group
 from wsync.channel import Channel, Door, Frame, knock
 from wsync.connection import whole
@@ -540,3 +542,39 @@ def test_a_source_broadcasts_from_the_trainers_gpu(monkeypatch: pytest.MonkeyPat
     assert session._group is not None and session._group._device == torch.device("cuda", 3)
     assert session._group.timeout == wsync.Options().deadline  # not what the meeting has left
     session.close()
+
+
+def test_a_round_is_not_loaded_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of NCCL does not wait for the streams that it has an order with."""
+
+    class Channel:
+        look = close = send = staticmethod(lambda *_: None)
+
+    class Exchange:
+        wait = release = staticmethod(lambda *_: None)
+
+    monkeypatch.setattr(wsync.engine.remote, "knock", lambda *_: Channel())
+    host = wsync._core.host()
+    importer = wsync.engine.remote.RemoteImporter("anywhere", b"", 5.0, host)
+    plan = make_plan(0)
+    memory = wsync._core.Memory(plan.recv_nbytes + plan.send_nbytes)
+    memoryview(memory)[:] = bytes([7]) * memory.nbytes
+    spans = [(memory.address, nbytes) for *_, nbytes in plan.messages(0)]
+    importer.ring = wsync._core.Memory(plan.ring_nbytes(0))
+    importer._plan, importer._exchange = plan, cast("Any", Exchange())
+    importer._following = wsync._core.BufferTable(spans, memory)
+    importer._rounds, importer._waits = 1, [-1]
+    words = wsync._core.Memory(64)
+    gate, loaded = wsync._core.Event(words, 0), wsync._core.Event(words, 8)
+    stream, other = wsync._core.Stream(), wsync._core.Stream()
+    importer._stream.wait(gate, 1)  # unpacking has not begun
+    importer.take(0, stream, 5.0)
+    stream.record(loaded, 1)
+    with pytest.raises(wsync.DeadlineError):
+        loaded.wait(1, 0.2)
+    assert not any(memoryview(importer.ring))
+    other.record(gate, 1)
+    loaded.wait(1, 5.0)
+    assert any(memoryview(importer.ring))
+    stream.close()
+    importer.close()

@@ -388,7 +388,7 @@ def test_something_may_be_done_after_each_update() -> None:
 
 
 def test_memory_that_copies_cannot_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def elsewhere(_: Held) -> None:
+    def elsewhere(_: Held, areas: object) -> None:
         raise wsync.LayoutError("o is on cuda:0, other tensors on cpu")
 
     monkeypatch.setattr(Held, "check_place", elsewhere)

@@ -95,6 +95,7 @@ class Crossing:
             timeout=timeout,
             meeting=timeout + _SETTLE_SECONDS,
             check=check,
+            greet=True,
         )
         joining: Future[UpdateGroup] = lane.submit(group)
         lane.close()

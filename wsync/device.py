@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -87,8 +88,9 @@ def _nvrtc() -> Sequence[str]:
 
 
 def of_module(module: torch.nn.Module) -> str:
-    """The UUID of the GPU that a module's parameters are on, "" for the host."""
-    ordinals = {t.device.index for t in module.parameters() if t.device.type == "cuda"}
+    """The UUID of the GPU that a module's parameters and buffers are on, "" for the host."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    ordinals = {t.device.index for t in tensors if t.device.type == "cuda"}
     if len(ordinals) > 1:
         raise _core.UnsupportedError(
             f"{type(module).__name__} is on {_listed(ordinals)}: one worker has one GPU"
@@ -110,6 +112,12 @@ def lead_torch(stream: _core.Stream) -> None:
     """What torch is given from now on starts after what the stream has been given by now."""
     if (handle := _torch_stream(stream.device)) is not None:
         stream.lead(handle)
+
+
+def await_torch(device: _core.Device) -> None:
+    """Waits here until torch has done what it has been given in this thread; on a GPU."""
+    if device.ordinal >= 0 and torch.cuda.is_available():
+        torch.cuda.current_stream(device.ordinal).synchronize()
 
 
 def _torch_stream(device: _core.Device) -> int | None:

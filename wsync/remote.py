@@ -24,7 +24,7 @@ import torch
 
 from wsync import _core
 from wsync.bucket_session import BucketSession
-from wsync.calls import Calls, Lane, result
+from wsync.calls import Calls, Lane, left, result
 from wsync.device import staging
 from wsync.handles import EngineHandle
 from wsync.options import Options
@@ -252,8 +252,7 @@ class RemoteEngines:
                     "group_name": meeting.name,
                     "backend": meeting.backend,
                 }
-                left = max(end - time.monotonic(), 0.0)
-                _call(engine, "init_weights_update_group", arguments, left)
+                _call(engine, "init_weights_update_group", arguments, left(end))
 
         self._joining = Calls(self._engines, join)
 
@@ -323,6 +322,8 @@ class RemoteEngines:
         self._given_up.set()
         for lane in self._lanes.values():
             lane.close()
+        if self._lock is not None:
+            self._lock.close()
         meetings, self._meetings = self._meetings, []
         if not meetings:
             return
@@ -358,21 +359,38 @@ class _Lock:
     def __init__(self, lock: Any) -> None:
         self._lock = lock
         self._held = False
+        self._lane = Lane("wsync-lock")  # an actor may never answer, and another lock waits
 
     def acquire(self, timeout: float, check: Check) -> None:
         end = time.monotonic() + timeout
-        while not self._call("acquire"):
+        late = f"rollout_engine_lock: held by somebody else for {timeout:.0f} s; no answer"
+        while not self._held:
+            asked = self._lane.submit(functools.partial(self._call, "acquire"))
+            try:
+                self._held = bool(result(asked, left(end), check, late))
+            except BaseException:
+                asked.add_done_callback(self._give_back)
+                raise
             check()
-            if time.monotonic() > end:
+            if not self._held and time.monotonic() > end:
                 raise _core.DeadlineError(
                     f"rollout_engine_lock: held by somebody else for {timeout:.0f} s"
                 )
-            time.sleep(_LOCK_SECONDS)
-        self._held = True
+            if not self._held:
+                time.sleep(_LOCK_SECONDS)
 
     def release(self) -> None:
         if self._held:
             self._held = False
+            released = self._lane.submit(functools.partial(self._call, "release"))
+            result(released, _LOCK_ANSWER_SECONDS, _nothing, "rollout_engine_lock: no answer")
+
+    def close(self) -> None:
+        self._lane.close()
+
+    def _give_back(self, asked: Future[Any]) -> None:
+        """Nobody waits any more for what has been asked."""
+        if asked.exception() is None and asked.result():
             self._call("release")
 
     def _call(self, name: str) -> Any:
@@ -381,7 +399,11 @@ class _Lock:
             return method()
         import ray
 
-        return ray.get(method.remote(), timeout=_LOCK_ANSWER_SECONDS)
+        return ray.get(method.remote())
+
+
+def _nothing() -> None:
+    """For waits that nothing ends but the deadline."""
 
 
 def own_address(engines: Sequence[str]) -> str:

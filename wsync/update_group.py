@@ -72,6 +72,8 @@ class UpdateGroup:
         meeting: seconds until all members have come; as many where it is None.
         device: of NCCL, a "cuda:<index>"; None is the calling thread's current one.
         check: called while `finish` waits; may raise to end it.
+        greet: whether all members do: NCCL connects in the first collective, which has no deadline,
+            so that who calls this in a thread of its own has done with that.
 
     Raises:
         InvalidArgumentError: a rank that is not in the group, or another backend.
@@ -91,6 +93,7 @@ class UpdateGroup:
         meeting: float | None = None,
         device: torch.device | None = None,
         check: Check | None = None,
+        greet: bool = False,
     ) -> None:
         if backend not in _DEVICES:
             raise _core.InvalidArgumentError(f"backend {backend!r}: one of {', '.join(_DEVICES)}")
@@ -118,6 +121,9 @@ class UpdateGroup:
             ) from error
         group._set_default_timeout(_delta(_AHEAD * timeout + _SETTLE_SECONDS))
         self._group = Collectives(group, whole=f"group {name}", member=f"a member of group {name}")
+        if greet:
+            hello = torch.zeros(1, device=self._device)
+            self.finish(self._group.start("allreduce", [hello], dist.AllreduceOptions()), patience)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], check: Check | None = None) -> None:
         """Sends contiguous tensors from rank 0, or receives them there where this is another.

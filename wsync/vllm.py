@@ -179,10 +179,10 @@ class VllmLoader:
         """What processing changes of that which load_weights has written just now, or ""."""
         held = Held(self._model)
         areas = [held.areas[number] for number in recording.areas]
-        before = [checksum(area.bytes().numpy()) for area in areas]
+        before = [checksum(area.bytes().cpu().numpy()) for area in areas]
         self._process()
         for area, sum in zip(areas, before, strict=True):
-            if checksum(area.bytes().numpy()) != sum:
+            if checksum(area.bytes().cpu().numpy()) != sum:
                 return f"{area.path} is changed by process_weights_after_loading"
         return ""
 

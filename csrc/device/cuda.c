@@ -113,6 +113,7 @@ static wsync_status_t open_device(const wsync_cuda_driver_t *driver, int ordinal
     wsync_cuda_device_t made = {.driver = driver, .ordinal = ordinal};
     int processors = 0;
     int pageable = 0;
+    int in_place = 0;
     wsync_status_t status = wsync_cuda_describe(driver, ordinal, &made.info, err);
 
     if (status == WSYNC_OK) {
@@ -128,8 +129,13 @@ static wsync_status_t open_device(const wsync_cuda_driver_t *driver, int ordinal
         status = read_attribute(&made, WSYNC_CU_ATTRIBUTE_PAGEABLE, &pageable, err);
     }
     if (status == WSYNC_OK) {
+        status = read_attribute(&made, WSYNC_CU_ATTRIBUTE_HOST_TABLES, &in_place, err);
+    }
+    if (status == WSYNC_OK) {
         made.processors = processors > 0 ? (unsigned)processors : 1;
-        made.pageable = pageable != 0;
+        /* Without the second one pages move to the device as they are read (HMM), where a
+         * backup of the weights has no room. */
+        made.pageable = pageable != 0 && in_place != 0;
         status = retain_context(&made, err);
     }
     if (status == WSYNC_OK) {

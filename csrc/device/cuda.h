@@ -23,7 +23,7 @@ typedef struct wsync_cuda_device {
     unsigned processors;  /* streaming multiprocessors */
     uint64_t granularity; /* of memory, in bytes */
     bool vmm;             /* it exports memory as descriptors, and parks it */
-    bool pageable;        /* it reaches all of the host's memory by itself */
+    bool pageable;        /* it reaches all of the host's memory where it lies */
 } wsync_cuda_device_t;
 
 /* UNSUPPORTED: there is no such GPU, or it cannot do what wsync needs. */

@@ -107,7 +107,8 @@ enum {
     WSYNC_CU_ATTRIBUTE_PROCESSORS = 16,
     WSYNC_CU_ATTRIBUTE_MAJOR = 75,
     WSYNC_CU_ATTRIBUTE_MINOR = 76,
-    WSYNC_CU_ATTRIBUTE_PAGEABLE = 88, /* it reads and writes what malloc gave */
+    WSYNC_CU_ATTRIBUTE_PAGEABLE = 88,     /* it reads and writes what malloc gave */
+    WSYNC_CU_ATTRIBUTE_HOST_TABLES = 100, /* and does so where that lies, moving nothing */
     WSYNC_CU_ATTRIBUTE_HOST_REGISTER = 99,
     WSYNC_CU_ATTRIBUTE_VMM = 102,
     WSYNC_CU_ATTRIBUTE_HANDLE_FD = 103,

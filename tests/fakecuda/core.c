@@ -301,7 +301,9 @@ wsync_cu_result_t fake_device_get_attribute(int *value, int attribute,
         attribute == WSYNC_CU_ATTRIBUTE_PROCESSORS ? 4
         : attribute == WSYNC_CU_ATTRIBUTE_MAJOR    ? 9
         : attribute == WSYNC_CU_ATTRIBUTE_MINOR    ? 0
-        : attribute == WSYNC_CU_ATTRIBUTE_PAGEABLE ? fake.pageable
+        : attribute == WSYNC_CU_ATTRIBUTE_PAGEABLE ||
+                attribute == WSYNC_CU_ATTRIBUTE_HOST_TABLES
+            ? fake.pageable
         : attribute == WSYNC_CU_ATTRIBUTE_VMM || attribute == WSYNC_CU_ATTRIBUTE_HANDLE_FD
             ? !fake.no_vmm
             : 1;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,11 +106,13 @@ class Held:
             for fact, (_, _, reference, _) in zip(self.facts, self._places, strict=True)
         ]
 
-    def check_place(self) -> None:
-        """Raises LayoutError for tensors that copies cannot reach: neither all on the host, nor
-        all on one GPU."""
+    def check_place(self, areas: Collection[int]) -> None:
+        """Raises LayoutError for tensors of these areas that copies cannot reach: neither all on
+        the host, nor all on one GPU."""
         first: torch.device | None = None
         for fact, tensor in zip(self.facts, self.tensors, strict=True):
+            if fact[4] not in areas:
+                continue
             first = tensor.device if first is None else first
             if tensor.device != first or first.type not in ("cpu", "cuda"):
                 raise LayoutError(f"{fact[0]} is on {tensor.device}, other tensors on {first}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -17,10 +18,10 @@ def wait_for_device(module: torch.nn.Module, timeout: float = 60.0) -> None:
     Raises:
         DeadlineError: it is not after `timeout` seconds.
     """
-    parameter = next(module.parameters(), None)
-    if parameter is None or parameter.device.type == "cpu":
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    device = next((t.device for t in tensors if t.device.type != "cpu"), None)
+    if device is None:
         return
-    device = parameter.device
     waiting = threading.Thread(
         target=torch.get_device_module(device).synchronize, args=(device,), daemon=True
     )

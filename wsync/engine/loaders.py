@@ -352,9 +352,11 @@ class _ByName:
 class _ByCall:
     """Hands views of the ring to a load_weights method.
 
-    On a GPU torch does what that asks for later: the stream has torch wait for a round, and then
-    waits for torch.
+    On a GPU, too, a round has come before that is called, and torch has done what it asked for
+    before the slot is given back: whatever runs in between may wait for the device.
     """
+
+    stream = None
 
     def __init__(
         self, module: torch.nn.Module, method: LoadWeights, ignore: frozenset[str]
@@ -363,7 +365,6 @@ class _ByCall:
         self._method = method
         self._ignore = ignore
         self.device = device.find(device.of_module(module))
-        self.stream = Stream(1, self.device) if self.device.uuid else None
         self._like = torch.empty(0)
         self._manifest: RingManifest | None = None
         self._pool: ViewPool | None = None
@@ -400,8 +401,6 @@ class _ByCall:
 
     def finish(self, timeout: float) -> None:
         assert self._manifest is not None
-        if self.stream is not None:
-            self.stream.synchronize(timeout)
         shapes = self._manifest.shapes
         empty = [(n, torch.empty(shapes[n], dtype=dtype_of(d))) for n, d in self._manifest.empty]
         if empty:
@@ -443,11 +442,10 @@ class _ByCall:
             )
 
     def _call(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        if self.stream is not None:
-            device.lead_torch(self.stream)
-        answer = self._method(pairs)
-        if self.stream is not None:
-            device.follow_torch(self.stream)
+        try:
+            answer = self._method(pairs)
+        finally:
+            device.await_torch(self.device)
         if isinstance(answer, set | frozenset):
             self._named = (self._named or set()) | answer
 

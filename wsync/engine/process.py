@@ -77,7 +77,7 @@ class BareWorker(Worker):
             return digest(self.tensors)
         if what == "weights":
             data = io.BytesIO()
-            torch.save(self.tensors, data)
+            torch.save({name: tensor.cpu() for name, tensor in self.tensors.items()}, data)
             return data.getvalue()
         return super().answer(what, argument)
 
@@ -96,5 +96,5 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         total.update(name.encode())
         data = tensors[name].detach().contiguous().flatten().view(torch.uint8)
-        total.update(data.numpy().data)
+        total.update(data.cpu().numpy().data)
     return total.hexdigest()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from wsync._core import Device, Importer, Layout, ProtocolError, StateError, WsyncError
 from wsync.channel import is_remote
 from wsync.control import LEARN, Control
-from wsync.device import follow_torch
+from wsync.device import await_torch, follow_torch
 from wsync.engine.buckets import Buckets
 from wsync.engine.loaders import Describes, Learner, Loader, Receipt
 from wsync.trace import Trace
@@ -211,6 +211,7 @@ class Receiver:
             for round in range(rounds):
                 importer.wait(round, timeout)
         receipt = self._loader.finish(timeout)
+        await_torch(self._loader.device)  # what loaders do last
         if self._trace is not None:
             if stream is not None:
                 self._trace.take(stream)

@@ -117,7 +117,7 @@ class RecordedLoader:
         self._went_by = self.goes_by()
         try:
             self.recording = self._record(model)
-        except (RecordingError, LayoutError, NoMemoryError) as error:
+        except (RecordingError, LayoutError, NoMemoryError, torch.OutOfMemoryError) as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
             _log.warning("%s; whole tensors go through its load_weights", self.reason)
             return WHOLE
@@ -200,7 +200,7 @@ class RecordedLoader:
         if held is None or not held.current():
             self._held = None
             held = Held(self._module)
-            held.check_place()
+            held.check_place(recording.areas)
             change = held.difference(recording.facts)
         change = change or self._stale(recording, held)
         if change:
@@ -218,7 +218,6 @@ class RecordedLoader:
         return recording.stale(held)
 
     def _record(self, layout: Layout) -> Recording:
-        Held(self._module).check_place()
         model = Rehearsal(layout)
         try:
             recording = record(self._module, self._load, model)
@@ -226,6 +225,7 @@ class RecordedLoader:
             # perhaps tensors that it makes when there are none
             rehearse(self._load, model)
             recording = record(self._module, self._load, model)
+        Held(self._module).check_place(recording.areas)
         aside = sum(n for name, _, _, _, n in model.tensors if name in recording.fallback)
         if 2 * aside > model.nbytes:
             name, reason = next(iter(recording.fallback.items()))

@@ -31,6 +31,7 @@ class RemoteImporter:
         self._stream = _core.Stream(1, device)
         self._events = _core.Memory(64, device, control=True)
         self._loaded = _core.Event(self._events, 0)
+        self._unpacked = _core.Event(self._events, 8)
         self._passed = 0  # rounds of former updates, which the event has counted
         self._rounds = 0
         self._recorded: list[bool] = []
@@ -72,7 +73,7 @@ class RemoteImporter:
         timeout: float,
         check: _core.Check = None,
     ) -> None:
-        """Returns when a round lies in the ring."""
+        """Has the stream wait until a round lies in the ring (None: waits here)."""
         exchange, plan, spans = self._exchange, self._plan, self._following
         if exchange is None or plan is None or spans is None:
             raise _core.StateError(f"round {round} without a plan")
@@ -86,6 +87,11 @@ class RemoteImporter:
         ring = _core.BufferTable(rings, self.ring)
         self._stream.copy(plan, round, _core.UNPACK, spans, ring)
         exchange.release(round, self._stream)
+        if stream is None:
+            self._stream.synchronize(timeout, self._channel.look)
+        else:
+            self._stream.record(self._unpacked, self._passed + round + 1)
+            stream.wait(self._unpacked, self._passed + round + 1)
 
     def wait(self, round: int, timeout: float, check: _core.Check = None) -> None:
         """Has nothing to wait for: a round that was taken lies in the ring."""
