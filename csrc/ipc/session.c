@@ -216,6 +216,14 @@ wsync_status_t wsync_link_order(wsync_link_t *link, wsync_stream_t *stream, uint
     if (link->ops->event_query(wsync_link_event(link, offset)) >= value) {
         return WSYNC_OK;
     }
+    if (value > SESSION_AHEAD) {
+        const wsync_status_t status = wsync_link_wait_word(
+            link, offset, value - SESSION_AHEAD, deadline_ms, awaited, err);
+
+        if (status != WSYNC_OK) {
+            return status;
+        }
+    }
     return link->ops->stream_wait(stream, wsync_link_event(link, offset), value, err);
 }
 

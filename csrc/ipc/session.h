@@ -27,8 +27,8 @@
  *
  * Rounds are posted, taken and done in order, each on one stream a session: what a stream
  * records for a round also vouches for the rounds before it.  With streams on both sides no
- * host thread waits for data: both run ahead by as many rounds as the ring has slots.  One
- * thread at a time may use a session. */
+ * host thread waits for data: both run ahead by as many rounds as the ring has slots, 64 at
+ * most.  One thread at a time may use a session. */
 #ifndef WSYNC_IPC_SESSION_H
 #define WSYNC_IPC_SESSION_H
 

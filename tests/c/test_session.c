@@ -354,6 +354,42 @@ TEST(no_call_waits_for_data_where_there_are_streams)
     close_session(&s);
 }
 
+/* A queue of a device has room for so much. */
+TEST(hosts_run_ahead_by_so_many_rounds_and_no_more)
+{
+    enum { AHEAD = 64, COUNT = AHEAD + 2 };
+
+    session_t s = updating_session(COUNT);
+    wsync_stream_t *loading = NULL;
+    wsync_stream_t *keeper = NULL;
+    wsync_memory_t *gate = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops()->stream_create(1, &loading, &err), err);
+    CHECK_OK(ops()->stream_create(1, &keeper, &err), err);
+    CHECK_OK(ops()->control_create(64, &gate, &err), err);
+    CHECK_OK(ops()->stream_wait(s.stream, (wsync_event_t){gate, 0}, 1, &err), err);
+    for (uint32_t round = 0; round < AHEAD; round++) {
+        CHECK_OK(wsync_exporter_post(s.exporter, round, s.stream, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_importer_take(s.importer, round, loading, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_importer_done(s.importer, round, loading, PATIENT_MS, &err), err);
+    }
+    CHECK_OK(wsync_exporter_acquire(s.exporter, AHEAD - 1, s.stream, PATIENT_MS, &err),
+             err);
+    CHECK_OK(wsync_exporter_post(s.exporter, AHEAD, s.stream, PATIENT_MS, &err), err);
+    CHECK_EQ(wsync_importer_take(s.importer, AHEAD, loading, SOON_MS, &err),
+             WSYNC_ERR_TIMEOUT);
+    CHECK_OK(ops()->stream_record(keeper, (wsync_event_t){gate, 0}, 1, &err), err);
+    /* The trainer's stream now waits for the end of a round that has come. */
+    CHECK_OK(wsync_importer_take(s.importer, AHEAD, loading, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_importer_done(s.importer, AHEAD, loading, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_acquire(s.exporter, AHEAD, NULL, PATIENT_MS, &err), err);
+    ops()->stream_destroy(loading);
+    ops()->stream_destroy(keeper);
+    ops()->memory_destroy(gate);
+    close_session(&s);
+}
+
 TEST(exporter_hears_why_the_worker_failed_in_every_state)
 {
     for (int place = 0; place < EXPORTER_PLACES; place++) {
