@@ -13,6 +13,7 @@ from wsync import _core
 from wsync.handles import EngineHandle
 
 _GRACE_SECONDS: Final = 1.0
+_SETTLE_SECONDS: Final = 2.0  # a handle's own error, at its deadline, says more than ours
 
 _T = TypeVar("_T")
 
@@ -73,11 +74,11 @@ class Calls:
                     f"engine {name} answered the opening request before the update was committed"
                 )
 
-    def settle(self, timeout: float) -> None:
-        """Waits for all calls, but not longer, however they end."""
+    def settle(self, timeout: float) -> list[str]:
+        """Waits for all calls, but not longer, however they end; the engines that are not done."""
         end = time.monotonic() + timeout
-        for done in self._done:
-            done.wait(left(end))
+        done = [done.wait(left(end)) for done in self._done]
+        return [name for name, ended in zip(self._names, done, strict=True) if not ended]
 
     def join(self, timeout: float, check: Callable[[], object] | None = None) -> None:
         """Waits for all calls; raises an error as soon as there is one, or DeadlineError."""
@@ -94,39 +95,84 @@ class Calls:
         self.check()
 
 
-def take_on(
-    version: str,
-    engines: Sequence[EngineHandle],
-    deliver: Callable[[int, EngineHandle, float], object],
-    *,
-    timeout: float,
-    check: Callable[[], object],
-) -> None:
-    """Has all engines take on a weight version, and lets none go on before all have.
+class Handover:
+    """Has engines take on one weight version after another.
 
-    deliver(index, engine, end) hands the version over, until the time `end` of time.monotonic();
-    `check` is called while this waits.  Raises what a call raises, or DeadlineError.
+    What a version that failed has left under way is waited for before engines are told of the
+    next one: they would take on the older one last.
     """
-    end = time.monotonic() + timeout
-    together = threading.Barrier(max(len(engines), 1))
 
-    def finish(index: int, engine: EngineHandle) -> None:
+    def __init__(self) -> None:
+        self._calls: Calls | None = None
+        self._failed = ""  # the version of these calls
+        self._end = 0.0  # when they have ended, as handles keep their timeouts
+
+    def take_on(
+        self,
+        version: str,
+        engines: Sequence[EngineHandle],
+        deliver: Callable[[int, EngineHandle, Callable[[], float]], object],
+        *,
+        timeout: float,
+        check: Callable[[], object],
+    ) -> None:
+        """Has all engines take on a weight version, and lets none go on before all have.
+
+        deliver(index, engine, remaining) hands the version over; it asks `remaining` for the
+        timeout of each call it makes, which raises once the version is given up.  `check` is
+        called while this waits.  Raises what a call raises, or DeadlineError.
+        """
+        end = time.monotonic() + timeout
+        self._clear(end, timeout, check)
+        together = threading.Barrier(max(len(engines), 1))
+
+        def remaining() -> float:
+            if together.broken:
+                raise threading.BrokenBarrierError
+            return left(end)
+
+        def finish(index: int, engine: EngineHandle) -> None:
+            try:
+                deliver(index, engine, remaining)
+                together.wait(left(end))
+            except threading.BrokenBarrierError:
+                return  # another engine has failed, and says why
+            except BaseException:
+                together.abort()
+                raise
+            engine.resume(left(end))
+
+        # the other ranks wait meanwhile, so this has to end before the exchange deadline
+        self._failed, self._end = version, end + _SETTLE_SECONDS
+        self._calls = Calls(list(enumerate(engines)), finish)
         try:
-            deliver(index, engine, end)
-            together.wait(left(end))
-        except threading.BrokenBarrierError:
-            return  # another engine has failed, and says why
+            self._calls.join(left(self._end), check)
+            if together.broken:
+                raise _core.DeadlineError(
+                    f"not all engines have taken on version {version} within {timeout:.0f} s"
+                )
         except BaseException:
             together.abort()
             raise
-        engine.resume(left(end))
+        self._calls = None
 
-    # the other ranks wait meanwhile, so this has to end before the exchange deadline
-    Calls(list(enumerate(engines)), finish).join(timeout + 2.0, check)
-    if together.broken:
-        raise _core.DeadlineError(
-            f"not all engines have taken on version {version} within {timeout:.0f} s"
-        )
+    def settle(self, timeout: float | None = None) -> None:
+        """Waits for what a failed version has left under way; without a timeout, as long as its
+        calls may take."""
+        if self._calls is not None:
+            self._calls.settle(left(self._end) if timeout is None else timeout)
+
+    def _clear(self, end: float, timeout: float, check: Callable[[], object]) -> None:
+        if self._calls is None:
+            return
+        while busy := self._calls.settle(0.05):
+            check()
+            if time.monotonic() > end:
+                raise _core.DeadlineError(
+                    f"engine {busy[0]} did not end what it was told of version {self._failed}, "
+                    f"which failed, within {timeout:.0f} s"
+                )
+        self._calls = None
 
 
 def result(future: Future[_T], timeout: float, check: Callable[[], object], late: str) -> _T:

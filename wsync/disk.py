@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from tqdm import tqdm
 
 from wsync import _core
-from wsync.calls import left, take_on
+from wsync.calls import Handover
 from wsync.checkpoint import INDEX, SHARD_NBYTES, Arrangement, arrange, owners, system_calls
 from wsync.handles import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
@@ -86,6 +86,7 @@ class DiskSync(Updates):
         options: Options | None = None,
     ) -> None:
         self._engines: list[EngineHandle] = []
+        self._handover = Handover()
         if not isinstance(shard_nbytes, int) or shard_nbytes < 1:
             raise _core.InvalidArgumentError(
                 f"shard_nbytes={shard_nbytes!r} is no positive integer"
@@ -151,8 +152,16 @@ class DiskSync(Updates):
                 self._versions.prune()
         return report
 
+    def close(self) -> None:
+        """Lets go of the other ranks.  Engines keep the weights they have.  What a failed update
+        has left under way at an engine is waited for, up to the deadline it had: another DiskSync
+        may be about to tell the engine of a newer version."""
+        super().close()
+        self._handover.settle()
+
     def _abandon(self, error: _core.WsyncError) -> None:
         """What was being written is swept by the next update."""
+        self._handover.settle(min(2.0, self.options.deadline))
 
     def _write(self, weights: Weights | None, report: Report) -> Path:
         """All files of a version, on the disk; returns their hidden folder."""
@@ -193,14 +202,16 @@ class DiskSync(Updates):
         """Has all engines load a version; none goes on before all have it."""
         options = self.options
 
-        def load(_: int, engine: EngineHandle, end: float) -> None:
+        def load(_: int, engine: EngineHandle, remaining: Callable[[], float]) -> None:
             assert isinstance(engine, ReadsDisk)
-            engine.pause(options.pause_mode, left(end))
+            engine.pause(options.pause_mode, remaining())
             if options.flush_cache:
-                engine.flush(left(end))
-            engine.update_weights_from_disk(path, weight_version=version, timeout=left(end))
+                engine.flush(remaining())
+            engine.update_weights_from_disk(path, weight_version=version, timeout=remaining())
 
-        take_on(version, self._engines, load, timeout=options.deadline, check=self._group.check)
+        self._handover.take_on(
+            version, self._engines, load, timeout=options.deadline, check=self._group.check
+        )
 
     def _describe(self, report: Report) -> None:
         nbytes = sum(place.nbytes for place in self._arrangement.places.values())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.calls import Calls, left, take_on
+from wsync.calls import Calls, Handover, left
 from wsync.connection import Connection, Placement
 from wsync.control import LOAD_FORMAT
 from wsync.device import of
@@ -66,6 +66,7 @@ class Sync(Updates):
         self._connection: Connection | None = None
         self._pausing: Calls | None = None
         self._opened: Calls | None = None
+        self._handover = Handover()
         self._closing: dict[int, list[bytes]] = {}
         self._paused = False  # the engines, by the last update
         self._trace = Trace.wanted("trainer", self._group.rank)
@@ -299,16 +300,18 @@ class Sync(Updates):
         stock = {worker.engine for worker in self._placement.workers if worker.stock}
         stock.update(self._placement.remote.engines)
 
-        def close(index: int, engine: EngineHandle, end: float) -> None:
+        def close(index: int, engine: EngineHandle, remaining: Callable[[], float]) -> None:
             if index not in stock:
                 engine.update_weights(
                     closing[index],
                     load_format=LOAD_FORMAT,
                     weight_version=version,
-                    timeout=left(end),
+                    timeout=remaining(),
                 )
 
-        take_on(version, self._engines, close, timeout=left(end), check=self._group.check)
+        self._handover.take_on(
+            version, self._engines, close, timeout=left(end), check=self._group.check
+        )
 
     def _describe(self, connection: Connection, report: Report) -> None:
         plan = connection.plan
@@ -338,7 +341,7 @@ class Sync(Updates):
         except Exception as failure:  # the next update connects anew, whatever is left of this
             error.add_note(f"Letting go of the engines failed, too: {failure!r}")
         try:
-            for calls in (self._pausing, self._opened):
+            for calls in (self._pausing, self._opened, self._handover):
                 # what the engines answer is their side of the failure that is being raised
                 if calls is not None:
                     calls.settle(min(2.0, self.options.deadline))

@@ -1,0 +1,146 @@
+"""Updates through a folder of checkpoints that fail, and what they leave under way."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wsync
+from wsync.disk import DiskSync
+
+QUICK = wsync.Options(deadline=10.0, progress=False)
+PATIENCE = 30.0
+
+
+class Engine:
+    """A handle that notes what it is told, and waits or raises where it is to."""
+
+    workers = 1
+    load_formats = ()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.told: list[str] = []
+        self.acts: dict[str, Exception | threading.Event] = {}
+        self.reached = threading.Event()
+
+    def pause(self, mode: str, timeout: float) -> None:
+        self._act("pause")
+
+    def flush(self, timeout: float) -> None:
+        self._act("flush")
+
+    def update_weights(self, *_: Any, **__: Any) -> None: ...
+
+    def update_weights_from_disk(
+        self, path: str, *, weight_version: int | str | None, timeout: float
+    ) -> None:
+        self._act(f"load {weight_version}")
+
+    def resume(self, timeout: float) -> None:
+        self._act("resume")
+
+    def model_info(self, timeout: float) -> dict[str, Any]:
+        return {}
+
+    def _act(self, what: str) -> None:
+        act = self.acts.get(what)
+        if isinstance(act, threading.Event):
+            self.reached.set()
+            act.wait(PATIENCE)
+        elif act is not None:
+            raise act
+        self.told.append(what)
+
+
+class Dead(Engine):
+    """Its pause fails as soon as another engine does what it is to do slowly."""
+
+    def __init__(self, slow: Engine) -> None:
+        super().__init__("dead")
+        self._slow = slow
+
+    def pause(self, mode: str, timeout: float) -> None:
+        assert self._slow.reached.wait(PATIENCE)
+        raise wsync.PeerClosedError("engine dead: gone")
+
+
+def disk(folder: Path, *engines: Any, options: wsync.Options = QUICK) -> DiskSync:
+    return DiskSync({"a": torch.zeros(3)}, engines, folder=folder, options=options)
+
+
+def fail_once(folder: Path, slow: Engine, what: str, go_on: threading.Event) -> DiskSync:
+    """An update to version 1 that has failed while `slow` is at `what`, until `go_on` is set."""
+    slow.acts[what] = go_on
+    sync = disk(folder, Dead(slow), slow)
+    with pytest.raises(wsync.PeerClosedError, match="engine dead: gone"):
+        sync.update(version=1)
+    return sync
+
+
+def end_calls() -> None:
+    """Waits for what failed updates have left under way, whether anybody knows of it or not."""
+    for thread in threading.enumerate():
+        if thread.name == "wsync-call":
+            thread.join(PATIENCE)
+
+
+@pytest.mark.parametrize("what", ["pause", "flush"])
+def test_an_engine_that_was_slow_does_not_load_a_version_that_was_given_up(
+    what: str, tmp_path: Path
+) -> None:
+    slow, go_on = Engine("slow"), threading.Event()
+    fail_once(tmp_path, slow, what, go_on)
+    go_on.set()
+    end_calls()
+    assert slow.told == ["pause", "flush"][: 1 if what == "pause" else 2]
+
+
+def test_a_load_under_way_is_over_before_the_next_update_tells_the_engine_anything(
+    tmp_path: Path,
+) -> None:
+    slow, go_on = Engine("slow"), threading.Event()
+    with fail_once(tmp_path, slow, "load 1", go_on) as sync:
+        del sync._engines[0]
+        timer = threading.Timer(0.5, go_on.set)
+        timer.start()
+        sync.update(version=2)
+        timer.join()
+    end_calls()
+    assert slow.told == ["pause", "flush", "load 1", "pause", "flush", "load 2", "resume"]
+
+
+def test_a_load_under_way_is_over_before_another_trainer_can_tell_the_engine_anything(
+    tmp_path: Path,
+) -> None:
+    slow, go_on = Engine("slow"), threading.Event()
+    sync = fail_once(tmp_path, slow, "load 1", go_on)
+    timer = threading.Timer(0.5, go_on.set)
+    timer.start()
+    sync.close()
+    with disk(tmp_path, slow) as other:
+        other.update(version=2)
+    timer.join()
+    end_calls()
+    assert slow.told == ["pause", "flush", "load 1", "pause", "flush", "load 2", "resume"]
+
+
+def test_a_load_that_does_not_end_costs_the_next_update_its_deadline_and_is_named(
+    tmp_path: Path,
+) -> None:
+    slow, go_on = Engine("slow"), threading.Event()
+    options = wsync.Options(deadline=0.5, progress=False)
+    slow.acts["load 1"] = go_on
+    try:
+        with disk(tmp_path, slow, options=options) as sync:
+            for text in ("engine slow did not answer", "engine slow did not end .* version 1, "):
+                with pytest.raises(wsync.DeadlineError, match=text):
+                    sync.update(version=1)
+        assert slow.told == ["pause", "flush"]
+    finally:
+        go_on.set()
+        end_calls()
