@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +147,45 @@ def test_a_load_that_does_not_end_costs_the_next_update_its_deadline_and_is_name
     finally:
         go_on.set()
         end_calls()
+
+
+# --- what the file system does ----------------------------------------------------------------
+
+
+def test_old_versions_that_cannot_be_removed_fail_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine("engine")
+    with disk(tmp_path, engine) as sync:
+        for error in (OSError(errno.ESTALE, "stale file"), wsync.StateError("no version yet")):
+
+            def refuse(*_: Any, error: Exception = error) -> None:
+                raise error
+
+            monkeypatch.setattr("wsync.versions.newest", refuse)
+            with caplog.at_level(logging.WARNING, "wsync"):
+                sync.update()
+            assert f"old versions stay until the next update: {error}" in caplog.text
+        assert sync.version == 2
+    assert engine.told[-2:] == ["load 2", "resume"]
+
+
+def test_an_error_is_not_hidden_by_that_of_cleaning_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Path.glob
+    stale = False
+
+    def glob(self: Path, pattern: str) -> Iterator[Path]:
+        if stale:
+            raise OSError(errno.ESTALE, "stale file")
+        return iter(original(self, pattern))
+
+    def weights() -> dict[str, torch.Tensor]:
+        nonlocal stale
+        stale = True
+        raise wsync.SystemCallError("no space left")
+
+    monkeypatch.setattr(Path, "glob", glob)
+    with disk(tmp_path) as sync, pytest.raises(wsync.SystemCallError, match="no space left"):
+        sync.update(weights)

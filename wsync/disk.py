@@ -7,6 +7,7 @@ gathered.  See wsync.versions for what readers see, and when.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     Weights = Mapping[str, torch.Tensor]
 
 __all__ = ["DiskSync", "ReadsDisk", "newest"]
+
+_log = logging.getLogger(__name__)
 
 # one write call's share: how much is written between two looks at the other ranks
 _BATCH_NBYTES = 64 << 20
@@ -149,8 +152,15 @@ class DiskSync(Updates):
                     self._load(str(folder), report.version)
                 self._group.confirm()
             if self._group.rank == 0:
-                self._versions.prune()
+                self._prune()
         return report
+
+    def _prune(self) -> None:
+        """Removes old versions, or says why not: all ranks and engines have the new one."""
+        try:
+            self._versions.prune()
+        except (OSError, _core.WsyncError) as error:
+            _log.warning("wsync: old versions stay until the next update: %s", error)
 
     def close(self) -> None:
         """Lets go of the other ranks.  Engines keep the weights they have.  What a failed update

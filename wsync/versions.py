@@ -99,7 +99,8 @@ class Versions:
             try:
                 yield
             except BaseException:
-                self._sweep()  # a disk that has become full is not to stay so
+                with contextlib.suppress(OSError):  # the first error says more
+                    self._sweep()  # a disk that has become full is not to stay so
                 raise
         finally:
             # a process that was forked meanwhile has the descriptor, too
