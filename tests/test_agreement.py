@@ -31,7 +31,7 @@ def test_what_one_rank_does_differently_all_ranks_say(ranks: Ranks) -> None:
     assert "trainer rank " in first["updater"]
     assert first["version"].endswith("trainer ranks want different versions: ['7', '8']")
     assert first["odd"].startswith("InvalidArgumentError: trainer rank 1: version=''")
-    assert first["closed"] == "StateError: update after close"
+    assert first["closed"] == "StateError: update after close: connect anew"
     assert first["versions"] == ["9"]
     for name in ("layout", "updater", "version", "odd", "closed"):
         assert first[name] == second[name]

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -153,6 +154,27 @@ def test_memory_for_no_ring_at_all_is_an_error(
     with wsync.connect(draw(config, 6), engines=[engine], options=options) as sync:
         with pytest.raises(wsync.NoMemoryError, match=r"rank 0: no \d+ bytes"):
             sync.update()
+
+
+def test_updates_from_two_threads_are_told_apart(config: Any, engine: TensorParallelEngine) -> None:
+    weights = draw(config, 8)
+    entered, go = threading.Event(), threading.Event()
+
+    def slowly() -> Weights:
+        entered.set()
+        assert go.wait(30)
+        return weights
+
+    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+        with ThreadPoolExecutor(1) as other:
+            first = other.submit(sync.update, slowly)
+            assert entered.wait(30)
+            with pytest.raises(wsync.StateError, match="another thread's update is under way"):
+                sync.update(draw(config, 9))
+            go.set()
+            first.result(60)
+        assert same(engine.weights(), weights)
+        sync.update(draw(config, 10))
 
 
 def test_two_kinds_of_engine_in_one_update(

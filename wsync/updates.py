@@ -7,6 +7,7 @@ import contextlib
 import json
 import operator
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -41,6 +42,7 @@ class Updates(abc.ABC):
         )
         self._updates = 0
         self._closed = False
+        self._busy = threading.Lock()
         self._group = TrainerGroup(self._source.group, timeout=timeout)
 
     def close(self) -> None:
@@ -60,16 +62,23 @@ class Updates(abc.ABC):
 
     @contextlib.contextmanager
     def _updating(self, version: int | str | None) -> Iterator[Report]:
-        """One update: the block fills in its report."""
-        if self._closed:
-            raise _core.StateError("update after close")
-        start = time.perf_counter()
-        self._renew()
-        with self._one_error():
-            report = Report(version=agree_version(self._group, version, self.version))
-            yield report
-        report.seconds = time.perf_counter() - start
-        self.version = int(report.version) if report.version.isdecimal() else self.version + 1
+        """One update at a time: the block fills in its report."""
+        if not self._busy.acquire(blocking=False):
+            raise _core.StateError(
+                "update: another thread's update is under way here; call them one after another"
+            )
+        try:
+            if self._closed:
+                raise _core.StateError("update after close: connect anew")
+            start = time.perf_counter()
+            self._renew()
+            with self._one_error():
+                report = Report(version=agree_version(self._group, version, self.version))
+                yield report
+            report.seconds = time.perf_counter() - start
+            self.version = int(report.version) if report.version.isdecimal() else self.version + 1
+        finally:
+            self._busy.release()
 
     def _renew(self) -> None:
         """After a failure, be it one that another rank alone has met at the very end of an update:
