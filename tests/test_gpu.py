@@ -1,7 +1,7 @@
 """What a real GPU alone can show, as far as one process pair on one GPU goes.
 
-`pytest -m gpu tests/test_gpu.py` on a machine that has one.  With WSYNC_GPU_DRY_RUN=1 and the stand-in for the driver
-(test_cuda_update.py does so) all of it runs that does not need torch on the GPU.
+`pytest -m gpu tests/test_gpu.py` on a machine that has one.  With WSYNC_GPU_DRY_RUN=1 and the
+stand-in for the driver (test_cuda_update.py does so) all of it runs that needs no torch on a GPU.
 """
 
 from __future__ import annotations
