@@ -28,6 +28,7 @@ from wsync.engine.process import ProcessEngine
 from wsync.engine.serve import ServerProcess, serve_in_process
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.layout import from_tensors
+from wsync.remote import RemoteEngines
 
 OPTIONS: dict[str, Any] = {
     "deadline": 20.0,
@@ -365,6 +366,45 @@ def test_two_trainers_at_once_are_served_one_after_the_other_or_told_so(
     with wsync.connect(mine, engines, options=wsync.Options(**OPTIONS)) as sync:
         sync.update()
     assert [same(engine, mine) for engine in engines] == [True, True]
+
+
+def test_a_trainer_that_is_overtaken_after_joining_changes_nothing(
+    engines: list[ProcessEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sleeps while another one updates the engines; then its buckets are refused."""
+    late, prompt = drawn(40), drawn(41)
+    asleep, wake = threading.Event(), threading.Event()
+    begin, errors = RemoteEngines.begin, list[str]()
+
+    def slow(self: RemoteEngines, version: str, *rest: Any) -> None:
+        if version == "late":
+            asleep.set()
+            wake.wait(60)
+        begin(self, version, *rest)
+
+    monkeypatch.setattr(RemoteEngines, "begin", slow)
+
+    def update() -> None:
+        with wsync.connect(late, engines[:1], options=wsync.Options(**OPTIONS)) as sync:
+            try:
+                sync.update(version="late")
+            except wsync.WsyncError as error:
+                errors.append(str(error))
+
+    sleeper = threading.Thread(target=update)
+    sleeper.start()
+    try:
+        assert asleep.wait(60)
+        with wsync.connect(prompt, engines[:1], options=wsync.Options(**OPTIONS)) as sync:
+            sync.update(version="prompt")
+            wake.set()
+            sleeper.join(60)
+    finally:
+        wake.set()
+    assert len(errors) == 1 and "this worker is in none of that name" in errors[0]
+    assert same(engines[0], prompt)
+    info = engines[0].model_info(20)
+    assert (info["weight_version"], info["consistent"]) == ("prompt", True)
 
 
 # --- sharded trainers ---------------------------------------------------------------------------

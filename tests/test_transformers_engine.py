@@ -20,6 +20,7 @@ from wsync import payload
 from wsync._core import DeadlineError, PeerClosedError, RemoteError
 from wsync.bucket import FlattenedTensorBucket
 from wsync.control import LOAD_FORMAT
+from wsync.engine.distributed import UpdateGroups
 from wsync.engine.serve import ServerProcess, serve_in_process
 from wsync.engine.transformers import create_app
 from wsync.handles import handle
@@ -377,6 +378,28 @@ def test_half_an_update_in_buckets_is_not_generated_with(
         assert not refused(server)
         assert server.generate().status_code == 200
     assert "has yet to bring" not in server.get("/model_info").json()["reason"]
+
+
+def test_what_goes_wrong_with_groups_is_an_answer(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SGLang gives it, whatever torch raises."""
+    server = serve(model_of(0))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("what torch says")
+
+    group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    bucket = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "g"}
+    monkeypatch.setattr(UpdateGroups, "init", fail)
+    monkeypatch.setattr(UpdateGroups, "receive", fail)
+    for path, body in (
+        ("/init_weights_update_group", group),
+        ("/update_weights_from_distributed", bucket),
+    ):
+        answer = server.post(path, body)
+        assert answer.status_code == 400 and not answer.json()["success"]
+        assert "what torch says" in answer.json()["message"]
 
 
 @pytest.mark.parametrize("ends", ["pause", "failure", "group", "again"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +15,11 @@ import pytest
 import torch
 
 import wsync
+from wsync.collectives import Collectives
 from wsync.engine.distributed import UpdateGroups
+from wsync.engine.loaders import ModuleLoader
+from wsync.engine.process import ProcessEngine
+from wsync.engine.receiver import Receiver
 from wsync.update_group import Store, UpdateGroup
 
 
@@ -95,3 +102,99 @@ def test_of_two_that_join_one_group_at_once_one_does() -> None:
     assert {type(error) for error in errors} == {wsync.DeadlineError, wsync.InvalidArgumentError}
     with joined(groups):  # those that failed are in no group
         groups.destroy("g")
+
+
+def test_a_worker_is_in_the_groups_of_one_connection() -> None:
+    """A trainer that has joined and not sent yet is in nobody's way, and leaves nothing behind."""
+    groups = UpdateGroups()
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+        for name in ("wsync-0a-pp_0", "slime-pp_0", "wsync-0b-pp_0", "wsync-0b-pp_1"):
+            member = stack.enter_context(joined(groups, name=name))
+            if name == "wsync-0b-pp_0":
+                first = member
+        for name in ("wsync-0a-pp_0", "slime-pp_0"):
+            with pytest.raises(wsync.InvalidArgumentError, match="in none of that name"):
+                groups.receive(group_name=name, **BUCKET)
+        for name, group in (("wsync-0b-pp_0", first), ("wsync-0b-pp_1", member)):
+            taken = pool.submit(groups.receive, group_name=name, **BUCKET)
+            group.broadcast([torch.arange(3.0)])
+            assert torch.equal(taken.result(20)[0][1], torch.arange(3.0))
+            groups.destroy(name)
+
+
+def test_buckets_of_two_trainers_are_never_one_update() -> None:
+    """Mine, theirs, mine: both tensors have come, from two trainers."""
+    module = torch.nn.Module()
+    for name in "ab":
+        module.register_buffer(name, torch.zeros(3))
+    receiver = Receiver(ModuleLoader(module))
+
+    def load(name: str, origin: str) -> bool:
+        with receiver.buckets.loading([name], {"a": "a", "b": "b"}, origin):
+            pass
+        return receiver.consistent
+
+    assert [load("a", "0a"), load("a", "0b"), load("b", "0a")] == [False, False, False]
+    assert [load("b", "0b"), load("a", "0a"), load("b", "0a")] == [False, False, True]
+
+
+STOPPED = """
+import os, signal
+from wsync.update_group import Store
+store = Store(60)
+print(store.port, flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_trainer_that_is_stopped_keeps_no_engine_from_answering() -> None:
+    """Torch's deadlines do not hold while a store's host accepts connections and says nothing."""
+    with (
+        ProcessEngine({"a": ((3,), torch.float32)}) as engine,
+        subprocess.Popen([sys.executable, "-P", "-c", STOPPED], stdout=subprocess.PIPE) as host,
+    ):
+        try:
+            assert host.stdout is not None
+            port = int(host.stdout.readline())
+            os.waitid(os.P_PID, host.pid, os.WSTOPPED | os.WNOWAIT)
+            address: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": port}
+            address |= {"rank_offset": 1, "world_size": 2, "group_name": "g", "backend": "gloo"}
+            for _ in range(2):
+                with pytest.raises(wsync.WsyncError, match=r"did not meet|no answer within 1 s"):
+                    engine.call("init_weights_update_group", address, 1.0)
+                assert engine.model_info(20)["consistent"]
+        finally:
+            host.kill()
+
+
+class Broken:
+    """A backend of which a member is gone."""
+
+    def broadcast(self, *_: Any) -> Any:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1. This may be fatal")
+
+
+def test_a_collective_that_does_not_start_names_who_is_gone() -> None:
+    group = Collectives(Broken(), whole="group g", member="a member of group g")
+    with pytest.raises(wsync.PeerClosedError, match="a member of group g is gone: Connection"):
+        group.start("broadcast")
+    group.close()
+    with pytest.raises(wsync.StateError, match="the group of group g is closed"):
+        group.start("broadcast")
+
+
+def test_a_group_may_be_closed_while_a_collective_starts() -> None:
+    class Closing(Collectives):
+        """Is closed by another thread whenever the group has been looked at."""
+
+        @property
+        def _group(self) -> Any:
+            held, self.held = self.held, None
+            return held
+
+        @_group.setter
+        def _group(self, group: Any) -> None:
+            self.held = group
+
+    with pytest.raises(wsync.PeerClosedError):
+        Closing(Broken(), whole="group g", member="a member of group g").start("broadcast")

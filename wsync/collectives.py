@@ -33,11 +33,16 @@ class Collectives:
 
         Raises:
             StateError: after close.
+            PeerClosedError: a member is gone.
         """
-        if self._group is None:
+        group = self._group  # which another thread may close
+        if group is None:
             raise _core.StateError(f"the group of {self._whole} is closed")
         self._underway += 1  # also where it fails: who knows what that leaves behind
-        return getattr(self._group, name)(*arguments)
+        try:
+            return getattr(group, name)(*arguments)
+        except RuntimeError as error:
+            raise self._gone(error) from error
 
     def finish(
         self,
@@ -74,7 +79,10 @@ class Collectives:
         except RuntimeError as error:
             if verdict is not None:
                 verdict()
-            raise _core.PeerClosedError(f"{self._member} is gone: {first_line(error)}") from error
+            raise self._gone(error) from error
+
+    def _gone(self, error: RuntimeError) -> _core.PeerClosedError:
+        return _core.PeerClosedError(f"{self._member} is gone: {first_line(error)}")
 
     def close(self) -> None:
         """Leaves the group at once; a collective that is stuck keeps nobody but a thread."""

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -153,15 +154,22 @@ class Connection:
             self._store = Store(self._options.deadline)
             host = own_address([names[worker.engine] for worker in self._beyond])
             crossing = Crossing.at(host, self._store.port, self._group.size + len(self._beyond))
-        mine = [doors, meetings, crossing and dataclasses.asdict(crossing)]
+        # new each time: an engine may be left in groups of a trainer that is gone
+        mine = [doors, meetings, crossing and dataclasses.asdict(crossing), secrets.token_hex(8)]
         parts = self._group.all_gather(json.dumps(mine).encode())
         everyone = [json.loads(part) for part in parts]
         if self._beyond:
             self._crossing = Crossing(**everyone[0][2])
-        return (
-            {int(n): (s, address) for doors, *_ in everyone for n, (s, address) in doors.items()},
-            {int(n): Meeting(**m) for _, meetings, _ in everyone for n, m in meetings.items()},
-        )
+        met = {
+            int(n): Meeting(**{**m, "connection": everyone[0][3]})
+            for _, meetings, *_ in everyone
+            for n, m in meetings.items()
+        }
+        for session in self._sessions:
+            if isinstance(session, BroadcastSession):
+                session.meeting = met[session.worker]
+        known = {int(n): (i, where) for doors, *_ in everyone for n, (i, where) in doors.items()}
+        return known, met
 
     def attach(self, check: Check) -> None:
         """Waits for the workers, plans with what they keep, and hands them their rings."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import secrets
 import socket
 import threading
 import time
@@ -28,7 +27,7 @@ from wsync.calls import Calls, Lane, left, result
 from wsync.device import staging
 from wsync.handles import EngineHandle
 from wsync.options import Options
-from wsync.update_group import Store, UpdateGroup, default_backend, device_of
+from wsync.update_group import Store, UpdateGroup, default_backend, device_of, group_name
 
 Check = Callable[[], object]
 
@@ -85,13 +84,21 @@ def buckets(plan: _core.Plan, worker: int) -> list[list[Entry]]:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the members of a source's group meet."""
+    """Where the members of a source's group meet.
 
-    name: str
+    connection: one for all sources, so that engines can tell a trainer's groups from another's.
+    """
+
+    stage: int
     host: str
     port: int
     size: int
     backend: str
+    connection: str = "0"
+
+    @property
+    def name(self) -> str:
+        return group_name(self.connection, self.stage)
 
 
 class BroadcastSession(BucketSession):
@@ -106,8 +113,7 @@ class BroadcastSession(BucketSession):
         self._remote = remote
         self._store = Store(options.deadline)
         self.meeting = Meeting(
-            # new each time: an engine may be left in groups of a trainer that is gone
-            name=f"wsync-pp_{stage}-{secrets.token_hex(4)}",
+            stage=stage,
             host=own_address(remote.names),
             port=self._store.port,
             size=1 + sum(remote.workers),

@@ -7,6 +7,7 @@ sides of wsync use this module; a stock engine makes the same group with SGLang'
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,6 +29,7 @@ _LEAST_SECONDS: Final = 0.1
 _SETTLE_SECONDS: Final = 2.0  # a deadline of ours comes before the backend's own
 _VERDICT_SECONDS: Final = 1.0  # for a member that is gone to be missed elsewhere, with its reason
 _DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
+_NAME: Final = re.compile("wsync-([0-9a-f]+)-pp_[0-9]+")
 
 
 def default_backend() -> str:
@@ -35,9 +37,24 @@ def default_backend() -> str:
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
+def group_name(connection: str, stage: int) -> str:
+    """The name of the group in which a stage of a trainer sends; `connection` is in hex, and new
+    each time that a trainer connects."""
+    return f"wsync-{connection}-pp_{stage}"
+
+
+def connection_of(name: str) -> str:
+    """The connection that a group belongs to, "" for a group that is not wsync's."""
+    found = _NAME.fullmatch(name)
+    return found[1] if found else ""
+
+
 def device_of(backend: str) -> torch.device:
     """What a backend sends from, for the calling thread: of NCCL its current GPU, which in a
-    thread of its own is the first one, whatever the others have chosen."""
+    thread of its own is the first one, whatever the others have chosen.  InvalidArgumentError for
+    another backend."""
+    if backend not in _DEVICES:
+        raise _core.InvalidArgumentError(f"backend {backend!r}: one of {', '.join(_DEVICES)}")
     if _DEVICES[backend] == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -95,8 +112,6 @@ class UpdateGroup:
         check: Check | None = None,
         greet: bool = False,
     ) -> None:
-        if backend not in _DEVICES:
-            raise _core.InvalidArgumentError(f"backend {backend!r}: one of {', '.join(_DEVICES)}")
         if not 0 <= rank < size:
             raise _core.InvalidArgumentError(f"rank {rank} in a group of world_size {size}")
         self.name = name

@@ -14,14 +14,15 @@ class Buckets:
     """What one worker has been brought of an update in buckets.
 
     No request says that an update begins or ends.  One begins with the first bucket after
-    `forget`, or with a bucket that brings a tensor once more, and it has ended when every tensor
-    has come; the worker is inconsistent until then.  So a trainer that dies between two buckets
-    leaves no engine that generates with half of its weights, and what two failed updates have
-    brought never counts as one.
+    `forget`, or with a bucket that brings a tensor once more or comes from elsewhere, and it has
+    ended when every tensor has come; the worker is inconsistent until then.  So a trainer that
+    dies between two buckets leaves no engine that generates with half of its weights, and what
+    two updates have brought, one after the other or at once, never counts as one.
     """
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
+        self._origin = ""
         self.forget()
 
     def forget(self) -> None:
@@ -40,14 +41,18 @@ class Buckets:
             raise
 
     @contextmanager
-    def loading(self, names: Collection[str], tensors: Mapping[str, str]) -> Iterator[None]:
+    def loading(
+        self, names: Collection[str], tensors: Mapping[str, str], origin: str = ""
+    ) -> Iterator[None]:
         """Around what writes a bucket to the weights.
 
         names: what the bucket brings; tensors: the tensor that each name stands for, of all that
-        an update has to bring.  StateError while an update of another kind runs.
+        an update has to bring; origin: the connection that the bucket came by, where that is
+        known.  StateError while an update of another kind runs.
         """
-        if self._missing is None or not self._came.isdisjoint(names):
+        if self._missing is None or origin != self._origin or not self._came.isdisjoint(names):
             self._came, self._missing = set(), set(tensors.values())
+            self._origin = origin
         came, missing = self._came, self._missing
         with self._receiver.writing("a bucket is being loaded"):
             yield

@@ -1,9 +1,11 @@
 """An engine worker's part in updates over process groups, with SGLang's semantics."""
 
+import functools
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,14 +13,16 @@ import torch
 
 from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, StateError
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+from wsync.calls import Lane, result
 from wsync.engine.loaders import dtype_of
-from wsync.update_group import UpdateGroup
+from wsync.update_group import UpdateGroup, connection_of, device_of
 
 BUCKET: Final = "flattened_bucket"
 BROADCAST_SECONDS: Final = 120.0
 """The most that a broadcast may take where an engine is not told otherwise: as many seconds as a
 trainer waits for it by default.  SGLang has no such deadline of its own."""
 _KEPT_NBYTES: Final = 64 << 20
+_SETTLE_SECONDS: Final = 2.0  # our deadline comes before the store's, which says less
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -32,9 +36,9 @@ class _Membership:
 class UpdateGroups:
     """The groups that trainers had this worker join, by name.
 
-    They are one trainer's: groups that buckets have come from are left when the worker has joined
-    another one, be their trainer gone or stopped in the middle of a broadcast.  A group is also
-    left when one of its broadcasts fails.
+    They are one trainer's: when the worker has joined one, it leaves all of other connections, and
+    those that buckets have come from, be their trainer gone, stopped or about to send.  A group is
+    also left when one of its broadcasts fails.
 
     rank: the worker's, in its engine.
     """
@@ -60,6 +64,10 @@ class UpdateGroups:
         """Joins a group; returns when all its members have.
 
         meeting: seconds until they have; timeout: the most seconds that a broadcast may take.
+
+        Raises:
+            DeadlineError: they have not.
+            StateError: the worker has been called away.
         """
         if not group_name:
             raise InvalidArgumentError("group_name is empty")
@@ -70,7 +78,8 @@ class UpdateGroups:
             if self._members.setdefault(group_name, mine) is not mine:
                 raise InvalidArgumentError(f"group {group_name}: this worker is in it")
         try:
-            mine.group = UpdateGroup(
+            make = functools.partial(
+                UpdateGroup,
                 master_address,
                 master_port,
                 rank=rank_offset + self._rank,
@@ -78,14 +87,18 @@ class UpdateGroups:
                 name=group_name,
                 backend=backend,
                 timeout=timeout,
-                meeting=meeting,
+                meeting=meeting + _SETTLE_SECONDS,
+                device=device_of(backend),  # this thread's
             )
+            where = f"{master_address}:{master_port}"
+            late = f"group {group_name}: {world_size} members did not meet at {where}"
+            mine.group = _join(make, meeting, lambda: self._check(group_name, mine), late)
             self._check(group_name, mine)
         except BaseException:
             self._leave(group_name, mine)
             raise
         for name, member in list(self._members.items()):
-            if member.used:
+            if member.used or connection_of(name) != connection_of(group_name):
                 self._leave(name, member)
 
     def receive(
@@ -183,3 +196,23 @@ class UpdateGroups:
                 "init_weights_update_group comes first"
             )
         return member
+
+
+def _join(
+    make: Callable[[], UpdateGroup], timeout: float, check: Callable[[], object], late: str
+) -> UpdateGroup:
+    """Waits in this thread while another one makes a group, for the store's calls have no deadline
+    where its host is stopped.  A group that comes late is left."""
+    lane = Lane("wsync-join")
+    joining: Future[UpdateGroup] = lane.submit(make)
+    lane.close()
+    try:
+        return result(joining, timeout, check, late)
+    except BaseException:
+        joining.add_done_callback(_close)
+        raise
+
+
+def _close(joining: Future[UpdateGroup]) -> None:
+    if joining.exception() is None:
+        joining.result().close()

@@ -39,6 +39,7 @@ from wsync.engine.distributed import BROADCAST_SECONDS, UpdateGroups
 from wsync.engine.gate import Gate
 from wsync.engine.loaders import ModuleLoader, aliases, targets
 from wsync.engine.receiver import Receiver
+from wsync.update_group import connection_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -265,7 +266,7 @@ class Engine:
         self.receiver.buckets.forget()
         try:
             self._groups.init(meeting=timeout, timeout=self._broadcast_seconds, **group)
-        except WsyncError as error:
+        except Exception as error:
             return False, f"Failed to initialize custom process group: {error}."
         return True, "Succeeded to initialize custom process group."
 
@@ -290,10 +291,10 @@ class Engine:
             with self.gate.update(timeout), self.receiver.buckets.request():
                 if flush_cache:
                     self.gate.flush()
-                self._copy(self._groups.receive(**what))
+                self._copy(self._groups.receive(**what), connection_of(what["group_name"]))
                 if weight_version is not None:
                     self.weight_version = weight_version
-        except WsyncError as error:
+        except Exception as error:
             return False, f"Failed to update parameter online: {error}."
         return True, "Succeeded to update parameter online."
 
@@ -309,7 +310,7 @@ class Engine:
         self._copy(pairs)
         return True, "Success"
 
-    def _copy(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def _copy(self, pairs: Sequence[tuple[str, torch.Tensor]], origin: str = "") -> None:
         """Copies by name.  Everything is checked before the first byte is written."""
         state = self.model.state_dict(keep_vars=True)
         for name, tensor in pairs:
@@ -326,7 +327,8 @@ class Engine:
             if state[group[0]].numel() and not self._ignore.intersection(group)
             for name in group
         }
-        with self.receiver.buckets.loading([name for name, _ in pairs], wanted), torch.no_grad():
+        names = [name for name, _ in pairs]
+        with self.receiver.buckets.loading(names, wanted, origin), torch.no_grad():
             for name, tensor in pairs:
                 state[name].copy_(tensor)
 

@@ -29,6 +29,7 @@ from wsync.engine.child import Child
 from wsync.engine.distributed import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
+from wsync.update_group import connection_of
 
 _POLL_SECONDS: Final = 0.2
 _MAIN: Final = "import sys; from wsync.engine.workers import serve; serve(int(sys.argv[1]))"
@@ -63,7 +64,8 @@ class Worker:
         if what == "update_weights_from_distributed":
             with self.receiver.buckets.request():
                 timeout = left(argument.pop("end"))
-                return self._take(self._groups.receive(timeout=timeout, **argument))
+                weights = self._groups.receive(timeout=timeout, **argument)
+                return self._take(weights, connection_of(argument["group_name"]))
         if what == "pause":
             return self.receiver.buckets.forget()
         if what in ("ping", "start"):
@@ -78,9 +80,9 @@ class Worker:
         """Takes named tensors from an engine's own payloads: what a stock engine does."""
         raise NotImplementedError
 
-    def _take(self, weights: Named) -> None:
+    def _take(self, weights: Named, origin: str = "") -> None:
         tensors = {name: name for name in self.names()}
-        with self.receiver.buckets.loading([name for name, _ in weights], tensors):
+        with self.receiver.buckets.loading([name for name, _ in weights], tensors, origin):
             self.load_weights(weights)
 
     def _update(self, data: bytes, load_format: str | None) -> str:
