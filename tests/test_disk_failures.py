@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import wsync
+from wsync import _core
 from wsync.disk import DiskSync
 
 QUICK = wsync.Options(deadline=10.0, progress=False)
@@ -189,3 +191,33 @@ def test_an_error_is_not_hidden_by_that_of_cleaning_up(
     monkeypatch.setattr(Path, "glob", glob)
     with disk(tmp_path) as sync, pytest.raises(wsync.SystemCallError, match="no space left"):
         sync.update(weights)
+
+
+@pytest.mark.parametrize("place", [(os, "fsync"), (_core, "write_files")])
+def test_a_file_system_that_does_not_answer_costs_the_deadline(
+    place: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name = place
+    go_on, original = threading.Event(), getattr(module, name)
+
+    def stall(*arguments: Any) -> Any:
+        where = os.readlink(f"/proc/self/fd/{arguments[0]}") if name == "fsync" else ".safetensors"
+        if where.endswith(".safetensors"):
+            go_on.wait(PATIENCE)
+        return original(*arguments)
+
+    options = wsync.Options(deadline=0.5, progress=False)
+    with disk(tmp_path, options=options) as sync:
+        monkeypatch.setattr(module, name, stall)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        text = r"/\.weight_v000001\..*: the file system did not answer in 0 s"
+        try:
+            with pytest.raises(wsync.DeadlineError, match=text):
+                sync.update()
+        finally:
+            go_on.set()
+        for thread in threading.enumerate():
+            if thread.name in ("wsync-write", "wsync-close"):
+                thread.join(PATIENCE)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        sync.update()

@@ -7,17 +7,18 @@ gathered.  See wsync.versions for what readers see, and when.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from tqdm import tqdm
 
 from wsync import _core
-from wsync.calls import Handover
+from wsync.calls import Handover, Lane, result
 from wsync.checkpoint import INDEX, SHARD_NBYTES, Arrangement, arrange, owners, system_calls
 from wsync.handles import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
@@ -39,6 +40,7 @@ _log = logging.getLogger(__name__)
 
 # one write call's share: how much is written between two looks at the other ranks
 _BATCH_NBYTES = 64 << 20
+_BATCH_SECONDS = 2.0  # how long an update that failed waits for those under way
 
 
 @runtime_checkable
@@ -181,13 +183,13 @@ class DiskSync(Updates):
         with report.phase("begin"):
             folder = self._make(report.version)
         bar = self._progress(report, self._writer.nbytes, unit="B", unit_scale=True)
-        with bar, self._writer.opened(folder) as files:
+        options = self.options
+        calls = _DiskCalls(options.threads, options.deadline, self._group.check)
+        with bar, calls, self._writer.opened(folder, calls) as files:
             with report.phase("write"):
-                self._writer.write(sources, files, self.options.threads, self._group.check, bar)
+                self._writer.write(sources, files, calls, bar)
             with report.phase("sync"):
-                for path, descriptor, _ in files:
-                    with system_calls(path):
-                        os.fsync(descriptor)
+                calls.run([(path, _syncing(path, descriptor)) for path, descriptor, _ in files])
                 self._group.barrier()
         return folder
 
@@ -258,7 +260,7 @@ class _Writer:
                 first, nbytes = buffer + 1, 0
 
     @contextlib.contextmanager
-    def opened(self, folder: Path) -> Iterator[list[tuple[str, int, int]]]:
+    def opened(self, folder: Path, calls: _DiskCalls) -> Iterator[list[tuple[str, int, int]]]:
         """(path, descriptor, nbytes) of the files that this rank writes to."""
         names, sizes = self._arrangement.names, self._arrangement.sizes
         files: list[tuple[str, int, int]] = []
@@ -269,18 +271,16 @@ class _Writer:
                     files.append((os.fspath(path), os.open(path, os.O_WRONLY), sizes[number]))
             yield files
         finally:
-            for _, descriptor, _ in files:
-                os.close(descriptor)
+            calls.end([descriptor for _, descriptor, _ in files])
 
     def write(
         self,
         sources: _core.BufferTable,
         files: list[tuple[str, int, int]],
-        threads: int,
-        check: Callable[[], None],
+        calls: _DiskCalls,
         bar: tqdm[None],
     ) -> None:
-        """Writes everything; `check` is called between batches and may raise to end it."""
+        """Writes everything."""
         by_number: list[tuple[str, int, int]] = [("", -1, 0)] * len(self._arrangement.names)
         for number, file in zip(self._files, files, strict=True):
             by_number[number] = file
@@ -288,16 +288,75 @@ class _Writer:
         def batch(bounds: tuple[int, int]) -> int:
             return _core.write_files(self._route, *bounds, sources, by_number)
 
-        if threads == 1:
-            for bounds in self._batches:
-                check()
-                bar.update(batch(bounds))
-            return
-        with ThreadPoolExecutor(threads, "wsync-write") as pool:
-            writing = [pool.submit(batch, bounds) for bounds in self._batches]
-            try:
-                for future in writing:
-                    check()
-                    bar.update(future.result())
-            finally:
-                pool.shutdown(cancel_futures=True)
+        folder = os.path.dirname(files[0][0]) if files else ""  # a batch may go to many files
+        batches = [(folder, functools.partial(batch, bounds)) for bounds in self._batches]
+        calls.run(batches, bar.update)
+
+
+class _DiskCalls:
+    """Calls of a file system that may never return, each of which has a deadline.
+
+    Args:
+        threads: how many are made at a time.
+        deadline: seconds that one may take.
+        check: called while this waits, and before each is waited for; may raise to end it.
+    """
+
+    def __init__(self, threads: int, deadline: float, check: Callable[[], None]) -> None:
+        self._lanes = [Lane("wsync-write") for _ in range(threads)]
+        self._deadline = deadline
+        self._check = check
+        self._given_up = False
+        self._started: list[Future[int]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for lane in self._lanes:
+            lane.close()
+
+    def run(
+        self,
+        calls: Sequence[tuple[str, Callable[[], int]]],
+        done: Callable[[int], object] = int,
+    ) -> None:
+        """Makes calls, given with the path that each is about; `done` gets what they return."""
+        started = [
+            self._lanes[number % len(self._lanes)].submit(functools.partial(self._call, call))
+            for number, (_, call) in enumerate(calls)
+        ]
+        self._started += started
+        for (path, _), future in zip(calls, started, strict=True):
+            self._check()
+            late = f"{path}: the file system did not answer"
+            done(result(future, self._deadline, self._check, late))
+
+    def end(self, descriptors: list[int]) -> None:
+        """Gives up what is queued, and closes descriptors when no call can use them any more:
+        another file may get their numbers."""
+        self._given_up = True
+
+        def close() -> None:
+            wait(self._started)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+        if wait(self._started, min(_BATCH_SECONDS, self._deadline)).not_done:
+            lane = Lane("wsync-close")
+            lane.submit(close)
+            lane.close()
+        else:
+            close()
+
+    def _call(self, call: Callable[[], int]) -> int:
+        return 0 if self._given_up else call()
+
+
+def _syncing(path: str, descriptor: int) -> Callable[[], int]:
+    def sync() -> int:
+        with system_calls(path):
+            os.fsync(descriptor)
+        return 0
+
+    return sync
