@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest
 import torch
 import transformers
 from support import distributed_cases as cases
-from support.procs import Ranks
+from support.procs import RankError, Ranks
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
@@ -442,7 +443,18 @@ def test_a_rank_that_fails_leaves_engines_paused_and_the_next_update_works(ranks
         "RemoteError: trainer rank 1: ValueError: a planted failure"
     }
     assert found[0]["paused"]
+    assert found[0]["open"] == []  # nobody can join a group that has failed
     assert [facts["wrong"] for facts in found] == [[]] * 4
+
+
+def test_a_source_that_dies_in_its_broadcast_is_reported_by_all_others(tmp_path: Path) -> None:
+    with Ranks(4, path=sys.path) as ranks, pytest.raises(RankError):
+        ranks.run(cases.lose_a_source, dense(), Parallel(tp=2, pp=2), str(tmp_path), timeout=200)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1", "rank3"]
+    facts = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1, 3)]
+    assert len({text for text, _, _ in facts}) == 1
+    assert max(seconds for _, seconds, _ in facts) < 60  # deadlines are 20 s
+    assert facts[0][2] == [True, True]
 
 
 def test_http_engines_take_broadcasts() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +110,9 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any]:
     with started(config, parallel) as (trainer, engines):
         updater = make_updater(config, trainer)
         updater.connect_rollout_engines(engines, None)
+        doors: set[tuple[str, int]] = set()
+        for engine in engines:
+            note_doors(engine, doors)
         updater.update_weights()
         trainer.randomize(5)
         error = ""
@@ -116,11 +122,60 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any]:
             except wsync.WsyncError as caught:
                 error = f"{type(caught).__name__}: {caught}"
         paused = all(engine.paused for engine in engines)
+        still_open = [door for door in sorted(doors) if listens(door)]
         updater.update_weights()
         expected = reference.hf_state_dict(trainer.chunks, config)
         wrong = [name for engine in engines for name in compare(engine, expected)]
         updater.disconnect_rollout_engines()
-    return {"error": error, "paused": paused, "wrong": wrong}
+    return {"error": error, "paused": paused, "wrong": wrong, "open": still_open}
+
+
+def note_doors(engine: WorkersEngine, doors: set[tuple[str, int]]) -> None:
+    """Has an engine note where the stores are at which it joins groups."""
+    call = engine.call
+
+    def noting(method: str, arguments: Any, timeout: float) -> None:
+        if method == "init_weights_update_group":
+            doors.add((arguments["master_address"], arguments["master_port"]))
+        call(method, arguments, timeout)
+
+    engine.call = noting  # type: ignore[method-assign]
+
+
+def listens(door: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(door, timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def lose_a_source(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> None:
+    """Rank 2, which sends the second stage, is killed in a broadcast; the others note what they
+    raise, how long that takes, and whether the engines have paused."""
+    original = UpdateGroup.broadcast
+
+    def broadcast(self: UpdateGroup, *rest: Any) -> None:
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, *rest)
+
+    with started(config, parallel) as (trainer, engines):
+        updater = make_updater(config, trainer)
+        updater.connect_rollout_engines(engines, None)
+        updater.update_weights()
+        UpdateGroup.broadcast = broadcast  # type: ignore[method-assign]
+        begin = time.monotonic()
+        try:
+            updater.update_weights()
+        except wsync.WsyncError as error:
+            facts = [
+                f"{type(error).__name__}: {error}",
+                time.monotonic() - begin,
+                [engine.paused for engine in engines],
+            ]
+            Path(folder, f"rank{dist.get_rank()}").write_text(json.dumps(facts))
+        os._exit(0)  # groups that a rank has left cannot be taken down in order
 
 
 def die(url: str, shapes: dict[str, tuple[int, ...]], where: str, how: signal.Signals) -> None:
