@@ -345,7 +345,9 @@ def test_sockets_do_not_outlive_what_they_are_for() -> None:
 
 def test_interrupts_reach_a_wait() -> None:
     script = (
+        "import signal\n"
         "from wsync import _core\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in background jobs
         "exporter = _core.Exporter()\n"
         "try:\n"
         "    print('waiting', flush=True)\n"
