@@ -9,7 +9,7 @@
 TEST(a_round_from_pinned_memory_is_one_wait_one_launch_one_record)
 {
     char path[] = "/var/tmp/wsync-calls-XXXXXX";
-    char text[4096];
+    char text[CALLS_NBYTES];
     const int fd = open_log(path);
     const rig_t rig = make_rig(NBYTES);
     const wsync_span_t source = new_source(NBYTES, 11);
@@ -54,7 +54,7 @@ TEST(a_second_update_from_pageable_memory_makes_nothing_new)
                                       .source_stride = {1001},
                                       .destination_stride = {1000}};
     char path[] = "/var/tmp/wsync-calls-XXXXXX";
-    char text[4096];
+    char text[CALLS_NBYTES];
     const int fd = open_log(path);
     const rig_t rig = make_rig(6000000);
     const wsync_span_t source = new_source(6006000, 12);
@@ -142,7 +142,7 @@ TEST(a_coherent_device_uses_host_memory_as_its_own)
          .destination_item_nbytes = 1},
     };
     char path[] = "/var/tmp/wsync-calls-XXXXXX";
-    char text[4096];
+    char text[CALLS_NBYTES];
     const int fd = open_log(path);
     rig_t rig;
     wsync_memory_t *memory;

@@ -136,7 +136,7 @@ TEST(copies_are_those_of_the_host)
 TEST(a_round_is_one_wait_one_launch_one_record)
 {
     char path[] = "/var/tmp/wsync-calls-XXXXXX";
-    char text[4096];
+    char text[CALLS_NBYTES];
     const int fd = open_log(path);
     const wsync_device_ops_t *ops = gpu();
     wsync_memory_t *from = make_buffer(ops, NBYTES);
@@ -181,7 +181,7 @@ TEST(a_round_is_one_wait_one_launch_one_record)
 TEST(moved_buffers_are_bound_anew)
 {
     char path[] = "/var/tmp/wsync-calls-XXXXXX";
-    char text[4096];
+    char text[CALLS_NBYTES];
     const int fd = open_log(path);
     const wsync_device_ops_t *ops = gpu();
     wsync_memory_t *buffers[3] = {make_buffer(ops, NBYTES), make_buffer(ops, NBYTES),
@@ -219,7 +219,7 @@ TEST(a_long_run_goes_to_a_copy_engine)
     const wsync_copy_t run = {
         .row_count = NBYTES, .source_item_nbytes = 1, .destination_item_nbytes = 1};
     char path[] = "/var/tmp/wsync-calls-XXXXXX";
-    char text[4096];
+    char text[CALLS_NBYTES];
     const int fd = open_log(path);
     const wsync_device_ops_t *ops = gpu();
     wsync_memory_t *from = make_buffer(ops, NBYTES);
