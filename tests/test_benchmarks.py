@@ -1,0 +1,44 @@
+"""The benchmark that needs a GPU, run dry: it has to work on the day that there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from support import fakecuda
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def benchmark(folder: Path, **environment: str) -> tuple[str, list[dict[str, object]]]:
+    """What `python -m benchmarks gpu` in the repository root prints, and its rows."""
+    file = folder / "rows.json"
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run(
+        [sys.executable, "-B", "-m", "benchmarks", "gpu", "--layers", "1", "--json", str(file)],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = file.read_text().splitlines() if file.exists() else []
+    return done.stdout, [json.loads(row) for row in rows]
+
+
+def test_every_part_runs_and_checks_its_bytes_without_a_gpu(tmp_path: Path) -> None:
+    text, rows = benchmark(tmp_path, **fakecuda.logged(tmp_path))
+    assert "a dry run: the figures say nothing" in text
+    parts = [str(row["case"]).partition(":")[0] for row in rows]
+    assert set(parts) == {"memory", "order", "copy", "update"}
+    assert all(row["verified"] for row in rows)
+
+
+def test_without_a_driver_it_says_why_it_measures_nothing(tmp_path: Path) -> None:
+    text, rows = benchmark(tmp_path, WSYNC_CUDA_LIB="/nowhere/libcuda.so.1")
+    assert "/nowhere/libcuda.so.1" in text
+    assert rows == []
