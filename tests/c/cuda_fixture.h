@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Tests on tests/fakecuda: the driver table, a second process, what the fake counts. */
+ * Tests on tests/fakecuda: the driver table, a second process, what the fake counts, each
+ * driver call failing in turn. */
 #ifndef WSYNC_TESTS_CUDA_FIXTURE_H
 #define WSYNC_TESTS_CUDA_FIXTURE_H
 
@@ -9,7 +10,7 @@
 #include <sys/socket.h>
 
 #include "../fakecuda/fakecuda.h"
-#include "device/cuda_driver.h"
+#include "device/cuda.h"
 #include "harness.h"
 
 enum { PATIENT_MS = 60000 };
@@ -44,6 +45,32 @@ static inline const wsync_cuda_driver_t *enter_device(int ordinal)
     CU(driver->primary_retain(&context, ordinal));
     CU(driver->context_push(context));
     return driver;
+}
+
+static inline const wsync_cuda_device_t *open_device(int ordinal)
+{
+    const wsync_cuda_device_t *device = NULL;
+    wsync_error_t err = {0};
+
+    choose_fake(NULL, NULL);
+    CHECK_OK(wsync_cuda_device(ordinal, &device, &err), err);
+    return device;
+}
+
+static inline wsync_memory_t *make_memory(const wsync_cuda_device_t *device,
+                                          uint64_t nbytes)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_cuda_memory_create(device, nbytes, &memory, &err), err);
+    return memory;
+}
+
+/* Device addresses of the fake are addresses of the process. */
+static inline unsigned char *bytes_of(const wsync_memory_t *memory)
+{
+    return wsync_cuda_memory_data(memory);
 }
 
 static inline void *fake_symbol(const char *name)
@@ -83,6 +110,90 @@ static inline fakecuda_census_t fake_census(void)
     memcpy(&function, &address, sizeof(function));
     function(&census);
     return census;
+}
+
+/* No memory is left. */
+static inline void check_clean(void)
+{
+    const fakecuda_census_t census = fake_census();
+
+    CHECK_EQ(census.physical, 0);
+    CHECK_EQ(census.reserved, 0);
+    CHECK_EQ(census.mapped, 0);
+    CHECK_EQ(census.allocated, 0);
+    CHECK_EQ(census.registered, 0);
+    CHECK_EQ(census.pushed, 0);
+}
+
+/* --- each driver call fails in turn -----------------------------------------------------
+ */
+
+static inline int first_free_fd(void)
+{
+    const int fd = dup(0);
+
+    CHECK(fd >= 0);
+    (void)close(fd);
+    return fd;
+}
+
+/* Streams of the fake end by themselves, down to those that the test has. */
+static inline fakecuda_census_t settled_census(long streams)
+{
+    for (int i = 0; i < 10000 && fake_census().streams > streams; i++) {
+        (void)usleep(1000);
+    }
+    CHECK_EQ(fake_census().streams, streams);
+    return fake_census();
+}
+
+/* Does all its work and gives back what it made; returns the status of the first call that
+ * failed. */
+typedef wsync_status_t (*fake_attempt_func_t)(void *context, wsync_error_t *err);
+
+/* Repeats an attempt with the k-th driver call failing with this code, k = 0, 1, ..., until
+ * none fails: each must leave what there was before, and name the call if it reports
+ * anything.  Returns how many it reported. */
+static inline long fail_in_turn(fake_attempt_func_t attempt, void *context, int code,
+                                long streams)
+{
+    const fakecuda_census_t before = settled_census(streams);
+    long reported = 0;
+
+    for (long k = 0;; k++) {
+        const int fds = first_free_fd();
+        wsync_error_t err = {0};
+        wsync_status_t status;
+        const char *failed;
+        fakecuda_census_t after;
+
+        fake_fail("*", k, code);
+        status = attempt(context, &err);
+        failed = fake_failed();
+        fake_fail("*", -1, 0);
+        after = settled_census(streams);
+        if (memcmp(&before, &after, sizeof(after)) != 0) {
+            FAIL(
+                "call %ld (%s) failing: physical %ld, reserved %ld, mapped %ld, allocated "
+                "%ld, registered %ld, events %ld, pushed %ld",
+                k, failed != NULL ? failed : "none", after.physical, after.reserved,
+                after.mapped, after.allocated, after.registered, after.events,
+                after.pushed);
+        }
+        CHECK_EQ(first_free_fd(), fds);
+        if (failed == NULL) {
+            CHECK_OK(status, err);
+            (void)printf("%ld calls failed in turn, %ld reported\n", k, reported);
+            CHECK(k > reported);
+            return reported;
+        }
+        if (status != WSYNC_OK) {
+            CHECK_EQ(err.native, code);
+            CHECK_STR(err.origin, failed);
+            CHECK_EQ(err.status, status);
+            reported++;
+        }
+    }
 }
 
 /* --- the log of calls ------------------------------------------------------------------

@@ -6,16 +6,6 @@
 
 enum { NBYTES = 100001, GRAIN = 2 << 20 };
 
-static const wsync_cuda_device_t *open_device(int ordinal)
-{
-    const wsync_cuda_device_t *device = NULL;
-    wsync_error_t err = {0};
-
-    choose_fake(NULL, NULL);
-    CHECK_OK(wsync_cuda_device(ordinal, &device, &err), err);
-    return device;
-}
-
 static wsync_cuda_ipc_t *make(const wsync_cuda_device_t *device)
 {
     wsync_cuda_ipc_t *memory = NULL;
@@ -26,18 +16,9 @@ static wsync_cuda_ipc_t *make(const wsync_cuda_device_t *device)
     return memory;
 }
 
-/* Device addresses of the fake are addresses of the process. */
-static unsigned char *bytes_of(const wsync_cuda_ipc_t *memory)
+static unsigned char *data_of(const wsync_cuda_ipc_t *memory)
 {
     return (unsigned char *)(uintptr_t)memory->at;
-}
-
-static void check_clean(void)
-{
-    const fakecuda_census_t census = fake_census();
-
-    CHECK_EQ(census.allocated, 0);
-    CHECK_EQ(census.pushed, 0);
 }
 
 static void check_refused(const wsync_cuda_device_t *device, const wsync_cu_ipc_t *handle,
@@ -80,9 +61,9 @@ static void reader_main(int socket)
     CHECK_OK(wsync_cuda_ipc_open(device, &handle, &again, &err), err);
     CHECK_EQ(memory->at, again->at); /* mapped once */
     CHECK_EQ(memory->nbytes, GRAIN);
-    CHECK_EQ(bytes_of(memory)[NBYTES - 1], 42);
+    CHECK_EQ(data_of(memory)[NBYTES - 1], 42);
     wsync_cuda_ipc_destroy(memory);
-    CHECK_EQ(bytes_of(again)[NBYTES - 1], 42);
+    CHECK_EQ(data_of(again)[NBYTES - 1], 42);
     nudge(socket);
     await_nudge(socket);
     wsync_cuda_ipc_destroy(again);
@@ -101,7 +82,7 @@ TEST(another_process_opens_a_handle)
     const peer_t peer = peer_start(reader_main);
     wsync_cuda_ipc_t *memory = make(open_device(0));
 
-    bytes_of(memory)[NBYTES - 1] = 42;
+    data_of(memory)[NBYTES - 1] = 42;
     say(peer.socket, &memory->handle, sizeof(memory->handle));
     await_nudge(peer.socket);
     nudge(peer.socket);
@@ -116,7 +97,7 @@ static void owner_main(int socket)
 {
     const wsync_cuda_ipc_t *memory = make(open_device(0));
 
-    bytes_of(memory)[7] = 9;
+    data_of(memory)[7] = 9;
     say(socket, &memory->handle, sizeof(memory->handle));
     await_nudge(socket); /* and ends with it */
 }
@@ -131,7 +112,7 @@ TEST(an_owner_that_ends_leaves_its_reader_able_to_close)
 
     hear(peer.socket, &handle, sizeof(handle));
     CHECK_OK(wsync_cuda_ipc_open(device, &handle, &memory, &err), err);
-    CHECK_EQ(bytes_of(memory)[7], 9);
+    CHECK_EQ(data_of(memory)[7], 9);
     nudge(peer.socket);
     peer_end(peer);
     wsync_cuda_ipc_destroy(memory);
@@ -169,7 +150,7 @@ TEST(a_fork_takes_nothing_away)
     }
     CHECK_EQ(waitpid(child, &status, 0), child);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    bytes_of(memory)[0] = 1;
+    data_of(memory)[0] = 1;
     wsync_cuda_ipc_destroy(memory);
     check_clean();
 }
@@ -185,15 +166,21 @@ static void lender_main(int socket)
     await_nudge(socket);
 }
 
-static wsync_status_t attempt(const wsync_cuda_device_t *device,
-                              const wsync_cu_ipc_t *handle, wsync_error_t *err)
+/* A handle of another process. */
+typedef struct lent {
+    const wsync_cuda_device_t *device;
+    wsync_cu_ipc_t handle;
+} lent_t;
+
+static wsync_status_t attempt(void *context, wsync_error_t *err)
 {
+    const lent_t *lent = context;
     wsync_cuda_ipc_t *memory = NULL;
     wsync_cuda_ipc_t *opened = NULL;
-    wsync_status_t status = wsync_cuda_ipc_create(device, NBYTES, &memory, err);
+    wsync_status_t status = wsync_cuda_ipc_create(lent->device, NBYTES, &memory, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_cuda_ipc_open(device, handle, &opened, err);
+        status = wsync_cuda_ipc_open(lent->device, &lent->handle, &opened, err);
     }
     CHECK(status == WSYNC_OK || opened == NULL);
     wsync_cuda_ipc_destroy(opened);
@@ -201,47 +188,24 @@ static wsync_status_t attempt(const wsync_cuda_device_t *device,
     return status;
 }
 
-static void fail_in_turn(int code)
+static void fail_beside_lender(int code)
 {
     const peer_t peer = peer_start(lender_main);
-    const wsync_cuda_device_t *device = open_device(0);
-    wsync_cu_ipc_t handle;
-    long reported = 0;
+    lent_t lent = {.device = open_device(0)};
 
-    hear(peer.socket, &handle, sizeof(handle));
-    for (long k = 0;; k++) {
-        wsync_error_t err = {0};
-        wsync_status_t status;
-        const char *failed;
-
-        fake_fail("*", k, code);
-        status = attempt(device, &handle, &err);
-        failed = fake_failed();
-        fake_fail("*", -1, 0);
-        check_clean();
-        if (failed == NULL) {
-            CHECK_OK(status, err);
-            (void)printf("%ld calls failed in turn, %ld reported\n", k, reported);
-            CHECK(reported >= 6 && k > reported);
-            nudge(peer.socket);
-            peer_end(peer);
-            return;
-        }
-        if (status != WSYNC_OK) {
-            CHECK_EQ(err.native, code);
-            CHECK_STR(err.origin, failed);
-            CHECK_EQ(err.status, status);
-            reported++;
-        }
-    }
+    hear(peer.socket, &lent.handle, sizeof(lent.handle));
+    CHECK(fail_in_turn(attempt, &lent, code, 0) >= 6);
+    check_clean();
+    nudge(peer.socket);
+    peer_end(peer);
 }
 
 TEST(each_call_fails_in_turn)
 {
-    fail_in_turn(WSYNC_CU_LAUNCH_FAILED);
+    fail_beside_lender(WSYNC_CU_LAUNCH_FAILED);
 }
 
 TEST(memory_runs_out_at_each_call)
 {
-    fail_in_turn(WSYNC_CU_OUT_OF_MEMORY);
+    fail_beside_lender(WSYNC_CU_OUT_OF_MEMORY);
 }

@@ -5,50 +5,24 @@
 #include <sys/mman.h>
 
 #include "cuda_fixture.h"
-#include "device/cuda.h"
 #include "ipc/session.h"
 
 enum { NBYTES = 100001, ROUNDS = 3, UPDATES = 3 };
 
-static const wsync_cuda_device_t *open_device(int ordinal)
+static const wsync_cuda_device_t *open_legacy(int ordinal)
 {
-    const wsync_cuda_device_t *device = NULL;
-    wsync_error_t err = {0};
+    const wsync_cuda_device_t *device;
 
     choose_fake("WSYNC_FAKE_CUDA_NO_VMM", "1");
-    CHECK_OK(wsync_cuda_device(ordinal, &device, &err), err);
+    device = open_device(ordinal);
     CHECK(!device->vmm);
     return device;
 }
 
-static wsync_memory_t *make(const wsync_cuda_device_t *device)
-{
-    wsync_memory_t *memory = NULL;
-    wsync_error_t err = {0};
-
-    CHECK_OK(wsync_cuda_memory_create(device, NBYTES, &memory, &err), err);
-    return memory;
-}
-
-static unsigned char *bytes_of(const wsync_memory_t *memory)
-{
-    return wsync_cuda_memory_data(memory);
-}
-
-static void check_clean(void)
-{
-    const fakecuda_census_t census = fake_census();
-
-    CHECK_EQ(census.allocated, 0);
-    CHECK_EQ(census.physical, 0);
-    CHECK_EQ(census.reserved, 0);
-    CHECK_EQ(census.pushed, 0);
-}
-
 TEST(created_memory_is_zeroed_and_cannot_be_parked)
 {
-    const wsync_cuda_device_t *device = open_device(0);
-    wsync_memory_t *memory = make(device);
+    const wsync_cuda_device_t *device = open_legacy(0);
+    wsync_memory_t *memory = make_memory(device, NBYTES);
     wsync_error_t err = {0};
 
     CHECK_EQ(wsync_cuda_memory_nbytes(memory), NBYTES);
@@ -71,7 +45,7 @@ static wsync_memory_t *hear_memory(int socket)
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_cuda_memory_import(open_device(0), fd, NBYTES, &memory, &err), err);
+    CHECK_OK(wsync_cuda_memory_import(open_legacy(0), fd, NBYTES, &memory, &err), err);
     (void)close(fd);
     return memory;
 }
@@ -95,8 +69,8 @@ static void import_main(int socket)
 TEST(memory_is_freed_when_no_peer_has_it_open)
 {
     const peer_t peer = peer_start(import_main);
-    const wsync_cuda_device_t *device = open_device(0);
-    wsync_memory_t *memory = make(device);
+    const wsync_cuda_device_t *device = open_legacy(0);
+    wsync_memory_t *memory = make_memory(device, NBYTES);
 
     bytes_of(memory)[NBYTES - 1] = 42;
     say_fd(peer.socket, wsync_cuda_memory_fd(memory));
@@ -105,7 +79,7 @@ TEST(memory_is_freed_when_no_peer_has_it_open)
     bytes_of(memory)[0] = 8;
     wsync_cuda_memory_destroy(memory);
     CHECK_EQ(fake_census().allocated, 1);
-    memory = make(device);
+    memory = make_memory(device, NBYTES);
     CHECK_EQ(fake_census().allocated, 2);
     nudge(peer.socket);
     await_nudge(peer.socket); /* it has closed it */
@@ -117,7 +91,7 @@ TEST(memory_is_freed_when_no_peer_has_it_open)
 
 static void export_main(int socket)
 {
-    wsync_memory_t *memory = make(open_device(0));
+    wsync_memory_t *memory = make_memory(open_legacy(0), NBYTES);
 
     bytes_of(memory)[1] = 9;
     say_fd(socket, wsync_cuda_memory_fd(memory));
@@ -146,8 +120,8 @@ static void die_main(int socket)
 TEST(an_importer_that_is_killed_holds_nothing)
 {
     const peer_t peer = peer_start(die_main);
-    const wsync_cuda_device_t *device = open_device(0);
-    wsync_memory_t *memory = make(device);
+    const wsync_cuda_device_t *device = open_legacy(0);
+    wsync_memory_t *memory = make_memory(device, NBYTES);
 
     say_fd(peer.socket, wsync_cuda_memory_fd(memory));
     await_nudge(peer.socket);
@@ -175,7 +149,7 @@ static void refuse_main(int socket)
         {WSYNC_ERR_REFUSED, "memory of another GPU than GPU 0 (Fake GPU 0)"},
         {WSYNC_ERR_CLOSED, "has been freed"},
     };
-    const wsync_cuda_device_t *device = open_device(0);
+    const wsync_cuda_device_t *device = open_legacy(0);
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
     int fd;
@@ -216,19 +190,19 @@ TEST(descriptors_of_something_else_are_refused)
     int fd;
 
     choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
-    device = open_device(0);
+    device = open_legacy(0);
     say_fd(peer.socket, open("/dev/null", O_RDWR | O_CLOEXEC));
     say_fd(peer.socket, make_fd(96, F_SEAL_SHRINK | F_SEAL_GROW));
     say_fd(peer.socket, make_fd(8, all));
     say_fd(peer.socket, make_fd(96, all));
-    memory = make(open_device(1));
+    memory = make_memory(open_legacy(1), NBYTES);
     say_fd(peer.socket, wsync_cuda_memory_fd(memory));
     wsync_cuda_memory_destroy(memory);
-    memory = make(device);
+    memory = make_memory(device, NBYTES);
     fd = dup(wsync_cuda_memory_fd(memory));
     wsync_cuda_memory_destroy(memory);
     say_fd(peer.socket, fd);
-    memory = make(device);
+    memory = make_memory(device, NBYTES);
     say_fd(peer.socket, wsync_cuda_memory_fd(memory));
     await_nudge(peer.socket);
     CHECK_EQ(
@@ -243,73 +217,43 @@ TEST(descriptors_of_something_else_are_refused)
 /* --- each driver call fails in turn -----------------------------------------------------
  */
 
-static int open_fds(void)
+/* Where memory is made, or imported from. */
+typedef struct origin {
+    const wsync_cuda_device_t *device;
+    int fd; /* -1: made */
+} origin_t;
+
+static wsync_status_t attempt(void *context, wsync_error_t *err)
 {
-    const int fd = dup(0);
+    const origin_t *origin = context;
+    wsync_memory_t *memory = NULL;
+    const wsync_status_t status =
+        origin->fd < 0
+            ? wsync_cuda_memory_create(origin->device, NBYTES, &memory, err)
+            : wsync_cuda_memory_import(origin->device, origin->fd, NBYTES, &memory, err);
 
-    CHECK(fd >= 0);
-    (void)close(fd);
-    return fd;
-}
-
-static void await_streams(void)
-{
-    for (int i = 0; i < 10000 && fake_census().streams > 0; i++) {
-        (void)usleep(1000);
-    }
-}
-
-/* Creates memory, or imports it from fd. */
-static void fail_in_turn(const wsync_cuda_device_t *device, int fd)
-{
-    long reported = 0;
-
-    for (long k = 0;; k++) {
-        const int fds = open_fds();
-        wsync_memory_t *memory = NULL;
-        wsync_error_t err = {0};
-        wsync_status_t status;
-        const char *failed;
-
-        fake_fail("*", k, WSYNC_CU_LAUNCH_FAILED);
-        status = fd < 0 ? wsync_cuda_memory_create(device, NBYTES, &memory, &err)
-                        : wsync_cuda_memory_import(device, fd, NBYTES, &memory, &err);
-        wsync_cuda_memory_destroy(memory);
-        failed = fake_failed();
-        fake_fail("*", -1, 0);
-        await_streams();
-        check_clean();
-        CHECK_EQ(open_fds(), fds);
-        if (failed == NULL) {
-            CHECK_OK(status, err);
-            (void)printf("%ld calls failed in turn, %ld reported\n", k, reported);
-            CHECK(reported >= 3);
-            return;
-        }
-        if (status != WSYNC_OK) {
-            CHECK_EQ(err.native, WSYNC_CU_LAUNCH_FAILED);
-            CHECK_STR(err.origin, failed);
-            reported++;
-        }
-    }
+    wsync_cuda_memory_destroy(memory);
+    return status;
 }
 
 static void fail_main(int socket)
 {
     const int fd = hear_fd(socket);
+    origin_t origin = {open_legacy(0), fd};
 
-    fail_in_turn(open_device(0), fd);
+    CHECK(fail_in_turn(attempt, &origin, WSYNC_CU_LAUNCH_FAILED, 0) >= 3);
+    check_clean();
     nudge(socket);
 }
 
 TEST(each_call_fails_in_turn)
 {
     const peer_t peer = peer_start(fail_main);
-    const wsync_cuda_device_t *device = open_device(0);
+    origin_t origin = {open_legacy(0), -1};
     wsync_memory_t *memory;
 
-    fail_in_turn(device, -1);
-    memory = make(device);
+    CHECK(fail_in_turn(attempt, &origin, WSYNC_CU_LAUNCH_FAILED, 0) >= 3);
+    memory = make_memory(origin.device, NBYTES);
     say_fd(peer.socket, wsync_cuda_memory_fd(memory));
     await_nudge(peer.socket);
     wsync_cuda_memory_destroy(memory);
@@ -325,7 +269,7 @@ static const wsync_device_ops_t *open_ops(void)
     const wsync_device_ops_t *ops = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_device_cuda(&open_device(0)->info.uuid, "kernels", &ops, &err), err);
+    CHECK_OK(wsync_device_cuda(&open_legacy(0)->info.uuid, "kernels", &ops, &err), err);
     return ops;
 }
 

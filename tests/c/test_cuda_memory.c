@@ -4,28 +4,8 @@
 #include <sys/mman.h>
 
 #include "cuda_fixture.h"
-#include "device/cuda.h"
 
 enum { NBYTES = 100001, CONTROL_NBYTES = 4096 };
-
-static const wsync_cuda_device_t *open_device(int ordinal)
-{
-    const wsync_cuda_device_t *device = NULL;
-    wsync_error_t err = {0};
-
-    choose_fake(NULL, NULL);
-    CHECK_OK(wsync_cuda_device(ordinal, &device, &err), err);
-    return device;
-}
-
-static wsync_memory_t *make(const wsync_cuda_device_t *device)
-{
-    wsync_memory_t *memory = NULL;
-    wsync_error_t err = {0};
-
-    CHECK_OK(wsync_cuda_memory_create(device, NBYTES, &memory, &err), err);
-    return memory;
-}
 
 static wsync_memory_t *make_control(const wsync_cuda_device_t *device)
 {
@@ -34,23 +14,6 @@ static wsync_memory_t *make_control(const wsync_cuda_device_t *device)
 
     CHECK_OK(wsync_cuda_control_create(device, CONTROL_NBYTES, &memory, &err), err);
     return memory;
-}
-
-/* Device addresses of the fake are addresses of the process. */
-static unsigned char *bytes_of(const wsync_memory_t *memory)
-{
-    return wsync_cuda_memory_data(memory);
-}
-
-static void check_clean(void)
-{
-    const fakecuda_census_t census = fake_census();
-
-    CHECK_EQ(census.physical, 0);
-    CHECK_EQ(census.reserved, 0);
-    CHECK_EQ(census.mapped, 0);
-    CHECK_EQ(census.registered, 0);
-    CHECK_EQ(census.pushed, 0);
 }
 
 /* The import must fail with this status and leave the output alone. */
@@ -88,7 +51,7 @@ TEST(gpus_say_what_they_are)
 TEST(created_memory_is_zeroed_and_has_its_size)
 {
     const wsync_cuda_device_t *device = open_device(0);
-    wsync_memory_t *memory = make(device);
+    wsync_memory_t *memory = make_memory(device, NBYTES);
 
     CHECK_EQ(wsync_cuda_memory_nbytes(memory), NBYTES);
     for (size_t i = 0; i < NBYTES; i++) {
@@ -147,7 +110,7 @@ TEST(an_import_sees_what_the_peer_writes_and_survives_it)
 {
     const peer_t peer = peer_start(import_main);
     const wsync_cuda_device_t *device = open_device(0);
-    wsync_memory_t *memory = make(device);
+    wsync_memory_t *memory = make_memory(device, NBYTES);
 
     bytes_of(memory)[NBYTES - 1] = 42;
     say_fd(peer.socket, wsync_cuda_memory_fd(memory));
@@ -169,14 +132,14 @@ TEST(imports_of_something_else_are_refused)
 
     choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
     device = open_device(0);
-    memory = make(open_device(1));
+    memory = make_memory(open_device(1), NBYTES);
     check_refused(device, null, NBYTES, WSYNC_ERR_REFUSED, "holds no GPU memory");
     check_refused(device, file, NBYTES, WSYNC_ERR_REFUSED, "holds no GPU memory");
     check_refused(device, -1, NBYTES, WSYNC_ERR_OS, "descriptor -1");
     check_refused(device, wsync_cuda_memory_fd(memory), NBYTES, WSYNC_ERR_REFUSED,
                   "holds memory of GPU 1, not of GPU 0 (Fake GPU 0)");
     wsync_cuda_memory_destroy(memory);
-    memory = make(device);
+    memory = make_memory(device, NBYTES);
     check_refused(device, wsync_cuda_memory_fd(memory), (uint64_t)1 << 22,
                   WSYNC_ERR_INVALID, "does not hold 4194304 bytes");
     check_refused(device, wsync_cuda_memory_fd(memory), 0, WSYNC_ERR_INVALID, "0 bytes");
@@ -187,7 +150,7 @@ TEST(imports_of_something_else_are_refused)
 TEST(a_fork_has_no_gpu_and_takes_nothing_away)
 {
     const wsync_cuda_device_t *device = open_device(0);
-    wsync_memory_t *memory = make(device);
+    wsync_memory_t *memory = make_memory(device, NBYTES);
     wsync_memory_t *control = make_control(device);
     int status = 0;
     const pid_t child = fork();
@@ -214,7 +177,7 @@ TEST(a_fork_has_no_gpu_and_takes_nothing_away)
 TEST(events_are_words_of_control_memory)
 {
     const wsync_cuda_device_t *device = open_device(0);
-    wsync_memory_t *memory = make(device);
+    wsync_memory_t *memory = make_memory(device, NBYTES);
     wsync_memory_t *control = make_control(device);
     const uint64_t offsets[] = {4, CONTROL_NBYTES - 4, CONTROL_NBYTES, UINT64_MAX - 7};
     const wsync_event_t event = {control, 128};
@@ -297,8 +260,9 @@ static wsync_status_t unpark(wsync_memory_t *memory, int fd, wsync_error_t *err)
     return status;
 }
 
-static wsync_status_t attempt(const wsync_cuda_device_t *device, wsync_error_t *err)
+static wsync_status_t attempt(void *context, wsync_error_t *err)
 {
+    const wsync_cuda_device_t *device = context;
     wsync_memory_t *memory = NULL;
     wsync_memory_t *import = NULL;
     wsync_memory_t *control = NULL;
@@ -335,66 +299,20 @@ static wsync_status_t attempt(const wsync_cuda_device_t *device, wsync_error_t *
     return status;
 }
 
-static int open_fds(void)
-{
-    const int fd = dup(0);
-
-    CHECK(fd >= 0);
-    (void)close(fd);
-    return fd;
-}
-
-/* Streams of the fake end by themselves. */
-static void await_streams(void)
-{
-    for (int i = 0; i < 10000 && fake_census().streams > 0; i++) {
-        (void)usleep(1000);
-    }
-    CHECK_EQ(fake_census().streams, 0);
-}
-
-static void fail_in_turn(int code)
-{
-    const wsync_cuda_device_t *device = open_device(0);
-    long reported = 0;
-    int fds;
-
-    for (long k = 0;; k++) {
-        wsync_error_t err = {0};
-        wsync_status_t status;
-        const char *failed;
-
-        fds = open_fds();
-        fake_fail("*", k, code);
-        status = attempt(device, &err);
-        failed = fake_failed();
-        fake_fail("*", -1, 0);
-        await_streams();
-        check_clean();
-        CHECK_EQ(open_fds(), fds);
-        if (failed == NULL) {
-            CHECK_OK(status, err);
-            (void)printf("%ld calls failed in turn, %ld reported\n", k, reported);
-            CHECK(reported > 12 && k > reported);
-            return;
-        }
-        if (status != WSYNC_OK) {
-            CHECK_EQ(err.native, code);
-            CHECK_STR(err.origin, failed);
-            CHECK_EQ(err.status, status);
-            reported++;
-        }
-    }
-}
-
 TEST(each_call_fails_in_turn)
 {
-    fail_in_turn(WSYNC_CU_LAUNCH_FAILED);
+    void *device = (void *)(uintptr_t)open_device(0);
+
+    CHECK(fail_in_turn(attempt, device, WSYNC_CU_LAUNCH_FAILED, 0) > 12);
+    check_clean();
 }
 
 TEST(memory_runs_out_at_each_call)
 {
-    fail_in_turn(WSYNC_CU_OUT_OF_MEMORY);
+    void *device = (void *)(uintptr_t)open_device(0);
+
+    CHECK(fail_in_turn(attempt, device, WSYNC_CU_OUT_OF_MEMORY, 0) > 12);
+    check_clean();
 }
 
 TEST(a_gpu_that_does_not_open_may_be_asked_again)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Pinned and pageable sources of GPU streams, on tests/fakecuda: their bytes, and when they
  * are read. */
-#include "cuda_source.h"
+#include "cuda_rig.h"
 
 TEST(every_kind_of_source_gives_the_bytes_of_the_host)
 {
@@ -9,15 +9,13 @@ TEST(every_kind_of_source_gives_the_bytes_of_the_host)
     const rig_t rig = make_rig(KINDS * SHAPES_NBYTES);
     wsync_memory_t *memory = NULL;
     wsync_span_t sources[KINDS];
-    wsync_copy_t copies[SHAPES * KINDS];
-    const size_t all = make_copies(copies, KINDS);
-    wsync_error_t err = {0};
+    wsync_copy_t copies[KINDS * SHAPES];
 
     for (uint32_t i = 0; i < KINDS; i++) {
         sources[i] = new_source(NBYTES, i);
     }
     free(sources[0].data);
-    CHECK_OK(rig.ops->memory_create(NBYTES, &memory, &err), err);
+    memory = make_buffer(rig.ops, NBYTES);
     sources[0].data = rig.ops->memory_data(memory);
     fill(sources[0].data, NBYTES, 0);
     pin(&rig, sources[1].data, NBYTES);
@@ -28,12 +26,14 @@ TEST(every_kind_of_source_gives_the_bytes_of_the_host)
     pin(&rig, sources[5].data, NBYTES);
     sources[5] = (wsync_span_t){(char *)sources[5].data + 4096, NBYTES - 4096};
     for (size_t k = 0; k < KINDS; k++) {
-        wsync_copy_t own[SHAPES];
-        const size_t count = make_copies(own, 1);
-
-        check_copies(&rig, own, count, &sources[k], 1);
+        check_copies(&rig, shapes, SHAPES, &sources[k], 1);
     }
-    check_copies(&rig, copies, all, sources, KINDS);
+    for (uint32_t i = 0; i < KINDS * SHAPES; i++) { /* of all kinds, in turns */
+        copies[i] = shapes[i / KINDS];
+        copies[i].source_buffer = i % KINDS;
+        copies[i].destination_offset += (uint64_t)(i % KINDS) * SHAPES_NBYTES;
+    }
+    check_copies(&rig, copies, KINDS * SHAPES, sources, KINDS);
     unpin(&rig, (char *)sources[5].data - 4096);
     unpin(&rig, (char *)sources[4].data + NBYTES / 2);
     unpin(&rig, sources[4].data);
@@ -143,7 +143,7 @@ TEST(sources_are_read_when_the_stream_comes_to_them)
 
     CHECK_OK(rig.ops->stream_create(1, &other, &err), err);
     CHECK_OK(rig.ops->stream_wait(rig.stream, ready, 1, &err), err);
-    copy(&rig, &whole, 1, &source, 1);
+    enqueue(&rig, &whole, 1, &source, 1);
     CHECK_OK(rig.ops->stream_record(rig.stream, done, 1, &err), err);
     CHECK_EQ(rig.ops->stream_synchronize(rig.stream, 20, &err), WSYNC_ERR_TIMEOUT);
     fill(source.data, source.nbytes, 7);
@@ -160,7 +160,7 @@ TEST(a_stream_that_is_destroyed_finishes_what_it_was_given)
     rig_t rig = make_rig(RING + SLOT);
     const wsync_span_t source = new_source(RING + SLOT, 8);
 
-    copy(&rig, &whole, 1, &source, 1);
+    enqueue(&rig, &whole, 1, &source, 1);
     rig.ops->stream_destroy(rig.stream);
     rig.stream = NULL;
     check_target(&rig, &whole, 1, &source);
@@ -183,8 +183,8 @@ TEST(an_abandoned_stream_lets_go_of_its_sources)
                 rig.ops->stream_wait(rig.stream, (wsync_event_t){rig.control, 0}, i, &err),
                 err);
         }
-        copy(&rig, &whole, 1, &lost, 1);
-        copy(&rig, &whole, 1, &lost, 1);
+        enqueue(&rig, &whole, 1, &lost, 1);
+        enqueue(&rig, &whole, 1, &lost, 1);
         (void)usleep((useconds_t)(i * 500));
         rig.ops->stream_abandon(rig.stream);
         free(lost.data);

@@ -1,99 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * GPU streams on tests/fakecuda: what they ask of the driver, against the host backend, and
  * with every call failing. */
-#include "cuda_fixture.h"
-#include "device/cuda.h"
-#include "device_fixture.h"
-
-enum { NBYTES = 1 << 20 };
-
-static const wsync_device_ops_t *gpu(void)
-{
-    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
-    return test_device();
-}
-
-static wsync_memory_t *make_buffer(const wsync_device_ops_t *ops, uint64_t nbytes)
-{
-    wsync_memory_t *memory = NULL;
-    wsync_error_t err = {0};
-
-    CHECK_OK(ops->memory_create(nbytes, &memory, &err), err);
-    return memory;
-}
-
-static wsync_memory_t *make_control(const wsync_device_ops_t *ops)
-{
-    wsync_memory_t *memory = NULL;
-    wsync_error_t err = {0};
-
-    CHECK_OK(ops->control_create(4096, &memory, &err), err);
-    return memory;
-}
-
-static wsync_stream_t *make_stream(const wsync_device_ops_t *ops)
-{
-    wsync_stream_t *stream = NULL;
-    wsync_error_t err = {0};
-
-    CHECK_OK(ops->stream_create(2, &stream, &err), err);
-    return stream;
-}
-
-static wsync_span_t span_of(const wsync_device_ops_t *ops, wsync_memory_t *memory)
-{
-    return (wsync_span_t){ops->memory_data(memory), ops->memory_nbytes(memory)};
-}
-
-/* What a plan is made of: rows, a transposed tensor, single bytes, casts, one long run. */
-static const wsync_copy_t copies[] = {
-    {.row_count = 100003, .source_item_nbytes = 1, .destination_item_nbytes = 1},
-    {.source_offset = 200000,
-     .destination_offset = 200000,
-     .row_count = 192,
-     .source_item_nbytes = 1,
-     .destination_item_nbytes = 1,
-     .ndim = 2,
-     .extent = {10, 50},
-     .source_stride = {9600, 192},
-     .destination_stride = {400, 4000}},
-    {.source_offset = 500000,
-     .destination_offset = 500000,
-     .row_count = 1,
-     .source_item_nbytes = 2,
-     .destination_item_nbytes = 2,
-     .ndim = 2,
-     .extent = {64, 48},
-     .source_stride = {2, 128},
-     .destination_stride = {96, 2}},
-    {.source_offset = 600001,
-     .destination_offset = 600003,
-     .row_count = 4099,
-     .source_item_nbytes = 1,
-     .destination_item_nbytes = 1},
-    {.source_offset = 700000,
-     .destination_offset = 700000,
-     .row_count = 1000,
-     .source_item_nbytes = 4,
-     .destination_item_nbytes = 2,
-     .transform = WSYNC_TRANSFORM_F32_TO_BF16},
-};
-enum { COPIES = sizeof(copies) / sizeof(copies[0]) };
-
-static void fill(wsync_span_t span)
-{
-    uint32_t state = 1;
-
-    for (uint64_t i = 0; i < span.nbytes; i++) {
-        state = state * 1664525 + 1013904223;
-        ((unsigned char *)span.data)[i] = (unsigned char)(state >> 24);
-    }
-    for (uint64_t i = 0; i < 1000; i++) { /* numbers, and no payloads of NaNs */
-        const float value = (float)i / 7.0F;
-
-        memcpy((unsigned char *)span.data + 700000 + 4 * i, &value, sizeof(value));
-    }
-}
+#include "cuda_rig.h"
 
 TEST(copies_are_those_of_the_host)
 {
@@ -109,14 +17,14 @@ TEST(copies_are_those_of_the_host)
     const wsync_span_t wanted = span_of(host, expected);
     wsync_error_t err = {0};
 
-    fill(source);
-    for (int count = 1; count <= COPIES; count++) {
+    fill(source.data, NBYTES, 1);
+    for (int count = 1; count <= SHAPES; count++) {
         memset(destination.data, 0, NBYTES);
         memset(wanted.data, 0, NBYTES);
-        CHECK_OK(ops->stream_copy(stream, copies, (size_t)count, &source, 1, &destination,
+        CHECK_OK(ops->stream_copy(stream, shapes, (size_t)count, &source, 1, &destination,
                                   1, &err),
                  err);
-        CHECK_OK(host->stream_copy(reference, copies, (size_t)count, &source, 1, &wanted, 1,
+        CHECK_OK(host->stream_copy(reference, shapes, (size_t)count, &source, 1, &wanted, 1,
                                    &err),
                  err);
         CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &err), err);
@@ -155,7 +63,7 @@ TEST(a_round_is_one_wait_one_launch_one_record)
 
         CHECK_OK(ops->stream_wait(stream, ready, round, &err), err);
         CHECK_OK(
-            ops->stream_copy(stream, copies, COPIES, &source, 1, &destination, 1, &err),
+            ops->stream_copy(stream, shapes, SHAPES, &source, 1, &destination, 1, &err),
             err);
         CHECK_OK(ops->stream_record(stream, done, round, &err), err);
         read_calls(fd, before, text);
@@ -191,13 +99,13 @@ TEST(moved_buffers_are_bound_anew)
     off_t before;
     wsync_error_t err = {0};
 
-    fill(source);
+    fill(source.data, NBYTES, 1);
     for (int i = 1; i < 3; i++) {
         const wsync_span_t destination = span_of(ops, buffers[i]);
 
         before = lseek(fd, 0, SEEK_END);
         CHECK_OK(
-            ops->stream_copy(stream, copies, COPIES, &source, 1, &destination, 1, &err),
+            ops->stream_copy(stream, shapes, SHAPES, &source, 1, &destination, 1, &err),
             err);
     }
     read_calls(fd, before, text);
@@ -230,7 +138,7 @@ TEST(a_long_run_goes_to_a_copy_engine)
     const off_t before = lseek(fd, 0, SEEK_END);
     wsync_error_t err = {0};
 
-    fill(source);
+    fill(source.data, NBYTES, 1);
     CHECK_OK(ops->stream_copy(stream, &run, 1, &source, 1, &destination, 1, &err), err);
     read_calls(fd, before, text);
     CHECK_STR(text, "cuPointerGetAttributes cuPointerGetAttributes cuMemcpyAsync ");
@@ -280,7 +188,7 @@ static void play(int socket, bool first)
     if (first) {
         control = make_control(ops);
         buffer = make_buffer(ops, NBYTES);
-        fill(span_of(ops, buffer));
+        fill(ops->memory_data(buffer), NBYTES, 1);
         say_fd(socket, ops->memory_fd(control));
         say_fd(socket, ops->memory_fd(buffer));
     } else {
@@ -350,7 +258,7 @@ TEST(streams_of_others_are_followed_and_led)
     wsync_cu_stream_t other = NULL;
     wsync_error_t err = {0};
 
-    fill(span);
+    fill(span.data, NBYTES, 1);
     CU(driver->stream_create(&other, WSYNC_CU_STREAM_NON_BLOCKING));
     /* Nothing moves before the gate opens, so that only the order can make it right. */
     CU(driver->stream_wait_value(other, wsync_cuda_event_address(gate), 1,
@@ -403,9 +311,17 @@ TEST(a_wait_for_a_dead_process_ends_with_the_stream)
 /* --- each driver call fails in turn
  * -------------------------------------------------------- */
 
-static wsync_status_t attempt(const wsync_device_ops_t *ops, const wsync_span_t *source,
-                              const wsync_span_t *destination, wsync_error_t *err)
+/* Buffers that are kept from attempt to attempt. */
+typedef struct sides {
+    const wsync_device_ops_t *ops;
+    wsync_span_t source;
+    wsync_span_t destination;
+} sides_t;
+
+static wsync_status_t attempt(void *context, wsync_error_t *err)
 {
+    const sides_t *sides = context;
+    const wsync_device_ops_t *ops = sides->ops;
     wsync_stream_t *stream = NULL;
     wsync_memory_t *control = NULL;
     wsync_stream_span_t *spans = NULL;
@@ -419,7 +335,8 @@ static wsync_status_t attempt(const wsync_device_ops_t *ops, const wsync_span_t 
     if (status == WSYNC_OK) {
         ops->stream_trace(stream, calloc(4, sizeof(*spans)), 4, &spans, &count);
         CHECK(spans == NULL && count == 0);
-        status = ops->stream_copy(stream, copies, COPIES, source, 1, destination, 1, err);
+        status = ops->stream_copy(stream, shapes, SHAPES, &sides->source, 1,
+                                  &sides->destination, 1, err);
     }
     if (status == WSYNC_OK) {
         status = ops->stream_record(stream, (wsync_event_t){control, 0}, 1, err);
@@ -444,56 +361,14 @@ static wsync_status_t attempt(const wsync_device_ops_t *ops, const wsync_span_t 
     return status;
 }
 
-/* Streams of the fake end by themselves. */
-static fakecuda_census_t settled_census(void)
-{
-    for (int i = 0; i < 10000 && fake_census().streams > 0; i++) {
-        (void)usleep(1000);
-    }
-    return fake_census();
-}
-
 TEST(each_call_fails_in_turn)
 {
     const wsync_device_ops_t *ops = gpu();
     wsync_memory_t *from = make_buffer(ops, NBYTES);
     wsync_memory_t *to = make_buffer(ops, NBYTES);
-    const wsync_span_t source = span_of(ops, from);
-    const wsync_span_t destination = span_of(ops, to);
-    const fakecuda_census_t before = settled_census();
-    long reported = 0;
+    sides_t sides = {ops, span_of(ops, from), span_of(ops, to)};
 
-    CHECK_EQ(before.streams, 0);
-    for (long k = 0;; k++) {
-        wsync_error_t err = {0};
-        wsync_status_t status;
-        const char *failed;
-        fakecuda_census_t after;
-
-        fake_fail("*", k, WSYNC_CU_LAUNCH_FAILED);
-        status = attempt(ops, &source, &destination, &err);
-        failed = fake_failed();
-        fake_fail("*", -1, 0);
-        after = settled_census();
-        if (memcmp(&before, &after, sizeof(after)) != 0) {
-            FAIL(
-                "call %ld (%s) failing: streams %ld, events %ld, allocated %ld, "
-                "registered %ld, pushed %ld",
-                k, failed != NULL ? failed : "none", after.streams, after.events,
-                after.allocated, after.registered, after.pushed);
-        }
-        if (failed == NULL) {
-            CHECK_OK(status, err);
-            (void)printf("%ld calls failed in turn, %ld reported\n", k, reported);
-            CHECK(reported > 12);
-            break;
-        }
-        if (status != WSYNC_OK) {
-            CHECK_EQ(err.native, WSYNC_CU_LAUNCH_FAILED);
-            CHECK_STR(err.origin, failed);
-            reported++;
-        }
-    }
+    CHECK(fail_in_turn(attempt, &sides, WSYNC_CU_LAUNCH_FAILED, 0) > 12);
     ops->memory_destroy(from);
     ops->memory_destroy(to);
 }

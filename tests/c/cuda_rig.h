@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A GPU stream of tests/fakecuda that reads what is not device memory. */
-#ifndef WSYNC_TESTS_CUDA_SOURCE_H
-#define WSYNC_TESTS_CUDA_SOURCE_H
+ * GPU streams on tests/fakecuda: what they are made of, and what they are given. */
+#ifndef WSYNC_TESTS_CUDA_RIG_H
+#define WSYNC_TESTS_CUDA_RIG_H
 
 #include "cuda_fixture.h"
 #include "device/cuda_feed.h"
@@ -13,6 +13,44 @@ enum {
     SLOT = WSYNC_CUDA_FEED_SLOT_NBYTES,
     RING = WSYNC_CUDA_FEED_SLOT_NBYTES * WSYNC_CUDA_FEED_SLOTS,
 };
+
+static inline const wsync_device_ops_t *gpu(void)
+{
+    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
+    return test_device();
+}
+
+static inline wsync_memory_t *make_buffer(const wsync_device_ops_t *ops, uint64_t nbytes)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops->memory_create(nbytes, &memory, &err), err);
+    return memory;
+}
+
+static inline wsync_memory_t *make_control(const wsync_device_ops_t *ops)
+{
+    wsync_memory_t *memory = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops->control_create(4096, &memory, &err), err);
+    return memory;
+}
+
+static inline wsync_stream_t *make_stream(const wsync_device_ops_t *ops)
+{
+    wsync_stream_t *stream = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(ops->stream_create(2, &stream, &err), err);
+    return stream;
+}
+
+static inline wsync_span_t span_of(const wsync_device_ops_t *ops, wsync_memory_t *memory)
+{
+    return (wsync_span_t){ops->memory_data(memory), ops->memory_nbytes(memory)};
+}
 
 /* A GPU, a stream of it, and memory on it that copies write to. */
 typedef struct rig {
@@ -29,13 +67,12 @@ static inline rig_t make_rig(uint64_t nbytes)
     rig_t rig = {0};
     wsync_error_t err = {0};
 
-    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
-    rig.ops = test_device();
+    rig.ops = gpu();
     CHECK_OK(wsync_cuda_device(0, &rig.device, &err), err);
-    CHECK_OK(rig.ops->stream_create(2, &rig.stream, &err), err);
-    CHECK_OK(rig.ops->control_create(4096, &rig.control, &err), err);
-    CHECK_OK(rig.ops->memory_create(nbytes, &rig.memory, &err), err);
-    rig.target = (wsync_span_t){rig.ops->memory_data(rig.memory), nbytes};
+    rig.stream = make_stream(rig.ops);
+    rig.control = make_control(rig.ops);
+    rig.memory = make_buffer(rig.ops, nbytes);
+    rig.target = span_of(rig.ops, rig.memory);
     return rig;
 }
 
@@ -83,8 +120,8 @@ static inline wsync_span_t new_source(uint64_t nbytes, uint32_t seed)
     return (wsync_span_t){data, nbytes};
 }
 
-static inline void copy(const rig_t *rig, const wsync_copy_t *copies, size_t count,
-                        const wsync_span_t *sources, size_t source_count)
+static inline void enqueue(const rig_t *rig, const wsync_copy_t *copies, size_t count,
+                           const wsync_span_t *sources, size_t source_count)
 {
     wsync_error_t err = {0};
 
@@ -116,25 +153,27 @@ static inline void check_copies(const rig_t *rig, const wsync_copy_t *copies, si
                                 const wsync_span_t *sources, size_t source_count)
 {
     memset(rig->target.data, 0, rig->target.nbytes);
-    copy(rig, copies, count, sources, source_count);
+    enqueue(rig, copies, count, sources, source_count);
     synchronize(rig);
     check_target(rig, copies, count, sources);
 }
 
-/* Rows, a transposed tensor, one element repeated, casts both ways; of one MiB each. */
+/* What a plan is made of: one long row, a transposed tensor of rows and one of elements,
+ * one element repeated, casts both ways, a row at odd addresses; of one MiB, side by side.
+ */
 static const wsync_copy_t shapes[] = {
-    {.row_count = 10003, .source_item_nbytes = 1, .destination_item_nbytes = 1},
+    {.row_count = 100003, .source_item_nbytes = 1, .destination_item_nbytes = 1},
     {.source_offset = 200000,
-     .destination_offset = 20000,
+     .destination_offset = 110000,
      .row_count = 192,
      .source_item_nbytes = 1,
      .destination_item_nbytes = 1,
      .ndim = 2,
-     .extent = {10, 5},
+     .extent = {10, 50},
      .source_stride = {9600, 192},
      .destination_stride = {400, 4000}},
     {.source_offset = 500000,
-     .destination_offset = 50000,
+     .destination_offset = 310000,
      .row_count = 1,
      .source_item_nbytes = 2,
      .destination_item_nbytes = 2,
@@ -143,7 +182,7 @@ static const wsync_copy_t shapes[] = {
      .source_stride = {2, 128},
      .destination_stride = {96, 2}},
     {.source_offset = 600001,
-     .destination_offset = 60003,
+     .destination_offset = 320003,
      .row_count = 1,
      .source_item_nbytes = 1,
      .destination_item_nbytes = 1,
@@ -152,13 +191,13 @@ static const wsync_copy_t shapes[] = {
      .source_stride = {0},
      .destination_stride = {1}},
     {.source_offset = 700000,
-     .destination_offset = 70000,
+     .destination_offset = 330000,
      .row_count = 1000,
      .source_item_nbytes = 4,
      .destination_item_nbytes = 2,
      .transform = WSYNC_TRANSFORM_F32_TO_BF16},
     {.source_offset = 800002,
-     .destination_offset = 80000,
+     .destination_offset = 340000 + 29 * 400, /* the last one first */
      .row_count = 100,
      .source_item_nbytes = 2,
      .destination_item_nbytes = 4,
@@ -166,28 +205,13 @@ static const wsync_copy_t shapes[] = {
      .ndim = 1,
      .extent = {30},
      .source_stride = {200},
-     .destination_stride = {-400},
-     .destination_buffer = 0},
+     .destination_stride = {-400}},
+    {.source_offset = 900001,
+     .destination_offset = 352003,
+     .row_count = 4099,
+     .source_item_nbytes = 1,
+     .destination_item_nbytes = 1},
 };
-enum { SHAPES = sizeof(shapes) / sizeof(shapes[0]), SHAPES_NBYTES = 100000 };
-
-/* The shapes of `source_count` buffers, their destinations side by side. */
-static inline size_t make_copies(wsync_copy_t *copies, size_t source_count)
-{
-    size_t count = 0;
-
-    for (size_t i = 0; i < SHAPES; i++) {
-        for (size_t k = 0; k < source_count; k++) {
-            copies[count] = shapes[i];
-            copies[count].source_buffer = (uint32_t)k;
-            copies[count].destination_offset += k * SHAPES_NBYTES;
-            if (copies[count].destination_stride[0] < 0) {
-                copies[count].destination_offset += 29 * 400;
-            }
-            count++;
-        }
-    }
-    return count;
-}
+enum { SHAPES = sizeof(shapes) / sizeof(shapes[0]), SHAPES_NBYTES = 360000 };
 
 #endif
