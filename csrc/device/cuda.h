@@ -55,10 +55,9 @@ typedef struct wsync_cuda_memory {
     const wsync_cuda_device_t *device;
     wsync_cu_ptr_t at;
     uint64_t nbytes;
-    uint64_t mapped_nbytes; /* of device memory: a multiple of the granularity */
-    bool mapped;            /* device memory lies at `at`, not the addresses alone */
-    bool allocated;         /* by cuMemAlloc: for the older handles */
-    bool opened;            /* from such a handle */
+    uint64_t mapped_nbytes;     /* of device memory: a multiple of the granularity */
+    bool mapped;                /* device memory lies at `at`, not the addresses alone */
+    struct wsync_cuda_ipc *ipc; /* owned: what it is on a device that is not vmm */
     struct wsync_cuda_memory *next; /* of those that peers have open yet */
     int fd;                         /* of device memory: owned; -1 while it is parked */
     atomic_uint references;

@@ -42,7 +42,8 @@ static wsync_status_t fail_open(const wsync_cuda_ipc_t *memory, wsync_cu_result_
     case WSYNC_CU_MAP_FAILED:
         return wsync_fail(err, WSYNC_ERR_CLOSED, code, call,
                           "GPU memory of another process: no such memory on GPU %d (%s): "
-                          "its owner has ended, has freed it, or made it on another GPU",
+                          "its owner has ended, has freed it, made it on another GPU, or "
+                          "is in another PID namespace",
                           memory->device->ordinal, memory->device->info.name);
     default:
         return wsync_cuda_fail(memory->device->driver, code, call, err,

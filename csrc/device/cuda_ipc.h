@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * GPU memory that engines without wsync open, as torch does, by the driver's older handles:
- * 64 bytes that stand for an allocation.  Between peers that run wsync, see cuda.h. */
+ * GPU memory that other processes open by the driver's older handles, 64 bytes that stand
+ * for an allocation: engines without wsync, which get them as torch does, and peers on GPUs
+ * that export no descriptors (see cuda.h). */
 #ifndef WSYNC_DEVICE_CUDA_IPC_H
 #define WSYNC_DEVICE_CUDA_IPC_H
 

@@ -17,7 +17,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "device/cuda.h"
+#include "device/cuda_ipc.h"
 
 enum {
     SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE,
@@ -45,18 +45,11 @@ static bool is_closed(const wsync_cuda_memory_t *memory)
     return memory->fd < 0 || flock(memory->fd, LOCK_EX | LOCK_NB) == 0;
 }
 
-/* Gives the handle or the allocation back, then the lock. */
+/* Gives the memory back, then the lock. */
 static void release(wsync_cuda_memory_t *memory)
 {
-    const wsync_cuda_driver_t *driver = memory->device->driver;
-
-    if (wsync_cuda_enter_to_free(memory->device)) {
-        (void)(memory->opened ? driver->ipc_close_memory(memory->at)
-                              : driver->mem_free(memory->at));
-        wsync_cuda_leave(memory->device);
-    }
-    memory->allocated = false;
-    memory->opened = false;
+    wsync_cuda_ipc_destroy(memory->ipc);
+    memory->ipc = NULL;
     memory->at = 0;
     if (memory->fd >= 0) {
         (void)close(memory->fd);
@@ -86,13 +79,13 @@ static void sweep(void)
 
 bool wsync_cuda_legacy_fini(wsync_cuda_memory_t *memory)
 {
-    if (!memory->allocated && !memory->opened) {
+    if (memory->ipc == NULL) {
         return true;
     }
     /* A fork shares the locks of its parent, whose the memory is. */
     if (wsync_cuda_check_process(memory->device->driver, NULL) == WSYNC_OK) {
         sweep();
-        if (memory->allocated && !is_closed(memory)) {
+        if (!memory->ipc->opened && !is_closed(memory)) {
             (void)pthread_mutex_lock(&kept.mutex);
             memory->next = kept.first;
             kept.first = memory;
@@ -132,23 +125,15 @@ wsync_status_t wsync_cuda_legacy_fill(wsync_cuda_memory_t *memory, wsync_error_t
 {
     const wsync_cuda_device_t *device = memory->device;
     note_t note = {.magic = MAGIC, .nbytes = memory->nbytes, .uuid = device->info.uuid};
-    const char *call = "cuMemAlloc";
-    wsync_cu_ptr_t at = 0;
-    wsync_cu_result_t code;
+    wsync_status_t status;
 
     sweep();
-    code = device->driver->mem_alloc(&at, (size_t)memory->mapped_nbytes);
-    if (code == WSYNC_CU_SUCCESS) {
-        memory->allocated = true;
-        memory->at = at;
-        call = "cuIpcGetMemHandle";
-        code = device->driver->ipc_get_memory(&note.handle, at);
+    status = wsync_cuda_ipc_create(device, memory->mapped_nbytes, &memory->ipc, err);
+    if (status != WSYNC_OK) {
+        return status;
     }
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(device->driver, code, call, err,
-                               "%" PRIu64 " bytes of GPU %d (%s) for another process",
-                               memory->mapped_nbytes, device->ordinal, device->info.name);
-    }
+    memory->at = memory->ipc->at;
+    note.handle = memory->ipc->handle;
     memory->fd = memfd_create("wsync-handle", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (memory->fd < 0) {
         return fail_call("memfd_create", err);
@@ -210,42 +195,18 @@ static wsync_status_t check_note(const wsync_cuda_memory_t *memory, const note_t
 static wsync_status_t open_handle(wsync_cuda_memory_t *memory, const wsync_cu_ipc_t *handle,
                                   wsync_error_t *err)
 {
-    const wsync_cuda_device_t *device = memory->device;
-    const wsync_cuda_driver_t *driver = device->driver;
-    wsync_cu_ptr_t base = 0;
-    size_t nbytes = 0;
-    wsync_cu_ptr_t at = 0;
-    wsync_cu_result_t code =
-        driver->ipc_open_memory(&at, *handle, WSYNC_CU_IPC_LAZY_PEER_ACCESS);
+    const wsync_status_t status =
+        wsync_cuda_ipc_open(memory->device, handle, &memory->ipc, err);
 
-    if (code == WSYNC_CU_INVALID_CONTEXT) {
-        return wsync_fail(err, WSYNC_ERR_STATE, code, "cuIpcOpenMemHandle",
-                          "GPU memory of another process: this process has made it, or one "
-                          "with the same PID in another PID namespace");
+    if (status != WSYNC_OK) {
+        return status;
     }
-    if (code == WSYNC_CU_INVALID_VALUE || code == WSYNC_CU_INVALID_HANDLE) {
-        return wsync_fail(err, WSYNC_ERR_CLOSED, code, "cuIpcOpenMemHandle",
-                          "GPU memory of another process: its owner is not there, or in "
-                          "another PID namespace");
-    }
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(driver, code, "cuIpcOpenMemHandle", err,
-                               "GPU memory of another process, on GPU %d (%s)",
-                               device->ordinal, device->info.name);
-    }
-    memory->opened = true;
-    memory->at = at;
-    code = driver->mem_range(&base, &nbytes, at);
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(driver, code, "cuMemGetAddressRange", err,
-                               "the size of another process's memory on GPU %d (%s)",
-                               device->ordinal, device->info.name);
-    }
-    if (base != at || nbytes < memory->nbytes) {
+    memory->at = memory->ipc->at;
+    if (memory->ipc->nbytes < memory->nbytes) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
-                          "the descriptor stands for %zu bytes of GPU memory, expected "
-                          "%" PRIu64,
-                          nbytes, memory->nbytes);
+                          "the descriptor stands for %" PRIu64
+                          " bytes of GPU memory, expected %" PRIu64,
+                          memory->ipc->nbytes, memory->nbytes);
     }
     return WSYNC_OK;
 }

@@ -165,6 +165,9 @@ static void refuse_main(int socket)
     CHECK_EQ(wsync_cuda_memory_import(device, fd, NBYTES + 1, &memory, &err),
              WSYNC_ERR_INVALID);
     CHECK_HAS(err.message, "holds 100001 bytes of GPU memory, expected 100002");
+    fake_fail("cuIpcOpenMemHandle", 0, WSYNC_CU_MAP_FAILED); /* an owner in its end */
+    CHECK_EQ(wsync_cuda_memory_import(device, fd, NBYTES, &memory, &err), WSYNC_ERR_CLOSED);
+    CHECK_HAS(err.message, "no such memory on GPU 0 (Fake GPU 0): its owner has ended");
     CHECK(memory == NULL);
     check_clean();
     nudge(socket);
