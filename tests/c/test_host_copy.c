@@ -3,17 +3,8 @@
 #include "core/copy.h"
 #include "device/device.h"
 #include "device/host_copy.h"
+#include "draw.h"
 #include "harness.h"
-
-typedef struct random_state {
-    uint64_t state;
-} random_state_t;
-
-static uint64_t draw(random_state_t *random, uint64_t below)
-{
-    random->state = random->state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return (random->state >> 33) % below;
-}
 
 static uint16_t reference_bf16(uint32_t bits)
 {

@@ -11,20 +11,11 @@
 
 #include "device/host_copy.h"
 #include "device/kernel_segments.h"
+#include "draw.h"
 #include "harness.h"
 #include "kernel_host.h"
 
 enum { BUFFERS = 2, MAX_COPIES = 6, SPAN_NBYTES = 1024 * 1024, GUARD_NBYTES = 64 };
-
-typedef struct random_state {
-    uint64_t state;
-} random_state_t;
-
-static uint64_t draw(random_state_t *random, uint64_t below)
-{
-    random->state = random->state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return (random->state >> 33) % below;
-}
 
 static uint64_t draw_of(random_state_t *random, const uint32_t *values, size_t count)
 {

@@ -143,60 +143,54 @@ TEST(calls_out_of_order_change_nothing)
     uint64_t update = 0;
     uint32_t count = 0;
 
-#define STATE(call)                      \
-    do {                                 \
-        CHECK_EQ(call, WSYNC_ERR_STATE); \
-        CHECK(err.message[0] != '\0');   \
-        memset(&err, 0, sizeof(err));    \
-    } while (0)
-
-    STATE(wsync_exporter_attach(s.exporter, ops(), s.ring, NULL, 0, SOON_MS, &err));
-    STATE(wsync_exporter_begin(s.exporter, 1, 1, SOON_MS, &err));
+    CHECK_STATE(wsync_exporter_attach(s.exporter, ops(), s.ring, NULL, 0, SOON_MS, &err),
+                err);
+    CHECK_STATE(wsync_exporter_begin(s.exporter, 1, 1, SOON_MS, &err), err);
     connect_session(&s);
-    STATE(wsync_exporter_accept(s.exporter, SOON_MS, &blob, &nbytes, &err));
-    STATE(wsync_exporter_begin(s.exporter, 1, 1, SOON_MS, &err));
-    STATE(wsync_exporter_acquire(s.exporter, -1, NULL, SOON_MS, &err));
-    STATE(wsync_importer_take(s.importer, 0, NULL, SOON_MS, &err));
-    STATE(wsync_importer_done(s.importer, 0, NULL, SOON_MS, &err));
-    STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err));
-    STATE(wsync_importer_verdict(s.importer, SOON_MS, &err));
+    CHECK_STATE(wsync_exporter_accept(s.exporter, SOON_MS, &blob, &nbytes, &err), err);
+    CHECK_STATE(wsync_exporter_begin(s.exporter, 1, 1, SOON_MS, &err), err);
+    CHECK_STATE(wsync_exporter_acquire(s.exporter, -1, NULL, SOON_MS, &err), err);
+    CHECK_STATE(wsync_importer_take(s.importer, 0, NULL, SOON_MS, &err), err);
+    CHECK_STATE(wsync_importer_done(s.importer, 0, NULL, SOON_MS, &err), err);
+    CHECK_STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err), err);
+    CHECK_STATE(wsync_importer_verdict(s.importer, SOON_MS, &err), err);
     attach_session(&s);
-    STATE(wsync_exporter_post(s.exporter, 0, s.stream, SOON_MS, &err));
+    CHECK_STATE(wsync_exporter_post(s.exporter, 0, s.stream, SOON_MS, &err), err);
     CHECK_EQ(
         wsync_exporter_begin(s.exporter, 1, WSYNC_SESSION_MAX_ROUNDS + 1, SOON_MS, &err),
         WSYNC_ERR_INVALID);
     CHECK_HAS(err.message, "1048577 rounds");
     begin_session(&s, 1, 2);
-    STATE(wsync_importer_begin(s.importer, SOON_MS, &update, &count, &err));
-    STATE(wsync_exporter_begin(s.exporter, 2, 1, SOON_MS, &err));
-    STATE(wsync_exporter_attach(s.exporter, ops(), s.ring, NULL, 0, SOON_MS, &err));
-    STATE(wsync_exporter_acquire(s.exporter, 0, NULL, SOON_MS, &err));
-    STATE(wsync_exporter_acquire(s.exporter, -2, NULL, SOON_MS, &err));
-    STATE(wsync_exporter_post(s.exporter, 1, s.stream, SOON_MS, &err));
-    STATE(wsync_exporter_prepared(s.exporter, SOON_MS, &receipt, &err));
-    STATE(wsync_exporter_commit(s.exporter, false, SOON_MS, &err));
-    STATE(wsync_importer_take(s.importer, 1, NULL, SOON_MS, &err));
-    STATE(wsync_importer_done(s.importer, 0, NULL, SOON_MS, &err));
+    CHECK_STATE(wsync_importer_begin(s.importer, SOON_MS, &update, &count, &err), err);
+    CHECK_STATE(wsync_exporter_begin(s.exporter, 2, 1, SOON_MS, &err), err);
+    CHECK_STATE(wsync_exporter_attach(s.exporter, ops(), s.ring, NULL, 0, SOON_MS, &err),
+                err);
+    CHECK_STATE(wsync_exporter_acquire(s.exporter, 0, NULL, SOON_MS, &err), err);
+    CHECK_STATE(wsync_exporter_acquire(s.exporter, -2, NULL, SOON_MS, &err), err);
+    CHECK_STATE(wsync_exporter_post(s.exporter, 1, s.stream, SOON_MS, &err), err);
+    CHECK_STATE(wsync_exporter_prepared(s.exporter, SOON_MS, &receipt, &err), err);
+    CHECK_STATE(wsync_exporter_commit(s.exporter, false, SOON_MS, &err), err);
+    CHECK_STATE(wsync_importer_take(s.importer, 1, NULL, SOON_MS, &err), err);
+    CHECK_STATE(wsync_importer_done(s.importer, 0, NULL, SOON_MS, &err), err);
     CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
     CHECK_OK(wsync_exporter_post(s.exporter, 1, s.stream, PATIENT_MS, &err), err);
-    STATE(wsync_exporter_post(s.exporter, 2, s.stream, SOON_MS, &err));
+    CHECK_STATE(wsync_exporter_post(s.exporter, 2, s.stream, SOON_MS, &err), err);
     CHECK_OK(wsync_importer_take(s.importer, 0, NULL, PATIENT_MS, &err), err);
-    STATE(wsync_importer_take(s.importer, 0, NULL, SOON_MS, &err));
-    STATE(wsync_importer_done(s.importer, 1, NULL, SOON_MS, &err));
+    CHECK_STATE(wsync_importer_take(s.importer, 0, NULL, SOON_MS, &err), err);
+    CHECK_STATE(wsync_importer_done(s.importer, 1, NULL, SOON_MS, &err), err);
     CHECK_OK(wsync_importer_done(s.importer, 0, NULL, PATIENT_MS, &err), err);
-    STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err));
+    CHECK_STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err), err);
     CHECK_HAS((wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err), err.message),
               "1 of 2 rounds are done");
     CHECK_OK(wsync_importer_take(s.importer, 1, NULL, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_done(s.importer, 1, NULL, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
-    STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err));
-    STATE(wsync_exporter_commit(s.exporter, false, SOON_MS, &err));
+    CHECK_STATE(wsync_importer_prepared(s.importer, &receipt, SOON_MS, &err), err);
+    CHECK_STATE(wsync_exporter_commit(s.exporter, false, SOON_MS, &err), err);
     CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
     CHECK_OK(wsync_exporter_commit(s.exporter, false, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
-    STATE(wsync_importer_verdict(s.importer, SOON_MS, &err));
-#undef STATE
+    CHECK_STATE(wsync_importer_verdict(s.importer, SOON_MS, &err), err);
     close_session(&s);
 }
 
