@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <time.h>
 
 #include "device/cuda_compile.h"
 #include "harness.h"
@@ -260,6 +261,67 @@ TEST(an_unusable_cache_only_means_compiling_again)
     (void)closedir(folder);
     CHECK(!get(&fixture));
     CHECK(get(&fixture));
+    fixture_fini(&fixture);
+}
+
+/* A file of the cache's folder, or another one, that was last used days ago. */
+static void put_file(const fixture_t *fixture, const char *name, int days)
+{
+    const struct timespec times[2] = {{.tv_sec = time(NULL) - days * 86400L},
+                                      {.tv_sec = time(NULL) - days * 86400L}};
+    char path[512];
+    int fd;
+
+    (void)snprintf(path, sizeof(path), "%s/%s", fixture->cache, name);
+    fd = open(path, O_WRONLY | O_CREAT, 0600);
+    CHECK(fd >= 0);
+    CHECK_EQ(futimens(fd, times), 0);
+    (void)close(fd);
+}
+
+static bool has_file(const fixture_t *fixture, const char *name)
+{
+    char path[512];
+
+    (void)snprintf(path, sizeof(path), "%s/%s", fixture->cache, name);
+    return access(path, F_OK) == 0;
+}
+
+TEST(what_was_long_unused_goes_with_the_next_store)
+{
+    static const char *const stale[] = {"wsync-00-sm_80-nvrtc12.0.bin",
+                                        "wsync-00-sm_90-nvrtc12.0.bin.0123456789abcdef"};
+    static const char *const kept[] = {"wsync-01-sm_80-nvrtc12.0.bin", "notes.bin",
+                                       "wsync-notes"};
+    static const int ages[] = {89, 1000, 1000};
+    wsync_kernel_image_t image = {0};
+    wsync_error_t err;
+    char path[512];
+    fixture_t fixture;
+
+    fixture_init(&fixture);
+    CHECK(!get(&fixture));
+    cache_file(&fixture, path, sizeof(path));
+    put_file(&fixture, strrchr(path, '/') + 1, 1000);
+    CHECK(get(&fixture)); /* and is in use from here on */
+    for (int i = 0; i < 2; i++) {
+        put_file(&fixture, stale[i], 91);
+    }
+    for (int i = 0; i < 3; i++) {
+        put_file(&fixture, kept[i], ages[i]);
+    }
+    CHECK(get(&fixture)); /* a load takes nothing away */
+    CHECK(has_file(&fixture, stale[0]));
+    fixture.spec.capability = 103;
+    CHECK_OK(wsync_cuda_compile(&fixture.spec, &image, &err), err);
+    wsync_kernel_image_fini(&image);
+    CHECK(has_file(&fixture, strrchr(path, '/') + 1));
+    for (int i = 0; i < 2; i++) {
+        CHECK(!has_file(&fixture, stale[i]));
+    }
+    for (int i = 0; i < 3; i++) {
+        CHECK(has_file(&fixture, kept[i]));
+    }
     fixture_fini(&fixture);
 }
 
