@@ -171,6 +171,11 @@ wsync_status_t wsync_cuda_device(int ordinal, const wsync_cuda_device_t **device
     return status;
 }
 
+const wsync_cuda_device_t *wsync_cuda_opened(int ordinal)
+{
+    return &table.devices[ordinal];
+}
+
 wsync_status_t wsync_cuda_enter(const wsync_cuda_device_t *device, wsync_error_t *err)
 {
     wsync_cu_result_t code;

@@ -30,6 +30,9 @@ typedef struct wsync_cuda_device {
 wsync_status_t wsync_cuda_device(int ordinal, const wsync_cuda_device_t **device,
                                  wsync_error_t *err);
 
+/* The same for whoever has the ops of the GPU: it is open, in a fork as well. */
+const wsync_cuda_device_t *wsync_cuda_opened(int ordinal);
+
 /* Loads the compiled kernels (what wsync_cuda_compile gives; borrowed for the call), unless
  * that has been done: then image may be NULL.  STATE if it has not and is. */
 wsync_status_t wsync_cuda_load_kernels(const wsync_cuda_device_t *device, const void *image,

@@ -6,68 +6,6 @@
 #include "device/cuda.h"
 #include "device/cuda_stream.h"
 
-static wsync_device_identity_t identity(int ordinal)
-{
-    wsync_device_identity_t identity = {.ordinal = ordinal};
-    const wsync_cuda_device_t *device = NULL;
-
-    /* Open: its table has been handed out. */
-    if (wsync_cuda_device(ordinal, &device, NULL) == WSYNC_OK) {
-        memcpy(identity.uuid, device->info.uuid.bytes, sizeof(identity.uuid));
-    }
-    return identity;
-}
-
-static wsync_status_t create_memory(int ordinal, uint64_t nbytes, wsync_memory_t **memory,
-                                    wsync_error_t *err)
-{
-    const wsync_cuda_device_t *device = NULL;
-    const wsync_status_t status = wsync_cuda_device(ordinal, &device, err);
-
-    return status == WSYNC_OK ? wsync_cuda_memory_create(device, nbytes, memory, err)
-                              : status;
-}
-
-static wsync_status_t import_memory(int ordinal, int fd, uint64_t nbytes,
-                                    wsync_memory_t **memory, wsync_error_t *err)
-{
-    const wsync_cuda_device_t *device = NULL;
-    const wsync_status_t status = wsync_cuda_device(ordinal, &device, err);
-
-    return status == WSYNC_OK ? wsync_cuda_memory_import(device, fd, nbytes, memory, err)
-                              : status;
-}
-
-static wsync_status_t create_control(int ordinal, uint64_t nbytes, wsync_memory_t **memory,
-                                     wsync_error_t *err)
-{
-    const wsync_cuda_device_t *device = NULL;
-    const wsync_status_t status = wsync_cuda_device(ordinal, &device, err);
-
-    return status == WSYNC_OK ? wsync_cuda_control_create(device, nbytes, memory, err)
-                              : status;
-}
-
-static wsync_status_t import_control(int ordinal, int fd, uint64_t nbytes,
-                                     wsync_memory_t **memory, wsync_error_t *err)
-{
-    const wsync_cuda_device_t *device = NULL;
-    const wsync_status_t status = wsync_cuda_device(ordinal, &device, err);
-
-    return status == WSYNC_OK ? wsync_cuda_control_import(device, fd, nbytes, memory, err)
-                              : status;
-}
-
-static wsync_status_t create_stream(int ordinal, unsigned threads, wsync_stream_t **stream,
-                                    wsync_error_t *err)
-{
-    const wsync_cuda_device_t *device = NULL;
-    const wsync_status_t status = wsync_cuda_device(ordinal, &device, err);
-
-    return status == WSYNC_OK ? wsync_cuda_stream_create(device, threads, stream, err)
-                              : status;
-}
-
 #define ORDINAL_MAP(X) \
     X(0)               \
     X(1)               \
@@ -89,32 +27,36 @@ static wsync_status_t create_stream(int ordinal, unsigned threads, wsync_stream_
 #define FUNCTIONS(n)                                                                      \
     static wsync_device_identity_t identity_##n(void)                                     \
     {                                                                                     \
-        return identity(n);                                                               \
+        wsync_device_identity_t identity = {.ordinal = (n)};                              \
+                                                                                          \
+        memcpy(identity.uuid, wsync_cuda_opened(n)->info.uuid.bytes,                      \
+               sizeof(identity.uuid));                                                    \
+        return identity;                                                                  \
     }                                                                                     \
     static wsync_status_t memory_create_##n(uint64_t nbytes, wsync_memory_t **memory,     \
                                             wsync_error_t *err)                           \
     {                                                                                     \
-        return create_memory(n, nbytes, memory, err);                                     \
+        return wsync_cuda_memory_create(wsync_cuda_opened(n), nbytes, memory, err);       \
     }                                                                                     \
     static wsync_status_t memory_import_##n(int fd, uint64_t nbytes,                      \
                                             wsync_memory_t **memory, wsync_error_t *err)  \
     {                                                                                     \
-        return import_memory(n, fd, nbytes, memory, err);                                 \
+        return wsync_cuda_memory_import(wsync_cuda_opened(n), fd, nbytes, memory, err);   \
     }                                                                                     \
     static wsync_status_t control_create_##n(uint64_t nbytes, wsync_memory_t **memory,    \
                                              wsync_error_t *err)                          \
     {                                                                                     \
-        return create_control(n, nbytes, memory, err);                                    \
+        return wsync_cuda_control_create(wsync_cuda_opened(n), nbytes, memory, err);      \
     }                                                                                     \
     static wsync_status_t control_import_##n(int fd, uint64_t nbytes,                     \
                                              wsync_memory_t **memory, wsync_error_t *err) \
     {                                                                                     \
-        return import_control(n, fd, nbytes, memory, err);                                \
+        return wsync_cuda_control_import(wsync_cuda_opened(n), fd, nbytes, memory, err);  \
     }                                                                                     \
     static wsync_status_t stream_create_##n(unsigned threads, wsync_stream_t **stream,    \
                                             wsync_error_t *err)                           \
     {                                                                                     \
-        return create_stream(n, threads, stream, err);                                    \
+        return wsync_cuda_stream_create(wsync_cuda_opened(n), threads, stream, err);      \
     }
 ORDINAL_MAP(FUNCTIONS)
 #undef FUNCTIONS

@@ -171,6 +171,33 @@ TEST(a_gpu_without_kernels_or_of_another_uuid_is_no_backend)
     CHECK_STR(ops->name, "cuda");
 }
 
+TEST(a_fork_has_the_identity_of_its_gpu_and_no_use_of_it)
+{
+    const wsync_device_ops_t *ops = gpu();
+    const wsync_device_identity_t identity = ops->identity();
+    int status = 0;
+    const pid_t child = fork();
+
+    if (child == 0) {
+        const wsync_device_identity_t seen = ops->identity();
+        wsync_memory_t *memory = NULL;
+        wsync_stream_t *stream = NULL;
+        wsync_error_t err = {0};
+
+        CHECK(memcmp(seen.uuid, identity.uuid, sizeof(seen.uuid)) == 0);
+        CHECK_EQ(seen.ordinal, identity.ordinal);
+        CHECK_EQ(ops->memory_create(NBYTES, &memory, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(ops->memory_import(0, NBYTES, &memory, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(ops->control_create(NBYTES, &memory, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(ops->control_import(0, NBYTES, &memory, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(ops->stream_create(1, &stream, &err), WSYNC_ERR_STATE);
+        CHECK_HAS(err.message, "fork");
+        _exit(0);
+    }
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
 /* --- two processes
  * ------------------------------------------------------------------------ */
 
