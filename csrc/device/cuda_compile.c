@@ -248,7 +248,8 @@ static wsync_status_t take_image(const nvrtc_t *nvrtc, nvrtc_program_t *program,
     char *data;
 
     if (code != NVRTC_SUCCESS || nbytes == 0) {
-        return fail_nvrtc(nvrtc, "nvrtcGetCUBINSize", code, "", err);
+        return fail_nvrtc(nvrtc, machine_code ? "nvrtcGetCUBINSize" : "nvrtcGetPTXSize",
+                          code, "", err);
     }
     data = malloc(nbytes);
     if (data == NULL) {
@@ -258,7 +259,8 @@ static wsync_status_t take_image(const nvrtc_t *nvrtc, nvrtc_program_t *program,
     code = machine_code ? nvrtc->cubin(program, data) : nvrtc->ptx(program, data);
     if (code != NVRTC_SUCCESS) {
         free(data);
-        return fail_nvrtc(nvrtc, "nvrtcGetCUBIN", code, "", err);
+        return fail_nvrtc(nvrtc, machine_code ? "nvrtcGetCUBIN" : "nvrtcGetPTX", code, "",
+                          err);
     }
     *image = (wsync_kernel_image_t){.data = data, .nbytes = nbytes};
     return WSYNC_OK;
@@ -298,7 +300,6 @@ static wsync_status_t compile(const nvrtc_t *nvrtc, const target_t *target,
 
     load_builtins(nvrtc);
     code = nvrtc->create(&program, wsync_kernel_source, "kernels.cu", 1, headers, names);
-
     if (code != NVRTC_SUCCESS) {
         return fail_nvrtc(nvrtc, "nvrtcCreateProgram", code, "", err);
     }

@@ -251,13 +251,13 @@ static wsync_status_t adopt(wsync_cuda_memory_t *memory, int borrowed, wsync_err
     code = driver->mem_import(&handle, (void *)(intptr_t)fd, WSYNC_CU_HANDLE_FD);
     if (code == WSYNC_CU_INVALID_VALUE || code == WSYNC_CU_INVALID_HANDLE) {
         return wsync_fail(err, WSYNC_ERR_REFUSED, code, "cuMemImportFromShareableHandle",
-                          "descriptor %d holds no GPU memory", fd);
+                          "descriptor %d holds no GPU memory", borrowed);
     }
     if (code != WSYNC_CU_SUCCESS) {
         return wsync_cuda_fail(driver, code, "cuMemImportFromShareableHandle", err,
                                "importing %" PRIu64 " bytes of GPU memory", memory->nbytes);
     }
-    status = check_place(memory->device, handle, fd, err);
+    status = check_place(memory->device, handle, borrowed, err);
     if (status == WSYNC_OK) {
         status = map_handle(memory, handle, err);
         /* What the driver says of a descriptor that holds less. */
@@ -266,7 +266,7 @@ static wsync_status_t adopt(wsync_cuda_memory_t *memory, int borrowed, wsync_err
             status =
                 wsync_fail(err, WSYNC_ERR_INVALID, WSYNC_CU_INVALID_VALUE, "cuMemMap",
                            "descriptor %d does not hold %" PRIu64 " bytes of GPU memory",
-                           fd, memory->nbytes);
+                           borrowed, memory->nbytes);
         }
     }
     (void)driver->mem_release(handle);

@@ -92,11 +92,10 @@ static wsync_status_t reserve(wsync_cuda_spans_t *spans, wsync_error_t *err)
     if (spans->count >= MAX_COUNT) {
         wsync_cuda_spans_fini(spans);
     }
-    capacity = spans->capacity > 0 ? 2 * spans->capacity : MIN_CAPACITY;
-
     if (2 * spans->count < spans->capacity) {
         return WSYNC_OK;
     }
+    capacity = spans->capacity > 0 ? 2 * spans->capacity : MIN_CAPACITY;
     known = calloc(capacity, sizeof(*known));
     if (known == NULL) {
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",

@@ -197,7 +197,7 @@ static wsync_status_t open_gpu(const wsync_cu_uuid_t *uuid, wsync_compile_spec_t
     return status;
 }
 
-/* Borrowed texts of a tuple of bytes; the array is the caller's. */
+/* Borrowed texts of a tuple of str; the array is the caller's. */
 static const char **read_paths(PyObject *tuple)
 {
     const Py_ssize_t count = PyTuple_Size(tuple);

@@ -129,11 +129,13 @@ TEST(imports_of_something_else_are_refused)
     const int null = open("/dev/null", O_RDWR);
     const int file = memfd_create("test", MFD_CLOEXEC);
     wsync_memory_t *memory;
+    char text[64];
 
     choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
     device = open_device(0);
     memory = make_memory(open_device(1), NBYTES);
-    check_refused(device, null, NBYTES, WSYNC_ERR_REFUSED, "holds no GPU memory");
+    (void)snprintf(text, sizeof(text), "descriptor %d holds no GPU memory", null);
+    check_refused(device, null, NBYTES, WSYNC_ERR_REFUSED, text);
     check_refused(device, file, NBYTES, WSYNC_ERR_REFUSED, "holds no GPU memory");
     check_refused(device, -1, NBYTES, WSYNC_ERR_OS, "descriptor -1");
     check_refused(device, wsync_cuda_memory_fd(memory), NBYTES, WSYNC_ERR_REFUSED,
