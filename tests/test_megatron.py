@@ -20,7 +20,8 @@ SUPPORT = Path(__file__).parent / "support"
 def _ranks(*extra):
     tests = str(Path(__file__).parent)
     modules = ["support.megatron_cases", "megatron.core.models.gpt.gpt_model"]
-    with Ranks(4, path=[tests, *extra], modules=modules, setup=cases.use_cpu) as ranks:
+    place = {"path": [tests, *extra], "fresh": bool(extra)}  # another version of Megatron
+    with Ranks(4, **place, modules=modules, setup=cases.use_cpu) as ranks:
         yield ranks
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import importlib
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection, wait
 
+PRELOADED = ["torch.distributed", "wsync.demo.preload"]
 GRACE = 10.0  # seconds that the other ranks have once one has failed
 
 
@@ -60,9 +62,19 @@ def _serve(rank, count, store, setup, pipe):
             pipe.send((False, traceback.format_exc()))
 
 
-def _nursery(count, store, path, modules, setup, pipes):
+@functools.cache
+def forked():
+    """A context whose processes have what most ranks need: it is imported once a session."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _nursery(count, store, path, environment, modules, setup, pipes):
     """Imports once what all ranks need, then forks them; stays until they have ended."""
     os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
     sys.path[:0] = path
     for module in modules:
         importlib.import_module(module)
@@ -97,11 +109,12 @@ class Ranks:
     a rank gave no answer, the others may sit in a collective: all are killed, and the next call
     starts new processes.
     `path` goes in front of sys.path; `modules` are imported once for all ranks; `setup` is called
-    on each rank before anything else.
+    on each rank before anything else.  A `fresh` one has nothing imported before `path` is there.
     """
 
-    def __init__(self, count, *, path=(), modules=(), setup=None):
+    def __init__(self, count, *, path=(), modules=(), setup=None, fresh=False):
         self._count = count
+        self._context = multiprocessing.get_context("spawn") if fresh else forked()
         self._path = list(path)
         self._modules = list(modules)
         self._setup = setup
@@ -117,13 +130,13 @@ class Ranks:
 
     def _start(self):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="wsync-ranks-")
         store = os.path.join(self._folder.name, "store")
-        pairs = [context.Pipe() for _ in range(self._count)]
+        pairs = [self._context.Pipe() for _ in range(self._count)]
         theirs = [pair[1] for pair in pairs]
-        arguments = (self._count, store, self._path, self._modules, self._setup, theirs)
-        self._nursery = context.Process(target=_nursery, args=arguments)
+        place = (self._path, dict(os.environ))
+        arguments = (self._count, store, *place, self._modules, self._setup, theirs)
+        self._nursery = self._context.Process(target=_nursery, args=arguments)
         self._nursery.start()
         for pipe in theirs:
             pipe.close()

@@ -137,7 +137,8 @@ def run_demo(settings: Settings) -> dict[str, Any]:
             "(--tp, --pp and --ep do not apply)",
             flush=True,
         )
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["wsync.demo.preload"])
     with tempfile.TemporaryDirectory(prefix="wsync-demo-") as folder:
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
@@ -212,8 +213,6 @@ def _rank(rank: int, settings: Settings, store: str, results: Connection) -> Non
     import torch
 
     torch.set_num_threads(1)
-    # megatron-core says in many words that it has neither TransformerEngine nor a GPU here
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     try:
