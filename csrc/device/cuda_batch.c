@@ -10,6 +10,10 @@
 enum {
     /* A long run goes to a copy engine. */
     PLAIN_MIN_NBYTES = 1024 * 1024,
+    /* Of the tables that are kept while they may be asked for again: those of plans are as
+     * many as plans, those of addresses come with every update whose weights have moved. */
+    SEGMENTS_MAX_NBYTES = 256 * 1024 * 1024,
+    ADDRESSES_MAX_NBYTES = 16 * 1024 * 1024,
 };
 
 /* Copies that the device runs by itself. */
@@ -39,13 +43,14 @@ wsync_status_t wsync_cuda_runner_init(wsync_cuda_runner_t *runner,
     runner->device = device;
     runner->kernel = wsync_cuda_copy_kernel(device);
     runner->threads = threads;
-    runner->tables.device = device;
     runner->spans.device = device;
     code = device->driver->stream_create(&runner->stream, WSYNC_CU_STREAM_NON_BLOCKING);
     if (code == WSYNC_CU_SUCCESS) {
-        code = device->driver->stream_create(&runner->tables.uploads,
-                                             WSYNC_CU_STREAM_NON_BLOCKING);
+        code =
+            device->driver->stream_create(&runner->uploads, WSYNC_CU_STREAM_NON_BLOCKING);
     }
+    runner->segments = (wsync_cuda_tables_t){.device = device, .uploads = runner->uploads};
+    runner->addresses = (wsync_cuda_tables_t){.device = device, .uploads = runner->uploads};
     return code == WSYNC_CU_SUCCESS
                ? WSYNC_OK
                : wsync_cuda_fail(device->driver, code, "cuStreamCreate", err,
@@ -59,12 +64,29 @@ void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner)
 
     wsync_cuda_feed_destroy(atomic_load(&runner->feed));
     wsync_cuda_spans_fini(&runner->spans);
-    wsync_cuda_tables_clear(&runner->tables);
-    if (runner->tables.uploads != NULL) {
-        (void)driver->stream_destroy(runner->tables.uploads);
+    wsync_cuda_tables_clear(&runner->segments);
+    wsync_cuda_tables_clear(&runner->addresses);
+    if (runner->uploads != NULL) {
+        (void)driver->stream_destroy(runner->uploads);
     }
     if (runner->stream != NULL) {
         (void)driver->stream_destroy(runner->stream);
+    }
+}
+
+bool wsync_cuda_runner_full(const wsync_cuda_runner_t *runner)
+{
+    return runner->segments.nbytes > SEGMENTS_MAX_NBYTES ||
+           runner->addresses.nbytes > ADDRESSES_MAX_NBYTES;
+}
+
+void wsync_cuda_runner_trim(wsync_cuda_runner_t *runner)
+{
+    if (runner->segments.nbytes > SEGMENTS_MAX_NBYTES) {
+        wsync_cuda_tables_clear(&runner->segments);
+    }
+    if (runner->addresses.nbytes > ADDRESSES_MAX_NBYTES) {
+        wsync_cuda_tables_clear(&runner->addresses);
     }
 }
 
@@ -127,15 +149,15 @@ static wsync_status_t launch(wsync_cuda_runner_t *self, const part_t *part,
     wsync_kernel_args_t args;
     void *parameters[] = {&args};
     uint32_t grid;
-    wsync_status_t status = wsync_cuda_tables_segments(&self->tables, part->copies,
+    wsync_status_t status = wsync_cuda_tables_segments(&self->segments, part->copies,
                                                        part->count, &segments, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_cuda_tables_addresses(&self->tables, part->sources,
+        status = wsync_cuda_tables_addresses(&self->addresses, part->sources,
                                              part->source_count, &sources, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_cuda_tables_addresses(&self->tables, part->destinations,
+        status = wsync_cuda_tables_addresses(&self->addresses, part->destinations,
                                              part->destination_count, &destinations, err);
     }
     if (status != WSYNC_OK) {

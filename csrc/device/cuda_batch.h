@@ -22,7 +22,9 @@ typedef struct wsync_cuda_runner {
     wsync_cu_stream_t stream;   /* owned */
     wsync_cu_function_t kernel; /* wsync_copy */
     unsigned threads;           /* of the host, to read memory that the device cannot */
-    wsync_cuda_tables_t tables;
+    wsync_cu_stream_t uploads;  /* owned */
+    wsync_cuda_tables_t segments;
+    wsync_cuda_tables_t addresses; /* anew whenever a buffer has moved */
     wsync_cuda_spans_t spans;
     _Atomic(wsync_cuda_feed_t *) feed; /* owned; NULL until it is needed */
 } wsync_cuda_runner_t;
@@ -41,6 +43,9 @@ wsync_status_t wsync_cuda_runner_run(wsync_cuda_runner_t *runner,
                                      const wsync_cuda_batch_t *batch,
                                      wsync_cuda_load_t **load, wsync_error_t *err);
 
+/* Whether more is kept than should be; trim gives that back, when no batch is under way. */
+bool wsync_cuda_runner_full(const wsync_cuda_runner_t *runner);
+void wsync_cuda_runner_trim(wsync_cuda_runner_t *runner);
 /* The stream was seen idle: memory it was lent may have gone back.  From any thread. */
 void wsync_cuda_runner_settle(wsync_cuda_runner_t *runner);
 /* Makes the host's threads let go of sources and loads.  From any thread. */

@@ -21,7 +21,6 @@ enum {
     DRAIN_MS = 60 * 1000,
     /* How often a stream that is never waited for is looked at to let go of memory. */
     LOOK_INTERVAL = 64,
-    TABLES_MAX_NBYTES = 256 * 1024 * 1024,
 };
 
 /* Something enqueued that the device may not have passed. */
@@ -401,8 +400,8 @@ static wsync_status_t run_batch(cuda_stream_t *self, const wsync_cuda_batch_t *b
     timed_t pair = {0};
     wsync_status_t status;
 
-    if (self->runner.tables.nbytes > TABLES_MAX_NBYTES && look(self) == WSYNC_CU_SUCCESS) {
-        wsync_cuda_tables_clear(&self->runner.tables);
+    if (wsync_cuda_runner_full(&self->runner) && look(self) == WSYNC_CU_SUCCESS) {
+        wsync_cuda_runner_trim(&self->runner);
     }
     if (timed) {
         pair.begin = mark(self, self->runner.stream);
@@ -488,7 +487,7 @@ static size_t read_trace(cuda_stream_t *self)
     size_t count = 0;
 
     if (self->timed_count > 0) {
-        now = mark(self, self->runner.tables.uploads);
+        now = mark(self, self->runner.uploads);
     }
     if (now != NULL) {
         if (driver->event_synchronize(now) == WSYNC_CU_SUCCESS) {

@@ -8,7 +8,7 @@
 #include "core/checksum.h"
 
 enum {
-    SLAB_NBYTES = 4 * 1024 * 1024,
+    SLAB_NBYTES = 2 * 1024 * 1024,
     TABLE_ALIGNMENT = 256, /* also what cuMemAlloc gives at least */
 };
 

@@ -27,7 +27,7 @@ typedef struct wsync_cuda_slab {
 
 enum { WSYNC_CUDA_TABLE_BUCKETS = 1024 };
 
-/* Begins with a device and a stream of its own, all else 0; calls are made in the context
+/* Begins with a device and a stream for uploads, all else 0; calls are made in the context
  * and one at a time. */
 typedef struct wsync_cuda_tables {
     const wsync_cuda_device_t *device;

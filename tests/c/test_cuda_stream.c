@@ -122,6 +122,36 @@ TEST(moved_buffers_are_bound_anew)
     (void)close(fd);
 }
 
+/* As in updates whose weights move every time; most of their tables are asked for once. */
+TEST(addresses_of_buffers_that_move_for_ever_are_not_kept)
+{
+    enum { BUFFERS = 1 << 16, UPDATES = 100 };
+    const wsync_device_ops_t *ops = gpu();
+    wsync_memory_t *from = make_buffer(ops, NBYTES);
+    wsync_memory_t *to = make_buffer(ops, NBYTES);
+    wsync_stream_t *stream = make_stream(ops);
+    const wsync_span_t destination = span_of(ops, to);
+    wsync_span_t *sources = calloc(BUFFERS, sizeof(*sources));
+    wsync_error_t err = {0};
+
+    CHECK(sources != NULL);
+    fill(ops->memory_data(from), NBYTES, 1);
+    sources[0] = span_of(ops, from);
+    for (uintptr_t i = 0; i < UPDATES; i++) {
+        sources[1].data = (void *)(i + 1); /* no copy names it */
+        CHECK_OK(ops->stream_copy(stream, shapes, SHAPES, sources, BUFFERS, &destination, 1,
+                                  &err),
+                 err);
+        CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &err), err);
+        CHECK(fake_census().allocated < 16); /* each holds some updates' addresses */
+    }
+    ops->stream_destroy(stream);
+    CHECK_EQ(fake_census().allocated, 0);
+    ops->memory_destroy(from);
+    ops->memory_destroy(to);
+    free(sources);
+}
+
 TEST(a_long_run_goes_to_a_copy_engine)
 {
     const wsync_copy_t run = {
