@@ -6,6 +6,7 @@ The tests are about the installed package.  Child processes run with PYTHONSAFEP
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from wsync.engine.tensor_parallel import TensorParallelEngine
 
 _ROOT = Path(__file__).resolve().parent.parent
+MISUSE = "WSYNC_FAKE_CUDA_MISUSE"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
             f"wsync was imported from its source folder ({origin}), but the tests are about the "
             "installed package: `pip install '.[test]'`, then run `pytest` or `python -P -m pytest`"
         )
+    folder = tempfile.TemporaryDirectory(prefix="wsync-fakecuda-")
+    config.add_cleanup(folder.cleanup)
+    os.environ[MISUSE] = os.path.join(folder.name, "misuse")
     if config.getoption("--fakecuda"):
         from support.fakecuda import coherent
 
@@ -72,6 +77,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if count < need:
             reason = f"needs {need} CUDA device(s), this machine has {count}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def no_misuse_of_the_gpu() -> Iterator[None]:
+    """Nothing was taken away from under a stream of the played GPU, and the like, by any process
+    (tests/fakecuda/fakecuda.h)."""
+    yield
+    path = Path(os.environ[MISUSE])
+    if path.exists():
+        found = path.read_text(encoding="ascii").splitlines()
+        os.truncate(path, 0)
+        assert found == []
 
 
 # What whole updates need.  Imports wait until a test asks: many tests need no torch.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,10 @@ LOOKS = {"cuStreamQuery", "cuPointerGetAttributes"}
 UPLOADS = {"cuMemcpyHtoDAsync", "cuStreamSynchronize", fakecuda.UPLOADED}
 
 
-def _ranks(count: int, folder: Path) -> Iterator[Ranks]:
+@contextmanager
+def _ranks(count: int, folder: Path, **settings: str) -> Iterator[Ranks]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in fakecuda.logged(folder, devices=2).items():
+        for name, value in (fakecuda.logged(folder, devices=2) | settings).items():
             patch.setenv(name, value)
         with Ranks(count, path=sys.path) as started:
             yield started
@@ -34,12 +36,14 @@ def _ranks(count: int, folder: Path) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    yield from _ranks(1, tmp_path_factory.mktemp("one"))
+    with _ranks(1, tmp_path_factory.mktemp("one")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
 def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    yield from _ranks(2, tmp_path_factory.mktemp("two"))
+    with _ranks(2, tmp_path_factory.mktemp("two")) as started:
+        yield started
 
 
 def _check(count: Counter[str], *, waits: int, launches: int, records: int) -> None:
@@ -132,6 +136,28 @@ def test_a_driver_call_that_fails_in_the_worker(
     assert facts["right"]
 
 
+def test_a_gpu_that_is_lost_to_an_engine_is_an_error_and_the_trainer_s_own_goes_on(
+    trainer: Ranks,
+) -> None:
+    (facts,) = trainer.run(cuda_cases.lose_the_worker_s, timeout=120)
+    assert "cuLaunchKernel: " in facts["error"], facts
+    assert ", 719)" in facts["again"], facts
+    assert facts["paused"]
+    assert facts["after"] == ""
+    assert facts["right"]
+
+
+def test_rings_are_smaller_where_the_gpu_has_no_room(tmp_path: Path) -> None:
+    memory = 30 << 20
+    with _ranks(1, tmp_path, WSYNC_FAKE_CUDA_MEMORY=str(memory)) as ranks:
+        (facts,) = ranks.run(cuda_cases.short_of_memory, timeout=120)
+    assert facts["right"]
+    assert 0 < facts["ring"] <= memory
+    assert facts["rounds"] > 1
+    assert facts["error"].startswith("NoMemoryError: rank 0: GPU memory of "), facts
+    assert f" of {memory} bytes of GPU 0 (Fake GPU 0) are free" in facts["error"], facts
+
+
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
@@ -166,6 +192,11 @@ def test_a_trainer_that_does_not_see_the_engine_s_gpu_names_it(trainer: Ranks) -
     (text,) = trainer.run(cuda_cases.start_engine, environment, timeout=120)
     assert text.startswith("UnsupportedError: "), text
     assert "the UUID that begins with fafafafa" in text
+
+
+def test_the_engine_may_number_the_gpus_differently(trainer: Ranks) -> None:
+    alone = {"WSYNC_FAKE_CUDA_FIRST": "1", "WSYNC_FAKE_CUDA_DEVICES": "1"}
+    assert trainer.run(cuda_cases.start_engine, alone, timeout=120) == ["right"]
 
 
 def test_one_rank_does_not_serve_engines_on_two_gpus(trainer: Ranks) -> None:

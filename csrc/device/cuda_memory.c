@@ -214,6 +214,8 @@ wsync_status_t wsync_cuda_memory_create(const wsync_cuda_device_t *device, uint6
     return WSYNC_OK;
 }
 
+/* Which GPU it is of was settled by UUIDs before: the driver's number of it may be that of
+ * the process that made it, which sees other GPUs. */
 static wsync_status_t check_place(const wsync_cuda_device_t *device,
                                   wsync_cu_handle_t handle, int fd, wsync_error_t *err)
 {
@@ -225,11 +227,11 @@ static wsync_status_t check_place(const wsync_cuda_device_t *device,
                                "cuMemGetAllocationPropertiesFromHandle", err,
                                "descriptor %d", fd);
     }
-    if (property.location.type != WSYNC_CU_LOCATION_DEVICE ||
-        property.location.id != device->ordinal) {
+    if (property.location.type != WSYNC_CU_LOCATION_DEVICE) {
         return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
-                          "descriptor %d holds memory of GPU %d, not of GPU %d (%s)", fd,
-                          property.location.id, device->ordinal, device->info.name);
+                          "descriptor %d holds memory of no GPU (location type %d), not of "
+                          "GPU %d (%s)",
+                          fd, property.location.type, device->ordinal, device->info.name);
     }
     return WSYNC_OK;
 }

@@ -92,6 +92,15 @@ static inline void fake_fail(const char *call, long k, int code)
     function(call, k, code);
 }
 
+static inline void fake_lose(const char *call, long k, int code)
+{
+    fakecuda_lose_func_t function;
+    void *address = fake_symbol(FAKECUDA_LOSE);
+
+    memcpy(&function, &address, sizeof(function));
+    function(call, k, code);
+}
+
 static inline const char *fake_failed(void)
 {
     fakecuda_failed_func_t function;

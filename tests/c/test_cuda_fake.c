@@ -432,6 +432,35 @@ TEST(kernels_get_the_arguments_of_their_launch)
     CU(cu->mem_free(at));
 }
 
+TEST(memory_that_a_launch_uses_is_not_taken_away)
+{
+    const wsync_cuda_driver_t *cu = enter_device(0);
+    wsync_cu_stream_t stream = make_stream(cu);
+    wsync_cu_module_t module = NULL;
+    wsync_cu_function_t function = NULL;
+    wsync_cu_ptr_t at = 0;
+    wsync_cu_ptr_t other = 0;
+    uint32_t value = 17;
+    uint32_t count = 4;
+    void *parameters[] = {&at, &value, &count};
+    uint64_t gate = 0;
+
+    CU(cu->mem_alloc(&at, 64));
+    CU(cu->mem_alloc(&other, 64));
+    CU(cu->module_load(&module, "image"));
+    CU(cu->module_function(&function, module, "fake_fill"));
+    CU(cu->host_register(&gate, sizeof(gate), 0));
+    CU(cu->stream_wait_value(stream, (wsync_cu_ptr_t)(uintptr_t)&gate, 1, 0));
+    CU(cu->launch_kernel(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL));
+    CHECK_EQ(cu->mem_free(at), WSYNC_CU_ILLEGAL_STATE);
+    CU(cu->mem_free(other));
+    __atomic_store_n(&gate, 1, __ATOMIC_RELEASE);
+    CU(cu->stream_synchronize(stream));
+    CU(cu->mem_free(at));
+    CHECK_EQ(cu->launch_kernel(function, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL),
+             WSYNC_CU_ILLEGAL_ADDRESS);
+}
+
 TEST(the_kth_call_of_a_name_fails)
 {
     const wsync_cuda_driver_t *cu;

@@ -7,6 +7,9 @@
 
 enum { RING_NBYTES = 1 << 16, SLOT = 4096, SLOTS = 2, ROUNDS = 5 };
 
+/* Of every wait of an update. */
+static int patience_ms = PATIENT_MS;
+
 typedef struct update {
     const wsync_device_ops_t *ops;
     wsync_memory_t *weights; /* kept from attempt to attempt */
@@ -50,10 +53,10 @@ static wsync_status_t open_both(update_t *u, wsync_error_t *err)
     if (status == WSYNC_OK) {
         status = wsync_importer_create(
             u->ops, wsync_exporter_path(u->exporter), wsync_exporter_token(u->exporter),
-            (const uint8_t *)"layout", 6, PATIENT_MS, &u->importer, err);
+            (const uint8_t *)"layout", 6, patience_ms, &u->importer, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_exporter_accept(u->exporter, PATIENT_MS, &blob, &nbytes, err);
+        status = wsync_exporter_accept(u->exporter, patience_ms, &blob, &nbytes, err);
         free(blob);
     }
     return status;
@@ -63,16 +66,16 @@ static wsync_status_t begin_both(update_t *u, uint64_t number, wsync_error_t *er
 {
     uint64_t update = 0;
     uint32_t count = 0;
-    wsync_status_t status =
-        number > 1 ? WSYNC_OK
-                   : wsync_exporter_attach(u->exporter, u->ops, u->ring,
-                                           (const uint8_t *)"manifest", 8, PATIENT_MS, err);
+    wsync_status_t status = number > 1 ? WSYNC_OK
+                                       : wsync_exporter_attach(u->exporter, u->ops, u->ring,
+                                                               (const uint8_t *)"manifest",
+                                                               8, patience_ms, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_exporter_begin(u->exporter, number, ROUNDS, PATIENT_MS, err);
+        status = wsync_exporter_begin(u->exporter, number, ROUNDS, patience_ms, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_importer_begin(u->importer, PATIENT_MS, &update, &count, err);
+        status = wsync_importer_begin(u->importer, patience_ms, &update, &count, err);
     }
     return status;
 }
@@ -88,7 +91,7 @@ static wsync_status_t run_round(update_t *u, uint32_t round, wsync_error_t *err)
     wsync_span_t taken;
     wsync_status_t status =
         wsync_exporter_acquire(u->exporter, round < SLOTS ? -1 : (int64_t)round - SLOTS,
-                               u->packing, PATIENT_MS, err);
+                               u->packing, patience_ms, err);
 
     packs[round] = slot_copy(round, round % SLOTS);
     loads[round] = slot_copy(round % SLOTS, round);
@@ -97,10 +100,10 @@ static wsync_status_t run_round(update_t *u, uint32_t round, wsync_error_t *err)
             u->ops->stream_copy(u->packing, &packs[round], 1, &weights, 1, &sent, 1, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_exporter_post(u->exporter, round, u->packing, PATIENT_MS, err);
+        status = wsync_exporter_post(u->exporter, round, u->packing, patience_ms, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_importer_take(u->importer, round, u->loading, PATIENT_MS, err);
+        status = wsync_importer_take(u->importer, round, u->loading, patience_ms, err);
     }
     if (status == WSYNC_OK) {
         taken = span_of(u, wsync_importer_ring(u->importer));
@@ -108,7 +111,7 @@ static wsync_status_t run_round(update_t *u, uint32_t round, wsync_error_t *err)
                                      1, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_importer_done(u->importer, round, u->loading, PATIENT_MS, err);
+        status = wsync_importer_done(u->importer, round, u->loading, patience_ms, err);
     }
     return status;
 }
@@ -117,19 +120,20 @@ static wsync_status_t commit_both(update_t *u, wsync_error_t *err)
 {
     const wsync_receipt_t receipt = {1, ROUNDS * SLOT, 0};
     wsync_receipt_t received = {0};
-    wsync_status_t status = wsync_importer_prepared(u->importer, &receipt, PATIENT_MS, err);
+    wsync_status_t status =
+        wsync_importer_prepared(u->importer, &receipt, patience_ms, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_exporter_prepared(u->exporter, PATIENT_MS, &received, err);
+        status = wsync_exporter_prepared(u->exporter, patience_ms, &received, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_exporter_commit(u->exporter, true, PATIENT_MS, err);
+        status = wsync_exporter_commit(u->exporter, true, patience_ms, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_importer_verdict(u->importer, PATIENT_MS, err);
+        status = wsync_importer_verdict(u->importer, patience_ms, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_exporter_park(u->exporter, PATIENT_MS, err);
+        status = wsync_exporter_park(u->exporter, patience_ms, err);
         /* The driver's fault, but not the update's. */
         status = status == WSYNC_ERR_REFUSED ? WSYNC_OK : status;
     }
@@ -171,7 +175,7 @@ static wsync_status_t run_update(update_t *u, uint64_t number, wsync_error_t *er
     /* The words have said so already, but through two mappings of one page, which no
      * sanitizer knows to be one. */
     if (status == WSYNC_OK) {
-        status = u->ops->stream_synchronize(u->loading, PATIENT_MS, err);
+        status = u->ops->stream_synchronize(u->loading, patience_ms, err);
     }
     /* What was committed is there. */
     CHECK(status != WSYNC_OK ||
@@ -193,22 +197,72 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
     return status;
 }
 
-TEST(an_update_survives_no_failing_call_and_leaves_nothing)
+static void make_weights(update_t *u)
 {
-    update_t u = {0};
     wsync_error_t err = {0};
 
     CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
     CHECK_EQ(setenv("WSYNC_FAKE_CUDA_DELAY_US", "20", 1), 0);
-    u.ops = test_device();
-    CHECK_OK(u.ops->memory_create(ROUNDS * SLOT, &u.weights, &err), err);
-    CHECK_OK(u.ops->memory_create(ROUNDS * SLOT, &u.parameters, &err), err);
+    u->ops = test_device();
+    CHECK_OK(u->ops->memory_create(ROUNDS * SLOT, &u->weights, &err), err);
+    CHECK_OK(u->ops->memory_create(ROUNDS * SLOT, &u->parameters, &err), err);
     for (size_t i = 0; i < ROUNDS * SLOT; i++) {
-        ((unsigned char *)u.ops->memory_data(u.weights))[i] = (unsigned char)(i * 7 >> 3);
+        ((unsigned char *)u->ops->memory_data(u->weights))[i] = (unsigned char)(i * 7 >> 3);
     }
+}
+
+TEST(an_update_survives_no_failing_call_and_leaves_nothing)
+{
+    update_t u = {0};
+
+    make_weights(&u);
     CHECK(fail_in_turn(attempt, &u, WSYNC_CU_LAUNCH_FAILED, 0) > 40);
     u.ops->memory_destroy(u.weights);
     u.ops->memory_destroy(u.parameters);
+}
+
+/* An update in a process of its own, whose GPU is lost at a call; says which. */
+static void lose_main(int socket)
+{
+    update_t u = {0};
+    wsync_error_t err = {0};
+    wsync_status_t status;
+    long k;
+    char found = 'o';
+
+    hear(socket, &k, sizeof(k));
+    (void)alarm(60);
+    /* Nobody waits in the driver for what the device was to write. */
+    patience_ms = 500;
+    make_weights(&u);
+    fake_lose("*", k, WSYNC_CU_LAUNCH_FAILED);
+    status = attempt(&u, &err);
+    if (fake_failed() == NULL) {
+        CHECK_OK(status, err);
+        found = 'n';
+    } else if (status != WSYNC_OK) {
+        CHECK(status == WSYNC_ERR_TIMEOUT || err.native == WSYNC_CU_LAUNCH_FAILED);
+        found = 'r';
+    }
+    u.ops->memory_destroy(u.weights);
+    u.ops->memory_destroy(u.parameters);
+    say(socket, &found, 1);
+}
+
+TEST(a_gpu_that_is_lost_is_an_error_and_holds_nobody_up)
+{
+    char found = 'r';
+    long reported = 0;
+
+    for (long k = 0; found != 'n'; k += 3) {
+        const peer_t peer = peer_start(lose_main);
+
+        say(peer.socket, &k, sizeof(k));
+        hear(peer.socket, &found, 1);
+        peer_end(peer);
+        reported += found == 'r';
+    }
+    CHECK(reported > 40);
 }
 
 TEST(a_ring_on_another_device_than_the_worker_s_is_refused)

@@ -23,15 +23,19 @@ static _Thread_local int pushed_count;
 static _Thread_local wsync_cu_result_t planned; /* for fake_leave */
 
 static atomic_int log_fd = -1;
+static atomic_int misuse_fd = -1;
+static atomic_bool ended; /* the process runs what it has for its end */
 static struct {
     pthread_mutex_t mutex;
     char call[64];
     long left;
     int code;
+    bool lasts;
     const char *hit;
 } plan = {.mutex = PTHREAD_MUTEX_INITIALIZER, .left = -1};
 
 EXPORT void fakecuda_fail(const char *call, long k, int code);
+EXPORT void fakecuda_lose(const char *call, long k, int code);
 EXPORT const char *fakecuda_failed(void);
 EXPORT void fakecuda_census(fakecuda_census_t *census);
 EXPORT int cuGetProcAddress_v2(const char *symbol, void **address, int version,
@@ -40,26 +44,31 @@ EXPORT wsync_cu_result_t cuInit(unsigned flags);
 
 /* --- log and planned failures --------------------------------------------------------- */
 
-void fake_log(const char *format, ...)
+static void write_line(int fd, const char *format, va_list arguments)
 {
     char line[512];
-    va_list arguments;
     int length;
-    const int fd = atomic_load(&log_fd);
 
     if (fd < 0) {
         return;
     }
     length = snprintf(line, sizeof(line), "%ld ", (long)getpid());
-    va_start(arguments, format);
     length +=
         vsnprintf(line + length, sizeof(line) - (size_t)length - 2, format, arguments);
-    va_end(arguments);
     length = length > (int)sizeof(line) - 2 ? (int)sizeof(line) - 2 : length;
     line[length] = '\n';
     if (write(fd, line, (size_t)length + 1) < 0) {
         return; /* a log that is full loses lines */
     }
+}
+
+void fake_log(const char *format, ...)
+{
+    va_list arguments;
+
+    va_start(arguments, format);
+    write_line(atomic_load(&log_fd), format, arguments);
+    va_end(arguments);
 }
 
 wsync_cu_result_t fake_refuse(wsync_cu_result_t code, const char *format, ...)
@@ -71,17 +80,34 @@ wsync_cu_result_t fake_refuse(wsync_cu_result_t code, const char *format, ...)
     (void)vsnprintf(text, sizeof(text), format, arguments);
     va_end(arguments);
     fake_log("refused %d: %s", code, text);
+    if (code == WSYNC_CU_ILLEGAL_STATE || code == WSYNC_CU_ILLEGAL_ADDRESS ||
+        code == WSYNC_CU_INVALID_HANDLE || code == WSYNC_CU_DEINITIALIZED) {
+        va_start(arguments, format);
+        write_line(atomic_load(&misuse_fd), format, arguments);
+        va_end(arguments);
+    }
     return code;
 }
 
-void fakecuda_fail(const char *call, long k, int code)
+static void make_plan(const char *call, long k, int code, bool lasts)
 {
     (void)pthread_mutex_lock(&plan.mutex);
     (void)snprintf(plan.call, sizeof(plan.call), "%s", call);
     plan.left = k;
     plan.code = code;
+    plan.lasts = lasts;
     plan.hit = NULL;
     (void)pthread_mutex_unlock(&plan.mutex);
+}
+
+void fakecuda_fail(const char *call, long k, int code)
+{
+    make_plan(call, k, code, false);
+}
+
+void fakecuda_lose(const char *call, long k, int code)
+{
+    make_plan(call, k, code, true);
 }
 
 const char *fakecuda_failed(void)
@@ -97,16 +123,21 @@ const char *fakecuda_failed(void)
 static wsync_cu_result_t strike(const char *call)
 {
     wsync_cu_result_t code = WSYNC_CU_SUCCESS;
+    bool lost = false;
 
     (void)pthread_mutex_lock(&plan.mutex);
     if (plan.left >= 0 && (strcmp(plan.call, "*") == 0 || strcmp(plan.call, call) == 0) &&
         plan.left-- == 0) {
         plan.hit = call;
         code = plan.code;
+        lost = plan.lasts;
     }
     (void)pthread_mutex_unlock(&plan.mutex);
     if (code != WSYNC_CU_SUCCESS) {
         fake_log("failed %s %d", call, code);
+    }
+    if (lost) {
+        fake_streams_lose(code);
     }
     return code;
 }
@@ -120,7 +151,10 @@ static wsync_cu_result_t check_process(const char *call)
     if (fake.pid != getpid()) {
         return fake_refuse(WSYNC_CU_NOT_INITIALIZED, "%s in a fork", call);
     }
-    return WSYNC_CU_SUCCESS;
+    if (atomic_load(&ended)) {
+        return fake_refuse(WSYNC_CU_DEINITIALIZED, "%s while the process ends", call);
+    }
+    return atomic_load(&fake.lost);
 }
 
 wsync_cu_result_t fake_enter(const char *call)
@@ -186,21 +220,35 @@ static void read_plan(void)
     char call[64] = "";
     long k = -1;
     int code = 0;
+    int lasts = 0;
     const char *text = getenv("WSYNC_FAKE_CUDA_FAIL");
 
-    if (text != NULL && sscanf(text, "%63[^:]:%ld:%d", call, &k, &code) == 3) {
-        fakecuda_fail(call, k, code);
+    if (text != NULL && sscanf(text, "%63[^:]:%ld:%d:%d", call, &k, &code, &lasts) >= 3) {
+        make_plan(call, k, code, lasts != 0);
     }
+}
+
+static void open_log(const char *name, atomic_int *fd)
+{
+    const char *path = getenv(name);
+
+    if (atomic_load(fd) < 0 && path != NULL) {
+        atomic_store(fd, open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600));
+    }
+}
+
+/* The driver's own end, which comes with that of the process. */
+static void end(void)
+{
+    atomic_store(&ended, true);
 }
 
 wsync_cu_result_t fake_init(unsigned flags)
 {
-    const char *path = getenv("WSYNC_FAKE_CUDA_LOG");
     wsync_cu_result_t code;
 
-    if (atomic_load(&log_fd) < 0 && path != NULL) {
-        atomic_store(&log_fd, open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600));
-    }
+    open_log("WSYNC_FAKE_CUDA_LOG", &log_fd);
+    open_log("WSYNC_FAKE_CUDA_MISUSE", &misuse_fd);
     fake_log("cuInit");
     if (fake.pid != 0 && fake.pid != getpid()) {
         return fake_refuse(WSYNC_CU_NOT_INITIALIZED, "cuInit in a fork");
@@ -217,6 +265,7 @@ wsync_cu_result_t fake_init(unsigned flags)
         fake.device_count = (int)read_number("WSYNC_FAKE_CUDA_DEVICES", 1);
         fake.device_count =
             fake.device_count > FAKE_MAX_DEVICES ? FAKE_MAX_DEVICES : fake.device_count;
+        fake.first = (int)read_number("WSYNC_FAKE_CUDA_FIRST", 0);
         fake.memory = read_number("WSYNC_FAKE_CUDA_MEMORY", (size_t)1 << 30);
         fake.delay_us = (unsigned)read_number("WSYNC_FAKE_CUDA_DELAY_US", 100);
         fake.no_vmm = read_number("WSYNC_FAKE_CUDA_NO_VMM", 0) != 0;
@@ -228,6 +277,7 @@ wsync_cu_result_t fake_init(unsigned flags)
         }
         fake.next_handle = 1;
         fake.pid = getpid();
+        (void)atexit(end);
     }
     fake_unlock();
     return fake.device_count > 0 ? WSYNC_CU_SUCCESS : WSYNC_CU_NO_DEVICE;
@@ -278,7 +328,7 @@ wsync_cu_result_t fake_device_get_name(char *name, int nbytes, wsync_cu_device_t
 {
     const wsync_cu_result_t code = fake_enter("cuDeviceGetName");
 
-    (void)snprintf(name, (size_t)nbytes, "Fake GPU %d", device);
+    (void)snprintf(name, (size_t)nbytes, "Fake GPU %d", fake.first + device);
     return code;
 }
 
@@ -287,7 +337,7 @@ wsync_cu_result_t fake_device_get_uuid(wsync_cu_uuid_t *uuid, wsync_cu_device_t 
     const wsync_cu_result_t code = fake_enter("cuDeviceGetUuid");
 
     memset(uuid->bytes, 0xfa, sizeof(uuid->bytes));
-    uuid->bytes[15] = (uint8_t)device;
+    uuid->bytes[15] = (uint8_t)(fake.first + device);
     return code;
 }
 

@@ -53,6 +53,7 @@ typedef struct fake_physical {
     size_t nbytes;
     int fd;
     int device;
+    int ordinal;  /* of the device in the process that made it */
     long handles; /* references: create, import */
     long maps;
     bool charged; /* its bytes count as this process's */
@@ -95,11 +96,16 @@ typedef enum fake_op_kind {
 } fake_op_kind_t;
 
 typedef void (*fake_kernel_func_t)(unsigned grid, unsigned block, void **parameters);
+/* Of some bytes; anything but SUCCESS ends the visit. */
+typedef wsync_cu_result_t (*fake_visit_func_t)(const void *state, uintptr_t at,
+                                               size_t nbytes);
 
 typedef struct fake_kernel {
     const char *name;
     fake_kernel_func_t run;
-    wsync_cu_result_t (*check)(const unsigned char *parameters); /* locked */
+    /* Visits all that a launch touches; locked. */
+    wsync_cu_result_t (*each)(const unsigned char *parameters, fake_visit_func_t visit,
+                              const void *state);
     int parameter_count;
     size_t parameter_nbytes[FAKE_MAX_PARAMETERS];
 } fake_kernel_t;
@@ -127,6 +133,7 @@ struct wsync_cu_stream {
     fake_op_t *head; /* the one that runs, until it is done */
     fake_op_t *tail;
     unsigned seed;
+    bool running; /* the head, without the lock */
     bool destroyed;
 };
 
@@ -139,6 +146,8 @@ typedef struct fake_state {
     pthread_mutex_t mutex;
     pid_t pid; /* 0 before cuInit */
     int device_count;
+    int first;
+    atomic_int lost; /* the code of every call from then on */
     size_t memory;
     size_t used[FAKE_MAX_DEVICES];
     unsigned delay_us;
@@ -196,6 +205,8 @@ wsync_cu_result_t fake_check_range(const char *call, uintptr_t at, size_t nbytes
                                    bool by_host);
 /* Whether an operation that has not ended names the range; locked. */
 bool fake_range_busy(uintptr_t at, size_t nbytes);
+/* Every call fails from now on; returns when no stream runs anything any more. */
+void fake_streams_lose(wsync_cu_result_t code);
 /* INVALID_HANDLE unless it lives (and, if one is given, is of the context); locked. */
 wsync_cu_result_t fake_event_check(const char *call, const struct wsync_cu_event *event,
                                    const struct wsync_cu_context *context);

@@ -6,14 +6,18 @@
  *
  * Environment, read by cuInit:
  *   WSYNC_FAKE_CUDA_DEVICES   how many (1)
+ *   WSYNC_FAKE_CUDA_FIRST     number of the first: what another process calls its n-th (0)
  *   WSYNC_FAKE_CUDA_MEMORY    bytes of each (1 GiB), counted in each process by itself
  *   WSYNC_FAKE_CUDA_DELAY_US  longest random pause before an operation of a stream (100)
  *   WSYNC_FAKE_CUDA_SEED      of the pauses (1)
  *   WSYNC_FAKE_CUDA_NO_VMM    1: memory cannot be mapped or exported as a descriptor (0)
  *   WSYNC_FAKE_CUDA_PAGEABLE  1: the devices reach all memory of the host by themselves (0)
  *   WSYNC_FAKE_CUDA_LOG       file that gets a line "PID CALL" per call
+ *   WSYNC_FAKE_CUDA_MISUSE    file that gets a line "PID TEXT" per call that is refused for
+ *                             what would come of it: use after free or destroy, a late call
  *   WSYNC_FAKE_CUDA_SIZES     1: and a line "PID size BYTES" per upload (0)
- *   WSYNC_FAKE_CUDA_FAIL      CALL:K:CODE: the K-th such call (from 0; "*": any call) fails
+ *   WSYNC_FAKE_CUDA_FAIL      CALL:K:CODE: the K-th such call (from 0; "*": any call)
+ * fails; CALL:K:CODE:1: and so does every call after it
  */
 #ifndef WSYNC_TESTS_FAKECUDA_H
 #define WSYNC_TESTS_FAKECUDA_H
@@ -35,11 +39,15 @@ typedef void (*fakecuda_census_func_t)(fakecuda_census_t *census);
 /* Calls until one fails with `code`; negative: none does.  A call that gives something back
  * does so and fails all the same, as the driver's do with errors of earlier work. */
 typedef void (*fakecuda_fail_func_t)(const char *call, long k, int code);
+/* The same of a device that is lost with that call: every call fails from then on, with
+ * nothing done, and streams run nothing any more. */
+typedef void (*fakecuda_lose_func_t)(const char *call, long k, int code);
 /* The call that was failed, or NULL. */
 typedef const char *(*fakecuda_failed_func_t)(void);
 
 #define FAKECUDA_CENSUS "fakecuda_census"
 #define FAKECUDA_FAIL "fakecuda_fail"
+#define FAKECUDA_LOSE "fakecuda_lose"
 #define FAKECUDA_FAILED "fakecuda_failed"
 
 #endif

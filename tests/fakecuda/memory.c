@@ -147,8 +147,8 @@ static fake_physical_t *find_physical(wsync_cu_handle_t handle)
     return NULL;
 }
 
-static wsync_cu_result_t add_physical(int fd, size_t nbytes, int device, bool charged,
-                                      wsync_cu_handle_t *handle)
+static wsync_cu_result_t add_physical(int fd, size_t nbytes, int device, int ordinal,
+                                      bool charged, wsync_cu_handle_t *handle)
 {
     fake_physical_t *made = calloc(1, sizeof(*made));
 
@@ -159,6 +159,7 @@ static wsync_cu_result_t add_physical(int fd, size_t nbytes, int device, bool ch
     made->fd = fd;
     made->nbytes = nbytes;
     made->device = device;
+    made->ordinal = ordinal;
     made->charged = charged;
     made->handles = 1;
     made->handle = fake.next_handle++;
@@ -208,7 +209,8 @@ wsync_cu_result_t fake_mem_create(wsync_cu_handle_t *handle, size_t nbytes,
     if (nbytes > fake.memory - fake.used[property->location.id]) {
         code = WSYNC_CU_OUT_OF_MEMORY;
     } else {
-        (void)snprintf(name, sizeof(name), PHYSICAL_NAME "-%d-%d", property->location.id,
+        (void)snprintf(name, sizeof(name), PHYSICAL_NAME "-%d-%d-%d",
+                       fake.first + property->location.id, property->location.id,
                        property->handle_types);
         /* Nobody can take memory of the driver's away from others.  No seals that would
          * make it pass for memory of the host. */
@@ -216,7 +218,8 @@ wsync_cu_result_t fake_mem_create(wsync_cu_handle_t *handle, size_t nbytes,
         code = fd < 0 || ftruncate(fd, (off_t)nbytes) != 0 ||
                        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK) != 0
                    ? WSYNC_CU_OUT_OF_MEMORY
-                   : add_physical(fd, nbytes, property->location.id, true, handle);
+                   : add_physical(fd, nbytes, property->location.id, property->location.id,
+                                  true, handle);
     }
     fake_unlock();
     return code;
@@ -256,17 +259,18 @@ wsync_cu_result_t fake_mem_properties(wsync_cu_property_t *property,
     if (physical == NULL) {
         code = WSYNC_CU_INVALID_VALUE;
     } else {
-        *property =
-            (wsync_cu_property_t){.type = WSYNC_CU_ALLOCATION_PINNED,
-                                  .handle_types = WSYNC_CU_HANDLE_FD,
-                                  .location = {WSYNC_CU_LOCATION_DEVICE, physical->device}};
+        /* Nobody has said that an exporter's number becomes the importer's. */
+        *property = (wsync_cu_property_t){
+            .type = WSYNC_CU_ALLOCATION_PINNED,
+            .handle_types = WSYNC_CU_HANDLE_FD,
+            .location = {WSYNC_CU_LOCATION_DEVICE, physical->ordinal}};
     }
     fake_unlock();
     return code;
 }
 
-/* The device and the handle types that the memfd's name tells. */
-static bool read_name(int fd, int *device, int *types)
+/* What the memfd's name tells: the device here, its ordinal there, and the handle types. */
+static bool read_name(int fd, int *device, int *ordinal, int *types)
 {
     char path[64];
     char target[128];
@@ -278,7 +282,11 @@ static bool read_name(int fd, int *device, int *types)
         return false;
     }
     target[length] = '\0';
-    return sscanf(target, "/memfd:" PHYSICAL_NAME "-%d-%d", device, types) == 2;
+    if (sscanf(target, "/memfd:" PHYSICAL_NAME "-%d-%d-%d", device, ordinal, types) != 3) {
+        return false;
+    }
+    *device -= fake.first;
+    return *device >= 0 && *device < fake.device_count;
 }
 
 wsync_cu_result_t fake_mem_export(void *shareable, wsync_cu_handle_t handle, int type,
@@ -286,6 +294,7 @@ wsync_cu_result_t fake_mem_export(void *shareable, wsync_cu_handle_t handle, int
 {
     const fake_physical_t *physical;
     int device = -1;
+    int ordinal = -1;
     int types = 0;
     int fd = -1;
     wsync_cu_result_t code = fake_enter("cuMemExportToShareableHandle");
@@ -295,8 +304,8 @@ wsync_cu_result_t fake_mem_export(void *shareable, wsync_cu_handle_t handle, int
     }
     fake_lock();
     physical = find_physical(handle);
-    if (physical == NULL || flags != 0 || !read_name(physical->fd, &device, &types) ||
-        (types & type) == 0) {
+    if (physical == NULL || flags != 0 ||
+        !read_name(physical->fd, &device, &ordinal, &types) || (types & type) == 0) {
         code = fake_refuse(WSYNC_CU_INVALID_VALUE,
                            "cuMemExportToShareableHandle: not asked for at creation");
     } else {
@@ -315,6 +324,7 @@ wsync_cu_result_t fake_mem_import(wsync_cu_handle_t *handle, void *shareable, in
     const int fd = (int)(intptr_t)shareable;
     struct stat info;
     int device = -1;
+    int ordinal = -1;
     int types = 0;
     int own;
     wsync_cu_result_t code = fake_enter("cuMemImportFromShareableHandle");
@@ -325,8 +335,8 @@ wsync_cu_result_t fake_mem_import(wsync_cu_handle_t *handle, void *shareable, in
     if (fake.no_vmm) {
         return fake_refuse(WSYNC_CU_NOT_SUPPORTED, "cuMemImportFromShareableHandle");
     }
-    if (type != WSYNC_CU_HANDLE_FD || !read_name(fd, &device, &types) ||
-        (types & type) == 0 || device >= fake.device_count || fstat(fd, &info) != 0) {
+    if (type != WSYNC_CU_HANDLE_FD || !read_name(fd, &device, &ordinal, &types) ||
+        (types & type) == 0 || fstat(fd, &info) != 0) {
         return fake_refuse(WSYNC_CU_INVALID_VALUE, "descriptor %d holds no memory", fd);
     }
     own = fcntl(fd, F_DUPFD_CLOEXEC, 3);
@@ -334,7 +344,7 @@ wsync_cu_result_t fake_mem_import(wsync_cu_handle_t *handle, void *shareable, in
         return WSYNC_CU_OPERATING_SYSTEM;
     }
     fake_lock();
-    code = add_physical(own, (size_t)info.st_size, device, false, handle);
+    code = add_physical(own, (size_t)info.st_size, device, ordinal, false, handle);
     fake_unlock();
     return code;
 }

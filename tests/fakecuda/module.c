@@ -21,20 +21,22 @@ static void fill_words(unsigned grid, unsigned block, void **parameters)
     }
 }
 
-static wsync_cu_result_t check_words(const unsigned char *parameters)
+static wsync_cu_result_t each_of_words(const unsigned char *parameters,
+                                       fake_visit_func_t visit, const void *state)
 {
     uint32_t count;
     uintptr_t words;
 
     memcpy(&words, parameters, sizeof(words));
     memcpy(&count, parameters + 32, sizeof(count));
-    return fake_check_range("cuLaunchKernel", words, count * sizeof(uint32_t), false);
+    return visit(state, words, count * sizeof(uint32_t));
 }
 
 /* What a segment touches of one side, if `item_nbytes` is all that it touches of a row. */
-static wsync_cu_result_t check_side(const wsync_segment_t *segment, uintptr_t base,
+static wsync_cu_result_t visit_side(const wsync_segment_t *segment, uintptr_t base,
                                     const long long stride[WSYNC_KERNEL_NDIM],
-                                    unsigned long long row_nbytes)
+                                    unsigned long long row_nbytes, fake_visit_func_t visit,
+                                    const void *state)
 {
     unsigned long long rows = segment->row_total;
     uintptr_t low = base;
@@ -48,41 +50,69 @@ static wsync_cu_result_t check_side(const wsync_segment_t *segment, uintptr_t ba
         *(reach < 0 ? &low : &high) += (uintptr_t)reach;
         rows /= extent;
     }
-    return fake_check_range("cuLaunchKernel", low, high - low, false);
+    return visit(state, low, high - low);
+}
+
+/* An entry of a table of addresses, and what it says. */
+static wsync_cu_result_t visit_entry(unsigned long long table, unsigned index,
+                                     uintptr_t *address, fake_visit_func_t visit,
+                                     const void *state)
+{
+    const uintptr_t at = (uintptr_t)table + index * sizeof(unsigned long long);
+    const wsync_cu_result_t code = visit(state, at, sizeof(unsigned long long));
+
+    if (code == WSYNC_CU_SUCCESS) {
+        *address = (uintptr_t)(*(const unsigned long long *)at);
+    }
+    return code;
+}
+
+static wsync_cu_result_t visit_segment(const wsync_kernel_args_t *args,
+                                       const wsync_segment_t *segment,
+                                       fake_visit_func_t visit, const void *state)
+{
+    uintptr_t source = 0;
+    uintptr_t destination = 0;
+    wsync_cu_result_t code =
+        visit_entry(args->sources, segment->source_buffer, &source, visit, state);
+
+    if (code == WSYNC_CU_SUCCESS) {
+        code = visit_entry(args->destinations, segment->destination_buffer, &destination,
+                           visit, state);
+    }
+    if (code == WSYNC_CU_SUCCESS) {
+        code = visit_side(
+            segment, source + (uintptr_t)segment->source_offset, segment->source_stride,
+            segment->source_item_nbytes *
+                (segment->kind == WSYNC_SEGMENT_FILL ? 1 : segment->row_count),
+            visit, state);
+    }
+    if (code == WSYNC_CU_SUCCESS) {
+        code =
+            visit_side(segment, destination + (uintptr_t)segment->destination_offset,
+                       segment->destination_stride,
+                       segment->row_count * segment->destination_item_nbytes, visit, state);
+    }
+    return code;
 }
 
 /* Reads the tables as they are now: they must not change any more. */
-static wsync_cu_result_t check_segments(const unsigned char *parameters)
+static wsync_cu_result_t each_of_segments(const unsigned char *parameters,
+                                          fake_visit_func_t visit, const void *state)
 {
     wsync_kernel_args_t args;
     wsync_cu_result_t code;
     const wsync_segment_t *segments;
-    const unsigned long long *sources;
-    const unsigned long long *destinations;
 
     memcpy(&args, parameters, sizeof(args));
     segments = (const wsync_segment_t *)(uintptr_t)args.segments;
-    sources = (const unsigned long long *)(uintptr_t)args.sources;
-    destinations = (const unsigned long long *)(uintptr_t)args.destinations;
-    code = fake_check_range("cuLaunchKernel", (uintptr_t)args.segments,
-                            (args.first + args.count) * sizeof(*segments), false);
-    for (unsigned i = args.first; i < args.first + args.count && code == WSYNC_CU_SUCCESS;
-         i++) {
-        const wsync_segment_t *segment = &segments[i];
-        const uintptr_t source =
-            (uintptr_t)(sources[segment->source_buffer] + segment->source_offset);
-        const uintptr_t destination =
-            (uintptr_t)(destinations[segment->destination_buffer] +
-                        segment->destination_offset);
-
-        code =
-            check_side(segment, source, segment->source_stride,
-                       segment->source_item_nbytes *
-                           (segment->kind == WSYNC_SEGMENT_FILL ? 1 : segment->row_count));
-        if (code == WSYNC_CU_SUCCESS) {
-            code = check_side(segment, destination, segment->destination_stride,
-                              segment->row_count * segment->destination_item_nbytes);
-        }
+    code = visit(state, (uintptr_t)&segments[args.first], args.count * sizeof(*segments));
+    if (code == WSYNC_CU_SUCCESS) {
+        code = visit(state, (uintptr_t)args.tile_starts + args.first * sizeof(unsigned),
+                     (args.count + 1) * sizeof(unsigned));
+    }
+    for (unsigned i = 0; i < args.count && code == WSYNC_CU_SUCCESS; i++) {
+        code = visit_segment(&args, &segments[args.first + i], visit, state);
     }
     return code;
 }
@@ -97,12 +127,12 @@ const fake_kernel_t *fake_kernel_find(const char *name)
     static const fake_kernel_t kernels[] = {
         {WSYNC_KERNEL_NAME,
          copy_segments,
-         check_segments,
+         each_of_segments,
          1,
          {sizeof(wsync_kernel_args_t)}},
         {"fake_fill",
          fill_words,
-         check_words,
+         each_of_words,
          3,
          {sizeof(void *), sizeof(uint32_t), sizeof(uint32_t)}},
     };

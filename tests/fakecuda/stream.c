@@ -62,7 +62,8 @@ static void run(const fake_op_t *op)
         return;
     case FAKE_WAIT_VALUE:
         while ((int64_t)(__atomic_load_n((uint64_t *)op->destination, __ATOMIC_ACQUIRE) -
-                         op->value) < 0) {
+                         op->value) < 0 &&
+               atomic_load(&fake.lost) == 0) {
             pause_ns(POLL_NS);
         }
         return;
@@ -70,7 +71,8 @@ static void run(const fake_op_t *op)
         record(op->event, op->value);
         return;
     case FAKE_WAIT_EVENT:
-        while (atomic_load(&op->event->shared->completed) < op->value) {
+        while (atomic_load(&op->event->shared->completed) < op->value &&
+               atomic_load(&fake.lost) == 0) {
             pause_ns(POLL_NS);
         }
         return;
@@ -111,12 +113,16 @@ static void *stream_main(void *argument)
             (void)pthread_cond_wait(&stream->changed, &fake.mutex);
             continue;
         }
+        stream->running = true;
         fake_unlock();
         if (fake.delay_us > 0) {
             pause_ns((long)((unsigned)rand_r(&stream->seed) % fake.delay_us) * 1000);
         }
-        run(op);
+        if (atomic_load(&fake.lost) == 0) {
+            run(op);
+        }
         fake_lock();
+        stream->running = false;
         stream->head = op->next;
         if (stream->head == NULL) {
             stream->tail = NULL;
@@ -131,6 +137,26 @@ static void *stream_main(void *argument)
     free_stream(stream);
     fake_unlock();
     return NULL;
+}
+
+void fake_streams_lose(wsync_cu_result_t code)
+{
+    struct wsync_cu_stream *stream;
+
+    atomic_store(&fake.lost, code);
+    fake_lock();
+    do {
+        stream = fake.streams;
+        while (stream != NULL && !stream->running) {
+            stream = stream->next;
+        }
+        if (stream != NULL) {
+            fake_unlock();
+            pause_ns(POLL_NS);
+            fake_lock();
+        }
+    } while (stream != NULL);
+    fake_unlock();
 }
 
 wsync_cu_result_t fake_stream_create(wsync_cu_stream_t *stream, unsigned flags)
@@ -207,14 +233,45 @@ static wsync_cu_result_t enqueue(struct wsync_cu_stream *stream, const fake_op_t
     return WSYNC_CU_SUCCESS;
 }
 
+typedef struct range {
+    uintptr_t at;
+    size_t nbytes;
+} range_t;
+
+/* SUCCESS: the bytes are apart from the range. */
+static wsync_cu_result_t visit_apart(const void *state, uintptr_t at, size_t nbytes)
+{
+    const range_t *range = state;
+
+    return at < range->at + range->nbytes && range->at < at + nbytes
+               ? WSYNC_CU_ILLEGAL_STATE
+               : WSYNC_CU_SUCCESS;
+}
+
+static wsync_cu_result_t visit_usable(const void *state, uintptr_t at, size_t nbytes)
+{
+    return fake_check_range(state, at, nbytes, false);
+}
+
+static bool op_uses(const fake_op_t *op, const range_t *range)
+{
+    if (op->kind == FAKE_LAUNCH) {
+        return op->kernel->each(op->parameters, visit_apart, range) != WSYNC_CU_SUCCESS;
+    }
+    return op->nbytes > 0 &&
+           (visit_apart(range, op->destination, op->nbytes) != WSYNC_CU_SUCCESS ||
+            (op->kind == FAKE_COPY &&
+             visit_apart(range, op->source, op->nbytes) != WSYNC_CU_SUCCESS));
+}
+
 bool fake_range_busy(uintptr_t at, size_t nbytes)
 {
+    const range_t range = {at, nbytes};
+
     for (const struct wsync_cu_stream *stream = fake.streams; stream != NULL;
          stream = stream->next) {
         for (const fake_op_t *op = stream->head; op != NULL; op = op->next) {
-            if (op->nbytes > 0 &&
-                ((op->destination < at + nbytes && at < op->destination + op->nbytes) ||
-                 (op->source < at + nbytes && at < op->source + op->nbytes))) {
+            if (op_uses(op, &range)) {
                 return true;
             }
         }
@@ -298,7 +355,7 @@ static wsync_cu_result_t submit(const char *call, struct wsync_cu_stream *stream
         code = fake_check_range(call, op->source, op->nbytes, side == HOST_SOURCE);
     }
     if (code == WSYNC_CU_SUCCESS && op->kind == FAKE_LAUNCH) {
-        code = op->kernel->check(op->parameters);
+        code = op->kernel->each(op->parameters, visit_usable, call);
     }
     if (code == WSYNC_CU_SUCCESS &&
         (op->nbytes > 0 || op->kind == FAKE_LAUNCH || op->kind == FAKE_CALL_HOST)) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import weakref
 from collections import Counter
@@ -169,6 +170,33 @@ def fail_in_the_worker(call: str, k: int, code: int) -> dict[str, Any]:
             "after": after,
             "right": same(engine.weights(), _weights(3)),
         }
+
+
+def lose_the_worker_s() -> dict[str, Any]:
+    """The GPU is lost to an engine in an update; then another engine has its turn."""
+    with _engine(WSYNC_FAKE_CUDA_FAIL="cuLaunchKernel:1:719:1") as engine, _engine() as other:
+        with wsync.connect(_weights(1), [engine], options=OPTIONS) as sync:
+            error, again = _try(sync, _weights(2)), _try(sync, _weights(2))
+            paused = engine.paused
+        with wsync.connect(_weights(1), [other], options=OPTIONS) as sync:
+            after = _try(sync, _weights(3))
+        right = same(other.weights(), _weights(3))
+    return {"error": error, "again": again, "paused": paused, "after": after, "right": right}
+
+
+def short_of_memory() -> dict[str, Any]:
+    """Rings that the GPU has no room for, chosen by wsync and then asked for."""
+    weights = {f"t{index}": torch.randn(1 << 20) for index in range(12)}
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
+    options = wsync.Options(deadline=20.0, progress=False, flush_cache=False)
+    with ProcessEngine(shapes) as engine:
+        with wsync.connect(weights, [engine], options=options) as sync:
+            report = sync.update()
+        right = same(engine.weights(), weights)
+        asked = dataclasses.replace(options, ring_nbytes=48 << 20)
+        with wsync.connect(weights, [engine], options=asked) as sync:
+            error = _try(sync, weights)
+    return {"ring": report.ring_nbytes, "rounds": report.rounds, "right": right, "error": error}
 
 
 def start_engine(environment: dict[str, str]) -> str:

@@ -19,7 +19,6 @@ from support.engines import cache_folder
 _TREE = Path(__file__).resolve().parents[2]
 _OPTIONS = ("-std=c11", "-O1", "-fvisibility=hidden", "-fPIC", "-shared", "-D_GNU_SOURCE")
 UPLOADED = "bytes uploaded"
-REFUSED = "refused"
 
 
 def _built(name: str, sources: Sequence[Path], used: Sequence[Path]) -> str:
