@@ -88,8 +88,14 @@ def _name(cell: Cell) -> str:
     return "-".join(cell)
 
 
+def _skip_what_means_nothing(cell: Cell) -> None:
+    if cell[2] == "truncate" and os.environ.get("WSYNC_DEVICE"):
+        pytest.skip("a ring in the memory of a GPU is no file that could be cut short")
+
+
 @pytest.mark.parametrize("cell", QUICK, ids=_name)
 def test_an_update_survives(cell: Cell, attempt: Try) -> None:
+    _skip_what_means_nothing(cell)
     found = attempt(cell, "auto")
     assert found["wrong"] == [], found
 
@@ -97,6 +103,7 @@ def test_an_update_survives(cell: Cell, attempt: Try) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", [cell for cell in cells() if cell not in QUICK], ids=_name)
 def test_an_update_survives_everything(cell: Cell, attempt: Try) -> None:
+    _skip_what_means_nothing(cell)
     found = attempt(cell, "auto")
     assert found["wrong"] == [], found
 

@@ -126,6 +126,23 @@ TEST(many_small_copies_fill_slot_after_slot)
     free(source.data);
 }
 
+/* The host fills slots much faster than this device empties them. */
+TEST(a_slow_device_is_not_overtaken)
+{
+    enum { MUCH = RING + 3 * SLOT };
+    static const wsync_copy_t copy = {
+        .row_count = MUCH, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    wsync_span_t source;
+    rig_t rig;
+
+    choose_fake("WSYNC_FAKE_CUDA_DELAY_US", "40000");
+    rig = make_rig(MUCH);
+    source = new_source(MUCH, 11);
+    check_copies(&rig, &copy, 1, &source, 1);
+    end_rig(&rig);
+    free(source.data);
+}
+
 /* --- order ------------------------------------------------------------------------------
  */
 

@@ -349,11 +349,12 @@ TEST(fills_match_the_host_backend)
     run_rounds(&scene, 60);
 }
 
-/* Rows one byte around every border that the kernel knows, at all pairs of alignments. */
+/* Rows one byte around every border that the kernel knows, at all pairs of alignments.  The
+ * last piece of the longest is 17 bytes. */
 TEST(every_alignment_at_every_border)
 {
-    static const uint32_t sizes[] = {1,    15,   16,   17,   63,   64,    65,   1023,
-                                     1024, 1025, 8191, 8192, 8193, 16384, 24577};
+    static const uint32_t sizes[] = {1,    15,   16,   17,   63,   64,    65,    1023,
+                                     1024, 1025, 8191, 8192, 8193, 16384, 24577, 262161};
     scene_t scene = {.random = {6}, .count = 1};
     int round = 0;
 

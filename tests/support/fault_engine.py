@@ -56,7 +56,7 @@ class Handle:
     load_formats = (LOAD_FORMAT,)
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
 
     def pause(self, mode: str, timeout: float) -> None:
         self.call("pause", None, timeout)
@@ -83,7 +83,7 @@ class Handle:
 
     def call(self, what: str, argument: Any, timeout: float) -> Any:
         try:
-            with Client(self._path) as pipe:
+            with Client(self.path) as pipe:
                 pipe.send((what, argument, timeout))
                 if not pipe.poll(timeout + 1.0):
                     raise DeadlineError(f"engine {self.name}: {what}: no answer")
@@ -105,7 +105,7 @@ class Head:
         self.pids: list[int] = []
         self._locks = [threading.Lock() for _ in range(WORKERS)]
         self._sequence = 0
-        self._state: dict[str, Any] = {"paused": False, "version": "default"}
+        self._state: dict[str, Any] = {"paused": False, "version": "default", "error": ""}
         for rank in range(WORKERS):
             ours, theirs = Pipe()
             pid = os.fork()
@@ -145,7 +145,12 @@ class Head:
 
     def _update(self, argument: tuple[list[bytes], str | None], end: float) -> None:
         payloads, version = argument
-        self._all("update", payloads, end)
+        try:
+            self._all("update", payloads, end)
+        except RuntimeError as error:
+            self._state["error"] = str(error)
+            raise
+        self._state["error"] = ""
         if version is not None:
             self._state["version"] = version
 

@@ -1,0 +1,122 @@
+"""An interpreter that ends in the middle of an update, with nothing closed.
+
+`python -P -m support.exiting trainer|engine SOCKET PHASE HOW`: a trainer updates an engine of
+fault_engine.py, an engine of one worker answers handles; both update once before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+from multiprocessing.connection import Connection, Listener
+from typing import Any
+
+import torch
+from support import fault_engine
+from support.fault_points import Fault
+
+import wsync
+from wsync import payload
+from wsync._core import Exporter, LayoutBuilder
+
+OPTIONS = wsync.Options(
+    deadline=10.0, progress=False, round_nbytes=1 << 13, ring_nbytes=1 << 14, flush_cache=False
+)
+CODES = {"wait": 0, "thread": 0, "exit": 3, "raise": 1, "end": 5}
+
+kept: list[Any] = []  # what only the end of the interpreter takes down
+
+
+class Ending(Fault):
+    """What happens to the interpreter at a phase; the main thread may look at `reached`."""
+
+    def __init__(self, phase: str, how: str) -> None:
+        super().__init__(phase, how, tempfile.gettempdir())
+        self.reached = threading.Event()
+
+    def at(self, phase: str, ring: Any = None) -> None:
+        if phase == self.phase:
+            self.reached.set()
+        super().at(phase)
+
+    def _wait(self) -> None:
+        """The main thread ends while this one is in the extension.  (In the middle of torch the
+        interpreter, up to 3.13, may end it with an abort of the process.)"""
+        Exporter(self.folder).accept(60.0)
+
+    def _thread(self) -> None:
+        """Ends this thread alone."""
+        sys.exit(3)
+
+    def _end(self) -> None:
+        os._exit(CODES["end"])
+
+
+class One(fault_engine.Handle):
+    """Reaches an engine of this file."""
+
+    workers = 1
+
+
+def trainer(path: str, phase: str, how: str) -> None:
+    ending = Ending(phase, how)
+    sync = wsync.connect(fault_engine.weights(1), [fault_engine.Handle(path)], options=OPTIONS)
+    kept.append(sync)
+    sync.update(version="1")
+    ending.arm()
+
+    def update() -> None:
+        sync.update(fault_engine.weights(2), version="2")
+
+    if how in ("wait", "thread"):
+        thread = threading.Thread(target=update, daemon=how != "thread")
+        thread.start()
+        ending.reached.wait()
+    else:
+        update()
+
+
+def engine(path: str, phase: str, how: str) -> None:
+    builder = LayoutBuilder()
+    tensors = [torch.zeros(shape) for shape in fault_engine.SHAPES.values()]
+    for index, (name, (rows, width)) in enumerate(fault_engine.SHAPES.items()):
+        builder.add_shard(
+            name, "float32", [rows, width], [0, 0], [rows, width], index, 0, [4 * width, 4]
+        )
+    ending = Ending(phase, "wait" if how == "raise" else how)
+    loader = fault_engine._Loader(builder.build(), tensors)
+    receiver = fault_engine._Receiver(loader)
+    kept.extend([loader, receiver])
+
+    def serve(pipe: Connection) -> None:
+        with pipe, contextlib.suppress(OSError, EOFError):
+            what, argument, _ = pipe.recv()
+            good, answer = True, {"version": "default"}
+            if what == "update":
+                good, answer = receiver.handle(payload.control_bytes(payload.load(argument[0][0])))
+                if receiver.update == 1:
+                    loader.fault = receiver.fault = ending
+            pipe.send((good, answer))
+
+    def listen(listener: Listener) -> None:
+        while True:
+            threading.Thread(target=serve, args=(listener.accept(),), daemon=True).start()
+
+    listener = Listener(path, backlog=64)
+    kept.append(listener)
+    threading.Thread(target=listen, args=(listener,), daemon=True).start()
+    ending.reached.wait()
+    if how == "raise":
+        raise RuntimeError("the engine's main thread fails")
+    if how == "exit":
+        sys.exit(CODES["exit"])
+    if how == "end":
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    {"trainer": trainer, "engine": engine}[sys.argv[1]](*sys.argv[2:])
