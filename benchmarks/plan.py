@@ -28,7 +28,7 @@ from benchmarks.plan_shapes import (
     trainer_layouts,
 )
 from wsync import _core
-from wsync.connection import whole
+from wsync.planning import whole
 
 T = TypeVar("T")
 RANKS_PER_HOST = 8

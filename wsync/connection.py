@@ -5,40 +5,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
-import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from wsync import _core
-from wsync.control import LEARN, PIECES, WHOLE, Control
+from wsync.control import LEARN, Control
 from wsync.crossing import Blueprint, Crossing, Orders
-from wsync.device import default, find, follow_torch, has_nccl
-from wsync.exchange import Exchange, GroupExchange
+from wsync.device import follow_torch
+from wsync.exchange import Exchange
 from wsync.group import TrainerGroup
 from wsync.handles import EngineHandle
 from wsync.options import Options
+from wsync.planning import Planning
 from wsync.remote import BroadcastSession, Meeting, Remote, RemoteEngines, own_address
 from wsync.remote_session import RemoteSession
 from wsync.report import Report
 from wsync.sessions import Session, Trainer, Worker, WorkerSession, sweep
 from wsync.stock import StockSession
-from wsync.update_group import Store, UpdateGroup
+from wsync.transport import Transport
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 Check = Callable[[], object]
 
-_log = logging.getLogger(__name__)
-
-_GPU_ROUND_NBYTES = 256 << 20
-_LEAST_RING_NBYTES = 16 << 10  # a machine that has less has other worries
-_DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's, which may be exceeded for one large tensor
 _PUNCTUAL = 0.9  # of the deadline, which those who have come wait from then on
 
 
@@ -73,13 +65,10 @@ class Connection:
         self._trainer = trainer
         self._workers = placement.workers
         self._beyond = [worker for worker in placement.workers if worker.rank is not None]
-        self._store: Store | None = None
-        self._crossing: Crossing | None = None
-        self._everyone: UpdateGroup | None = None
-        self._options = options
+        self._transport = Transport(group, trainer, options)
         self._exchange: Exchange | None = None
+        self._options = options
         self._source = source
-        self._device = _core.host()
         self._stream: _core.Stream | None = None
         self._sessions: list[Session] = []
         self._remote: RemoteEngines | None = None
@@ -151,15 +140,14 @@ class Connection:
         }
         crossing = None
         if self._beyond and self._group.rank == 0:
-            self._store = Store(self._options.deadline)
             host = own_address([names[worker.engine] for worker in self._beyond])
-            crossing = Crossing.at(host, self._store.port, self._group.size + len(self._beyond))
+            crossing = self._transport.invite(host, self._group.size + len(self._beyond))
         # new each time: an engine may be left in groups of a trainer that is gone
         mine = [doors, meetings, crossing and dataclasses.asdict(crossing), secrets.token_hex(8)]
         parts = self._group.all_gather(json.dumps(mine).encode())
         everyone = [json.loads(part) for part in parts]
         if self._beyond:
-            self._crossing = Crossing(**everyone[0][2])
+            self._transport.crossing = Crossing(**everyone[0][2])
         met = {
             int(n): Meeting(**{**m, "connection": everyone[0][3]})
             for _, meetings, *_ in everyone
@@ -177,12 +165,13 @@ class Connection:
         left = _countdown(_PUNCTUAL * self._options.deadline)
         blobs = {s.worker: s.accept(left(), check) for s in self._sessions}
         self._teach(blobs, left, check)
-        layouts, gpus = self._gather_layouts(blobs)
-        self._device = find(self._settle(gpus))
-        self._stream = _core.Stream(self._options.threads, self._device)
-        if self._crossing is not None and has_nccl(self._device):
-            self._crossing = dataclasses.replace(self._crossing, backend="nccl")
-        blueprint, plan = self._fit(layouts)
+        planning = Planning(
+            self._group, self._trainer, self._workers, self._sessions, self._options
+        )
+        layouts, device = planning.gather(blobs, self._source)
+        self._stream = _core.Stream(self._options.threads, device)
+        self._transport.use(device)
+        blueprint, plan = planning.fit(layouts, device)
         self._order(blueprint, plan)
         numbers = sorted(self._meetings)
         if self._remote is not None:
@@ -191,43 +180,12 @@ class Connection:
         spans = [(0, 0)] * len(self._workers)
         left = _countdown(self._options.deadline)
         for session in self._sessions:
-            spans[session.worker] = session.attach(plan, self._device, left(), check)
+            spans[session.worker] = session.attach(plan, device, left(), check)
         if self._remote is not None:
             self._remote.attach(plan, numbers, left(), check)
         self._rings = _core.BufferTable(spans, owner=list(self._sessions))
-        self._exchange = self._make_exchange(plan, check)
+        self._exchange = self._transport.open(plan, check, self._look)
         self.plan = plan
-
-    def _choose(self) -> str | None:
-        """The UUID of the GPU of this rank's workers, "" for the host; without workers that of
-        its weights, None where these lie in host memory."""
-        found: dict[str, int] = {}
-        for session in self._sessions:
-            if isinstance(session, WorkerSession) and not isinstance(session, RemoteSession):
-                found.setdefault(session.worker_uuid, session.worker)
-        for uuid, number in found.items():
-            if len(found) > 1 or (self._source and uuid != self._source):
-                other = self._source or next(other for other in found if other != uuid)
-                worker = self._workers[number]
-                raise _core.InvalidArgumentError(
-                    f"rank {self._group.rank} serves worker {worker.index} of engine "
-                    f"{worker.engine} on {uuid or 'the host'}, but "
-                    f"{'its weights are' if self._source else 'another of its workers is'} on "
-                    f"{other or 'the host'}: engine_gpu_offsets says whose GPU an engine shares"
-                )
-        return next(iter(found), self._source or None)
-
-    def _settle(self, gpus: list[str | None]) -> str:
-        """What this rank uses, given what all ranks have chosen: GPUs, or all the host."""
-        hosts = [rank for rank, gpu in enumerate(gpus) if gpu == ""]
-        others = [rank for rank, gpu in enumerate(gpus) if gpu]
-        if hosts and others:
-            raise _core.InvalidArgumentError(
-                f"rank {hosts[0]} serves a worker on the host, rank {others[0]} is on "
-                f"{gpus[others[0]]}: one update uses one kind of device"
-            )
-        mine = gpus[self._group.rank]
-        return (default() if others else "") if mine is None else mine
 
     def _teach(self, blobs: dict[int, bytes], left: Callable[[], float], check: Check) -> None:
         """Has the workers that asked for it learn, all at once."""
@@ -349,8 +307,7 @@ class Connection:
 
     def close(self) -> None:
         """Lets go of every part, whatever one of them raises."""
-        parts: list[_Part | None] = [*self._sessions, self._remote, self._exchange]
-        parts += [self._everyone, self._store, self._stream]
+        parts: list[_Part | None] = [*self._sessions, self._remote, self._transport, self._stream]
         with contextlib.ExitStack() as last_first:
             for part in reversed(parts):
                 if part is not None:
@@ -382,214 +339,20 @@ class Connection:
         stream.copy(plan, number, _core.UNPACK, spans, self._rings)
         exchange.release(number, stream)
 
-    def _gather_layouts(self, blobs: dict[int, bytes]) -> tuple[list[bytes], list[str | None]]:
-        """What every worker keeps, by its number, and the GPU of every rank; layouts that are
-        equal travel once a rank."""
-        texts = list(dict.fromkeys(blobs.values()))
-        index = {number: texts.index(blob) for number, blob in blobs.items()}
-        sizes = [len(text) for text in texts]
-        header = json.dumps({"index": index, "sizes": sizes, "gpu": self._choose()}).encode()
-        parts = self._group.all_gather(header + b"\n" + b"".join(texts))
-        layouts: dict[int, bytes] = {}
-        gpus = []
-        for part in parts:
-            head, _, body = part.partition(b"\n")
-            facts = json.loads(head)
-            gpus.append(facts["gpu"])
-            found, at = [], 0
-            for size in facts["sizes"]:
-                found.append(body[at : at + size])
-                at += size
-            layouts |= {int(number): found[i] for number, i in facts["index"].items()}
-        return [layouts[number] for number in range(len(self._workers))], gpus
-
     def _order(self, blueprint: Blueprint, plan: _core.Plan) -> None:
         """Writes what remote workers are to do."""
         for session in self._sessions:
             if isinstance(session, RemoteSession):
                 rank = blueprint.workers[session.worker][1]
-                assert self._crossing is not None
-                session.orders = Orders(
-                    session.worker, rank, plan.fingerprint, self._crossing, blueprint
-                )
-
-    def _draw(self, layouts: list[bytes], ring_nbytes: int) -> Blueprint:
-        wanted = [
-            (layout, worker.stage) for layout, worker in zip(layouts, self._workers, strict=True)
-        ]
-        kinds = list(dict.fromkeys(wanted))
-        hosts = self._trainer.hosts
-        elsewhere = max(hosts) + 1
-        return Blueprint(
-            self._trainer.model,
-            [self._destination(*kind) for kind in kinds],
-            [
-                (kinds.index(kind), worker.home if worker.rank is None else worker.rank)
-                for kind, worker in zip(wanted, self._workers, strict=True)
-            ],
-            # no trainer rank is nearer to a remote worker than another
-            [*hosts, *range(elsewhere, elsewhere + len(self._beyond))],
-            round_nbytes=self._round_nbytes(ring_nbytes),
-            ring_nbytes=ring_nbytes,
-        )
-
-    def _destination(self, layout: bytes, stage: int | None) -> tuple[_core.Layout, bool]:
-        if layout not in (WHOLE, PIECES):
-            return _core.Layout.from_bytes(layout), False
-        model = self._trainer.model
-        tensors = range(model.tensor_count) if stage is None else self._trainer.holds(stage)
-        return whole(model, tensors), layout == WHOLE
-
-    def _round_nbytes(self, ring_nbytes: int) -> int:
-        """Small rounds overlap better; stock engines take one request each, so theirs are large,
-        but not where a broadcast costs much more than a request.  A GPU copies a round in less
-        time than its message takes."""
-        stock = any(worker.stock for worker in self._workers)
-        remote = any(worker.stage is not None for worker in self._workers)
-        most = self._options.bucket_nbytes
-        if self._options.round_nbytes or not stock or (remote and most >= _DEFAULT_ROUND_NBYTES):
-            chosen = self._options.round_nbytes
-            if chosen or self._device.ordinal < 0 or ring_nbytes:
-                return chosen
-            return _GPU_ROUND_NBYTES
-        return max(most, uncut_nbytes(self._trainer.model))
-
-    def _fit(self, layouts: list[bytes]) -> tuple[Blueprint, _core.Plan]:
-        """Plans, and makes the rings: smaller ones where some rank has no memory for them."""
-        limit, missing = self._options.ring_nbytes, ""
-        while True:
-            blueprint = self._draw(layouts, limit)
-            try:
-                plan = blueprint.plan(self._group.rank)
-            except _core.InvalidArgumentError as error:
-                if not missing:
-                    raise
-                text = f"{missing}, and a smaller ring cannot work: {error}"
-                raise _core.NoMemoryError(text) from error
-            missing = self._agree(plan, self._make_rings(plan))
-            if not missing:
-                return blueprint, plan
-            limit = max(plan.ring_nbytes(number) for number in range(len(self._workers))) // 2
-            if self._options.ring_nbytes or limit < _LEAST_RING_NBYTES:
-                raise _core.NoMemoryError(missing)
-            _log.warning("%s; rings of %d bytes are tried", missing, limit)
-
-    def _make_rings(self, plan: _core.Plan) -> str:
-        """Makes the rings of this rank's workers; says what there is no memory for."""
-        own = [session for session in self._sessions if isinstance(session, WorkerSession)]
-        for session in own:
-            session.drop_ring()
-        try:
-            for session in own:
-                session.make_ring(plan, self._device)
-        except _core.NoMemoryError as error:
-            return f"rank {self._group.rank}: {error}"
-        return ""
-
-    def _agree(self, plan: _core.Plan, missing: str) -> str:
-        """Compares all ranks' plans; what the first rank that lacks memory says, or ""."""
-        mine = [f"{plan.fingerprint:016x}", missing]
-        parts = self._group.all_gather(json.dumps(mine).encode())
-        prints, lacks = zip(*(json.loads(part) for part in parts), strict=True)
-        if len(set(prints)) > 1:
-            raise _core.LayoutError(
-                f"trainer ranks made different plans: fingerprints {list(prints)}"
-            )
-        return next(filter(None, lacks), "")
-
-    def _make_exchange(self, plan: _core.Plan, check: Check) -> Exchange | None:
-        how = self._transport()
-        if how == "none":
-            return None
-        if how == "shared":
-            return self._share(plan, check)
-        if self._crossing is None and how == "nccl":
-            self._crossing = self._cross()
-        if self._crossing is None:
-            return GroupExchange(self._group, how, self._device, self._look)
-
-        def look() -> None:
-            check()
-            self._look()
-
-        timeout = self._options.exchange_deadline
-        self._everyone = self._crossing.join(self._group.rank, self._device, timeout, look)
-        return GroupExchange(self._everyone, how, self._device, self._look)
-
-    def _transport(self) -> str:
-        """What rounds are exchanged by: "none", "shared", "gloo" or "nccl"."""
-        if self._crossing is not None:
-            return self._crossing.backend
-        if self._group.size == 1:
-            return "none"
-        hosts = len(set(self._trainer.hosts))
-        wanted = self._options.exchange
-        if wanted == "shared" and hosts > 1:
-            raise _core.InvalidArgumentError(
-                f"exchange='shared', but the trainer ranks are on {hosts} hosts"
-            )
-        if wanted == "nccl" and not has_nccl(self._device):
-            raise _core.InvalidArgumentError(
-                f"exchange='nccl', but rank {self._group.rank} is on {self._device!r}, or this "
-                "torch has no NCCL"
-            )
-        if wanted != "auto":
-            return wanted
-        if has_nccl(self._device):
-            return "nccl"
-        return "shared" if hosts == 1 else "gloo"
-
-    def _share(self, plan: _core.Plan, check: Check) -> Exchange:
-        group, options = self._group, self._options
-        exchange = _core.SharedExchange(
-            group.rank, group.size, max(plan.send_nbytes, 1), options.directory, self._device
-        )
-        try:
-            addresses = group.all_gather(exchange.address.encode())
-            exchange.connect([a.decode() for a in addresses], options.exchange_deadline, check)
-        except BaseException:
-            exchange.close()
-            raise
-        return exchange
-
-    def _cross(self) -> Crossing:
-        """Where the trainer ranks meet on their GPUs."""
-        mine = b"null"
-        if self._group.rank == 0:
-            self._store = Store(self._options.deadline)
-            crossing = Crossing.at(own_address([]), self._store.port, self._group.size, "nccl")
-            mine = json.dumps(dataclasses.asdict(crossing)).encode()
-        return Crossing(**json.loads(self._group.all_gather(mine)[0]))
+                crossing = self._transport.crossing
+                assert crossing is not None
+                session.orders = Orders(session.worker, rank, plan.fingerprint, crossing, blueprint)
 
 
 def _countdown(timeout: float) -> Callable[[], float]:
     """Seconds left of `timeout`: what waits for one session after another has one end."""
     end = time.monotonic() + timeout
     return lambda: max(end - time.monotonic(), 0.0)
-
-
-def whole(model: _core.Layout, tensors: Iterable[int]) -> _core.Layout:
-    """The layout of a worker that keeps these tensors of a model."""
-    builder = _core.LayoutBuilder()
-    for index in tensors:
-        name, dtype, shape, group = model.tensor(index)
-        zeros = [0] * len(shape)
-        builder.add_shard(name, dtype, shape, zeros, shape, 0, 0, zeros, "", group)
-    return builder.build()
-
-
-def uncut_nbytes(model: _core.Layout) -> int:
-    """Bytes of the largest tensor of a model, or of the largest ones that stay together."""
-    groups: dict[int, int] = {}
-    largest = 0
-    for index in range(model.tensor_count):
-        _, dtype, shape, group = model.tensor(index)
-        nbytes = math.prod(shape) * int(getattr(torch, dtype).itemsize)
-        padded = -(-nbytes // 64) * 64  # as the planner has it
-        largest = max(largest, padded)
-        if group != 0:
-            groups[group] = groups.get(group, 0) + padded
-    return max(largest, *groups.values()) if groups else largest
 
 
 def names_of(model: _core.Layout) -> _core.Layout:

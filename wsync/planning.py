@@ -1,0 +1,214 @@
+"""What trainer ranks agree on before any bytes move: each one's device, a plan, and its rings."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from wsync import _core
+from wsync.control import PIECES, WHOLE
+from wsync.crossing import Blueprint
+from wsync.device import default, find
+from wsync.group import TrainerGroup
+from wsync.options import Options
+from wsync.remote_session import RemoteSession
+from wsync.sessions import Session, Trainer, Worker, WorkerSession
+
+_log = logging.getLogger(__name__)
+
+_GPU_ROUND_NBYTES = 256 << 20
+_LEAST_RING_NBYTES = 16 << 10  # a machine that has less has other worries
+_DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's, which may be exceeded for one large tensor
+
+
+@dataclass(frozen=True)
+class Planning:
+    """One rank's part in it; all ranks make one and call its methods together, in this order.
+
+    sessions: with this rank's workers, which have been accepted.
+    """
+
+    group: TrainerGroup
+    trainer: Trainer
+    workers: Sequence[Worker]
+    sessions: Sequence[Session]
+    options: Options
+
+    def gather(self, blobs: dict[int, bytes], source: str) -> tuple[list[bytes], _core.Device]:
+        """What every worker keeps, by its number, and what this rank uses: a GPU, or the host.
+
+        Args:
+            blobs: what this rank's workers keep; layouts that are equal travel once a rank.
+            source: the UUID of the GPU of this rank's weights, "" for the host.
+
+        Raises:
+            InvalidArgumentError: devices that one update cannot use together.
+        """
+        texts = list(dict.fromkeys(blobs.values()))
+        index = {number: texts.index(blob) for number, blob in blobs.items()}
+        sizes = [len(text) for text in texts]
+        header = json.dumps({"index": index, "sizes": sizes, "gpu": self._choose(source)}).encode()
+        parts = self.group.all_gather(header + b"\n" + b"".join(texts))
+        layouts: dict[int, bytes] = {}
+        gpus = []
+        for part in parts:
+            head, _, body = part.partition(b"\n")
+            facts = json.loads(head)
+            gpus.append(facts["gpu"])
+            found, at = [], 0
+            for size in facts["sizes"]:
+                found.append(body[at : at + size])
+                at += size
+            layouts |= {int(number): found[i] for number, i in facts["index"].items()}
+        device = find(self._settle(gpus))
+        return [layouts[number] for number in range(len(self.workers))], device
+
+    def fit(self, layouts: list[bytes], device: _core.Device) -> tuple[Blueprint, _core.Plan]:
+        """Plans, and makes the rings: smaller ones where some rank has no memory for them.
+
+        Raises:
+            LayoutError: the ranks' plans differ.
+            NoMemoryError: even small rings have no room on some rank.
+        """
+        limit, missing = self.options.ring_nbytes, ""
+        while True:
+            blueprint = self._draw(layouts, device, limit)
+            try:
+                plan = blueprint.plan(self.group.rank)
+            except _core.InvalidArgumentError as error:
+                if not missing:
+                    raise
+                text = f"{missing}, and a smaller ring cannot work: {error}"
+                raise _core.NoMemoryError(text) from error
+            missing = self._agree(plan, self._make_rings(plan, device))
+            if not missing:
+                return blueprint, plan
+            limit = max(plan.ring_nbytes(number) for number in range(len(self.workers))) // 2
+            if self.options.ring_nbytes or limit < _LEAST_RING_NBYTES:
+                raise _core.NoMemoryError(missing)
+            _log.warning("%s; rings of %d bytes are tried", missing, limit)
+
+    def _choose(self, source: str) -> str | None:
+        """The UUID of the GPU of this rank's workers, "" for the host; without workers that of
+        its weights, None where these lie in host memory."""
+        found: dict[str, int] = {}
+        for session in self.sessions:
+            if isinstance(session, WorkerSession) and not isinstance(session, RemoteSession):
+                found.setdefault(session.worker_uuid, session.worker)
+        for uuid, number in found.items():
+            if len(found) > 1 or (source and uuid != source):
+                other = source or next(other for other in found if other != uuid)
+                worker = self.workers[number]
+                raise _core.InvalidArgumentError(
+                    f"rank {self.group.rank} serves worker {worker.index} of engine "
+                    f"{worker.engine} on {uuid or 'the host'}, but "
+                    f"{'its weights are' if source else 'another of its workers is'} on "
+                    f"{other or 'the host'}: engine_gpu_offsets says whose GPU an engine shares"
+                )
+        return next(iter(found), source or None)
+
+    def _settle(self, gpus: list[str | None]) -> str:
+        """What this rank uses, given what all ranks have chosen: GPUs, or all the host."""
+        hosts = [rank for rank, gpu in enumerate(gpus) if gpu == ""]
+        others = [rank for rank, gpu in enumerate(gpus) if gpu]
+        if hosts and others:
+            raise _core.InvalidArgumentError(
+                f"rank {hosts[0]} serves a worker on the host, rank {others[0]} is on "
+                f"{gpus[others[0]]}: one update uses one kind of device"
+            )
+        mine = gpus[self.group.rank]
+        return (default() if others else "") if mine is None else mine
+
+    def _draw(self, layouts: list[bytes], device: _core.Device, ring_nbytes: int) -> Blueprint:
+        wanted = [
+            (layout, worker.stage) for layout, worker in zip(layouts, self.workers, strict=True)
+        ]
+        kinds = list(dict.fromkeys(wanted))
+        hosts = self.trainer.hosts
+        elsewhere = max(hosts) + 1
+        beyond = sum(worker.rank is not None for worker in self.workers)
+        return Blueprint(
+            self.trainer.model,
+            [self._destination(*kind) for kind in kinds],
+            [
+                (kinds.index(kind), worker.home if worker.rank is None else worker.rank)
+                for kind, worker in zip(wanted, self.workers, strict=True)
+            ],
+            # no trainer rank is nearer to a remote worker than another
+            [*hosts, *range(elsewhere, elsewhere + beyond)],
+            round_nbytes=self._round_nbytes(device, ring_nbytes),
+            ring_nbytes=ring_nbytes,
+        )
+
+    def _destination(self, layout: bytes, stage: int | None) -> tuple[_core.Layout, bool]:
+        if layout not in (WHOLE, PIECES):
+            return _core.Layout.from_bytes(layout), False
+        model = self.trainer.model
+        tensors = range(model.tensor_count) if stage is None else self.trainer.holds(stage)
+        return whole(model, tensors), layout == WHOLE
+
+    def _round_nbytes(self, device: _core.Device, ring_nbytes: int) -> int:
+        """Small rounds overlap better; stock engines take one request each, so theirs are large,
+        but not where a broadcast costs much more than a request.  A GPU copies a round in less
+        time than its message takes."""
+        stock = any(worker.stock for worker in self.workers)
+        remote = any(worker.stage is not None for worker in self.workers)
+        most = self.options.bucket_nbytes
+        if self.options.round_nbytes or not stock or (remote and most >= _DEFAULT_ROUND_NBYTES):
+            chosen = self.options.round_nbytes
+            if chosen or device.ordinal < 0 or ring_nbytes:
+                return chosen
+            return _GPU_ROUND_NBYTES
+        return max(most, uncut_nbytes(self.trainer.model))
+
+    def _make_rings(self, plan: _core.Plan, device: _core.Device) -> str:
+        """Makes the rings of this rank's workers; says what there is no memory for."""
+        own = [session for session in self.sessions if isinstance(session, WorkerSession)]
+        for session in own:
+            session.drop_ring()
+        try:
+            for session in own:
+                session.make_ring(plan, device)
+        except _core.NoMemoryError as error:
+            return f"rank {self.group.rank}: {error}"
+        return ""
+
+    def _agree(self, plan: _core.Plan, missing: str) -> str:
+        """Compares all ranks' plans; what the first rank that lacks memory says, or ""."""
+        mine = [f"{plan.fingerprint:016x}", missing]
+        parts = self.group.all_gather(json.dumps(mine).encode())
+        prints, lacks = zip(*(json.loads(part) for part in parts), strict=True)
+        if len(set(prints)) > 1:
+            raise _core.LayoutError(
+                f"trainer ranks made different plans: fingerprints {list(prints)}"
+            )
+        return next(filter(None, lacks), "")
+
+
+def whole(model: _core.Layout, tensors: Iterable[int]) -> _core.Layout:
+    """The layout of a worker that keeps these tensors of a model."""
+    builder = _core.LayoutBuilder()
+    for index in tensors:
+        name, dtype, shape, group = model.tensor(index)
+        zeros = [0] * len(shape)
+        builder.add_shard(name, dtype, shape, zeros, shape, 0, 0, zeros, "", group)
+    return builder.build()
+
+
+def uncut_nbytes(model: _core.Layout) -> int:
+    """Bytes of the largest tensor of a model, or of the largest ones that stay together."""
+    groups: dict[int, int] = {}
+    largest = 0
+    for index in range(model.tensor_count):
+        _, dtype, shape, group = model.tensor(index)
+        nbytes = math.prod(shape) * int(getattr(torch, dtype).itemsize)
+        padded = -(-nbytes // 64) * 64  # as the planner has it
+        largest = max(largest, padded)
+        if group != 0:
+            groups[group] = groups.get(group, 0) + padded
+    return max(largest, *groups.values()) if groups else largest
