@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from wsync._core import InvalidArgumentError, LayoutError, Stream, TensorTable, describe, pack
+from wsync.dtypes import dtype_of
 
 ALIGNMENT = 16
 # Tensors that a worker thread copies while the next are described.
@@ -173,7 +174,7 @@ def _check_out(out: torch.Tensor, nbytes: int, alignment: int) -> None:
 
 def _metadata_of(name: str, row: TensorRow, start: int) -> FlattenedTensorMetadata:
     _, dtype_name, shape, _, _ = row
-    dtype = getattr(torch, dtype_name)
+    dtype = dtype_of(dtype_name)
     size = torch.Size(shape)
     nbytes = size.numel() * dtype.itemsize
     return FlattenedTensorMetadata(name, size, dtype, start, start + nbytes, nbytes)

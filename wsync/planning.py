@@ -8,12 +8,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from wsync import _core
 from wsync.control import PIECES, WHOLE
 from wsync.crossing import Blueprint
 from wsync.device import default, find
+from wsync.dtypes import dtype_of
 from wsync.group import TrainerGroup
 from wsync.options import Options
 from wsync.remote_session import RemoteSession
@@ -206,7 +205,7 @@ def uncut_nbytes(model: _core.Layout) -> int:
     largest = 0
     for index in range(model.tensor_count):
         _, dtype, shape, group = model.tensor(index)
-        nbytes = math.prod(shape) * int(getattr(torch, dtype).itemsize)
+        nbytes = math.prod(shape) * dtype_of(dtype).itemsize
         padded = -(-nbytes // 64) * 64  # as the planner has it
         largest = max(largest, padded)
         if group != 0:

@@ -25,6 +25,7 @@ from wsync import _core
 from wsync.bucket_session import BucketSession
 from wsync.calls import Calls, Lane, left, result
 from wsync.device import staging
+from wsync.dtypes import dtype_of
 from wsync.handles import EngineHandle
 from wsync.options import Options
 from wsync.update_group import Store, UpdateGroup, default_backend, device_of, group_name
@@ -62,8 +63,7 @@ class Entry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return dtype_of(self.dtype)
 
 
 def buckets(plan: _core.Plan, worker: int) -> list[list[Entry]]:

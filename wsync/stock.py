@@ -13,6 +13,7 @@ from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.bucket_session import BucketSession
 from wsync.calls import left, result
 from wsync.cuda_payload import GpuRing
+from wsync.dtypes import dtype_of
 from wsync.handles import EngineHandle
 
 Check = Callable[[], object]
@@ -136,7 +137,7 @@ def _buckets(
     buckets: list[list[FlattenedTensorMetadata]] = [[] for _ in slots]
     for index in range(manifest.tensor_count):
         name, dtype_name, shape, _ = manifest.tensor(index)
-        dtype: Any = getattr(torch, dtype_name)
+        dtype = dtype_of(dtype_name)
         size = torch.Size(shape)
         for _, round, offset, *_ in manifest.shards(index):
             start = offset - slots[round][0]

@@ -14,7 +14,7 @@ import torch
 from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, StateError
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.calls import Lane, result
-from wsync.engine.loaders import dtype_of
+from wsync.dtypes import dtype_of
 from wsync.update_group import UpdateGroup, connection_of, device_of
 
 BUCKET: Final = "flattened_bucket"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from wsync._core import BufferTable, LayoutError, checksum
+from wsync.dtypes import dtype_of
 from wsync.engine.regions import Move
 
 # (path, dtype, shape, strides in elements, area, byte offset in it)
@@ -148,7 +149,7 @@ class Held:
         """The tensor that a byte of an area belongs to."""
         found = self.areas[number].path
         for path, dtype, shape, strides, area, start in self.facts:
-            item: int = getattr(torch, dtype).itemsize
+            item = dtype_of(dtype).itemsize
             reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) * item + item
             if area == number and start <= offset < start + reach:
                 found = path

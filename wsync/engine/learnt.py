@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from wsync.engine.loaders import dtype_of
+from wsync.dtypes import dtype_of
 from wsync.engine.recorder import Recording
 
 _Model = Sequence[tuple[str, str, tuple[int, ...], int]]

@@ -36,6 +36,7 @@ from wsync._core import (
     held_tensors,
 )
 from wsync.control import PIECES, WHOLE
+from wsync.dtypes import dtype_of
 
 Losing = Callable[[], object]
 _Reference = Callable[[], torch.Tensor | None]
@@ -529,11 +530,3 @@ def _numel(shape: Sequence[int]) -> int:
     for extent in shape:
         count *= extent
     return count
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of a layout's dtype; LayoutError where this torch has none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"torch {torch.__version__} has no dtype {name!r}")
-    return dtype

@@ -21,6 +21,7 @@ from wsync._core import (
     Stream,
 )
 from wsync.control import LEARN, WHOLE
+from wsync.dtypes import dtype_of
 from wsync.engine import learnt
 from wsync.engine.held import Held
 from wsync.engine.loaders import (
@@ -30,7 +31,6 @@ from wsync.engine.loaders import (
     Receipt,
     RingManifest,
     Router,
-    dtype_of,
     keeps,
 )
 from wsync.engine.recorder import RebindsError, Recording, RecordingError, record

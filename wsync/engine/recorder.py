@@ -15,8 +15,9 @@ from typing import Any, Final
 
 import torch
 
+from wsync.dtypes import dtype_of
 from wsync.engine.held import Fact, Held, Kept
-from wsync.engine.loaders import LoadWeights, dtype_of
+from wsync.engine.loaders import LoadWeights
 from wsync.engine.regions import (
     Box,
     Move,

@@ -12,6 +12,7 @@ import torch
 
 from wsync._core import BufferTable, LayoutBuilder, Route, Stream
 from wsync.device import follow_torch
+from wsync.dtypes import dtype_of
 from wsync.engine.held import Held, region
 from wsync.engine.loaders import LoadWeights
 from wsync.engine.recorder import Recording, RecordingError
@@ -154,7 +155,7 @@ def _outside(held: Held, area: int, found: torch.Tensor, wanted: torch.Tensor) -
     mine = torch.zeros_like(found, dtype=torch.bool)
     for _, dtype, shape, strides, number, offset in held.facts:
         if number == area:
-            item = getattr(torch, dtype).itemsize
+            item = dtype_of(dtype).itemsize
             steps = (*(stride * item for stride in strides), 1)
             mine.as_strided((*shape, item), steps, offset).fill_(True)
     differing = (found != wanted) & mine

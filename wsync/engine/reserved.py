@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from wsync._core import Layout, LayoutBuilder, NoMemoryError
-from wsync.engine.loaders import dtype_of
+from wsync.dtypes import dtype_of
 
 _ALIGNMENT: Final = 256
 _PATTERN: Final = 16 << 20

@@ -24,6 +24,7 @@ from wsync._core import (
     StateError,
     describe,
 )
+from wsync.dtypes import dtype_of
 from wsync.engine import disk
 from wsync.engine.distributed import Named
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
@@ -119,7 +120,7 @@ class TensorParallelEngine(WorkersEngine):
         held: dict[str, torch.Tensor] = {}
         for rank, pieces in enumerate(self._call("pieces", None, timeout)):
             for name, dtype, shape, start, extent, data in pieces:
-                kind: torch.dtype = getattr(torch, dtype)
+                kind = dtype_of(dtype)
                 values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                 values = values.view(kind).reshape(extent).view(_bits(kind))
                 if name not in whole:
@@ -153,7 +154,7 @@ class _Worker(Worker):
         store: str,
     ) -> None:
         self.model = ShardedModel(
-            config, rank=rank, tp=tp, experts=experts, dtype=getattr(torch, dtype), seed=seed
+            config, rank=rank, tp=tp, experts=experts, dtype=dtype_of(dtype), seed=seed
         )
         if tp > 1:
             dist.init_process_group(
