@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 
 from wsync import _core
+from wsync.libraries import bundled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -80,11 +79,7 @@ def _nvrtc() -> Sequence[str]:
     named = os.environ.get(_NVRTC)
     if named:
         return [named]
-    spec = importlib.util.find_spec("nvidia")
-    folders = (spec.submodule_search_locations or []) if spec else []
-    found = (path for folder in folders for path in Path(folder).glob("*/lib/libnvrtc.so.*"))
-    # newest first; the builtins beside it are no compiler
-    return sorted((str(path) for path in found), reverse=True)
+    return bundled("*/lib/libnvrtc.so.*")  # the builtins beside it are no compiler
 
 
 def of_module(module: torch.nn.Module) -> str:

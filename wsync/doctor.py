@@ -17,8 +17,9 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
+
+from wsync.libraries import bundled
 
 _PEERCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -83,15 +84,11 @@ def _sockets() -> tuple[bool, str]:
     return True, f"peer credentials are reported (uid {uid})"
 
 
-def _open_library(names: Sequence[str], *, bundled: str = "") -> tuple[ctypes.CDLL, str]:
-    """Opens the first library that loads: by soname, else from the pip package `nvidia/...`
-    that `bundled` (a glob) names.  Raises OSError with the loader's own words."""
+def _open_library(names: Sequence[str], pattern: str) -> tuple[ctypes.CDLL, str]:
+    """Opens the first library that loads: by soname, else one that a pip package brings (see
+    wsync.libraries).  Raises OSError with the loader's own words."""
     reasons = []
-    candidates = list(names)
-    spec = importlib.util.find_spec("nvidia") if bundled else None
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        candidates += sorted(str(path) for path in Path(folder).glob(bundled))
-    for name in candidates:
+    for name in [*names, *bundled(pattern)]:
         try:
             return ctypes.CDLL(name), name
         except OSError as error:
@@ -114,7 +111,7 @@ def _driver() -> tuple[bool, str]:
 
 def _nvrtc() -> tuple[bool, str]:
     library, name = _open_library(
-        ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"], bundled="*/lib/libnvrtc.so.*"
+        ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"], "*/lib/libnvrtc.so.*"
     )
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -122,7 +119,7 @@ def _nvrtc() -> tuple[bool, str]:
 
 
 def _nccl() -> tuple[bool, str]:
-    library, name = _open_library(["libnccl.so.2"], bundled="nccl/lib/libnccl.so.*")
+    library, name = _open_library(["libnccl.so.2"], "nccl/lib/libnccl.so.*")
     version = ctypes.c_int()
     library.ncclGetVersion(ctypes.byref(version))
     major, rest = divmod(version.value, 10000)

@@ -89,10 +89,7 @@ class _Called:
     arguments: tuple[object, ...]
 
     def save(self, writer: Any) -> None:
-        writer.save(self.function)
-        writer.save(self.arguments)
-        writer.write(pickle.REDUCE)
-        writer.memoize(self)
+        _made(self, self.function, self.arguments, pickle.REDUCE, writer)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,12 +100,17 @@ class _Instance:
     state: dict[str, object]
 
     def save(self, writer: Any) -> None:
-        writer.save(self.cls)
-        writer.save(())
-        writer.write(pickle.NEWOBJ)
-        writer.memoize(self)
+        _made(self, self.cls, (), pickle.NEWOBJ, writer)
         writer.save(self.state)
         writer.write(pickle.BUILD)
+
+
+def _made(value: object, by: _Named, arguments: object, operation: bytes, writer: Any) -> None:
+    """Writes that a global is called, whatever the operation, and remembers the result."""
+    writer.save(by)
+    writer.save(arguments)
+    writer.write(operation)
+    writer.memoize(value)
 
 
 for _kind in (_Named, _Called, _Instance):
