@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.call_cases import Engine
+from support.errors import error_of
 
 import wsync
 from wsync.group import TrainerGroup
@@ -34,14 +34,6 @@ class Stock(Engine):
         return True, ""
 
 
-def _error(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except wsync.WsyncError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def disagree() -> dict[str, Any]:
     """The errors of this rank, where rank 1 differs from rank 0."""
     rank = dist.get_rank()
@@ -49,8 +41,8 @@ def disagree() -> dict[str, Any]:
     layout = from_tensors({"a": torch.ones(4)})
     sparse = {"a": torch.ones(4).to_sparse() if rank == 1 else torch.ones(4)}
     start = time.monotonic()
-    found["layout"] = _error(lambda: wsync.connect(sparse, [Stock()], options=LONG))
-    found["updater"] = _error(
+    found["layout"] = error_of(lambda: wsync.connect(sparse, [Stock()], options=LONG))
+    found["updater"] = error_of(
         lambda: wsync.UpdateWeightFromTensor(
             SimpleNamespace(), [None] if rank else [], None, model_name="what", options=LONG
         )
@@ -58,11 +50,11 @@ def disagree() -> dict[str, Any]:
     found["seconds"] = time.monotonic() - start
     engine = Stock()
     with wsync.connect(layout, [engine], options=LONG) as sync:
-        found["version"] = _error(lambda: sync.update(version=7 + rank))
-        found["odd"] = _error(lambda: sync.update(version="" if rank else "x"))
+        found["version"] = error_of(lambda: sync.update(version=7 + rank))
+        found["odd"] = error_of(lambda: sync.update(version="" if rank else "x"))
         sync.update(version=9)
     found["versions"] = engine.versions
-    found["closed"] = _error(sync.update)
+    found["closed"] = error_of(sync.update)
     return found
 
 
@@ -70,7 +62,7 @@ def absent() -> str:
     """Rank 1 does not come at first; then both do, rank 0 for the second time."""
     error = ""
     if dist.get_rank() == 0:
-        error = _error(lambda: TrainerGroup(timeout=1))
+        error = error_of(lambda: TrainerGroup(timeout=1))
     dist.barrier()
     TrainerGroup(timeout=30).close()
     return error

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.errors import error_of
 
 import wsync
 from wsync.control import LOAD_FORMAT
@@ -49,14 +49,6 @@ def _layout() -> TrainerLayout:
     return from_tensors({"a": torch.zeros(4)})
 
 
-def _error(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except wsync.WsyncError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def _no_weights() -> dict[str, torch.Tensor]:
     if dist.get_rank() == 1:
         raise ValueError("no weights today")
@@ -74,14 +66,14 @@ def unfortunate() -> dict[str, Any]:
     def connect() -> None:
         wsync.connect(_layout(), ["http://127.0.0.1:9"], options=options)
 
-    found["absent"] = _error(connect)
+    found["absent"] = error_of(connect)
     before = len(os.listdir("/proc/self/fd"))
-    connect_error = _error(connect)
+    connect_error = error_of(connect)
     assert connect_error == found["absent"]
     release = threading.Event()
     with wsync.connect(_layout(), [Engine(pause=release)], options=options) as sync:
-        found["stalled"] = _error(sync.update)
+        found["stalled"] = error_of(sync.update)
         release.set()
-        found["getter"] = _error(lambda: sync.update(_no_weights))
+        found["getter"] = error_of(lambda: sync.update(_no_weights))
     found["leaked"] = len(os.listdir("/proc/self/fd")) - before
     return found

@@ -6,11 +6,13 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
+from support.errors import error_of
 from support.update_cases import compare, slime_arguments, trainer_and_engine
 
 import wsync
@@ -158,14 +160,8 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> dict
             sync.update()
             before = reference.hf_state_dict(trainer.chunks, config)
             trainer.randomize(2)
-            _core.write_files = write
-            try:
-                sync.update()
-                error = ""
-            except wsync.WsyncError as caught:
-                error = f"{type(caught).__name__}: {caught}"
-            finally:
-                _core.write_files = original
+            with mock.patch.object(_core, "write_files", write):
+                error = error_of(sync.update)
             dist.barrier()
             wrong = differences(in_files(newest(folder)), before)
             wrong += compare(engine, before)
@@ -198,10 +194,7 @@ def die_in_the_middle(
         expected = reference.hf_state_dict(trainer.chunks, config)
         trainer.randomize(2)
         _core.write_files = write
-        try:
-            sync.update()
-        except wsync.WsyncError as error:
-            text = f"{type(error).__name__}: {error}"
+        if text := error_of(sync.update):
             Path(notes, f"rank{dist.get_rank()}").write_text(text)
         wrong = differences(in_files(newest(folder)), expected)
         wrong += differences(in_transformers(newest(folder), torch.float32), expected)

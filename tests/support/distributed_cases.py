@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.errors import error_of
 from support.update_cases import OPTIONS, breaking_rank, compare, slime_arguments
 
 import wsync
@@ -66,9 +69,7 @@ def update(config: Any, parallel: megatron_cpu.Parallel, broadcast: str) -> dict
         updater = make_updater(config, trainer, broadcast)
         wrong: list[str] = []
         versions: list[str] = []
-        groups: set[str] = set()
-        for engine in engines:
-            note_groups(engine, groups)
+        joins = note_joins(engines)
         for number, present in enumerate((engines, engines, engines[1:]), 1):
             if number != 2:
                 updater.connect_rollout_engines(present, None)
@@ -81,7 +82,7 @@ def update(config: Any, parallel: megatron_cpu.Parallel, broadcast: str) -> dict
                 wrong += compare(engine, expected)
                 versions.append(engine.weight_version)
             if number == 1:
-                joined = len(groups)
+                joined = len({told["group_name"] for told in joins})
         metrics = updater.pop_metrics()
         updater.disconnect_rollout_engines()
     return {
@@ -93,16 +94,18 @@ def update(config: Any, parallel: megatron_cpu.Parallel, broadcast: str) -> dict
     }
 
 
-def note_groups(engine: WorkersEngine, groups: set[str]) -> None:
-    """Has an engine note the names of the groups that it joins."""
-    call = engine.call
+def note_joins(engines: Sequence[WorkersEngine]) -> list[Mapping[str, Any]]:
+    """Has engines note what they are told of every group that they join."""
+    joins: list[Mapping[str, Any]] = []
 
-    def noting(method: str, arguments: Any, timeout: float) -> None:
+    def noting(call: Any, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         if method == "init_weights_update_group":
-            groups.add(arguments["group_name"])
+            joins.append(arguments)
         call(method, arguments, timeout)
 
-    engine.call = noting  # type: ignore[method-assign]
+    for engine in engines:
+        engine.call = functools.partial(noting, engine.call)  # type: ignore[method-assign]
+    return joins
 
 
 def fail_once(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any]:
@@ -110,36 +113,19 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any]:
     with started(config, parallel) as (trainer, engines):
         updater = make_updater(config, trainer)
         updater.connect_rollout_engines(engines, None)
-        doors: set[tuple[str, int]] = set()
-        for engine in engines:
-            note_doors(engine, doors)
+        joins = note_joins(engines)
         updater.update_weights()
         trainer.randomize(5)
-        error = ""
         with breaking_rank(1):
-            try:
-                updater.update_weights()
-            except wsync.WsyncError as caught:
-                error = f"{type(caught).__name__}: {caught}"
+            error = error_of(updater.update_weights)
         paused = all(engine.paused for engine in engines)
+        doors = {(told["master_address"], told["master_port"]) for told in joins}
         still_open = [door for door in sorted(doors) if listens(door)]
         updater.update_weights()
         expected = reference.hf_state_dict(trainer.chunks, config)
         wrong = [name for engine in engines for name in compare(engine, expected)]
         updater.disconnect_rollout_engines()
     return {"error": error, "paused": paused, "wrong": wrong, "open": still_open}
-
-
-def note_doors(engine: WorkersEngine, doors: set[tuple[str, int]]) -> None:
-    """Has an engine note where the stores are at which it joins groups."""
-    call = engine.call
-
-    def noting(method: str, arguments: Any, timeout: float) -> None:
-        if method == "init_weights_update_group":
-            doors.add((arguments["master_address"], arguments["master_port"]))
-        call(method, arguments, timeout)
-
-    engine.call = noting  # type: ignore[method-assign]
 
 
 def listens(door: tuple[str, int]) -> bool:
@@ -166,14 +152,9 @@ def lose_a_source(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> 
         updater.update_weights()
         UpdateGroup.broadcast = broadcast  # type: ignore[method-assign]
         begin = time.monotonic()
-        try:
-            updater.update_weights()
-        except wsync.WsyncError as error:
-            facts = [
-                f"{type(error).__name__}: {error}",
-                time.monotonic() - begin,
-                [engine.paused for engine in engines],
-            ]
+        error = error_of(updater.update_weights)
+        if error:
+            facts = [error, time.monotonic() - begin, [engine.paused for engine in engines]]
             Path(folder, f"rank{dist.get_rank()}").write_text(json.dumps(facts))
         os._exit(0)  # groups that a rank has left cannot be taken down in order
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.errors import error_of
 from support.fused import Fused, bytes_of, held
-from support.update_cases import breaking_rank, compare
+from support.update_cases import before_receiving, breaking_rank, compare
 
 import wsync
 from wsync import megatron
@@ -86,12 +87,8 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel, way: str) -> dict[st
         sync = s.enter_context(wsync.connect(layout, engines, options=options))
         sync.update()
         trainer.randomize(5)
-        error = ""
         with FAULTS[way](engines):
-            try:
-                sync.update()
-            except wsync.WsyncError as caught:
-                error = f"{type(caught).__name__}: {caught}"
+            error = error_of(sync.update)
         others = engines[1:]
         survivors = [engine.model_info(20) for engine in others]
         if way == "killed":  # connect to those that are left
@@ -111,18 +108,15 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel, way: str) -> dict[st
 @contextlib.contextmanager
 def strike(engines: list[Any], how: signal.Signals) -> Any:
     """Rank 0 sends a signal to the first engine once its first round has been sent."""
-    original = Connection._receive
 
-    def receive(self: Connection, number: int, *rest: Any) -> None:
+    def hit(_: Connection, number: int) -> None:
         if number == 1 and engines:
             os.kill(engines[0].pids[0], how)
-        original(self, number, *rest)
 
-    Connection._receive = receive  # type: ignore[method-assign]
     try:
-        yield
+        with before_receiving(hit):
+            yield
     finally:
-        Connection._receive = original  # type: ignore[method-assign]
         if engines and how == signal.SIGSTOP:
             os.kill(engines[0].pids[0], signal.SIGCONT)
 
@@ -170,18 +164,15 @@ def relay(pipe: Any, engine: Any, *, timeout: float) -> str:
 
 def strike_the_trainer(pipe: Any, shapes: Any, how: signal.Signals) -> None:
     """A trainer of its own that is killed, or stopped, in the middle of its second update."""
-    original = Connection._receive
     updates: list[int] = []
 
-    def receive(self: Connection, number: int, *rest: Any) -> None:
+    def hit(_: Connection, number: int) -> None:
         if number == 2 and len(updates) == 2:
             os.kill(os.getpid(), how)
-        original(self, number, *rest)
 
-    Connection._receive = receive  # type: ignore[method-assign]
     weights = {name: torch.full(shape, 7.0, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     options = wsync.Options(**{**OPTIONS, "deadline": 5.0})
-    with wsync.connect(weights, [Relayed(pipe)], options=options) as sync:
+    with wsync.connect(weights, [Relayed(pipe)], options=options) as sync, before_receiving(hit):
         for _ in range(2):
             updates.append(1)
             sync.update()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from support.errors import error_of
 
 import wsync
 from wsync import megatron
@@ -80,12 +83,8 @@ def fail_once(
         with wsync.connect(layout, [started] if started else [], options=options) as sync:
             sync.update()
             trainer.randomize(5)
-            error = ""
             with breaking_rank(1):
-                try:
-                    sync.update()
-                except wsync.WsyncError as caught:
-                    error = f"{type(caught).__name__}: {caught}"
+                error = error_of(sync.update)
             inconsistent = started is not None and not started.model_info(5)["consistent"]
             paused = started is not None and started.paused
             sync.update()
@@ -93,22 +92,27 @@ def fail_once(
     return {"error": error, "wrong": wrong, "inconsistent": inconsistent, "paused": paused}
 
 
-@contextlib.contextmanager
-def breaking_rank(rank: int) -> Any:
-    """Makes one rank fail in its last round."""
+def before_receiving(strike: Callable[[Connection, int], object]) -> Any:
+    """Has this rank call `strike`, with the number of the round, before it takes what a round has
+    brought from other ranks."""
     original = Connection._receive
 
     def receive(self: Connection, number: int, *rest: Any) -> None:
-        assert self.plan is not None
-        if dist.get_rank() == rank and number == self.plan.round_count - 1:
-            raise ValueError("a planted failure")
+        strike(self, number)
         original(self, number, *rest)
 
-    Connection._receive = receive  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Connection._receive = original  # type: ignore[method-assign]
+    return mock.patch.object(Connection, "_receive", receive)
+
+
+def breaking_rank(rank: int) -> Any:
+    """Makes one rank fail in its last round."""
+
+    def strike(connection: Connection, number: int) -> None:
+        assert connection.plan is not None
+        if dist.get_rank() == rank and number == connection.plan.round_count - 1:
+            raise ValueError("a planted failure")
+
+    return before_receiving(strike)
 
 
 def die_in_the_middle(
@@ -116,22 +120,18 @@ def die_in_the_middle(
 ) -> None:
     """Rank 2 is killed in the middle of an update; the others note what they raise."""
     options = wsync.Options(**OPTIONS)
-    original = Connection._receive
 
-    def receive(self: Connection, number: int, *rest: Any) -> None:
+    def strike(_: Connection, number: int) -> None:
         if dist.get_rank() == 2 and number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        original(self, number, *rest)
 
     with trainer_and_engine(config, parallel, engine) as (trainer, started):
         layout = megatron.layout(trainer.chunks, config)
         sync = wsync.connect(layout, [started] if started else [], options=options)
         sync.update()
-        Connection._receive = receive  # type: ignore[method-assign]
-        try:
-            sync.update()
-        except wsync.WsyncError as error:
-            text = f"{type(error).__name__}: {error}"
+        with before_receiving(strike):
+            text = error_of(sync.update)
+        if text:
             Path(folder, f"rank{dist.get_rank()}").write_text(text)
         os._exit(0)  # groups that a rank has left cannot be taken down in order
 
