@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,7 +18,7 @@ import pytest
 import torch
 import transformers
 from support import distributed_cases as cases
-from support.procs import RankError, Ranks
+from support.procs import RankError, Ranks, spawned
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
@@ -482,9 +481,7 @@ def test_a_trainer_that_is_struck_between_buckets_is_followed_by_another(
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     with serve_in_process(config) as server:
-        trainer = multiprocessing.get_context("spawn").Process(
-            target=cases.die, args=(server.url, shapes, where, how)
-        )
+        trainer = spawned(cases.die, server.url, shapes, where, how)
         trainer.start()
         end = time.monotonic() + 100
         while trainer.is_alive() and not stopped(trainer.pid) and time.monotonic() < end:

@@ -19,7 +19,7 @@ import torch
 from exchange_ranks import make_plan
 from support import distributed_receivers as cases
 from support.fused import Fused, bytes_of, draw, held
-from support.procs import Ranks
+from support.procs import Ranks, spawned
 from support.relay import RelayedDoor
 from support.tiny_qwen3 import dense, sparse
 
@@ -157,10 +157,9 @@ def test_survivors_report_and_the_next_update_works(way: str, text: str, ranks: 
 def test_a_trainer_that_is_struck_does_not_hold_an_engine(how: signal.Signals) -> None:
     weights = {f"t{i}": torch.arange(20000.0) + i for i in range(8)}
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
-    context = multiprocessing.get_context("spawn")
     with ProcessEngine(shapes, name="held") as engine:
-        ours, theirs = context.Pipe()
-        trainer = context.Process(target=cases.strike_the_trainer, args=(theirs, shapes, how))
+        ours, theirs = multiprocessing.Pipe()
+        trainer = spawned(cases.strike_the_trainer, theirs, shapes, how)
         trainer.start()
         try:
             # the trainer reaches the engine through this process, which goes on

@@ -1,9 +1,11 @@
 """The helper behind the multi-process tests: failures are told, nothing hangs, nothing is left."""
 
 import os
+import sys
 import time
 
 import pytest
+from support.memory import lock_files
 from support.procs import RankError, Ranks, runs
 
 
@@ -21,3 +23,8 @@ def test_failures_deadlines_and_restarts():
         with pytest.raises(RankError, match="rank 0: the process ended"):
             ranks.run(os._exit, 3)
     assert not [pid for pid in (*first, *second) if runs(pid)]
+
+
+def test_locks_of_ranks_have_no_files_that_could_stay_behind():
+    with Ranks(1, path=sys.path) as ranks:
+        assert ranks.run(lock_files) == [[]]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import multiprocessing
 import os
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 from unittest import mock
+
+from support.procs import spawned
 
 PATIENCE = 120.0
 
@@ -21,9 +22,8 @@ class Peer:
     """A process that runs code in one namespace; a context manager, at whose end it is killed."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(there,), daemon=True)
+        self._pipe, there = Pipe()
+        self._process = spawned(_serve, there, daemon=True)
         with mock.patch.dict(os.environ, environment):
             self._process.start()
         there.close()

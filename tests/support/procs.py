@@ -37,6 +37,22 @@ def runs(pid, *, patience=5.0):
     return True
 
 
+def spawned(target, *arguments, **options):
+    """A process in an interpreter of its own that is to call `target`, and has not started."""
+    return unnamed(multiprocessing.get_context("spawn"), target, *arguments, **options)
+
+
+def unnamed(context, target, *arguments, **options):
+    """A process of a context whose own locks (tqdm's) have no files in /dev/shm: those would stay
+    when it is killed, to the end of this process, or for good if that is killed with its group."""
+    return context.Process(target=_unnamed, args=(target, *arguments), **options)
+
+
+def _unnamed(target, *arguments):
+    multiprocessing.set_start_method("fork", force=True)  # else they are for other interpreters
+    target(*arguments)
+
+
 def _serve(rank, count, store, setup, pipe):
     import torch
     import torch.distributed as dist
@@ -136,7 +152,7 @@ class Ranks:
         theirs = [pair[1] for pair in pairs]
         place = (self._path, dict(os.environ))
         arguments = (self._count, store, *place, self._modules, self._setup, theirs)
-        self._nursery = self._context.Process(target=_nursery, args=arguments)
+        self._nursery = unnamed(self._context, _nursery, *arguments)
         self._nursery.start()
         for pipe in theirs:
             pipe.close()
