@@ -308,7 +308,7 @@ def test_a_stalling_local_engine_costs_its_deadline() -> None:
     local.answer = lambda: release.wait(30)
     try:
         with pytest.raises(DeadlineError, match=r"no answer within 0.1 s"):
-            update(handle(local), timeout=0.1)
+            update(handle(local), timeout=0.100003)
     finally:
         release.set()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from wsync.demo import cli
 from wsync.disk import DiskSync, newest
 from wsync.doctor import importable
 from wsync.layout import from_tensors
+from wsync.planning import uncut_nbytes
 
 
 def test_one_url_is_not_a_list_of_engines() -> None:
@@ -163,3 +166,45 @@ def test_zero_expert_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         cli.main(["--model", "qwen3-moe", "--ep", "0"])
     assert "--ep 0: must divide 8" in capsys.readouterr().err
+
+
+def test_an_object_with_a_url_is_not_the_url() -> None:
+    server = SimpleNamespace(url="http://127.0.0.1:1")
+    with pytest.raises(
+        wsync.InvalidArgumentError, match=r"its url is one: 'http://127\.0\.0\.1:1'"
+    ):
+        wsync.connect({"w": torch.ones(1)}, engines=[server])
+
+
+def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = from_tensors({"w": torch.ones(1, dtype=torch.bfloat16)}).layout
+    monkeypatch.delattr(torch, "bfloat16")
+    text = f"torch {torch.__version__} has no dtype 'bfloat16'"
+    with pytest.raises(wsync.LayoutError, match=re.escape(text)):
+        uncut_nbytes(layout)
+
+
+def by_connect(url: str, options: wsync.Options, _: Path) -> object:
+    return wsync.connect({"w": torch.ones(1)}, engines=[url], options=options)
+
+
+def by_disk(url: str, options: wsync.Options, folder: Path) -> object:
+    return DiskSync({"w": torch.ones(1)}, [url], folder=folder, options=options)
+
+
+def by_updater(url: str, options: wsync.Options, _: Path) -> object:
+    source = from_tensors({"w": torch.ones(1)})
+    updater = wsync.UpdateWeightFromTensor(
+        SimpleNamespace(), source, None, model_name="any", options=options
+    )
+    return updater.connect_rollout_engines([url])
+
+
+@pytest.mark.parametrize("way", [by_connect, by_disk, by_updater])
+def test_an_engine_that_does_not_say_what_it_is_has_the_deadline(way: Any, tmp_path: Path) -> None:
+    options = wsync.Options(deadline=0.3, progress=False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        text = f"engine {url}: /server_info: no answer within 0.3 s"
+        with pytest.raises(wsync.DeadlineError, match=text):
+            way(url, options, tmp_path)

@@ -22,7 +22,7 @@ def retry_flush(name: str, flush_once: Callable[[float], str | None], timeout: f
             return
         if time.monotonic() + _FLUSH_RETRY_SECONDS >= deadline:
             raise DeadlineError(
-                f"engine {name}: flush_cache: not idle after {timeout:g} s: {cut(reason)}"
+                f"engine {name}: flush_cache: not idle after {seconds(timeout)}: {cut(reason)}"
             )
         time.sleep(_FLUSH_RETRY_SECONDS)
 
@@ -81,6 +81,11 @@ def cause(error: BaseException) -> str:
         seen = seen.args[0]
     reason = getattr(seen, "reason", None)
     return cut(str(reason if isinstance(reason, BaseException) else seen))
+
+
+def seconds(timeout: float) -> str:
+    """A timeout for a person to read: what is left of one has more digits than anybody gave."""
+    return f"{round(timeout, 2):g} s"
 
 
 def cut(text: str) -> str:

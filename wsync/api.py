@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,4 +40,6 @@ def connect(
         PeerClosedError, DeadlineError: an engine does not answer; the same on every rank.
         LayoutError: the trainer ranks' layouts disagree.
     """
-    return Sync(source, lambda: handles_of(engines, api_key=api_key), options=options)
+    chosen = Options.of(options)
+    handles = functools.partial(handles_of, engines, timeout=chosen.deadline, api_key=api_key)
+    return Sync(source, handles, options=chosen)

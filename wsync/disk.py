@@ -105,7 +105,7 @@ class DiskSync(Updates):
         with self._one_error():
             if self._group.rank == 0:
                 self._versions.check()
-                self._engines = handles_of(engines)
+                self._engines = handles_of(engines, timeout=self.options.deadline)
                 for engine in self._engines:
                     if not isinstance(engine, ReadsDisk):
                         raise _core.UnsupportedError(

@@ -34,6 +34,7 @@ from wsync.answers import (
     json_or_text,
     refusal,
     retry_flush,
+    seconds,
     translate,
 )
 from wsync.control import LOAD_FORMAT
@@ -87,7 +88,8 @@ def handle(
     """A handle for `engine`: a URL, a Ray actor, a local object, or an EngineHandle.
 
     workers: number of tensor-parallel workers; asked of the engine where it can tell (a URL, an
-    attribute `workers`), required for Ray actors.  api_key: bearer key of a URL.
+    attribute `workers`), required for Ray actors.  api_key: bearer key of a URL.  timeout: seconds
+    that it has to say what it is.
     """
     if workers is not None and workers < 1:
         raise InvalidArgumentError(f"workers {workers}: at least 1")
@@ -109,9 +111,11 @@ def handle(
 
         return VllmHandle(engine, workers=workers, timeout=timeout)
     if method is None:
+        url = getattr(engine, "url", None)
+        hint = f"; its url is one: {url!r}" if isinstance(url, str) and url else ""
         raise InvalidArgumentError(
             f"engine {engine!r}: neither a URL nor an object with update_weights_from_tensor or "
-            "collective_rpc"
+            f"collective_rpc{hint}"
         )
     if callable(getattr(method, "remote", None)):
         return RayHandle(engine, workers=workers)
@@ -120,8 +124,9 @@ def handle(
     return LocalHandle(engine, workers=workers)
 
 
-def handles_of(engines: Any, *, api_key: str | None = None) -> list[EngineHandle]:
-    """Handles of a list of engines, or of what a callable returns.
+def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> list[EngineHandle]:
+    """Handles of a list of engines, or of what a callable returns; all of them together have
+    `timeout` seconds to say what they are.
 
     Raises InvalidArgumentError for what is no list, and for an engine that is given twice: it
     would wait for itself.
@@ -130,8 +135,9 @@ def handles_of(engines: Any, *, api_key: str | None = None) -> list[EngineHandle
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise InvalidArgumentError(f"engines={given!r}: a list is wanted, [{given!r}]")
     handles: dict[Any, EngineHandle] = {}
+    end = time.monotonic() + timeout
     for engine in given:
-        made = handle(engine, api_key=api_key)
+        made = handle(engine, api_key=api_key, timeout=max(end - time.monotonic(), 0.0))
         key = made.name if isinstance(made, HttpHandle) else id(engine)
         if key in handles:
             raise InvalidArgumentError(f"engine {made.name} is given twice")
@@ -307,14 +313,16 @@ class HttpHandle:
                         if len(data) > _MAX_ANSWER_NBYTES:
                             raise RemoteError(f"{where}: answer over {_MAX_ANSWER_NBYTES} bytes")
                         if time.monotonic() > deadline:
-                            raise DeadlineError(f"{where}: answer not complete in {timeout:g} s")
+                            raise DeadlineError(
+                                f"{where}: answer not complete in {seconds(timeout)}"
+                            )
                     return response.status_code, data.decode("utf-8", "replace")
         except requests.Timeout:
-            raise DeadlineError(f"{where}: no answer within {timeout:g} s") from None
+            raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
         except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
             # a read timeout inside the body arrives as a ConnectionError
             if time.monotonic() >= deadline:
-                raise DeadlineError(f"{where}: no answer within {timeout:g} s") from None
+                raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
             raise PeerClosedError(f"{where}: {cause(error)}") from error
         except (requests.RequestException, ValueError) as error:
             raise RemoteError(f"{where}: {cut(str(error))}") from error
@@ -409,7 +417,7 @@ class LocalHandle:
         if failure:
             raise translate(where, failure[0]) from failure[0]
         if not outcome:
-            raise DeadlineError(f"{where}: no answer within {timeout:g} s")
+            raise DeadlineError(f"{where}: no answer within {seconds(timeout)}")
         return outcome[0]
 
 
@@ -431,7 +439,7 @@ class RayHandle(LocalHandle):
             reference = getattr(self._engine, method).remote(**arguments)
             return ray.get(reference, timeout=max(timeout, 0.0))
         except ray.exceptions.GetTimeoutError:
-            raise DeadlineError(f"{where}: no answer within {timeout:g} s") from None
+            raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
         except ray.exceptions.RayActorError as error:
             raise PeerClosedError(f"{where}: {cut(str(error))}") from error
         except ray.exceptions.RayTaskError as error:

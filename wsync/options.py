@@ -13,9 +13,9 @@ class Options:
     """Choices that hold for all updates of a connection.
 
     Attributes:
-        deadline: seconds that an engine worker waits for anything, and that engines have to
-            pause or to go on; trainer ranks wait 5 s longer for each other, and for the request
-            that is open during an update 10 s longer.
+        deadline: seconds that an engine worker waits for anything, and that engines have to say
+            what they are when a trainer connects, to pause or to go on; trainer ranks wait 5 s
+            longer for each other, and for the request that is open during an update 10 s longer.
         round_nbytes: bytes that move to one worker in one step; 0 chooses.
         ring_nbytes: bytes of the ring of one worker; 0 chooses.
         bucket_nbytes: bytes of a round where some engine runs without wsync and takes one request

@@ -72,7 +72,7 @@ class Sync(Updates):
         self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
             if self._group.rank == 0:
-                self._engines = handles_of(engines)
+                self._engines = handles_of(engines, timeout=self.options.deadline)
                 wanted = [name for name in ("acquire", "release") if not hasattr(lock, name)]
                 if lock is not None and wanted:
                     raise _core.InvalidArgumentError(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core, megatron
+from wsync.calls import left
 from wsync.disk import DiskSync
 from wsync.group import together
 from wsync.handles import EngineHandle, handle
@@ -118,8 +120,9 @@ class Updater(abc.ABC):
         self.disconnect_rollout_engines()
 
         def handles() -> list[EngineHandle]:
+            end = time.monotonic() + self._options.deadline
             return [
-                handle(engine, workers=number)
+                handle(engine, workers=number, timeout=left(end))
                 for engine, number in zip(rollout_engines, workers, strict=True)
             ]
 

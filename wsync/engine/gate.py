@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from wsync._core import DeadlineError, InvalidArgumentError, StateError
+from wsync.answers import seconds
 
 PAUSE_MODES: Final = ("abort", "retract", "in_place")
 _RECHECK_SECONDS: Final = 1.0
@@ -148,5 +149,5 @@ class Gate:
         while not ready():
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise DeadlineError(f"{otherwise}: waited {timeout:g} s")
+                raise DeadlineError(f"{otherwise}: waited {seconds(timeout)}")
             self._changed.wait(min(remaining, _RECHECK_SECONDS))

@@ -24,6 +24,7 @@ from wsync._core import (
     RemoteError,
     WsyncError,
 )
+from wsync.answers import seconds
 from wsync.calls import left
 from wsync.engine.child import Child
 from wsync.engine.distributed import BROADCAST_SECONDS, Named, UpdateGroups
@@ -247,7 +248,7 @@ class WorkersEngine:
         where = f"engine {self.name}: {what}"
         deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=max(timeout, 0.0)):
-            raise DeadlineError(f"{where}: another call did not end within {timeout:g} s")
+            raise DeadlineError(f"{where}: another call did not end within {seconds(timeout)}")
         try:
             self._sequence += 1
             for rank, pipe in enumerate(self._pipes):
@@ -261,7 +262,9 @@ class WorkersEngine:
                 missing = [rank for rank in range(self.workers) if rank not in answers]
                 if time.monotonic() >= deadline:
                     late = ", ".join(map(str, missing))
-                    raise DeadlineError(f"{where}: worker {late}: no answer within {timeout:g} s")
+                    raise DeadlineError(
+                        f"{where}: worker {late}: no answer within {seconds(timeout)}"
+                    )
                 self._collect(where, missing, answers, deadline - time.monotonic())
             return [answers[rank] for rank in range(self.workers)]
         finally:
