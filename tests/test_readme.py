@@ -9,6 +9,8 @@ import nbclient
 import nbformat
 import pytest
 
+from wsync.engine.serve import command_line
+
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
@@ -27,6 +29,13 @@ def test_the_notebook_example_runs_under_ipykernel() -> None:
     printed = "".join(output.get("text", "") for output in notebook.cells[0].outputs)
     assert re.search(r"version 7: \d+ tensors, [\d,]+ bytes to 1 worker ", printed)
     assert printed.rstrip().endswith("\n7")
+
+
+def test_the_server_is_started_as_it_says() -> None:
+    found = re.findall(
+        r"`python -m wsync\.engine\.transformers ([^`]*)`", README.read_text("utf-8")
+    )
+    assert [command_line().parse_args(words.split()).port for words in found] == [30000]
 
 
 def test_the_readme_is_short() -> None:

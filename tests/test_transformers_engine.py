@@ -2,6 +2,8 @@
 
 import base64
 import pickle
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from wsync.bucket import FlattenedTensorBucket
 from wsync.control import LOAD_FORMAT
 from wsync.engine.distributed import UpdateGroups
 from wsync.engine.serve import ServerProcess, serve_in_process
+from wsync.engine.serve import main as serve_main
 from wsync.engine.transformers import create_app
 from wsync.handles import handle
 
@@ -521,7 +524,34 @@ def test_an_engine_process_serves_and_ends_with_its_parent() -> None:
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
-    with pytest.raises(PeerClosedError, match=r"(?s)ended with 1: .*nonesuch"):
+    with pytest.raises(PeerClosedError, match=r"(?s)ended with 2: .*nonesuch") as caught:
         serve_in_process(tmp_path, random_weights=True)
+    assert "Traceback" not in str(caught.value)
     with pytest.raises(DeadlineError, match="no port after"):
         serve_in_process(config(), timeout=0.05)
+
+
+def test_what_the_server_cannot_have_is_one_line_and_status_2(
+    tmp_path: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: object) -> str:
+        with pytest.raises(SystemExit) as ended:
+            serve_main([*map(str, words)])
+        assert ended.value.code == 2
+        return capfd.readouterr().err
+
+    program = "python -m wsync.engine.transformers: "
+    free = ("--port", 0)
+    where = tmp_path / "nowhere"
+    assert said("--model", where, *free) == f"{program}{where}: no such folder\n"
+    assert said("--config", tmp_path, *free) == f"{program}{tmp_path}: no config.json in it\n"
+    config().save_pretrained(tmp_path)
+    text = said("--config", tmp_path, *free, "--dtype", "float13")
+    assert re.fullmatch(rf"{program}torch \S+ has no dtype 'float13'\n", text)
+    text = said("--model", tmp_path, *free)
+    found = rf"{program}Error no file named .*model\.safetensors.* {tmp_path}\.?\n"
+    assert re.fullmatch(found, text)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        text = said("--config", tmp_path, "--port", port)
+        assert text == f"{program}127.0.0.1:{port}: [Errno 98] Address already in use\n"

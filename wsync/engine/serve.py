@@ -16,10 +16,12 @@ from typing import Any
 
 import requests
 
-from wsync._core import DeadlineError
+from wsync._core import DeadlineError, InvalidArgumentError
+from wsync.answers import seconds
 from wsync.checkpoint import INDEX
 from wsync.engine.child import Child
 
+_EXIT_USAGE = 2
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 
@@ -46,7 +48,9 @@ class ServerProcess(Child):
                 if session.get(self.url + "/health", timeout=5).status_code == 200:
                     return
             time.sleep(_POLL_SECONDS)
-        raise DeadlineError(f"engine {self.name}: not healthy after {timeout:g} s: {self.log()}")
+        raise DeadlineError(
+            f"engine {self.name}: not healthy after {seconds(timeout)}: {self.log()}"
+        )
 
     def _read_port(self, deadline: float, timeout: float) -> int:
         assert self.process.stdout is not None
@@ -57,7 +61,7 @@ class ServerProcess(Child):
                     return int(json.loads(line)["port"])
                 self.process.wait(_STOP_SECONDS)
             self.check_alive()
-        raise DeadlineError(f"engine {self.name}: no port after {timeout:g} s: {self.log()}")
+        raise DeadlineError(f"engine {self.name}: no port after {seconds(timeout)}: {self.log()}")
 
 
 def serve_in_process(
@@ -106,11 +110,17 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     import torch
     import transformers
 
+    from wsync.dtypes import dtype_of
+
     torch.set_num_threads(arguments.threads)
     options: dict[str, Any] = {}
     if arguments.dtype:
-        options["dtype"] = getattr(torch, arguments.dtype)
+        options["dtype"] = dtype_of(arguments.dtype)
     path = arguments.model or arguments.config
+    if not Path(path, "config.json").is_file():
+        raise InvalidArgumentError(
+            f"{path}: {'no config.json in it' if Path(path).is_dir() else 'no such folder'}"
+        )
     auto: Any = transformers.AutoModelForCausalLM
     tokenizers: Any = transformers.AutoTokenizer
     if arguments.model:
@@ -126,33 +136,52 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of `python -m wsync.engine.transformers`."""
+    """Command line of `python -m wsync.engine.transformers`; what it asks for that cannot be had
+    ends the process with status 2 and a line that says so."""
     import uvicorn
 
     from wsync.engine.transformers import create_app
 
-    options = _parser().parse_args(arguments)
-    model, tokenizer = load(options)
-    seconds = options.broadcast_seconds
-    chosen = {} if seconds is None else {"broadcast_seconds": seconds}
-    app = create_app(
-        model,
-        tokenizer=tokenizer,
-        api_key=options.api_key or os.environ.get("WSYNC_API_KEY") or None,
-        model_path=options.model or options.config,
-        weight_version=options.weight_version or _stored_version(options.model) or "default",
-        ignore=options.ignore,
-        threads=options.threads,
-        **chosen,
-    )
-    with socket.create_server((options.host, options.port)) as listener:
-        port = listener.getsockname()[1]
-        print(json.dumps({"port": port}), flush=True)
+    parser = command_line()
+    options = parser.parse_args(arguments)
+    broadcast = options.broadcast_seconds
+    chosen = {} if broadcast is None else {"broadcast_seconds": broadcast}
+    with contextlib.ExitStack() as stack:
+        try:
+            listener = stack.enter_context(_bind(options.host, options.port))
+            model, tokenizer = load(options)
+            version = options.weight_version or _stored_version(options.model) or "default"
+        except (OSError, ValueError) as error:  # wsync's own are among them, and transformers'
+            text = " ".join(str(error).split())
+            parser.exit(_EXIT_USAGE, f"{parser.prog}: {text}\n")
+        app = create_app(
+            model,
+            tokenizer=tokenizer,
+            api_key=options.api_key or os.environ.get("WSYNC_API_KEY") or None,
+            model_path=options.model or options.config,
+            weight_version=version,
+            ignore=options.ignore,
+            threads=options.threads,
+            **chosen,
+        )
+        print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
         level = "warning" if options.child else "info"
         server = uvicorn.Server(uvicorn.Config(app, log_level=level, access_log=False))
         if options.child:
             threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
         server.run(sockets=[listener])
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that has a port before a model is loaded, and listens once the server does."""
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise InvalidArgumentError(f"{host}:{port}: {error}") from error
+    return listener
 
 
 def _stored_version(folder: str | None) -> str | None:
@@ -173,7 +202,7 @@ def _end_with_parent(server: Any) -> None:
     os._exit(1)  # requests that wait would keep the server up
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m wsync.engine.transformers",
         description="A small inference engine with SGLang's weight-update endpoints.",
