@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -15,7 +16,7 @@ import torch
 
 import wsync
 from wsync import _core
-from wsync.disk import DiskSync
+from wsync.disk import DiskSync, newest
 
 QUICK = wsync.Options(deadline=10.0, progress=False)
 PATIENCE = 30.0
@@ -105,30 +106,21 @@ def test_an_engine_that_was_slow_does_not_load_a_version_that_was_given_up(
     assert slow.told == ["pause", "flush"][: 1 if what == "pause" else 2]
 
 
-def test_a_load_under_way_is_over_before_the_next_update_tells_the_engine_anything(
-    tmp_path: Path,
-) -> None:
-    slow, go_on = Engine("slow"), threading.Event()
-    with fail_once(tmp_path, slow, "load 1", go_on) as sync:
-        del sync._engines[0]
-        timer = threading.Timer(0.5, go_on.set)
-        timer.start()
-        sync.update(version=2)
-        timer.join()
-    end_calls()
-    assert slow.told == ["pause", "flush", "load 1", "pause", "flush", "load 2", "resume"]
-
-
-def test_a_load_under_way_is_over_before_another_trainer_can_tell_the_engine_anything(
-    tmp_path: Path,
+@pytest.mark.parametrize("by", ["the same trainer", "another"])
+def test_a_load_under_way_is_over_before_the_engine_is_told_anything(
+    by: str, tmp_path: Path
 ) -> None:
     slow, go_on = Engine("slow"), threading.Event()
     sync = fail_once(tmp_path, slow, "load 1", go_on)
     timer = threading.Timer(0.5, go_on.set)
     timer.start()
-    sync.close()
-    with disk(tmp_path, slow) as other:
-        other.update(version=2)
+    if by == "another":
+        sync.close()
+        sync = disk(tmp_path, slow)
+    else:
+        del sync._engines[0]
+    with sync:
+        sync.update(version=2)
     timer.join()
     end_calls()
     assert slow.told == ["pause", "flush", "load 1", "pause", "flush", "load 2", "resume"]
@@ -149,6 +141,18 @@ def test_a_load_that_does_not_end_costs_the_next_update_its_deadline_and_is_name
     finally:
         go_on.set()
         end_calls()
+
+
+def test_versions_that_engines_fail_to_load_do_not_add_up(tmp_path: Path) -> None:
+    engine = Engine("engine")
+    engine.acts = {f"load {number}": wsync.RemoteError("no room") for number in (3, 4, 5)}
+    with disk(tmp_path, engine) as sync:
+        for number in range(1, 6):
+            with pytest.raises(wsync.RemoteError) if number > 2 else contextlib.nullcontext():
+                sync.update(version=number)
+            found = sorted(path.name for path in tmp_path.glob("weight_v*"))
+            assert found == [f"weight_v{k:06d}" for k in (number - 1, number) if k]
+            assert newest(tmp_path).name == found[-1]
 
 
 # --- what the file system does ----------------------------------------------------------------

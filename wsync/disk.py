@@ -148,17 +148,17 @@ class DiskSync(Updates):
             with report.phase("publish"):
                 if self._group.rank == 0:
                     folder = self._versions.publish(folder)
+                    # it counts, whatever engines make of it: tries that fail must not add up
+                    stack.callback(self._prune)
                 self._group.barrier()
             with report.phase("engines"):
                 if self._group.rank == 0:
                     self._load(str(folder), report.version)
                 self._group.confirm()
-            if self._group.rank == 0:
-                self._prune()
         return report
 
     def _prune(self) -> None:
-        """Removes old versions, or says why not: all ranks and engines have the new one."""
+        """Removes old versions, or says why not: the new one is there."""
         try:
             self._versions.prune()
         except (OSError, _core.WsyncError) as error:
