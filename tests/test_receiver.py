@@ -81,7 +81,7 @@ def failed_update(start: Start, loader: Loader, weights: Tensors, rounds: Any = 
     success, text = handled.result(SECONDS)
     assert not success
     if isinstance(caught.value, RemoteError):
-        assert text in str(caught.value)
+        assert f"failed: {text.removeprefix('worker 0: ')}" in str(caught.value)
     return text
 
 
@@ -330,7 +330,9 @@ def test_a_failed_load_reaches_the_trainer_and_a_later_update_heals(start: Start
     trainer, receiver = Trainer(tiny_weights(1), ROUNDS), Receiver(ModuleLoader(module), worker=3)
     handled = start(receiver, trainer.control(1))
     trainer.accept()
-    with pytest.raises(RemoteError, match="worker 3: update 1: RuntimeError: no kernel for up"):
+    with pytest.raises(
+        RemoteError, match=r"worker \(pid \d+\) failed: update 1: RuntimeError: no kernel for up"
+    ):
         trainer.update(1, tiny_weights(1))
     success, text = handled.result(SECONDS)
     assert (success, receiver.consistent) == (False, False)

@@ -1,11 +1,16 @@
-"""Which trainer rank serves which engine worker."""
+"""Which trainer rank serves which engine worker, and what it says of it."""
 
 from __future__ import annotations
+
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import wsync
-from wsync.sessions import assign_homes
+from wsync import _core
+from wsync.sessions import WorkerSession, assign_homes
 
 
 def homes(*args: list[int] | None) -> list[int]:
@@ -44,3 +49,27 @@ def test_wrong_counts_are_named() -> None:
         assign_homes([1, 1], [0], [0, 1, 2])
     with pytest.raises(wsync.InvalidArgumentError, match="engine 1 has -1 workers"):
         assign_homes([1, -1], [0])
+
+
+def test_errors_of_a_session_say_whose_it_is() -> None:
+    session = WorkerSession(5, engine="http://host:1", index=1, directory=None)
+    try:
+        with pytest.raises(wsync.DeadlineError, match=r"^engine http://host:1: worker 1: "):
+            session.accept(0.01, check=lambda: None)
+
+        def refuse() -> None:
+            raise wsync.RemoteError("trainer rank 3: no")
+
+        with pytest.raises(wsync.RemoteError, match=r"^trainer rank 3: no$"):
+            session.accept(5.0, refuse)
+        with ThreadPoolExecutor(1) as pool:
+            connecting = pool.submit(_core.Importer, session.address, b"layout", 5.0)
+            assert session.accept(5.0, check=lambda: None) == b"layout"
+            connecting.result().fail("update 2: no room")
+        text = rf"engine http://host:1: worker 1 \(pid {os.getpid()}\) failed: update 2: no room"
+        with pytest.raises(wsync.RemoteError, match=f"^{text}$") as caught:
+            session.teach(b"", 5.0, check=lambda: None)
+            session.learnt(5.0, check=lambda: None)
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    finally:
+        session.close()

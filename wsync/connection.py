@@ -92,15 +92,21 @@ class Connection:
         if worker.stage is not None:
             return BroadcastSession(number, worker.stage, placement.remote, options=options)
         if worker.rank is not None:
-            engine_name = placement.names[worker.engine]
-            name = f"engine {engine_name}: worker {worker.index}"
-            return RemoteSession(number, host=own_address([engine_name]), name=name)
+            engine = placement.names[worker.engine]
+            host = own_address([engine])
+            return RemoteSession(number, engine=engine, index=worker.index, host=host)
         if worker.stock:
-            engine = engines[worker.engine]
+            handle = engines[worker.engine]
             # of several workers, the others would each need a context on this GPU
-            on_gpu = self._source != "" and engine.workers == 1
-            return StockSession(number, engine, timeout=options.request_deadline, on_gpu=on_gpu)
-        return WorkerSession(number, directory=options.directory, park=options.park)
+            on_gpu = self._source != "" and handle.workers == 1
+            return StockSession(number, handle, timeout=options.request_deadline, on_gpu=on_gpu)
+        return WorkerSession(
+            number,
+            engine=placement.names[worker.engine],
+            index=worker.index,
+            directory=options.directory,
+            park=options.park,
+        )
 
     @property
     def exchange_name(self) -> str:

@@ -96,18 +96,18 @@ class RemoteExporter:
 class RemoteSession(WorkerSession):
     """A remote worker that runs wsync's receiver: it takes part in the exchange itself.
 
-    host: the address of this host that the worker can reach; name: what errors call the worker.
+    host: the address of this host that the worker can reach.
     """
 
     _exporter: RemoteExporter
 
-    def __init__(self, worker: int, *, host: str, name: str) -> None:
-        self._host, self._name = host, name
+    def __init__(self, worker: int, *, engine: str, index: int, host: str) -> None:
+        self._host = host
         self.orders: Orders | None = None  # once there is a plan
-        super().__init__(worker, directory=None)
+        super().__init__(worker, engine=engine, index=index, directory=None)
 
     def _listen(self) -> RemoteExporter:
-        return RemoteExporter(self._host, self._name)
+        return RemoteExporter(self._host, self.name)
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
         """The ring is the worker's own."""

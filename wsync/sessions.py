@@ -24,6 +24,8 @@ Span = tuple[int, int]
 _log = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"wsync-[A-Za-z0-9]{6}")  # of one listening socket; see csrc/ipc/listener.c
+# errors of csrc/ipc, and not of checks or streams; their words are about the other side
+_SESSIONS = ("session", "channel", "frame", "listener", "blob")
 _STALE_SECONDS = 60.0  # a folder this young may belong to a process that does not listen yet
 
 
@@ -164,14 +166,48 @@ class Exporter(Protocol):
     def close(self) -> None: ...
 
 
+class _Said(contextlib.AbstractContextManager[None]):
+    """Has errors of a session on this host say whose session it is: the core, which writes them,
+    knows its peer as a process alone."""
+
+    def __init__(self, engine: str, index: int) -> None:
+        self._engine = engine
+        self._worker = f"worker {index}"
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, _core.WsyncError) or error.origin not in _SESSIONS:
+            return
+        text = str(error)
+        named = text.replace("worker (pid ", f"{self._worker} (pid ", 1)
+        where = f"engine {self._engine}: "
+        if named == text:
+            where += f"{self._worker}: "
+        said = type(error)(where + named)
+        said.origin, said.native = "engine", error.native
+        raise said from error
+
+
 class WorkerSession:
     """A worker that runs wsync's receiver: it maps the ring once and loads round by round.
 
-    park: whether the ring's memory is given back between updates.
+    Args:
+        worker: its number in the plan.
+        engine, index: what errors call it: the engine's name, and its number there.
+        park: whether the ring's memory is given back between updates.
     """
 
-    def __init__(self, worker: int, *, directory: str | None, park: bool = False) -> None:
+    def __init__(
+        self,
+        worker: int,
+        *,
+        engine: str,
+        index: int,
+        directory: str | None,
+        park: bool = False,
+    ) -> None:
         self.worker = worker
+        self.name = f"engine {engine}: worker {index}"
+        self._said = _Said(engine, index)
         self._park = park
         self.id = secrets.token_hex(8)
         self._directory = directory
@@ -191,7 +227,8 @@ class WorkerSession:
 
     def accept(self, timeout: float, check: Check) -> bytes:
         """Waits for the worker; returns the layout it keeps, or control.WHOLE, PIECES or LEARN."""
-        return self._exporter.accept(timeout, check)
+        with self._said:
+            return self._exporter.accept(timeout, check)
 
     @property
     def worker_uuid(self) -> str:
@@ -204,8 +241,9 @@ class WorkerSession:
         self._teacher, self._exporter = self._exporter, self._listen()
         lesson = self._exporter.address.encode() + b"\n" + model
         ring = _core.Memory(1, find(self._teacher.worker_uuid))
-        self._teacher.attach(ring, lesson, timeout, check)
-        self._teacher.begin(0, 0, timeout, check)
+        with self._said:
+            self._teacher.attach(ring, lesson, timeout, check)
+            self._teacher.begin(0, 0, timeout, check)
 
     def learnt(self, timeout: float, check: Check) -> bytes:
         """Waits until the worker has learnt and is back; what `accept` returns.
@@ -223,7 +261,8 @@ class WorkerSession:
             except _core.DeadlineError:
                 return
 
-        blob = self._exporter.accept(timeout, alive)
+        with self._said:
+            blob = self._exporter.accept(timeout, alive)
         self._teacher = None
         teacher.close()
         return blob
@@ -244,7 +283,8 @@ class WorkerSession:
         """Hands over ring and manifest; returns where the ring lies."""
         assert self._ring is not None
         manifest = self._expect(plan)
-        self._exporter.attach(self._ring, manifest.to_bytes(), timeout, check)
+        with self._said:
+            self._exporter.attach(self._ring, manifest.to_bytes(), timeout, check)
         return self._ring.address, self._ring.nbytes
 
     def _expect(self, plan: _core.Plan) -> _core.Layout:
@@ -255,7 +295,8 @@ class WorkerSession:
         return manifest
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
-        self._exporter.begin(update, len(self._waits), timeout, check)
+        with self._said:
+            self._exporter.begin(update, len(self._waits), timeout, check)
 
     @property
     def loaded(self) -> int:
@@ -264,19 +305,23 @@ class WorkerSession:
 
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         """Has the stream wait until the slot of a round may be written."""
-        self._exporter.acquire(self._waits[round], stream, timeout, check)
+        with self._said:
+            self._exporter.acquire(self._waits[round], stream, timeout, check)
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         """Announces a round, ready when the stream gets there."""
-        self._exporter.post(round, stream, timeout, check)
+        with self._said:
+            self._exporter.post(round, stream, timeout, check)
 
     def look(self) -> None:
         """Raises what the worker has said, or that it is gone; waits for nothing."""
-        self._exporter.acquire(-1, None, 0.0)
+        with self._said:
+            self._exporter.acquire(-1, None, 0.0)
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         """Waits until the worker has loaded a round."""
-        self._exporter.acquire(round, None, timeout, check)
+        with self._said:
+            self._exporter.acquire(round, None, timeout, check)
 
     def prepared(self, timeout: float, check: Check) -> None:
         """Waits until the worker has loaded everything, and compares its count with ours.
@@ -284,15 +329,17 @@ class WorkerSession:
         Raises:
             ProtocolError: the worker loaded another number of tensors or bytes.
         """
-        tensors, nbytes, _ = self._exporter.prepared(timeout, check)
+        with self._said:
+            tensors, nbytes, _ = self._exporter.prepared(timeout, check)
         if (tensors, nbytes) != self._expected:
             raise _core.ProtocolError(
-                f"worker {self.worker} loaded {tensors} tensors of {nbytes} bytes instead of "
+                f"{self.name} loaded {tensors} tensors of {nbytes} bytes instead of "
                 f"{self._expected[0]} of {self._expected[1]}"
             )
 
     def commit(self, timeout: float, check: Check) -> None:
-        self._exporter.commit(timeout, check, self._park)
+        with self._said:
+            self._exporter.commit(timeout, check, self._park)
 
     def park(self, timeout: float, check: Check) -> None:
         """After the commit: gives the ring's memory back until the next update, unless somebody
@@ -302,7 +349,7 @@ class WorkerSession:
         try:
             self._exporter.park(timeout, check)
         except (_core.PeerRefusedError, _core.PeerClosedError) as error:
-            _log.warning("worker %d: the ring is not parked: %s", self.worker, error)
+            _log.warning("%s: the ring is not parked: %s", self.name, error)
 
     def abort(self, text: str) -> None:
         # an engine's words: they may hold what a C string cannot

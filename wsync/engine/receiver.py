@@ -156,10 +156,11 @@ class Receiver:
         try:
             self._run(message)
         except Exception as error:
-            text = f"worker {self._worker}: update {message.update}: {_text(error)}"
+            said = f"update {message.update}: {_text(error)}"
+            text = f"worker {self._worker}: {said}"
             _log.warning("%s", text)
             if self._importer is not None:
-                self._importer.fail(text)
+                self._importer.fail(said)  # the trainer knows who it is
             self.close()
             if not self.consistent:
                 self.reason = f"the weights are inconsistent: {text}"
@@ -221,7 +222,7 @@ class Receiver:
     def _connect(self, message: Control) -> Session:
         if self._importer is None or self._session != message.session:
             if self._importer is not None:
-                self._importer.fail(f"worker {self._worker}: another trainer has taken over")
+                self._importer.fail("another trainer has taken over")
             self.close()
             self._generation = -1
             blob, device = self._loader.blob(), self._loader.device
