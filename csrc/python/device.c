@@ -97,7 +97,10 @@ static void memory_dealloc(PyObject *object)
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
     if (self->memory != NULL) {
-        self->ops->memory_destroy(self->memory);
+        /* A driver may wait for its device, and that for a thread of this process. */
+        Py_BEGIN_ALLOW_THREADS
+            self->ops->memory_destroy(self->memory);
+        Py_END_ALLOW_THREADS
     }
     release(object);
     Py_DECREF(type);

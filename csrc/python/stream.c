@@ -161,6 +161,7 @@ static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     StreamObject *self = NULL;
     wsync_error_t err = {0};
+    wsync_status_t status;
     int threads = 1;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|iO&:Stream", names, &threads,
@@ -172,9 +173,14 @@ static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return NULL;
     }
     self->ops = device.ops;
-    if (self->ops->control_create(PROGRESS_NBYTES, &self->progress, &err) != WSYNC_OK ||
-        self->ops->stream_create(threads > 0 ? (unsigned)threads : 0, &self->stream,
-                                 &err) != WSYNC_OK) {
+    Py_BEGIN_ALLOW_THREADS
+        status = self->ops->control_create(PROGRESS_NBYTES, &self->progress, &err);
+        if (status == WSYNC_OK) {
+            status = self->ops->stream_create(threads > 0 ? (unsigned)threads : 0,
+                                              &self->stream, &err);
+        }
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
         Py_DECREF(self);
         return wsync_py_raise(state, &err);
     }
