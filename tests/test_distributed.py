@@ -205,15 +205,13 @@ def test_colocated_and_remote_engines_in_one_update(
     )
     offsets: dict[str, Any] = {"engine_gpu_offsets": [0, 1]} if told else {}
     updater.connect_rollout_engines(engines, None, engine_gpu_counts=[1, 1], **offsets)
-    joined: set[str] = set()
-    for engine in engines:
-        cases.note_groups(engine, joined)
-    known: list[set[str]] = []  # when the workers that learn had learnt
+    joins = cases.note_joins(engines)
+    known: list[int] = []  # joins when the workers that learn had learnt
     teach = Connection._teach
 
     def noting(*arguments: Any) -> None:
         teach(*arguments)
-        known.append(set(joined))
+        known.append(len(joins))
 
     monkeypatch.setattr(Connection, "_teach", noting)
     for seed in (31, 32):
@@ -221,8 +219,8 @@ def test_colocated_and_remote_engines_in_one_update(
         updater.update_weights()
         assert [same(engine, weights) for engine in engines] == [True, True]
         assert [engine.weight_version for engine in engines] == [str(updater.weight_version)] * 2
-    assert len(joined) == 1
-    assert known == [set()]  # an engine that joins does not wait for that
+    assert len({join["group_name"] for join in joins}) == 1
+    assert known == [0]  # an engine that joins does not wait for that
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     assert updater.pop_metrics()["wsync/delivered_nbytes"] == 2 * nbytes
     updater.disconnect_rollout_engines()
