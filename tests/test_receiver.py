@@ -12,6 +12,7 @@ import torch
 from support.trainer import SECONDS, Tensors, Trainer, as_bytes
 
 from wsync._core import (
+    Event,
     Exporter,
     Layout,
     LayoutBuilder,
@@ -20,9 +21,11 @@ from wsync._core import (
     ProtocolError,
     RemoteError,
     StateError,
+    Stream,
     SystemCallError,
 )
 from wsync.control import PIECES
+from wsync.device import find
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.receiver import Receiver
 
@@ -382,6 +385,26 @@ def test_an_abort_before_the_first_round_leaves_the_old_weights_in_place(start: 
     assert "changed my mind" in handled.result(SECONDS)[1]
     assert receiver.consistent
     check(module, tiny_weights(1))
+
+
+def test_nothing_more_is_written_when_an_update_has_failed(start: Start) -> None:
+    module = Tiny()
+    loader = ModuleLoader(module)
+    trainer, receiver, _ = first_update(start, loader, tiny_weights(1))
+    gate = Event(Memory(4096, find(trainer.exporter.worker_uuid), control=True), 0)
+    handled = start(receiver, trainer.control(2, deadline=0.5))
+    trainer.exporter.begin(2, 3, SECONDS)
+    trainer.stream.wait(gate, 1)
+    trainer.send(tiny_weights(2), range(1))  # announced, and not there
+    assert not handled.result(SECONDS)[0]
+    left = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    opener = Stream(1, trainer.stream.device)
+    opener.record(gate, 1)
+    opener.synchronize(SECONDS)
+    trainer.stream.synchronize(SECONDS)  # now it is
+    assert loader.stream is not None
+    loader.stream.synchronize(SECONDS)
+    check(module, left)
 
 
 def test_a_trainer_that_stalls_costs_the_messages_deadline(start: Start) -> None:
