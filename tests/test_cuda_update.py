@@ -199,6 +199,25 @@ def test_the_engine_may_number_the_gpus_differently(trainer: Ranks) -> None:
     assert trainer.run(cuda_cases.start_engine, alone, timeout=120) == ["right"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "shape", "rounds"),
+    [
+        # what is uploaded shares a queue with what waits
+        ({"CONNECTIONS": "1"}, (64, 4096), 1 << 16),
+        # what is fed fills the queue in which it waits
+        ({"QUEUE": "8", "PAGEABLE": "0"}, (20, 1 << 20), 16 << 20),
+    ],
+    ids=["upload", "feed"],
+)
+def test_a_gpu_that_waits_for_a_dead_engine_holds_nobody(
+    settings: dict[str, str], shape: tuple[int, ...], rounds: int, tmp_path: Path
+) -> None:
+    variables = {f"WSYNC_FAKE_CUDA_{name}": value for name, value in settings.items()}
+    with _ranks(1, tmp_path, **variables) as ranks:
+        (text,) = ranks.run(cuda_cases.lose_the_engine, shape, rounds, timeout=60)
+    assert text.startswith(("PeerClosedError: engine ", "DeadlineError: engine ")), text
+
+
 def test_one_rank_does_not_serve_engines_on_two_gpus(trainer: Ranks) -> None:
     (facts,) = trainer.run(cuda_cases.two_devices, timeout=120)
     assert facts["error"].startswith("InvalidArgumentError: rank 0 serves worker 0 of engine 0")

@@ -349,6 +349,7 @@ wsync_status_t wsync_cuda_runner_run(wsync_cuda_runner_t *runner,
                                      wsync_cuda_load_t **load, wsync_error_t *err)
 {
     sorted_t sorted = {0};
+    const uint64_t uploaded = runner->segments.uploaded + runner->addresses.uploaded;
     wsync_status_t status = sort(runner, batch, &sorted, err);
 
     *load = NULL;
@@ -363,6 +364,11 @@ wsync_status_t wsync_cuda_runner_run(wsync_cuda_runner_t *runner,
         sorted.load = NULL;
         status = run_load(runner, batch, &sorted, *load, err);
     }
+    /* Uploads share the device's queues with what waits in the stream, and feeding fills
+     * them: both may keep the host until those waits are over. */
+    atomic_store(&runner->steady,
+                 *load == NULL &&
+                     runner->segments.uploaded + runner->addresses.uploaded == uploaded);
     wsync_cuda_load_destroy(sorted.load);
     free(sorted.copies);
     free(sorted.places);

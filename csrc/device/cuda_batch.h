@@ -26,6 +26,7 @@ typedef struct wsync_cuda_runner {
     wsync_cuda_tables_t segments;
     wsync_cuda_tables_t addresses; /* anew whenever a buffer has moved */
     wsync_cuda_spans_t spans;
+    atomic_bool steady; /* the last batch was neither fed nor in need of new tables */
     _Atomic(wsync_cuda_feed_t *) feed; /* owned; NULL until it is needed */
 } wsync_cuda_runner_t;
 

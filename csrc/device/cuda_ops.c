@@ -89,6 +89,7 @@ wsync_status_t wsync_device_cuda(const wsync_cu_uuid_t *uuid, const void *image,
         .stream_follow = wsync_cuda_stream_follow,           \
         .stream_lead = wsync_cuda_stream_lead,               \
         .stream_abandon = wsync_cuda_stream_abandon,         \
+        .stream_ahead = wsync_cuda_stream_ahead,             \
         .stream_synchronize = wsync_cuda_stream_synchronize, \
         .stream_trace = wsync_cuda_stream_trace,             \
         .event_wait = wsync_cuda_event_wait,                 \

@@ -232,6 +232,11 @@ static void abandon(cuda_stream_t *self)
     }
 }
 
+unsigned wsync_cuda_stream_ahead(wsync_stream_t *stream)
+{
+    return atomic_load(&own(stream)->runner.steady) ? WSYNC_STREAM_AHEAD : 0;
+}
+
 void wsync_cuda_stream_abandon(wsync_stream_t *stream)
 {
     cuda_stream_t *self = own(stream);

@@ -19,6 +19,7 @@ wsync_status_t wsync_cuda_stream_record(wsync_stream_t *stream, wsync_event_t ev
                                         uint64_t value, wsync_error_t *err);
 wsync_status_t wsync_cuda_stream_wait(wsync_stream_t *stream, wsync_event_t event,
                                       uint64_t value, wsync_error_t *err);
+unsigned wsync_cuda_stream_ahead(wsync_stream_t *stream);
 void wsync_cuda_stream_abandon(wsync_stream_t *stream);
 wsync_status_t wsync_cuda_stream_synchronize(wsync_stream_t *stream, int timeout_ms,
                                              wsync_error_t *err);

@@ -130,6 +130,7 @@ static void settle(wsync_cuda_tables_t *tables, wsync_cuda_table_t *table,
 {
     wsync_cuda_table_t **bucket = &tables->buckets[table->hash % WSYNC_CUDA_TABLE_BUCKETS];
 
+    tables->uploaded++;
     if (status == WSYNC_OK) {
         table->next = *bucket;
         *bucket = table;

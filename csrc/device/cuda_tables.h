@@ -33,7 +33,8 @@ typedef struct wsync_cuda_tables {
     const wsync_cuda_device_t *device;
     wsync_cu_stream_t uploads;
     wsync_cuda_slab_t *slabs;
-    uint64_t nbytes; /* of all slabs */
+    uint64_t nbytes;   /* of all slabs */
+    uint64_t uploaded; /* tables so far */
     wsync_cuda_table_t *buckets[WSYNC_CUDA_TABLE_BUCKETS];
 } wsync_cuda_tables_t;
 

@@ -35,6 +35,10 @@ typedef struct wsync_device_identity {
     int ordinal;                            /* among those the process sees; -1: the host */
 } wsync_device_identity_t;
 
+/* The most waits that lie ahead of what a stream has passed: a device's queue that is full
+ * keeps its caller, for ever if the one who is waited for is gone. */
+enum { WSYNC_STREAM_AHEAD = 64 };
+
 typedef struct wsync_device_ops {
     const char *name; /* "host", "cuda" */
     wsync_device_identity_t (*identity)(void);
@@ -103,6 +107,9 @@ typedef struct wsync_device_ops {
     /* The other way round: what `other` is given from now on starts when everything has
      * happened that was enqueued here. */
     wsync_status_t (*stream_lead)(wsync_stream_t *stream, void *other, wsync_error_t *err);
+    /* How many waits may lie ahead of what the stream has passed: 0 while batches like the
+     * last one may keep their caller until these are over. */
+    unsigned (*stream_ahead)(wsync_stream_t *stream);
     /* Gives up waits, drops what has not begun (its records never happen), and returns when
      * nothing of what was enqueued runs any more.  The stream can be used again.  A device
      * has begun all that was enqueued: behind a wait that was given up, whose word then has

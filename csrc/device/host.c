@@ -42,6 +42,7 @@ const wsync_device_ops_t *wsync_device_host(void)
         .stream_follow = order_nothing,
         .stream_lead = order_nothing,
         .stream_abandon = wsync_host_stream_abandon,
+        .stream_ahead = wsync_host_stream_ahead,
         .stream_synchronize = wsync_host_stream_synchronize,
         .stream_trace = wsync_host_stream_trace,
         .event_wait = wsync_host_event_wait,

@@ -40,6 +40,7 @@ wsync_status_t wsync_host_stream_record(wsync_stream_t *stream, wsync_event_t ev
                                         uint64_t value, wsync_error_t *err);
 wsync_status_t wsync_host_stream_wait(wsync_stream_t *stream, wsync_event_t event,
                                       uint64_t value, wsync_error_t *err);
+unsigned wsync_host_stream_ahead(wsync_stream_t *stream);
 void wsync_host_stream_abandon(wsync_stream_t *stream);
 wsync_status_t wsync_host_stream_synchronize(wsync_stream_t *stream, int timeout_ms,
                                              wsync_error_t *err);

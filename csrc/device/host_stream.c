@@ -429,6 +429,12 @@ void wsync_host_stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next,
     (void)pthread_mutex_unlock(&stream->mutex);
 }
 
+unsigned wsync_host_stream_ahead(wsync_stream_t *stream)
+{
+    (void)stream;
+    return WSYNC_STREAM_AHEAD;
+}
+
 void wsync_host_stream_abandon(wsync_stream_t *stream)
 {
     uint64_t target;

@@ -210,15 +210,18 @@ wsync_status_t wsync_link_order(wsync_link_t *link, wsync_stream_t *stream, uint
                                 uint64_t value, int64_t deadline_ms,
                                 wsync_awaited_t awaited, wsync_error_t *err)
 {
+    unsigned ahead;
+
     if (stream == NULL) {
         return wsync_link_wait_word(link, offset, value, deadline_ms, awaited, err);
     }
     if (link->ops->event_query(wsync_link_event(link, offset)) >= value) {
         return WSYNC_OK;
     }
-    if (value > SESSION_AHEAD) {
-        const wsync_status_t status = wsync_link_wait_word(
-            link, offset, value - SESSION_AHEAD, deadline_ms, awaited, err);
+    ahead = link->ops->stream_ahead(stream);
+    if (value > ahead) {
+        const wsync_status_t status =
+            wsync_link_wait_word(link, offset, value - ahead, deadline_ms, awaited, err);
 
         if (status != WSYNC_OK) {
             return status;

@@ -31,9 +31,6 @@ enum {
     SESSION_READY_OFFSET = 0, /* written by the exporter's streams */
     SESSION_DONE_OFFSET = 64, /* written by the importer's; a cache line of its own */
     SESSION_WORD_SLICE_MS = 10,
-    /* Rounds that a host runs ahead of what streams have passed: a device's queue that is
-     * full keeps its caller, for ever if the peer is gone. */
-    SESSION_AHEAD = 64,
     SESSION_FAREWELL_MS = 100,
 };
 
@@ -88,7 +85,7 @@ wsync_status_t wsync_link_drain(wsync_link_t *link, wsync_awaited_t awaited,
 wsync_status_t wsync_link_wait_word(wsync_link_t *link, uint64_t offset, uint64_t value,
                                     int64_t deadline_ms, wsync_awaited_t awaited,
                                     wsync_error_t *err);
-/* The same on a stream, where there is one: returns when no more than SESSION_AHEAD rounds
+/* The same on a stream, where there is one: returns when no more than stream_ahead rounds
  * wait there. */
 wsync_status_t wsync_link_order(wsync_link_t *link, wsync_stream_t *stream, uint64_t offset,
                                 uint64_t value, int64_t deadline_ms,

@@ -271,6 +271,8 @@ wsync_cu_result_t fake_init(unsigned flags)
         fake.no_vmm = read_number("WSYNC_FAKE_CUDA_NO_VMM", 0) != 0;
         fake.pageable = read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) != 0;
         fake.sizes = read_number("WSYNC_FAKE_CUDA_SIZES", 0) != 0;
+        fake.serial = read_number("WSYNC_FAKE_CUDA_CONNECTIONS", 0) == 1;
+        fake.queue = read_number("WSYNC_FAKE_CUDA_QUEUE", 0);
         fake.seed = (unsigned)read_number("WSYNC_FAKE_CUDA_SEED", 1);
         for (int i = 0; i < fake.device_count; i++) {
             fake.contexts[i].device = i;

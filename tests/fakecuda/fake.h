@@ -124,6 +124,7 @@ typedef struct fake_op {
     unsigned grid;
     unsigned block;
     unsigned char parameters[FAKE_PARAMETER_NBYTES];
+    uint64_t number; /* in the order of all streams */
 } fake_op_t;
 
 struct wsync_cu_stream {
@@ -135,6 +136,7 @@ struct wsync_cu_stream {
     unsigned seed;
     bool running; /* the head, without the lock */
     bool destroyed;
+    size_t length; /* of the queue */
 };
 
 struct wsync_cu_module {
@@ -154,6 +156,9 @@ typedef struct fake_state {
     bool pageable;
     bool no_vmm;
     bool sizes;
+    bool serial;  /* all streams share one queue of the device */
+    size_t queue; /* operations that a stream holds; 0: any number */
+    uint64_t next_number;
     unsigned seed;
     struct wsync_cu_context contexts[FAKE_MAX_DEVICES];
     fake_physical_t *physicals;

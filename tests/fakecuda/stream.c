@@ -98,6 +98,17 @@ static void free_stream(struct wsync_cu_stream *stream)
     free(stream);
 }
 
+/* Whether another stream has yet to pass what was enqueued before an operation. */
+static bool is_blocked(const struct wsync_cu_stream *self, const fake_op_t *op)
+{
+    for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
+        if (at != self && at->head != NULL && at->head->number < op->number) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static void *stream_main(void *argument)
 {
     struct wsync_cu_stream *stream = argument;
@@ -112,6 +123,11 @@ static void *stream_main(void *argument)
         if (op == NULL) {
             (void)pthread_cond_wait(&stream->changed, &fake.mutex);
             continue;
+        }
+        while (fake.serial && is_blocked(stream, op)) {
+            fake_unlock();
+            pause_ns(POLL_NS);
+            fake_lock();
         }
         stream->running = true;
         fake_unlock();
@@ -132,6 +148,7 @@ static void *stream_main(void *argument)
             fake_event_let_go(op->event);
         }
         free(op);
+        stream->length--;
         (void)pthread_cond_broadcast(&stream->changed);
     }
     free_stream(stream);
@@ -220,6 +237,11 @@ static wsync_cu_result_t enqueue(struct wsync_cu_stream *stream, const fake_op_t
     }
     *made = *op;
     made->next = NULL;
+    while (fake.queue > 0 && stream->length >= fake.queue) {
+        (void)pthread_cond_wait(&stream->changed, &fake.mutex);
+    }
+    stream->length++;
+    made->number = fake.next_number++;
     if (stream->tail != NULL) {
         stream->tail->next = made;
     } else {

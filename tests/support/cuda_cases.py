@@ -7,10 +7,12 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import signal
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from wsync.device import find, uuid
 from wsync.engine.process import ProcessEngine
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.layout import TrainerLayout
+from wsync.sessions import WorkerSession
 
 OPTIONS = wsync.Options(
     deadline=20.0, progress=False, round_nbytes=1 << 14, ring_nbytes=1 << 16, flush_cache=False
@@ -105,7 +108,9 @@ def _weights(seed: int) -> Weights:
 
 
 @contextlib.contextmanager
-def _engine(**environment: str) -> Iterator[ProcessEngine]:
+def _engine(
+    shapes: dict[str, tuple[int, ...]] = SHAPES, **environment: str
+) -> Iterator[ProcessEngine]:
     """An engine of one process with these variables; an empty one is unset."""
     before = dict(os.environ)
     os.environ.update(environment)
@@ -113,7 +118,7 @@ def _engine(**environment: str) -> Iterator[ProcessEngine]:
         if not value:
             del os.environ[name]
     try:
-        engine = ProcessEngine({name: (shape, torch.float32) for name, shape in SHAPES.items()})
+        engine = ProcessEngine({name: (shape, torch.float32) for name, shape in shapes.items()})
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -210,6 +215,29 @@ def start_engine(environment: dict[str, str]) -> str:
             return error or ("right" if same(engine.weights(), _weights(2)) else "wrong bytes")
     except wsync.WsyncError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def lose_the_engine(shape: tuple[int, ...], rounds: int) -> str:
+    """What the trainer says of an engine that is killed in its first update, when it has answered
+    for rounds that its slow GPU has not passed: the trainer's GPU then waits for ever."""
+    weights = {"w": torch.zeros(shape)}
+    options = wsync.Options(
+        deadline=5.0, progress=False, round_nbytes=rounds, ring_nbytes=2 * rounds, delivery="wsync"
+    )
+    acquire = WorkerSession.acquire
+    slow = {"WSYNC_FAKE_CUDA_DELAY_US": "400000", "WSYNC_FAKE_CUDA_PAGEABLE": "1"}
+    with _engine({"w": shape}, **slow) as engine:
+
+        def strike(session: WorkerSession, round: int, *others: Any) -> None:
+            acquire(session, round, *others)
+            if round == 3:
+                os.kill(engine.pids[0], signal.SIGKILL)
+
+        with (
+            mock.patch.object(WorkerSession, "acquire", strike),
+            wsync.connect(weights, [engine], options=options) as sync,
+        ):
+            return _try(sync, weights)
 
 
 def two_devices() -> dict[str, Any]:
