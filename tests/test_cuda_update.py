@@ -166,7 +166,7 @@ def test_rings_are_smaller_where_the_gpu_has_no_room(tmp_path: Path) -> None:
             "none of the 2 GPUs that this process sees has the UUID that begins with 00112233",
         ),
         ({"WSYNC_DEVICE": "cuda:7"}, "cuda:7: this process sees 2 GPUs"),
-        ({"WSYNC_DEVICE": "gpu0"}, "gpu0"),
+        ({"WSYNC_DEVICE": "gpu0"}, "WSYNC_DEVICE='gpu0' is neither cuda:N nor a GPU's UUID"),
         ({"WSYNC_NVRTC_LIB": "/nowhere/libnvrtc.so"}, "/nowhere/libnvrtc.so"),
     ],
     ids=["uuid", "number", "name", "nvrtc"],

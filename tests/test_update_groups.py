@@ -6,20 +6,25 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import wsync
+from wsync import _core
 from wsync.collectives import Collectives
 from wsync.engine.distributed import UpdateGroups
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.process import ProcessEngine
 from wsync.engine.receiver import Receiver
+from wsync.transport import Transport
 from wsync.update_group import Store, UpdateGroup
 
 
@@ -198,3 +203,83 @@ def test_a_group_may_be_closed_while_a_collective_starts() -> None:
 
     with pytest.raises(wsync.PeerClosedError):
         Closing(Broken(), whole="group g", member="a member of group g").start("broadcast")
+
+
+def test_torch_does_not_end_a_process_whose_nccl_group_has_lost_a_member(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no NCCL here; what is shown is what torch reads when it makes such a group."""
+    seen: list[str | None] = []
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, *_: object) -> None:
+            seen.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+
+        def _set_default_timeout(self, _: object) -> None:
+            pass
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    for before in (None, "3"):
+        if before is None:
+            monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+        else:
+            monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
+        store = Store(5.0)
+        where = {"rank": 0, "size": 1, "name": "alone", "backend": "nccl", "timeout": 5.0}
+        UpdateGroup("localhost", store.port, **where, device=torch.device("cuda", 0))
+        assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
+    assert seen == ["0", "0"]
+
+
+class Failed:
+    """A collective that has ended badly."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise RuntimeError("ncclRemoteError: a peer is gone")
+
+
+class Stuck:
+    """A backend's group, which ends when it is let go."""
+
+    let_go, ended = threading.Event(), threading.Event()
+
+    def allreduce(self) -> Failed:
+        return Failed()
+
+    def __del__(self) -> None:
+        self.let_go.wait(10.0)
+        self.ended.set()
+
+
+def test_a_group_that_has_failed_is_left_without_waiting_for_its_end() -> None:
+    group = Collectives(Stuck(), whole="2 ranks", member="a rank")
+    with pytest.raises(wsync.PeerClosedError, match="a rank is gone"):
+        group.finish(group.start("allreduce"), 5.0)
+    group.close()
+    assert not Stuck.ended.is_set()
+    Stuck.let_go.set()
+    assert Stuck.ended.wait(10.0)
+
+
+def transport(options: wsync.Options, *, crowded: bool) -> Transport:
+    """Of one of two ranks on one host, whose torch has NCCL."""
+    made = Transport(
+        SimpleNamespace(rank=0, size=2),  # type: ignore[arg-type]
+        SimpleNamespace(hosts=[0, 0]),  # type: ignore[arg-type]
+        options,
+    )
+    made.use(_core.host(), crowded)
+    return made
+
+
+def test_ranks_that_share_a_gpu_do_not_meet_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wsync.transport.has_nccl", lambda _: True)
+    assert transport(wsync.Options(), crowded=False)._choose() == "nccl"
+    assert transport(wsync.Options(), crowded=True)._choose() == "shared"
+    with pytest.raises(wsync.InvalidArgumentError, match="trainer ranks share a GPU"):
+        transport(wsync.Options(exchange="nccl"), crowded=True)._choose()

@@ -27,6 +27,7 @@ class Collectives:
         self._group = group
         self._whole, self._member = whole, member
         self._underway = 0  # started, and not seen to end
+        self._failed = False
 
     def start(self, name: str, *arguments: Any) -> Any:
         """Starts the backend's collective of that name; `finish` waits for it.
@@ -77,6 +78,7 @@ class Collectives:
         try:
             work.wait()
         except RuntimeError as error:
+            self._failed = True
             if verdict is not None:
                 verdict()
             raise self._gone(error) from error
@@ -87,8 +89,8 @@ class Collectives:
     def close(self) -> None:
         """Leaves the group at once; a collective that is stuck keeps nobody but a thread."""
         held, self._group = [self._group], None
-        if self._underway:
-            # the group's end waits for theirs
+        if self._underway or self._failed:
+            # the group's end waits for theirs; after an error, NCCL's takes its time
             threading.Thread(target=held.clear, daemon=True, name="wsync-group").start()
 
 

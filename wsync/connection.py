@@ -174,9 +174,9 @@ class Connection:
         planning = Planning(
             self._group, self._trainer, self._workers, self._sessions, self._options
         )
-        layouts, device = planning.gather(blobs, self._source)
+        layouts, device, crowded = planning.gather(blobs, self._source)
         self._stream = _core.Stream(self._options.threads, device)
-        self._transport.use(device)
+        self._transport.use(device, crowded)
         blueprint, plan = planning.fit(layouts, device)
         self._order(blueprint, plan)
         numbers = sorted(self._meetings)
@@ -313,7 +313,8 @@ class Connection:
 
     def close(self) -> None:
         """Lets go of every part, whatever one of them raises."""
-        parts: list[_Part | None] = [*self._sessions, self._remote, self._transport, self._stream]
+        # what is stuck on a GPU ends with its group, and keeps frees of GPU memory until then
+        parts: list[_Part | None] = [self._transport, *self._sessions, self._remote, self._stream]
         with contextlib.ExitStack() as last_first:
             for part in reversed(parts):
                 if part is not None:

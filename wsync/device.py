@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 # The GPU to use for weights in host memory: a UUID, or cuda:N.
 VARIABLE: Final = "WSYNC_DEVICE"
 _NVRTC: Final = "WSYNC_NVRTC_LIB"
+_UUID: Final = re.compile("(GPU-)?[0-9a-fA-F-]{32,36}")
+_POLL_SECONDS: Final = 1e-4
+_TORCH_SECONDS: Final = 120.0  # for what torch was given, where nobody says otherwise
 
 
 def of(table: _core.TensorTable) -> str:
@@ -37,9 +42,9 @@ def wanted() -> str:
     if name in ("", "host", "cpu"):
         return ""
     kind, _, number = name.partition(":")
-    if kind != "cuda":
+    if _UUID.fullmatch(name):
         return name
-    if not number.isdecimal():
+    if kind != "cuda" or not number.isdecimal():
         raise _core.InvalidArgumentError(f"{VARIABLE}={name!r} is neither cuda:N nor a GPU's UUID")
     return uuid(int(number))
 
@@ -109,10 +114,19 @@ def lead_torch(stream: _core.Stream) -> None:
         stream.lead(handle)
 
 
-def await_torch(device: _core.Device) -> None:
-    """Waits here until torch has done what it has been given in this thread; on a GPU."""
-    if device.ordinal >= 0 and torch.cuda.is_available():
-        torch.cuda.current_stream(device.ordinal).synchronize()
+def await_torch(device: _core.Device, timeout: float = _TORCH_SECONDS) -> None:
+    """Waits here until torch has done what it has been given in this thread; on a GPU.
+    DeadlineError after `timeout` seconds."""
+    if device.ordinal < 0 or not torch.cuda.is_available():
+        return
+    stream: Any = torch.cuda.current_stream(device.ordinal)
+    passed, end = stream.record_event(), time.monotonic() + timeout
+    while not passed.query():
+        if time.monotonic() > end:
+            raise _core.DeadlineError(
+                f"{device!r}: torch has not done what it was given in {timeout:.0f} s"
+            )
+        time.sleep(_POLL_SECONDS)
 
 
 def _torch_stream(device: _core.Device) -> int | None:
@@ -121,6 +135,12 @@ def _torch_stream(device: _core.Device) -> int | None:
         return None
     current: Any = torch.cuda.current_stream(device.ordinal)
     return int(current.cuda_stream)
+
+
+def release_cached(device: _core.Device) -> None:
+    """Gives back the memory of a GPU that torch keeps for later."""
+    if device.ordinal >= 0 and torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def on_gpu(nbytes: int, device: _core.Device) -> torch.Tensor:

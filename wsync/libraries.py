@@ -1,12 +1,17 @@
 """Shared libraries that pip packages bring."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 
 def bundled(pattern: str) -> list[str]:
-    """Files of the packages `nvidia/...` that a glob names, newest first."""
+    """Files of the packages `nvidia/...` that a glob names, newest first by their names."""
     spec = importlib.util.find_spec("nvidia")
     folders = (spec.submodule_search_locations or []) if spec else []
-    found = (str(path) for folder in folders for path in Path(folder).glob(pattern))
-    return sorted(found, reverse=True)
+    found = (path for folder in folders for path in Path(folder).glob(pattern))
+    return [str(path) for path in sorted(found, key=_version, reverse=True)]
+
+
+def _version(path: Path) -> tuple[list[int], str]:
+    return [int(number) for number in re.findall("[0-9]+", path.name)], str(path)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from wsync import _core
 from wsync.control import PIECES, WHOLE
 from wsync.crossing import Blueprint
-from wsync.device import default, find
+from wsync.device import default, find, release_cached
 from wsync.dtypes import dtype_of
 from wsync.group import TrainerGroup
 from wsync.options import Options
@@ -38,8 +38,11 @@ class Planning:
     sessions: Sequence[Session]
     options: Options
 
-    def gather(self, blobs: dict[int, bytes], source: str) -> tuple[list[bytes], _core.Device]:
-        """What every worker keeps, by its number, and what this rank uses: a GPU, or the host.
+    def gather(
+        self, blobs: dict[int, bytes], source: str
+    ) -> tuple[list[bytes], _core.Device, bool]:
+        """What every worker keeps, by its number; what this rank uses: a GPU, or the host; and
+        whether several ranks use one GPU.
 
         Args:
             blobs: what this rank's workers keep; layouts that are equal travel once a rank.
@@ -65,7 +68,9 @@ class Planning:
                 at += size
             layouts |= {int(number): found[i] for number, i in facts["index"].items()}
         device = find(self._settle(gpus))
-        return [layouts[number] for number in range(len(self.workers))], device
+        known = [gpu for gpu in gpus if gpu]
+        crowded = len(set(known)) < len(known)
+        return [layouts[number] for number in range(len(self.workers))], device, crowded
 
     def fit(self, layouts: list[bytes], device: _core.Device) -> tuple[Blueprint, _core.Plan]:
         """Plans, and makes the rings: smaller ones where some rank has no memory for them.
@@ -74,7 +79,7 @@ class Planning:
             LayoutError: the ranks' plans differ.
             NoMemoryError: even small rings have no room on some rank.
         """
-        limit, missing = self.options.ring_nbytes, ""
+        limit, missing, released = self.options.ring_nbytes, "", False
         while True:
             blueprint = self._draw(layouts, device, limit)
             try:
@@ -87,6 +92,10 @@ class Planning:
             missing = self._agree(plan, self._make_rings(plan, device))
             if not missing:
                 return blueprint, plan
+            if device.ordinal >= 0 and not released:
+                release_cached(device)  # of torch, which a driver does not ask
+                released = True
+                continue
             limit = max(plan.ring_nbytes(number) for number in range(len(self.workers))) // 2
             if self.options.ring_nbytes or limit < _LEAST_RING_NBYTES:
                 raise _core.NoMemoryError(missing)

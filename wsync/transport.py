@@ -39,6 +39,7 @@ class Transport:
         self._hosts = len(set(trainer.hosts))
         self._options = options
         self._device = _core.host()
+        self._has_nccl = self._crowded = False
         self._store: Store | None = None
         self._everyone: UpdateGroup | None = None
 
@@ -47,10 +48,12 @@ class Transport:
         self._store = Store(self._options.deadline)
         return Crossing.at(host, self._store.port, size, backend)
 
-    def use(self, device: _core.Device) -> None:
-        """Says what rounds lie on; to be called before remote workers are told of the crossing."""
-        self._device = device
-        if self.crossing is not None and has_nccl(device):
+    def use(self, device: _core.Device, crowded: bool) -> None:
+        """Says what rounds lie on, and whether other ranks use the same GPU, where NCCL does not
+        work; to be called before remote workers are told of the crossing."""
+        self._device, self._crowded = device, crowded
+        self._has_nccl = has_nccl(device) and not crowded
+        if self.crossing is not None and self._has_nccl:
             self.crossing = dataclasses.replace(self.crossing, backend="nccl")
 
     def open(self, plan: _core.Plan, check: Check, look: Check) -> Exchange | None:
@@ -85,14 +88,16 @@ class Transport:
             raise _core.InvalidArgumentError(
                 f"exchange='shared', but the trainer ranks are on {self._hosts} hosts"
             )
-        if wanted == "nccl" and not has_nccl(self._device):
+        if wanted == "nccl" and self._crowded:
+            raise _core.InvalidArgumentError("exchange='nccl', but trainer ranks share a GPU")
+        if wanted == "nccl" and not self._has_nccl:
             raise _core.InvalidArgumentError(
                 f"exchange='nccl', but rank {self._group.rank} is on {self._device!r}, or this "
                 "torch has no NCCL"
             )
         if wanted != "auto":
             return wanted
-        if has_nccl(self._device):
+        if self._has_nccl:
             return "nccl"
         return "shared" if self._hosts == 1 else "gloo"
 

@@ -212,7 +212,7 @@ class Receiver:
             for round in range(rounds):
                 importer.wait(round, timeout)
         receipt = self._loader.finish(timeout)
-        await_torch(self._loader.device)  # what loaders do last
+        await_torch(self._loader.device, timeout)  # what loaders do last
         if self._trace is not None:
             if stream is not None:
                 self._trace.take(stream)

@@ -16,7 +16,7 @@ from typing import Any
 
 import requests
 
-from wsync._core import DeadlineError, InvalidArgumentError
+from wsync._core import DeadlineError, InvalidArgumentError, WsyncError
 from wsync.answers import seconds
 from wsync.checkpoint import INDEX
 from wsync.engine.child import Child
@@ -151,19 +151,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             listener = stack.enter_context(_bind(options.host, options.port))
             model, tokenizer = load(options)
             version = options.weight_version or _stored_version(options.model) or "default"
-        except (OSError, ValueError) as error:  # wsync's own are among them, and transformers'
+            app = create_app(
+                model,
+                tokenizer=tokenizer,
+                api_key=options.api_key or os.environ.get("WSYNC_API_KEY") or None,
+                model_path=options.model or options.config,
+                weight_version=version,
+                ignore=options.ignore,
+                threads=options.threads,
+                **chosen,
+            )
+        except (OSError, ValueError, WsyncError) as error:  # transformers' are among them
             text = " ".join(str(error).split())
             parser.exit(_EXIT_USAGE, f"{parser.prog}: {text}\n")
-        app = create_app(
-            model,
-            tokenizer=tokenizer,
-            api_key=options.api_key or os.environ.get("WSYNC_API_KEY") or None,
-            model_path=options.model or options.config,
-            weight_version=version,
-            ignore=options.ignore,
-            threads=options.threads,
-            **chosen,
-        )
         print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
         level = "warning" if options.child else "info"
         server = uvicorn.Server(uvicorn.Config(app, log_level=level, access_log=False))
