@@ -30,6 +30,24 @@ def run_demo(tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
     return facts, done.stdout
 
 
+def test_it_runs_in_the_repository_root(tmp_path: Path) -> None:
+    """As the README has it: beside a folder that is called wsync and is not what is installed."""
+    (tmp_path / "wsync").mkdir()
+    (tmp_path / "wsync" / "__init__.py").write_text("raise RuntimeError('the source folder')")
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run(
+        [Path(sys.executable).with_name("wsync"), "demo", "--pp", "1", "--updates", "1"],
+        env=inherited,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verified: " in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3", "qwen3-moe"])
 def test_mode_disk_updates_all_engines_and_a_late_one(model: str, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
+import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import socket
 import tempfile
@@ -21,6 +22,7 @@ from wsync.demo.sglang_files import how_to_get
 from wsync.doctor import importable
 
 MODES = ("colocated", "distributed", "mixed", "disk")
+_SAFE_PATH = "PYTHONSAFEPATH"
 _START_SECONDS = 600.0
 
 
@@ -137,8 +139,7 @@ def run_demo(settings: Settings) -> dict[str, Any]:
             "(--tp, --pp and --ep do not apply)",
             flush=True,
         )
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["wsync.demo.preload"])
+    context = _forked()
     with tempfile.TemporaryDirectory(prefix="wsync-demo-") as folder:
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
@@ -154,6 +155,22 @@ def run_demo(settings: Settings) -> dict[str, Any]:
             return _collect(pipes)
         finally:
             _end(processes)
+
+
+def _forked() -> multiprocessing.context.ForkServerContext:
+    """A context whose processes are forked from one that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["wsync.demo.preload"])
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"  # the current folder may be the source's
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before
+    return context
 
 
 def _sglang_missing(path: Sequence[str]) -> str:
