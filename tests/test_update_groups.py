@@ -257,7 +257,7 @@ class Stuck:
 
 
 def test_a_group_that_has_failed_is_left_without_waiting_for_its_end() -> None:
-    group = Collectives(Stuck(), whole="2 ranks", member="a rank")
+    group = Collectives(Stuck(), whole="2 ranks", member="a rank", lingers=True)
     with pytest.raises(wsync.PeerClosedError, match="a rank is gone"):
         group.finish(group.start("allreduce"), 5.0)
     group.close()

@@ -21,10 +21,12 @@ class Collectives:
         group: a backend of torch, which belongs to this object.
         whole: what errors call all members, for example "4 trainer ranks".
         member: what they call one that is gone, for example "a trainer rank".
+        lingers: whether the group's end takes its time after an error, as NCCL's does.
     """
 
-    def __init__(self, group: Any, *, whole: str, member: str) -> None:
+    def __init__(self, group: Any, *, whole: str, member: str, lingers: bool = False) -> None:
         self._group = group
+        self._lingers = lingers
         self._whole, self._member = whole, member
         self._underway = 0  # started, and not seen to end
         self._failed = False
@@ -78,7 +80,7 @@ class Collectives:
         try:
             work.wait()
         except RuntimeError as error:
-            self._failed = True
+            self._failed = self._lingers
             if verdict is not None:
                 verdict()
             raise self._gone(error) from error
@@ -90,7 +92,7 @@ class Collectives:
         """Leaves the group at once; a collective that is stuck keeps nobody but a thread."""
         held, self._group = [self._group], None
         if self._underway or self._failed:
-            # the group's end waits for theirs; after an error, NCCL's takes its time
+            # the group's end waits for theirs, or lingers
             threading.Thread(target=held.clear, daemon=True, name="wsync-group").start()
 
 

@@ -137,7 +137,12 @@ class UpdateGroup:
                 f"{patience:.0f} s: {first_line(error)}"
             ) from error
         group._set_default_timeout(_delta(_AHEAD * timeout + _SETTLE_SECONDS))
-        self._group = Collectives(group, whole=f"group {name}", member=f"a member of group {name}")
+        self._group = Collectives(
+            group,
+            whole=f"group {name}",
+            member=f"a member of group {name}",
+            lingers=backend == "nccl",
+        )
         if greet:
             hello = torch.zeros(1, device=self._device)
             self.finish(self._group.start("allreduce", [hello], dist.AllreduceOptions()), patience)
