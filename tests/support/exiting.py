@@ -11,6 +11,8 @@ import os
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
@@ -31,14 +33,18 @@ kept: list[Any] = []  # what only the end of the interpreter takes down
 
 
 class Ending(Fault):
-    """What happens to the interpreter at a phase; the main thread may look at `reached`."""
+    """What happens to the interpreter at a phase, once the other side is `ready` for it; the main
+    thread may look at `reached`."""
 
-    def __init__(self, phase: str, how: str) -> None:
+    def __init__(self, phase: str, how: str, ready: Callable[[], bool] = lambda: True) -> None:
         super().__init__(phase, how, tempfile.gettempdir())
         self.reached = threading.Event()
+        self.ready = ready
 
     def at(self, phase: str, ring: Any = None) -> None:
         if phase == self.phase:
+            while not self.ready():
+                time.sleep(0.01)
             self.reached.set()
         super().at(phase)
 
@@ -62,10 +68,18 @@ class One(fault_engine.Handle):
 
 
 def trainer(path: str, phase: str, how: str) -> None:
-    ending = Ending(phase, how)
-    sync = wsync.connect(fault_engine.weights(1), [fault_engine.Handle(path)], options=OPTIONS)
+    engine = fault_engine.Handle(path)
+    sync = wsync.connect(fault_engine.weights(1), [engine], options=OPTIONS)
     kept.append(sync)
     sync.update(version="1")
+
+    def updates() -> int:
+        asked: int = engine.model_info(OPTIONS.deadline)["updates"]
+        return asked
+
+    # rounds are on their way before an engine is told of an update that it may never hear of
+    before = updates()
+    ending = Ending(phase, how, lambda: updates() > before)
     ending.arm()
 
     def update() -> None:

@@ -105,7 +105,12 @@ class Head:
         self.pids: list[int] = []
         self._locks = [threading.Lock() for _ in range(WORKERS)]
         self._sequence = 0
-        self._state: dict[str, Any] = {"paused": False, "version": "default", "error": ""}
+        self._state: dict[str, Any] = {
+            "paused": False,
+            "version": "default",
+            "error": "",
+            "updates": 0,  # that it was asked for
+        }
         for rank in range(WORKERS):
             ours, theirs = Pipe()
             pid = os.fork()
@@ -145,6 +150,7 @@ class Head:
 
     def _update(self, argument: tuple[list[bytes], str | None], end: float) -> None:
         payloads, version = argument
+        self._state["updates"] += 1
         try:
             self._all("update", payloads, end)
         except RuntimeError as error:
