@@ -10,16 +10,18 @@
  *   WSYNC_FAKE_CUDA_MEMORY    bytes of each (1 GiB), counted in each process by itself
  *   WSYNC_FAKE_CUDA_DELAY_US  longest random pause before an operation of a stream (100)
  *   WSYNC_FAKE_CUDA_SEED      of the pauses (1)
- *   WSYNC_FAKE_CUDA_CONNECTIONS 1: streams share one queue, where what waits blocks all
- * that came later, as with CUDA_DEVICE_MAX_CONNECTIONS=1 (0: never) WSYNC_FAKE_CUDA_QUEUE
- * operations that a stream takes before it keeps callers (0: any) WSYNC_FAKE_CUDA_NO_VMM 1:
- * memory cannot be mapped or exported as a descriptor (0) WSYNC_FAKE_CUDA_PAGEABLE  1: the
- * devices reach all memory of the host by themselves (0) WSYNC_FAKE_CUDA_LOG       file
- * that gets a line "PID CALL" per call WSYNC_FAKE_CUDA_MISUSE    file that gets a line "PID
- * TEXT" per call that is refused for what would come of it: use after free or destroy, a
- * late call WSYNC_FAKE_CUDA_SIZES     1: and a line "PID size BYTES" per upload (0)
- *   WSYNC_FAKE_CUDA_FAIL      CALL:K:CODE: the K-th such call (from 0; "*": any call)
- * fails; CALL:K:CODE:1: and so does every call after it
+ *   WSYNC_FAKE_CUDA_CONNECTIONS
+ *                             1: streams share a queue, where what waits blocks what came
+ *                             later, as with CUDA_DEVICE_MAX_CONNECTIONS=1 (0: never)
+ *   WSYNC_FAKE_CUDA_QUEUE     operations that a stream takes before it keeps callers (any)
+ *   WSYNC_FAKE_CUDA_NO_VMM    1: memory cannot be mapped or exported as a descriptor (0)
+ *   WSYNC_FAKE_CUDA_PAGEABLE  1: the devices reach all memory of the host by themselves (0)
+ *   WSYNC_FAKE_CUDA_LOG       file that gets a line "PID CALL" per call
+ *   WSYNC_FAKE_CUDA_MISUSE    file that gets a line "PID TEXT" per call that is refused for
+ *                             what would come of it: use after free or destroy, a late call
+ *   WSYNC_FAKE_CUDA_SIZES     1: and a line "PID size BYTES" per upload (0)
+ *   WSYNC_FAKE_CUDA_FAIL      CALL:K:CODE: the K-th such call (from 0; "*": any) fails;
+ *                             CALL:K:CODE:1: and so does every call after it
  */
 #ifndef WSYNC_TESTS_FAKECUDA_H
 #define WSYNC_TESTS_FAKECUDA_H
