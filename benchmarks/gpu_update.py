@@ -9,7 +9,6 @@ it ought to have.  In a dry run the weights are in host memory and only the ring
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from benchmarks.gpu_device import Gpu
 from wsync import device
 from wsync.device import VARIABLE
 from wsync.engine.process import BareWorker, ProcessEngine, Shapes
+from wsync.variables import variable
 
 REPEATS = 3
 ROUNDS = (64 << 20, 256 << 20, 1 << 30)
@@ -40,23 +40,15 @@ def run(gpu: Gpu, layers: int) -> Iterator[dict[str, Any]]:
     shapes = _shapes(gpu, layers)
     nbytes = _nbytes(shapes)
     weights = make(shapes, 0, _where(gpu))
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = gpu.device.uuid  # for weights in host memory
-    try:
-        with _Engine(shapes, _where(gpu)) as engine:
-            peer, seconds, good = "none: the stock way: " + gpu.torch, 0.0, True
-            if not gpu.torch:
-                origin, kind = bucket_class()
-                peer = f"torch IPC, {origin}"
-                seconds, good = _measure(
-                    gpu, engine, weights, lambda: _stock(engine, weights, kind)
-                )
-            for round_nbytes in DRY_ROUNDS if gpu.dry else ROUNDS:
-                yield _update(gpu, engine, weights, round_nbytes, nbytes, (peer, seconds, good))
-    finally:
-        os.environ.pop(VARIABLE)
-        if before is not None:
-            os.environ[VARIABLE] = before
+    # for weights in host memory
+    with variable(VARIABLE, gpu.device.uuid), _Engine(shapes, _where(gpu)) as engine:
+        peer, seconds, good = "none: the stock way: " + gpu.torch, 0.0, True
+        if not gpu.torch:
+            origin, kind = bucket_class()
+            peer = f"torch IPC, {origin}"
+            seconds, good = _measure(gpu, engine, weights, lambda: _stock(engine, weights, kind))
+        for round_nbytes in DRY_ROUNDS if gpu.dry else ROUNDS:
+            yield _update(gpu, engine, weights, round_nbytes, nbytes, (peer, seconds, good))
 
 
 def _shapes(gpu: Gpu, layers: int) -> Shapes:

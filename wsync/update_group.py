@@ -7,7 +7,6 @@ sides of wsync use this module; a stock engine makes the same group with SGLang'
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from wsync import _core
 from wsync.calls import left
 from wsync.collectives import Collectives, first_line
+from wsync.variables import variable
 
 Check = Callable[[], object]
 
@@ -29,7 +29,6 @@ _AHEAD: Final = 2.0  # a collective is started while the one before it may take 
 _LEAST_SECONDS: Final = 0.1
 _SETTLE_SECONDS: Final = 2.0  # a deadline of ours comes before the backend's own
 _VERDICT_SECONDS: Final = 1.0  # for a member that is gone to be missed elsewhere, with its reason
-_ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 _NAME: Final = re.compile("wsync-([0-9a-f]+)-pp_[0-9]+")
 
@@ -194,15 +193,8 @@ def _make(backend: str, store: Any, rank: int, size: int, timeout: float) -> Any
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _delta(timeout)
     # read by the constructor: else torch ends this process when a member is gone
-    before = os.environ.get(_ERROR_HANDLING)
-    os.environ[_ERROR_HANDLING] = "0"
-    try:
+    with variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    finally:
-        if before is None:
-            del os.environ[_ERROR_HANDLING]
-        else:
-            os.environ[_ERROR_HANDLING] = before
 
 
 def _delta(seconds: float) -> timedelta:

@@ -20,9 +20,9 @@ from typing import Any
 
 from wsync.demo.sglang_files import how_to_get
 from wsync.doctor import importable
+from wsync.variables import variable
 
 MODES = ("colocated", "distributed", "mixed", "disk")
-_SAFE_PATH = "PYTHONSAFEPATH"
 _START_SECONDS = 600.0
 
 
@@ -161,15 +161,8 @@ def _forked() -> multiprocessing.context.ForkServerContext:
     """A context whose processes are forked from one that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["wsync.demo.preload"])
-    before = os.environ.get(_SAFE_PATH)
-    os.environ[_SAFE_PATH] = "1"  # the current folder may be the source's
-    try:
+    with variable("PYTHONSAFEPATH", "1"):  # the current folder may be the source's
         multiprocessing.forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ[_SAFE_PATH]
-        else:
-            os.environ[_SAFE_PATH] = before
     return context
 
 
