@@ -29,7 +29,6 @@ class Collectives:
         self._lingers = lingers
         self._whole, self._member = whole, member
         self._underway = 0  # started, and not seen to end
-        self._failed = False
 
     def start(self, name: str, *arguments: Any) -> Any:
         """Starts the backend's collective of that name; `finish` waits for it.
@@ -75,12 +74,12 @@ class Collectives:
                     )
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
-        # a failed one has ended as well, and keeps no thread of the backend
+        # a failed one has ended as well, and keeps no thread of a backend that does not linger
         self._underway -= 1
         try:
             work.wait()
         except RuntimeError as error:
-            self._failed = self._lingers
+            self._underway += self._lingers
             if verdict is not None:
                 verdict()
             raise self._gone(error) from error
@@ -91,8 +90,8 @@ class Collectives:
     def close(self) -> None:
         """Leaves the group at once; a collective that is stuck keeps nobody but a thread."""
         held, self._group = [self._group], None
-        if self._underway or self._failed:
-            # the group's end waits for theirs, or lingers
+        if self._underway:
+            # the group's end waits for theirs
             threading.Thread(target=held.clear, daemon=True, name="wsync-group").start()
 
 
