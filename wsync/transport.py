@@ -39,7 +39,7 @@ class Transport:
         self._hosts = len(set(trainer.hosts))
         self._options = options
         self._device = _core.host()
-        self._has_nccl = self._crowded = False
+        self._crowded = False
         self._store: Store | None = None
         self._everyone: UpdateGroup | None = None
 
@@ -52,8 +52,7 @@ class Transport:
         """Says what rounds lie on, and whether other ranks use the same GPU, where NCCL does not
         work; to be called before remote workers are told of the crossing."""
         self._device, self._crowded = device, crowded
-        self._has_nccl = has_nccl(device) and not crowded
-        if self.crossing is not None and self._has_nccl:
+        if self.crossing is not None and self._meets_by_nccl():
             self.crossing = dataclasses.replace(self.crossing, backend="nccl")
 
     def open(self, plan: _core.Plan, check: Check, look: Check) -> Exchange | None:
@@ -90,16 +89,19 @@ class Transport:
             )
         if wanted == "nccl" and self._crowded:
             raise _core.InvalidArgumentError("exchange='nccl', but trainer ranks share a GPU")
-        if wanted == "nccl" and not self._has_nccl:
+        if wanted == "nccl" and not self._meets_by_nccl():
             raise _core.InvalidArgumentError(
                 f"exchange='nccl', but rank {self._group.rank} is on {self._device!r}, or this "
                 "torch has no NCCL"
             )
         if wanted != "auto":
             return wanted
-        if self._has_nccl:
+        if self._meets_by_nccl():
             return "nccl"
         return "shared" if self._hosts == 1 else "gloo"
+
+    def _meets_by_nccl(self) -> bool:
+        return has_nccl(self._device) and not self._crowded
 
     def _share(self, plan: _core.Plan, check: Check) -> Exchange:
         group, options = self._group, self._options
