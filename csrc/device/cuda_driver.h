@@ -194,7 +194,6 @@ enum {
     X(event_record, cuEventRecord, 2000,                                                   \
       (wsync_cu_event_t event, wsync_cu_stream_t stream))                                  \
     X(event_query, cuEventQuery, 2000, (wsync_cu_event_t event))                           \
-    X(event_synchronize, cuEventSynchronize, 2000, (wsync_cu_event_t event))               \
     X(event_elapsed, cuEventElapsedTime, 2000,                                             \
       (float *ms, wsync_cu_event_t begin, wsync_cu_event_t end))                           \
     X(memcpy_async, cuMemcpyAsync, 4000,                                                   \

@@ -311,7 +311,7 @@ void wsync_cuda_feed_destroy(wsync_cuda_feed_t *feed)
 
 void wsync_cuda_feed_abandon(wsync_cuda_feed_t *feed)
 {
-    wsync_host_stream_abandon(feed->host);
+    (void)wsync_host_stream_abandon(feed->host, 0);
     wsync_cuda_event_set(device_word(feed, FILLED_OFFSET), atomic_load(&feed->filled));
 }
 

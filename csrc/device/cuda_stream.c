@@ -19,6 +19,8 @@ enum {
     POLL_MAX_NS = 200 * 1000,
     /* A device that takes longer to run dry has hung: its memory is left alone. */
     DRAIN_MS = 60 * 1000,
+    /* How long the times of batches are waited for, which nobody needs. */
+    TRACE_MS = 1000,
     /* How often a stream that is never waited for is looked at to let go of memory. */
     LOOK_INTERVAL = 64,
 };
@@ -48,7 +50,7 @@ typedef struct cuda_stream {
     entry_t *entries; /* since the stream was seen idle */
     size_t count;
     size_t capacity;
-    bool lost; /* the device did not run dry */
+    bool lost; /* it was given up, and the device did not run dry */
 
     wsync_stream_span_t *trace; /* owned; NULL: batches are not timed */
     timed_t *timed;             /* owned, trace_capacity of them */
@@ -204,32 +206,34 @@ wsync_status_t wsync_cuda_stream_create(const wsync_cuda_device_t *device, unsig
     return status;
 }
 
-void wsync_cuda_stream_destroy(wsync_stream_t *stream)
+bool wsync_cuda_stream_destroy(wsync_stream_t *stream)
 {
     cuda_stream_t *self = stream != NULL ? own(stream) : NULL;
     const wsync_cuda_device_t *device;
+    bool dry;
 
     if (self == NULL) {
-        return;
+        return true;
     }
     device = self->device;
     if (!wsync_cuda_enter_to_free(device)) {
-        return;
+        return true; /* nothing runs without the context, nor in a fork */
     }
     /* What a hung device may still write to is never given back. */
-    if (!self->lost && drain(self, DRAIN_MS, true) != WSYNC_CU_NOT_READY) {
+    dry = drain(self, self->lost ? 0 : DRAIN_MS, true) != WSYNC_CU_NOT_READY;
+    if (dry) {
         free_stream(self);
     }
     wsync_cuda_leave(device);
+    return dry;
 }
 
-/* In the context. */
-static void abandon(cuda_stream_t *self)
+/* Whether the device has run dry; in the context. */
+static bool abandon(cuda_stream_t *self, int timeout_ms)
 {
     wsync_cuda_runner_abandon(&self->runner);
-    if (drain(self, DRAIN_MS, true) == WSYNC_CU_NOT_READY) {
-        self->lost = true;
-    }
+    self->lost = drain(self, timeout_ms, true) == WSYNC_CU_NOT_READY;
+    return !self->lost;
 }
 
 unsigned wsync_cuda_stream_ahead(wsync_stream_t *stream)
@@ -237,14 +241,16 @@ unsigned wsync_cuda_stream_ahead(wsync_stream_t *stream)
     return atomic_load(&own(stream)->runner.steady) ? WSYNC_STREAM_AHEAD : 0;
 }
 
-void wsync_cuda_stream_abandon(wsync_stream_t *stream)
+bool wsync_cuda_stream_abandon(wsync_stream_t *stream, int timeout_ms)
 {
     cuda_stream_t *self = own(stream);
+    bool dry = true;
 
     if (wsync_cuda_enter_to_free(self->device)) {
-        abandon(self);
+        dry = abandon(self, timeout_ms);
         wsync_cuda_leave(self->device);
     }
+    return dry;
 }
 
 wsync_status_t wsync_cuda_stream_synchronize(wsync_stream_t *stream, int timeout_ms,
@@ -424,8 +430,7 @@ static wsync_status_t run_batch(cuda_stream_t *self, const wsync_cuda_batch_t *b
         add_entry(self, &(entry_t){.load = load});
     } else if (load != NULL) {
         /* Nothing of a batch that failed runs on, though part of it was enqueued. */
-        abandon(self);
-        if (!self->lost) {
+        if (abandon(self, DRAIN_MS)) {
             wsync_cuda_load_destroy(load);
         }
     }
@@ -484,6 +489,22 @@ static size_t read_timed(const cuda_stream_t *self, wsync_cu_event_t now, uint64
     return count;
 }
 
+/* Whether the device comes to an event in time; in the context. */
+static bool await(const cuda_stream_t *self, wsync_cu_event_t event, int timeout_ms)
+{
+    const uint64_t deadline = wsync_host_deadline(timeout_ms);
+    const struct timespec pause = {.tv_nsec = POLL_MIN_NS};
+
+    for (;;) {
+        const wsync_cu_result_t code = self->device->driver->event_query(event);
+
+        if (code != WSYNC_CU_NOT_READY || wsync_host_deadline(0) >= deadline) {
+            return code == WSYNC_CU_SUCCESS;
+        }
+        (void)nanosleep(&pause, NULL);
+    }
+}
+
 /* The device and the host read their clocks at about one time. */
 static size_t read_trace(cuda_stream_t *self)
 {
@@ -495,7 +516,7 @@ static size_t read_trace(cuda_stream_t *self)
         now = mark(self, self->runner.uploads);
     }
     if (now != NULL) {
-        if (driver->event_synchronize(now) == WSYNC_CU_SUCCESS) {
+        if (await(self, now, TRACE_MS)) {
             count = read_timed(self, now, wsync_host_deadline(0));
         }
         (void)driver->event_destroy(now);

@@ -10,7 +10,7 @@
 
 wsync_status_t wsync_cuda_stream_create(const wsync_cuda_device_t *device, unsigned threads,
                                         wsync_stream_t **stream, wsync_error_t *err);
-void wsync_cuda_stream_destroy(wsync_stream_t *stream);
+bool wsync_cuda_stream_destroy(wsync_stream_t *stream);
 wsync_status_t wsync_cuda_stream_copy(wsync_stream_t *stream, const wsync_copy_t *copies,
                                       size_t count, const wsync_span_t *sources,
                                       size_t source_count, const wsync_span_t *destinations,
@@ -20,7 +20,7 @@ wsync_status_t wsync_cuda_stream_record(wsync_stream_t *stream, wsync_event_t ev
 wsync_status_t wsync_cuda_stream_wait(wsync_stream_t *stream, wsync_event_t event,
                                       uint64_t value, wsync_error_t *err);
 unsigned wsync_cuda_stream_ahead(wsync_stream_t *stream);
-void wsync_cuda_stream_abandon(wsync_stream_t *stream);
+bool wsync_cuda_stream_abandon(wsync_stream_t *stream, int timeout_ms);
 wsync_status_t wsync_cuda_stream_synchronize(wsync_stream_t *stream, int timeout_ms,
                                              wsync_error_t *err);
 void wsync_cuda_stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next,

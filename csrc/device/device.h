@@ -83,8 +83,8 @@ typedef struct wsync_device_ops {
     wsync_status_t (*stream_create)(unsigned threads, wsync_stream_t **stream,
                                     wsync_error_t *err);
     /* Waits for what is enqueued, up to the first wait whose event has not come; drops the
-     * rest and joins. */
-    void (*stream_destroy)(wsync_stream_t *stream);
+     * rest and joins.  False if a device that has hung may run it yet, as with abandon. */
+    bool (*stream_destroy)(wsync_stream_t *stream);
     /* Enqueues the copies; on error nothing was enqueued, unless a device failed halfway:
      * then the stream has been abandoned.  Checks bounds first (wsync_copies_check).
      * copies, the spans and the memory they name are borrowed until the stream has passed
@@ -114,8 +114,10 @@ typedef struct wsync_device_ops {
      * nothing of what was enqueued runs any more.  The stream can be used again.  A device
      * has begun all that was enqueued: behind a wait that was given up, whose word then has
      * the value, copies run and records happen.  So who abandons a stream does not commit,
-     * nor do those who heard of its records. */
-    void (*stream_abandon)(wsync_stream_t *stream);
+     * nor do those who heard of its records.  False if the device has hung, or is kept by
+     * somebody else's stream that was followed, for timeout_ms: what was enqueued may run
+     * at any time yet, and what it uses has to stay. */
+    bool (*stream_abandon)(wsync_stream_t *stream, int timeout_ms);
     /* Waits in the calling thread until the stream is idle.  TIMEOUT after timeout_ms. */
     wsync_status_t (*stream_synchronize)(wsync_stream_t *stream, int timeout_ms,
                                          wsync_error_t *err);

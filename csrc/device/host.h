@@ -31,7 +31,7 @@ uint64_t wsync_host_event_query(wsync_event_t event);
 
 wsync_status_t wsync_host_stream_create(unsigned threads, wsync_stream_t **stream,
                                         wsync_error_t *err);
-void wsync_host_stream_destroy(wsync_stream_t *stream);
+bool wsync_host_stream_destroy(wsync_stream_t *stream);
 wsync_status_t wsync_host_stream_copy(wsync_stream_t *stream, const wsync_copy_t *copies,
                                       size_t count, const wsync_span_t *sources,
                                       size_t source_count, const wsync_span_t *destinations,
@@ -41,7 +41,7 @@ wsync_status_t wsync_host_stream_record(wsync_stream_t *stream, wsync_event_t ev
 wsync_status_t wsync_host_stream_wait(wsync_stream_t *stream, wsync_event_t event,
                                       uint64_t value, wsync_error_t *err);
 unsigned wsync_host_stream_ahead(wsync_stream_t *stream);
-void wsync_host_stream_abandon(wsync_stream_t *stream);
+bool wsync_host_stream_abandon(wsync_stream_t *stream, int timeout_ms);
 wsync_status_t wsync_host_stream_synchronize(wsync_stream_t *stream, int timeout_ms,
                                              wsync_error_t *err);
 

@@ -293,14 +293,11 @@ cleanup:
     return status;
 }
 
-void wsync_host_stream_destroy(wsync_stream_t *stream)
+bool wsync_host_stream_destroy(wsync_stream_t *stream)
 {
-    if (stream == NULL) {
-        return;
-    }
-    if (stream->pid != getpid()) {
-        return; /* the parent's threads: nothing to join, and the mutex may be held for ever
-                 */
+    /* In a fork: the threads are the parent's, and the mutex may be held for ever. */
+    if (stream == NULL || stream->pid != getpid()) {
+        return true;
     }
     (void)pthread_mutex_lock(&stream->mutex);
     stream->stopping = true;
@@ -315,6 +312,7 @@ void wsync_host_stream_destroy(wsync_stream_t *stream)
     free(stream->trace);
     free(stream->threads);
     free(stream);
+    return true;
 }
 
 static wsync_status_t check_process(const wsync_stream_t *stream, wsync_error_t *err)
@@ -435,12 +433,13 @@ unsigned wsync_host_stream_ahead(wsync_stream_t *stream)
     return WSYNC_STREAM_AHEAD;
 }
 
-void wsync_host_stream_abandon(wsync_stream_t *stream)
+bool wsync_host_stream_abandon(wsync_stream_t *stream, int timeout_ms)
 {
     uint64_t target;
 
+    (void)timeout_ms; /* a piece of a copy is all there is to wait for */
     if (stream->pid != getpid()) {
-        return; /* nothing runs in a fork */
+        return true; /* nothing runs in a fork */
     }
     (void)pthread_mutex_lock(&stream->mutex);
     target = stream->enqueued;
@@ -451,6 +450,7 @@ void wsync_host_stream_abandon(wsync_stream_t *stream)
     }
     stream->abandoners--;
     (void)pthread_mutex_unlock(&stream->mutex);
+    return true;
 }
 
 wsync_status_t wsync_host_stream_synchronize(wsync_stream_t *stream, int timeout_ms,

@@ -16,6 +16,8 @@ enum {
     PROGRESS_NBYTES = 64,
     /* On a GPU a mark is a call of the driver, and work for the device: one for so many. */
     GPU_BATCHES_PER_MARK = 64,
+    /* How long a GPU may take to run dry. */
+    DRAIN_S = 60,
 };
 
 static wsync_event_t progress_event(const StreamObject *self)
@@ -134,18 +136,23 @@ void wsync_py_stream_hold(StreamObject *self, PyObject *owner)
     self->holds[self->hold_count++] = (stream_hold_t){self->mark + 1, owner};
 }
 
-/* Waits for the workers and lets go of everything. */
+/* Waits for the workers and lets go of everything, but for what a device that has hung may
+ * use yet: that stays as long as the process. */
 static void shut(StreamObject *self)
 {
     wsync_stream_t *stream = self->stream;
     wsync_memory_t *progress = self->progress;
+    bool dry = true;
 
     self->stream = NULL;
     self->progress = NULL;
     if (stream != NULL) {
         Py_BEGIN_ALLOW_THREADS
-            self->ops->stream_destroy(stream);
+            dry = self->ops->stream_destroy(stream);
         Py_END_ALLOW_THREADS
+    }
+    if (!dry) {
+        self->hold_count = 0;
     }
     drop_holds(self, UINT64_MAX);
     if (progress != NULL) {
@@ -364,26 +371,42 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
     return wsync_py_stream_copy(state, (StreamObject *)object, &batch);
 }
 
-static PyObject *stream_abandon(PyObject *object, PyObject *unused)
+static PyObject *stream_abandon(PyObject *object, PyObject *args, PyObject *kwargs)
 {
+    static char *names[] = {"timeout", NULL};
     StreamObject *self = (StreamObject *)object;
-    wsync_stream_t *stream =
-        wsync_py_stream_enter(wsync_py_type_state(Py_TYPE(object)), self);
+    double timeout = DRAIN_S;
+    wsync_stream_t *stream;
     uint64_t mark;
+    bool dry;
 
-    (void)unused;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|d:abandon", names, &timeout)) {
+        return NULL;
+    }
+    stream = wsync_py_stream_enter(wsync_py_type_state(Py_TYPE(object)), self);
     if (stream == NULL) {
         return NULL;
+    }
+    if (!(timeout <= DRAIN_S)) { /* nor a NaN */
+        timeout = DRAIN_S;
     }
     /* Also of what waits for a mark that was not enqueued; what comes now has a later one.
      */
     mark = ++self->mark;
     Py_BEGIN_ALLOW_THREADS
-        self->ops->stream_abandon(stream);
+        dry = self->ops->stream_abandon(stream, timeout > 0 ? (int)(timeout * 1000) : 0);
     Py_END_ALLOW_THREADS
     wsync_py_stream_leave(self);
-    drop_holds(self, mark); /* these marks are passed or will never be recorded */
-    Py_RETURN_NONE;
+    if (dry) {
+        drop_holds(self, mark); /* these marks are passed or will never be recorded */
+    } else if (PyErr_WarnEx(
+                   PyExc_RuntimeWarning,
+                   "a GPU has not come to the end of what it was given: the weights "
+                   "and buffers that it may use yet are kept",
+                   1) < 0) {
+        return NULL;
+    }
+    return PyBool_FromLong(dry);
 }
 
 static wsync_status_t synchronize_step(void *context, int timeout_ms, wsync_error_t *err)
@@ -513,10 +536,12 @@ static PyMethodDef stream_methods[] = {
     {"lead", wsync_py_stream_lead, METH_VARARGS,
      "lead($self, other, /)\n--\n\n"
      "Has another stream of the GPU wait for what is enqueued here.  Nothing on the host."},
-    {"abandon", stream_abandon, METH_NOARGS,
-     "abandon($self, /)\n--\n\n"
+    {"abandon", (PyCFunction)(void (*)(void))stream_abandon, METH_VARARGS | METH_KEYWORDS,
+     "abandon($self, timeout=60.0)\n--\n\n"
      "Drops what has not begun, gives up waiting for events, and returns when nothing of\n"
-     "what was enqueued runs any more.  The stream can be used again."},
+     "what was enqueued runs any more.  The stream can be used again.  False if a GPU has\n"
+     "not come to that within timeout seconds (at most 60): what was enqueued then keeps\n"
+     "all that it uses."},
     {"synchronize", (PyCFunction)(void (*)(void))stream_synchronize,
      METH_VARARGS | METH_KEYWORDS,
      "synchronize($self, timeout, check=None)\n--\n\n"

@@ -127,7 +127,7 @@ static void close_both(attempt_t *a, bool aborted)
     const wsync_device_ops_t *ops = wsync_device_host();
 
     if (a->stream != NULL) {
-        ops->stream_abandon(a->stream);
+        (void)ops->stream_abandon(a->stream, PATIENT_MS);
     }
     if (aborted && a->exporter != NULL) {
         wsync_exporter_abort(a->exporter, "given up");

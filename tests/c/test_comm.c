@@ -351,7 +351,7 @@ TEST(records_that_a_stream_has_dropped_hold_nothing_up)
     CHECK_OK(device()->stream_wait(duo.stream, (wsync_event_t){.memory = gate}, 1, &err),
              err);
     send_of(&duo, 0, 0);
-    device()->stream_abandon(duo.stream);
+    (void)device()->stream_abandon(duo.stream, PATIENT_MS);
     close_duo(&duo);
     CHECK_EQ(fcntl(page, F_GETFD), -1);
     device()->memory_destroy(gate);

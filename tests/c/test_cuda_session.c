@@ -143,10 +143,10 @@ static wsync_status_t commit_both(update_t *u, wsync_error_t *err)
 static void close_both(update_t *u)
 {
     if (u->packing != NULL) {
-        u->ops->stream_abandon(u->packing);
+        (void)u->ops->stream_abandon(u->packing, PATIENT_MS);
     }
     if (u->loading != NULL) {
-        u->ops->stream_abandon(u->loading);
+        (void)u->ops->stream_abandon(u->loading, PATIENT_MS);
     }
     wsync_importer_destroy(u->importer);
     wsync_exporter_destroy(u->exporter);

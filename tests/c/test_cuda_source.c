@@ -203,7 +203,7 @@ TEST(an_abandoned_stream_lets_go_of_its_sources)
         enqueue(&rig, &whole, 1, &lost, 1);
         enqueue(&rig, &whole, 1, &lost, 1);
         (void)usleep((useconds_t)(i * 500));
-        rig.ops->stream_abandon(rig.stream);
+        (void)rig.ops->stream_abandon(rig.stream, PATIENT_MS);
         free(lost.data);
         check_copies(&rig, &whole, 1, &source, 1);
     }

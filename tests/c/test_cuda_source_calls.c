@@ -246,7 +246,7 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
         CHECK(memcmp(rig->target.data, data[1], SLOT + 1000) == 0);
     }
     if (stream != NULL) {
-        rig->ops->stream_abandon(stream);
+        (void)rig->ops->stream_abandon(stream, PATIENT_MS);
     }
     free(data[0]);
     free(data[1]);

@@ -336,6 +336,46 @@ TEST(streams_of_others_are_followed_and_led)
     ops->memory_destroy(control);
 }
 
+/* What a stream that does not run dry uses is used yet: somebody else's stream keeps it. */
+TEST(a_stream_that_does_not_run_dry_says_so)
+{
+    static wsync_stream_t *lost; /* never freed, and not lost to who looks for leaks */
+    const wsync_device_ops_t *ops = gpu();
+    const wsync_cuda_driver_t *driver = enter_device(0);
+    wsync_memory_t *buffer = make_buffer(ops, NBYTES);
+    wsync_memory_t *control = make_control(ops);
+    wsync_stream_t *stream = make_stream(ops);
+    const wsync_span_t span = span_of(ops, buffer);
+    const wsync_copy_t copy = {.destination_offset = 8192,
+                               .row_count = 4096,
+                               .source_item_nbytes = 1,
+                               .destination_item_nbytes = 1};
+    const wsync_event_t gate = {control, 0};
+    wsync_cu_stream_t other = NULL;
+    wsync_error_t err = {0};
+
+    lost = make_stream(ops);
+    fill(span.data, NBYTES, 1);
+    CU(driver->stream_create(&other, WSYNC_CU_STREAM_NON_BLOCKING));
+    CU(driver->stream_wait_value(other, wsync_cuda_event_address(gate), 1,
+                                 WSYNC_CU_WAIT_GEQ));
+    CHECK_OK(ops->stream_follow(stream, other, &err), err);
+    CHECK_OK(ops->stream_follow(lost, other, &err), err);
+    CHECK_OK(ops->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+    CHECK(!ops->stream_abandon(stream, 20));
+    CHECK(!ops->stream_abandon(lost, 20));
+    CHECK(!ops->stream_destroy(lost));
+    wsync_cuda_event_set(gate, 1);
+    CU(driver->stream_synchronize(other));
+    CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &err), err);
+    CHECK(memcmp(span.data, (char *)span.data + 8192, 4096) == 0);
+    CHECK(ops->stream_abandon(stream, 0));
+    CU(driver->stream_destroy(other));
+    CHECK(ops->stream_destroy(stream));
+    ops->memory_destroy(buffer);
+    ops->memory_destroy(control);
+}
+
 static void vanish_main(int socket)
 {
     const wsync_device_ops_t *ops = gpu();
@@ -407,7 +447,7 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
         status = status == WSYNC_ERR_TIMEOUT ? WSYNC_OK : status;
     }
     if (stream != NULL) {
-        ops->stream_abandon(stream);
+        (void)ops->stream_abandon(stream, PATIENT_MS);
         ops->stream_trace(stream, NULL, 0, &spans, &count);
         CHECK(count <= 1);
         free(spans);

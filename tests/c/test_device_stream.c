@@ -353,11 +353,11 @@ TEST(abandoned_streams_give_up_their_waits)
     const wsync_event_t event = {memory, 0};
     wsync_error_t err = {0};
 
-    ops->stream_abandon(stream);
+    CHECK(ops->stream_abandon(stream, DEADLINE_MS));
     CHECK_OK(ops->stream_wait(stream, (wsync_event_t){gone, 0}, 1, &err), err);
     CHECK_OK(ops->stream_record(stream, event, 7, &err), err);
     ops->memory_destroy(gone);
-    ops->stream_abandon(stream);
+    CHECK(ops->stream_abandon(stream, DEADLINE_MS));
     CHECK_OK(ops->stream_synchronize(stream, 0, &err), err);
     CHECK_OK(ops->stream_record(stream, event, 8, &err), err);
     CHECK_OK(ops->event_wait(event, 8, DEADLINE_MS, &err), err);

@@ -61,7 +61,7 @@ TEST(abandoned_streams_drop_what_has_not_begun)
 
     CHECK_OK(ops->stream_wait(stream, (wsync_event_t){memory, 64}, 1, &err), err);
     CHECK_OK(ops->stream_record(stream, event, 7, &err), err);
-    ops->stream_abandon(stream);
+    CHECK(ops->stream_abandon(stream, DEADLINE_MS));
     CHECK_OK(ops->stream_synchronize(stream, 0, &err), err);
     CHECK_EQ(ops->event_query(event), 0);
     CHECK_EQ(ops->event_query((wsync_event_t){memory, 64}), 0);
@@ -91,7 +91,7 @@ TEST(abandoned_copies_end_with_the_piece_they_are_at)
     CHECK_OK(ops->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
     CHECK_OK(ops->stream_record(stream, event, 1, &err), err);
     CHECK_EQ(ops->stream_synchronize(stream, 20, &err), WSYNC_ERR_TIMEOUT);
-    ops->stream_abandon(stream);
+    CHECK(ops->stream_abandon(stream, DEADLINE_MS));
     CHECK_OK(ops->stream_synchronize(stream, 0, &err), err);
     CHECK_EQ(ops->event_query(event), 0);
     ops->stream_destroy(stream);

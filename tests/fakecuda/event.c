@@ -3,14 +3,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "fake.h"
 
 #define EVENT_NAME "fakecuda-event"
 
-enum { HANDLE_MAGIC = 0x65766e74, POLL_NS = 50 * 1000 };
+enum { HANDLE_MAGIC = 0x65766e74 };
 
 typedef struct handle {
     uint32_t magic;
@@ -159,23 +158,6 @@ wsync_cu_result_t fake_event_query(wsync_cu_event_t event)
     const wsync_cu_result_t code = fake_enter_context("cuEventQuery", &context);
 
     return code != WSYNC_CU_SUCCESS ? code : query("cuEventQuery", event);
-}
-
-wsync_cu_result_t fake_event_synchronize(wsync_cu_event_t event)
-{
-    const struct timespec moment = {.tv_nsec = POLL_NS};
-    struct wsync_cu_context *context = NULL;
-    wsync_cu_result_t code = fake_enter_context("cuEventSynchronize", &context);
-
-    while (code == WSYNC_CU_SUCCESS) {
-        code = query("cuEventSynchronize", event);
-        if (code != WSYNC_CU_NOT_READY) {
-            return code;
-        }
-        (void)nanosleep(&moment, NULL);
-        code = WSYNC_CU_SUCCESS;
-    }
-    return code;
 }
 
 wsync_cu_result_t fake_event_elapsed(float *ms, wsync_cu_event_t begin,

@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import os
 import signal
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -254,12 +255,43 @@ def two_devices() -> dict[str, Any]:
 
 
 class _Owner:
-    """Something whose end can be seen."""
+    """Whose end can be seen."""
+
+    def __init__(self, memory: _core.Memory) -> None:
+        self.memory = memory
+
+
+@contextlib.contextmanager
+def _blocked() -> Iterator[int]:
+    """Somebody else's stream of the GPU, which comes to no end before this block does."""
+    library = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
+
+    def call(name: str, *arguments: Any) -> None:
+        address, status = ctypes.c_void_p(), ctypes.c_int()
+        wanted = (ctypes.byref(address), 13000, ctypes.c_uint64(0), ctypes.byref(status))
+        library.cuGetProcAddress_v2(name.encode(), *wanted)
+        assert ctypes.CFUNCTYPE(ctypes.c_int)(address.value)(*arguments) == 0, name
+
+    gate, context, stream = ctypes.c_uint64(0), ctypes.c_void_p(), ctypes.c_void_p()
+    at = ctypes.c_uint64(ctypes.addressof(gate))
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+    call("cuCtxPushCurrent", context)
+    call("cuMemHostRegister", at, ctypes.c_size_t(8), 0)
+    call("cuStreamCreate", ctypes.byref(stream), 1)
+    call("cuStreamWaitValue64", stream, at, ctypes.c_uint64(1), 0)
+    try:
+        yield stream.value or 0
+    finally:
+        gate.value = 1
+        call("cuStreamSynchronize", stream)
+        call("cuStreamDestroy", stream)
+        call("cuMemHostUnregister", at)
+        call("cuCtxPopCurrent", None)
 
 
 def holds() -> dict[str, Any]:
     """Whether a stream keeps what a copy uses while that waits, and lets go of it when it is
-    through and when it is abandoned."""
+    through and when it is abandoned; and keeps it for good where the GPU does not come to it."""
     gpu = find(uuid(0))
     builder = _core.LayoutBuilder()
     builder.add_shard("a", "uint8", [64], [0], [64], 0, 0, [1])
@@ -269,7 +301,7 @@ def holds() -> dict[str, Any]:
     writer = _core.Stream(1, gpu)
     kept, left = True, []
     for number in range(2):
-        stream, owner = _core.Stream(1, gpu), _Owner()
+        stream, owner = _core.Stream(1, gpu), _Owner(memory)
         alive = weakref.ref(owner)
         stream.wait(event, number + 1)
         table = _core.BufferTable([(memory.address, 64)], owner=owner)
@@ -282,4 +314,14 @@ def holds() -> dict[str, Any]:
         else:
             stream.abandon()
         left.append(alive() is not None)
-    return {"kept": kept, "left": left}
+    with _blocked() as other, warnings.catch_warnings(record=True) as said:
+        stream, owner = _core.Stream(1, gpu), _Owner(memory)
+        alive = weakref.ref(owner)
+        stream.follow(other)
+        table = _core.BufferTable([(memory.address, 64)], owner=owner)
+        stream.copy(route, 0, 0, table, table)
+        del owner, table
+        dry = stream.abandon(0.1)
+        stream.close()
+        stuck = (dry, [str(warning.message) for warning in said], alive() is not None)
+    return {"kept": kept, "left": left, "stuck": stuck}
