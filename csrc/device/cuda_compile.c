@@ -84,19 +84,37 @@ static void *try_library(search_t *search, const char *path)
     return library;
 }
 
+/* Whether a library's name has a later major version than the driver, which then loads what
+ * it compiles or not: of its own major version a driver loads whatever there is. */
+static bool is_late(const wsync_compile_spec_t *spec, const char *path)
+{
+    static const char before[] = ".so.";
+    const char *slash = strrchr(path, '/');
+    const char *suffix = strstr(slash != NULL ? slash : path, before);
+
+    return spec->driver > 0 && suffix != NULL &&
+           strtol(suffix + strlen(before), NULL, 10) > spec->driver / 1000;
+}
+
 /* One that is loaded already (torch's own) is the one whose version suits the process. */
-static void *find_library(const wsync_compile_spec_t *spec, search_t *search)
+static void *find_library(const wsync_compile_spec_t *spec, bool late, search_t *search)
 {
     void *library = NULL;
 
     for (size_t i = 0; i < NAME_COUNT && library == NULL; i++) {
-        library = dlopen(nvrtc_names[i], RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+        if (is_late(spec, nvrtc_names[i]) == late) {
+            library = dlopen(nvrtc_names[i], RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+        }
     }
     for (size_t i = 0; i < spec->library_count && library == NULL; i++) {
-        library = try_library(search, spec->libraries[i]);
+        if (is_late(spec, spec->libraries[i]) == late) {
+            library = try_library(search, spec->libraries[i]);
+        }
     }
     for (size_t i = 0; i < NAME_COUNT && library == NULL; i++) {
-        library = try_library(search, nvrtc_names[i]);
+        if (is_late(spec, nvrtc_names[i]) == late) {
+            library = try_library(search, nvrtc_names[i]);
+        }
     }
     return library;
 }
@@ -124,8 +142,11 @@ static wsync_status_t open_nvrtc(const wsync_compile_spec_t *spec, nvrtc_t *nvrt
         {"nvrtcGetPTX", offsetof(nvrtc_t, ptx)},
     };
     search_t search = {.used = 0};
-    void *library = find_library(spec, &search);
+    void *library = find_library(spec, false, &search);
 
+    if (library == NULL) {
+        library = find_library(spec, true, &search);
+    }
     if (library == NULL) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "nvrtc",
                           "no NVRTC to compile the kernels with (it is in the package "

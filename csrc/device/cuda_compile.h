@@ -21,6 +21,7 @@ typedef struct wsync_compile_spec {
     size_t library_count;
     const char *cache;   /* folder of the disk cache, made if need be; NULL: none */
     unsigned capability; /* of the device: 90 for compute capability 9.0 */
+    int driver; /* CUDA version of the driver that is to load them: 12080; 0: any */
 } wsync_compile_spec_t;
 
 /* What cuModuleLoadData takes: machine code, or PTX that ends in NUL if this NVRTC does not

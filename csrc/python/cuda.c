@@ -188,6 +188,7 @@ static wsync_status_t open_gpu(const wsync_cu_uuid_t *uuid, wsync_compile_spec_t
     }
     if (status == WSYNC_OK) {
         spec->capability = (unsigned)(info.major * 10 + info.minor);
+        spec->driver = driver->version;
         status = wsync_cuda_compile(spec, &image, err);
     }
     if (status == WSYNC_OK) {

@@ -151,6 +151,28 @@ TEST(without_nvrtc_every_place_is_named)
     CHECK_HAS(err.message, "; libnvrtc.so.11.2: ");
 }
 
+/* A driver may refuse what a compiler of a later major version makes: it comes last. */
+TEST(an_nvrtc_that_the_driver_knows_comes_first)
+{
+    static const char *const both[] = {"/a.so.99/libnvrtc.so.13",
+                                       "/nowhere/libnvrtc.so.12"};
+    wsync_compile_spec_t spec = {
+        .libraries = both, .library_count = 2, .capability = 90, .driver = 12080};
+    wsync_kernel_image_t image = {0};
+    wsync_error_t err;
+
+    if (wsync_cuda_compile(&spec, &image, &err) == WSYNC_OK) {
+        wsync_kernel_image_fini(&image);
+        return; /* the machine has one of its own */
+    }
+    CHECK(strstr(err.message, both[1]) != NULL && strstr(err.message, both[0]) != NULL);
+    CHECK(strstr(err.message, both[1]) < strstr(err.message, both[0]));
+    CHECK(strstr(err.message, "; libnvrtc.so.12: ") < strstr(err.message, both[0]));
+    spec.driver = 13000;
+    CHECK_EQ(wsync_cuda_compile(&spec, &image, &err), WSYNC_ERR_UNSUPPORTED);
+    CHECK(strstr(err.message, both[0]) < strstr(err.message, both[1]));
+}
+
 TEST(the_next_process_loads_what_was_compiled)
 {
     char path[512];
