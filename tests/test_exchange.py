@@ -112,11 +112,15 @@ def test_a_group_on_gpus_has_an_order_with_streams_and_not_with_the_host(
         member = threads.member(rank)
         exchange = wsync.exchange.GroupExchange(member, "nccl", host, lambda: None)
         update_rank(rank, multiprocessing.Pipe()[0], exchange, "work")
+        assert exchange.nbytes > 0
+        exchange.park()
+        assert exchange.nbytes == 0
+        update_rank(rank, multiprocessing.Pipe()[0], exchange, "work")
 
     with ThreadPoolExecutor(RANKS) as pool:
         list(pool.map(work, range(RANKS)))
     # a round is packed before it is sent, and unpacked before its staging is filled again
-    assert len(told) == 2 * RANKS * 3 * make_plan(0).round_count
+    assert len(told) == 2 * 2 * RANKS * 3 * make_plan(0).round_count
 
 
 def test_a_killed_rank_is_named_on_all_others() -> None:

@@ -14,7 +14,7 @@ from wsync import _core
 from wsync.control import LEARN, Control
 from wsync.crossing import Blueprint, Crossing, Orders
 from wsync.device import follow_torch
-from wsync.exchange import Exchange
+from wsync.exchange import Exchange, GroupExchange
 from wsync.group import TrainerGroup
 from wsync.handles import EngineHandle
 from wsync.options import Options
@@ -294,6 +294,8 @@ class Connection:
         for session in self._sessions:
             if isinstance(session, WorkerSession):
                 session.park(left(), check)
+        if self._options.park and isinstance(self._exchange, GroupExchange):
+            self._exchange.park()
 
     def check(self) -> None:
         """Raises what a remote engine has found wrong."""

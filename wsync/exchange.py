@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from wsync import _core
-from wsync.device import lead_torch, on_gpu, staging
+from wsync.device import lead_torch, on_gpu, release_cached, staging
 
 
 class Exchange(Protocol):
@@ -56,6 +56,7 @@ class GroupExchange:
         self, group: Group, backend: str, device: _core.Device, look: Callable[[], object]
     ) -> None:
         self.name = backend
+        self._device = device
         self._group = group
         self._look = look  # called while this waits for a stream
         self._plan: _core.Plan | None = None
@@ -110,6 +111,13 @@ class GroupExchange:
         else:
             stream.synchronize(self._group.timeout, self._look)
 
+    def park(self) -> None:
+        """Gives the staging back until rounds need it again; none is under way."""
+        for half in self._halves:
+            half.clear()
+        if self.name == "nccl":
+            release_cached(self._device)
+
     def close(self) -> None:
         self._plan = None
 
@@ -119,12 +127,15 @@ class _Half:
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         self._make = make
-        self.send = make(0)
-        self.recv = make(0)
+        self.clear()
         self.send_counts: list[int] = []
         self.recv_counts: list[int] = []
         self.repeats: list[tuple[int, int, list[int]]] = []
         self.work: object | None = None
+
+    def clear(self) -> None:
+        self.send = self._make(0)
+        self.recv = self._make(0)
 
     def place(
         self, messages: list[tuple[int, tuple[int, ...], int, int, int]], rank: int, size: int

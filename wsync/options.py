@@ -31,11 +31,11 @@ class Options:
         flush_cache: whether engines drop their KV cache before the update.
         exchange: "auto", "shared" (all trainer ranks on one host, and no remote engine runs
             wsync's receiver), "gloo" or "nccl" (all trainer ranks on GPUs).
-        park: whether the rings of workers on the trainer's hosts give their memory back between
-            updates, on both sides: for GPUs whose memory engine and trainer need for themselves
-            in between (slime's colocate mode).  Getting it anew costs time in every update, and
-            fails the update where there is none.  A ring that a loader keeps looking at stays,
-            with a warning.
+        park: whether the rings of workers on the trainer's hosts, on both sides, and the staging
+            of a gloo or nccl exchange give their memory back between updates: for GPUs whose
+            memory engine and trainer need for themselves in between (slime's colocate mode).
+            Getting it anew costs time in every update, and fails the update where there is none.
+            A ring that a loader keeps looking at stays, with a warning.
         threads: copying threads of one trainer rank.
         directory: where sockets live; None for the temporary directory.
         progress: True or False; None shows a progress bar where stderr is a terminal.

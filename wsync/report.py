@@ -15,7 +15,8 @@ from wsync.trace import Trace
 class Report:
     """One update as one trainer rank saw it.  Sizes are bytes, times are seconds.
 
-    `ring_nbytes` and `staging_nbytes` are the buffers that this rank keeps between updates.
+    `ring_nbytes` and `staging_nbytes` are this rank's buffers, kept between updates unless
+    Options.park gives them back.
     `phases` are disjoint stretches of this rank's wall time: what was waited for, while the
     stream copied beside it.  `delivered_nbytes` counts every worker; `redundancy` is
     delivered bytes over the bytes that the workers need, in source dtype.

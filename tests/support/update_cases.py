@@ -60,8 +60,9 @@ def compare(engine: TensorParallelEngine | None, expected: dict[str, torch.Tenso
 def update_twice(
     config: Any, parallel: megatron_cpu.Parallel, engine: dict[str, Any], exchange: str
 ) -> dict[str, Any]:
-    """Two updates with different weights; returns the last report and what differed."""
-    options = wsync.Options(**OPTIONS, exchange=exchange)
+    """Two updates with different weights, over gloo with everything parked in between; returns the
+    last report and what differed."""
+    options = wsync.Options(**OPTIONS, exchange=exchange, park=exchange == "gloo")
     wrong: list[str] = []
     with trainer_and_engine(config, parallel, engine) as (trainer, started):
         layout = megatron.layout(trainer.chunks, config)
