@@ -6,6 +6,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from unittest import mock
 
 import pytest
 import torch
@@ -121,6 +122,15 @@ def test_a_group_on_gpus_has_an_order_with_streams_and_not_with_the_host(
         list(pool.map(work, range(RANKS)))
     # a round is packed before it is sent, and unpacked before its staging is filled again
     assert len(told) == 2 * 2 * RANKS * 3 * make_plan(0).round_count
+
+
+def test_a_round_that_takes_too_long_is_named() -> None:
+    group = mock.Mock(timeout=PATIENCE, exchange=lambda *_: "under way")
+    group.finish.side_effect = _core.DeadlineError("a collective took over 1 s")
+    exchange = wsync.exchange.GroupExchange(group, "gloo", _core.host(), lambda: None)
+    exchange.post(3, _core.Stream())
+    with pytest.raises(_core.DeadlineError, match=r"^round 3: a collective took over 1 s$"):
+        exchange.acquire(5, 1.0)
 
 
 def test_a_killed_rank_is_named_on_all_others() -> None:

@@ -75,7 +75,10 @@ class GroupExchange:
     def acquire(self, round: int, timeout: float, check: _core.Check = None) -> None:
         half = self._halves[round % 2]
         if half.work is not None:
-            self._group.finish(half.work, timeout)
+            try:
+                self._group.finish(half.work, timeout)
+            except _core.DeadlineError as error:
+                raise _core.DeadlineError(f"round {half.round}: {error}") from None
             half.work = None
 
     def spans(self, round: int) -> _core.BufferTable:
@@ -86,6 +89,7 @@ class GroupExchange:
 
     def post(self, round: int, stream: _core.Stream) -> None:
         half = self._halves[round % 2]
+        half.round = round
         self._hand_over(stream)
         for first, count, others in half.repeats:
             for other in others:
@@ -131,6 +135,7 @@ class _Half:
         self.send_counts: list[int] = []
         self.recv_counts: list[int] = []
         self.repeats: list[tuple[int, int, list[int]]] = []
+        self.round = 0
         self.work: object | None = None
 
     def clear(self) -> None:
