@@ -148,10 +148,11 @@ static wsync_status_t open_nvrtc(const wsync_compile_spec_t *spec, nvrtc_t *nvrt
         library = find_library(spec, true, &search);
     }
     if (library == NULL) {
-        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "nvrtc",
-                          "no NVRTC to compile the kernels with (it is in the package "
-                          "nvidia-cuda-nvrtc): %s",
-                          search.tried);
+        (void)wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "nvrtc",
+                         "no NVRTC to compile the kernels with (it is in the package "
+                         "nvidia-cuda-nvrtc): %s",
+                         search.tried);
+        return WSYNC_ERR_UNSUPPORTED;
     }
     for (size_t i = 0; i < sizeof(entries) / sizeof(entries[0]); i++) {
         void *symbol = dlsym(library, entries[i].name);
