@@ -37,6 +37,15 @@ def test_what_one_rank_does_differently_all_ranks_say(ranks: Ranks) -> None:
         assert first[name] == second[name]
 
 
+def test_a_layout_of_another_rank_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(agreement_cases.of_another_rank, str(tmp_path))
+    text = "InvalidArgumentError: trainer rank 1: the layout is of rank 0 of 1, but this is rank 1"
+    assert first["sync"].startswith(text)
+    assert first["disk"] == first["sync"]
+    assert "trainer rank 1: the layout has tensors of rank 0" in first["claimed"]
+    assert second == first
+
+
 def test_a_rank_that_does_not_come_is_named_and_may_come_later(ranks: Ranks) -> None:
     first, _ = ranks.run(agreement_cases.absent)
     assert first == "DeadlineError: trainer ranks [1] did not come within 1 s"

@@ -45,6 +45,13 @@ def test_every_byte_arrives(name: str, ranks: Ranks) -> None:
         assert first["redundancy"] == 1.0
 
 
+def test_a_mapping_speaks_for_its_own_rank(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(update_cases.from_dicts, dense(), str(tmp_path), timeout=240)
+    assert [facts["wrong"] for facts in found] == [[]] * 4
+    written = [facts["written"] for facts in found]
+    assert max(written) < 2 * min(written)  # replicas share the work
+
+
 def test_slimes_calls_work_and_engines_may_change(ranks: Ranks) -> None:
     found = ranks.run(update_cases.as_slime_does, dense(), Parallel(tp=2, pp=2), timeout=240)
     for facts in found:

@@ -111,8 +111,7 @@ class DiskSync(Updates):
                         raise _core.UnsupportedError(
                             f"engine {engine.name}: its handle has no update_weights_from_disk"
                         )
-            parts = self._group.all_gather(self._source.layout.to_bytes())
-            self._model = _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
+            self._model = self._gather()
             self._arrangement = arrange(self._model, dtype=dtype, shard_nbytes=shard_nbytes)
             self._writer = _Writer(self._source, self._model, self._arrangement, self._group.size)
 

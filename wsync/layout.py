@@ -89,8 +89,13 @@ def _refuse(name: str, expected: tuple[object, ...], found: tuple[object, ...]) 
             raise _core.LayoutError(f"{name}: {what} {new} != {old} of the layout")
 
 
-def from_tensors(tensors: Mapping[str, Tensor]) -> TrainerLayout:
-    """A layout of one rank that holds whole tensors under their Hugging Face names.
+def from_tensors(
+    tensors: Mapping[str, Tensor], *, group: ProcessGroup | None = None
+) -> TrainerLayout:
+    """The layout of this rank, which holds whole tensors under their Hugging Face names.
+
+    `group`: the ranks that take part in updates (default: all); each speaks for its own tensors,
+    and where several hold one under the same name they hold the same values.  Not collective.
 
     The mapping is read again at every update, so its tensors may be replaced by others of the
     same dtype, shape and strides.
@@ -108,7 +113,8 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> TrainerLayout:
                 "make the layout with wsync.fsdp.layout"
             )
     table = _core.describe([tensors[name] for name in names], names, gpu=True)
-    builder = _core.LayoutBuilder(0)
+    rank, count = position(group)
+    builder = _core.LayoutBuilder(rank)
     builder.add_tensors(names, table, _groups_of(names))
 
     def current() -> Sequence[Tensor]:
@@ -117,7 +123,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> TrainerLayout:
         except KeyError as error:
             raise _core.LayoutError(f"{error.args[0]}: no longer among the tensors") from None
 
-    return TrainerLayout(builder.build(), names, current, table)
+    return TrainerLayout(builder.build(), names, current, table, rank, count, group)
 
 
 def _groups_of(names: Sequence[str]) -> list[int]:

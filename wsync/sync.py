@@ -128,11 +128,10 @@ class Sync(Updates):
         mine = json.dumps([host_identity(), self._source.stage]).encode()
         known = [json.loads(data) for data in self._group.all_gather(mine)]
         names = [name for name, _ in known]
-        parts = self._group.all_gather(self._source.layout.to_bytes())
         return Trainer(
             [names.index(name) for name in names],
             [stage for _, stage in known],
-            _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts]),
+            self._gather(),
         )
 
     def _place(self, offsets: Sequence[int] | None) -> Placement:

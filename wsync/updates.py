@@ -60,6 +60,23 @@ class Updates(abc.ABC):
     def _abandon(self, error: _core.WsyncError) -> None:
         """Drops everything that an error leaves in doubt."""
 
+    def _gather(self) -> _core.Layout:
+        """The layouts of all ranks in one.  Raises InvalidArgumentError where this rank's is not of
+        this rank: its buffers would be looked for on another."""
+        source, rank, size = self._source, self._group.rank, self._group.size
+        if source.rank != rank:
+            raise _core.InvalidArgumentError(
+                f"the layout is of rank {source.rank} of {source.ranks}, but this is rank {rank} "
+                f"of {size}: make it where torch.distributed runs, with the group of the updates"
+            )
+        for other in range(source.layout.rank_count):
+            if other != rank and source.layout.buffer_count(other):
+                raise _core.InvalidArgumentError(
+                    f"the layout has tensors of rank {other}, but this is rank {rank} of {size}"
+                )
+        parts = self._group.all_gather(source.layout.to_bytes())
+        return _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
+
     @contextlib.contextmanager
     def _updating(self, version: int | str | None) -> Iterator[Report]:
         """One update at a time: the block fills in its report."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from support.call_cases import Engine
 from support.errors import error_of
 
 import wsync
+from wsync.disk import DiskSync
 from wsync.group import TrainerGroup
 from wsync.layout import from_tensors
 
@@ -56,6 +58,22 @@ def disagree() -> dict[str, Any]:
     found["versions"] = engine.versions
     found["closed"] = error_of(sync.update)
     return found
+
+
+def of_another_rank(folder: str) -> dict[str, str]:
+    """What is said of layouts that were not made for this rank."""
+    alone = [dist.new_group([member]) for member in range(2)]
+    own = from_tensors({"a": torch.ones(4)}, group=alone[dist.get_rank()])
+    for group in alone:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    strange = dataclasses.replace(own, group=None)
+    claimed = dataclasses.replace(strange, rank=dist.get_rank())
+    return {
+        "sync": error_of(lambda: wsync.Sync(strange, [Stock()], options=LONG)),
+        "disk": error_of(lambda: DiskSync(strange, folder=folder, options=LONG)),
+        "claimed": error_of(lambda: DiskSync(claimed, folder=folder, options=LONG)),
+    }
 
 
 def absent() -> str:

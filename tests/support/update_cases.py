@@ -13,12 +13,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from support.errors import error_of
 
 import wsync
 from wsync import megatron
 from wsync.connection import Connection
 from wsync.demo import megatron_cpu, reference
+from wsync.disk import newest
 from wsync.engine.tensor_parallel import TensorParallelEngine
 
 # a ring of two rounds: when a later one is posted, the first has surely been loaded
@@ -72,6 +74,29 @@ def update_twice(
                 report = sync.update()
                 wrong += compare(started, reference.hf_state_dict(trainer.chunks, config))
     return {"wrong": wrong, **report.facts()}
+
+
+def from_dicts(config: Any, folder: str) -> dict[str, Any]:
+    """Every rank has a mapping: of every fourth tensor, then all of all; what differed in an engine
+    and in files, and the bytes that each rank wrote of the replicas."""
+    options = wsync.Options(**OPTIONS)
+    rank, parallel = dist.get_rank(), megatron_cpu.Parallel()
+    with trainer_and_engine(config, parallel, {"tp": 1}) as (trainer, started):
+        trainer.randomize(6)
+        whole = reference.hf_state_dict(trainer.chunks, config)
+        mine = {name: whole[name] for name in list(whole)[rank :: dist.get_world_size()]}
+        with wsync.connect(mine, [started] if started else [], options=options) as sync:
+            sync.update()
+        wrong = compare(started, whole)
+        for tensors in (mine, whole):
+            with wsync.DiskSync(tensors, folder=folder, options=options) as disk:
+                disk.update()
+            found: dict[str, torch.Tensor] = {}
+            for path in newest(folder).glob("*.safetensors"):
+                found |= load_file(path)
+            wrong += [n for n in whole if n not in found or not torch.equal(found[n], whole[n])]
+            dist.barrier()
+    return {"wrong": wrong, "written": disk._writer.nbytes}
 
 
 def fail_once(
