@@ -1,9 +1,19 @@
 """wsync.layout: a rank's tensors, bound anew for every update."""
 
+import ctypes
+import gc
+import weakref
+from collections.abc import Iterator, Mapping
+
 import pytest
 import torch
+from safetensors.torch import load_file
+from support.agreement_cases import OPTIONS, Stock
 
-from wsync import LayoutError
+import wsync
+from wsync import LayoutError, _core
+from wsync._core import BufferTable
+from wsync.disk import DiskSync, newest
 from wsync.layout import from_tensors, global_name
 
 
@@ -77,3 +87,101 @@ def test_a_missing_parameter_is_named(tensors):
 def test_global_names():
     assert global_name("module.module.decoder.x") == "decoder.x"
     assert global_name("decoder.module.x") == "decoder.module.x"
+
+
+class Made(Mapping[str, torch.Tensor]):
+    """Makes its tensors when they are asked for, and forgets them."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = torch.full((1 << 16,), 3.0)
+        self.made.append(weakref.ref(tensor))
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a", "b"])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def values_at(table) -> list[set[float]]:
+    spans = [(address, nbytes) for address, _, _, _, nbytes in (table[i] for i in range(2))]
+    views = [(ctypes.c_float * (nbytes // 4)).from_address(at) for at, nbytes in spans]
+    return [set(view) for view in views]
+
+
+def test_what_a_mapping_makes_on_access_is_kept_for_the_update_alone():
+    made = Made()
+    layout = from_tensors(made)
+    assert all(ref() is None for ref in made.made)
+    made.made.clear()
+    table = layout.bind()
+    noise = [torch.zeros(1 << 16) for _ in range(8)]  # takes what has been freed
+    assert values_at(table) == [{3.0}] * 2
+    sources = BufferTable.of(table)
+    del table, noise
+    gc.collect()
+    assert all(ref() is not None for ref in made.made)
+    del sources
+    assert [ref() for ref in made.made] == [None] * 2
+
+
+def test_a_storage_that_is_replaced_is_kept_for_the_update_alone():
+    tensors = {name: torch.full((1 << 16,), 3.0) for name in "ab"}
+    layout = from_tensors(tensors)
+    table = layout.bind()
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in tensors.values()]
+    for tensor in tensors.values():
+        tensor.data = torch.zeros(1 << 16)
+    tensors.clear()
+    noise = [torch.zeros(1 << 16) for _ in range(8)]
+    assert values_at(table) == [{3.0}] * 2
+    del table, noise
+    assert [ref() for ref in storages] == [None] * 2
+
+
+def test_weights_may_change_while_they_are_read(tensors):
+    layout = from_tensors(tensors)
+
+    class Name(str):
+        __slots__ = ()
+
+        def startswith(self, *prefix):
+            weights[f"another {len(weights)}"] = torch.zeros(1)
+            return super().startswith(*prefix)
+
+    weights = {Name(name): tensor for name, tensor in tensors.items()}
+    assert len(layout.bind(weights)) == 2
+
+
+def test_a_written_update_reads_what_it_described(tmp_path, monkeypatch):
+    """Another thread may replace what it likes; afterwards nothing is kept."""
+    made, original = Made(), _core.write_files
+    noise = []
+
+    def write(*arguments):
+        made.made[:] = [ref for ref in made.made if ref() is not None]
+        noise.extend(torch.zeros(1 << 16) for _ in range(8))
+        return original(*arguments)
+
+    monkeypatch.setattr(_core, "write_files", write)
+    with DiskSync(made, folder=tmp_path) as sync:
+        sync.update()
+        assert [ref() for ref in made.made] == [None] * 2
+    for path in newest(tmp_path).glob("*.safetensors"):
+        assert {name: set(t.tolist()) for name, t in load_file(path).items()} == {
+            "a": {3.0},
+            "b": {3.0},
+        }
+
+
+def test_a_sent_update_keeps_nothing():
+    made = Made()
+    with wsync.connect(made, [Stock()], options=OPTIONS) as sync:
+        sync.update()
+        assert len(made.made) == 4
+        assert all(ref() is None for ref in made.made)
+        sync.update(Made())

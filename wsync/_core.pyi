@@ -124,7 +124,7 @@ class Route:
 
 @final
 class TensorTable:
-    """Where tensors lie; borrows them, so keep them alive.  Made by describe()."""
+    """Where tensors lie; keeps them and their storages alive.  Made by describe()."""
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[int, str, tuple[int, ...], tuple[int, ...], int]:
         """(address, dtype, shape, element strides, bytes spanned from the address)"""
@@ -134,6 +134,8 @@ class TensorTable:
     @property
     def gpu(self) -> int | None:
         """The CUDA device that some of them lie on, or None."""
+    def form(self) -> TensorTable:
+        """Dtypes, shapes and strides alone: keeps no tensor alive, and cannot be read from."""
     def differs(self, other: TensorTable, /) -> int | None:
         """The first tensor whose dtype, shape or strides are not those of the other table's, or None."""
     def offsets(self, alignment: int, begin: int = 0, /) -> tuple[list[int], int]:
@@ -152,7 +154,8 @@ class BufferTable:
     """Spans that buffer indices stand for while copies run.  `owner` is kept alive with it."""
     def __new__(cls, spans: Sequence[tuple[int, int]], owner: object = None) -> Self: ...
     @staticmethod
-    def of(tensors: TensorTable, owner: object = None) -> BufferTable: ...
+    def of(tensors: TensorTable, owner: object = None) -> BufferTable:
+        """Span i covers what tensors[i] describes, and is kept alive with the table."""
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[int, int]: ...
 
@@ -169,7 +172,7 @@ class ViewPool:
 
 def pack(tensors: TensorTable, address: int, nbytes: int, offsets: Sequence[int], stream: Stream = ...) -> None:
     """Copies tensor i, contiguous, to address + offsets[i]: in this thread, without the GIL, or on a stream.
-    Tensors and address must stay until that has passed."""
+    What lies at address must stay until that has passed."""
 
 def reserve_file(name: str, descriptor: int, nbytes: int, /) -> None:
     """Makes a new file nbytes long and takes the space on its device, where the file system can."""

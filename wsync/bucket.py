@@ -86,7 +86,7 @@ class FlattenedTensorBucket:
         if not named_tensors:
             raise InvalidArgumentError("a bucket of no tensors cannot be made")
         self._names = [name for name, _ in named_tensors]
-        tensors = [tensor for _, tensor in named_tensors]  # keeps what the tables borrow
+        tensors = [tensor for _, tensor in named_tensors]
         if out is not None and len(tensors) > _PART:
             return self._fill_in_parts(tensors, alignment, out)
         table = describe(tensors, self._names)
@@ -98,7 +98,7 @@ class FlattenedTensorBucket:
         else:
             _check_out(out, nbytes, alignment)
         pack(table, out.data_ptr(), nbytes, starts)
-        self._tables, self._starts = [table], starts
+        self._tables, self._starts = [table.form()], starts
         return out[:nbytes]
 
     def _fill_in_parts(
@@ -117,7 +117,7 @@ class FlattenedTensorBucket:
                     end = describe(tensors, self._names).offsets(alignment)[1]
                 _check_out(out, end, alignment)
                 pack(table, out.data_ptr(), end, starts, stream)
-                self._tables.append(table)
+                self._tables.append(table.form())
                 self._starts += starts
         finally:
             stream.close()

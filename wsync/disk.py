@@ -176,8 +176,7 @@ class DiskSync(Updates):
 
     def _write(self, weights: Weights | None, report: Report) -> Path:
         """All files of a version, on the disk; returns their hidden folder."""
-        table = self._source.bind(weights)
-        sources = _core.BufferTable.of(table, owner=(table, weights))
+        sources = _core.BufferTable.of(self._source.bind(weights))
         self._describe(report)
         with report.phase("begin"):
             folder = self._make(report.version)

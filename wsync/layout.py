@@ -31,10 +31,10 @@ class TrainerLayout:
 
     Buffer i of `layout` on this rank is the trainer parameter `names[i]`; `tensors()` gives the
     tensors that hold the parameters now, in that order.  `rank` and `ranks` count in `group`
-    (None: the default process group, or a process of its own).  `made_from` describes the tensors
-    that the layout was built from, whose dtypes, shapes and strides must not change.  `pick` finds
-    the buffers' tensors among weights that the caller has by name; None takes those of the same
-    global name.  `stage` is the rank's pipeline stage.
+    (None: the default process group, or a process of its own).  `made_from` is the form of the
+    tensors that the layout was built from: dtypes, shapes and strides, which must not change.
+    `pick` finds the buffers' tensors among weights that the caller has by name; None takes those
+    of the same global name.  `stage` is the rank's pipeline stage.
     """
 
     layout: _core.Layout
@@ -47,13 +47,17 @@ class TrainerLayout:
     pick: Callable[[Mapping[str, Tensor]], Sequence[Tensor]] | None = None
     stage: int = 0
 
+    def __post_init__(self) -> None:
+        # a description keeps its tensors, a layout must not
+        object.__setattr__(self, "made_from", self.made_from.form())
+
     def bind(self, weights: Mapping[str, Tensor] | None = None) -> _core.TensorTable:
         """Describes the tensors that hold the parameters now.
 
         `weights` ({name: tensor}, names with or without leading `module.`) replaces the model's
         own tensors, as slime's weights_getter does; it may hold more than the layout needs.
-        The table borrows the tensors.  Raises LayoutError where a parameter is missing or differs
-        in dtype, shape or strides from what the layout was built from.
+        The table keeps the tensors and their storages alive.  Raises LayoutError where a parameter
+        is missing or differs in dtype, shape or strides from what the layout was built from.
         """
         table = _core.describe(self._current(weights), self.names, gpu=True)
         index = table.differs(self.made_from)
@@ -70,7 +74,8 @@ class TrainerLayout:
             )
         if self.pick is not None:
             return self.pick(weights)
-        known = {global_name(name): tensor for name, tensor in weights.items()}
+        given = list(weights.items())  # at once: another thread may change the mapping
+        known = {global_name(name): tensor for name, tensor in given}
         wanted = [global_name(name) for name in self.names]
         try:
             return [known[name] for name in wanted]
@@ -105,14 +110,15 @@ def from_tensors(
             f"{type(tensors).__name__}: tensors by name are wanted, as dict(m.named_parameters()) "
             "gives them, or a layout, as wsync.megatron.layout makes one"
         )
-    names = tuple(tensors)
-    for name in names:
-        if is_sharded(tensors[name]):
+    given = list(tensors.items())
+    names = tuple(name for name, _ in given)
+    for name, tensor in given:
+        if is_sharded(tensor):
             raise _core.InvalidArgumentError(
-                f"{name}: a {type(tensors[name]).__name__} holds its elements on several ranks: "
+                f"{name}: a {type(tensor).__name__} holds its elements on several ranks: "
                 "make the layout with wsync.fsdp.layout"
             )
-    table = _core.describe([tensors[name] for name in names], names, gpu=True)
+    table = _core.describe([tensor for _, tensor in given], names, gpu=True)
     rank, count = position(group)
     builder = _core.LayoutBuilder(rank)
     builder.add_tensors(names, table, _groups_of(names))

@@ -188,7 +188,7 @@ class Sync(Updates):
 
     def _update(self, weights: Weights | None, report: Report) -> None:
         table = self._source.bind(weights)
-        sources = _core.BufferTable.of(table, owner=(table, weights))
+        sources = _core.BufferTable.of(table)
         self._pause()
         connection = self._connect(of(table))
         if connection.plan is None:

@@ -19,6 +19,10 @@ typedef struct describer {
     PyObject *dtype_name; /* interned attribute names, owned */
     PyObject *is_conj_name;
     PyObject *is_neg_name;
+    PyObject *storage_name;
+    PyObject *data_name;
+    PyObject *nbytes_name;
+    PyObject *owners;   /* borrowed from the table: the tensors, and what they lie in */
     PyTypeObject *type; /* borrowed: the type that `api` belongs to */
     const DLPackExchangeAPI *api;
     int depth;   /* wrappers around the tensor at hand */
@@ -230,6 +234,51 @@ static int finish_row(const describer_t *describer, Py_ssize_t index, PyObject *
     return 0;
 }
 
+/* The answer of a method without arguments as a number; 0 also with an exception set. */
+static uint64_t ask_number(PyObject *object, PyObject *method)
+{
+    PyObject *answer = PyObject_CallMethodObjArgs(object, method, NULL);
+    const uint64_t number = answer != NULL ? PyLong_AsUnsignedLongLong(answer) : 0;
+
+    Py_XDECREF(answer);
+    return PyErr_Occurred() ? 0 : number;
+}
+
+/* Has the table own the storage that a finished row lies in: a tensor may get another one
+ * (x.data = y) while the row is in use.  The storage was asked for after the row was read,
+ * so it is checked to be the same, and that it was not made smaller than its tensor. */
+static int hold_storage(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
+                        const wsync_tensor_row_t *row)
+{
+    PyObject *storage = PyObject_CallMethodObjArgs(tensor, describer->storage_name, NULL);
+    uint64_t base = 0;
+    uint64_t nbytes = 0;
+    uint64_t offset = 0;
+    int result = storage != NULL ? PyList_Append(describer->owners, storage) : -1;
+
+    if (result == 0) {
+        base = ask_number(storage, describer->data_name);
+    }
+    if (result == 0 && !PyErr_Occurred()) {
+        nbytes = ask_number(storage, describer->nbytes_name);
+    }
+    Py_XDECREF(storage);
+    if (PyErr_Occurred()) {
+        return fail_with_cause(describer, index, tensor);
+    }
+    offset = (uint64_t)(uintptr_t)row->data - base;
+    if (row->nbytes_spanned > 0 && ((uintptr_t)row->data < base || offset > nbytes ||
+                                    row->nbytes_spanned > nbytes - offset)) {
+        return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
+                           "its elements span %llu bytes at 0x%llx, but its storage is "
+                           "%llu bytes at 0x%llx: it was made smaller, freed or replaced",
+                           (unsigned long long)row->nbytes_spanned,
+                           (unsigned long long)(uintptr_t)row->data,
+                           (unsigned long long)nbytes, (unsigned long long)base);
+    }
+    return 0;
+}
+
 static int fail_ndim(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
                      long long ndim)
 {
@@ -270,6 +319,38 @@ static bool take_gpu(describer_t *describer, int64_t ordinal)
     return true;
 }
 
+/* Copies what DLPack says of a tensor whose dtype is known. */
+static int read_view(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
+                     const DLTensor *view, wsync_tensor_row_t *row)
+{
+    const DLDataType dtype = wsync_py_dlpack_dtype(row->dtype);
+    uintptr_t data = 0;
+
+    if (view->ndim < 0 || view->ndim > WSYNC_MAX_NDIM) {
+        return fail_ndim(describer, index, tensor, view->ndim);
+    }
+    if (view->dtype.code != dtype.code || view->dtype.bits != dtype.bits ||
+        view->dtype.lanes != dtype.lanes) {
+        return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
+                           "its dtype is %s, but its elements are of DLPack's code %u with "
+                           "%u bits and %u lanes",
+                           wsync_dtype_name(row->dtype), view->dtype.code, view->dtype.bits,
+                           view->dtype.lanes);
+    }
+    if ((view->ndim > 0 && (view->shape == NULL || view->strides == NULL)) ||
+        __builtin_add_overflow((uintptr_t)view->data, view->byte_offset, &data)) {
+        return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
+                           "DLPack gives no shape, no strides or no address for it");
+    }
+    row->data = view->data != NULL ? (char *)view->data + view->byte_offset : NULL;
+    row->ndim = (uint32_t)view->ndim;
+    for (uint32_t i = 0; i < row->ndim; i++) {
+        row->shape[i] = view->shape[i];
+        row->stride[i] = view->strides[i];
+    }
+    return 0;
+}
+
 static int read_exchange(describer_t *describer, Py_ssize_t index, PyObject *tensor,
                          wsync_tensor_row_t *row)
 {
@@ -286,16 +367,7 @@ static int read_exchange(describer_t *describer, Py_ssize_t index, PyObject *ten
           take_gpu(describer, view.device.device_id))) {
         return fail_device(describer, index, tensor);
     }
-    if (view.ndim < 0 || view.ndim > WSYNC_MAX_NDIM) {
-        return fail_ndim(describer, index, tensor, view.ndim);
-    }
-    row->data = view.data != NULL ? (char *)view.data + view.byte_offset : NULL;
-    row->ndim = (uint32_t)view.ndim;
-    for (uint32_t i = 0; i < row->ndim; i++) {
-        row->shape[i] = view.shape[i];
-        row->stride[i] = view.strides[i];
-    }
-    return 0;
+    return read_view(describer, index, tensor, &view, row);
 }
 
 /* Copies tensor.shape or tensor.stride() into out; returns the length or -1. */
@@ -334,7 +406,25 @@ static bool on_readable_device(describer_t *describer, PyObject *tensor)
     return readable && PyErr_Occurred() == NULL;
 }
 
-/* The way of torch before 2.10: four Python calls a tensor. */
+static int check_item(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
+                      wsync_dtype_t dtype)
+{
+    PyObject *answer = PyObject_CallMethod(tensor, "element_size", NULL);
+    const size_t nbytes = answer != NULL ? PyLong_AsSize_t(answer) : 0;
+
+    Py_XDECREF(answer);
+    if (PyErr_Occurred()) {
+        return fail_with_cause(describer, index, tensor);
+    }
+    if (nbytes != wsync_dtype_nbytes(dtype)) {
+        return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
+                           "its dtype is %s, but its elements have %zu bytes",
+                           wsync_dtype_name(dtype), nbytes);
+    }
+    return 0;
+}
+
+/* The way of torch before 2.10: five Python calls a tensor. */
 static int read_attributes(describer_t *describer, Py_ssize_t index, PyObject *tensor,
                            wsync_tensor_row_t *row)
 {
@@ -366,7 +456,7 @@ static int read_attributes(describer_t *describer, Py_ssize_t index, PyObject *t
         return fail_with_cause(describer, index, tensor);
     }
     row->ndim = (uint32_t)ndim;
-    return 0;
+    return check_item(describer, index, tensor, row->dtype);
 }
 
 /* --- one tensor ----------------------------------------------------------------------- */
@@ -496,6 +586,9 @@ static int read_tensor(describer_t *describer, Py_ssize_t index, PyObject *tenso
     if (row->data == NULL && row->nbytes_spanned > 0) {
         return read_wrapper(describer, index, tensor, row);
     }
+    if (hold_storage(describer, index, tensor, row) < 0) {
+        return -1;
+    }
     if ((row->dtype == WSYNC_DTYPE_COMPLEX64 || row->dtype == WSYNC_DTYPE_COMPLEX128) &&
         refuse_lazy_bit(describer, index, tensor, describer->is_conj_name, "conj") < 0) {
         return -1;
@@ -507,6 +600,11 @@ static int read_tensor(describer_t *describer, Py_ssize_t index, PyObject *tenso
 
 static int describe_all(describer_t *describer, PyObject *tensors, TensorTableObject *table)
 {
+    table->owners = PyList_New(0);
+    if (table->owners == NULL || PyList_Append(table->owners, tensors) < 0) {
+        return -1;
+    }
+    describer->owners = table->owners;
     for (Py_ssize_t i = 0; i < table->count; i++) {
         if (read_tensor(describer, i, PyTuple_GetItem(tensors, i), &table->rows[i]) < 0) {
             return -1;
@@ -524,8 +622,12 @@ static int describer_init(describer_t *describer, PyObject *names, Py_ssize_t co
     describer->dtype_name = PyUnicode_InternFromString("dtype");
     describer->is_conj_name = PyUnicode_InternFromString("is_conj");
     describer->is_neg_name = PyUnicode_InternFromString("is_neg");
+    describer->storage_name = PyUnicode_InternFromString("untyped_storage");
+    describer->data_name = PyUnicode_InternFromString("data_ptr");
+    describer->nbytes_name = PyUnicode_InternFromString("nbytes");
     if (describer->dtype_name == NULL || describer->is_conj_name == NULL ||
-        describer->is_neg_name == NULL) {
+        describer->is_neg_name == NULL || describer->storage_name == NULL ||
+        describer->data_name == NULL || describer->nbytes_name == NULL) {
         return -1;
     }
     if (names == NULL || names == Py_None) {
@@ -578,6 +680,9 @@ cleanup:
     Py_XDECREF(describer.dtype_name);
     Py_XDECREF(describer.is_conj_name);
     Py_XDECREF(describer.is_neg_name);
+    Py_XDECREF(describer.storage_name);
+    Py_XDECREF(describer.data_name);
+    Py_XDECREF(describer.nbytes_name);
     return (PyObject *)table;
 }
 

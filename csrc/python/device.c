@@ -430,6 +430,7 @@ static PyObject *buffers_of(PyObject *module, PyObject *args, PyObject *kwargs)
     ModuleState *state = wsync_py_state(module);
     PyObject *tensors;
     PyObject *owner = Py_None;
+    PyObject *owners;
     const TensorTableObject *table;
     BufferTableObject *self;
 
@@ -438,7 +439,12 @@ static PyObject *buffers_of(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     table = (const TensorTableObject *)tensors;
-    self = buffers_alloc(state, (size_t)table->count, owner);
+    if (wsync_py_table_readable(state, table) < 0) {
+        return NULL;
+    }
+    owners = PyTuple_Pack(2, tensors, owner);
+    self = owners != NULL ? buffers_alloc(state, (size_t)table->count, owners) : NULL;
+    Py_XDECREF(owners);
     if (self != NULL) {
         self->gpu = table->gpu;
     }
@@ -493,7 +499,8 @@ static PyObject *buffers_item(PyObject *object, Py_ssize_t index)
 
 static PyMethodDef buffers_of_method = {
     "of", (PyCFunction)(void (*)(void))buffers_of, METH_VARARGS | METH_KEYWORDS,
-    "of(tensors, owner=None)\n--\n\nSpan i covers what tensors[i] describes."};
+    "of(tensors, owner=None)\n--\n\n"
+    "Span i covers what tensors[i] describes, and is kept alive with the table."};
 
 static PyType_Slot buffers_slots[] = {
     {Py_tp_doc,

@@ -181,7 +181,8 @@ static PyObject *pack(PyObject *module, PyObject *args, PyObject *kwargs)
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OKO|O!:pack", keywords,
                                      state->type_TensorTable, &table, &address, &nbytes,
-                                     &offsets, state->type_Stream, &stream)) {
+                                     &offsets, state->type_Stream, &stream) ||
+        wsync_py_table_readable(state, (TensorTableObject *)table) < 0) {
         return NULL;
     }
     packing = calloc(1, sizeof(*packing));
@@ -230,7 +231,7 @@ static PyMethodDef pack_functions[] = {
      "pack(tensors, address, nbytes, offsets, stream=<unset>)\n--\n\n"
      "Copies tensor i, contiguous, to address + offsets[i]: in this thread, without the "
      "GIL,\n"
-     "or on a stream.  Tensors and address must stay until that has passed."},
+     "or on a stream.  What lies at address must stay until that has passed."},
     {NULL, NULL, 0, NULL},
 };
 

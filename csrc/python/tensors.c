@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_ALIGNMENT = 4096 };
+enum { MAX_ALIGNMENT = 4096, MAX_APIS = 64 };
 
 static const char exchange_attribute[] = "__dlpack_c_exchange_api__";
 static const char exchange_capsule[] = "dlpack_exchange_api";
@@ -42,19 +42,37 @@ const DLPackExchangeAPI *wsync_py_exchange_api(ModuleState *state, PyObject *lik
         return NULL;
     }
     header = PyCapsule_GetPointer(capsule, exchange_capsule);
-    while (header != NULL && header->version.major != DLPACK_MAJOR_VERSION) {
-        header = header->prev_api;
+    for (int i = 0; header != NULL && i < MAX_APIS; i++, header = header->prev_api) {
+        if (header->version.major == DLPACK_MAJOR_VERSION) {
+            return (const DLPackExchangeAPI *)header;
+        }
     }
-    return (const DLPackExchangeAPI *)header;
+    return NULL;
 }
 
 /* --- TensorTable ---------------------------------------------------------------------- */
+
+static int table_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(((TensorTableObject *)self)->owners);
+    return 0;
+}
+
+static int table_clear(PyObject *self)
+{
+    ((TensorTableObject *)self)->count = 0; /* the rows point to nothing from here on */
+    Py_CLEAR(((TensorTableObject *)self)->owners);
+    return 0;
+}
 
 static void table_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
+    PyObject_GC_UnTrack(self);
+    (void)table_clear(self);
     free(((TensorTableObject *)self)->rows);
     release(self);
     Py_DECREF(type);
@@ -181,7 +199,47 @@ static PyObject *table_differs(PyObject *self, PyObject *object)
     Py_RETURN_NONE;
 }
 
+static PyObject *table_form(PyObject *self, PyTypeObject *cls, PyObject *const *args,
+                            Py_ssize_t count, PyObject *kwnames)
+{
+    const TensorTableObject *table = (TensorTableObject *)self;
+    TensorTableObject *form = NULL;
+
+    (void)args;
+    if (count != 0 || kwnames != NULL) {
+        PyErr_SetString(PyExc_TypeError, "form() takes no arguments");
+        return NULL;
+    }
+    form = wsync_py_table_new(wsync_py_type_state(cls), table->count);
+    for (Py_ssize_t i = 0; form != NULL && i < table->count; i++) {
+        form->rows[i] = table->rows[i];
+        form->rows[i].data = NULL;
+    }
+    if (form != NULL) {
+        form->nbytes = table->nbytes;
+        form->gpu = table->gpu;
+    }
+    return (PyObject *)form;
+}
+
+int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table)
+{
+    wsync_error_t err = {0};
+
+    if (table->owners != NULL) {
+        return 0;
+    }
+    (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "TensorTable",
+                     "a table's form() does not say where tensors lie");
+    (void)wsync_py_raise(state, &err);
+    return -1;
+}
+
 static PyMethodDef table_methods[] = {
+    {"form", (PyCFunction)(void (*)(void))table_form,
+     METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
+     "form($self)\n--\n\n"
+     "Dtypes, shapes and strides alone: keeps no tensor alive, and cannot be read from."},
     {"differs", table_differs, METH_O,
      "differs($self, other, /)\n--\n\n"
      "The first tensor whose dtype, shape or strides are not those of the other table's,\n"
@@ -212,8 +270,10 @@ static PyGetSetDef table_getset[] = {
 
 static PyType_Slot table_slots[] = {
     {Py_tp_doc,
-     "Where tensors lie; borrows them, so keep them alive.  Made by describe()."},
+     "Where tensors lie; keeps them and their storages alive.  Made by describe()."},
     {Py_tp_dealloc, table_dealloc},
+    {Py_tp_traverse, table_traverse},
+    {Py_tp_clear, table_clear},
     {Py_tp_methods, table_methods},
     {Py_tp_getset, table_getset},
     {Py_sq_length, table_length},
@@ -224,7 +284,7 @@ static PyType_Slot table_slots[] = {
 static PyType_Spec table_spec = {
     .name = "wsync._core.TensorTable",
     .basicsize = sizeof(TensorTableObject),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = table_slots,
 };
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * TensorTable: where torch tensors lie, read once through DLPack's C exchange API. */
+ * TensorTable: where torch tensors lie, read once through DLPack's C exchange API, and the
+ * tensors themselves. */
 #ifndef WSYNC_PYTHON_TENSORS_H
 #define WSYNC_PYTHON_TENSORS_H
 
@@ -14,7 +15,7 @@
 /* One tensor; entries of shape and stride at ndim and beyond are 1 and 0.  Strides are
  * never negative.  data may be NULL only where nbytes_spanned is 0. */
 typedef struct wsync_tensor_row {
-    void *data; /* the first element; borrowed from the tensor */
+    void *data; /* the first element; NULL in a form */
     wsync_dtype_t dtype;
     uint32_t ndim;
     int64_t shape[WSYNC_MAX_NDIM];
@@ -26,6 +27,9 @@ typedef struct wsync_tensor_row {
 /* Immutable.  Recognise it by ModuleState.type_TensorTable. */
 typedef struct TensorTableObject {
     PyObject_HEAD
+    PyObject *owners; /* owned list of tensors and storages, which keep what the rows point
+                       * to as long as the table lives; NULL in a form, which points to
+                       * nothing */
     Py_ssize_t count;
     wsync_tensor_row_t *rows; /* owned */
     uint64_t nbytes;          /* of all elements of all tensors */
@@ -34,6 +38,12 @@ typedef struct TensorTableObject {
 
 /* A table of `count` rows that are all zero, for the maker to fill. */
 TensorTableObject *wsync_py_table_new(ModuleState *state, Py_ssize_t count);
+
+/* Raises InvalidArgumentError and returns -1 for a form. */
+int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table);
+
+/* DLPack's description of a wsync dtype. */
+DLDataType wsync_py_dlpack_dtype(wsync_dtype_t dtype);
 
 /* The DLPack exchange API (major version 1) of a tensor's type, or of `like` itself where
  * that is a type; NULL without an exception where there is none, NULL with one on failure.

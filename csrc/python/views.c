@@ -9,7 +9,6 @@
 #include "python/layout.h"
 #include "python/tensors.h"
 
-/* DLPack's description of a wsync dtype. */
 static const DLDataType dlpack_dtypes[WSYNC_DTYPE_COUNT] = {
     [WSYNC_DTYPE_FLOAT64] = {kDLFloat, 64, 1},
     [WSYNC_DTYPE_FLOAT32] = {kDLFloat, 32, 1},
@@ -33,6 +32,11 @@ static const DLDataType dlpack_dtypes[WSYNC_DTYPE_COUNT] = {
     [WSYNC_DTYPE_COMPLEX64] = {kDLComplex, 64, 1},
     [WSYNC_DTYPE_COMPLEX128] = {kDLComplex, 128, 1},
 };
+
+DLDataType wsync_py_dlpack_dtype(wsync_dtype_t dtype)
+{
+    return dlpack_dtypes[dtype];
+}
 
 /* --- what views share: no Python object, because torch drops a view in any thread, with or
  *     without the interpreter lock -------------------------------------------------------

@@ -142,8 +142,12 @@ class Held:
     def spans(self) -> list[tuple[int, int]]:
         return [(area.start, area.end - area.start) for area in self.areas]
 
+    def storages(self) -> list[torch.UntypedStorage]:
+        """What the areas' bytes belong to; keep them while copies run."""
+        return [_there(a.path, a.reference).untyped_storage() for a in self.areas]
+
     def table(self) -> BufferTable:
-        return BufferTable(self.spans(), self.tensors)
+        return BufferTable(self.spans(), self.storages())
 
     def name(self, number: int, offset: int) -> str:
         """The tensor that a byte of an area belongs to."""

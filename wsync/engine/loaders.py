@@ -199,7 +199,7 @@ class LayoutLoader:
     def begin(self, rounds: int) -> None:
         router = self._attached()
         router.manifest.check_rounds(rounds)
-        router.bind(BufferTable.of(describe(self._tensors, gpu=True), self._tensors))
+        router.bind(BufferTable.of(describe(self._tensors, gpu=True)))
         self._loaded = set()
 
     def load(self, round: int) -> None:
@@ -307,7 +307,7 @@ class _ByName:
         self._names: list[str] = []
         self._held: list[_Reference] = []
         self._places: list[int] = []  # of the tensors with those names in what is held
-        self._table = describe([])  # of the tensors that the router knows
+        self._table = describe([]).form()  # of the tensors that the router knows
 
     def attach(self, manifest: RingManifest) -> None:
         self._manifest = manifest
@@ -330,8 +330,8 @@ class _ByName:
             builder = LayoutBuilder()
             builder.add_tensors(self._names, table)
             self._router = Router(self._manifest, builder.build(), self.stream)
-            self._table = table
-        self._router.bind(BufferTable.of(table, tensors))
+            self._table = table.form()
+        self._router.bind(BufferTable.of(table))
 
     def _remember(self, held: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
         places = {id(tensor): place for place, tensor in enumerate(held)}

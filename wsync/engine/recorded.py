@@ -159,7 +159,7 @@ class RecordedLoader:
             for name, dtype, shape, _ in self._set_aside
         ]
         spans = held.spans() + [(t.data_ptr(), t.nbytes) for _, t in self._staged]
-        router.bind(BufferTable(spans, (held.tensors, self._staged)))
+        router.bind(BufferTable(spans, (held.storages(), self._staged)))
         self._held = held
         self._loaded = set()
 

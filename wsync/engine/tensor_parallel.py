@@ -192,7 +192,7 @@ class _Worker(Worker):
     def _targets(self, _: Mapping[str, tuple[int, ...]]) -> tuple[Layout, BufferTable]:
         """The boxes of a checkpoint that this worker keeps."""
         tensors = list(self.model.tensors.values())
-        return self.model.layout(), BufferTable.of(describe(tensors), tensors)
+        return self.model.layout(), BufferTable.of(describe(tensors))
 
     def _piece(self, piece: Any) -> tuple[Any, ...]:
         dtype = str(self.model.dtype).removeprefix("torch.")

@@ -257,7 +257,7 @@ class Engine:
         table = describe(tensors, names)
         builder = LayoutBuilder()
         builder.add_tensors(names, table)
-        return builder.build(), BufferTable.of(table, tensors)
+        return builder.build(), BufferTable.of(table)
 
     def init_weights_update_group(
         self, *, timeout: float = REQUEST_SECONDS, **group: Any
