@@ -6,6 +6,8 @@ where torch can, its own `full_tensor()` confirms the known weights.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -235,6 +237,67 @@ def test_persistent_buffers_are_weights_and_others_are_not() -> None:
     model.register_buffer("scratch", torch.ones(2), persistent=False)
     model.register_buffer("none", None)
     assert layout(model).layout.names() == ["kept"]
+
+
+def _linears() -> Any:
+    return torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in "abc"})
+
+
+def test_a_parameter_that_was_untied_is_refused() -> None:
+    model = _linears()
+    model["b"].weight = model["a"].weight
+    found = layout(model)
+    assert found.layout.names() == ["a.weight", "c.weight"]
+    model["b"].weight = model["c"].weight  # as many tensors as before
+    with pytest.raises(wsync.LayoutError, match=r"b\.weight: was one tensor with a\.weight when"):
+        found.bind()
+
+
+def test_parameters_that_were_tied_are_both_delivered() -> None:
+    model = _linears()
+    found = layout(model)
+    model["b"].weight = model["a"].weight
+    table = found.bind()
+    assert table[0][0] == table[1][0] == model["a"].weight.data_ptr()
+    assert table[2][0] == model["c"].weight.data_ptr()
+
+
+def test_a_module_that_was_replaced_is_read_anew() -> None:
+    model = _linears()
+    found = layout(model)
+    model["b"] = torch.nn.Linear(3, 3, bias=False)
+    assert found.bind()[1][0] == model["b"].weight.data_ptr()
+    model["b"] = torch.nn.Linear(3, 3)
+    for _ in range(2):
+        with pytest.raises(wsync.LayoutError, match=r"b\.bias: differs since modules were"):
+            found.bind()
+    model["b"] = torch.nn.Linear(3, 3, bias=False)
+    del model["a"].weight
+    with pytest.raises(wsync.LayoutError, match=r"a\.weight: "):
+        found.bind()
+
+
+def test_two_tensors_whose_names_differ_by_a_wrapper_are_refused() -> None:
+    model = _linears()
+    model["_orig_mod"] = torch.nn.ModuleDict({"a": model["a"]})
+    assert layout(model).layout.names() == ["a.weight", "b.weight", "c.weight"]
+    model["_orig_mod"] = _linears()
+    text = r"_orig_mod\.a\.weight and a\.weight: two tensors, but without their wrappers both are"
+    with pytest.raises(wsync.LayoutError, match=text):
+        layout(model)
+    with pytest.raises(wsync.LayoutError, match=text):
+        layout(dict(model.named_parameters()))
+
+
+def test_a_layout_keeps_no_tensors() -> None:
+    model = _linears()
+    found = layout(model)
+    old = [weakref.ref(linear.weight) for linear in model.values()]
+    for linear in model.values():
+        linear.weight = torch.nn.Parameter(torch.ones(3, 3))
+    gc.collect()
+    assert [ref() for ref in old] == [None] * 3
+    assert len(found.bind()) == 3
 
 
 FUSED = "model.layers.0.mlp.experts.gate_up_proj"

@@ -185,3 +185,16 @@ def test_a_sent_update_keeps_nothing():
         assert len(made.made) == 4
         assert all(ref() is None for ref in made.made)
         sync.update(Made())
+
+
+def test_two_weights_of_one_name_are_refused(tensors):
+    layout = from_tensors(tensors)
+    weights = {f"module.{name}": tensor for name, tensor in tensors.items()}
+    name = "model.proj.weight"
+    assert len(layout.bind({**weights, name: weights[f"module.{name}"]})) == 2
+    with pytest.raises(LayoutError, match=rf"{name} and module.{name}: two tensors, but .* {name}"):
+        layout.bind({**weights, name: torch.zeros(3, 4)})
+    assert len(layout.bind({**weights, "x": torch.ones(1), "module.x": torch.ones(1)})) == 2
+    both = from_tensors({"a": torch.ones(1), "module.a": torch.zeros(1)})
+    with pytest.raises(LayoutError, match=r"module\.a and a: two tensors"):
+        both.bind({"a": torch.ones(1)})

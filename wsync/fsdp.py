@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.families import Family, runtime_family
-from wsync.layout import TrainerLayout, global_name, position
+from wsync.layout import TrainerLayout, by_plain_name, global_name, position
 from wsync.rules import Expansion, Placement, Rule
+from wsync.slots import Slot, Slots, two_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,7 @@ Shape = tuple[int, ...]
 Regions = tuple[tuple[Shape, Shape, Shape], ...]  # of _core.Region
 # (start, extent) of what a rank holds of one dimension, in the order in which it lies
 Runs = tuple[tuple[int, int], ...]
+Form = tuple[str, Shape, Regions, Shape | None]
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class _Part:
     shape: Shape
     regions: Regions
     strides: Shape | None = None
+
+    @property
+    def form(self) -> Form:
+        """All but the tensor."""
+        return self.name, self.shape, self.regions, self.strides
 
 
 def layout(
@@ -86,6 +93,7 @@ def layout(
     buffers, numbers = _buffers(parts)
     names = tuple(name for name, _ in buffers)
     table = _core.describe([tensor for _, tensor in buffers], names, gpu=True)
+    made_from = table.form()
     rank, count = position(group)
     builder = _core.LayoutBuilder(rank)
     names_of = _Names(config)
@@ -99,12 +107,21 @@ def layout(
             strides = strides if part.strides is None else part.strides
             builder.add_parameter(part.name, number, dtype, strides, part.regions, maps)
 
-    def current(weights: Mapping[str, Tensor] | None = None) -> Sequence[Tensor]:
-        found = read() if weights is None else reader.of_mapping(weights, tied, parts)()
-        _check_same(parts, found)
-        return [tensor for _, tensor in _buffers(found)[0]]
+    firsts = [numbers.index(number) for number in range(len(buffers))]
+    forms = [part.form for part in parts]
+    del parts, buffers, table  # a layout keeps no tensors
 
-    return TrainerLayout(builder.build(), names, current, table, rank, count, group, current)
+    def current(weights: Mapping[str, Tensor] | None = None) -> Sequence[Tensor]:
+        found = read() if weights is None else reader.of_mapping(weights, tied, forms)()
+        _check_same(forms, found)
+        for part, number in zip(found, numbers, strict=True):
+            if part.tensor is not found[firsts[number]].tensor:
+                raise _core.LayoutError(
+                    f"{part.name}: no longer lies in one tensor with {names[number]}"
+                )
+        return [found[first].tensor for first in firsts]
+
+    return TrainerLayout(builder.build(), names, current, made_from, rank, count, group, current)
 
 
 def plain_name(name: str) -> str:
@@ -122,17 +139,18 @@ class _Reader:
         self._placed: dict[Any, Regions] = {}
 
     def of_mapping(
-        self, tensors: Mapping[str, Tensor], tied: bool, wanted: Sequence[_Part] | None = None
+        self, tensors: Mapping[str, Tensor], tied: bool, wanted: Sequence[Form] | None = None
     ) -> Callable[[], list[_Part]]:
         """Reads tensors by name; `wanted` leaves out what has none of these names."""
 
         def read() -> list[_Part]:
-            known = {plain_name(name): tensor for name, tensor in tensors.items()}
+            some = None if wanted is None else dict.fromkeys(form[0] for form in wanted)
+            known = by_plain_name(tensors, plain_name, some)
             if tied:
                 known.pop(TIED, None)
             names: Iterable[str] = known
-            if wanted is not None:
-                names = dict.fromkeys(part.name for part in wanted)
+            if some is not None:
+                names = some
                 missing = [name for name in names if name not in known]
                 if missing:
                     raise _core.LayoutError(
@@ -149,12 +167,14 @@ class _Reader:
         resharders = [m.reshard for m in module.modules() if _is_fsdp2(m)]
         for reshard in resharders:
             reshard()
-        slots = list(_slots(module, flats, tied))
+        slots = Slots([module], lambda: _slots(module, flats, tied))
+        _check_names(slots.names, flats)
 
         def read() -> list[_Part]:
             for reshard in resharders:
                 reshard()
-            parts = [part for name, home, key in slots for part in self._parts(name, home[key])]
+            held = zip(slots.names, slots.read(), strict=True)
+            parts = [part for name, tensor in held for part in self._parts(name, tensor)]
             for prefix, handle in flats:
                 parts += _flat_parts(prefix, handle, tied)
             return parts
@@ -202,10 +222,8 @@ def _is_fsdp2(module: Any) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def _slots(
-    module: Any, flats: Sequence[tuple[str, Any]], tied: bool
-) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(name, home, key) of every parameter and persistent buffer, each tensor once."""
+def _slots(module: Any, flats: Sequence[tuple[str, Any]], tied: bool) -> Iterator[Slot]:
+    """Every parameter and persistent buffer that is not in a flat parameter."""
     flat = {
         id(tensor)
         for _, handle in flats
@@ -219,18 +237,30 @@ def _slots(
     for path, owner in module.named_modules():
         for home in (owner._parameters, owner._buffers):
             for key, tensor in home.items():
-                if tensor is None or id(tensor) in seen or id(tensor) in flat:
+                if tensor is None or id(tensor) in flat:
                     continue
                 if home is owner._buffers and key in owner._non_persistent_buffers_set:
                     continue
-                name = plain_name(f"{path}.{key}" if path else key)
-                if tied and name == TIED:
+                full = f"{path}.{key}" if path else key
+                name = plain_name(full)
+                if tied and name == TIED and id(tensor) not in seen:
                     raise _core.LayoutError(
                         f"{name}: a parameter of its own, but the configuration says tied "
                         "embeddings: wrap both in one FSDP unit"
                     )
                 seen.add(id(tensor))
-                yield name, home, key
+                yield Slot(name, home, key, full)
+
+
+def _check_names(names: Iterable[str], flats: Sequence[tuple[str, Any]]) -> None:
+    """Refuses names that a flat parameter shares with another one or with a tensor of its own."""
+    seen = set(names)
+    for prefix, handle in flats:
+        for key in handle.flat_param._fqns:
+            name = plain_name(f"{prefix}.{key}" if prefix else key)
+            if name in seen:
+                raise two_tensors(f"{prefix}.{key}", "another parameter", name)
+            seen.add(name)
 
 
 # --- DTensor placements ---------------------------------------------------------------------
@@ -447,19 +477,14 @@ def _buffers(parts: Sequence[_Part]) -> tuple[list[tuple[str, Tensor]], list[int
     return buffers, [numbers[id(part.tensor)] for part in parts]
 
 
-def _check_same(parts: Sequence[_Part], found: Sequence[_Part]) -> None:
+def _check_same(forms: Sequence[Form], found: Sequence[_Part]) -> None:
     """Tensors may move; what they hold may not change."""
-    for old, new in zip(parts, found, strict=False):
-        if (old.name, old.shape, old.regions, old.strides) != (
-            new.name,
-            new.shape,
-            new.regions,
-            new.strides,
-        ):
+    for old, new in zip(forms, found, strict=False):
+        if old != new.form:
             raise _core.LayoutError(
-                f"{old.name}: is sharded in another way now than when the layout was made"
+                f"{old[0]}: is sharded in another way now than when the layout was made"
             )
-    if len(parts) != len(found):
+    if len(forms) != len(found):
         raise _core.LayoutError(
-            f"{len(found)} tensors are held now, but {len(parts)} when the layout was made"
+            f"{len(found)} tensors are held now, but {len(forms)} when the layout was made"
         )

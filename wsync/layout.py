@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from wsync import _core
+from wsync.slots import two_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainerLayout", "from_tensors", "global_name", "position"]
 
+_T = TypeVar("_T")
 _FUSED = re.compile(r"(.*)\.(?:q_a_proj|kv_a_proj_with_mqa)\.(.*)")
 
 
@@ -23,6 +25,23 @@ def global_name(name: str) -> str:
     while name.startswith("module."):
         name = name[len("module.") :]
     return name
+
+
+def by_plain_name(
+    tensors: Mapping[str, _T], plain: Callable[[str], str], wanted: Collection[str] | None = None
+) -> dict[str, _T]:
+    """Tensors by their names without wrappers.
+
+    Raises LayoutError where two of them have one name, of those that are wanted (None: all).
+    """
+    given = list(tensors.items())  # at once: another thread may change the mapping
+    found: dict[str, _T] = {}
+    for name, tensor in given:
+        short = plain(name)
+        if found.setdefault(short, tensor) is not tensor and (wanted is None or short in wanted):
+            other = next(n for n, known in given if known is found[short] and plain(n) == short)
+            raise two_tensors(name, other, short)
+    return found
 
 
 @dataclass(frozen=True)
@@ -74,9 +93,8 @@ class TrainerLayout:
             )
         if self.pick is not None:
             return self.pick(weights)
-        given = list(weights.items())  # at once: another thread may change the mapping
-        known = {global_name(name): tensor for name, tensor in given}
-        wanted = [global_name(name) for name in self.names]
+        wanted = by_plain_name({name: name for name in self.names}, global_name)
+        known = by_plain_name(weights, global_name, wanted)
         try:
             return [known[name] for name in wanted]
         except KeyError:

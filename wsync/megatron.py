@@ -23,6 +23,7 @@ from wsync import _core
 from wsync.families import FIELDS, Model, read_model
 from wsync.layout import TrainerLayout, global_name, position
 from wsync.rules import Cut, Expansion, Piece, Placement, Rule
+from wsync.slots import Slot, Slots
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,15 +71,6 @@ class Ranks:
         )
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Where a module keeps a parameter or buffer; read again at every update."""
-
-    name: str
-    home: dict[str, Any]
-    key: str
-
-
 def layout(
     model: Module | Sequence[Module],
     config: Any,
@@ -101,13 +93,8 @@ def layout(
     spec = read_model(config, model_name)
     ranks = Ranks.current()
     rank, count = position(group)
-    slots = list(_slots(chunks, spec, ranks))
-    names = tuple(slot.name for slot in slots)
-
-    def tensors() -> Sequence[Tensor]:
-        return [slot.home[slot.key] for slot in slots]
-
-    current = tensors()
+    slots = Slots(chunks, lambda: _slots(chunks, spec, ranks))
+    names, current = slots.names, slots.read()
     table = _core.describe(current, names, gpu=True)
     builder = _core.LayoutBuilder(rank)
     reader = _Reader(spec, ranks)
@@ -116,30 +103,24 @@ def layout(
         regions, maps, strides = reader.read(name, tensor, shape, strides)
         builder.add_parameter(name, index, dtype, strides, regions, maps)
     return TrainerLayout(
-        builder.build(), names, tensors, table, rank, count, group, stage=ranks.stage
+        builder.build(), names, slots.read, table, rank, count, group, stage=ranks.stage
     )
 
 
-def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[_Slot]:
-    """Parameters and expert biases of all chunks under their global names, each name once."""
-    seen: set[str] = set()
+def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot]:
+    """Parameters and expert biases of all chunks under their global names."""
     for stage, chunk in enumerate(chunks):
         numbers = _layer_numbers(chunk, stage if len(chunks) > 1 else None)
-        tensors: set[int] = set()
         for path, module in chunk.named_modules():
             _check_tied(path, module, spec)
             for home in (module._parameters, module._buffers):
                 for key, tensor in home.items():
                     if tensor is None or (home is module._buffers and "expert_bias" not in key):
                         continue
-                    local = global_name(f"{path}.{key}" if path else key)
-                    name = _global(local, numbers, spec, ranks)
-                    tied = spec.tied and name == OUTPUT
-                    if tied or name in seen or id(tensor) in tensors:
-                        continue
-                    seen.add(name)
-                    tensors.add(id(tensor))
-                    yield _Slot(name, home, key)
+                    full = f"{path}.{key}" if path else key
+                    name = _global(global_name(full), numbers, spec, ranks)
+                    if not (spec.tied and name == OUTPUT):
+                        yield Slot(name, home, key, full, stage)
 
 
 def _check_tied(path: str, module: Module, spec: Model) -> None:

@@ -1,0 +1,111 @@
+"""Where the modules of a trainer keep their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from wsync import _core
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+__all__ = ["Slot", "Slots"]
+
+
+class Slot(NamedTuple):
+    """home[key] is a tensor; `name` is the one that it has without wrappers, `path` with them.
+    `part`: within one, a tensor of two names goes by the first."""
+
+    name: str
+    home: dict[str, Any]
+    key: str
+    path: str
+    part: int = 0
+
+
+class _Found(NamedTuple):
+    names: tuple[str, ...]
+    slots: list[Slot]
+    others: list[tuple[Slot, int]]  # further names, and whose tensor they are of
+    children: list[tuple[dict[str, Any], tuple[Any, ...]]]  # of all modules, and what they were
+
+
+class Slots:
+    """The places of all tensors, which are read again at every update.
+
+    Args:
+        roots: the modules in which `find` looks.
+        find: the slots there are now; it is asked again when modules were replaced.
+
+    Raises:
+        LayoutError: two tensors have the same name.
+    """
+
+    def __init__(self, roots: Sequence[Module], find: Callable[[], Iterable[Slot]]) -> None:
+        self._roots = roots
+        self._find = find
+        self._found = self._scan()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the distinct tensors, in order."""
+        return self._found.names
+
+    def read(self) -> list[Tensor]:
+        """The tensors of `names` as they are now.
+
+        Raises:
+            LayoutError: one is gone or new, or is no longer the one of all its names.
+        """
+        if any(tuple(now.values()) != before for now, before in self._found.children):
+            found = self._scan()
+            if found.names != self.names:
+                odd = next(iter({*self.names} ^ {*found.names}), "the order of tensors")
+                raise _core.LayoutError(
+                    f"{odd}: differs since modules were replaced: make the layout anew"
+                )
+            self._found = found
+        slots = self._found.slots
+        tensors: list[Any] = [slot.home.get(slot.key) for slot in slots]
+        for slot, tensor in zip(slots, tensors, strict=True):
+            if tensor is None:
+                raise _core.LayoutError(f"{slot.path}: no longer among the module's tensors")
+        for slot, number in self._found.others:
+            if slot.home.get(slot.key) is not tensors[number]:
+                raise _core.LayoutError(
+                    f"{slot.path}: was one tensor with {slots[number].path} when the layout was "
+                    "made, and is another now: make the layout anew"
+                )
+        return tensors
+
+    def _scan(self) -> _Found:
+        modules = [module._modules for root in self._roots for module in root.modules()]
+        children = [(module, tuple(module.values())) for module in modules]
+        slots: list[Slot] = []
+        others: list[tuple[Slot, int]] = []
+        tensors: list[Any] = []
+        numbers: dict[tuple[int, int], int] = {}
+        named: dict[str, tuple[str, int]] = {}
+        for slot in self._find():
+            tensor = slot.home[slot.key]
+            if slot.name in named:
+                path, number = named[slot.name]
+                if tensors[number] is not tensor:
+                    raise two_tensors(slot.path, path, slot.name)
+            else:
+                number = numbers.setdefault((slot.part, id(tensor)), len(slots))
+                named[slot.name] = slot.path, number
+            if number < len(slots):
+                others.append((slot, number))
+            else:
+                slots.append(slot)
+                tensors.append(tensor)
+        return _Found(tuple(slot.name for slot in slots), slots, others, children)
+
+
+def two_tensors(one: str, other: str, name: str) -> _core.LayoutError:
+    return _core.LayoutError(
+        f"{one} and {other}: two tensors, but without their wrappers both are {name}"
+    )
