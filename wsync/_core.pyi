@@ -77,6 +77,8 @@ class Layout:
     @property
     def shard_nbytes(self) -> int: ...
     def buffer_count(self, rank: int = 0) -> int: ...
+    def check_apart(self, buffers: BufferTable) -> None:
+        """LayoutError, by name, where a byte belongs to shards of two buffers when buffer i lies at buffers[i]."""
 
 PACK: Final[int]
 LOCAL: Final[int]

@@ -231,3 +231,148 @@ wsync_status_t wsync_copies_find_overlap(const wsync_copy_t *copies, size_t coun
     }
     return status;
 }
+
+/* One of the spans that buffers lie in, as addresses. */
+typedef struct place {
+    uintptr_t low;
+    uintptr_t high;
+    size_t span;
+} place_t;
+
+static int compare_places(const void *left, const void *right)
+{
+    const place_t *a = left;
+    const place_t *b = right;
+
+    return (a->low > b->low) - (a->low < b->low);
+}
+
+/* Sets shared[i] for spans that lie in one piece of memory with others; returns whether any
+ * does. */
+static bool mark_shared(const wsync_span_t *spans, place_t *places, size_t count,
+                        bool *shared)
+{
+    bool any = false;
+
+    for (size_t i = 0; i < count; i++) {
+        const uintptr_t low = (uintptr_t)spans[i].data;
+
+        places[i] = (place_t){low, low + (uintptr_t)spans[i].nbytes, i};
+        shared[i] = false;
+    }
+    qsort(places, count, sizeof(*places), compare_places);
+    for (size_t i = 0, next = 0; i < count; i = next) {
+        uintptr_t high = places[i].high;
+
+        for (next = i + 1; next < count && places[next].low < high; next++) {
+            high = places[next].high > high ? places[next].high : high;
+        }
+        for (size_t j = i; next > i + 1 && j < next; j++) {
+            shared[places[j].span] = true;
+            any = true;
+        }
+    }
+    return any;
+}
+
+/* Copies to those shards of a tensor that lie in shared memory, by address. */
+static wsync_status_t append_shards(const wsync_layout_t *layout, size_t tensor,
+                                    const wsync_span_t *spans, const bool *shared,
+                                    wsync_copies_t *copies, wsync_error_t *err)
+{
+    const wsync_dtype_t dtype = wsync_layout_tensor(layout, tensor)->dtype;
+    wsync_status_t status = WSYNC_OK;
+    size_t count;
+    const wsync_shard_t *shards = wsync_layout_shards(layout, tensor, &count);
+
+    for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
+        const wsync_shard_t *shard = &shards[i];
+
+        if (shared[shard->buffer]) {
+            wsync_place_t place = {
+                .dtype = dtype,
+                .offset = (uintptr_t)spans[shard->buffer].data + shard->offset};
+
+            for (unsigned axis = 0; axis < WSYNC_MAX_NDIM; axis++) {
+                place.stride[axis] = shard->stride[axis];
+            }
+            status = wsync_copies_append(copies, shard->box.extent, &place, &place, err);
+        }
+    }
+    return status;
+}
+
+/* Copies follow each other by tensor: ends[i] comes after those of tensor i. */
+static const char *name_of(const wsync_layout_t *layout, const size_t *ends, size_t copy)
+{
+    size_t tensor = 0;
+
+    while (tensor + 1 < wsync_layout_tensor_count(layout) && ends[tensor] <= copy) {
+        tensor++;
+    }
+    return wsync_layout_tensor(layout, tensor)->name;
+}
+
+static wsync_status_t check_shared(const wsync_layout_t *layout, const wsync_span_t *spans,
+                                   const bool *shared, wsync_error_t *err)
+{
+    const size_t tensor_count = wsync_layout_tensor_count(layout);
+    size_t *ends = calloc(tensor_count + 1, sizeof(*ends));
+    wsync_copies_t copies = {0};
+    wsync_overlap_t overlap = {0};
+    wsync_status_t status = WSYNC_OK;
+
+    if (ends == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "overlap",
+                          "no memory to order %zu tensors", tensor_count);
+    }
+    for (size_t i = 0; i < tensor_count && status == WSYNC_OK; i++) {
+        status = append_shards(layout, i, spans, shared, &copies, err);
+        ends[i] = copies.count;
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_copies_find_overlap(copies.items, copies.count, &overlap, err);
+    }
+    if (status == WSYNC_OK && overlap.found) {
+        status = wsync_fail(
+            err, WSYNC_ERR_LAYOUT, 0, "overlap",
+            "%.256s and %.256s are kept in the same memory: both write the byte at 0x%llx",
+            name_of(layout, ends, overlap.first), name_of(layout, ends, overlap.second),
+            (unsigned long long)overlap.offset);
+    }
+    wsync_copies_fini(&copies);
+    free(ends);
+    return status;
+}
+
+wsync_status_t wsync_layout_check_apart(const wsync_layout_t *layout,
+                                        const wsync_span_t *spans, size_t span_count,
+                                        wsync_error_t *err)
+{
+    place_t *places = malloc((span_count + 1) * sizeof(*places));
+    bool *shared = malloc((span_count + 1) * sizeof(*shared));
+    wsync_status_t status = WSYNC_OK;
+
+    if (places == NULL || shared == NULL) {
+        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "overlap",
+                            "no memory to order %zu spans", span_count);
+        goto cleanup;
+    }
+    for (uint32_t rank = 0; rank < wsync_layout_rank_count(layout); rank++) {
+        const uint32_t count = wsync_layout_buffer_count(layout, rank);
+
+        if (count > span_count) {
+            status = wsync_fail(err, WSYNC_ERR_INVALID, 0, "overlap",
+                                "%zu spans for %u buffers", span_count, count);
+            goto cleanup;
+        }
+    }
+    if (mark_shared(spans, places, span_count, shared)) {
+        status = check_shared(layout, spans, shared, err);
+    }
+
+cleanup:
+    free(places);
+    free(shared);
+    return status;
+}

@@ -4,8 +4,10 @@
 
 #include <stdlib.h>
 
+#include "core/overlap.h"
 #include "core/wire.h"
 #include "python/convert.h"
+#include "python/device.h"
 
 PyObject *wsync_py_layout_new(ModuleState *state, wsync_layout_t *layout)
 {
@@ -298,6 +300,30 @@ static PyObject *layout_buffer_count(PyObject *self, PyObject *args, PyObject *k
         wsync_layout_buffer_count(((LayoutObject *)self)->layout, rank));
 }
 
+static PyObject *layout_check_apart(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"buffers", NULL};
+    ModuleState *state = wsync_py_type_state(Py_TYPE(self));
+    PyObject *buffers;
+    const BufferTableObject *table;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:check_apart", keywords,
+                                     state->type_BufferTable, &buffers)) {
+        return NULL;
+    }
+    table = (const BufferTableObject *)buffers;
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_layout_check_apart(((LayoutObject *)self)->layout, table->spans,
+                                          table->count, &err);
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *layout_tensor_count(PyObject *self, void *Py_UNUSED(closure))
 {
     return PyLong_FromSize_t(wsync_layout_tensor_count(((LayoutObject *)self)->layout));
@@ -343,6 +369,11 @@ static PyMethodDef layout_methods[] = {
     {"buffer_count", WITH_KEYWORDS(layout_buffer_count),
      "buffer_count($self, rank=0)\n--\n\n"
      "One more than the largest buffer index that a rank uses."},
+    {"check_apart", WITH_KEYWORDS(layout_check_apart),
+     "check_apart($self, buffers)\n--\n\n"
+     "Checks that no byte belongs to two shards when buffer i lies at buffers[i]; spans "
+     "of\n"
+     "the table may share memory.  LayoutError names the two tensors."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Every allocation of the core fails once. */
+#include "core/overlap.h"
 #include "core/route.h"
 #include "core/wire.h"
 #include "layouts.h"
@@ -146,6 +147,24 @@ static wsync_status_t route(void *context, wsync_error_t *err)
     return status;
 }
 
+/* Column `i` of three, in rows of six bytes. */
+static void add_column(wsync_layout_builder_t *builder, uint32_t i, uint32_t buffer,
+                       uint64_t offset)
+{
+    const wsync_tensor_t tensor = matrix("a", 64, 3);
+    wsync_shard_t shard = {.buffer = buffer,
+                           .offset = offset,
+                           .box = wsync_box_whole(2, tensor.shape),
+                           .stride = {6, 2}};
+    wsync_error_t err = {0};
+
+    shard.box.start[1] = i;
+    shard.box.extent[1] = 1;
+    CHECK_OK(wsync_layout_builder_tensor(builder, &tensor, &shard.tensor, &err), err);
+    CHECK_OK(wsync_layout_builder_origin(builder, "", &shard.origin, &err), err);
+    CHECK_OK(wsync_layout_builder_shard(builder, &shard, &err), err);
+}
+
 TEST(routes)
 {
     wsync_layout_builder_t *source = new_builder();
@@ -158,19 +177,8 @@ TEST(routes)
         add_rows(source, matrix("a", 64, 3), 0, i, 0, i, 1);
     }
     add_rows(source, matrix("a", 64, 3), 0, 0, 0, 0, 64);
-    for (int64_t i = 0; i < 3; i++) {
-        const wsync_tensor_t tensor = matrix("a", 64, 3);
-        wsync_shard_t shard = {.offset = 2 * (uint64_t)i,
-                               .box = wsync_box_whole(2, tensor.shape),
-                               .stride = {6, 2}};
-        wsync_error_t err = {0};
-
-        shard.box.start[1] = i;
-        shard.box.extent[1] = 1;
-        CHECK_OK(wsync_layout_builder_tensor(destination, &tensor, &shard.tensor, &err),
-                 err);
-        CHECK_OK(wsync_layout_builder_origin(destination, "", &shard.origin, &err), err);
-        CHECK_OK(wsync_layout_builder_shard(destination, &shard, &err), err);
+    for (uint32_t i = 0; i < 3; i++) {
+        add_column(destination, i, 0, 2 * (uint64_t)i);
     }
     pair.source = finish(source);
     pair.destination = finish(destination);
@@ -199,4 +207,37 @@ static wsync_status_t append(void *context, wsync_error_t *err)
 TEST(copies)
 {
     CHECK(oom_run(append, NULL) >= 2);
+}
+
+typedef struct kept {
+    wsync_layout_t *layout;
+    wsync_span_t spans[3];
+} kept_t;
+
+static wsync_status_t check_apart(void *context, wsync_error_t *err)
+{
+    const kept_t *kept = context;
+
+    return wsync_layout_check_apart(kept->layout, kept->spans, 3, err);
+}
+
+TEST(buffers_that_share_memory)
+{
+    wsync_layout_builder_t *builder = new_builder();
+    uint8_t memory[64 * 6];
+    kept_t kept = {.layout = NULL};
+    wsync_error_t err = {0};
+
+    for (uint32_t i = 0; i < 3; i++) {
+        add_column(builder, i, i, 0);
+        kept.spans[i] = (wsync_span_t){memory + (size_t)2 * i, sizeof(memory) - 4};
+    }
+    kept.layout = finish(builder);
+    CHECK(oom_run(check_apart, &kept) > 5);
+    kept.spans[2].data = memory + 3;
+    CHECK_EQ(check_apart(&kept, &err), WSYNC_ERR_LAYOUT);
+    kept.spans[0].data = memory + 1; /* spans that only touch are not looked into */
+    kept.spans[0].nbytes = kept.spans[1].nbytes = 1;
+    CHECK_OK(check_apart(&kept, &err), err);
+    wsync_layout_destroy(kept.layout);
 }
