@@ -43,8 +43,9 @@ class Buckets:
     @contextmanager
     def loading(
         self, names: Collection[str], tensors: Mapping[str, str], origin: str = ""
-    ) -> Iterator[None]:
-        """Around what writes a bucket to the weights.
+    ) -> Iterator[frozenset[str]]:
+        """Around what writes a bucket to the weights; gives the names that the update has brought
+        before.
 
         names: what the bucket brings; tensors: the tensor that each name stands for, of all that
         an update has to bring; origin: the connection that the bucket came by, where that is
@@ -55,7 +56,7 @@ class Buckets:
             self._origin = origin
         came, missing = self._came, self._missing
         with self._receiver.writing("a bucket is being loaded"):
-            yield
+            yield frozenset(came)
             came.update(names)
             missing.difference_update(tensors[name] for name in names if name in tensors)
             if missing:

@@ -3,12 +3,13 @@
 import os
 from collections.abc import Callable, Mapping
 
-from wsync._core import BufferTable, Layout, Route, Stream
+from wsync._core import Route, Stream
 from wsync.checkpoint import Checkpoint
+from wsync.engine.destination import Target
 from wsync.engine.receiver import Receiver
 
-# what the checkpoint holds -> what the worker keeps of it: a layout, and what its buffers are
-Targets = Callable[[Mapping[str, tuple[int, ...]]], tuple[Layout, BufferTable]]
+# what the checkpoint holds -> what the worker keeps of it
+Targets = Callable[[Mapping[str, tuple[int, ...]]], Target]
 
 
 def load(
@@ -32,8 +33,10 @@ def load(
     """
     with Checkpoint(folder) as checkpoint:
         shapes = {name: place.shape for name, place in checkpoint.places.items()}
-        layout, destinations = targets(shapes)
+        found = targets(shapes)
+        layout, destinations = found.layout(), found.buffers()
         route = Route(checkpoint.layout(), layout)
+        layout.check_apart(destinations)
         sources = checkpoint.buffers()
         stream = Stream(threads)
         try:
@@ -41,6 +44,7 @@ def load(
                 for file in range(route.buffer_count):
                     stream.copy(route, file, 0, sources, destinations)
                 stream.synchronize(timeout)
+                found.check()
         finally:
             stream.abandon()
             stream.close()

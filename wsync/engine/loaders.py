@@ -13,9 +13,9 @@ import gc
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -24,7 +24,6 @@ from wsync._core import (
     BufferTable,
     Device,
     Layout,
-    LayoutBuilder,
     LayoutError,
     Memory,
     ProtocolError,
@@ -37,13 +36,11 @@ from wsync._core import (
 )
 from wsync.control import PIECES, WHOLE
 from wsync.dtypes import dtype_of
+from wsync.engine.destination import Boxes, Destination, listed
 
 Losing = Callable[[], object]
 _Reference = Callable[[], torch.Tensor | None]
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]
-
-# names listed in one message
-_LISTED: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +142,16 @@ class Router:
     def __init__(self, manifest: RingManifest, destination: Layout, stream: Stream) -> None:
         self.manifest = manifest
         self._route = Route(manifest.layout, destination)
+        self._layout = destination
         self._stream = stream
         self._sources: BufferTable | None = None
         self._destinations: BufferTable | None = None
 
     def bind(self, destinations: BufferTable) -> None:
         """Says where the destination's buffers lie now; parameters may move between updates.
-        Comes after check_rounds: before that, any number may be the manifest's largest round."""
+        Comes after check_rounds: before that, any number may be the manifest's largest round.
+        LayoutError where two tensors lie in the same memory."""
+        self._layout.check_apart(destinations)
         if self._sources is None:
             ring = self.manifest.ring
             spans = [(ring.address, ring.nbytes)] * self._route.buffer_count
@@ -187,6 +187,7 @@ class LayoutLoader:
         self.device = device.find(device.of(describe(self._tensors, gpu=True)) or device.wanted())
         self.stream = Stream(threads, self.device)
         self._router: Router | None = None
+        self._boxes: Boxes | None = None  # while an update runs
         self._loaded: set[int] = set()
 
     def blob(self) -> bytes:
@@ -199,7 +200,8 @@ class LayoutLoader:
     def begin(self, rounds: int) -> None:
         router = self._attached()
         router.manifest.check_rounds(rounds)
-        router.bind(BufferTable.of(describe(self._tensors, gpu=True)))
+        self._boxes = Boxes(self._layout, self._tensors)
+        router.bind(self._boxes.buffers())
         self._loaded = set()
 
     def load(self, round: int) -> None:
@@ -209,10 +211,14 @@ class LayoutLoader:
     def finish(self, timeout: float) -> Receipt:
         router = self._attached()
         router.finish(timeout)
+        assert self._boxes is not None
+        self._boxes.check()
+        self._boxes = None
         return router.manifest.receipt(self._loaded)
 
     def abandon(self) -> None:
         self.stream.abandon()
+        self._boxes = None
 
     def _attached(self) -> Router:
         if self._router is None:
@@ -287,6 +293,7 @@ class ModuleLoader:
     def abandon(self) -> None:
         if self.stream is not None:
             self.stream.abandon()
+        self._strategy.abandon()
 
     def _attached(self) -> RingManifest:
         if self._manifest is None:
@@ -304,7 +311,9 @@ class _ByName:
         self.stream = Stream(threads, self.device)
         self._manifest: RingManifest | None = None
         self._router: Router | None = None
+        self._destination: Destination | None = None  # while an update runs
         self._names: list[str] = []
+        self._twins: list[tuple[str, int]] = []
         self._held: list[_Reference] = []
         self._places: list[int] = []  # of the tensors with those names in what is held
         self._table = describe([]).form()  # of the tensors that the router knows
@@ -320,18 +329,17 @@ class _ByName:
         held = held_tensors(self._module)
         if self._router is not None and _same(self._held, held):
             tensors = [held[place] for place in self._places]
+            found = Destination(self._names, tensors, self._twins)
         else:
-            names, tensors = targets(self._module, self._manifest.shapes, self._ignore)
-            if names != self._names:
-                self._names, self._router = names, None
-            self._remember(held, tensors)
-        table = describe(tensors, self._names, gpu=True)
-        if self._router is None or table.differs(self._table) is not None:
-            builder = LayoutBuilder()
-            builder.add_tensors(self._names, table)
-            self._router = Router(self._manifest, builder.build(), self.stream)
-            self._table = table.form()
-        self._router.bind(BufferTable.of(table))
+            found = Destination.of(self._module, self._manifest.shapes, self._ignore)
+            if (found.names, found.twins) != (self._names, self._twins):
+                self._names, self._twins, self._router = found.names, found.twins, None
+            self._remember(held, found.tensors)
+        if self._router is None or found.table.differs(self._table) is not None:
+            self._router = Router(self._manifest, found.layout(), self.stream)
+            self._table = found.table.form()
+        self._router.bind(found.buffers())
+        self._destination = found
 
     def _remember(self, held: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
         places = {id(tensor): place for place, tensor in enumerate(held)}
@@ -346,8 +354,17 @@ class _ByName:
         self._router.load(round)
 
     def finish(self, timeout: float) -> None:
-        assert self._router is not None
+        assert self._router is not None and self._destination is not None
         self._router.finish(timeout)
+        self._destination.check()
+        self._destination = None
+        if self._places and not _same(self._held, held_tensors(self._module)):
+            raise StateError(
+                f"{type(self._module).__name__}: a tensor was replaced while the update ran"
+            )
+
+    def abandon(self) -> None:
+        self._destination = None
 
 
 class _ByCall:
@@ -411,7 +428,10 @@ class _ByCall:
         parameters = {name for name, _ in self._module.named_parameters()}
         missing = parameters - self._named - self._ignore
         if missing:
-            raise LayoutError(f"{_list(missing)}: not loaded by {self._who()}")
+            raise LayoutError(f"{listed(missing)}: not loaded by {self._who()}")
+
+    def abandon(self) -> None:
+        """Nothing is kept from one update to the next."""
 
     def _watch(self, round: int) -> None:
         """The first round is given out as views of a private copy, so that a loader that keeps
@@ -454,44 +474,6 @@ class _ByCall:
         return getattr(self._method, "__qualname__", None) or type(self._method).__qualname__
 
 
-def targets(
-    module: torch.nn.Module, delivered: Mapping[str, tuple[int, ...]], ignore: frozenset[str]
-) -> tuple[list[str], list[torch.Tensor]]:
-    """The tensors of a module that are to be filled, and the names that they are delivered
-    under.  delivered: shapes by name.  LayoutError for what does not fit; the text names it."""
-    state = _state(module)
-    unknown = delivered.keys() - state.keys() - ignore
-    if unknown:
-        raise LayoutError(f"{_list(unknown)}: not in {type(module).__name__}")
-    names: list[str] = []
-    tensors: list[torch.Tensor] = []
-    missing: list[str] = []
-    for group in aliases(state):
-        name = next((alias for alias in group if alias in delivered), None)
-        if name is None:
-            if state[group[0]].numel() and not ignore.intersection(group):
-                missing.append(group[0])
-            continue
-        tensor = state[name]
-        if tuple(tensor.shape) != delivered[name]:
-            raise LayoutError(
-                f"{name}: shape {delivered[name]} delivered, {tuple(tensor.shape)} in "
-                f"{type(module).__name__}"
-            )
-        if tensor.numel() > 0:
-            names.append(name)
-            tensors.append(tensor)
-    if missing:
-        raise LayoutError(f"{_list(missing)}: in {type(module).__name__}, not delivered")
-    return names, tensors
-
-
-def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers themselves: their storage may be swapped under them."""
-    state: Mapping[str, Any] = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
 def _same(references: Sequence[_Reference], tensors: Sequence[torch.Tensor]) -> bool:
     """Whether these are the tensors that were referred to."""
     return len(references) == len(tensors) and all(
@@ -503,26 +485,11 @@ def _gone() -> None:
     """A reference to nothing."""
 
 
-def aliases(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Names grouped by the memory that they stand for, in order."""
-    groups: dict[Any, list[str]] = {}
-    for name, tensor in state.items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
-        groups.setdefault(place, []).append(name)
-    return list(groups.values())
-
-
 def _live(pool: ViewPool) -> int:
     """Views still alive; garbage in reference cycles does not count."""
     if pool.live:
         gc.collect()
     return pool.live
-
-
-def _list(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = len(ordered) - _LISTED
-    return ", ".join(ordered[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _numel(shape: Sequence[int]) -> int:

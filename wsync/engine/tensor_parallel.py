@@ -16,16 +16,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from wsync._core import (
-    BufferTable,
-    InvalidArgumentError,
-    Layout,
-    LayoutError,
-    StateError,
-    describe,
-)
+from wsync._core import InvalidArgumentError, LayoutError, StateError
 from wsync.dtypes import dtype_of
 from wsync.engine import disk
+from wsync.engine.destination import Boxes
 from wsync.engine.distributed import Named
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.sharded import ShardedModel
@@ -189,10 +183,9 @@ class _Worker(Worker):
     def load_weights(self, weights: Named) -> None:
         self.model.load_weights(weights)
 
-    def _targets(self, _: Mapping[str, tuple[int, ...]]) -> tuple[Layout, BufferTable]:
+    def _targets(self, _: Mapping[str, tuple[int, ...]]) -> Boxes:
         """The boxes of a checkpoint that this worker keeps."""
-        tensors = list(self.model.tensors.values())
-        return self.model.layout(), BufferTable.of(describe(tensors))
+        return Boxes(self.model.layout(), list(self.model.tensors.values()))
 
     def _piece(self, piece: Any) -> tuple[Any, ...]:
         dtype = str(self.model.dtype).removeprefix("torch.")

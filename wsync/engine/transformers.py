@@ -15,7 +15,7 @@ by one, as checkpoints do; 5 fuses them, so MoE updates need 4.57 here.
 import math
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +23,18 @@ import torch
 
 from wsync import payload
 from wsync._core import (
-    BufferTable,
     InvalidArgumentError,
-    Layout,
-    LayoutBuilder,
     LayoutError,
     StateError,
     WsyncError,
     checksum,
-    describe,
 )
 from wsync.control import LOAD_FORMAT
 from wsync.engine import disk
+from wsync.engine.destination import Destination, aliases, check_owned, same_bytes, state_of
 from wsync.engine.distributed import BROADCAST_SECONDS, UpdateGroups
 from wsync.engine.gate import Gate
-from wsync.engine.loaders import ModuleLoader, aliases, targets
+from wsync.engine.loaders import ModuleLoader
 from wsync.engine.receiver import Receiver
 from wsync.update_group import connection_of
 
@@ -251,13 +248,9 @@ class Engine:
             return False, f"Failed to update weights: {error}"
         return True, "Succeeded to update model weights."
 
-    def _targets(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Layout, BufferTable]:
+    def _targets(self, shapes: Mapping[str, tuple[int, ...]]) -> Destination:
         """Where a checkpoint's tensors go."""
-        names, tensors = targets(self.model, shapes, self._ignore)
-        table = describe(tensors, names)
-        builder = LayoutBuilder()
-        builder.add_tensors(names, table)
-        return builder.build(), BufferTable.of(table)
+        return Destination.of(self.model, shapes, self._ignore)
 
     def init_weights_update_group(
         self, *, timeout: float = REQUEST_SECONDS, **group: Any
@@ -311,26 +304,30 @@ class Engine:
         return True, "Success"
 
     def _copy(self, pairs: Sequence[tuple[str, torch.Tensor]], origin: str = "") -> None:
-        """Copies by name.  Everything is checked before the first byte is written."""
-        state = self.model.state_dict(keep_vars=True)
+        """Copies a bucket by name.  What fits is checked before the first byte is written."""
+        who, state = type(self.model).__name__, state_of(self.model)
+        pairs = [(name, t) for name, t in pairs if name in state or name not in self._ignore]
         for name, tensor in pairs:
             if name not in state:
-                raise LayoutError(f"{name}: not in {type(self.model).__name__}")
+                raise LayoutError(f"{name}: not in {who}")
             if tensor.shape != state[name].shape:
                 raise LayoutError(
                     f"{name}: shape {tuple(tensor.shape)} delivered, "
-                    f"{tuple(state[name].shape)} in {type(self.model).__name__}"
+                    f"{tuple(state[name].shape)} in {who}"
                 )
-        wanted = {
-            name: group[0]
-            for group in aliases(state)
-            if state[group[0]].numel() and not self._ignore.intersection(group)
-            for name in group
-        }
+        groups = [group for group in aliases(state) if state[group[0]].numel()]
+        first = {name: group[0] for group in groups for name in group}
+        optional = {n for group in groups if self._ignore.intersection(group) for n in group}
+        wanted = {name: place for name, place in first.items() if name not in optional}
         names = [name for name, _ in pairs]
-        with self.receiver.buckets.loading(names, wanted, origin), torch.no_grad():
-            for name, tensor in pairs:
+        filled = sorted({*wanted.values(), *(first[name] for name in names if name in first)})
+        target = Destination(filled, [state[name] for name in filled])
+        check_owned(self.model, filled, target.tensors)
+        target.layout().check_apart(target.buffers())
+        with self.receiver.buckets.loading(names, wanted, origin) as came, torch.no_grad():
+            for name, tensor in _once(pairs, state, first, came):
                 state[name].copy_(tensor)
+            target.check()
 
     def checksums(self) -> dict[str, str]:
         """A 64-bit checksum in hex of the bytes of every parameter and persistent buffer; names
@@ -393,6 +390,30 @@ def _pick(logits: torch.Tensor, temperature: float) -> tuple[int, float]:
     else:
         token = int(torch.multinomial((logits.float() / temperature).softmax(-1), 1))
     return token, float(logprobs[token])
+
+
+def _once(
+    pairs: Sequence[tuple[str, torch.Tensor]],
+    state: Mapping[str, torch.Tensor],
+    first: Mapping[str, str],
+    came: Collection[str],
+) -> list[tuple[str, torch.Tensor]]:
+    """What of a bucket is to be written: of several names of one tensor, one.  first: the name
+    that each stands for; came: what the update has brought before.  LayoutError where another
+    name of a tensor brings other values."""
+    values = {first[name]: (name, state[name]) for name in came if name in first}
+    found = []
+    for name, tensor in pairs:
+        if name not in first:
+            continue  # it has no elements
+        other, known = values.setdefault(first[name], (name, tensor))
+        if known is tensor:
+            found.append((name, tensor))
+        elif not same_bytes(tensor.to(state[name].dtype), known.to(state[name].dtype)):
+            raise LayoutError(
+                f"{name} and {other} are one tensor of the module, and {name} brings other values"
+            )
+    return found
 
 
 def _pairs(content: Any) -> list[tuple[str, torch.Tensor]]:

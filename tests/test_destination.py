@@ -1,0 +1,290 @@
+"""Tensors that an engine keeps in one place: both are what the trainer has, or it is refused."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.workers import ThreadEngine
+
+import wsync
+from wsync._core import (
+    BufferTable,
+    InvalidArgumentError,
+    Layout,
+    LayoutBuilder,
+    LayoutError,
+    WsyncError,
+    describe,
+)
+from wsync.engine import disk
+from wsync.engine.destination import Destination
+from wsync.engine.loaders import LayoutLoader, ModuleLoader
+from wsync.engine.receiver import Receiver
+from wsync.engine.transformers import Engine
+
+OPTIONS = wsync.Options(deadline=20, progress=False, round_nbytes=64)
+Tensors = dict[str, torch.Tensor]
+
+
+def parameter(data: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(data, requires_grad=False)
+
+
+def module_of(**tensors: torch.Tensor) -> torch.nn.Module:
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_parameter(name, parameter(tensor))
+    return module
+
+
+def views(kind: str) -> torch.nn.Module:
+    base = torch.zeros(6, 4)
+    if kind == "rows":
+        return module_of(a=base[:4], b=base[2:])
+    if kind == "inside":
+        return module_of(a=base, b=base[1:3, 1:3])
+    if kind == "interleaved":
+        return module_of(a=base[:, ::2], b=base[:, 2:])
+    if kind == "dtype":
+        return module_of(a=base, b=base.view(torch.int32))
+    assert kind == "transposed"
+    return module_of(a=base[:4], b=base[:4].t())
+
+
+KINDS = ["rows", "inside", "interleaved", "dtype", "transposed"]
+
+
+def weights_of(module: torch.nn.Module, value: float = 1.0) -> Tensors:
+    return {
+        name: torch.full(tensor.shape, value + number).to(tensor.dtype)
+        for number, (name, tensor) in enumerate(module.state_dict().items())
+    }
+
+
+def tied() -> torch.nn.Module:
+    module = module_of(a=torch.zeros(6, 4), c=torch.zeros(3))
+    module.register_parameter("b", module.get_parameter("a"))
+    return module
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_share_memory_are_refused_by_name(kind: str) -> None:
+    module = views(kind)
+    engine = ThreadEngine([ModuleLoader(module)])
+    with wsync.connect(weights_of(module), engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match="a and b are kept in the same memory"):
+            sync.update()
+    assert engine.receivers[0].consistent  # nothing was written
+    assert not any(tensor.any() for tensor in module.state_dict().values())
+
+
+def test_parameters_that_lie_between_each_other_are_not_refused() -> None:
+    base = torch.zeros(6, 4)
+    module = module_of(a=base[:, ::2], b=base[:, 1::2])
+    with wsync.connect(
+        weights_of(module), engines=[ThreadEngine([ModuleLoader(module)])], options=OPTIONS
+    ) as sync:
+        sync.update()
+    assert base[0].tolist() == [1.0, 2.0, 1.0, 2.0]
+
+
+def test_parameters_that_come_to_share_memory_later_are_refused() -> None:
+    module = module_of(a=torch.zeros(6, 4), b=torch.zeros(6, 4))
+    engine = ThreadEngine([ModuleLoader(module)])
+    with wsync.connect(weights_of(module), engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+        base = torch.zeros(7, 4)
+        module.get_parameter("a").data, module.get_parameter("b").data = base[:6], base[1:]
+        with pytest.raises(WsyncError, match="a and b are kept in the same memory"):
+            sync.update()
+    assert not base.any()
+
+
+def test_boxes_of_a_worker_that_share_memory_are_refused() -> None:
+    base = torch.zeros(6, 4)
+    tensors = [base[:4], base[2:]]
+    loader = LayoutLoader(layout_of(tensors), tensors)
+    weights = {"a": torch.ones(4, 4), "b": torch.ones(4, 4)}
+    with wsync.connect(weights, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match="a and b are kept in the same memory"):
+            sync.update()
+    assert not base.any()
+
+
+def test_buffers_that_are_not_there_are_named() -> None:
+    layout = layout_of([torch.zeros(4), torch.zeros(4)])
+    with pytest.raises(InvalidArgumentError, match="1 spans for 2 buffers"):
+        layout.check_apart(BufferTable([(4096, 16)]))
+    layout.check_apart(BufferTable([(4096, 16), (4112, 16)]))
+    with pytest.raises(LayoutError, match=r"a and b .* 0x100c"):
+        layout.check_apart(BufferTable([(4096, 16), (4108, 16)]))
+
+
+def layout_of(tensors: list[torch.Tensor]) -> Layout:
+    builder = LayoutBuilder()
+    builder.add_tensors(["a", "b"][: len(tensors)], describe(tensors))
+    return builder.build()
+
+
+# --- names of one tensor ----------------------------------------------------------------------
+
+
+def test_names_of_one_tensor_may_bring_the_same_values_and_no_others() -> None:
+    module = tied()
+    engine = ThreadEngine([ModuleLoader(module)])
+    values = torch.arange(24.0).view(6, 4)
+    same = {"a": values, "b": values.clone(), "c": torch.ones(3)}
+    with wsync.connect(same, engines=[engine], options=OPTIONS) as sync:
+        sync.update(same)
+        assert torch.equal(module.get_parameter("a"), values)
+        other = {**same, "b": values.clone()}
+        other["b"][5, 3] = -1.0
+        with pytest.raises(WsyncError, match=r"b and a are one tensor .* brings other values"):
+            sync.update(other)
+        assert not engine.receivers[0].consistent
+        sync.update(same)
+        assert engine.receivers[0].consistent
+
+
+def test_values_that_are_no_numbers_are_the_same_by_their_bytes() -> None:
+    module = tied()
+    values = torch.full((6, 4), torch.nan)
+    same = {"a": values, "b": values.clone(), "c": torch.ones(3)}
+    with wsync.connect(same, engines=[ThreadEngine([ModuleLoader(module)])], options=OPTIONS) as s:
+        s.update(same)
+
+
+def test_parameters_tied_between_updates_are_compared() -> None:
+    module = module_of(a=torch.zeros(6, 4), b=torch.zeros(6, 4))
+    first, second = torch.ones(6, 4), torch.zeros(6, 4)
+    with wsync.connect(
+        {"a": first, "b": second}, engines=[ThreadEngine([ModuleLoader(module)])], options=OPTIONS
+    ) as sync:
+        sync.update()
+        module.register_parameter("b", module.get_parameter("a"))
+        with pytest.raises(WsyncError, match="b and a are one tensor"):
+            sync.update()
+
+
+def checkpoint(folder: Any, tensors: Tensors) -> None:
+    save_file(tensors, folder / "model.safetensors")
+
+
+def from_disk(folder: Any, module: torch.nn.Module, receiver: Receiver) -> None:
+    find = lambda shapes: Destination.of(module, shapes)  # noqa: E731
+    disk.load(folder, find, receiver, timeout=60)
+
+
+def test_a_checkpoint_for_parameters_that_share_memory_is_refused(tmp_path: Any) -> None:
+    module = views("rows")
+    checkpoint(tmp_path, weights_of(module))
+    receiver = Receiver(ModuleLoader(module))
+    with pytest.raises(LayoutError, match="a and b are kept in the same memory"):
+        from_disk(tmp_path, module, receiver)
+    assert receiver.consistent
+
+
+def test_a_checkpoint_with_two_values_for_one_tensor_is_refused(tmp_path: Any) -> None:
+    module = tied()
+    same = {"a": torch.ones(6, 4), "b": torch.ones(6, 4), "c": torch.ones(3)}
+    checkpoint(tmp_path, same)
+    receiver = Receiver(ModuleLoader(module))
+    from_disk(tmp_path, module, receiver)
+    assert receiver.consistent and module.get_parameter("a").all()
+    checkpoint(tmp_path, {**same, "b": torch.zeros(6, 4)})
+    with pytest.raises(LayoutError, match="b and a are one tensor"):
+        from_disk(tmp_path, module, receiver)
+    assert not receiver.consistent
+
+
+# --- a module whose state is not its own ------------------------------------------------------
+
+
+def test_a_state_dict_of_copies_is_refused() -> None:
+    class Copying(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = parameter(torch.zeros(6, 4))
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {name: t.clone() for name, t in super().state_dict(*args, **kwargs).items()}
+
+    module = Copying()
+    engine = ThreadEngine([ModuleLoader(module)])
+    with wsync.connect({"a": torch.ones(6, 4)}, engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match=r"a: Copying\.state_dict gives a copy"):
+            sync.update()
+
+
+def test_a_state_dict_of_other_names_is_followed() -> None:
+    class Renaming(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = parameter(torch.zeros(6, 4))
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {"a": self.both[:3], "b": self.both[3:]}
+
+    module = Renaming()
+    weights = {"a": torch.ones(3, 4), "b": 2 * torch.ones(3, 4)}
+    with wsync.connect(
+        weights, engines=[ThreadEngine([ModuleLoader(module)])], options=OPTIONS
+    ) as sync:
+        sync.update()
+    assert module.both[:, 0].tolist() == [1, 1, 1, 2, 2, 2]
+
+
+# --- buckets, as stock trainers send them -----------------------------------------------------
+
+
+def engine_of(module: torch.nn.Module, **options: Any) -> Engine:
+    module.config = SimpleNamespace(model_type="none", architectures=None)
+    return Engine(module, **options)
+
+
+def bucket(engine: Engine, **tensors: torch.Tensor) -> tuple[bool, str]:
+    return engine.update_weights([pickle.dumps(list(tensors.items()))])
+
+
+def test_a_bucket_may_bring_names_that_the_engine_is_to_ignore() -> None:
+    module = module_of(a=torch.zeros(2), b=torch.zeros(2))
+    engine = engine_of(module, ignore=["vision", "b"])
+    assert bucket(engine, a=torch.ones(2), vision=torch.ones(5))[0]
+    assert engine.receiver.consistent
+    assert (module.a.tolist(), module.b.tolist()) == ([1, 1], [0, 0])
+    success, text = bucket(engine, other=torch.ones(2))
+    assert not success and "other: not in Module" in text
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_buckets_that_bring_two_values_for_one_tensor_are_refused(apart: bool) -> None:
+    module = tied()
+    engine = engine_of(module)
+    values = torch.arange(24.0).view(6, 4)
+
+    def send(b: torch.Tensor) -> tuple[bool, str]:
+        engine.pause("abort", 10)
+        if not apart:
+            return bucket(engine, a=values, b=b, c=torch.ones(3))
+        assert bucket(engine, a=values, c=torch.ones(3))[0]
+        return bucket(engine, b=b)
+
+    assert send(values.clone())[0]
+    success, text = send(values + 1)
+    assert not success and "b and a are one tensor" in text
+    assert not engine.receiver.consistent
+    assert torch.equal(module.get_parameter("a"), values)
+    assert send(values.clone())[0] and engine.receiver.consistent
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_buckets_for_parameters_that_share_memory_are_refused(kind: str) -> None:
+    module = views(kind)
+    success, text = bucket(engine_of(module), a=weights_of(module)["a"])
+    assert not success and "a and b are kept in the same memory" in text
+    assert not any(tensor.any() for tensor in module.state_dict().values())

@@ -1,0 +1,206 @@
+"""Where tensors that a trainer delivers go in a module, by name.
+
+What lies there afterwards has to be what the trainer has under every name.  So no byte belongs to
+two tensors (Layout.check_apart), names that stand for one tensor (a tied head) may all be
+delivered if they bring the same bytes, and nothing is copied to memory that is not the module's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+
+from wsync._core import (
+    BufferTable,
+    Layout,
+    LayoutBuilder,
+    LayoutError,
+    StateError,
+    describe,
+    held_tensors,
+)
+from wsync.engine.held import seen, slots
+
+# names listed in one message
+_LISTED: Final = 5
+
+
+class Target(Protocol):
+    """What is filled for one update."""
+
+    def layout(self) -> Layout:
+        """Where each tensor goes."""
+
+    def buffers(self) -> BufferTable:
+        """The memory that the layout's buffers are."""
+
+    def check(self) -> None:
+        """Raises where what has come cannot be served; called when every byte has."""
+
+
+class Destination:
+    """Tensors to fill for one update, and the names that they are delivered under.
+
+    Keeps the memory of all of them: it is there until the last copy has run, whatever the module
+    is bound to by then.
+
+    twins: (name, index in `names`) of further names that a tensor is delivered under; each gets
+    memory of its own, and `check` compares it.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        twins: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        self.names = list(names)
+        self.tensors = list(tensors)
+        self.twins = list(twins)
+        copies = [torch.empty_like(tensors[index]) for _, index in twins]
+        self._memory = [tensor.detach() for tensor in (*tensors, *copies)]
+        every = [*names, *(name for name, _ in twins)]
+        self.table = describe(self._memory, every, gpu=True)
+        self._every = every
+
+    @classmethod
+    def of(
+        cls,
+        module: torch.nn.Module,
+        delivered: Mapping[str, tuple[int, ...]],
+        ignore: frozenset[str] = frozenset(),
+    ) -> Destination:
+        """The tensors of a module of these names.  delivered: shapes by name; ignore: names that
+        may be unknown to the module, or missing.
+
+        Raises:
+            LayoutError: something does not fit; the text names it.
+        """
+        who = type(module).__name__
+        state = state_of(module)
+        unknown = delivered.keys() - state.keys() - ignore
+        if unknown:
+            raise LayoutError(f"{listed(unknown)}: not in {who}")
+        names: list[str] = []
+        twins: list[tuple[str, int]] = []
+        missing: list[str] = []
+        for group in aliases(state):
+            given = [name for name in group if name in delivered]
+            if not given and state[group[0]].numel() and not ignore.intersection(group):
+                missing.append(group[0])
+            for name in given:
+                if tuple(state[name].shape) != delivered[name]:
+                    raise LayoutError(
+                        f"{name}: shape {delivered[name]} delivered, {tuple(state[name].shape)} "
+                        f"in {who}"
+                    )
+            if given and state[given[0]].numel():
+                twins += [(name, len(names)) for name in given[1:]]
+                names.append(given[0])
+        if missing:
+            raise LayoutError(f"{listed(missing)}: in {who}, not delivered")
+        tensors = [state[name] for name in names]
+        check_owned(module, names, tensors)
+        return cls(names, tensors, twins)
+
+    def layout(self) -> Layout:
+        """One buffer for every name."""
+        builder = LayoutBuilder()
+        builder.add_tensors(self._every, self.table)
+        return builder.build()
+
+    def buffers(self) -> BufferTable:
+        return BufferTable.of(self.table, self._memory)
+
+    def check(self) -> None:
+        """What can be said when every byte has come.
+
+        Raises:
+            StateError: a tensor is not where it was any more.
+            LayoutError: two names of one tensor have brought different values.
+        """
+        for name, tensor, memory in zip(self.names, self.tensors, self._memory, strict=False):
+            if seen(tensor) != seen(memory):
+                raise StateError(f"{name}: its memory was replaced while the update ran")
+        for number, (name, index) in enumerate(self.twins, len(self.names)):
+            if not same_bytes(self._memory[number], self._memory[index]):
+                raise LayoutError(
+                    f"{name} and {self.names[index]} are one tensor of the module, and {name} "
+                    "brings other values"
+                )
+
+
+class Boxes:
+    """A worker's own layout, filled for one update: buffer i is tensors[i], whose memory is kept
+    until the last copy has run."""
+
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        self._layout = layout
+        self._tensors = list(tensors)
+        self._memory = [tensor.detach() for tensor in tensors]
+
+    def layout(self) -> Layout:
+        return self._layout
+
+    def buffers(self) -> BufferTable:
+        return BufferTable.of(describe(self._memory, gpu=True), self._memory)
+
+    def check(self) -> None:
+        """StateError: a tensor is not where it was any more."""
+        for number, (tensor, memory) in enumerate(zip(self._tensors, self._memory, strict=True)):
+            if seen(tensor) != seen(memory):
+                raise StateError(f"tensor {number}: its memory was replaced while the update ran")
+
+
+def check_owned(
+    module: torch.nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor]
+) -> None:
+    """A state_dict may give copies: what is written there is lost."""
+    held = held_tensors(module)
+    identities = set(map(id, held))
+    if all(id(tensor) in identities for tensor in tensors):
+        return
+    attributes = (
+        value for part in module.modules() for slot in slots(part) for value in slot.values()
+    )
+    places = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in itertools.chain(held, attributes)
+        if isinstance(tensor, torch.Tensor)
+    }
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.untyped_storage().data_ptr() not in places:
+            raise LayoutError(
+                f"{name}: {type(module).__name__}.state_dict gives a copy, or memory that is no "
+                "parameter, buffer or attribute of the module"
+            )
+
+
+def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers themselves: their storage may be swapped under them."""
+    state: Mapping[str, Any] = module.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def aliases(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names grouped by the tensor that they stand for, in order."""
+    groups: dict[Any, list[str]] = {}
+    for name, tensor in state.items():
+        groups.setdefault(seen(tensor) if tensor.numel() else name, []).append(name)
+    return list(groups.values())
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are equal to the bit."""
+    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*flat)
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few names, for a message."""
+    ordered = sorted(names)
+    more = len(ordered) - _LISTED
+    return ", ".join(ordered[:_LISTED]) + (f" and {more} more" if more > 0 else "")
