@@ -14,8 +14,9 @@
 typedef struct ExchangeObject {
     PyObject_HEAD
     const wsync_comm_ops_t *ops;
-    wsync_comm_t *comm; /* owned */
-    PyObject *plan;     /* owned; the one that began last */
+    const wsync_device_ops_t *device; /* of the staging */
+    wsync_comm_t *comm;               /* owned */
+    PyObject *plan;                   /* owned; the one that began last */
     uint32_t rank_count;
     wsync_py_guard_t guard;
 } ExchangeObject;
@@ -75,6 +76,7 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return NULL;
     }
     self->ops = wsync_shared_comm_ops();
+    self->device = device.ops;
     self->comm = comm;
     self->rank_count = ranks;
     return (PyObject *)self;
@@ -278,8 +280,9 @@ static PyObject *exchange_spans(PyObject *object, PyObject *args, PyObject *kwar
         goto cleanup;
     }
     status = self->ops->spans(self->comm, round, spans, count, &err);
-    table = status == WSYNC_OK ? wsync_py_buffers_create(state, spans, count, object)
-                               : wsync_py_raise(state, &err);
+    table = status == WSYNC_OK
+                ? wsync_py_buffers_create(state, self->device, spans, count, object)
+                : wsync_py_raise(state, &err);
 
 cleanup:
     free(spans);
@@ -317,7 +320,8 @@ static PyObject *enqueue(PyObject *object, PyObject *args, PyObject *kwargs,
                                      &call.round, state->type_Stream, &stream)) {
         return NULL;
     }
-    call.stream = wsync_py_stream_enter(state, (StreamObject *)stream);
+    call.stream = wsync_py_stream_enter_for(
+        state, (StreamObject *)stream, ((ExchangeObject *)object)->device, "the exchange");
     if (call.stream == NULL) {
         return NULL;
     }

@@ -353,11 +353,14 @@ static BufferTableObject *buffers_alloc(ModuleState *state, size_t count, PyObje
     return self;
 }
 
-PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_span_t *spans,
-                                  size_t count, PyObject *owner)
+PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_device_ops_t *ops,
+                                  const wsync_span_t *spans, size_t count, PyObject *owner)
 {
     BufferTableObject *self = buffers_alloc(state, count, owner);
 
+    if (self != NULL) {
+        self->gpu = ops->identity().ordinal;
+    }
     if (self != NULL && count > 0) {
         memcpy(self->spans, spans, count * sizeof(*spans));
     }

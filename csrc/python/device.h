@@ -70,19 +70,25 @@ PyObject *wsync_py_device_wrap(ModuleState *state, const wsync_device_ops_t *ops
 PyObject *wsync_py_memory_wrap(ModuleState *state, const wsync_device_ops_t *ops,
                                wsync_memory_t *memory);
 
-/* A BufferTable; spans are copied, owner (NULL allowed) gets a new reference. */
-PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_span_t *spans,
-                                  size_t count, PyObject *owner);
+/* A BufferTable of memory of a device; spans are copied, owner (NULL allowed) gets a new
+ * reference. */
+PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_device_ops_t *ops,
+                                  const wsync_span_t *spans, size_t count, PyObject *owner);
 
 /* Between these two the stream cannot be closed and may be used without the GIL.  enter
  * raises StateError and returns NULL if the stream is closed, NoMemoryError if there is no
  * room for what will be held. */
 wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *self);
+/* The same for work with `what`, which is of the device `ops` (NULL: of none yet):
+ * InvalidArgumentError if the stream is of another one, whose structures are others. */
+wsync_stream_t *wsync_py_stream_enter_for(ModuleState *state, StreamObject *self,
+                                          const wsync_device_ops_t *ops, const char *what);
 void wsync_py_stream_leave(StreamObject *self);
 
-/* The same for an argument that may be None, which gives NULL.  enter raises and returns -1
- * if the object is neither, or closed. */
+/* enter_for of an argument that may be None, which gives NULL.  Raises and returns -1 if
+ * the object is neither, closed, or of another device. */
 int wsync_py_stream_enter_any(ModuleState *state, PyObject *object,
+                              const wsync_device_ops_t *ops, const char *what,
                               wsync_stream_t **stream);
 void wsync_py_stream_leave_any(PyObject *object);
 

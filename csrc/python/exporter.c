@@ -218,6 +218,14 @@ static PyObject *exporter_begin(PyObject *object, PyObject *args, PyObject *kwar
     Py_RETURN_NONE;
 }
 
+/* The device of the session; NULL before attach, when it has no use for a stream. */
+static const wsync_device_ops_t *exporter_ops(PyObject *object)
+{
+    const PyObject *ring = ((ExporterObject *)object)->ring;
+
+    return ring != NULL ? ((const MemoryObject *)ring)->ops : NULL;
+}
+
 static wsync_status_t step_acquire(void *context, int timeout_ms, wsync_error_t *err)
 {
     exporter_call_t *call = context;
@@ -239,7 +247,8 @@ static PyObject *exporter_acquire(PyObject *object, PyObject *args, PyObject *kw
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LOd|O:acquire", keywords, &wait_round,
                                      &stream, &timeout, &check) ||
-        wsync_py_stream_enter_any(state, stream, &call.stream) < 0) {
+        wsync_py_stream_enter_any(state, stream, exporter_ops(object), "the session",
+                                  &call.stream) < 0) {
         return NULL;
     }
     call.wait_round = wait_round;
@@ -273,7 +282,8 @@ static PyObject *exporter_post(PyObject *object, PyObject *args, PyObject *kwarg
                                      &stream, &timeout, &check)) {
         return NULL;
     }
-    call.stream = wsync_py_stream_enter(state, (StreamObject *)stream);
+    call.stream = wsync_py_stream_enter_for(state, (StreamObject *)stream,
+                                            exporter_ops(object), "the session");
     if (call.stream == NULL) {
         return NULL;
     }

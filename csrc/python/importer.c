@@ -200,7 +200,8 @@ static PyObject *run_on_stream(PyObject *object, PyObject *args, PyObject *kwarg
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, wsync_py_convert_u32,
                                      &call.round, &stream, &timeout, &check) ||
-        wsync_py_stream_enter_any(state, stream, &call.stream) < 0) {
+        wsync_py_stream_enter_any(state, stream, ((ImporterObject *)object)->ops,
+                                  "the session", &call.stream) < 0) {
         return NULL;
     }
     result = importer_wait((ImporterObject *)object, step, &call, timeout, check);

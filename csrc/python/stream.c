@@ -18,7 +18,16 @@ enum {
     GPU_BATCHES_PER_MARK = 64,
     /* How long a GPU may take to run dry. */
     DRAIN_S = 60,
+    DEVICE_TEXT_NBYTES = 32,
 };
+
+static const char *device_text(const wsync_device_ops_t *ops, char text[DEVICE_TEXT_NBYTES])
+{
+    const int ordinal = ops->identity().ordinal;
+
+    (void)snprintf(text, DEVICE_TEXT_NBYTES, ordinal < 0 ? "the host" : "GPU %d", ordinal);
+    return text;
+}
 
 static wsync_event_t progress_event(const StreamObject *self)
 {
@@ -108,7 +117,26 @@ void wsync_py_stream_leave(StreamObject *self)
     self->users--;
 }
 
-int wsync_py_stream_enter_any(ModuleState *state, PyObject *object, wsync_stream_t **stream)
+wsync_stream_t *wsync_py_stream_enter_for(ModuleState *state, StreamObject *self,
+                                          const wsync_device_ops_t *ops, const char *what)
+{
+    wsync_error_t err = {0};
+    char own[DEVICE_TEXT_NBYTES];
+    char other[DEVICE_TEXT_NBYTES];
+
+    if (ops != NULL && self->ops != ops) {
+        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "Stream",
+                         "%s is on %s, the stream on %s", what, device_text(ops, other),
+                         device_text(self->ops, own));
+        (void)wsync_py_raise(state, &err);
+        return NULL;
+    }
+    return wsync_py_stream_enter(state, self);
+}
+
+int wsync_py_stream_enter_any(ModuleState *state, PyObject *object,
+                              const wsync_device_ops_t *ops, const char *what,
+                              wsync_stream_t **stream)
 {
     *stream = NULL;
     if (object == Py_None) {
@@ -119,7 +147,7 @@ int wsync_py_stream_enter_any(ModuleState *state, PyObject *object, wsync_stream
                      (PyObject *)Py_TYPE(object));
         return -1;
     }
-    *stream = wsync_py_stream_enter(state, (StreamObject *)object);
+    *stream = wsync_py_stream_enter_for(state, (StreamObject *)object, ops, what);
     return *stream != NULL ? 0 : -1;
 }
 

@@ -27,7 +27,8 @@ static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwarg
     if (value == (unsigned long long)-1 && PyErr_Occurred() != NULL) {
         return NULL;
     }
-    stream = wsync_py_stream_enter(state, self);
+    stream = wsync_py_stream_enter_for(state, self, ((EventObject *)event)->memory->ops,
+                                       "the event");
     if (stream == NULL) {
         return NULL;
     }

@@ -1,0 +1,88 @@
+"""What a process does in tests/test_device_mix.py, on a host and two GPUs that tests/fakecuda
+plays: what each call that mixes devices says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import wsync
+from wsync import _core
+from wsync.device import find, uuid
+
+PATIENCE = 30.0
+
+
+def _devices() -> list[_core.Device]:
+    return [_core.host(), find(uuid(0)), find(uuid(1))]
+
+
+def _pairs() -> list[tuple[_core.Device, _core.Device]]:
+    return list(itertools.permutations(_devices(), 2))
+
+
+def said(call: Callable[[], object]) -> str:
+    """The error of a call, "" for none."""
+    try:
+        call()
+    except wsync.WsyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def foreign_events() -> list[str]:
+    found = []
+    for mine, other in _pairs():
+        stream = _core.Stream(1, mine)
+        event = _core.Event(_core.Memory(4096, other, control=True), 0)
+        found.append(said(partial(stream.record, event, 1)))
+        found.append(said(partial(stream.wait, event, 1)))
+        stream.close()
+    return found
+
+
+def foreign_sessions() -> list[str]:
+    """Of both halves of a session, at all their calls that take a stream."""
+    found = []
+    for mine, other in _pairs():
+        exporter = _core.Exporter()
+        importer = _core.Importer(exporter.address, b"", PATIENCE, mine)
+        exporter.accept(PATIENCE)
+        exporter.attach(_core.Memory(4096, mine), b"", PATIENCE)
+        exporter.begin(1, 1, PATIENCE)
+        importer.begin(PATIENCE)
+        right, wrong = _core.Stream(1, mine), _core.Stream(1, other)
+        for call, round in (
+            (exporter.acquire, -1),
+            (exporter.post, 0),
+            (importer.take, 0),
+            (importer.done, 0),
+        ):
+            found.append(said(partial(call, round, wrong, PATIENCE)))
+            assert said(partial(call, round, right, PATIENCE)) == ""
+        exporter.close()
+        importer.close()
+    return found
+
+
+def foreign_exchanges() -> list[str]:
+    """At the calls that take a stream, and of one of another device that copies its messages."""
+    found = []
+    builder = _core.LayoutBuilder()
+    builder.add_shard("a", "uint8", [64], [0], [64], 0, 0, [1])
+    layout = builder.build()
+    plan = _core.Plan(layout, [(layout, False)], [(0, 0)], [0], 0)
+    for mine, other in _pairs():
+        exchange = _core.SharedExchange(0, 1, 4096, None, mine)
+        stream = _core.Stream(1, other)
+        found.append(said(partial(exchange.post, 0, stream)))
+        found.append(said(partial(exchange.release, 0, stream)))
+        exchange.connect([exchange.address], PATIENCE)
+        exchange.begin(plan)
+        exchange.acquire(0, PATIENCE)
+        spans = exchange.spans(0)
+        copy = said(partial(stream.copy, plan, 0, _core.PACK, spans, spans))
+        assert copy.startswith("InvalidArgumentError: buffers on GPU") == (mine.ordinal >= 0), copy
+        exchange.close()
+    return found
