@@ -294,6 +294,14 @@ static wsync_status_t check_map(const wsync_tensor_t *tensor, const wsync_map_t 
                               (long long)map->target.extent[i]);
         }
     }
+    for (unsigned i = 0; i < map->source_ndim; i++) {
+        /* also of an axis that no dimension comes from, where the map reads one index */
+        if (map->source_start[i] < 0 || map->source_start[i] == INT64_MAX) {
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                              "%.256s: axis %u: source start %lld is no index",
+                              tensor->name, i, (long long)map->source_start[i]);
+        }
+    }
     return check_box(tensor, &map->target, err);
 }
 

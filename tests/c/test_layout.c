@@ -296,6 +296,15 @@ TEST(maps_that_are_no_injection_are_refused)
     map.source_start[0] = -1;
     refuse_map(map, "source start -1");
     map = good;
+    map.source_start[1] = INT64_MAX - 7;
+    refuse_map(map, "source start 9223372036854775800 with extent 8 is no range");
+    map = good; /* of an axis that no dimension comes from */
+    map.source_ndim = 3;
+    map.source_start[2] = INT64_MAX;
+    refuse_map(map, "axis 2: source start 9223372036854775807 is no index");
+    map.source_start[2] = -1;
+    refuse_map(map, "axis 2: source start -1 is no index");
+    map = good;
     map.target.start[1] = 1;
     refuse_map(map, "dim 1: start 1 with extent 8");
 }
