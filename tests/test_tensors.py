@@ -5,6 +5,9 @@ import operator
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from wsync._core import (
+    BufferTable,
     InvalidArgumentError,
     LayoutBuilder,
     Memory,
+    Route,
     StateError,
     Stream,
     UnsupportedError,
@@ -23,6 +28,8 @@ from wsync._core import (
     describe,
     held_tensors,
     pack,
+    reserve_file,
+    write_files,
 )
 
 DTYPES = [
@@ -399,6 +406,7 @@ def test_autograd_may_release_views_without_the_interpreter_lock() -> None:
         (("float32", (1025,), 0), "4100 bytes at offset 0 of a memory of 4096"),
         (("float32", (1,), 4096), "4 bytes at offset 4096 of a memory of 4096"),
         (("float32", (1 << 62, 4), 0), r"more than 2\^63 bytes"),
+        (("uint8", (0, 1 << 62, 1 << 62, 1 << 62), 0), r"more than 2\^63 bytes"),
         (("float32", (-1,), 0), "dim 0: extent -1"),
         (("float31", (1,), 0), "unknown dtype 'float31'"),
     ],
@@ -408,6 +416,45 @@ def test_views_outside_the_memory_are_refused(arguments: tuple[object, ...], tex
     with pytest.raises(InvalidArgumentError, match=text):
         pool.view(torch.Tensor, *arguments)  # type: ignore[arg-type]
     assert pool.live == 0
+
+
+class OnGpu:
+    """What a tensor of 64 bytes on GPU 0 says of itself."""
+
+    dtype, shape = torch.uint8, (64,)
+    device = SimpleNamespace(type="cuda", index=0)
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+    def data_ptr(self) -> int:
+        return 1 << 40
+
+    def is_neg(self) -> bool:
+        return False
+
+
+def test_threads_of_the_host_read_no_memory_of_a_gpu(tmp_path: Path) -> None:
+    tensors: Any = [OnGpu()]
+    table, room = describe(tensors, gpu=True), Memory(64)
+    for stream in ((), (Stream(),)):
+        with pytest.raises(InvalidArgumentError, match="GPU 0"):
+            pack(table, room.address, 64, [0], *stream)
+    builder = LayoutBuilder()
+    builder.add_shard("a", "uint8", [64], [0], [64], 0, 0, [1])
+    layout = builder.build()
+    route, sources = Route(layout, layout), BufferTable.of(table)
+    with (tmp_path / "file").open("wb") as file, pytest.raises(InvalidArgumentError, match="GPU 0"):
+        write_files(route, 0, 1, sources, [("file", file.fileno(), 64)])
+
+
+def test_sizes_that_do_not_fit_are_no_other_sizes(tmp_path: Path) -> None:
+    table, room = describe([torch.ones(8)]), Memory(64)
+    for nbytes in (-1, 2**64 + 64):
+        with pytest.raises((OverflowError, ValueError)):
+            pack(table, room.address, nbytes, [0])
+        with (tmp_path / "file").open("wb") as file, pytest.raises((OverflowError, ValueError)):
+            reserve_file("file", file.fileno(), nbytes)
 
 
 def test_views_need_a_type_that_can_be_made() -> None:

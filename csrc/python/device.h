@@ -92,6 +92,12 @@ int wsync_py_stream_enter_any(ModuleState *state, PyObject *object,
                               wsync_stream_t **stream);
 void wsync_py_stream_leave_any(PyObject *object);
 
+/* Raises InvalidArgumentError and returns -1 if memory is on a GPU (gpu, or -1: not known)
+ * that is not the device whose streams or threads are to copy it: those of the host cannot
+ * read what a GPU holds, nor one GPU what another does. */
+int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_ops_t *ops,
+                       const char *call);
+
 /* Call after something was enqueued that borrows from `owner`: keeps owner alive until the
  * stream has passed this point.  Up to WSYNC_PY_STREAM_HOLDS times between enter, which has
  * made room, and leave. */

@@ -4,6 +4,7 @@
 
 #include "device/host_file.h"
 #include "python/device.h"
+#include "python/guard.h"
 #include "python/route.h"
 
 /* Files from a tuple of (name, descriptor, nbytes); the names are the tuple's. */
@@ -18,7 +19,6 @@ static wsync_file_t *read_files(PyObject *tuple)
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *item = PyTuple_GetItem(tuple, i);
-        unsigned long long nbytes;
 
         if (!PyTuple_Check(item)) {
             PyErr_Format(PyExc_TypeError, "file %zd: (name, descriptor, nbytes) is wanted",
@@ -26,12 +26,11 @@ static wsync_file_t *read_files(PyObject *tuple)
             free(files);
             return NULL;
         }
-        if (!PyArg_ParseTuple(item, "siK:write_files", &files[i].name, &files[i].fd,
-                              &nbytes)) {
+        if (!PyArg_ParseTuple(item, "siO&:write_files", &files[i].name, &files[i].fd,
+                              wsync_py_convert_u64, &files[i].nbytes)) {
             free(files);
             return NULL;
         }
-        files[i].nbytes = nbytes;
     }
     return files;
 }
@@ -39,14 +38,13 @@ static wsync_file_t *read_files(PyObject *tuple)
 static PyObject *reserve_file(PyObject *module, PyObject *args)
 {
     wsync_file_t file;
-    unsigned long long nbytes;
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    if (!PyArg_ParseTuple(args, "siK:reserve_file", &file.name, &file.fd, &nbytes)) {
+    if (!PyArg_ParseTuple(args, "siO&:reserve_file", &file.name, &file.fd,
+                          wsync_py_convert_u64, &file.nbytes)) {
         return NULL;
     }
-    file.nbytes = nbytes;
     Py_BEGIN_ALLOW_THREADS
         status = wsync_host_file_reserve(&file, &err);
     Py_END_ALLOW_THREADS
@@ -78,7 +76,9 @@ static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!LLO!O:write_files", keywords,
                                      state->type_Route, &route_object, &first, &last,
-                                     state->type_BufferTable, &table, &sequence)) {
+                                     state->type_BufferTable, &table, &sequence) ||
+        wsync_py_check_gpu(state, ((BufferTableObject *)table)->gpu, wsync_device_host(),
+                           "write_files") < 0) {
         return NULL;
     }
     tuple = PySequence_Tuple(sequence);

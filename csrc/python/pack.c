@@ -5,6 +5,7 @@
 #include "core/copy.h"
 #include "device/host_copy.h"
 #include "python/device.h"
+#include "python/guard.h"
 #include "python/tensors.h"
 
 static const char packing_capsule[] = "wsync.packing";
@@ -177,12 +178,17 @@ static PyObject *pack(PyObject *module, PyObject *args, PyObject *kwargs)
     PyObject *offsets = NULL;
     PyObject *stream = NULL;
     PyObject *result = NULL;
-    unsigned long long nbytes = 0;
+    uint64_t nbytes = 0;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OKO|O!:pack", keywords,
-                                     state->type_TensorTable, &table, &address, &nbytes,
-                                     &offsets, state->type_Stream, &stream) ||
-        wsync_py_table_readable(state, (TensorTableObject *)table) < 0) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO&O|O!:pack", keywords,
+                                     state->type_TensorTable, &table, &address,
+                                     wsync_py_convert_u64, &nbytes, &offsets,
+                                     state->type_Stream, &stream) ||
+        wsync_py_table_readable(state, (TensorTableObject *)table) < 0 ||
+        wsync_py_check_gpu(
+            state, ((TensorTableObject *)table)->gpu,
+            stream != NULL ? ((StreamObject *)stream)->ops : wsync_device_host(),
+            "pack") < 0) {
         return NULL;
     }
     packing = calloc(1, sizeof(*packing));
@@ -197,13 +203,6 @@ static PyObject *pack(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     if (PyErr_Occurred() || read_offsets(state, packing, offsets) < 0) {
-        goto cleanup;
-    }
-    if (packing->table->gpu >= 0 && stream == NULL) {
-        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "pack",
-                         "tensors on GPU %d are packed on a stream of it",
-                         packing->table->gpu);
-        (void)wsync_py_raise(state, &err);
         goto cleanup;
     }
     Py_BEGIN_ALLOW_THREADS

@@ -357,19 +357,18 @@ PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
     return PyLong_FromUnsignedLongLong(nbytes);
 }
 
-/* Host threads cannot read what a GPU holds, nor one GPU what another does. */
-static int check_gpu(ModuleState *state, const StreamObject *self,
-                     const BufferTableObject *buffers)
+int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_ops_t *ops,
+                       const char *call)
 {
-    const int ordinal = self->ops->identity().ordinal;
+    char text[DEVICE_TEXT_NBYTES];
     wsync_error_t err = {0};
 
-    if (buffers->gpu < 0 || buffers->gpu == ordinal) {
+    if (gpu < 0 || gpu == ops->identity().ordinal) {
         return 0;
     }
-    (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "Stream.copy",
-                     "buffers on GPU %d, but the stream is on %s %d", buffers->gpu,
-                     ordinal < 0 ? "the host," : "GPU", ordinal);
+    (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, call,
+                     "memory of GPU %d is copied on a stream of it, not on %s", gpu,
+                     device_text(ops, text));
     (void)wsync_py_raise(state, &err);
     return -1;
 }
@@ -378,6 +377,7 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"copies", "index", "phase", "sources", "destinations", NULL};
     ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    const wsync_device_ops_t *ops = ((StreamObject *)object)->ops;
     wsync_py_batch_t batch = {0};
     PyObject *sources;
     PyObject *destinations;
@@ -385,8 +385,10 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLiO!O!:copy", names, &batch.owners[0],
                                      &batch.index, &batch.phase, state->type_BufferTable,
                                      &sources, state->type_BufferTable, &destinations) ||
-        check_gpu(state, (StreamObject *)object, (BufferTableObject *)sources) < 0 ||
-        check_gpu(state, (StreamObject *)object, (BufferTableObject *)destinations) < 0 ||
+        wsync_py_check_gpu(state, ((BufferTableObject *)sources)->gpu, ops, "Stream.copy") <
+            0 ||
+        wsync_py_check_gpu(state, ((BufferTableObject *)destinations)->gpu, ops,
+                           "Stream.copy") < 0 ||
         find_copies(state, &batch) < 0) {
         return NULL;
     }

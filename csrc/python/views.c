@@ -137,10 +137,12 @@ static int fail(ModuleState *state, wsync_error_t *err)
     return -1;
 }
 
-/* Bytes of a whole tensor; -1 with an exception if they are more than 2^63. */
+/* Bytes of a whole tensor; -1 with an exception if they are more than 2^63.  Dimensions of
+ * 0 do not excuse the others: strides step over these. */
 static int tensor_nbytes(ModuleState *state, const wsync_tensor_t *tensor, uint64_t *nbytes)
 {
     int64_t total = (int64_t)wsync_dtype_nbytes(tensor->dtype);
+    bool empty = false;
     wsync_error_t err = {0};
 
     for (uint32_t i = 0; i < tensor->ndim; i++) {
@@ -149,13 +151,15 @@ static int tensor_nbytes(ModuleState *state, const wsync_tensor_t *tensor, uint6
                              tensor->name, (unsigned)i, (long long)tensor->shape[i]);
             return fail(state, &err);
         }
-        if (__builtin_mul_overflow(total, tensor->shape[i], &total)) {
+        empty = empty || tensor->shape[i] == 0;
+        if (__builtin_mul_overflow(total, tensor->shape[i] > 0 ? tensor->shape[i] : 1,
+                                   &total)) {
             (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "view", "%s: more than 2^63 bytes",
                              tensor->name);
             return fail(state, &err);
         }
     }
-    *nbytes = (uint64_t)total;
+    *nbytes = empty ? 0 : (uint64_t)total;
     return 0;
 }
 

@@ -83,6 +83,6 @@ def foreign_exchanges() -> list[str]:
         exchange.acquire(0, PATIENCE)
         spans = exchange.spans(0)
         copy = said(partial(stream.copy, plan, 0, _core.PACK, spans, spans))
-        assert copy.startswith("InvalidArgumentError: buffers on GPU") == (mine.ordinal >= 0), copy
+        assert copy.startswith("InvalidArgumentError: memory of GPU") == (mine.ordinal >= 0), copy
         exchange.close()
     return found
