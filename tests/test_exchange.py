@@ -91,7 +91,7 @@ class Member:
         self.threads.meeting.wait()
         return "done"
 
-    def finish(self, work: object, timeout: float) -> None:
+    def finish(self, work: object, timeout: float, check: object = None) -> None:
         assert work == "done"
 
 
@@ -131,6 +131,20 @@ def test_a_round_that_takes_too_long_is_named() -> None:
     exchange.post(3, _core.Stream())
     with pytest.raises(_core.DeadlineError, match=r"^round 3: a collective took over 1 s$"):
         exchange.acquire(5, 1.0)
+
+
+def test_a_wait_for_a_round_calls_the_check_that_it_is_given() -> None:
+    group = mock.Mock(timeout=PATIENCE, exchange=lambda *_: "under way")
+    group.finish.side_effect = lambda work, timeout, check=None: check()
+    exchange = wsync.exchange.GroupExchange(group, "gloo", _core.host(), lambda: None)
+
+    def check() -> None:
+        raise _core.RemoteError("an engine has failed")
+
+    for wait in (exchange.acquire, exchange.wait):
+        exchange.post(0, _core.Stream())
+        with pytest.raises(_core.RemoteError, match="an engine has failed"):
+            wait(0, 1.0, check)
 
 
 def test_a_killed_rank_is_named_on_all_others() -> None:

@@ -258,6 +258,20 @@ def test_a_killed_worker_is_an_error_that_names_it(spawn: Spawn) -> None:
         exporter.post(1, stream, PATIENCE)
 
 
+def test_a_killed_worker_is_seen_in_waits_for_others(spawn: Spawn) -> None:
+    exporter = _core.Exporter()
+    child = spawn(TAKER, exporter.address)
+    exporter.accept(PATIENCE)
+    exporter.look()  # it waits for a ring
+    child.kill()
+    child.wait()
+    with pytest.raises(_core.PeerClosedError) as caught:
+        exporter.look()
+    assert str(caught.value) == (
+        f"worker (pid {child.pid}) closed the connection while another process was awaited"
+    )
+
+
 STALLER = (
     PRELUDE
     + """

@@ -269,6 +269,9 @@ class Exporter:
     def begin(self, update: int, rounds: int, timeout: float, check: Check = None) -> None: ...
     def acquire(self, wait_round: int, stream: Stream | None, timeout: float, check: Check = None) -> None:
         """Has the stream wait until the worker has finished a round (None: waits here); -1: nothing to wait for."""
+    def look(self) -> None:
+        """Raises what the worker has said, or that it is gone; waits for nothing, and does nothing
+        while another call is under way."""
     def post(self, round: int, stream: Stream, timeout: float, check: Check = None) -> None: ...
     def prepared(self, timeout: float, check: Check = None) -> tuple[int, int, int]:
         """(tensors, bytes, checksum)"""

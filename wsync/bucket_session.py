@@ -55,6 +55,12 @@ class BucketSession(abc.ABC):
     def wait(self, round: int, timeout: float, check: Check) -> None:
         """Waits until the bucket of a round has gone."""
 
+    def look(self) -> None:
+        """Raises what has become of a bucket; waits for nothing."""
+        for sent in self._sent:
+            if sent.done():
+                sent.result()
+
     def prepared(self, timeout: float, check: Check) -> None:
         end = time.monotonic() + timeout
         for round in range(len(self._sent)):

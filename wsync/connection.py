@@ -190,7 +190,7 @@ class Connection:
         if self._remote is not None:
             self._remote.attach(plan, numbers, left(), check)
         self._rings = _core.BufferTable(spans, owner=list(self._sessions))
-        self._exchange = self._transport.open(plan, check, self._look)
+        self._exchange = self._transport.open(plan, check)
         self.plan = plan
 
     def _teach(self, blobs: dict[int, bytes], left: Callable[[], float], check: Check) -> None:
@@ -265,14 +265,6 @@ class Connection:
         if trace is not None:
             trace.take(stream)
 
-    def _look(self) -> None:
-        """Raises what a rank has published, or what ails a worker: the stream may be waiting for
-        that one's rounds."""
-        self._group.check()
-        for session in self._sessions:
-            if isinstance(session, WorkerSession):
-                session.look()
-
     def _show(self, posted: int, bar: tqdm[None]) -> None:
         """Progress counts what all of this rank's workers have loaded."""
         if not bar.disable:
@@ -297,10 +289,12 @@ class Connection:
         if self._options.park and isinstance(self._exchange, GroupExchange):
             self._exchange.park()
 
-    def check(self) -> None:
-        """Raises what a remote engine has found wrong."""
+    def look(self) -> None:
+        """Raises what ails a worker of this rank, or a remote engine; waits for nothing."""
         if self._remote is not None:
             self._remote.check()
+        for session in self._sessions:
+            session.look()
 
     def abort(self, text: str) -> None:
         """Stops copying, tells the workers why, and lets go of everything."""

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
@@ -83,6 +84,12 @@ class Crossing:
                 raise _core.UnsupportedError(f"rank {rank} on {device!r} cannot meet by NCCL")
             gpu = torch.device("cuda", device.ordinal)
         lane = Lane("wsync-crossing")
+        left = threading.Event()
+
+        def still_wanted() -> None:
+            if left.is_set():
+                raise _core.StateError(f"group {self.name}: nobody waits for it any more")
+
         group = functools.partial(
             UpdateGroup,
             self.host,
@@ -94,14 +101,19 @@ class Crossing:
             device=gpu,
             timeout=timeout,
             meeting=timeout + _SETTLE_SECONDS,
-            check=check,
             greet=True,
+            check=still_wanted,  # the caller's is for the caller's thread
         )
         joining: Future[UpdateGroup] = lane.submit(group)
         lane.close()
         where = f"{self.host}:{self.port}"
         late = f"{self.size} trainer ranks and remote workers did not meet at {where}"
-        return result(joining, timeout, check, late)
+        try:
+            return result(joining, timeout, check, late)
+        except BaseException:
+            left.set()
+            joining.add_done_callback(_let_go)
+            raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +178,12 @@ class Orders:
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
             what = f"{type(error).__name__}: {error}"
             raise _core.ProtocolError(f"the trainer's plan: {what[:120]}") from error
+
+
+def _let_go(joining: Future[UpdateGroup]) -> None:
+    """Leaves a group that nobody waits for any more."""
+    if joining.exception() is None:
+        joining.result().close()
 
 
 def _cut(body: bytes, sizes: Sequence[Any]) -> list[bytes]:

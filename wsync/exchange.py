@@ -40,7 +40,7 @@ class Group(Protocol):
     timeout: float
 
     def exchange(self, output: Any, data: Any, outputs: list[int], inputs: list[int]) -> Any: ...
-    def finish(self, work: Any, timeout: float) -> None: ...
+    def finish(self, work: Any, timeout: float, check: _core.Check = None) -> None: ...
 
 
 class GroupExchange:
@@ -53,12 +53,12 @@ class GroupExchange:
     """
 
     def __init__(
-        self, group: Group, backend: str, device: _core.Device, look: Callable[[], object]
+        self, group: Group, backend: str, device: _core.Device, check: Callable[[], object]
     ) -> None:
         self.name = backend
         self._device = device
         self._group = group
-        self._look = look  # called while this waits for a stream
+        self._check = check  # called while this waits for a stream
         self._plan: _core.Plan | None = None
         make = functools.partial(on_gpu if backend == "nccl" else staging, device=device)
         self._halves = [_Half(make), _Half(make)]
@@ -76,7 +76,7 @@ class GroupExchange:
         half = self._halves[round % 2]
         if half.work is not None:
             try:
-                self._group.finish(half.work, timeout)
+                self._group.finish(half.work, timeout, check)
             except _core.DeadlineError as error:
                 raise _core.DeadlineError(f"round {half.round}: {error}") from None
             half.work = None
@@ -113,7 +113,7 @@ class GroupExchange:
         if self.name == "nccl":
             lead_torch(stream)
         else:
-            stream.synchronize(self._group.timeout, self._look)
+            stream.synchronize(self._group.timeout, self._check)
 
     def park(self) -> None:
         """Gives the staging back until rounds need it again; none is under way."""

@@ -7,13 +7,14 @@ wait looks at the board about every 50 ms, so all ranks raise the same error soo
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import json
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -27,6 +28,8 @@ from wsync.collectives import Collectives
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+Check = Callable[[], object]
 
 _MEETING_SECONDS: Final = 0.01
 _VERDICT_SECONDS: Final = 1.0  # for rank 0 to say who is missing
@@ -59,6 +62,7 @@ class TrainerGroup:
     def __init__(self, group: ProcessGroup | None = None, *, timeout: float) -> None:
         self.timeout = timeout
         self.closed = False
+        self._watch: Check | None = None
         self._gloo: Collectives | None = None
         self._board: _Board | None = None
         self.rank, self.size = 0, 1
@@ -113,9 +117,21 @@ class TrainerGroup:
             self._gloo.close()
 
     def check(self) -> None:
-        """Raises the error that any rank has published; called during every wait."""
+        """Raises the error that any rank has published, or what this one watches has met with;
+        called during every wait, of this group's collectives too."""
         if self._board is not None:
             self._board.check()
+        if self._watch is not None:
+            self._watch()
+
+    @contextlib.contextmanager
+    def watching(self, watch: Check) -> Iterator[None]:
+        """Has `check` call `watch`, too, in the block; it waits for nothing, and may raise."""
+        before, self._watch = self._watch, watch
+        try:
+            yield
+        finally:
+            self._watch = before
 
     def begin(self, update: int) -> bool:
         """Says which update errors are about from now on.  False if this group is closed, or a
@@ -162,11 +178,11 @@ class TrainerGroup:
         """Starts an all-to-all of contiguous uint8 tensors; `finish` waits for it."""
         return self._start("alltoall_base", output, data, outputs, inputs)
 
-    def finish(self, work: Any, timeout: float) -> None:
-        """Waits for a collective until it is complete, its error, another's error or the
-        deadline."""
+    def finish(self, work: Any, timeout: float, check: Check | None = None) -> None:
+        """Waits for a collective until it is complete, its error, another's error or the deadline.
+        `check` is called in place of this group's, which a caller's calls."""
         assert self._gloo is not None and self._board is not None
-        self._gloo.finish(work, timeout, self.check, self._board.check_now)
+        self._gloo.finish(work, timeout, check or self.check, self._board.check_now)
 
     def _start(self, name: str, *arguments: Any) -> Any:
         if self._gloo is None:

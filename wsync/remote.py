@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import socket
 import threading
 import time
@@ -125,6 +126,7 @@ class BroadcastSession(BucketSession):
         self._ring = torch.empty(0, dtype=torch.uint8)
         self._tight = torch.empty(0, dtype=torch.uint8)
         self._buckets: list[list[Entry]] = []
+        self._broken = math.inf  # when a broadcast was first seen to have broken off
 
     def attach(
         self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check
@@ -165,6 +167,17 @@ class BroadcastSession(BucketSession):
                 check()
                 time.sleep(0.02)
             raise
+
+    def look(self) -> None:
+        """A broadcast that breaks off is reported a little later: what an engine says of it, which
+        is on its way, says more."""
+        try:
+            super().look()
+        except _core.PeerClosedError:
+            now = time.monotonic()
+            self._broken = min(self._broken, now)
+            if now > self._broken + _VERDICT_SECONDS:
+                raise
 
     def close(self) -> None:
         """Leaves the group and closes its store, which ends the engines' waits for either."""

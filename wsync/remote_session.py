@@ -67,6 +67,10 @@ class RemoteExporter:
         """Waits for nothing: the worker frees its own slots."""
         self._peer.look()
 
+    def look(self) -> None:
+        if self._channel is not None:
+            self._channel.look()
+
     def post(
         self, round: int, stream: _core.Stream, timeout: float, check: _core.Check = None
     ) -> None:

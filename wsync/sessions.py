@@ -127,6 +127,7 @@ class Session(Protocol):
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None: ...
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None: ...
     def wait(self, round: int, timeout: float, check: Check) -> None: ...
+    def look(self) -> None: ...
     def prepared(self, timeout: float, check: Check) -> None: ...
     def commit(self, timeout: float, check: Check) -> None: ...
     def abort(self, text: str) -> None: ...
@@ -156,6 +157,7 @@ class Exporter(Protocol):
         timeout: float,
         check: _core.Check = None,
     ) -> None: ...
+    def look(self) -> None: ...
     def post(
         self, round: int, stream: _core.Stream, timeout: float, check: _core.Check = None
     ) -> None: ...
@@ -256,10 +258,7 @@ class WorkerSession:
 
         def alive() -> None:
             check()
-            try:
-                teacher.prepared(0.0)
-            except _core.DeadlineError:
-                return
+            teacher.look()
 
         with self._said:
             blob = self._exporter.accept(timeout, alive)
@@ -316,7 +315,9 @@ class WorkerSession:
     def look(self) -> None:
         """Raises what the worker has said, or that it is gone; waits for nothing."""
         with self._said:
-            self._exporter.acquire(-1, None, 0.0)
+            if self._teacher is not None:
+                self._teacher.look()
+            self._exporter.look()
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         """Waits until the worker has loaded a round."""

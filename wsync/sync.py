@@ -187,30 +187,38 @@ class Sync(Updates):
         return LOAD_FORMAT not in engine.load_formats
 
     def _update(self, weights: Weights | None, report: Report) -> None:
-        table = self._source.bind(weights)
-        sources = _core.BufferTable.of(table)
-        self._pause()
-        connection = self._connect(of(table))
-        if connection.plan is None:
-            self._open(connection, report)
-            with report.phase("open"):
-                connection.attach(self._check)
-            opened = _nothing
-        else:
-            # the first round is packed while the engines pause
-            opened = functools.partial(self._open, connection, report)
-        self._describe(connection, report)
-        with self._progress(report, report.rounds, unit="round") as bar:
-            connection.run(self._updates, sources, opened, self._check, report, bar)
-        report.staging_nbytes = connection.staging_nbytes
-        with report.phase("prepare"):
-            connection.prepared(self._check)
+        with self._group.watching(self._watch):
+            connection = self._deliver(weights, report)
+        with report.phase("prepare"), self._group.watching(self._watch_failures):
             self._group.barrier()
         with report.phase("commit"):
             connection.commit(self._group.check)
             self._close_requests(report.version)
             self._group.confirm()
         self._paused = False
+
+    def _deliver(self, weights: Weights | None, report: Report) -> Connection:
+        """Up to the point where the workers of this rank hold every byte."""
+        table = self._source.bind(weights)
+        sources = _core.BufferTable.of(table)
+        check = self._group.check
+        self._pause()
+        connection = self._connect(of(table))
+        if connection.plan is None:
+            self._open(connection, report)
+            with report.phase("open"):
+                connection.attach(check)
+            opened = _nothing
+        else:
+            # the first round is packed while the engines pause
+            opened = functools.partial(self._open, connection, report)
+        self._describe(connection, report)
+        with self._progress(report, report.rounds, unit="round") as bar:
+            connection.run(self._updates, sources, opened, check, report, bar)
+        report.staging_nbytes = connection.staging_nbytes
+        with report.phase("prepare"):
+            connection.prepared(check)
+        return connection
 
     def _pause(self) -> None:
         """Has the engines stop; `_open` waits until they have."""
@@ -278,14 +286,23 @@ class Sync(Updates):
         numbered = [item for item in enumerate(self._engines) if item[0] in requests]
         self._opened = Calls(numbered, open_engine)
 
-    def _check(self) -> None:
-        self._group.check()
+    def _watch(self) -> None:
+        """Raises what has gone wrong with an engine or a worker of this rank; called in every wait
+        until these hold everything."""
         if self._pausing is not None:
             self._pausing.check()
         if self._opened is not None:
             self._opened.check_pending()
         if self._connection is not None:
-            self._connection.check()
+            self._connection.look()
+
+    def _watch_failures(self) -> None:
+        """The same while ranks agree to commit: those that know it first do, and opening requests
+        may end."""
+        if self._opened is not None:
+            self._opened.check()
+        if self._connection is not None:
+            self._connection.look()
 
     def _close_requests(self, version: str) -> None:
         """Ends the opening requests, records the version, and lets generation go on."""

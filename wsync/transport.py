@@ -55,17 +55,17 @@ class Transport:
         if self.crossing is not None and self._meets_by_nccl():
             self.crossing = dataclasses.replace(self.crossing, backend="nccl")
 
-    def open(self, plan: _core.Plan, check: Check, look: Check) -> Exchange | None:
+    def open(self, plan: _core.Plan, check: Check) -> Exchange | None:
         """Makes the exchange, together with all ranks; None where the plan needs none.
 
-        It is closed with this.  `check` is called while ranks are waited for, `look` while they
-        or, later on, a stream are.
+        It is closed with this.  `check` is called while ranks or, later on, a stream are waited
+        for.
         """
         how = self._choose()
         if how == "shared":
             self._exchange = self._share(plan, check)
         elif how != "none":
-            self._exchange = self._join(how, check, look)
+            self._exchange = self._join(how, check)
         return self._exchange
 
     def close(self) -> None:
@@ -116,20 +116,15 @@ class Transport:
             raise
         return exchange
 
-    def _join(self, how: str, check: Check, look: Check) -> Exchange:
+    def _join(self, how: str, check: Check) -> Exchange:
         """An exchange over a process group: the trainer's own, or one of all who meet."""
         if self.crossing is None and how == "nccl":
             self.crossing = self._cross()
         if self.crossing is None:
-            return GroupExchange(self._group, how, self._device, look)
-
-        def check_and_look() -> None:
-            check()
-            look()
-
+            return GroupExchange(self._group, how, self._device, check)
         timeout = self._options.exchange_deadline
-        self._everyone = self.crossing.join(self._group.rank, self._device, timeout, check_and_look)
-        return GroupExchange(self._everyone, how, self._device, look)
+        self._everyone = self.crossing.join(self._group.rank, self._device, timeout, check)
+        return GroupExchange(self._everyone, how, self._device, check)
 
     def _cross(self) -> Crossing:
         """Where the trainer ranks meet on their GPUs."""

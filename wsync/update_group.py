@@ -7,6 +7,7 @@ sides of wsync use this module; a stock engine makes the same group with SGLang'
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -89,9 +90,9 @@ class UpdateGroup:
         timeout: seconds of any collective.
         meeting: seconds until all members have come; as many where it is None.
         device: of NCCL, a "cuda:<index>"; None is the calling thread's current one.
-        check: called while `finish` waits; may raise to end it.
         greet: whether all members do: NCCL connects in the first collective, which has no deadline,
             so that who calls this in a thread of its own has done with that.
+        check: called while this waits for them to; may raise to end it.
 
     Raises:
         InvalidArgumentError: a rank that is not in the group, or another backend.
@@ -110,15 +111,14 @@ class UpdateGroup:
         timeout: float,
         meeting: float | None = None,
         device: torch.device | None = None,
-        check: Check | None = None,
         greet: bool = False,
+        check: Check | None = None,
     ) -> None:
         if not 0 <= rank < size:
             raise _core.InvalidArgumentError(f"rank {rank} in a group of world_size {size}")
         self.name = name
         self.rank, self.size = rank, size
         self.timeout = timeout
-        self._check = check
         self._device = device_of(backend) if device is None else device
         # none at all means for ever
         patience = max(timeout if meeting is None else meeting, _LEAST_SECONDS)
@@ -144,7 +144,12 @@ class UpdateGroup:
         )
         if greet:
             hello = torch.zeros(1, device=self._device)
-            self.finish(self._group.start("allreduce", [hello], dist.AllreduceOptions()), patience)
+            greeting = self._group.start("allreduce", [hello], dist.AllreduceOptions())
+            try:
+                self.finish(greeting, patience, check)
+            except BaseException:
+                self.close()
+                raise
 
     def broadcast(self, tensors: Sequence[torch.Tensor], check: Check | None = None) -> None:
         """Sends contiguous tensors from rank 0, or receives them there where this is another.
@@ -172,19 +177,22 @@ class UpdateGroup:
         """Starts an all-to-all of contiguous uint8 tensors; `finish` waits for it."""
         return self._group.start("alltoall_base", output, data, outputs, inputs)
 
-    def finish(self, work: Any, timeout: float) -> None:
-        """Waits for an exchange; a member that is gone is reported as others say it, if they do."""
-        self._group.finish(work, timeout, self._check, self._verdict)
+    def finish(self, work: Any, timeout: float, check: Check | None = None) -> None:
+        """Waits for an exchange, and calls `check` meanwhile, which may raise to end that; a member
+        that is gone is reported as others say it, if they do."""
+        verdict = None if check is None else functools.partial(_verdict, check)
+        self._group.finish(work, timeout, check, verdict)
 
     def close(self) -> None:
         """Leaves the group; a collective that is stuck keeps nobody but a thread."""
         self._group.close()
 
-    def _verdict(self) -> None:
-        end = time.monotonic() + _VERDICT_SECONDS
-        while self._check is not None and time.monotonic() < end:
-            self._check()
-            time.sleep(0.02)
+
+def _verdict(check: Check) -> None:
+    end = time.monotonic() + _VERDICT_SECONDS
+    while time.monotonic() < end:
+        check()
+        time.sleep(0.02)
 
 
 def _make(backend: str, store: Any, rank: int, size: int, timeout: float) -> Any:

@@ -383,6 +383,18 @@ wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_r
     return wsync_link_settle(&exporter->link, status, err);
 }
 
+wsync_status_t wsync_exporter_look(wsync_exporter_t *exporter, wsync_error_t *err)
+{
+    const wsync_awaited_t awaited = {"another process", -1};
+    wsync_status_t status = wsync_link_check(&exporter->link, err);
+
+    if (status != WSYNC_OK || exporter->state == EXPORTER_LISTENING) {
+        return status;
+    }
+    status = wsync_link_drain(&exporter->link, awaited, err);
+    return wsync_link_settle(&exporter->link, status, err);
+}
+
 uint32_t wsync_exporter_loaded(const wsync_exporter_t *exporter)
 {
     const wsync_link_t *link = &exporter->link;

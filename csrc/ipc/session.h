@@ -79,6 +79,9 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
 wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_round,
                                       wsync_stream_t *stream, int timeout_ms,
                                       wsync_error_t *err);
+/* What the worker has said that ended the session, or that it is gone; waits for nothing.
+ * OK before a worker has come. */
+wsync_status_t wsync_exporter_look(wsync_exporter_t *exporter, wsync_error_t *err);
 /* Rounds of this update that the worker has finished, as far as is known without waiting.
  */
 uint32_t wsync_exporter_loaded(const wsync_exporter_t *exporter);

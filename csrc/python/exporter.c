@@ -260,6 +260,30 @@ static PyObject *exporter_acquire(PyObject *object, PyObject *args, PyObject *kw
     Py_RETURN_NONE;
 }
 
+static PyObject *exporter_look(PyObject *object, PyObject *unused)
+{
+    ExporterObject *self = (ExporterObject *)object;
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    (void)unused;
+    if (!self->guard.closed && self->guard.busy) {
+        Py_RETURN_NONE; /* below a wait of its own, which looks as well */
+    }
+    if (wsync_py_guard_enter(state, &self->guard, exporter_name) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_exporter_look(self->exporter, &err);
+    Py_END_ALLOW_THREADS
+    wsync_py_guard_leave(&self->guard);
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
+    }
+    Py_RETURN_NONE;
+}
+
 static wsync_status_t step_post(void *context, int timeout_ms, wsync_error_t *err)
 {
     exporter_call_t *call = context;
@@ -423,6 +447,11 @@ static PyMethodDef exporter_methods[] = {
            "acquire($self, wait_round, stream, timeout, check=None)\n--\n\n"
            "Has the stream wait until the worker has finished a round (None: waits here); "
            "-1: nothing to wait for."),
+    {"look", exporter_look, METH_NOARGS,
+     "look($self)\n--\n\n"
+     "Raises what the worker has said, or that it is gone; waits for nothing, and does "
+     "nothing\n"
+     "while another call is under way."},
     METHOD(post,
            "post($self, round, stream, timeout, check=None)\n--\n\n"
            "Announces a round, ready when the stream gets here."),

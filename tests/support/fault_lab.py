@@ -84,7 +84,7 @@ def sharded(rank: int) -> TrainerLayout:
     return TrainerLayout(builder.build(), names, lambda: list(tensors.values()), table, rank, RANKS)
 
 
-def _rows(seed: int, rank: int) -> dict[str, torch.Tensor]:
+def rows(seed: int, rank: int) -> dict[str, torch.Tensor]:
     return {
         name: whole.chunk(RANKS)[rank].contiguous()
         for name, whole in fault_engine.weights(seed).items()
@@ -116,7 +116,7 @@ class Trainer:
     def update(self, version: str) -> None:
         assert self.sync is not None
         try:
-            self.sync.update(_rows(int(version), self.rank), version=version)
+            self.sync.update(rows(int(version), self.rank), version=version)
         finally:
             if self.fault is not None:
                 self.fault.disarm()

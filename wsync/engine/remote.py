@@ -79,7 +79,7 @@ class RemoteImporter:
             raise _core.StateError(f"round {round} without a plan")
         if round + 1 < self._rounds:
             self._following = self._join_round(round + 1, timeout)
-        exchange.wait(round, timeout)
+        exchange.wait(round, timeout, self._channel.look)
         former = self._waits[round]
         if former >= 0 and self._recorded[former]:
             self._loaded.wait(self._passed + former + 1, timeout, self._channel.look)
@@ -155,7 +155,7 @@ class RemoteImporter:
     def _join_round(self, round: int, timeout: float) -> _core.BufferTable:
         """Takes part in a round's collective, with nothing to send; where it will lie."""
         assert self._exchange is not None
-        self._exchange.acquire(round, timeout)
+        self._exchange.acquire(round, timeout, self._channel.look)
         spans = self._exchange.spans(round)
         self._exchange.post(round, self._stream)
         return spans

@@ -1,0 +1,101 @@
+"""Whatever ranks wait for, what goes wrong with an engine ends the wait on all of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support import fault_engine, watch_cases
+from support.fault_lab import RANKS
+from support.procs import Ranks, forked, unnamed
+
+import wsync
+from wsync import _core
+from wsync.group import TrainerGroup
+from wsync.remote import BroadcastSession, Remote
+from wsync.stock import StockSession
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Ranks]:
+    with Ranks(RANKS, path=sys.path) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("place", "exchange"),
+    [("plan", "auto"), ("round", "gloo"), ("round", "shared"), ("agreement", "auto")],
+)
+def test_a_worker_that_dies_ends_the_wait_for_a_late_rank(
+    place: str, exchange: str, trainers: Ranks, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "engine")
+    head = unnamed(forked(), fault_engine.run_head, path)
+    head.start()
+    try:
+        end = time.monotonic() + watch_cases.PATIENCE
+        while not os.path.exists(path) and time.monotonic() < end:
+            time.sleep(0.02)
+        found = trainers.run(watch_cases.late, place, exchange, path, timeout=240)
+    finally:
+        head.kill()
+        head.join()
+    texts = {text for text, _ in found}
+    assert len(texts) == 1
+    assert "trainer rank" in texts.pop() and "worker 1 " in found[0][0], found
+    # the deadline has not been waited for
+    assert all(seconds < watch_cases.PATIENCE for _, seconds in found), found
+
+
+def test_a_group_watches_what_it_is_told_to_for_as_long() -> None:
+    group = TrainerGroup(timeout=1.0)
+    seen: list[str] = []
+    group.check()
+    with group.watching(lambda: seen.append("outer")):
+        with group.watching(lambda: seen.append("inner")):
+            group.check()
+        group.check()
+    group.check()
+    assert seen == ["inner", "outer"]
+
+
+def test_a_bucket_that_was_refused_is_seen_in_other_waits() -> None:
+    engine: Any = SimpleNamespace(name="stock", workers=1)
+    session = StockSession(0, engine, timeout=5)
+    answer: Future[None] = Future()
+    session._sent = [Future(), answer]
+    session.look()
+    answer.set_exception(wsync.RemoteError("engine stock: no"))
+    with pytest.raises(wsync.RemoteError, match="engine stock: no"):
+        session.look()
+    session.close()
+
+
+def test_a_broadcast_that_breaks_off_is_seen_after_the_engine_s_own_words() -> None:
+    session = BroadcastSession(0, 0, Remote(), options=wsync.Options(backend="gloo"))
+    answer: Future[None] = Future()
+    session._sent = [answer]
+    session.look()
+    answer.set_exception(wsync.PeerClosedError("a member is gone"))
+    session.look()
+    session._broken -= 60.0
+    with pytest.raises(wsync.PeerClosedError, match="a member is gone"):
+        session.look()
+    session.close()
+
+
+def test_an_exporter_may_be_looked_at_at_any_time() -> None:
+    exporter = _core.Exporter()
+    exporter.look()
+    with pytest.raises(wsync.DeadlineError):
+        exporter.accept(0.1, exporter.look)
+    exporter.close()
+    with pytest.raises(wsync.StateError, match="is closed"):
+        exporter.look()
