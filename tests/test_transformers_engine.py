@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -441,6 +442,37 @@ def test_the_version_can_be_set_alone(serve: Callable[..., Server]) -> None:
     assert server.generate().json()["meta_info"]["weight_version"] == "12"
 
 
+def test_an_answer_names_the_version_that_it_came_from(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update may follow so closely that it is over before the answer has been written."""
+    server = serve(model_of(0), weight_version="old")
+    gate = server.engine.gate
+    request = gate.request
+
+    @contextmanager
+    def followed(*arguments: Any) -> Iterator[Any]:
+        with request(*arguments) as ticket:
+            yield ticket
+        server.engine.weight_version = "new"
+
+    monkeypatch.setattr(gate, "request", followed)
+    for tokens in (0, 1, 3):
+        server.engine.weight_version = "old"
+        meta = server.generate(max_new_tokens=tokens).json()["meta_info"]
+        assert (meta["weight_version"], server.engine.weight_version) == ("old", "new")
+
+
+def test_checksums_are_not_taken_while_an_update_writes(serve: Callable[..., Server]) -> None:
+    server = serve(model_of(0))
+    with ThreadPoolExecutor() as pool:
+        with server.engine.gate.update(10):
+            asked = pool.submit(server.post, "/weights_checker")
+            with pytest.raises(TimeoutError):
+                asked.result(0.2)
+        assert asked.result(60).json()["success"]
+
+
 # --- pause, flush, continue -----------------------------------------------------------------
 
 
@@ -474,8 +506,10 @@ def test_a_frozen_request_goes_on_with_the_new_weights(
         assert server.post("/flush_cache").status_code == 400
         answer = update(server, list(other.state_dict().items()), weight_version="2")
         assert answer.status_code == 200
+        steps: list[Any] = []
+        server.engine.model.register_forward_hook(lambda *_: steps.append(1))
         server.post("/continue_generation", {})
-        time.sleep(0.1)
+        wait_until(lambda: steps)
         server.post("/abort_request", {"abort_all": True})
         done = running.result().json()
     assert done["meta_info"]["finish_reason"]["type"] in ("abort", "length")

@@ -347,7 +347,7 @@ def _answer(
         "finish_reason": done.finish,
         "prompt_tokens": len(prompt),
         "completion_tokens": len(done.output_ids),
-        "weight_version": engine.weight_version,
+        "weight_version": done.weight_version,
     }
     if logprobs:
         pairs = zip(done.logprobs, done.output_ids, strict=True)

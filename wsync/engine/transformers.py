@@ -61,9 +61,11 @@ class Sampling:
 
 @dataclass(slots=True)
 class Generation:
-    """What came out: token ids, their log probabilities, and why it ended."""
+    """What came out: token ids, their log probabilities, why it ended, and the version of the
+    weights that gave the last token."""
 
     rid: str
+    weight_version: str
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: dict[str, Any] = field(default_factory=dict)
@@ -116,18 +118,21 @@ class Engine:
         """Continues `ids`.  Waits while the engine is paused; what runs when it is paused ends,
         starts over or goes on as the pause's mode says."""
         self._check_prompt(ids, sampling)
-        result = Generation(rid or uuid.uuid4().hex)
+        rid = rid or uuid.uuid4().hex
         tokens = list(ids)
         cache: Any = None
         stops = set() if sampling.ignore_eos else self._eos()
-        result.finish = {"type": "length", "length": sampling.max_new_tokens}
-        with self.gate.request(result.rid, REQUEST_SECONDS) as ticket:
+        with self.gate.request(rid, REQUEST_SECONDS) as ticket:
+            result = Generation(rid, self.weight_version)
+            result.finish = {"type": "length", "length": sampling.max_new_tokens}
             while len(result.output_ids) < sampling.max_new_tokens:
                 with self.gate.step(ticket, REQUEST_SECONDS) as go, torch.no_grad():
                     if not go:
                         result.finish = {"type": "abort", "message": "Aborted by a pause."}
                         break
                     self.check_consistent()
+                    # not later: an update may follow as soon as the gate is left
+                    result.weight_version = self.weight_version
                     if ticket.retracted:
                         cache, ticket.retracted = None, False
                     step = self.model(
@@ -331,9 +336,11 @@ class Engine:
 
     def checksums(self) -> dict[str, str]:
         """A 64-bit checksum in hex of the bytes of every parameter and persistent buffer; names
-        that stand for one tensor (a tied head) give one entry, under the first."""
+        that stand for one tensor (a tied head) give one entry, under the first.  Waits for an
+        update that is under way."""
         state: Mapping[str, torch.Tensor] = self.model.state_dict()
-        return {names[0]: f"{_checksum(state[names[0]]):016x}" for names in aliases(state)}
+        with self.gate.update(REQUEST_SECONDS):
+            return {names[0]: f"{_checksum(state[names[0]]):016x}" for names in aliases(state)}
 
     def model_info(self) -> dict[str, Any]:
         config = self.model.config
