@@ -14,11 +14,15 @@ import traceback
 from multiprocessing.connection import Connection, wait
 
 PRELOADED = ["torch.distributed", "wsync.demo.preload"]
-GRACE = 10.0  # seconds that the other ranks have once one has failed
+GRACE = 10.0
 
 
 class RankError(AssertionError):
-    """One or more ranks raised, died or did not answer in time."""
+    """One or more ranks raised, died or did not answer in time; `results`: of the others."""
+
+    def __init__(self, text, results):
+        super().__init__(text)
+        self.results = results
 
 
 def runs(pid, *, patience=5.0):
@@ -126,10 +130,12 @@ class Ranks:
     starts new processes.
     `path` goes in front of sys.path; `modules` are imported once for all ranks; `setup` is called
     on each rank before anything else.  A `fresh` one has nothing imported before `path` is there.
+    `grace`: seconds that the other ranks have once one has failed.
     """
 
-    def __init__(self, count, *, path=(), modules=(), setup=None, fresh=False):
+    def __init__(self, count, *, path=(), modules=(), setup=None, fresh=False, grace=GRACE):
         self._count = count
+        self._grace = grace
         self._context = multiprocessing.get_context("spawn") if fresh else forked()
         self._path = list(path)
         self._modules = list(modules)
@@ -179,17 +185,18 @@ class Ranks:
                     good, value = pipe.recv()
                 except EOFError:
                     unanswered.append(f"rank {rank}: the process ended")
-                    end = min(end, time.monotonic() + GRACE)
+                    end = min(end, time.monotonic() + self._grace)
                     continue
                 if good:
                     results[rank] = value
                 else:
                     failures.append(f"rank {rank}: {value}")
-                    end = min(end, time.monotonic() + GRACE)
+                    end = min(end, time.monotonic() + self._grace)
         if unanswered:
             self.close(force=True)
         if failures or unanswered:
-            raise RankError(f"{function.__name__} failed\n" + "\n".join(failures + unanswered))
+            text = f"{function.__name__} failed\n" + "\n".join(failures + unanswered)
+            raise RankError(text, results)
         return [results[rank] for rank in range(len(results))]
 
     def close(self, *, force=False):
