@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from wsync._core import StateError, WsyncError, __version__
 from wsync.engine.gate import PAUSE_MODES
@@ -28,11 +28,15 @@ _CONTROL_THREADS = 8
 _CONTROL_SECONDS = 600.0
 
 
-class Pause(BaseModel):
+class Body(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())  # model_path is no method of pydantic's
+
+
+class Pause(Body):
     mode: str = "abort"
 
 
-class Update(BaseModel):
+class Update(Body):
     serialized_named_tensors: list[str]
     load_format: str | None = None
     flush_cache: bool = True
@@ -40,7 +44,7 @@ class Update(BaseModel):
     weight_version: str | None = None
 
 
-class FromDisk(BaseModel):
+class FromDisk(Body):
     """SGLang's other fields (is_async, keep_pause, ...) say nothing to this engine."""
 
     model_path: str
@@ -50,7 +54,7 @@ class FromDisk(BaseModel):
     weight_version: str | None = None
 
 
-class Group(BaseModel):
+class Group(Body):
     group_name: str = "weight_update_group"
 
 
@@ -72,27 +76,27 @@ class FromDistributed(Group):
     weight_version: str | None = None
 
 
-class NewVersion(BaseModel):
+class NewVersion(Body):
     new_version: str
     abort_all_requests: bool = True
 
 
-class Abort(BaseModel):
+class Abort(Body):
     rid: str = ""
     abort_all: bool = False
 
 
-class Check(BaseModel):
+class Check(Body):
     action: str = "checksum"
 
 
-class SamplingParams(BaseModel):
+class SamplingParams(Body):
     max_new_tokens: int = Field(default=128, ge=0)
     temperature: float = Field(default=1.0, ge=0)
     ignore_eos: bool = False
 
 
-class Generate(BaseModel):
+class Generate(Body):
     text: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None
     sampling_params: SamplingParams = SamplingParams()
@@ -101,7 +105,7 @@ class Generate(BaseModel):
     stream: bool = False
 
 
-class Logits(BaseModel):
+class Logits(Body):
     input_ids: list[int]
 
 
@@ -140,7 +144,8 @@ def _add_rules(app: FastAPI, api_key: str | None) -> None:
         shown = request.headers.get("authorization", "").encode()
         if (
             api_key is not None
-            and not request.url.path.startswith("/health")
+            # the server's path: a URL has the client's Host header in it
+            and request.scope["path"] != "/health"
             and not hmac.compare_digest(shown, f"Bearer {api_key}".encode())
         ):
             return JSONResponse({"error": "Unauthorized"}, 401)
