@@ -356,3 +356,7 @@ class IpcMemory:
 
 def checksum(data: Any, /) -> int:
     """64-bit checksum of a contiguous buffer (FNV-style over 8-byte words); 0 is never returned."""
+
+def count_down(counter: Any, least: int, /) -> bool:
+    """Takes 1 from an integer of 4 or 8 bytes that other processes change too, unless it is `least` or less; whether
+    it did."""

@@ -69,6 +69,7 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
     X(device)                 \
     X(stream)                 \
     X(checksum)               \
+    X(counter)                \
     X(cuda)                   \
     X(cuda_ipc)               \
     X(exporter)               \

@@ -1,0 +1,68 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * count_down(): counters that processes share, which are changed in one step. */
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "python/module.h"
+
+static bool lower_32(_Atomic int32_t *counter, long long least)
+{
+    int32_t found = atomic_load(counter);
+
+    while (found > least) {
+        if (atomic_compare_exchange_weak(counter, &found, found - 1)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool lower_64(_Atomic int64_t *counter, long long least)
+{
+    int64_t found = atomic_load(counter);
+
+    while (found > least) {
+        if (atomic_compare_exchange_weak(counter, &found, found - 1)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static PyObject *count_down(PyObject *module, PyObject *args)
+{
+    Py_buffer counter;
+    long long least;
+    bool lowered;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "w*L:count_down", &counter, &least)) {
+        return NULL;
+    }
+    if ((counter.len != 4 && counter.len != 8) ||
+        (uintptr_t)counter.buf % (uintptr_t)counter.len != 0) {
+        PyErr_Format(PyExc_ValueError, "a counter of %zd bytes at %p: 4 or 8 are wanted",
+                     counter.len, counter.buf);
+        PyBuffer_Release(&counter);
+        return NULL;
+    }
+    lowered =
+        counter.len == 4 ? lower_32(counter.buf, least) : lower_64(counter.buf, least);
+    PyBuffer_Release(&counter);
+    return PyBool_FromLong(lowered);
+}
+
+static PyMethodDef counter_functions[] = {
+    {"count_down", count_down, METH_VARARGS,
+     "count_down(counter, least, /)\n--\n\n"
+     "Takes 1 from an integer of 4 or 8 bytes that other processes change too, unless it "
+     "is\n"
+     "`least` or less; whether it did."},
+    {NULL, NULL, 0, NULL},
+};
+
+int wsync_py_register_counter(PyObject *module)
+{
+    return PyModule_AddFunctions(module, counter_functions);
+}
