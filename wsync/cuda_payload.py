@@ -15,7 +15,6 @@ import math
 import mmap
 import os
 import re
-import reprlib
 import struct
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import Any, Final
 
 import torch
 
-from wsync import _core, payload
+from wsync import _core, payload, peer_memory
 from wsync._core import (
     DeadlineError,
     InvalidArgumentError,
@@ -38,9 +37,7 @@ Handles = Mapping[str, "GpuTensor"]
 
 COUNTERS: Final = 10_000  # in a file, as torch has it
 _COUNTER: Final = struct.Struct("=q")
-_HEADER_NBYTES: Final = 64  # of torch's RefcountedMapAllocator, before the counters
-_FILE_NBYTES: Final = _HEADER_NBYTES + COUNTERS * _COUNTER.size
-_FILE_NAME: Final = re.compile(rb"/torch_[0-9]+(_[0-9]+){1,2}")
+_FILE_NBYTES: Final = peer_memory.HEADER_NBYTES + COUNTERS * _COUNTER.size
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _HANDLE_NBYTES: Final = 64
 _PLAIN: Final = b"c"  # of cudaMalloc; "e" is torch's expandable segments
@@ -136,17 +133,22 @@ class Opened:
 
 
 def _count_down(file: bytes, counter: int) -> None:
-    """Says that a consumer has let go; to nobody, if the owner has ended."""
+    """Says that a consumer has let go; to nobody, if the owner has ended.  What is not a counter
+    of torch's, or says that nobody has the memory open, stays as it is."""
     try:
-        found = os.open(b"/dev/shm" + file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+        found = peer_memory.open_file(file, _FILE_NBYTES)
+    except (OSError, ProtocolError):
         return
     try:
-        if os.fstat(found).st_size != _FILE_NBYTES:  # no such file of torch's
+        if os.fstat(found).st_size != _FILE_NBYTES:
             return
-        with mmap.mmap(found, _FILE_NBYTES) as data:
-            at = _HEADER_NBYTES + counter * _COUNTER.size
-            _COUNTER.pack_into(data, at, _COUNTER.unpack_from(data, at)[0] - 1)
+        at = peer_memory.HEADER_NBYTES + counter * _COUNTER.size
+        with (
+            mmap.mmap(found, _FILE_NBYTES) as data,
+            memoryview(data) as whole,
+            whole[at : at + _COUNTER.size] as word,
+        ):
+            _core.count_down(word, 0)
     finally:
         os.close(found)
 
@@ -225,11 +227,11 @@ def _parse(arguments: object, uuid: object) -> GpuTensor:
     if kind is not payload.refuse_call or storage is not payload.refuse_call:
         raise ProtocolError("payload: a tensor on a GPU is not of torch's own classes")
     if not isinstance(uuid, str) or not _UUID.fullmatch(uuid):
-        raise ProtocolError(f"payload: {reprlib.repr(uuid)} is not the UUID of a GPU")
+        raise ProtocolError(f"payload: {payload.brief(uuid)} is not the UUID of a GPU")
     if not isinstance(dtype, torch.dtype):
-        raise ProtocolError(f"payload: {reprlib.repr(dtype)} is not the dtype of a tensor")
-    if not isinstance(file, bytes) or not _FILE_NAME.fullmatch(file):
-        raise ProtocolError(f"payload: {reprlib.repr(file)} is not torch's file of counters")
+        raise ProtocolError(f"payload: {payload.brief(dtype)} is not the dtype of a tensor")
+    if not isinstance(file, bytes) or not peer_memory.is_file_name(file):
+        raise ProtocolError(f"payload: {payload.brief(file)} is not torch's file of counters")
     if waits is not False:  # torch's exporter asks for that, and its event ends with it
         raise ProtocolError("payload: a tensor on a GPU that is to wait for an event")
     tensor = GpuTensor(
@@ -256,7 +258,7 @@ def _parse(arguments: object, uuid: object) -> GpuTensor:
 
 def _number(what: str, value: object, end: int) -> int:
     if type(value) is not int or not 0 <= value < end:
-        raise ProtocolError(f"payload: {what} {reprlib.repr(value)}: not from 0 to {end - 1}")
+        raise ProtocolError(f"payload: {what} {payload.brief(value)}: not from 0 to {end - 1}")
     return value
 
 

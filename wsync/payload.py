@@ -20,15 +20,18 @@ import ctypes
 import dataclasses
 import functools
 import io
+import math
 import os
 import pickle
 import reprlib
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
 
-from wsync._core import InvalidArgumentError, NoMemoryError, ProtocolError
+from wsync import peer_memory
+from wsync._core import DeadlineError, InvalidArgumentError, NoMemoryError, ProtocolError
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.control import TENSOR_NAME
 
@@ -38,6 +41,24 @@ _SHM: Final = "/dev/shm"
 # On storages of shared_bytes: torch does not tell which kind of shared memory one is, and moves
 # those of the other kinds when asked for their file.
 _FILE_MARK: Final = "wsync_file"
+
+PEER_SECONDS: Final = 10.0
+_MOST_TEXT: Final = 4096
+_MOST_DIMENSIONS: Final = 64
+_MOST_ELEMENTS: Final = 2**63
+_MAGIC: Final = 0x1950A86A20F9469CFC6C
+_VERSION: Final = 1001
+# the dtypes of layouts (csrc/core/dtype.h): those whose elements are bytes of their own
+_DTYPES: Final = {
+    ("torch", name): getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "bool", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+        *("float8_e8m0fnu", "float4_e2m1fn_x2"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    )
+    if hasattr(torch, name)
+}
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -263,14 +284,38 @@ def to_text(data: bytes) -> str:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def load(data: bytes | str, *, gpu: Callable[..., object] | None = None) -> object:
+class _Brief(reprlib.Repr):
+    """Values of a payload in a few words, for errors: repr() of one may be as long as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 1
+        self.maxstring = self.maxlong = 60
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        if isinstance(value, bytes):
+            return repr(value[: self.maxstring])
+        if value is None or isinstance(value, bool | float | torch.dtype):
+            return repr(value)
+        return f"a {type(value).__name__}"
+
+
+brief: Final = _Brief().repr
+
+
+def load(
+    data: bytes | str, *, gpu: Callable[..., object] | None = None, timeout: float = PEER_SECONDS
+) -> object:
     """Unpickles a payload, given as bytes or as base64 text.
 
     Whoever can reach an engine's API can send one, so only these are understood: lists, tuples,
     dicts, strings, numbers, CPU tensors by file, by file descriptor and by value, and bucket
     metadata, which becomes wsync's FlattenedTensorMetadata.  Anything else is a ProtocolError that
-    names it.  gpu: makes something of tensors on a GPU, from rebuild_cuda_tensor's arguments (see
-    wsync.cuda_payload); without it they are refused.
+    names it.
+
+    gpu: makes something of tensors on a GPU, from rebuild_cuda_tensor's arguments (see
+    wsync.cuda_payload); without it they are refused.  timeout: seconds for the processes that
+    pass file descriptors; DeadlineError after that.
     """
     if isinstance(data, str):
         try:
@@ -278,14 +323,31 @@ def load(data: bytes | str, *, gpu: Callable[..., object] | None = None) -> obje
         except (binascii.Error, ValueError) as error:
             raise ProtocolError(f"payload: not base64: {error}") from None
     try:
-        value = _Reader(io.BytesIO(data), gpu).load()
-    except ProtocolError:
+        value = _Reader(data, gpu, time.monotonic() + timeout).load()
+    except (ProtocolError, DeadlineError):
         raise
     except Exception as error:  # what a malformed pickle raises is not specified
-        raise ProtocolError(f"payload: {type(error).__name__}: {error}") from None
-    if isinstance(value, dict) and isinstance(value.get("metadata"), list):
-        value["metadata"] = [_to_metadata(entry) for entry in value["metadata"]]
+        raise ProtocolError(f"payload: {type(error).__name__}: {error!s:.200}") from None
+    if isinstance(value, dict) and "metadata" in value:
+        value["metadata"] = _to_entries(value["metadata"])
     return value
+
+
+def _to_entries(values: object) -> list[FlattenedTensorMetadata]:
+    if not isinstance(values, list):
+        raise ProtocolError(f"payload: metadata is a {type(values).__name__} instead of a list")
+    entries = [_to_metadata(value) for value in values]
+    check_names(entry.name for entry in entries)
+    return entries
+
+
+def check_names(names: Iterable[str]) -> None:
+    """ProtocolError for a name that comes twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ProtocolError(f"payload: {brief(name)} comes twice")
+        seen.add(name)
 
 
 class _State:
@@ -330,30 +392,51 @@ def _keyed(load: Callable[[Any], None], keys: Callable[[Any], list[object]]) -> 
     return checked
 
 
-class _Reader(pickle._Unpickler):
+def _text(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def limited(reader: Any) -> None:
+        load(reader)
+        if len(reader.stack[-1]) > _MOST_TEXT:
+            raise ProtocolError(f"payload: text of {len(reader.stack[-1])} characters")
+
+    return limited
+
+
+def _call(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Arguments in a tuple alone: a tensor in its place may have any number of elements."""
+
+    def checked(reader: Any) -> None:
+        if type(reader.stack[-1]) is not tuple:
+            raise ProtocolError(f"payload: a call with a {type(reader.stack[-1]).__name__}")
+        load(reader)
+
+    return checked
+
+
+def _loaders(*opcodes: bytes, by: Callable[[Any], Any] = lambda load: load) -> dict[int, Any]:
+    return {opcode[0]: by(pickle._Unpickler.dispatch[opcode[0]]) for opcode in opcodes}
+
+
+class _Values(pickle._Unpickler):
     """Python's own reader in Python, because in C the opcodes cannot be chosen, and some give a
-    few bytes gigabytes of memory.  These suffice for pickles of protocol 2 to 5."""
+    few bytes gigabytes of memory.  These suffice for plain values in pickles of protocol 2 to 5;
+    nothing is called."""
 
     dispatch = _Opcodes(
         {
-            opcode[0]: pickle._Unpickler.dispatch[opcode[0]]
-            for opcode in (
-                *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
-                *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT),
-                *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
-                *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
-                *(pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
-                *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT),
-                *(pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
-                *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ),
-                *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT),
-                *(pickle.BINGET, pickle.LONG_BINGET),
-            )
+            **_loaders(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
+            **_loaders(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT),
+            **_loaders(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+            **_loaders(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8, by=_text),
+            **_loaders(pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
+            **_loaders(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT),
+            **_loaders(pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+            **_loaders(pickle.GLOBAL, pickle.STACK_GLOBAL),
+            **_loaders(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT),
+            **_loaders(pickle.BINGET, pickle.LONG_BINGET),
         }
     )
     dispatch[pickle.APPEND[0]] = _filling(pickle.APPEND, list, lambda r: r.stack[-2])
     dispatch[pickle.APPENDS[0]] = _filling(pickle.APPENDS, list, lambda r: r.metastack[-1][-1])
-    dispatch[pickle.BUILD[0]] = _filling(pickle.BUILD, _State, lambda r: r.stack[-2])
     dispatch[pickle.SETITEM[0]] = _keyed(
         _filling(pickle.SETITEM, dict, lambda r: r.stack[-3]), lambda r: [r.stack[-2]]
     )
@@ -361,22 +444,139 @@ class _Reader(pickle._Unpickler):
         _filling(pickle.SETITEMS, dict, lambda r: r.metastack[-1][-1]), lambda r: r.stack[::2]
     )
 
-    def __init__(self, file: io.BytesIO, gpu: Callable[..., object] | None) -> None:
-        super().__init__(file)
-        self._gpu = gpu or _refuse_gpu
+    def find_class(self, module: str, name: str) -> Any:
+        raise ProtocolError(f"payload: global {module:.80}.{name:.80} is not allowed")
+
+
+class _Reader(_Values):
+    """Adds the calls that make tensors.
+
+    end: by time.monotonic(), of waits for other processes.
+    """
+
+    dispatch = _Opcodes(_Values.dispatch)
+    dispatch.update(_loaders(pickle.REDUCE, pickle.NEWOBJ, by=_call))
+    dispatch[pickle.BUILD[0]] = _filling(pickle.BUILD, _State, lambda r: r.stack[-2])
+
+    def __init__(self, data: bytes, gpu: Callable[..., object] | None, end: float) -> None:
+        super().__init__(io.BytesIO(data))
+        self._left = len(data)
+        self._end = end
+        self._known: dict[tuple[str, str], Any] = {
+            (REDUCTIONS, "rebuild_cuda_tensor"): gpu or _refuse_gpu,
+            (REDUCTIONS, "rebuild_storage_filename"): self._map_file,
+            (REDUCTIONS, "rebuild_storage_fd"): self._map_descriptor,
+            ("torch.storage", "_load_from_bytes"): self._load_storage,
+            # classes of this pickle's own: nothing it does to them outlives it
+            **{
+                kind: type(kind[1], (_State,), {"kind": kind, "__new__": _new_state})
+                for kind in _STATES
+            },
+        }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (REDUCTIONS, "rebuild_cuda_tensor"):
-            return self._gpu
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) in _STATES:
-            # a class of this pickle's own: nothing it does to it outlives it
-            return type(name, (_State,), {"kind": (module, name), "__new__": _new_state})
-        known = _GLOBALS.get((module, name))
-        if known is None:
-            raise ProtocolError(f"payload: global {module:.80}.{name:.80} is not allowed")
-        return known
+        known = self._known.get((module, name)) or _GLOBALS.get((module, name))
+        return known or super().find_class(module, name)
+
+    def _load_storage(self, data: object) -> torch.UntypedStorage | torch.TypedStorage:
+        """torch.storage._load_from_bytes.  All storages together take no more than the payload,
+        which may name the same bytes many times."""
+        if not isinstance(data, bytes):
+            raise ProtocolError("payload: a storage is not made of bytes")
+        self._left -= len(data)
+        if self._left < 0:
+            raise ProtocolError("payload: its storages are larger than the payload")
+        return _read_storage(data)
+
+    def _map_file(self, cls: object, manager: object, name: object, nbytes: object) -> object:
+        if not isinstance(name, bytes) or type(nbytes) is not int or nbytes < 0:
+            raise ProtocolError("payload: a shared storage is not (manager, file, bytes)")
+        return peer_memory.map_file(name, nbytes)
+
+    def _map_descriptor(self, cls: object, descriptor: object, nbytes: object) -> object:
+        """torch's default between related processes: the sender passes a file descriptor."""
+        fields = descriptor.fields if isinstance(descriptor, _State) else {}
+        if fields.keys() != {"_id"} or type(nbytes) is not int or nbytes < 0:
+            raise ProtocolError("payload: a shared storage is not (descriptor, bytes)")
+        return peer_memory.map_descriptor(fields["_id"], nbytes, self._end)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Announced:
+    """A storage whose bytes follow."""
+
+    dtype: torch.dtype | None
+    key: str
+    count: int
+
+
+class _StorageReader(_Values):
+    """Reads the pickles in torch's legacy format of storages, from torch.serialization's
+    _legacy_save."""
+
+    dispatch = _Opcodes({**_Values.dispatch, **_loaders(pickle.BINPERSID)})
+
+    def find_class(self, module: str, name: str) -> Any:
+        kind = _STORAGES.get((module, name))
+        return super().find_class(module, name) if kind is None else kind
+
+    def persistent_load(self, pid: object) -> _Announced:
+        if not isinstance(pid, tuple) or len(pid) != 6:
+            raise ProtocolError("payload: a storage inside is not announced by 6 values")
+        what, kind, key, _, count, view = pid
+        if what != "storage" or not isinstance(kind, _Kind) or view is not None:
+            raise ProtocolError("payload: not a storage of torch's inside")
+        if not isinstance(key, str) or type(count) is not int:
+            raise ProtocolError("payload: a storage inside has no key or no size")
+        return _Announced(kind.dtype, key, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """A class of storages; None: of bytes."""
+
+    dtype: torch.dtype | None
+
+
+_STORAGES: Final = {
+    ("torch.storage", "UntypedStorage"): _Kind(None),
+    ("torch", "DoubleStorage"): _Kind(torch.float64),
+    ("torch", "FloatStorage"): _Kind(torch.float32),
+    ("torch", "HalfStorage"): _Kind(torch.float16),
+    ("torch", "BFloat16Storage"): _Kind(torch.bfloat16),
+    ("torch", "LongStorage"): _Kind(torch.int64),
+    ("torch", "IntStorage"): _Kind(torch.int32),
+    ("torch", "ShortStorage"): _Kind(torch.int16),
+    ("torch", "CharStorage"): _Kind(torch.int8),
+    ("torch", "ByteStorage"): _Kind(torch.uint8),
+    ("torch", "BoolStorage"): _Kind(torch.bool),
+    ("torch", "ComplexFloatStorage"): _Kind(torch.complex64),
+    ("torch", "ComplexDoubleStorage"): _Kind(torch.complex128),
+}
+
+
+def _read_storage(data: bytes) -> torch.UntypedStorage | torch.TypedStorage:
+    """A storage from the legacy format: pickles of a magic number, a version, facts about the
+    sender, the storage and its key; the number of elements; the elements."""
+    file = io.BytesIO(data)
+    magic, version, _, found, keys = (_StorageReader(file).load() for _ in range(5))
+    if type(magic) is not int or magic != _MAGIC or type(version) is not int or version != _VERSION:
+        raise ProtocolError("payload: a storage in another format than torch's of version 1001")
+    if not isinstance(found, _Announced):
+        raise ProtocolError(f"payload: {type(found).__name__} instead of a storage")
+    if not isinstance(keys, list) or len(keys) != 1 or keys[0] != found.key:
+        raise ProtocolError("payload: not one storage inside")
+    count = int.from_bytes(file.read(8), "little")
+    left = len(data) - file.tell()
+    itemsize = 1 if found.dtype is None else found.dtype.itemsize
+    if count != found.count or count * itemsize != left:
+        raise ProtocolError(
+            f"payload: a storage of {brief(found.count)} elements of {itemsize} bytes has {left}"
+        )
+    flat = torch.empty(left, dtype=torch.uint8)
+    flat.numpy()[:] = memoryview(data)[len(data) - left :]
+    storage = flat.untyped_storage()
+    return storage if found.dtype is None else _typed(storage, found.dtype)
 
 
 def _new_state(cls: type, *arguments: object) -> _State:
@@ -401,32 +601,23 @@ def _to_metadata(entry: object) -> FlattenedTensorMetadata:
         or not isinstance(end, int)
         or not isinstance(numel, int)
     ):
-        raise ProtocolError(
-            f"payload: metadata of {reprlib.repr(name)} has fields of the wrong types"
-        )
+        raise ProtocolError(f"payload: metadata of {brief(name)} has fields of the wrong types")
     return FlattenedTensorMetadata(name, shape, dtype, start, end, numel)
 
 
 def read_sizes(values: object) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or not all(type(v) is int and v >= 0 for v in values):
-        raise ProtocolError(f"payload: {reprlib.repr(values)} is not a shape")
+    """A shape or stride.  Few and small numbers: an error may name them all."""
+    if (
+        not isinstance(values, tuple)
+        or len(values) > _MOST_DIMENSIONS
+        or not all(type(value) is int and 0 <= value < _MOST_ELEMENTS for value in values)
+    ):
+        raise ProtocolError(f"payload: {brief(values)} is not a shape")
     return tuple(values)
 
 
 def _make_size(values: object) -> torch.Size:
     return torch.Size(read_sizes(values))
-
-
-def _load_storage(data: object) -> Any:
-    """torch.storage._load_from_bytes, whose pickle inside must be harmless too."""
-    if not isinstance(data, bytes):
-        raise ProtocolError("payload: a storage is not made of bytes")
-    if data.startswith(b"PK"):  # a file may unpack to much more than it is
-        raise ProtocolError("payload: a storage in torch's file format")
-    storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if not isinstance(storage, torch.storage.TypedStorage):
-        raise ProtocolError(f"payload: {type(storage).__name__} instead of a storage")
-    return storage
 
 
 def _typed(storage: object, dtype: object) -> Any:
@@ -439,8 +630,8 @@ def _view(storage: object, offset: object, shape: object, stride: object) -> tor
     """A tensor over a storage that never grows it."""
     if not isinstance(storage, torch.storage.TypedStorage):
         raise ProtocolError(f"payload: a tensor over a {type(storage).__name__}")
-    if type(offset) is not int or offset < 0:
-        raise ProtocolError(f"payload: storage offset {reprlib.repr(offset)}")
+    if type(offset) is not int or not 0 <= offset < _MOST_ELEMENTS:
+        raise ProtocolError(f"payload: storage offset {brief(offset)}")
     sizes, strides = read_sizes(shape), read_sizes(stride)
     if len(sizes) != len(strides):
         raise ProtocolError(f"payload: shape {sizes} with stride {strides}")
@@ -451,6 +642,11 @@ def _view(storage: object, offset: object, shape: object, stride: object) -> tor
         raise ProtocolError(
             f"payload: tensor of shape {sizes} and stride {strides} at {offset} needs {end} "
             f"bytes of a storage of {untyped.nbytes()}"
+        )
+    if math.prod(sizes) * dtype.itemsize > untyped.nbytes():  # a copy would be larger than it
+        raise ProtocolError(
+            f"payload: tensor of shape {sizes} and stride {strides} has more elements than its "
+            f"storage of {untyped.nbytes()} bytes"
         )
     return torch.empty(0, dtype=dtype).set_(untyped, 0 if 0 in sizes else offset, sizes, strides)
 
@@ -481,28 +677,6 @@ def _tensor_v3(
     return _view(_typed(untyped, dtype), offset, shape, stride)
 
 
-def _map_file(cls: object, manager: object, handle: object, nbytes: object) -> Any:
-    if not isinstance(manager, bytes) or not isinstance(handle, bytes) or type(nbytes) is not int:
-        raise ProtocolError("payload: a shared storage is not (manager, handle, bytes)")
-    from torch.multiprocessing.reductions import rebuild_storage_filename
-
-    return rebuild_storage_filename(torch.UntypedStorage, manager, handle, nbytes)  # type: ignore[no-untyped-call]
-
-
-def _map_descriptor(cls: object, descriptor: object, nbytes: object) -> Any:
-    """torch's default between related processes: the sender passes a file descriptor."""
-    fields = descriptor.fields if isinstance(descriptor, _State) else {}
-    if fields.keys() != {"_id"} or type(nbytes) is not int:
-        raise ProtocolError("payload: a shared storage is not (descriptor, bytes)")
-    from multiprocessing.resource_sharer import DupFd
-
-    from torch.multiprocessing.reductions import rebuild_storage_fd
-
-    shared: Any = DupFd.__new__(DupFd)
-    shared._id = fields["_id"]
-    return rebuild_storage_fd(torch.UntypedStorage, shared, nbytes)  # type: ignore[no-untyped-call]
-
-
 def _empty_storage(cls: object) -> Any:
     return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
 
@@ -520,19 +694,17 @@ def refuse_call(*_arguments: object) -> object:
 
 
 _STATES: Final = {_METADATA_GLOBAL, ("multiprocessing.resource_sharer", "DupFd")}
-_GLOBALS: Final[dict[tuple[str, str], Callable[..., object]]] = {
+_GLOBALS: Final[dict[tuple[str, str], object]] = {
     ("torch", "Size"): _make_size,
     ("torch", "Tensor"): refuse_call,
     ("torch.nn.parameter", "Parameter"): refuse_call,
     ("torch.storage", "UntypedStorage"): refuse_call,
     ("torch.storage", "TypedStorage"): refuse_call,
-    ("torch.storage", "_load_from_bytes"): _load_storage,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("collections", "OrderedDict"): _empty_dict,
     (REDUCTIONS, "rebuild_tensor"): _tensor,
     (REDUCTIONS, "rebuild_typed_storage"): _typed,
-    (REDUCTIONS, "rebuild_storage_filename"): _map_file,
-    (REDUCTIONS, "rebuild_storage_fd"): _map_descriptor,
     (REDUCTIONS, "rebuild_storage_empty"): _empty_storage,
+    **_DTYPES,
 }
