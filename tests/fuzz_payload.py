@@ -1,26 +1,38 @@
 """The reader of request payloads on any bytes, for atheris (libFuzzer for Python):
-`python -P tests/fuzz_payload.py [libFuzzer options] CORPUS...`; `.ci/fuzz.sh` runs it.
+`python -P tests/fuzz_payload.py [libFuzzer options] CORPUS...`; `.ci/fuzz.sh` runs it.  Without
+atheris it reads each file of the corpus, and each as often again with some bytes changed.
 
 A payload is read or is a ProtocolError; what is read is plain values, and tensors that lie inside
-their storage.  Shared memory and sockets that a payload names are not touched: the calls that
-would do it give an empty storage.
+their storage.  The same bytes are read as a storage inside a payload, and as a message inside.
+Shared memory and sockets that a payload names are not touched: the calls that would do it give an
+empty storage.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import os
+import pickle
+import random
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import atheris
+try:
+    atheris: Any = importlib.import_module("atheris")
+    instrumented = atheris.instrument_imports(
+        include=["pickle", "wsync.payload", "wsync.cuda_payload", "wsync.control"]
+    )
+except ImportError:
+    atheris, instrumented = None, contextlib.nullcontext()
 
-with atheris.instrument_imports(
-    include=["pickle", "wsync.payload", "wsync.cuda_payload", "wsync.control"]
-):
+with instrumented:
     import torch
 
-    from wsync import cuda_payload, payload
+    from wsync import cuda_payload, payload, peer_memory
     from wsync._core import ProtocolError
     from wsync.bucket import FlattenedTensorMetadata
     from wsync.control import Control
@@ -71,6 +83,7 @@ def read(data: bytes) -> None:
         control = payload.control_bytes(value)
     except (ProtocolError, RecursionError):
         control = data  # as it is, for the reader of what lies inside a payload
+        read_inside(data)
     if control is not None:
         try:
             message = Control.from_bytes(control)
@@ -79,9 +92,42 @@ def read(data: bytes) -> None:
         assert Control.from_bytes(message.to_bytes()) == message
 
 
-warnings.simplefilter("ignore")
-for key, function in payload._GLOBALS.items():
-    if function in (payload._map_file, payload._map_descriptor):
-        payload._GLOBALS[key] = without_peers
-atheris.Setup(sys.argv, read)
-atheris.Fuzz()
+def read_inside(data: bytes) -> None:
+    """As the bytes of a storage."""
+    call = b"\x80\x04ctorch.storage\n_load_from_bytes\n" + pickle.dumps(data, 4)[2:-1] + b"\x85R."
+    try:
+        storage: Any = payload.load(call)
+    except ProtocolError:
+        return
+    check(storage)
+    assert storage.nbytes() <= len(data), storage
+
+
+def replay(folders: list[str]) -> None:
+    """Without atheris; ends with an error that names the file and the seed."""
+    files = [path for folder in folders for path in sorted(Path(folder).iterdir())]
+    units = 0
+    for path in files:
+        data = path.read_bytes()
+        for seed in range(200):
+            draw = random.Random(seed)
+            changed = bytearray(data)
+            for _ in range(min(seed, 4) if data else 0):
+                changed[draw.randrange(len(data))] = draw.randrange(256)
+            try:
+                read(bytes(changed[: draw.randrange(len(data) + 1)] if seed % 9 == 8 else changed))
+            except BaseException as error:
+                raise AssertionError(f"{path}, seed {seed}") from error
+            units += 1
+    print(f"stat::number_of_executed_units: {units}")
+    sys.exit(0 if units else 1)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    peer_memory.map_file = without_peers  # type: ignore[assignment]
+    peer_memory.map_descriptor = without_peers  # type: ignore[assignment]
+    if atheris is None:
+        replay([argument for argument in sys.argv[1:] if os.path.isdir(argument)])
+    atheris.Setup(sys.argv, read)
+    atheris.Fuzz()
