@@ -320,6 +320,21 @@ bad_calls: list[tuple[str, Callable[[_core.LayoutBuilder], object], type[Excepti
         TypeError,
         ["map", "'w'"],
     ),
+    *(
+        (f"NUL in {what}", call, _core.InvalidArgumentError, [r"'a\x00b' has a null character"])
+        for what, call in (
+            ("a tensor", lambda b: b.add_tensor("a\0b", "int16", (1,))),
+            ("a shard", lambda b: b.add_shard("a\0b", "int16", (), (), (), 0, 0, ())),
+            ("an origin", lambda b: b.add_shard("a", "int16", (), (), (), 0, 0, (), "a\0b")),
+            ("a parameter", lambda b: b.add_parameter("a\0b", 0, "int16", (1,), [], [])),
+            (
+                "a map",
+                lambda b: b.add_parameter(
+                    "p", 0, "int16", (1,), [], [("a\0b", "", (2,), (0,), (0,), (2,), (0,), 0)]
+                ),
+            ),
+        )
+    ),
     ("rank", lambda b: _core.LayoutBuilder(-1), ValueError, ["rank -1"]),
     (
         "rank too large",
@@ -410,3 +425,17 @@ def test_names_and_tensors_must_be_as_many() -> None:
         builder.add_tensors(["a"], table, [1, 2])
     with pytest.raises(TypeError, match=r"names\[0\]"):
         builder.add_tensors([7], table)  # type: ignore[list-item]
+
+
+def test_a_name_that_c_would_cut_off_is_refused() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    table = _core.describe([torch.zeros(2)])
+    with pytest.raises(_core.InvalidArgumentError, match=r"name: 'a\\x00b' has a null character"):
+        _core.LayoutBuilder().add_tensors(["a\0b"], table)
+    exchange = _core.SharedExchange(0, 1, 4096)
+    with pytest.raises(_core.InvalidArgumentError, match=r"address: 'a\\x00b' has a null"):
+        exchange.connect(["a\0b"], 1.0)
+    with pytest.raises(_core.InvalidArgumentError, match=r"library: 'a\\x00b' has a null"):
+        _core.gpu("GPU-" + "0" * 32, ["a\0b"])
+    with pytest.raises(_core.InvalidArgumentError, match=r"dtype: 'int8\\x00' has a null"):
+        _core.ViewPool(_core.Memory(4096)).view(torch.Tensor, "int8\0", (1,), 0)

@@ -67,14 +67,22 @@ static void builder_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-/* Reads what names a tensor; shape becomes tensor->shape and tensor->ndim. */
-static int read_tensor(PyObject *self, const char *name, const char *dtype, PyObject *shape,
-                       long long group, wsync_tensor_t *tensor)
+static const char *read_text(PyObject *self, PyObject *object, const char *what)
 {
+    return wsync_py_read_text(wsync_py_type_state(Py_TYPE(self)), object, what);
+}
+
+/* Reads what names a tensor; shape becomes tensor->shape and tensor->ndim.  The name is
+ * borrowed. */
+static int read_tensor(PyObject *self, PyObject *name_object, const char *dtype,
+                       PyObject *shape, long long group, wsync_tensor_t *tensor)
+{
+    const char *name = read_text(self, name_object, "name");
     wsync_error_t err = {0};
 
     tensor->name = name;
-    if (wsync_py_read_int64s(shape, "shape", tensor->shape, &tensor->ndim) < 0 ||
+    if (name == NULL ||
+        wsync_py_read_int64s(shape, "shape", tensor->shape, &tensor->ndim) < 0 ||
         wsync_py_read_u32(group, "group", &tensor->group) < 0) {
         return -1;
     }
@@ -92,7 +100,7 @@ static int read_tensor(PyObject *self, const char *name, const char *dtype, PyOb
 static PyObject *builder_add_tensor(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"name", "dtype", "shape", "group", NULL};
-    const char *name;
+    PyObject *name;
     const char *dtype;
     PyObject *shape;
     long long group = 0;
@@ -101,7 +109,7 @@ static PyObject *builder_add_tensor(PyObject *self, PyObject *args, PyObject *kw
     wsync_error_t err = {0};
     uint32_t index;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssO|L:add_tensor", keywords, &name,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OsO|L:add_tensor", keywords, &name,
                                      &dtype, &shape, &group) ||
         read_tensor(self, name, dtype, shape, group, &tensor) < 0) {
         return NULL;
@@ -137,8 +145,9 @@ static PyObject *builder_add_shard(PyObject *self, PyObject *args, PyObject *kwa
 {
     static char *keywords[] = {"name",   "dtype",   "shape",  "start", "extent", "buffer",
                                "offset", "strides", "origin", "group", NULL};
-    const char *name;
+    PyObject *name;
     const char *dtype;
+    PyObject *origin_object = NULL;
     const char *origin = "";
     PyObject *shape;
     PyObject *start;
@@ -153,15 +162,21 @@ static PyObject *builder_add_shard(PyObject *self, PyObject *args, PyObject *kwa
     wsync_layout_builder_t *builder;
     wsync_error_t err = {0};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ssOOOLLO|sL:add_shard", keywords, &name,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OsOOOLLO|OL:add_shard", keywords, &name,
                                      &dtype, &shape, &start, &extent, &buffer, &offset,
-                                     &strides, &origin, &group) ||
+                                     &strides, &origin_object, &group) ||
         read_tensor(self, name, dtype, shape, group, &tensor) < 0 ||
         wsync_py_read_exactly(start, "start", shard.box.start, tensor.ndim) < 0 ||
         wsync_py_read_exactly(extent, "extent", shard.box.extent, tensor.ndim) < 0 ||
         wsync_py_read_exactly(strides, "strides", shard.stride, tensor.ndim) < 0 ||
         wsync_py_read_u32(buffer, "buffer", &shard.buffer) < 0) {
         return NULL;
+    }
+    if (origin_object != NULL) {
+        origin = read_text(self, origin_object, "origin");
+        if (origin == NULL) {
+            return NULL;
+        }
     }
     shard.offset = (uint64_t)offset; /* a negative one is beyond what a layout takes */
     builder = get_builder(self);
@@ -244,14 +259,15 @@ static PyObject *builder_add_tensors(PyObject *self, PyObject *args, PyObject *k
     }
     for (Py_ssize_t i = 0; i < table->count; i++) {
         PyObject *name = PyTuple_GetItem(names, i);
-        const char *text =
-            PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
+        const char *text = NULL;
         long long group = 0;
 
+        if (!PyUnicode_Check(name)) {
+            PyErr_Format(PyExc_TypeError, "names[%zd]: not a string: %R", i, name);
+            goto cleanup;
+        }
+        text = read_text(self, name, "name");
         if (text == NULL) {
-            if (!PyErr_Occurred()) {
-                PyErr_Format(PyExc_TypeError, "names[%zd]: not a string: %R", i, name);
-            }
             goto cleanup;
         }
         if (groups_argument != Py_None) {
@@ -314,7 +330,7 @@ static int read_region(PyObject *item, uint32_t ndim, region_t *region)
 static int read_map(PyObject *self, PyObject *item, const parameter_t *parameter,
                     wsync_tensor_t *tensor, wsync_map_t *map)
 {
-    const char *name;
+    PyObject *name;
     const char *dtype;
     PyObject *parts[5]; /* shape, start, source start, extent, axes */
     int64_t axes[WSYNC_MAX_NDIM];
@@ -327,7 +343,7 @@ static int read_map(PyObject *self, PyObject *item, const parameter_t *parameter
         return -1;
     }
     if (!PyArg_ParseTuple(item,
-                          "ssOOOOOL;a map is (name, dtype, shape, start, source start, "
+                          "OsOOOOOL;a map is (name, dtype, shape, start, source start, "
                           "extent, axes, group)",
                           &name, &dtype, &parts[0], &parts[1], &parts[2], &parts[3],
                           &parts[4], &group) ||
@@ -347,8 +363,8 @@ static int read_map(PyObject *self, PyObject *item, const parameter_t *parameter
         if (axes[i] < -1 || axes[i] >= (int64_t)parameter->ndim) {
             PyErr_Format(
                 PyExc_ValueError,
-                "%s: dim %u comes from axis %lld of a parameter with %u dimensions", name,
-                i, (long long)axes[i], parameter->ndim);
+                "%s: dim %u comes from axis %lld of a parameter with %u dimensions",
+                tensor->name, i, (long long)axes[i], parameter->ndim);
             return -1;
         }
         map->axis[i] = (int8_t)axes[i];
@@ -444,6 +460,7 @@ static PyObject *builder_add_parameter(PyObject *self, PyObject *args, PyObject 
     static char *keywords[] = {"origin",  "buffer", "dtype", "strides",
                                "regions", "maps",   NULL};
     parameter_t parameter = {.rank = ((BuilderObject *)self)->rank};
+    PyObject *origin;
     PyObject *strides;
     PyObject *regions_argument;
     PyObject *maps_argument;
@@ -453,9 +470,10 @@ static PyObject *builder_add_parameter(PyObject *self, PyObject *args, PyObject 
     long long buffer;
     uint64_t total = 0;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sLsOOO:add_parameter", keywords,
-                                     &parameter.origin, &buffer, &parameter.dtype, &strides,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLsOOO:add_parameter", keywords,
+                                     &origin, &buffer, &parameter.dtype, &strides,
                                      &regions_argument, &maps_argument) ||
+        (parameter.origin = read_text(self, origin, "origin")) == NULL ||
         wsync_py_read_u32(buffer, "buffer", &parameter.buffer) < 0 ||
         wsync_py_read_int64s(strides, "strides", parameter.stride, &parameter.ndim) < 0) {
         return NULL;

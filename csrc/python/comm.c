@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "ipc/channel.h"
+#include "python/convert.h"
 #include "python/device.h"
 #include "python/guard.h"
 #include "python/plan.h"
@@ -122,6 +123,7 @@ static wsync_status_t step_connect(void *context, int timeout_ms, wsync_error_t 
 /* Borrows the texts of a tuple; NULL with an exception set. */
 static const char **read_addresses(const ExchangeObject *self, PyObject *tuple)
 {
+    ModuleState *state = wsync_py_type_state(Py_TYPE((PyObject *)self));
     const Py_ssize_t count = PyTuple_Size(tuple);
     const char **addresses;
 
@@ -131,7 +133,7 @@ static const char **read_addresses(const ExchangeObject *self, PyObject *tuple)
         (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, exchange_name,
                          "connect: %zd addresses for %u ranks", count,
                          (unsigned)self->rank_count);
-        (void)wsync_py_raise(wsync_py_type_state(Py_TYPE((PyObject *)self)), &err);
+        (void)wsync_py_raise(state, &err);
         return NULL;
     }
     addresses = (const char **)calloc((size_t)count, sizeof(*addresses));
@@ -140,7 +142,7 @@ static const char **read_addresses(const ExchangeObject *self, PyObject *tuple)
         return NULL;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        addresses[i] = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(tuple, i), NULL);
+        addresses[i] = wsync_py_read_text(state, PyTuple_GetItem(tuple, i), "address");
         if (addresses[i] == NULL) {
             free((void *)addresses);
             return NULL;

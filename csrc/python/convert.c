@@ -1,6 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "python/convert.h"
 
+#include <string.h>
+
+const char *wsync_py_read_text(ModuleState *state, PyObject *object, const char *what)
+{
+    Py_ssize_t length = 0;
+    const char *text = NULL;
+    PyObject *shown = NULL;
+    wsync_error_t err = {0};
+
+    if (!PyUnicode_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s: not a string: %R", what, object);
+        return NULL;
+    }
+    text = PyUnicode_AsUTF8AndSize(object, &length);
+    if (text == NULL || strlen(text) == (size_t)length) {
+        return text;
+    }
+    shown = PyObject_ASCII(object);
+    text = shown != NULL ? PyUnicode_AsUTF8AndSize(shown, NULL) : NULL;
+    if (text != NULL) {
+        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "text",
+                         "%s: %.256s has a null character", what, text);
+        (void)wsync_py_raise(state, &err);
+    }
+    Py_XDECREF(shown);
+    return NULL;
+}
+
 int wsync_py_read_int64s(PyObject *sequence, const char *what,
                          int64_t values[WSYNC_MAX_NDIM], uint32_t *count)
 {

@@ -22,6 +22,11 @@ int wsync_py_read_exactly(PyObject *sequence, const char *what,
 /* Checks that a number fits: 0 <= value <= UINT32_MAX. */
 int wsync_py_read_u32(long long value, const char *what, uint32_t *result);
 
+/* The UTF-8 of a str, borrowed from it; `what` names it in errors.  NULL with an exception
+ * for what is no text, and with InvalidArgumentError for one with a NUL character, which in
+ * C would be another, shorter text. */
+const char *wsync_py_read_text(ModuleState *state, PyObject *object, const char *what);
+
 PyObject *wsync_py_int64_tuple(const int64_t *values, uint32_t count);
 
 /* A list of CopyTuple as wsync/_core.pyi has it. */

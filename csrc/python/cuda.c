@@ -6,6 +6,7 @@
 
 #include "device/cuda.h"
 #include "device/cuda_compile.h"
+#include "python/convert.h"
 #include "python/device.h"
 
 /* Immutable.  Tables of ops live as long as the process. */
@@ -199,7 +200,7 @@ static wsync_status_t open_gpu(const wsync_cu_uuid_t *uuid, wsync_compile_spec_t
 }
 
 /* Borrowed texts of a tuple of str; the array is the caller's. */
-static const char **read_paths(PyObject *tuple)
+static const char **read_paths(ModuleState *state, PyObject *tuple)
 {
     const Py_ssize_t count = PyTuple_Size(tuple);
     const char **paths = (const char **)calloc((size_t)count + 1, sizeof(*paths));
@@ -209,7 +210,7 @@ static const char **read_paths(PyObject *tuple)
         return NULL;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
-        paths[i] = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(tuple, i), NULL);
+        paths[i] = wsync_py_read_text(state, PyTuple_GetItem(tuple, i), "library");
         if (paths[i] == NULL) {
             free((void *)paths);
             return NULL;
@@ -243,7 +244,7 @@ static PyObject *gpu(PyObject *module, PyObject *args, PyObject *kwargs)
         return wsync_py_raise(state, &err);
     }
     tuple = libraries != NULL ? PySequence_Tuple(libraries) : PyTuple_New(0);
-    paths = tuple != NULL ? read_paths(tuple) : NULL;
+    paths = tuple != NULL ? read_paths(state, tuple) : NULL;
     if (paths == NULL) {
         Py_XDECREF(tuple);
         return NULL;

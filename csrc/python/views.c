@@ -279,7 +279,7 @@ static PyObject *pool_view(PyObject *self, PyTypeObject *cls, PyObject *const *a
     if (count != 4 || kwnames != NULL) {
         return refuse_keywords("view");
     }
-    dtype = PyUnicode_AsUTF8AndSize(args[1], NULL);
+    dtype = wsync_py_read_text(state, args[1], "dtype");
     if (dtype == NULL || read_request(state, dtype, args[2], &tensor) < 0) {
         return NULL;
     }
