@@ -1,5 +1,6 @@
 """Tensors described in C, and views of shared memory handed out as tensors."""
 
+import ctypes
 import gc
 import operator
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.hostile_dlpack import Device, Dtype, Make, View, numbers, type_with
 from torch import nn
 
 from wsync._core import (
@@ -499,3 +501,140 @@ def test_views_of_all_buffers_are_all_whole_tensors() -> None:
     for buffer in (-1, 2**32):
         with pytest.raises(ValueError, match="buffer"):
             pool.views(torch.Tensor, layout, buffer)
+
+
+# --- tensors that are not what they say -----------------------------------------------------
+
+
+def narrowed(nbytes: int) -> torch.Tensor:
+    """Eight floats from the second one on, whose storage was made smaller."""
+    tensor = torch.arange(9.0)[1:]
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+@pytest.mark.parametrize("nbytes", [0, 4, 32])
+@pytest.mark.parametrize("kind", [lambda t: t, Duck, lambda t: nn.Parameter(t)])
+def test_a_storage_that_was_made_smaller_is_refused(nbytes: int, kind: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"w \(\w+\): its (elements span 32|32 bytes)"):
+        describe([kind(narrowed(nbytes))], ["w"])
+
+
+class Lying(torch.Tensor):
+    dtype = torch.float64  # type: ignore[assignment]
+
+
+class LyingDuck(Duck):
+    dtype = torch.float64
+
+
+class ShortDuck(Duck):
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return torch.zeros(4).untyped_storage()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (
+            torch.ones(4).as_subclass(Lying),
+            "its dtype is float64, .* code 2 with 32 bits and 1",
+        ),
+        (
+            torch.ones(4, dtype=torch.int64).as_subclass(Lying),
+            "its dtype is float64, .* code 0",
+        ),
+        (LyingDuck(torch.ones(4)), "its dtype is float64, but its elements have 4 bytes"),
+        (ShortDuck(torch.ones(4)), "its elements span 16 bytes at"),
+    ],
+)
+def test_a_tensor_that_lies_about_its_elements_is_refused(tensor: Any, text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"w \(\w+\): {text}"):
+        describe([tensor], ["w"])
+
+
+def change(**fields: Any) -> Callable[[View], object]:
+    def apply(view: View) -> None:
+        for name, value in fields.items():
+            setattr(view, name, value)
+
+    return apply
+
+
+def move(view: View) -> None:
+    view.data += 4096
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        (change(ndim=-1), "has -1 dimensions"),
+        (change(ndim=7), "has 7 dimensions"),
+        (change(shape=None), "DLPack gives no shape"),
+        (change(strides=None), "DLPack gives no shape, no strides"),
+        (change(shape=numbers(2, -3)), "dim 1: extent -3"),
+        (change(strides=numbers(-3, 1)), "dim 0: extent 2, stride -3"),
+        (change(shape=numbers(1 << 62, 1 << 62)), r"more than 2\^63 bytes"),
+        (change(shape=numbers(2, 4)), "its elements span 28 bytes"),
+        (change(byte_offset=(1 << 64) - 1), "no address"),
+        (change(byte_offset=4), "its elements span 24 bytes"),
+        (change(data=None), "its 24 bytes lie nowhere"),
+        (change(dtype=Dtype(2, 32, 2)), "code 2 with 32 bits and 2 lanes"),
+        (change(dtype=Dtype(2, 64, 1)), "code 2 with 64 bits"),
+        (change(dtype=Dtype(200, 0, 0)), "code 200 with 0 bits"),
+        (change(device=Device(77, 0)), "lies on device cpu"),
+        (change(device=Device(2, 1 << 30)), "lies on device cpu"),
+        (move, "its elements span 24 bytes"),
+        (lambda _: -1, "DLPack exchange failed"),
+    ],
+)
+def test_an_exchange_that_says_nonsense_is_refused(how: Any, text: str) -> None:
+    good = type_with(lambda _: 0)(torch.ones(2, 3))
+    assert describe([good])[0][2:] == ((2, 3), (3, 1), 24)
+    posed = type_with(how)(torch.ones(2, 3))
+    with pytest.raises((InvalidArgumentError, UnsupportedError), match=rf"w \(Posed\): .*{text}"):
+        describe([posed], ["w"])
+
+
+@pytest.mark.parametrize("table", [{"major": 2}, {"major": 0}, {"view_of_object": 0}])
+def test_an_exchange_that_cannot_be_used_is_not(table: dict[str, int]) -> None:
+    posed = type_with(change(ndim=-1), **table)(torch.ones(2, 3))
+    assert describe([posed])[0][2:] == ((2, 3), (3, 1), 24)
+
+
+def test_an_exchange_whose_versions_go_in_a_circle_is_not_used() -> None:
+    kind = type_with(change(ndim=-1), major=2)
+    api = kind.alive[1]  # type: ignore[attr-defined]
+    api.previous = ctypes.addressof(api)
+    assert describe([kind(torch.ones(2, 3))])[0][2:] == ((2, 3), (3, 1), 24)
+
+
+def test_an_exchange_that_makes_no_tensors_makes_no_views() -> None:
+    pool = ViewPool(Memory(4096))
+    with pytest.raises(UnsupportedError, match="views need a tensor type with"):
+        pool.view(type_with(lambda _: 0)(torch.ones(1)), "float32", (1,), 0)
+    callback = Make(lambda managed, _: delete(managed))
+    address = ctypes.cast(callback, ctypes.c_void_p).value
+    kind = type_with(lambda _: 0, to_object=address)
+    with pytest.raises(RuntimeError, match="torch made no tensor of a view"):
+        pool.view(kind(torch.ones(1)), "float32", (1,), 0)
+    assert pool.live == 0
+
+
+def delete(managed: int) -> int:
+    """Releases a DLManagedTensorVersioned, whose deleter comes after version and context."""
+    deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    deleter.from_address(managed + 16)(managed)
+    return 0
+
+
+def test_a_form_describes_but_is_not_read() -> None:
+    tensor = torch.ones(2, 3)
+    form = describe([tensor]).form()
+    assert (len(form), form.nbytes, form[0]) == (1, 24, (0, "float32", (2, 3), (3, 1), 24))
+    assert form.differs(describe([torch.zeros(2, 3)])) is None
+    text = r"a table's form\(\) does not say where tensors lie"
+    with pytest.raises(InvalidArgumentError, match=text):
+        BufferTable.of(form)
+    with pytest.raises(InvalidArgumentError, match=text):
+        pack(form, tensor.data_ptr(), 24, [0])

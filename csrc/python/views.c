@@ -199,7 +199,8 @@ static PyObject *make_view(ModuleState *state, const DLPackExchangeAPI *api,
         return PyErr_NoMemory();
     }
     /* the importer owns the view from here on, also when it fails */
-    if (api->managed_tensor_to_py_object_no_sync(&view->managed, &object) != 0) {
+    if (api->managed_tensor_to_py_object_no_sync(&view->managed, &object) != 0 ||
+        object == NULL) {
         if (!PyErr_Occurred()) {
             PyErr_Format(PyExc_RuntimeError, "torch made no tensor of a view");
         }
@@ -212,6 +213,9 @@ static const DLPackExchangeAPI *find_importer(ModuleState *state, PyObject *like
 {
     const DLPackExchangeAPI *api = wsync_py_exchange_api(state, like);
 
+    if (api != NULL && api->managed_tensor_to_py_object_no_sync == NULL) {
+        api = NULL;
+    }
     if (api == NULL && !PyErr_Occurred()) {
         wsync_error_t err = {0};
 
