@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.environment import Skipped, environment
+from benchmarks.environment import Skipped, environment, missing
 
 NAMES = (
     *("bucket", "update", "distributed", "disk", "plan", "control", "memory", "scaling", "load"),
@@ -22,7 +22,10 @@ NAMES = (
 
 
 def rows(name: str, **options: Any) -> Iterator[dict[str, Any]]:
-    yield from importlib.import_module(f"benchmarks.{name}").run(**options)
+    try:
+        yield from importlib.import_module(f"benchmarks.{name}").run(**options)
+    except ModuleNotFoundError as error:
+        raise missing(error) from error
 
 
 def _show(row: dict[str, Any]) -> None:

@@ -13,6 +13,11 @@ class Skipped(Exception):
     """A benchmark that this machine cannot run; the text says why."""
 
 
+def missing(error: ModuleNotFoundError) -> Skipped:
+    """Says what is not installed."""
+    return Skipped(f"{error.name} is not installed: pip install '.[test]'")
+
+
 def environment() -> dict[str, Any]:
     """Machine, versions and git hash, as every JSON line carries them."""
     versions = {}

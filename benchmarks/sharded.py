@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.engines import SGLANG, sglang_path
+from benchmarks.environment import Skipped
 from benchmarks.ranks import on_ranks
 
 RANKS = 4
@@ -29,8 +30,17 @@ class Target:
 
 
 def sharded() -> Iterator[dict[str, Any]]:
-    """Rows of the cases; rank 0 of the trainer reports them."""
-    yield from on_ranks(RANKS, _rank, sglang_path())
+    """Rows of the cases; rank 0 of the trainer reports them.  Raises Skipped after those that need
+    no SGLang, where that cannot be had."""
+    path: tuple[str, ...] = ()
+    skipped = None
+    try:
+        path = sglang_path()
+    except Skipped as reason:
+        skipped = reason
+    yield from on_ranks(RANKS, _rank, path)
+    if skipped is not None:
+        raise skipped
 
 
 def _rank(rank: int, path: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -42,6 +52,8 @@ def _rank(rank: int, path: tuple[str, ...]) -> list[dict[str, Any]]:
         config = qwen3_config()
         trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
         rows = _measure(rank, trainer.chunks, config, _bare, ("shared", "gloo"))
+        if not path:
+            return rows
         sglang = functools.partial(_sglang, path)
         return rows + _measure(rank, trainer.chunks, config, sglang, ("shared",))
 

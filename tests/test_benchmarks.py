@@ -42,3 +42,36 @@ def test_without_a_driver_it_says_why_it_measures_nothing(tmp_path: Path) -> Non
     text, rows = benchmark(tmp_path, WSYNC_CUDA_LIB="/nowhere/libcuda.so.1")
     assert "/nowhere/libcuda.so.1" in text
     assert rows == []
+
+
+def without(module: str, code: str) -> str:
+    """What code prints where a module is not installed."""
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", f"import sys; sys.modules[{module!r}] = None\n{code}"],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_what_is_not_installed_is_named() -> None:
+    text = without("benchmarks.control", "from benchmarks.__main__ import main; main(['control'])")
+    assert "control    skipped: benchmarks.control is not installed: pip install '.[test]'" in text
+
+
+def test_without_the_tests_extra_sglang_alone_is_skipped() -> None:
+    code = "\n".join(
+        (
+            "from benchmarks import sharded",
+            "sharded.on_ranks = lambda *given: [given[2]]",
+            "rows = sharded.sharded()",
+            "print(next(rows))",
+            "try: next(rows)",
+            "except sharded.Skipped as reason: print(reason)",
+        )
+    )
+    assert without("pytest", code) == "()\npytest is not installed: pip install '.[test]'\n"
