@@ -6,6 +6,7 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -25,9 +26,11 @@ from wsync.engine import disk
 from wsync.engine.destination import Destination
 from wsync.engine.loaders import LayoutLoader, ModuleLoader
 from wsync.engine.receiver import Receiver
+from wsync.engine.recorded import RecordedLoader
 from wsync.engine.transformers import Engine
 
 OPTIONS = wsync.Options(deadline=20, progress=False, round_nbytes=64)
+WHOLE = wsync.Options(deadline=20, progress=False)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -200,6 +203,53 @@ def test_a_checkpoint_with_two_values_for_one_tensor_is_refused(tmp_path: Any) -
     with pytest.raises(LayoutError, match="b and a are one tensor"):
         from_disk(tmp_path, module, receiver)
     assert not receiver.consistent
+
+
+# --- loaders of the module's own --------------------------------------------------------------
+
+
+def loading(module: torch.nn.Module) -> torch.nn.Module:
+    def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            module.get_parameter(name).copy_(tensor * 1.5)
+
+    module.load_weights = load
+    return module
+
+
+@pytest.mark.parametrize("make", [ModuleLoader, RecordedLoader])
+def test_a_loader_that_cannot_be_learnt_is_given_no_two_values_for_one_tensor(make: Any) -> None:
+    module = loading(tied())
+    values = torch.arange(24.0).view(6, 4)
+    same = {"a": values, "b": values.clone(), "c": torch.ones(3)}
+    engine = ThreadEngine([make(module)])
+    with wsync.connect(same, engines=[engine], options=WHOLE) as sync:
+        sync.update(same)
+        assert torch.equal(module.get_parameter("a"), values * 1.5)
+        with pytest.raises(WsyncError, match=r"(a and b|b and a) are one tensor"):
+            sync.update({**same, "b": values + 1})
+        assert not engine.receivers[0].consistent
+
+
+@pytest.mark.parametrize("make", [ModuleLoader, RecordedLoader])
+@pytest.mark.parametrize("kind", ["rows", "inside", "two storages"])
+def test_a_loader_that_cannot_be_learnt_and_parameters_that_share_memory(
+    make: Any, kind: str
+) -> None:
+    if kind == "two storages":
+        base = numpy.zeros((6, 4), dtype="float32")
+        made = module_of(a=torch.from_numpy(base), b=torch.from_numpy(base)[1:])
+    else:
+        made = views(kind)
+    module = loading(made)
+    with wsync.connect(
+        weights_of(module), engines=[ThreadEngine([make(module)])], options=WHOLE
+    ) as sync:
+        with pytest.raises(
+            WsyncError, match=r"a and b (are kept in the same memory|are both loaded)"
+        ):
+            sync.update()
+    assert not any(tensor.any() for tensor in module.state_dict().values())
 
 
 # --- a module whose state is not its own ------------------------------------------------------

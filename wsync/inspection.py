@@ -41,7 +41,8 @@ class Worker:
     why nothing has been learnt, "" where something has.  fills, copies: constants, and copies
     inside the model, after each update.  fallbacks: tensors that go through the engine's own
     load_weights, and why.  skipped: tensors that it makes no use of.  unwritten: (parameter,
-    bytes that no tensor fills).  tensors: name, dtype, shape, kept_as (a dtype) and boxes: into
+    bytes that no tensor fills).  twins: (tensor, tensor) that are loaded to one place and have to
+    be the same.  tensors: name, dtype, shape, kept_as (a dtype) and boxes: into
     (a parameter), start and extent in the tensor.
     """
 
@@ -60,6 +61,7 @@ class Worker:
     fallbacks: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     unwritten: list[list[Any]] = field(default_factory=list)
+    twins: list[list[str]] = field(default_factory=list)
     tensors: list[dict[str, Any]] = field(default_factory=list)
 
     @property

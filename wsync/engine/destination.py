@@ -28,6 +28,10 @@ from wsync.engine.held import seen, slots
 _LISTED: Final = 5
 
 
+class MissingError(LayoutError):
+    """The trainer does not deliver what an engine would go on calling updated."""
+
+
 class Target(Protocol):
     """What is filled for one update."""
 
@@ -77,7 +81,8 @@ class Destination:
         may be unknown to the module, or missing.
 
         Raises:
-            LayoutError: something does not fit; the text names it.
+            MissingError: a tensor of the module is not delivered.
+            LayoutError: something else does not fit; the text names it.
         """
         who = type(module).__name__
         state = state_of(module)
@@ -101,7 +106,7 @@ class Destination:
                 twins += [(name, len(names)) for name in given[1:]]
                 names.append(given[0])
         if missing:
-            raise LayoutError(f"{listed(missing)}: in {who}, not delivered")
+            raise MissingError(f"{listed(missing)}: in {who}, not delivered")
         tensors = [state[name] for name in names]
         check_owned(module, names, tensors)
         return cls(names, tensors, twins)

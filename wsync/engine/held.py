@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,13 @@ class Area:
     end: int
     reference: weakref.ref[torch.Tensor]
     path: str
+
+    @staticmethod
+    def of(tensor: torch.Tensor, path: str) -> Area:
+        """The storage of a tensor, which the area does not keep."""
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        return Area(start, start + storage.nbytes(), weakref.ref(tensor), path)
 
     def view(self, dtype: torch.dtype, offset: int, shape: Any, strides: Any) -> torch.Tensor:
         """Elements at a byte offset; shape and strides in elements."""
@@ -72,6 +80,7 @@ class Held:
     def __init__(self, module: torch.nn.Module) -> None:
         self.areas: list[Area] = []
         self.facts: list[Fact] = []
+        self.parameters: set[str] = set()  # paths
         numbers: dict[int, int] = {}
         self._parts = [(part, _outline(part)) for part in module.modules()]
         self._places: list[tuple[dict[str, Any], str, weakref.ref[torch.Tensor], Seen]] = []
@@ -91,6 +100,8 @@ class Held:
             offset = int(tensor.storage_offset()) * tensor.element_size()
             shape, strides = tuple(tensor.shape), tensor.stride()
             self.facts.append((path, dtype, shape, strides, number, offset))
+            if isinstance(tensor, torch.nn.Parameter):
+                self.parameters.add(path)
             self._places.append((slot, name, weakref.ref(tensor), seen(tensor)))
         self._order = sorted(range(len(self.areas)), key=lambda i: self.areas[i].start)
         self._starts = [self.areas[i].start for i in self._order]
@@ -106,6 +117,19 @@ class Held:
             _there(fact[0], reference)
             for fact, (_, _, reference, _) in zip(self.facts, self._places, strict=True)
         ]
+
+    def tied(self) -> list[list[str]]:
+        """Names of parameters and buffers that stand for one tensor; names that stand alone are
+        left out."""
+        module = self._parts[0][0]
+        groups: dict[Seen, list[str]] = {}
+        for name, tensor in itertools.chain(
+            module.named_parameters(remove_duplicate=False),
+            module.named_buffers(remove_duplicate=False),
+        ):
+            if tensor.numel() and _usable(tensor):
+                groups.setdefault(seen(tensor), []).append(name)
+        return [names for names in groups.values() if len(names) > 1]
 
     def check_place(self, areas: Collection[int]) -> None:
         """Raises LayoutError for tensors of these areas that copies cannot reach: neither all on
@@ -159,6 +183,15 @@ class Held:
                 found = path
         return found
 
+    def sums(self, paths: Collection[str]) -> dict[str, int]:
+        """Checksums of tensors."""
+        found = {}
+        for fact, tensor in zip(self.facts, self.tensors, strict=True):
+            if fact[0] in paths:
+                data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+                found[fact[0]] = checksum(data.numpy())
+        return found
+
     def difference(self, facts: list[Fact]) -> str:
         """How the tensors differ from what they were; "" where they only moved."""
         if self.facts == facts:
@@ -179,8 +212,12 @@ def seen(tensor: torch.Tensor) -> Seen:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
+class SharedError(LayoutError):
+    """Tensors share memory, and torch does not know of it."""
+
+
 def _shared(one: str, other: str) -> LayoutError:
-    return LayoutError(f"{one} and {other} share memory of two storages")
+    return SharedError(f"{one} and {other} share memory of two storages")
 
 
 def _text(fact: Any) -> str:

@@ -36,6 +36,7 @@ def describe(recording: Recording, model: _Model) -> dict[str, Any]:
                     "extent": list(piece.box.extent),
                 }
                 for piece in pieces
+                if places.known(piece.area)  # others are there to be compared
             ]
             facts = {"name": name, "dtype": dtype, "shape": list(shape), "boxes": boxes}
             tensors.append({**facts, "kept_as": recording.kept[name]})
@@ -48,6 +49,7 @@ def describe(recording: Recording, model: _Model) -> dict[str, Any]:
         "copies": len(recording.copies),
         "fallbacks": dict(recording.fallback),
         "skipped": list(recording.skipped),
+        "twins": [[twin.name, twin.other] for twin in recording.twins],
         "unwritten": [list(pair) for pair in recording.unwritten],
         "tensors": tensors,
     }
@@ -63,6 +65,9 @@ class _Places:
         for found in self._areas.values():
             # of tensors that begin at one place the first is named
             found.sort(key=lambda place: place[0])
+
+    def known(self, area: int) -> bool:
+        return area in self._areas
 
     def name(self, area: int, offset: int) -> str:
         found = self._areas[area]

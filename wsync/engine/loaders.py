@@ -31,12 +31,13 @@ from wsync._core import (
     StateError,
     Stream,
     ViewPool,
+    checksum,
     describe,
     held_tensors,
 )
 from wsync.control import PIECES, WHOLE
 from wsync.dtypes import dtype_of
-from wsync.engine.destination import Boxes, Destination, listed
+from wsync.engine.destination import Boxes, Destination, aliases, listed
 
 Losing = Callable[[], object]
 _Reference = Callable[[], torch.Tensor | None]
@@ -388,13 +389,42 @@ class _ByCall:
         self._pool: ViewPool | None = None
         self._keeps: bool | None = None  # unknown until a round was watched
         self._named: set[str] | None = None
+        self._tied: dict[str, str] = {}  # names of one tensor: the first of them
+        self._sums: dict[str, tuple[str, int]] = {}  # of those tensors, and who brought it
 
     def attach(self, manifest: RingManifest) -> None:
         self._manifest = manifest
         self._pool = ViewPool(manifest.ring)
 
     def begin(self) -> None:
-        self._named = None
+        """What the loader does with its tensors is not known; those that go by the name and shape
+        of a parameter must not lie in one place."""
+        assert self._manifest is not None
+        self._named, self._sums = None, {}
+        shapes = self._manifest.shapes
+        state = {
+            name: tensor
+            for name, tensor in self._module.named_parameters(remove_duplicate=False)
+            if tensor.numel() and not tensor.is_meta and shapes.get(name) == tuple(tensor.shape)
+        }
+        groups = aliases(state)
+        self._tied = {name: group[0] for group in groups if len(group) > 1 for name in group}
+        kept = Destination([g[0] for g in groups], [state[g[0]] for g in groups])
+        kept.layout().check_apart(kept.buffers())
+
+    def _compare(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        """LayoutError where names of one tensor bring different values."""
+        for name, tensor in pairs:
+            if name not in self._tied:
+                continue
+            data = tensor.contiguous().reshape(-1).view(torch.uint8).cpu()
+            sum = checksum(data.numpy())
+            other, known = self._sums.setdefault(self._tied[name], (name, sum))
+            if known != sum:
+                raise LayoutError(
+                    f"{name} and {other} are one tensor of the module, and {name} brings other "
+                    "values"
+                )
 
     def load(self, round: int) -> None:
         assert self._manifest is not None and self._pool is not None
@@ -463,6 +493,7 @@ class _ByCall:
             )
 
     def _call(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        self._compare(pairs)
         try:
             answer = self._method(pairs)
         finally:

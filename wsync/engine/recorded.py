@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
-from collections.abc import Callable
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
 import torch
 
@@ -23,7 +25,8 @@ from wsync._core import (
 from wsync.control import LEARN, WHOLE
 from wsync.dtypes import dtype_of
 from wsync.engine import learnt
-from wsync.engine.held import Held
+from wsync.engine.destination import MissingError, listed
+from wsync.engine.held import Area, Held, SharedError
 from wsync.engine.loaders import (
     LoadWeights,
     Losing,
@@ -33,9 +36,18 @@ from wsync.engine.loaders import (
     Router,
     keeps,
 )
-from wsync.engine.recorder import RebindsError, Recording, RecordingError, record
+from wsync.engine.recorder import (
+    ClashError,
+    RebindsError,
+    Recording,
+    RecordingError,
+    record,
+    unseen,
+)
 from wsync.engine.rehearse import add_boxes, prove, rehearse
 from wsync.engine.reserved import Rehearsal
+
+KEEP: Final = "WSYNC_KEEP"
 
 _log = logging.getLogger(__name__)
 _Model = list[tuple[str, str, tuple[int, ...], int]]
@@ -52,6 +64,13 @@ class RecordedLoader:
     The recording holds while the module holds the same tensors, and those that load_weights was
     seen to look at have the same values; where they lie may change.
 
+    Refused by name are parameters that the trainer does not deliver, whole or in part, for the
+    module would go on with their old values; and tensors that load_weights puts in one place and
+    that are not the same to the bit, at every update.
+
+    ignore: paths of parameters that are to stay as they are, as shell patterns ("visual.*"), for
+    a trainer of part of the model.  The environment variable WSYNC_KEEP holds more of them,
+    with commas between them, for engines that make their loader themselves.
     needed: only what the module keeps is asked of the trainer, instead of whole tensors.
     after: called with the module when everything is loaded.
     """
@@ -61,6 +80,7 @@ class RecordedLoader:
         module: torch.nn.Module,
         load_weights: LoadWeights | None = None,
         *,
+        ignore: Iterable[str] = (),
         needed: bool = True,
         after: Callable[[Any], object] | None = None,
         threads: int = 1,
@@ -72,6 +92,7 @@ class RecordedLoader:
         self.reason = ""
         self._module = module
         self._load: LoadWeights = method
+        self._ignore = (*ignore, *filter(None, os.environ.get(KEEP, "").split(",")))
         self._needed = needed
         self._after = after
         self._device = device.find(device.of_module(module) or device.wanted())
@@ -80,10 +101,13 @@ class RecordedLoader:
         self._set_aside: _Model = []  # of it, what the module's own loader loads
         self._layout: Layout | None = None
         self._went_by: object = None
+        self._doubtful: list[str] = []  # parameters that the module's own loader may not load
+        self._sums: dict[str, int] = {}  # theirs, before the update
         self._plain = ModuleLoader(module, method)
         self._router: Router | None = None
         self._held: Held | None = None
         self._staged: list[tuple[str, torch.Tensor]] = []
+        self._shadows: list[torch.Tensor] = []  # of the recording's twins
         self._loaded: set[int] = set()
 
     @property
@@ -112,21 +136,66 @@ class RecordedLoader:
             _log.info("the module has changed (%s) and is learnt anew", change)
         losing()
         self._layout = self.recording = self._held = None
-        self._set_aside = []
+        self._set_aside, self._doubtful = [], []
         self.reason = ""
         self._went_by = self.goes_by()
         try:
             self.recording = self._record(model)
+        except (ClashError, SharedError) as error:
+            self.reason = str(error)
+            raise
         except (RecordingError, LayoutError, NoMemoryError, torch.OutOfMemoryError) as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
             _log.warning("%s; whole tensors go through its load_weights", self.reason)
+            self._doubtful = self._find_doubtful(model)
             return WHOLE
+        try:
+            self._check_delivered(self.recording.lacking)
+        except MissingError:
+            self.recording = None
+            raise
         self._model = facts
         by_name = {fact[0]: fact for fact in facts}
         self._set_aside = [by_name[name] for name in self.recording.fallback]
         self._layout = self._destination(self.recording)
         self._tell(self.recording)
         return self._layout.to_bytes() if self._needed else WHOLE
+
+    def _check_delivered(self, lacking: Mapping[str, int]) -> None:
+        """Raises MissingError for parameters that lack bytes."""
+        sizes = {path: tensor.nbytes for path, tensor in self._module.named_parameters()}
+        names = {name: group for group in Held(self._module).tied() for name in group}
+        missing = [
+            f"{path} ({nbytes} of its {sizes.get(path, nbytes)} bytes)"
+            for path, nbytes in lacking.items()
+            if not any(self._stays(name) for name in names.get(path, [path]))
+        ]
+        if missing:
+            raise MissingError(
+                f"{type(self._module).__name__}: no tensor of the trainer is loaded to "
+                f"{listed(missing)}; {KEEP} or RecordedLoader(ignore=...) names what is to stay "
+                "as it is"
+            )
+
+    def _stays(self, path: str) -> bool:
+        return any(fnmatch.fnmatchcase(path, pattern.strip()) for pattern in self._ignore)
+
+    def _find_doubtful(self, model: Layout) -> list[str]:
+        """Parameters that load_weights, which cannot be learnt, was not seen to load."""
+        try:
+            return unseen(self._module, self._load, Rehearsal(model))
+        except (LayoutError, NoMemoryError) as error:
+            _log.warning("what load_weights loads is not known: %s", error)
+            return []
+
+    def _check_doubtful(self) -> None:
+        """What was not seen to be loaded has been, if it has changed."""
+        if self._sums:
+            held = Held(self._module)
+            now = held.sums(self._sums)
+            sizes = {fact[0]: t.nbytes for fact, t in zip(held.facts, held.tensors, strict=True)}
+            same = [path for path, sum in self._sums.items() if now.get(path) == sum]
+            self._check_delivered({path: sizes[path] for path in same})
 
     def goes_by(self) -> object:
         """What load_weights goes by beside the module, where that may change; for subclasses."""
@@ -149,6 +218,7 @@ class RecordedLoader:
     def begin(self, rounds: int) -> None:
         if self.recording is None:
             self._plain.begin(rounds)
+            self._sums = Held(self._module).sums(self._doubtful) if self._doubtful else {}
             return
         router = self._attached()
         router.manifest.check_rounds(rounds)
@@ -158,8 +228,13 @@ class RecordedLoader:
             (name, torch.empty(shape, dtype=dtype_of(dtype), device=place))
             for name, dtype, shape, _ in self._set_aside
         ]
-        spans = held.spans() + [(t.data_ptr(), t.nbytes) for _, t in self._staged]
-        router.bind(BufferTable(spans, (held.storages(), self._staged)))
+        self._shadows = [
+            torch.empty(twin.nbytes, dtype=torch.uint8, device=place)
+            for twin in self.recording.twins
+        ]
+        further = [*self._shadows, *(tensor for _, tensor in self._staged)]
+        spans = held.spans() + [(t.data_ptr(), t.nbytes) for t in further]
+        router.bind(BufferTable(spans, (held.storages(), further)))
         self._held = held
         self._loaded = set()
 
@@ -173,6 +248,7 @@ class RecordedLoader:
     def finish(self, timeout: float) -> Receipt:
         if self.recording is None:
             receipt = self._plain.finish(timeout)
+            self._check_doubtful()
         else:
             router = self._attached()
             held = self._held
@@ -183,7 +259,8 @@ class RecordedLoader:
                     self._load(self._staged)
                     self._staged = []
                 for transfer in (*self.recording.fills, *self.recording.copies):
-                    transfer.run(held)
+                    transfer.run(held.areas)
+                self._compare(self.recording, held)
             receipt = router.manifest.receipt(self._loaded)
         if self._after is not None:
             self._after(self._module)
@@ -192,7 +269,21 @@ class RecordedLoader:
     def abandon(self) -> None:
         self._plain.abandon()
         self._stream.abandon()
-        self._router, self._staged = None, []
+        self._router, self._staged, self._shadows = None, [], []
+
+    def _compare(self, recording: Recording, held: Held) -> None:
+        """LayoutError where a tensor is written over another that brings other values."""
+        shadows = [Area.of(tensor, "") for tensor in self._shadows]
+        for transfer in recording.shadow_copies:
+            transfer.run([*held.areas, *shadows])
+        for twin, shadow in zip(recording.twins, shadows, strict=True):
+            if twin.differs(held.areas, shadow):
+                where = held.name(twin.area, twin.move.destination)
+                raise LayoutError(
+                    f"{where}: {twin.name} and {twin.other} are both loaded there, and bring "
+                    "different values"
+                )
+        self._shadows = []
 
     def _find_held(self, recording: Recording) -> Held:
         """The module's tensors where they are now."""
@@ -240,7 +331,7 @@ class RecordedLoader:
         builder = LayoutBuilder()
         for area, pieces in sorted(recording.by_area().items()):
             add_boxes(builder, area, pieces, recording, shapes)
-        count = len(Held(self._module).areas)
+        count = len(Held(self._module).areas) + len(recording.twins)
         for number, (name, dtype, shape, _) in enumerate(self._set_aside):
             item = dtype_of(dtype).itemsize
             strides = [stride * item for stride in torch.empty(shape, device="meta").stride()]

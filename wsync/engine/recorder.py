@@ -7,16 +7,18 @@ tensors that only the loader itself can load, with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 
+from wsync._core import LayoutError
 from wsync.dtypes import dtype_of
-from wsync.engine.held import Fact, Held, Kept
+from wsync.engine.held import Area, Fact, Held, Kept, region
 from wsync.engine.loaders import LoadWeights
 from wsync.engine.regions import (
     Box,
@@ -25,6 +27,7 @@ from wsync.engine.regions import (
     apart,
     boxes,
     common,
+    compose,
     minus,
     overlap,
     without,
@@ -56,6 +59,10 @@ class RecordingError(Exception):
     """Why a loader cannot be replaced by what it was seen to do."""
 
 
+class ClashError(LayoutError):
+    """Two tensors of the model are loaded to one place, and cannot be compared there."""
+
+
 class RebindsError(RecordingError):
     """The loader made tensors of its own: a second run may find them there."""
 
@@ -81,15 +88,15 @@ class Transfer:
     dtypes: tuple[torch.dtype, ...]
     keep: torch.Tensor | None = None
 
-    def run(self, held: Held) -> None:
+    def run(self, areas: Sequence[Area]) -> None:
         move, first, last = self.move, self.dtypes[0], self.dtypes[-1]
         shape = [n for n, _, _ in move.dims]
-        target = held.areas[self.area].view(
+        target = areas[self.area].view(
             last, move.destination, shape, [d // move.into for _, _, d in move.dims]
         )
         strides = [s // move.item for _, s, _ in move.dims]
         if self.keep is None:
-            source = held.areas[self.source_area].view(first, move.source, shape, strides)
+            source = areas[self.source_area].view(first, move.source, shape, strides)
         else:
             flat = torch.empty(0, dtype=first, device=self.keep.device)
             storage = self.keep.untyped_storage()
@@ -99,6 +106,28 @@ class Transfer:
         target.copy_(source)
 
 
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """Bytes that two tensors of the model are loaded to, of which one is there in the end: the
+    other has to bring the same.
+
+    area, move: what `other` is written to, counted from the area's start.  The bytes that `name`
+    brings are delivered to memory of their own, of `nbytes`: a further area, the first of which
+    follows the module's.  Its start is the lowest byte that the move writes.
+    """
+
+    name: str
+    other: str
+    area: int
+    move: Move
+    nbytes: int
+
+    def differs(self, areas: Sequence[Area], shadow: Area) -> bool:
+        low, _ = self.move.span()
+        mine = region(shadow.bytes(), replace(self.move, destination=self.move.destination - low))
+        return not torch.equal(mine, region(areas[self.area].bytes(), self.move))
+
+
 @dataclass(slots=True)
 class Recording:
     """What a loader does.
@@ -106,8 +135,10 @@ class Recording:
     pieces: by tensor; kept: the dtype it is kept in.  fills, copies: in order, after the pieces.
     fallback: tensors that the loader itself has to load, and why.  skipped: tensors that it made
     no use of.  unwritten: (held tensor, bytes) that nobody writes; gaps: where, by area, counted
-    from its start.  facts: what the module held.  looked: checksums of the gaps of areas whose
-    values the loader looked at: it may do something else when they are others.
+    from its start; lacking: bytes of parameters among them.  facts: what the module held.
+    looked: checksums of the gaps of areas whose values the loader looked at: it may do something
+    else when they are others.  twins: tensors that others are written over; shadow_copies: like
+    copies, into the memory of twins.
     """
 
     facts: list[Fact]
@@ -118,10 +149,13 @@ class Recording:
     fallback: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     unwritten: list[tuple[str, int]] = field(default_factory=list)
+    lacking: dict[str, int] = field(default_factory=dict)
     gaps: dict[int, list[Move]] = field(default_factory=dict)
     areas: list[int] = field(default_factory=list)  # with pieces, fills or copies
     computed: list[int] = field(default_factory=list)  # areas that only fallbacks write
     looked: dict[int, list[int]] = field(default_factory=dict)
+    twins: list[Twin] = field(default_factory=list)
+    shadow_copies: list[Transfer] = field(default_factory=list)
 
     def stale(self, held: Held) -> str:
         """Which values that the loader goes by are others now; "" where none are."""
@@ -132,7 +166,7 @@ class Recording:
 
     def same(self, other: Recording) -> str:
         """How another recording differs; "" where it does not."""
-        for what in ("pieces", "kept", "fallback", "skipped", "unwritten", "looked"):
+        for what in ("pieces", "kept", "fallback", "skipped", "unwritten", "looked", "twins"):
             if getattr(self, what) != getattr(other, what):
                 return what
         for what in ("fills", "copies"):
@@ -209,6 +243,28 @@ def _record(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> Rec
     return recording
 
 
+def unseen(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> list[str]:
+    """Parameters that a loader which cannot be learnt was not seen to write to.
+
+    The module's weights are left as they are by every loader whose work can be seen."""
+    held = Held(module)
+    names = frozenset(name for name, *_ in model.tensors)
+    tracer = Tracer(held, model, opaque=names)
+    with contextlib.suppress(RecordingError):
+        _trace(module, load, model, tracer, names)
+    return [
+        fact[0]
+        for fact in held.facts
+        if fact[0] in held.parameters
+        and not _touched(_whole(fact, held.areas[fact[4]].start), tracer.writes[fact[4]])
+    ]
+
+
+def _touched(whole: Move, writes: list[Write]) -> bool:
+    low, high = whole.span()
+    return any(write.move.span()[0] < high and low < write.move.span()[1] for write in writes)
+
+
 def _try_alone(
     module: torch.nn.Module, load: LoadWeights, model: Rehearsal, held: Held, recording: Recording
 ) -> None:
@@ -273,15 +329,20 @@ class _Analysis:
         self._facts = {fact[0]: fact for fact in model.tensors}
         self.recording = Recording(held.facts, fallback=dict(fallback))
         self._copies: list[tuple[int, Transfer]] = []  # and when they read
+        self._lost: list[tuple[int, Write, str]] = []  # area, what is written over, by whom
         final = [self._last(area) for area in range(len(held.areas))]
         for area, writes in enumerate(final):
             for write in writes:
                 self._add(area, write)
+        self._add_twins()
         self._drop_fallbacks()
         self.recording.copies = [copy for _, copy in sorted(self._copies, key=lambda c: c[0])]
         for name, pieces in self.recording.pieces.items():
             if not apart([piece.box for piece in pieces]):
                 self.recording.pieces[name] = self._once(name, pieces)
+        copies, areas = self.recording.copies, len(held.areas)
+        self.recording.copies = [copy for copy in copies if copy.area < areas]
+        self.recording.shadow_copies = [copy for copy in copies if copy.area >= areas]
         self._note_areas(final)
         used = self.recording.pieces.keys() | self.recording.fallback.keys()
         self.recording.skipped = [name for name, *_ in model.tensors if name not in used]
@@ -289,6 +350,7 @@ class _Analysis:
             if not self._is_full(area, writes):
                 self._find_gaps(area)
         self._list_unwritten()
+        self._list_lacking()
         self._note_looked()
 
     def _last(self, area: int) -> list[Write]:
@@ -304,6 +366,7 @@ class _Analysis:
                 first, second = min(i, j), max(i, j)
                 later = writes[second].move
                 try:
+                    self._note_lost(area, writes[first], parts[first], writes[second])
                     parts[first] = [p for part in parts[first] for p in without(part, later)]
                 except UnexpressedError as error:
                     path = self._held.areas[area].path
@@ -315,9 +378,70 @@ class _Analysis:
             for move in moves
         ]
 
+    def _note_lost(self, area: int, first: Write, parts: list[Move], second: Write) -> None:
+        """Notes what one tensor of the model has brought where another is written over it."""
+        mine = self._tracer.names_of([first])
+        others = self._tracer.names_of([second])
+        if not mine or not others or mine <= others:
+            return
+        move = second.move
+        read = Move(
+            move.destination,
+            move.destination,
+            tuple((n, d, d) for n, _, d in move.dims),
+            *(move.into, move.into),
+        )
+        for part in parts:
+            for found in compose(read, part)[0] if overlap(part, move) else ():
+                self._lost.append((area, replace(first, move=found), min(others - mine)))
+
+    def _add_twins(self) -> None:
+        """Has what is written over delivered to memory of its own, to be compared.
+
+        Raises:
+            ClashError: that cannot be done.
+        """
+        count = len(self._held.areas)
+        for area, write, other in self._lost:
+            name = min(self._tracer.names_of([write]))
+            low, high = write.move.span()
+            if write.kind == SOURCE:
+                self._add_source(count + len(self.recording.twins), write, low)
+            if write.kind != SOURCE or name in self.recording.fallback:
+                text = f"{self._place(area, write.move)}: {name} and {other} are both loaded there"
+                if any({name, other} <= set(names) for names in self._held.tied()):
+                    raise RecordingError(text)  # what is brought under these names is compared
+                raise ClashError(text)
+            start = self._held.areas[area].start
+            move = replace(write.move, destination=write.move.destination - start)
+            self.recording.twins.append(Twin(name, other, area, move, high - low))
+        for names in self._held.tied():
+            self._add_tied([name for name in names if name in self._facts])
+
+    def _add_tied(self, names: list[str]) -> None:
+        """Names of one tensor of the module, of which a loader may leave some alone."""
+        pieces, kept = self.recording.pieces, self.recording.kept
+        loaded = next((name for name in names if name in pieces), "")
+        for name in names:
+            if not loaded or name in pieces or name in self.recording.fallback:
+                continue
+            if self._facts[name][1:3] != self._facts[loaded][1:3]:
+                raise ClashError(f"{name} and {loaded} are one tensor, of another dtype or shape")
+            kept[name], item = kept[loaded], dtype_of(kept[loaded]).itemsize
+            mine = [piece for piece in pieces[loaded] if piece.area < len(self._held.areas)]
+            for piece in mine:
+                box = piece.box
+                dims = tuple((n, s, s) for n, s in zip(box.extent, box.strides, strict=True))
+                move = Move(box.address, box.address, dims, item, item)
+                low, high = move.span()
+                number = len(self._held.areas) + len(self.recording.twins)
+                shadow = Piece(number, replace(box, address=box.address - low))
+                pieces.setdefault(name, []).append(shadow)
+                self.recording.twins.append(Twin(name, loaded, piece.area, move, high - low))
+
     def _add(self, area: int, write: Write) -> None:
         if write.kind == SOURCE:
-            self._add_source(area, write)
+            self._add_source(area, write, self._held.areas[area].start)
         elif write.kind == CONSTANT:
             assert write.keep is not None
             start = write.keep.data_ptr()
@@ -331,7 +455,7 @@ class _Analysis:
                 raise RecordingError(f"{path} is computed by {write.reason} from no tensor")
             self._fall_back(write.names, f"{self._place(area, write.move)}: {write.reason}")
 
-    def _add_source(self, area: int, write: Write) -> None:
+    def _add_source(self, area: int, write: Write, start: int) -> None:
         name = self._tracer.name_at(write.move.source)
         _, dtype, shape, offset, _ = self._facts[name]
         try:
@@ -341,9 +465,9 @@ class _Analysis:
             base = self._model.address + offset
             found = boxes(write.move, base, shape, dtype_of(dtype).itemsize)
         except UnexpressedError as error:
-            self._fall_back(frozenset([name]), f"{self._place(area, write.move)}: {error}")
+            where = self._held.find(write.move.destination)
+            self._fall_back(frozenset([name]), f"{self._place(where, write.move)}: {error}")
             return
-        start = self._held.areas[area].start
         pieces = self.recording.pieces.setdefault(name, [])
         pieces += [Piece(area, Box(b.start, b.extent, b.address - start, b.strides)) for b in found]
 
@@ -415,7 +539,8 @@ class _Analysis:
 
     def _note_areas(self, final: list[list[Write]]) -> None:
         recording = self.recording
-        used = {piece.area for pieces in recording.pieces.values() for piece in pieces}
+        areas = (piece.area for pieces in recording.pieces.values() for piece in pieces)
+        used = {area for area in areas if area < len(final)}
         used |= {t.area for t in (*recording.fills, *recording.copies)}
         recording.areas = sorted(used)
         recording.computed = [a for a, writes in enumerate(final) if writes and a not in used]
@@ -473,6 +598,15 @@ class _Analysis:
                 path = self._held.name(area, move.destination)
                 counts[path] = counts.get(path, 0) + move.count * move.into
             self.recording.unwritten += counts.items()
+
+    def _list_lacking(self) -> None:
+        for fact in self._held.facts:
+            whole, nbytes = _whole(fact, 0), 0
+            for gap in self.recording.gaps.get(fact[4], ()):
+                left = without(gap, whole)
+                nbytes += gap.count * gap.into - sum(part.count * part.into for part in left)
+            if nbytes and fact[0] in self._held.parameters:
+                self.recording.lacking[fact[0]] = nbytes
 
     def _place(self, area: int, move: Move) -> str:
         return self._held.name(area, move.destination - self._held.areas[area].start)

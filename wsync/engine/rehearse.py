@@ -107,7 +107,7 @@ class _Rerun:
             rehearse(self._load, self._model, frozenset(self._recording.fallback))
         for transfer in (*self._recording.fills, *self._recording.copies):
             if transfer.area in areas:
-                transfer.run(held)
+                transfer.run(held.areas)
 
 
 def add_boxes(
