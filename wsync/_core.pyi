@@ -335,6 +335,10 @@ def cuda_devices() -> tuple[int, list[tuple[str, str, int, tuple[int, int]]]]:
     compute capability) of each GPU that this process sees.  Loads and initialises the driver.
     UnsupportedError says why there is no GPU to use."""
 
+def host_register(address: int, nbytes: int, device: Device, owner: object) -> object:
+    """Has a GPU reach memory of the host for as long as the result lives, which keeps owner.  Nothing to do for the
+    host as the device.  DeviceError if the driver refuses it."""
+
 @final
 class IpcMemory:
     """Memory of GPU `ordinal` (its place in cuda_devices) that processes without wsync open by its handle: an

@@ -52,6 +52,14 @@ wsync_status_t wsync_cuda_enter(const wsync_cuda_device_t *device, wsync_error_t
 bool wsync_cuda_enter_to_free(const wsync_cuda_device_t *device);
 void wsync_cuda_leave(const wsync_cuda_device_t *device);
 
+/* Has the device, and every other one, reach memory of the host, at *at, until unregister;
+ * `what` is for the message.  Both in the context; unregister may wait for the device,
+ * which has to be through with that memory. */
+wsync_status_t wsync_cuda_register(const wsync_cuda_device_t *device, void *data,
+                                   uint64_t nbytes, const char *what, wsync_cu_ptr_t *at,
+                                   wsync_error_t *err);
+void wsync_cuda_unregister(const wsync_cuda_device_t *device, void *data);
+
 /* What wsync_memory_t is on a GPU.  Control memory is host memory (of words.memory) that
  * the device reaches at `at`. */
 typedef struct wsync_cuda_memory {

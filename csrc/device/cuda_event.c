@@ -28,13 +28,10 @@ static wsync_status_t register_words(const wsync_cuda_device_t *device,
                                      wsync_memory_t *host, wsync_memory_t **memory,
                                      wsync_error_t *err)
 {
-    const wsync_cuda_driver_t *driver = device->driver;
-    void *data = wsync_host_memory_data(host);
     const uint64_t nbytes = wsync_host_memory_nbytes(host);
     wsync_cuda_memory_t *made = calloc(1, sizeof(*made));
     _Atomic uint64_t *recorded = calloc(nbytes / sizeof(uint64_t) + 1, sizeof(*recorded));
-    const char *call = "cuMemHostRegister";
-    wsync_cu_result_t code;
+    wsync_status_t status;
 
     if (made == NULL || recorded == NULL) {
         free(made);
@@ -47,20 +44,11 @@ static wsync_status_t register_words(const wsync_cuda_device_t *device,
     *made = (wsync_cuda_memory_t){
         .device = device, .nbytes = nbytes, .fd = -1, .host = host, .recorded = recorded};
     atomic_init(&made->references, 1);
-    code = driver->host_register(data, (size_t)nbytes,
-                                 WSYNC_CU_HOST_PORTABLE | WSYNC_CU_HOST_DEVICE_MAP);
-    if (code == WSYNC_CU_SUCCESS) {
-        call = "cuMemHostGetDevicePointer";
-        code = driver->host_pointer(&made->at, data, 0);
-        if (code != WSYNC_CU_SUCCESS) {
-            made->at = 0;
-            (void)driver->host_unregister(data);
-        }
-    }
-    if (code != WSYNC_CU_SUCCESS) {
+    status = wsync_cuda_register(device, wsync_host_memory_data(host), nbytes, "events",
+                                 &made->at, err);
+    if (status != WSYNC_OK) {
         wsync_cuda_memory_destroy((wsync_memory_t *)(void *)made);
-        return wsync_cuda_fail(driver, code, call, err, "%" PRIu64 " bytes of events",
-                               nbytes);
+        return status;
     }
     *memory = (wsync_memory_t *)(void *)made;
     return WSYNC_OK;
@@ -108,7 +96,7 @@ wsync_status_t wsync_cuda_control_import(const wsync_cuda_device_t *device, int 
 void wsync_cuda_control_fini(wsync_cuda_memory_t *memory)
 {
     if (memory->host != NULL && memory->at != 0) {
-        (void)memory->device->driver->host_unregister(wsync_host_memory_data(memory->host));
+        wsync_cuda_unregister(memory->device, wsync_host_memory_data(memory->host));
     }
 }
 

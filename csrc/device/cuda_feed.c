@@ -236,29 +236,18 @@ static wsync_status_t fail_call(const wsync_cuda_feed_t *feed, wsync_cu_result_t
 /* The slots, and where the device sees them. */
 static wsync_status_t make_slots(wsync_cuda_feed_t *feed, wsync_error_t *err)
 {
-    const wsync_cuda_driver_t *driver = feed->device->driver;
     const uint64_t nbytes = (uint64_t)WSYNC_CUDA_FEED_SLOTS * WSYNC_CUDA_FEED_SLOT_NBYTES;
-    const char *call = "cuMemHostRegister";
     unsigned char *data;
-    wsync_cu_result_t code;
     wsync_status_t status = wsync_host_memory_create(nbytes, &feed->slots, err);
 
     if (status != WSYNC_OK) {
         return status;
     }
     data = wsync_host_memory_data(feed->slots);
-    code = driver->host_register(data, (size_t)nbytes,
-                                 WSYNC_CU_HOST_PORTABLE | WSYNC_CU_HOST_DEVICE_MAP);
-    if (code == WSYNC_CU_SUCCESS) {
-        call = "cuMemHostGetDevicePointer";
-        code = driver->host_pointer(&feed->at, data, 0);
-        if (code != WSYNC_CU_SUCCESS) {
-            feed->at = 0;
-            (void)driver->host_unregister(data);
-        }
-    }
-    if (code != WSYNC_CU_SUCCESS) {
-        return fail_call(feed, code, call, err);
+    status = wsync_cuda_register(feed->device, data, nbytes, "a ring for pageable memory",
+                                 &feed->at, err);
+    if (status != WSYNC_OK) {
+        return status;
     }
     for (size_t i = 0; i < WSYNC_CUDA_FEED_SLOTS; i++) {
         feed->spans[i] = (wsync_span_t){data + i * WSYNC_CUDA_FEED_SLOT_NBYTES,
@@ -302,7 +291,7 @@ void wsync_cuda_feed_destroy(wsync_cuda_feed_t *feed)
     }
     wsync_host_stream_destroy(feed->host);
     if (feed->at != 0) {
-        (void)feed->device->driver->host_unregister(wsync_host_memory_data(feed->slots));
+        wsync_cuda_unregister(feed->device, wsync_host_memory_data(feed->slots));
     }
     wsync_host_memory_destroy(feed->slots);
     wsync_cuda_memory_destroy(feed->words);

@@ -8,6 +8,7 @@
 #include "device/cuda_compile.h"
 #include "python/convert.h"
 #include "python/device.h"
+#include "python/guard.h"
 
 /* Immutable.  Tables of ops live as long as the process. */
 typedef struct DeviceObject {
@@ -307,6 +308,93 @@ static PyObject *cuda_devices(PyObject *module, PyObject *unused)
     return list != NULL ? Py_BuildValue("(iN)", driver->version, list) : NULL;
 }
 
+/* --- host_register() --------------------------------------------------------------------
+ */
+
+static const char registration_capsule[] = "wsync.registration";
+
+typedef struct registration {
+    const wsync_cuda_device_t *device;
+    void *data;
+    PyObject *owner; /* owned; keeps the memory */
+} registration_t;
+
+/* The destructor of a capsule. */
+static void registration_destroy(PyObject *capsule)
+{
+    registration_t *self = PyCapsule_GetPointer(capsule, registration_capsule);
+
+    /* A driver may wait for its device, and that for a thread of this process. */
+    Py_BEGIN_ALLOW_THREADS
+        if (wsync_cuda_enter_to_free(self->device)) {
+            wsync_cuda_unregister(self->device, self->data);
+            wsync_cuda_leave(self->device);
+        }
+    Py_END_ALLOW_THREADS
+    Py_DECREF(self->owner);
+    free(self);
+}
+
+/* Takes over what is registered, also on failure. */
+static PyObject *registration_wrap(const registration_t *made)
+{
+    registration_t *self = malloc(sizeof(*self));
+    PyObject *capsule = NULL;
+
+    if (self == NULL) {
+        (void)PyErr_NoMemory();
+    } else {
+        *self = *made;
+        Py_INCREF(self->owner);
+        capsule = PyCapsule_New(self, registration_capsule, registration_destroy);
+    }
+    if (capsule == NULL && wsync_cuda_enter_to_free(made->device)) {
+        wsync_cuda_unregister(made->device, made->data);
+        wsync_cuda_leave(made->device);
+    }
+    if (capsule == NULL && self != NULL) {
+        Py_DECREF(self->owner);
+        free(self);
+    }
+    return capsule;
+}
+
+static PyObject *host_register(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"address", "nbytes", "device", "owner", NULL};
+    ModuleState *state = wsync_py_state(module);
+    wsync_py_device_arg_t device = {state, wsync_device_host()};
+    registration_t made = {0};
+    PyObject *address;
+    uint64_t nbytes;
+    wsync_cu_ptr_t at;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&O&O:host_register", keywords,
+                                     &address, wsync_py_convert_u64, &nbytes,
+                                     wsync_py_convert_device, &device, &made.owner)) {
+        return NULL;
+    }
+    made.data = PyLong_AsVoidPtr(address);
+    if (PyErr_Occurred() != NULL) {
+        return NULL;
+    }
+    if (device.ops == wsync_device_host()) {
+        return Py_NewRef(made.owner);
+    }
+    made.device = wsync_cuda_opened(device.ops->identity().ordinal);
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_cuda_enter(made.device, &err);
+        if (status == WSYNC_OK) {
+            status = wsync_cuda_register(made.device, made.data, nbytes, "host memory", &at,
+                                         &err);
+            wsync_cuda_leave(made.device);
+        }
+    Py_END_ALLOW_THREADS
+    return status == WSYNC_OK ? registration_wrap(&made) : wsync_py_raise(state, &err);
+}
+
 static PyMethodDef cuda_functions[] = {
     {"host", host, METH_NOARGS, "host()\n--\n\nThe host as a device."},
     {"gpu", (PyCFunction)(void (*)(void))gpu, METH_VARARGS | METH_KEYWORDS,
@@ -318,6 +406,11 @@ static PyMethodDef cuda_functions[] = {
      "cuda_devices()\n--\n\n"
      "(version, [(uuid, name, bytes, (major, minor)), ...]) of the GPUs that this process\n"
      "sees.  UnsupportedError says why there is none to use."},
+    {"host_register", (PyCFunction)(void (*)(void))host_register,
+     METH_VARARGS | METH_KEYWORDS,
+     "host_register(address, nbytes, device, owner)\n--\n\n"
+     "Has a GPU reach memory of the host for as long as the result lives, which keeps\n"
+     "owner.  Nothing to do for the host as the device."},
     {NULL, NULL, 0, NULL},
 };
 
