@@ -45,6 +45,7 @@ class Placement:
     workers: list[Worker]
     names: tuple[str, ...]  # of all engines
     remote: Remote = dataclasses.field(default_factory=Remote)
+    gpus: list[int] | None = None  # the rank whose GPU is each engine's first; None: not known
 
 
 class Connection:
@@ -97,8 +98,12 @@ class Connection:
             return RemoteSession(number, engine=engine, index=worker.index, host=host)
         if worker.stock:
             handle = engines[worker.engine]
-            # of several workers, the others would each need a context on this GPU
-            on_gpu = self._source != "" and handle.workers == 1
+            on_gpu = options.stock_memory == "gpu"
+            if options.stock_memory == "auto" and placement.gpus is not None:
+                # who does not see a GPU dies of its memory; of several workers, the others would
+                # each need a context on this one
+                on_gpu = handle.workers == 1 and placement.gpus[worker.engine] == self._group.rank
+            on_gpu = on_gpu and self._source != ""
             return StockSession(number, handle, timeout=options.request_deadline, on_gpu=on_gpu)
         return WorkerSession(
             number,

@@ -20,6 +20,11 @@ class Options:
         ring_nbytes: bytes of the ring of one worker; 0 chooses.
         bucket_nbytes: bytes of a round where some engine runs without wsync and takes one request
             per bucket; the largest tensor may need more.
+        stock_memory: where buckets for engines without wsync lie when the weights are on a GPU:
+            "host", a file of /dev/shm that every worker reads; "gpu", memory of the GPU of trainer
+            rank 0, by CUDA's interprocess handles: every worker has to see that GPU and /dev/shm,
+            under one kernel and IPC namespace, or its server ends; "auto" takes "gpu" for an
+            engine of one worker that engine_gpu_offsets puts on that GPU, and else "host".
         delivery: "wsync" (engines run wsync's receiver), "stock" (they take flattened buckets),
             "distributed" (they are remote: see `broadcast`), or "auto", which asks each engine.
         broadcast: what remote engines take: "wsync" (they run wsync's receiver, and each worker is
@@ -45,6 +50,7 @@ class Options:
     round_nbytes: int = 0
     ring_nbytes: int = 0
     bucket_nbytes: int = 512 << 20
+    stock_memory: str = "auto"
     delivery: str = "auto"
     broadcast: str = "auto"
     backend: str = "auto"
@@ -58,6 +64,7 @@ class Options:
 
     def __post_init__(self) -> None:
         choices = {
+            "stock_memory": ("auto", "host", "gpu"),
             "delivery": ("auto", "wsync", "stock", "distributed"),
             "broadcast": ("auto", "wsync", "bucket", "tensor"),
             "backend": ("auto", "gloo", "nccl"),

@@ -37,13 +37,15 @@ class Ring(Protocol):
 
 
 class SharedRing:
-    """A file of /dev/shm.  An engine that has answered has read it: its copies from memory of the
-    host that is not pinned do not return before."""
+    """A file of /dev/shm, which streams of a device can write to.  An engine that has answered has
+    read it: its copies from memory of the host that is not pinned do not return before."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: _core.Device) -> None:
         self._bytes = payload.shared_bytes(nbytes)
         self.address = self._bytes.data_ptr()
         self.nbytes = nbytes
+        # until this object ends, which streams keep for as long as they use it
+        self._registered = _core.host_register(self.address, nbytes, device, self._bytes)
 
     def payload(self, offset: int, nbytes: int, metadata: Sequence[Any]) -> bytes:
         flat = self._bytes[offset : offset + nbytes]
@@ -84,7 +86,7 @@ class StockSession(BucketSession):
     ) -> tuple[int, int]:
         nbytes = max(plan.ring_nbytes(self.worker), 1)
         gpu = device.uuid if self._on_gpu else ""
-        self._ring = GpuRing(nbytes, gpu) if gpu else SharedRing(nbytes)
+        self._ring = GpuRing(nbytes, gpu) if gpu else SharedRing(nbytes, device)
         self._slots = [plan.slot(self.worker, k) for k in range(plan.round_count)]
         self._waits = [slot[2] for slot in self._slots]
         self._buckets = _buckets(plan.manifest(self.worker), self._slots)

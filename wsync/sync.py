@@ -150,9 +150,9 @@ class Sync(Updates):
             (i, k) for i, (_, n, kind) in enumerate(found) if kind == "rank" for k in range(n)
         ]
         if beyond and self.options.exchange == "shared":
-            remote = ", ".join(name for name, _, kind in found if kind == "rank")
+            distant = ", ".join(name for name, _, kind in found if kind == "rank")
             raise _core.InvalidArgumentError(
-                f"exchange='shared', but workers of remote engines take part in it: {remote}"
+                f"exchange='shared', but workers of remote engines take part in it: {distant}"
             )
         for number, (engine, index) in enumerate(beyond):
             home, rank = number % self._group.size, self._group.size + number
@@ -160,11 +160,12 @@ class Sync(Updates):
         names = tuple(name for name, _, _ in found)
         away = [(i, name, n) for i, (name, n, kind) in enumerate(found) if kind == "remote"]
         if not away:
-            return Placement(workers, names)
+            return Placement(workers, names, gpus=first_gpus)
         for stage in sorted(set(self._trainer.stages)):
             source = self._trainer.source(stage)
             workers.append(Worker(-1, 0, source, stock=True, stage=stage))
-        return Placement(workers, names, Remote(*map(tuple, zip(*away, strict=True))))
+        remote = Remote(*map(tuple, zip(*away, strict=True)))
+        return Placement(workers, names, remote, first_gpus)
 
     def _kind(self, index: int, engine: EngineHandle, offsets: Sequence[int] | None) -> str:
         """How an engine gets its weights; one whose GPUs are not the trainer's is remote, and its

@@ -1,0 +1,46 @@
+"""Weights on a GPU that tests/fakecuda plays: tensors as far as wsync asks them where they lie."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from wsync import _core
+from wsync.layout import TrainerLayout
+
+
+class PlayedTensor:
+    """A contiguous tensor at an address of GPU 0."""
+
+    def __init__(self, address: int, like: torch.Tensor, memory: object = None) -> None:
+        self._address, self._like, self._memory = address, like, memory
+        self.dtype, self.shape = like.dtype, like.shape
+        self.device = SimpleNamespace(type="cuda", index=0)
+
+    def stride(self) -> tuple[int, ...]:
+        return self._like.stride()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def is_neg(self) -> bool:
+        return False
+
+
+def put(tensor: torch.Tensor) -> PlayedTensor:
+    """A tensor's bytes in memory of the GPU, whose addresses are also the host's."""
+    memory = _core.IpcMemory(0, max(tensor.nbytes, 1))
+    ctypes.memmove(memory.address, tensor.data_ptr(), tensor.nbytes)
+    return PlayedTensor(memory.address, tensor, memory)
+
+
+def source_of(names: Sequence[str], tensors: Sequence[Any]) -> TrainerLayout:
+    """The layout of one rank that holds whole tensors."""
+    table = _core.describe(tensors, names, gpu=True)
+    builder = _core.LayoutBuilder(0)
+    builder.add_tensors(names, table)
+    return TrainerLayout(builder.build(), tuple(names), lambda: tensors, table)
