@@ -92,11 +92,16 @@ enum {
     WSYNC_CU_EVENT_INTERPROCESS = 4,
 };
 
-/* Attributes of an address: an unsigned, a wsync_cu_ptr_t, an unsigned long long. */
+/* Attributes of an address: an unsigned, a wsync_cu_ptr_t, an unsigned long long, a bool, a
+ * wsync_cu_ptr_t, a size_t, a bool. */
 enum {
     WSYNC_CU_POINTER_TYPE = 2,
     WSYNC_CU_POINTER_DEVICE_ADDRESS = 3,
-    WSYNC_CU_POINTER_BUFFER = 7, /* one number per allocation of the process */
+    WSYNC_CU_POINTER_BUFFER = 7, /* one number per allocation of the process; 0: none */
+    WSYNC_CU_POINTER_MANAGED = 8,
+    WSYNC_CU_POINTER_RANGE_START = 11,
+    WSYNC_CU_POINTER_RANGE_NBYTES = 12,
+    WSYNC_CU_POINTER_MAPPED = 13, /* memory lies there, not the reserved address alone */
 
     WSYNC_CU_MEMORY_HOST = 1, /* types */
     WSYNC_CU_MEMORY_DEVICE = 2,

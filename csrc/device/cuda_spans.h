@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Whose memory a span is: the driver is asked once and the answer kept, since a round may
- * ask for nothing. */
+ * Whose memory a span is: the driver is asked once an update and the answer kept, since a
+ * round may ask for nothing. */
 #ifndef WSYNC_DEVICE_CUDA_SPANS_H
 #define WSYNC_DEVICE_CUDA_SPANS_H
 
@@ -19,24 +19,42 @@ typedef struct wsync_cuda_place {
 } wsync_cuda_place_t;
 
 struct wsync_cuda_known;
+struct wsync_cuda_range;
+
+/* Memory of a device, sorted and apart from each other.  All 0 at first. */
+typedef struct wsync_cuda_ranges {
+    struct wsync_cuda_range *items; /* owned */
+    size_t count;
+    size_t capacity;
+} wsync_cuda_ranges_t;
 
 /* Begins with a device, all else 0; calls are made in the context and one at a time, but
  * for age. */
 typedef struct wsync_cuda_spans {
     const wsync_cuda_device_t *device;
     atomic_uint age;
-    struct wsync_cuda_known *known; /* owned; open addressing */
+    struct wsync_cuda_known *known; /* owned; open addressing; of what is the host's */
     size_t count;
-    size_t capacity; /* a power of two, or 0 */
+    size_t capacity;            /* a power of two, or 0 */
+    wsync_cuda_ranges_t ranges; /* of any device, as known at ranges_age */
+    unsigned ranges_age;
 } wsync_cuda_spans_t;
 
+/* STATE if the addresses are a device's, and no memory lies there (now: an allocator may
+ * pause and keep its addresses). */
 wsync_status_t wsync_cuda_spans_find(wsync_cuda_spans_t *spans, const wsync_span_t *span,
                                      wsync_cuda_place_t *place, wsync_error_t *err);
 
-/* Whoever lent memory may have given it back by now: the driver is asked anew about what
- * was the host's.  (Addresses of a device never become another's.)  From any thread. */
+/* Whoever lent memory may have given it back by now: the driver is asked anew.  From any
+ * thread. */
 void wsync_cuda_spans_age(wsync_cuda_spans_t *spans);
 
 void wsync_cuda_spans_fini(wsync_cuda_spans_t *spans);
+
+/* The index of the first span, of those that are not empty, where no memory of a device
+ * lies; or count.  In the context. */
+wsync_status_t wsync_cuda_find_unmapped(const wsync_cuda_device_t *device,
+                                        const wsync_span_t *spans, size_t count,
+                                        size_t *index, wsync_error_t *err);
 
 #endif

@@ -65,7 +65,7 @@ TEST(a_second_update_from_pageable_memory_makes_nothing_new)
     enqueue(&rig, &rows, 1, &source, 1);
     read_calls(fd, before, text);
     CHECK_STR(text,
-              "cuPointerGetAttributes cuLaunchHostFunc "
+              "cuPointerGetAttributes cuPointerGetAttributes cuLaunchHostFunc "
               "cuStreamWaitValue64 cuLaunchKernel cuLaunchHostFunc "
               "cuStreamWaitValue64 cuLaunchKernel cuLaunchHostFunc ");
     end_rig(&rig);
@@ -121,6 +121,87 @@ TEST(a_destination_must_be_in_reach_of_the_device)
     end_rig(&rig);
     free(destinations[0].data);
     free(destinations[1].data);
+}
+
+/* An allocator that pauses gives the memory back and keeps the addresses, after the stream
+ * has read from them as well as before. */
+TEST(memory_that_is_gone_from_its_address_is_an_error)
+{
+    const wsync_copy_t run = {
+        .row_count = NBYTES, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    rig_t rig;
+    wsync_memory_t *paused;
+    wsync_span_t source;
+    char place[64];
+    wsync_error_t err = {0};
+
+    choose_fake("WSYNC_FAKE_CUDA_RESERVED", "1");
+    rig = make_rig(NBYTES);
+    paused = make_buffer(rig.ops, NBYTES);
+    source = span_of(rig.ops, paused);
+    (void)snprintf(place, sizeof(place), "%d bytes at %#zx", NBYTES,
+                   (size_t)(uintptr_t)source.data);
+    for (int i = 0; i < 2; i++) {
+        fill(source.data, NBYTES, 19);
+        check_copies(&rig, &run, 1, &source, 1);
+        CHECK_OK(rig.ops->memory_park(paused, &err), err);
+        CHECK_EQ(
+            rig.ops->stream_copy(rig.stream, &run, 1, &source, 1, &rig.target, 1, &err),
+            WSYNC_ERR_STATE);
+        CHECK_HAS(err.message, place);
+        CHECK_HAS(err.message, "no memory of the GPU lies there");
+        CHECK_EQ(
+            rig.ops->stream_copy(rig.stream, &run, 1, &rig.target, 1, &source, 1, &err),
+            WSYNC_ERR_STATE);
+        CHECK_OK(rig.ops->memory_unpark(paused, -1, &err), err);
+    }
+    rig.ops->memory_destroy(paused);
+    end_rig(&rig);
+}
+
+/* The device could read it, but its pages would move there and have no room. */
+TEST(pages_that_would_move_to_the_device_are_read_by_the_host)
+{
+    const wsync_copy_t run = {
+        .row_count = 1000, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    char path[] = "/var/tmp/wsync-calls-XXXXXX";
+    char text[CALLS_NBYTES];
+    const int fd = open_log(path);
+    const wsync_span_t source = new_source(NBYTES, 20);
+    rig_t rig;
+    off_t before;
+
+    choose_fake("WSYNC_FAKE_CUDA_PAGEABLE", "2");
+    rig = make_rig(NBYTES);
+    CHECK(!rig.device->pageable);
+    before = lseek(fd, 0, SEEK_END);
+    check_copies(&rig, &run, 1, &source, 1);
+    read_calls(fd, before, text);
+    CHECK_HAS(text, "cuLaunchHostFunc");
+    end_rig(&rig);
+    free(source.data);
+    (void)unlink(path);
+    (void)close(fd);
+}
+
+TEST(managed_memory_is_the_device_s)
+{
+    const rig_t rig = make_rig(NBYTES);
+    fakecuda_managed_func_t declare =
+        (fakecuda_managed_func_t)fake_symbol(FAKECUDA_MANAGED);
+    const wsync_copy_t run = {
+        .row_count = NBYTES, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    const wsync_span_t managed = new_source(NBYTES, 21);
+    wsync_error_t err = {0};
+
+    fill(rig.target.data, NBYTES, 22);
+    declare(managed.data, NBYTES);
+    CHECK_OK(rig.ops->stream_copy(rig.stream, &run, 1, &rig.target, 1, &managed, 1, &err),
+             err);
+    synchronize(&rig);
+    CHECK(memcmp(rig.target.data, managed.data, NBYTES) == 0);
+    end_rig(&rig);
+    free(managed.data);
 }
 
 /* --- the stand-in -----------------------------------------------------------------------

@@ -270,6 +270,8 @@ wsync_cu_result_t fake_init(unsigned flags)
         fake.delay_us = (unsigned)read_number("WSYNC_FAKE_CUDA_DELAY_US", 100);
         fake.no_vmm = read_number("WSYNC_FAKE_CUDA_NO_VMM", 0) != 0;
         fake.pageable = read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) != 0;
+        fake.moving = read_number("WSYNC_FAKE_CUDA_PAGEABLE", 0) == 2;
+        fake.reserved = read_number("WSYNC_FAKE_CUDA_RESERVED", 0) != 0;
         fake.sizes = read_number("WSYNC_FAKE_CUDA_SIZES", 0) != 0;
         fake.serial = read_number("WSYNC_FAKE_CUDA_CONNECTIONS", 0) == 1;
         fake.queue = read_number("WSYNC_FAKE_CUDA_QUEUE", 0);
@@ -350,12 +352,11 @@ wsync_cu_result_t fake_device_get_attribute(int *value, int attribute,
 
     (void)device;
     *value =
-        attribute == WSYNC_CU_ATTRIBUTE_PROCESSORS ? 4
-        : attribute == WSYNC_CU_ATTRIBUTE_MAJOR    ? 9
-        : attribute == WSYNC_CU_ATTRIBUTE_MINOR    ? 0
-        : attribute == WSYNC_CU_ATTRIBUTE_PAGEABLE ||
-                attribute == WSYNC_CU_ATTRIBUTE_HOST_TABLES
-            ? fake.pageable
+        attribute == WSYNC_CU_ATTRIBUTE_PROCESSORS    ? 4
+        : attribute == WSYNC_CU_ATTRIBUTE_MAJOR       ? 9
+        : attribute == WSYNC_CU_ATTRIBUTE_MINOR       ? 0
+        : attribute == WSYNC_CU_ATTRIBUTE_PAGEABLE    ? fake.pageable
+        : attribute == WSYNC_CU_ATTRIBUTE_HOST_TABLES ? fake.pageable && !fake.moving
         : attribute == WSYNC_CU_ATTRIBUTE_VMM || attribute == WSYNC_CU_ATTRIBUTE_HANDLE_FD
             ? !fake.no_vmm
             : 1;

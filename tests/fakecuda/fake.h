@@ -65,6 +65,7 @@ typedef enum fake_kind {
     FAKE_ALLOCATED, /* cuMemAlloc */
     FAKE_OPENED,    /* cuIpcOpenMemHandle */
     FAKE_HOST,      /* cuMemHostRegister */
+    FAKE_MANAGED,   /* fakecuda_managed: as cuMemAllocManaged would give it */
     FAKE_GRAVE,     /* was one of these: its addresses are not used again */
 } fake_kind_t;
 
@@ -154,6 +155,8 @@ typedef struct fake_state {
     size_t used[FAKE_MAX_DEVICES];
     unsigned delay_us;
     bool pageable;
+    bool moving;   /* and moves its pages to the device when that reads them */
+    bool reserved; /* addresses without memory are the device's all the same */
     bool no_vmm;
     bool sizes;
     bool serial;  /* all streams share one queue of the device */

@@ -15,16 +15,20 @@
  *                             later, as with CUDA_DEVICE_MAX_CONNECTIONS=1 (0: never)
  *   WSYNC_FAKE_CUDA_QUEUE     operations that a stream takes before it keeps callers (any)
  *   WSYNC_FAKE_CUDA_NO_VMM    1: memory cannot be mapped or exported as a descriptor (0)
- *   WSYNC_FAKE_CUDA_PAGEABLE  1: the devices reach all memory of the host by themselves (0)
- *   WSYNC_FAKE_CUDA_LOG       file that gets a line "PID CALL" per call
- *   WSYNC_FAKE_CUDA_MISUSE    file that gets a line "PID TEXT" per call that is refused for
- *                             what would come of it: use after free or destroy, a late call
+ *   WSYNC_FAKE_CUDA_PAGEABLE  1: the devices reach all memory of the host by themselves,
+ * and it counts as the host's, of no allocation; 2: and move its pages (0)
+ *   WSYNC_FAKE_CUDA_RESERVED  1: reserved addresses without memory count as the device's;
+ * 0: the driver knows nothing of them (0) WSYNC_FAKE_CUDA_LOG       file that gets a line
+ * "PID CALL" per call WSYNC_FAKE_CUDA_MISUSE    file that gets a line "PID TEXT" per call
+ * that is refused for what would come of it: use after free or destroy, a late call
  *   WSYNC_FAKE_CUDA_SIZES     1: and a line "PID size BYTES" per upload (0)
  *   WSYNC_FAKE_CUDA_FAIL      CALL:K:CODE: the K-th such call (from 0; "*": any) fails;
  *                             CALL:K:CODE:1: and so does every call after it
  */
 #ifndef WSYNC_TESTS_FAKECUDA_H
 #define WSYNC_TESTS_FAKECUDA_H
+
+#include <stddef.h>
 
 /* Objects of this process that have not been given back. */
 typedef struct fakecuda_census {
@@ -49,6 +53,10 @@ typedef void (*fakecuda_lose_func_t)(const char *call, long k, int code);
 /* The call that was failed, or NULL. */
 typedef const char *(*fakecuda_failed_func_t)(void);
 
+/* The host's memory counts as managed from now on. */
+typedef void (*fakecuda_managed_func_t)(void *data, size_t nbytes);
+
+#define FAKECUDA_MANAGED "fakecuda_managed"
 #define FAKECUDA_CENSUS "fakecuda_census"
 #define FAKECUDA_FAIL "fakecuda_fail"
 #define FAKECUDA_LOSE "fakecuda_lose"

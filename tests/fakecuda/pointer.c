@@ -4,13 +4,27 @@
 
 #include "fake.h"
 
+static unsigned type_of(const fake_range_t *range)
+{
+    if (range == NULL || (range->kind == FAKE_RESERVED && !fake.reserved)) {
+        return fake.pageable && range == NULL ? WSYNC_CU_MEMORY_HOST : 0;
+    }
+    return range->kind == FAKE_HOST || range->kind == FAKE_MANAGED ? WSYNC_CU_MEMORY_HOST
+                                                                   : WSYNC_CU_MEMORY_DEVICE;
+}
+
 static void put(int attribute, void *value, const fake_range_t *range, wsync_cu_ptr_t at)
 {
-    const unsigned type = range == NULL              ? 0
-                          : range->kind == FAKE_HOST ? WSYNC_CU_MEMORY_HOST
-                                                     : WSYNC_CU_MEMORY_DEVICE;
-    const unsigned long long buffer = range != NULL ? range->buffer : 0;
-    const wsync_cu_ptr_t address = range != NULL ? at : 0;
+    const unsigned type = type_of(range);
+    const bool known = range != NULL && type != 0;
+    const unsigned long long buffer =
+        known && range->kind != FAKE_RESERVED && range->kind != FAKE_MANAGED ? range->buffer
+                                                                             : 0;
+    const bool managed = range != NULL && range->kind == FAKE_MANAGED;
+    const bool mapped = known && range->kind != FAKE_RESERVED;
+    const wsync_cu_ptr_t address = type != 0 ? at : 0;
+    const wsync_cu_ptr_t start = known ? range->at : 0;
+    const size_t nbytes = known ? range->nbytes : 0;
 
     switch (attribute) {
     case WSYNC_CU_POINTER_TYPE:
@@ -22,9 +36,42 @@ static void put(int attribute, void *value, const fake_range_t *range, wsync_cu_
     case WSYNC_CU_POINTER_BUFFER:
         memcpy(value, &buffer, sizeof(buffer));
         return;
+    case WSYNC_CU_POINTER_MANAGED:
+        memcpy(value, &managed, sizeof(managed));
+        return;
+    case WSYNC_CU_POINTER_MAPPED:
+        memcpy(value, &mapped, sizeof(mapped));
+        return;
+    case WSYNC_CU_POINTER_RANGE_START:
+        memcpy(value, &start, sizeof(start));
+        return;
+    case WSYNC_CU_POINTER_RANGE_NBYTES:
+        memcpy(value, &nbytes, sizeof(nbytes));
+        return;
     default:
         return;
     }
+}
+
+static bool holds(const fake_range_t *range, wsync_cu_ptr_t at)
+{
+    return at >= range->at && at - range->at < range->nbytes;
+}
+
+/* What lies at an address: memory, or else the reservation of the address. */
+static const fake_range_t *find_range(wsync_cu_ptr_t at)
+{
+    const fake_range_t *reserved = NULL;
+
+    for (const fake_range_t *range = fake.ranges; range != NULL; range = range->next) {
+        if (holds(range, at) && range->kind != FAKE_GRAVE) {
+            if (range->kind != FAKE_RESERVED) {
+                return range;
+            }
+            reserved = range;
+        }
+    }
+    return reserved;
 }
 
 wsync_cu_result_t fake_pointer_attributes(unsigned count, int *attributes, void **values,
@@ -38,11 +85,7 @@ wsync_cu_result_t fake_pointer_attributes(unsigned count, int *attributes, void 
         return code;
     }
     fake_lock();
-    range = fake.ranges;
-    while (range != NULL && (range->kind == FAKE_RESERVED || range->kind == FAKE_GRAVE ||
-                             at < range->at || at - range->at >= range->nbytes)) {
-        range = range->next;
-    }
+    range = find_range(at);
     for (unsigned i = 0; i < count; i++) {
         put(attributes[i], values[i], range, at);
     }
