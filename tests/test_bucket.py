@@ -217,7 +217,8 @@ def test_errors_name_the_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "shape"), [(0, 12, (2,)), (4, 12, (2,)), (-8, 0, (2,)), (8, 0, (0,))]
+    ("start", "end", "shape"),
+    [(0, 12, (2,)), (4, 12, (2,)), (-8, 0, (2,)), (8, 0, (0,)), (0, 0, (1 << 32, 1 << 32))],
 )
 def test_metadata_that_does_not_fit_is_refused(start: int, end: int, shape: object) -> None:
     entry = FlattenedTensorMetadata(
@@ -239,4 +240,13 @@ def test_a_bucket_is_flat_bytes() -> None:
     bucket = FlattenedTensorBucket(flattened_tensor=torch.zeros(8), metadata=[])
     with pytest.raises(LayoutError, match=r"torch\.float32"):
         bucket.reconstruct_tensors()
+    gaps = FlattenedTensorBucket(
+        flattened_tensor=torch.zeros(8, dtype=torch.uint8)[::2],
+        metadata=[FlattenedTensorMetadata("w", torch.Size((2,)), torch.float16, 0, 4, 4)],
+    )
+    with pytest.raises(LayoutError, match=r"stride \(2,\) instead of contiguous"):
+        gaps.reconstruct_tensors()
+    nothing: Any = "flat"
+    with pytest.raises(LayoutError, match="bucket: str instead of a tensor"):
+        FlattenedTensorBucket(flattened_tensor=nothing, metadata=[]).reconstruct_tensors()
     assert wsync.FlattenedTensorBucket is FlattenedTensorBucket

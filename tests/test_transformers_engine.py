@@ -263,6 +263,15 @@ def test_tensors_in_torchs_named_shared_memory_are_read(serve: Callable[..., Ser
             r"lm_head.weight: shape (95, 32) delivered, (96, 32)",
         ),
         ([1, 2], "not a list of (name, tensor)"),
+        ([("model.norm.weight", torch.ones(32))] * 2, "'model.norm.weight' comes twice"),
+        (
+            [("model.norm.weight", torch.ones(32, dtype=torch.complex64))],
+            "model.norm.weight: torch.complex64 delivered, torch.float32 in",
+        ),
+        (
+            [("model.norm.weight", torch.zeros(32).byte().view(torch.float4_e2m1fn_x2))],
+            "model.norm.weight: torch.float4_e2m1fn_x2 delivered, torch.float32 in",
+        ),
     ],
 )
 def test_a_bad_payload_is_refused_and_changes_nothing(
@@ -291,6 +300,23 @@ def test_a_malformed_update_is_explained(shared: Server, body: Any, text: str) -
     answer = shared.post("/update_weights_from_tensor", body)
     assert answer.status_code == 400
     assert text in answer.text
+
+
+def test_nothing_waits_while_a_payload_is_read(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may name a process that does not answer."""
+    server, read = serve(model_of(0)), payload.load
+    generated: list[int] = []
+
+    def load(*arguments: Any, **options: Any) -> object:
+        generated.append(server.generate().status_code)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(payload, "load", load)
+    answer = update(server, [("model.norm.weight", torch.ones(32))])
+    assert answer.status_code == 200, answer.text
+    assert generated == [200]
 
 
 class Bomb:

@@ -7,6 +7,7 @@ of metadata.  Buckets and metadata of either side can be read by the other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,9 +149,12 @@ class FlattenedTensorBucket:
         not start at a multiple of its item size.  Raises LayoutError for metadata that does not
         fit the bucket."""
         flat = self.flattened_tensor
-        if flat.dtype != torch.uint8 or flat.dim() != 1:
+        if not isinstance(flat, torch.Tensor):
+            raise LayoutError(f"bucket: {type(flat).__name__} instead of a tensor")
+        if flat.dtype != torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
             raise LayoutError(
-                f"bucket: {flat.dtype} of shape {tuple(flat.shape)} instead of flat torch.uint8"
+                f"bucket: {flat.dtype} of shape {tuple(flat.shape)} and stride {flat.stride()} "
+                "instead of contiguous flat torch.uint8"
             )
         return [(entry.name, _read_entry(flat, entry)) for entry in self.metadata]
 
@@ -183,7 +187,7 @@ def _metadata_of(name: str, row: TensorRow, start: int) -> FlattenedTensorMetada
 def _read_entry(flat: torch.Tensor, entry: Any) -> torch.Tensor:
     start, end = entry.start_idx, entry.end_idx
     dtype, shape = entry.dtype, torch.Size(entry.shape)
-    nbytes = shape.numel() * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize  # numel() wraps around
     if not 0 <= start <= end <= flat.numel() or end - start != nbytes:
         raise LayoutError(
             f"{entry.name}: bytes {start}:{end} of a bucket of {flat.numel()} bytes, but "

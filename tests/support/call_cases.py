@@ -64,7 +64,8 @@ def unfortunate() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def connect() -> None:
-        wsync.connect(_layout(), ["http://127.0.0.1:9"], options=options)
+        patient = wsync.Options(deadline=60.0, progress=False)
+        wsync.connect(_layout(), ["http://127.0.0.1:9"], options=patient)
 
     found["absent"] = error_of(connect)
     before = len(os.listdir("/proc/self/fd"))

@@ -12,6 +12,7 @@ Weights go by the names of the model's runtime parameters.  transformers 4.57 ke
 by one, as checkpoints do; 5 fuses them, so MoE updates need 4.57 here.
 """
 
+import functools
 import math
 import threading
 import uuid
@@ -212,10 +213,13 @@ class Engine:
         try:
             if not payloads:
                 raise InvalidArgumentError("serialized_named_tensors is empty, one worker needs 1")
+            with self.receiver.buckets.request():
+                # before the gate: the payload may name a process that does not answer
+                content = payload.load(payloads[0], timeout=min(timeout, payload.PEER_SECONDS))
             with self.gate.update(timeout), self.receiver.buckets.request():
                 if flush_cache:
                     self.gate.flush()
-                success, text = self._load(payload.load(payloads[0]), load_format)
+                success, text = self._load(content, load_format)
                 if success and weight_version is not None:
                     self.weight_version = weight_version
         except WsyncError as error:
@@ -320,6 +324,8 @@ class Engine:
                     f"{name}: shape {tuple(tensor.shape)} delivered, "
                     f"{tuple(state[name].shape)} in {who}"
                 )
+            if not _casts(tensor.dtype, state[name].dtype):
+                raise LayoutError(f"{name}: {tensor.dtype} delivered, {state[name].dtype} in {who}")
         groups = [group for group in aliases(state) if state[group[0]].numel()]
         first = {name: group[0] for group in groups for name in group}
         optional = {n for group in groups if self._ignore.intersection(group) for n in group}
@@ -423,6 +429,18 @@ def _once(
     return found
 
 
+@functools.cache
+def _casts(source: torch.dtype, destination: torch.dtype) -> bool:
+    """Whether torch copies elements of one kind to another's place."""
+    if source.is_complex and not destination.is_complex:  # it would drop the imaginary part
+        return False
+    try:
+        torch.empty(1, dtype=destination).copy_(torch.empty(1, dtype=source))
+    except RuntimeError:
+        return False
+    return True
+
+
 def _pairs(content: Any) -> list[tuple[str, torch.Tensor]]:
     """[(name, tensor)] of an unpickled payload."""
     try:
@@ -432,6 +450,7 @@ def _pairs(content: Any) -> list[tuple[str, torch.Tensor]]:
     for name, tensor in pairs:
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError("payload: not a list of (name, tensor)")
+    payload.check_names(name for name, _ in pairs)
     return pairs
 
 
