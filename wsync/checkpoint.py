@@ -14,6 +14,9 @@ import math
 import mmap
 import os
 import re
+import reprlib
+import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,10 +262,15 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder).resolve()  # a link may come to name another version
+        with system_calls(folder):
+            try:
+                self.folder = Path(folder).resolve()  # a link may come to name another version
+            except (ValueError, RuntimeError) as error:
+                raise _core.InvalidArgumentError(f"{_brief(folder)}: no folder: {error}") from None
         self.places: dict[str, Place] = {}
         self.weight_version: str | None = None
-        self._sizes: list[int] = []
+        self._maps: list[mmap.mmap] = []
+        self._seen: dict[Path, _Stamp] = {}
         self._files: list[Path] = []
         expected = self._read_index()
         for number, path in enumerate(self._files):
@@ -274,7 +282,6 @@ class Checkpoint:
         for name, file in expected.items():
             if name not in self.places or self._files[self.places[name].file].name != file:
                 raise _core.LayoutError(f"{self.folder / file}: lacks {name}, which is in {INDEX}")
-        self._maps: list[mmap.mmap] = []
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -300,71 +307,216 @@ class Checkpoint:
         return builder.build()
 
     def buffers(self) -> _core.BufferTable:
-        """The files' contents, mapped; they must not be cut short meanwhile."""
+        """The files' contents, mapped: a process that reads what is cut off meanwhile is ended.
+
+        Raises LayoutError for a file that is not the one whose header was read.
+        """
         spans = []
-        for path, size in zip(self._files, self._sizes, strict=True):
-            with system_calls(path), open(path, "rb") as file:
+        for path in self._files:
+            with _opened(path) as (descriptor, stamp):
+                if stamp != self._seen[path]:
+                    raise _core.LayoutError(f"{path}: {_CHANGED}")
                 # private and never written: writable only because ctypes asks for it
-                try:
-                    mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-                except ValueError as error:
-                    raise _core.LayoutError(f"{path}: cut short: {error}") from error
+                mapped = mmap.mmap(descriptor, stamp.nbytes, access=mmap.ACCESS_COPY)
             address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
             self._maps.append(mapped)
-            spans.append((address, size))
+            spans.append((address, stamp.nbytes))
         return _core.BufferTable(spans, owner=list(self._maps))
+
+    def check(self) -> None:
+        """Raises LayoutError if a file or the index has been written to or replaced since it was
+        opened: what was read may be of two checkpoints.  One that was removed is read as it was."""
+        for path, seen in self._seen.items():
+            with system_calls(path):
+                try:
+                    found = _stamp(os.stat(path))
+                except FileNotFoundError:
+                    continue
+            if found != seen:
+                raise _core.LayoutError(f"{path}: {_CHANGED}")
 
     def _read_index(self) -> dict[str, str]:
         path = self.folder / INDEX
-        if not path.exists() and (self.folder / SINGLE).exists():
+        if not os.path.lexists(path) and os.path.lexists(self.folder / SINGLE):
             self._files = [self.folder / SINGLE]
             return {}
-        with system_calls(path):
-            text = path.read_bytes()
-        try:
-            index = json.loads(text)
-            expected = dict(index["weight_map"])
-            version = index.get("metadata", {}).get("weight_version")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _core.LayoutError(f"{path}: not an index: {error!r}") from None
+        index, self._seen[path] = _read_index(path)
+        expected, metadata = index.get("weight_map"), index.get("metadata", {})
+        if not isinstance(expected, dict) or not isinstance(metadata, dict):
+            raise _core.LayoutError(f"{path}: not an index: no weight_map, or odd metadata")
         for file in expected.values():
-            if not isinstance(file, str) or os.path.basename(file) != file or not file:
-                raise _core.LayoutError(f"{path}: {file!r} is no file of this folder")
+            known = isinstance(file, str) and file not in (".", "..") and "\0" not in file
+            if not known or os.path.basename(file) != file or not file:
+                raise _core.LayoutError(f"{path}: {_brief(file)} is no file of this folder")
+        version = metadata.get("weight_version")
+        if version is not None and not isinstance(version, str | int):
+            raise _core.LayoutError(f"{path}: not an index: weight_version {_brief(version)}")
         self.weight_version = None if version is None else str(version)
         self._files = [self.folder / name for name in sorted(set(expected.values()))]
         return expected
 
-    def _read_header(self, number: int, path: Path) -> Iterator[tuple[str, Place]]:
-        with system_calls(path), open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
+    def _read_header(self, number: int, path: Path) -> list[tuple[str, Place]]:
+        with _opened(path) as (descriptor, stamp):
+            size = stamp.nbytes
+            length = int.from_bytes(_read(descriptor, 8, 0), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_NBYTES):
                 raise _core.LayoutError(f"{path}: {size} bytes cannot hold a header of {length}")
-            text = file.read(length)
-        self._sizes.append(size)
-        try:
-            entries = json.loads(text)
-            found = [
-                (name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-                for name, entry in entries.items()
-                if name != "__metadata__"
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _core.LayoutError(f"{path}: not a safetensors header: {error!r}") from None
-        for name, stored, shape, begin, end in found:
-            where = f"{path}: {name}"
-            numbers = (*shape, begin, end)
-            if stored not in _TORCH or not all(type(n) is int and n >= 0 for n in numbers):
-                raise _core.LayoutError(f"{where}: dtype {stored!r}, {shape}, [{begin}, {end})")
+            text = _read(descriptor, length, 8)
+        self._seen[path] = stamp
+        entries = _parse(text, f"{path}: not a safetensors header")
+        entries.pop("__metadata__", None)
+        found = []
+        for name, entry in entries.items():
+            stored, shape, begin, end = _facts(f"{path}: {_name(path, name)}", entry)
             place = Place(_TORCH[stored], shape, number, 8 + length + begin)
             if end - begin != place.nbytes:
-                raise _core.LayoutError(f"{where}: {end - begin} bytes for {place.nbytes}")
+                raise _core.LayoutError(f"{path}: {name}: {end - begin} bytes for {place.nbytes}")
             if 8 + length + end > size:
                 raise _core.LayoutError(
-                    f"{where}: ends at byte {8 + length + end}, the file has {size}: it was not "
-                    "written to its end"
+                    f"{path}: {name}: ends at byte {8 + length + end}, the file has {size}: it "
+                    "was not written to its end"
                 )
-            yield name, place
+            found.append((name, place))
+        _check_dense(path, found, 8 + length, size)
+        return found
+
+
+_CHANGED: Final = "was written to while the checkpoint was being read"
+_MAX_NAME: Final = 4096
+_MAX_DIMENSIONS: Final = 64
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    """What tells one state of a file from another."""
+
+    file: tuple[int, int]  # device and inode
+    nbytes: int
+    written: int
+
+
+def _stamp(found: os.stat_result) -> _Stamp:
+    return _Stamp((found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, _Stamp]]:
+    """A descriptor of a regular file; a FIFO or a terminal is not waited for."""
+    with system_calls(path):
+        try:
+            found = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        except ValueError as error:  # zero bytes, or characters that are none of a path's
+            raise _core.LayoutError(f"{_brief(os.fspath(path))}: no path: {error}") from None
+        try:
+            status = os.fstat(found)
+            if not stat.S_ISREG(status.st_mode):
+                raise _core.LayoutError(f"{path}: is no regular file")
+            yield found, _stamp(status)
+        finally:
+            os.close(found)
+
+
+def _read(descriptor: int, nbytes: int, offset: int) -> bytes:
+    """Bytes of a file; fewer at its end."""
+    parts = []
+    while nbytes > 0:
+        part = os.pread(descriptor, min(nbytes, 1 << 30), offset)
+        if not part:
+            break
+        parts.append(part)
+        nbytes -= len(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The JSON object in the index of a checkpoint.
+
+    Raises SystemCallError if it cannot be read, LayoutError if it is none.
+    """
+    return _read_index(folder / INDEX)[0]
+
+
+def _read_index(path: Path) -> tuple[dict[str, Any], _Stamp]:
+    with _opened(path) as (descriptor, stamp):
+        if stamp.nbytes > MAX_HEADER_NBYTES:
+            raise _core.LayoutError(f"{path}: not an index: it has {stamp.nbytes} bytes")
+        text = _read(descriptor, stamp.nbytes, 0)
+    return _parse(text, f"{path}: not an index"), stamp
+
+
+def _parse(text: bytes, otherwise: str) -> dict[str, Any]:
+    """An object in JSON without keys that come twice."""
+    try:
+        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise _core.LayoutError(f"{otherwise}: {error!s:.300}") from None
+    if not isinstance(found, dict):
+        raise _core.LayoutError(f"{otherwise}: {type(found).__name__} instead of an object")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)
+        raise ValueError(f"{_brief(twice)} comes twice")
+    return found
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
+
+
+def _name(path: Path, name: str) -> str:
+    """The name of a tensor, if it is text that others can hold."""
+    try:
+        if name and len(name.encode()) <= _MAX_NAME and "\0" not in name:
+            return name
+    except UnicodeEncodeError:
+        pass
+    raise _core.LayoutError(f"{path}: {_brief(name)} cannot name a tensor")
+
+
+def _facts(where: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """dtype, shape and data_offsets of an entry of a header, which may be anything."""
+    if not isinstance(entry, dict):
+        raise _core.LayoutError(f"{where}: {_brief(entry)} instead of an object")
+    stored, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if (
+        not isinstance(stored, str)
+        or stored not in _TORCH
+        or not isinstance(shape, list)
+        or not isinstance(span, list)
+        or len(shape) > _MAX_DIMENSIONS
+        or len(span) != 2
+        or not all(type(number) is int and 0 <= number < 1 << 63 for number in (*shape, *span))
+        or math.prod(max(number, 1) for number in shape) >= 1 << 59  # strides count bytes
+    ):
+        raise _core.LayoutError(f"{where}: dtype {_brief(stored)}, {_brief(shape)}, {_brief(span)}")
+    return stored, tuple(shape), span[0], span[1]
+
+
+def _check_dense(path: Path, found: list[tuple[str, Place]], begin: int, end: int) -> None:
+    """Tensors follow each other from the header to the end of the file, as the format asks."""
+    for name, place in sorted(found, key=lambda each: (each[1].offset, each[1].nbytes)):
+        if place.offset != begin:
+            raise _core.LayoutError(
+                f"{path}: {name}: begins at byte {place.offset}, the one before it ends at {begin}"
+            )
+        begin += place.nbytes
+    if begin != end:
+        raise _core.LayoutError(f"{path}: {end - begin} bytes after the last tensor")
+
+
+def _brief(value: object) -> str:
+    """What JSON has held, in a few words."""
+    return _BRIEF.repr(value)[:200]
+
+
+_BRIEF: Final = reprlib.Repr()
+_BRIEF.maxlevel = 2
+_BRIEF.maxstring = 100
 
 
 @contextlib.contextmanager

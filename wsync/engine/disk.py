@@ -27,7 +27,7 @@ def load(
 
     Raises:
         SystemCallError, LayoutError: the files cannot be read, were not written to their end, or
-            do not fit the parameters.
+            do not fit the parameters; LayoutError, too, if they are written to meanwhile.
         DeadlineError: the copy took longer than `timeout` seconds.
         StateError: another update is running.
     """
@@ -45,6 +45,7 @@ def load(
                     stream.copy(route, file, 0, sources, destinations)
                 stream.synchronize(timeout)
                 found.check()
+                checkpoint.check()
         finally:
             stream.abandon()
             stream.close()
