@@ -88,7 +88,7 @@ def seconds(timeout: float) -> str:
     return f"{round(timeout, 2):g} s"
 
 
-def cut(text: str) -> str:
+def cut(text: str, limit: int = _TEXT_LIMIT) -> str:
     """The beginning of a text, which may be a traceback of pages."""
     text = text.strip()
-    return text if len(text) <= _TEXT_LIMIT else text[:_TEXT_LIMIT] + "..."
+    return text if len(text) <= limit else text[:limit] + "..."

@@ -39,7 +39,7 @@ told first what tensors there are."""
 
 PROTOCOL: Final = 1
 MAX_NBYTES: Final = 4096
-MAX_DEADLINE: Final = 24 * 3600.0
+MAX_DEADLINE: Final = 3600.0
 _MAX_UPDATE: Final = 2**63 - 1
 _SESSION = re.compile(r"[0-9a-f]{1,64}")
 # 128-bit token, and a path that fits sockaddr_un with its terminating zero

@@ -9,12 +9,25 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic import BaseModel, ConfigDict, Field
 
 from wsync._core import StateError, WsyncError, __version__
+from wsync.answers import cut
+from wsync.engine.bodies import (
+    Abort,
+    Check,
+    FromDisk,
+    FromDistributed,
+    Generate,
+    Group,
+    Logits,
+    NewGroup,
+    NewVersion,
+    Pause,
+    Update,
+)
 from wsync.engine.gate import PAUSE_MODES
 
 if TYPE_CHECKING:
@@ -22,99 +35,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Waiting requests hold a thread each; control has its own, or they could lock it out.
-_GENERATE_THREADS = 32
-_CONTROL_THREADS = 8
+_MANY_THREADS = 32
+_FEW_THREADS = 8
 _CONTROL_SECONDS = 600.0
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(protected_namespaces=())  # model_path is no method of pydantic's
-
-
-class Pause(Body):
-    mode: str = "abort"
-
-
-class Update(Body):
-    serialized_named_tensors: list[str]
-    load_format: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-
-
-class FromDisk(Body):
-    """SGLang's other fields (is_async, keep_pause, ...) say nothing to this engine."""
-
-    model_path: str
-    load_format: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-
-
-class Group(Body):
-    group_name: str = "weight_update_group"
-
-
-class NewGroup(Group):
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    backend: str = "nccl"
-
-
-class FromDistributed(Group):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    load_format: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-
-
-class NewVersion(Body):
-    new_version: str
-    abort_all_requests: bool = True
-
-
-class Abort(Body):
-    rid: str = ""
-    abort_all: bool = False
-
-
-class Check(Body):
-    action: str = "checksum"
-
-
-class SamplingParams(Body):
-    max_new_tokens: int = Field(default=128, ge=0)
-    temperature: float = Field(default=1.0, ge=0)
-    ignore_eos: bool = False
-
-
-class Generate(Body):
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
-    sampling_params: SamplingParams = SamplingParams()
-    rid: str = ""
-    return_logprob: bool = False
-    stream: bool = False
-
-
-class Logits(Body):
-    input_ids: list[int]
-
-
 class _Pools:
-    """Threads for what blocks."""
+    """Threads for what blocks, for each kind of request its own: requests that wait hold a thread
+    each, and must not lock out those that end their wait."""
 
     def __init__(self) -> None:
-        self.generate = ThreadPoolExecutor(_GENERATE_THREADS, "wsync-generate")
-        self.control = ThreadPoolExecutor(_CONTROL_THREADS, "wsync-control")
+        self.generate = ThreadPoolExecutor(_MANY_THREADS, "wsync-generate")
+        self.pause = ThreadPoolExecutor(_FEW_THREADS, "wsync-pause")
+        self.resume = ThreadPoolExecutor(_FEW_THREADS, "wsync-resume")
+        self.update = ThreadPoolExecutor(_FEW_THREADS, "wsync-update")
+        self.check = ThreadPoolExecutor(_FEW_THREADS, "wsync-check")
+        self.join = ThreadPoolExecutor(_MANY_THREADS, "wsync-join")
+        self.leave = ThreadPoolExecutor(_FEW_THREADS, "wsync-leave")
 
 
 async def _run(pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
@@ -154,8 +91,13 @@ def _add_rules(app: FastAPI, api_key: str | None) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        return _error(f"{where}: {first['msg']}")
+        where = ".".join(cut(str(part), 80) for part in first["loc"])
+        unknown = "not known here, or not with that value"
+        return _error(f"{where}: {unknown if first['type'] == 'extra_forbidden' else first['msg']}")
+
+    @app.exception_handler(400)
+    async def unreadable(request: Request, error: HTTPException) -> Response:
+        return _error(f"body: {error.detail}")
 
     @app.exception_handler(WsyncError)
     async def failed(request: Request, error: WsyncError) -> Response:
@@ -190,7 +132,7 @@ def _add_information(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
         action = (body or Check()).action
         if action != "checksum":
             return _outcome(False, f"action {action!r}: only checksum is known here")
-        sums = await _run(pools.control, engine.checksums)
+        sums = await _run(pools.check, engine.checksums)
         digest = sha256(repr(sorted(sums.items())).encode()).hexdigest()
         rank = {
             "checksums": sums,
@@ -208,13 +150,13 @@ def _add_generation(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
         mode = (body or Pause()).mode
         if mode not in PAUSE_MODES:
             return _error(f"mode {mode!r}: one of {', '.join(PAUSE_MODES)}")
-        await _run(pools.control, lambda: engine.pause(mode, _CONTROL_SECONDS))
+        await _run(pools.pause, lambda: engine.pause(mode, _CONTROL_SECONDS))
         return JSONResponse({"message": f"Generation paused: {mode}.", "status": "ok"})
 
     @app.post("/continue_generation")
     async def resume() -> Response:
         try:
-            await _run(pools.control, lambda: engine.resume(_CONTROL_SECONDS))
+            await _run(pools.resume, lambda: engine.resume(_CONTROL_SECONDS))
         except StateError as error:
             return JSONResponse({"message": str(error), "status": "error"}, 400)
         return JSONResponse({"message": "Generation continued.", "status": "ok"})
@@ -258,7 +200,7 @@ def _add_weights(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
         if body.abort_all_requests:
             engine.gate.abort(None)
         success, message = await _run(
-            pools.control,
+            pools.update,
             lambda: engine.update_weights(
                 payloads,
                 load_format=body.load_format,
@@ -273,7 +215,7 @@ def _add_weights(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
         if body.abort_all_requests:
             engine.gate.abort(None)
         success, message = await _run(
-            pools.control,
+            pools.update,
             lambda: engine.update_weights_from_disk(
                 body.model_path,
                 load_format=body.load_format,
@@ -301,15 +243,13 @@ def _add_groups(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
     @app.post("/init_weights_update_group")
     async def init_group(body: NewGroup) -> Response:
         return _outcome(
-            *await _run(
-                pools.control, lambda: engine.init_weights_update_group(**body.model_dump())
-            )
+            *await _run(pools.join, lambda: engine.init_weights_update_group(**body.model_dump()))
         )
 
     @app.post("/destroy_weights_update_group")
     async def destroy_group(body: Group) -> Response:
         return _outcome(
-            *await _run(pools.control, lambda: engine.destroy_weights_update_group(body.group_name))
+            *await _run(pools.leave, lambda: engine.destroy_weights_update_group(body.group_name))
         )
 
     @app.post("/update_weights_from_distributed")
@@ -318,7 +258,7 @@ def _add_groups(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
             engine.gate.abort(None)
         what = body.model_dump(exclude={"abort_all_requests"})
         return _outcome(
-            *await _run(pools.control, lambda: engine.update_weights_from_distributed(**what))
+            *await _run(pools.update, lambda: engine.update_weights_from_distributed(**what))
         )
 
 
@@ -365,8 +305,14 @@ def _answer(
 
 
 def _outcome(success: bool, message: str, **more: Any) -> Response:
-    return JSONResponse({"success": success, "message": message, **more}, 200 if success else 400)
+    body = {"success": success, "message": _plain(message), **more}
+    return JSONResponse(body, 200 if success else 400)
 
 
 def _error(message: str) -> Response:
-    return JSONResponse({"error": {"message": message}}, 400)
+    return JSONResponse({"error": {"message": _plain(message)}}, 400)
+
+
+def _plain(text: str) -> str:
+    """The beginning of a text, which may quote what is no Unicode."""
+    return cut(text).encode("utf-8", "backslashreplace").decode()

@@ -19,6 +19,7 @@ import requests
 from wsync._core import DeadlineError, InvalidArgumentError, WsyncError
 from wsync.answers import seconds
 from wsync.checkpoint import INDEX
+from wsync.control import MAX_DEADLINE
 from wsync.engine.child import Child
 
 _EXIT_USAGE = 2
@@ -202,6 +203,20 @@ def _end_with_parent(server: Any) -> None:
     os._exit(1)  # requests that wait would keep the server up
 
 
+def _duration(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= MAX_DEADLINE:
+        raise argparse.ArgumentTypeError(f"{text}: seconds above 0, at most {MAX_DEADLINE:.0f}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1")
+    return value
+
+
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m wsync.engine.transformers",
@@ -215,10 +230,10 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--api-key", help="bearer key; also read from WSYNC_API_KEY")
     parser.add_argument("--dtype", help="torch's name of a dtype")
     parser.add_argument("--seed", type=int, default=0, help="of random weights")
-    parser.add_argument("--threads", type=int, default=1, help="of torch and of copies")
+    parser.add_argument("--threads", type=_count, default=1, help="of torch and of copies")
     parser.add_argument(
         "--broadcast-seconds",
-        type=float,
+        type=_duration,
         help="the most that one broadcast of a trainer may take, by default 120",
     )
     parser.add_argument("--weight-version", help="by default the checkpoint's, if it has one")

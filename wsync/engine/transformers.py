@@ -43,11 +43,12 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 REQUEST_SECONDS = 600.0
+_GREEDY_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to generate; temperature 0 takes the likeliest token."""
+    """How to generate; a temperature below 1e-6 takes the likeliest token, as SGLang's does."""
 
     max_new_tokens: int = 128
     temperature: float = 1.0
@@ -224,6 +225,8 @@ class Engine:
                     self.weight_version = weight_version
         except WsyncError as error:
             return False, str(error)
+        except Exception as error:  # torch's, of a content that is none of a tensor's
+            return False, f"Failed to update weights: {type(error).__name__}: {error}"
         return success, text
 
     def update_weights_from_disk(
@@ -398,7 +401,7 @@ def create_app(
 
 def _pick(logits: torch.Tensor, temperature: float) -> tuple[int, float]:
     logprobs = logits.float().log_softmax(-1)
-    if temperature == 0:
+    if temperature < _GREEDY_TEMPERATURE:
         token = int(logprobs.argmax())
     else:
         token = int(torch.multinomial((logits.float() / temperature).softmax(-1), 1))
@@ -457,7 +460,11 @@ def _pairs(content: Any) -> list[tuple[str, torch.Tensor]]:
 def _bucket(content: Any) -> list[tuple[str, torch.Tensor]]:
     from wsync.bucket import FlattenedTensorBucket
 
-    if not isinstance(content, dict) or not content.keys() >= {"flattened_tensor", "metadata"}:
+    if not (
+        isinstance(content, dict)
+        and isinstance(content.get("flattened_tensor"), torch.Tensor)
+        and isinstance(content.get("metadata"), list)
+    ):
         raise InvalidArgumentError("payload: not a dict of flattened_tensor and metadata")
     bucket = FlattenedTensorBucket(
         flattened_tensor=content["flattened_tensor"], metadata=content["metadata"]
