@@ -131,6 +131,10 @@ class Held:
                 groups.setdefault(seen(tensor), []).append(name)
         return [names for names in groups.values() if len(names) > 1]
 
+    def memory(self) -> list[torch.Tensor]:
+        """Keeps the memory of all tensors, whatever becomes of them."""
+        return [tensor.detach() for tensor in self.tensors]
+
     def check_place(self, areas: Collection[int]) -> None:
         """Raises LayoutError for tensors of these areas that copies cannot reach: neither all on
         the host, nor all on one GPU."""
@@ -166,12 +170,8 @@ class Held:
     def spans(self) -> list[tuple[int, int]]:
         return [(area.start, area.end - area.start) for area in self.areas]
 
-    def storages(self) -> list[torch.UntypedStorage]:
-        """What the areas' bytes belong to; keep them while copies run."""
-        return [_there(a.path, a.reference).untyped_storage() for a in self.areas]
-
     def table(self) -> BufferTable:
-        return BufferTable(self.spans(), self.storages())
+        return BufferTable(self.spans(), self.memory())
 
     def name(self, number: int, offset: int) -> str:
         """The tensor that a byte of an area belongs to."""
@@ -241,10 +241,17 @@ def _tensors(
                     yield (f"{prefix}.{name}" if prefix else name), slot, name, tensor
 
 
-def _outline(part: torch.nn.Module) -> tuple[int, int, int, list[int]]:
-    """Changes when attributes or modules come, go or are replaced by other modules."""
-    children = [id(child) for child in part._modules.values()]
-    return len(part._parameters), len(part._buffers), len(vars(part)), children
+def _outline(part: torch.nn.Module) -> tuple[list[int], list[int]]:
+    """Changes when tensors or modules come, go or are replaced by other modules."""
+    tensors = [
+        sum(isinstance(value, torch.Tensor) and _there_is(value) for value in slot.values())
+        for slot in slots(part)
+    ]
+    return tensors, [id(child) for child in part._modules.values()]
+
+
+def _there_is(tensor: torch.Tensor) -> bool:
+    return _usable(tensor) and tensor.numel() > 0
 
 
 def slots(part: torch.nn.Module) -> tuple[dict[str, Any], ...]:

@@ -234,7 +234,7 @@ class RecordedLoader:
         ]
         further = [*self._shadows, *(tensor for _, tensor in self._staged)]
         spans = held.spans() + [(t.data_ptr(), t.nbytes) for t in further]
-        router.bind(BufferTable(spans, (held.storages(), further)))
+        router.bind(BufferTable(spans, (held.memory(), further)))
         self._held = held
         self._loaded = set()
 
@@ -254,10 +254,12 @@ class RecordedLoader:
             held = self._held
             assert held is not None
             router.finish(timeout)
+            self._check_current(held)
             with torch.no_grad():
                 if self._staged:
                     self._load(self._staged)
                     self._staged = []
+                    self._check_current(held)
                 for transfer in (*self.recording.fills, *self.recording.copies):
                     transfer.run(held.areas)
                 self._compare(self.recording, held)
@@ -270,6 +272,15 @@ class RecordedLoader:
         self._plain.abandon()
         self._stream.abandon()
         self._router, self._staged, self._shadows = None, [], []
+
+    def _check_current(self, held: Held) -> None:
+        """StateError where the module does not hold any more what the update was written to."""
+        if not held.current():
+            change = Held(self._module).difference(held.facts)
+            raise StateError(
+                f"{type(self._module).__name__} has changed while the update ran: "
+                f"{change or 'tensors were replaced'}"
+            )
 
     def _compare(self, recording: Recording, held: Held) -> None:
         """LayoutError where a tensor is written over another that brings other values."""
@@ -323,6 +334,7 @@ class RecordedLoader:
             raise RecordingError(f"most of it is no copy; {name}: {reason}")
         # other values: what a hidden write has left while recording must not look right
         prove(self._module, self._load, Rehearsal(layout, seed=1), recording, self._stream)
+        recording.guard()
         return recording
 
     def _destination(self, recording: Recording) -> Layout:

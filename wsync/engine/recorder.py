@@ -38,6 +38,7 @@ from wsync.engine.tracer import (
     CONSTANT,
     HELD,
     SOURCE,
+    Outside,
     ReadsValuesError,
     Tracer,
     Write,
@@ -138,7 +139,8 @@ class Recording:
     from its start; lacking: bytes of parameters among them.  facts: what the module held.
     looked: checksums of the gaps of areas whose values the loader looked at: it may do something
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
-    copies, into the memory of twins.
+    copies, into the memory of twins.  outside: what it read that is neither the module's nor the
+    model's, and checksums of that, from `guard` on.
     """
 
     facts: list[Fact]
@@ -156,9 +158,24 @@ class Recording:
     looked: dict[int, list[int]] = field(default_factory=dict)
     twins: list[Twin] = field(default_factory=list)
     shadow_copies: list[Transfer] = field(default_factory=list)
+    outside: list[tuple[Outside, int]] = field(default_factory=list)
+
+    def guard(self) -> None:
+        """From here on, what is there yet of what the loader read outside is to stay as it is.
+
+        Raises:
+            RecordingError: a load changes it.
+        """
+        gc.collect()
+        found = [(outside, outside.sum(), sum) for outside, sum in self.outside]
+        if any(now is not None and now != sum for _, now, sum in found):
+            raise RecordingError("it goes by values outside the module, which it changes")
+        self.outside = [(outside, sum) for outside, now, sum in found if now is not None]
 
     def stale(self, held: Held) -> str:
         """Which values that the loader goes by are others now; "" where none are."""
+        if any(outside.sum() != sum for outside, sum in self.outside):
+            return "values outside the module, which load_weights goes by, are others or are gone"
         for area, sums in self.looked.items():
             if held.areas[area].sums(self.gaps[area]) != sums:
                 return f"{held.areas[area].path}, which load_weights goes by, has other values"
@@ -234,8 +251,10 @@ def _record(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> Rec
         for area, writes in enumerate(other.writes):
             tracer.writes[area] += writes
             tracer.times[area] += [0] * len(writes)
+    outside = [*tracer.outside.values(), *(other.outside.values() if aside else ())]
     try:
         recording = _Analysis(held, model, tracer, aside).recording
+        recording.outside = [(o, sum) for o in outside if (sum := o.sum()) is not None]
         if recording.fallback.keys() != aside.keys():
             _try_alone(module, load, model, held, recording)
     except UnexpressedError as error:

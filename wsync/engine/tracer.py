@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from wsync._core import checksum
 from wsync.engine.held import Held
 from wsync.engine.regions import Move, UnexpressedError, compose, without
 from wsync.engine.reserved import Rehearsal, there, weak
@@ -43,6 +44,8 @@ _PUTS = {
     *(_aten.index_copy_, _aten.index_fill_, _aten.masked_fill_, _aten.masked_scatter_),
     _aten._foreach_copy_,
 }
+# operators that read nothing of what they write to
+_COPIES = {*_PUTS, _aten.copy_, _aten.fill_, _aten.zero_}
 # methods that are no operators, and let values out
 _LETS_OUT = {"tolist", "numpy", "__array__", "__dlpack__"}
 
@@ -77,12 +80,34 @@ class _Temporary:
     writes: list[Write] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Outside:
+    """Part of a storage, in bytes, that is neither the model's nor the module's and was read."""
+
+    reference: StorageWeakRef
+    device: torch.device
+    low: int
+    high: int
+
+    def sum(self) -> int | None:
+        """The checksum of its values now; None where it is gone."""
+        if not there(self.reference):
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
+        if storage is None or storage.nbytes() < self.high:
+            return None
+        data = torch.empty(0, dtype=torch.uint8, device=self.device)
+        data = data.set_(storage, self.low, (self.high - self.low,), (1,))
+        return checksum(data.cpu().numpy())
+
+
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every write to the tensors of a module.
 
     writes: by area of `held`, in order; a write's clock there is the time it was made, but of
     HELD ones the time that they read.  times: the times they were made, alike.
     looked: by area, what was looked at before it was written, as moves from and to itself.
+    outside: tensors of neither the module nor the model that were read, by storage.
     opaque: computes everything, and says only what is written, not from where.
     """
 
@@ -92,6 +117,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.times: list[list[int]] = [[] for _ in held.areas]
         self.looked: dict[int, set[Move]] = {}
         self.refused: frozenset[str] = frozenset()
+        self.outside: dict[int, Outside] = {}
         self._held = held
         self._model = model
         self._opaque = opaque
@@ -120,6 +146,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet = func.overloadpacket
         if func.is_view or packet in _VIEWS or packet in _SHAPES:
             return func(*args, **kwargs)
+        self._note_outside(func, args, kwargs)
         handler = None if self._opaque or "out" in kwargs else _HANDLERS.get(packet)
         try:
             if handler is not None:
@@ -127,6 +154,31 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except UnexpressedError:
             pass  # a movement of too many parts is as good as a computation
         return self._other(func, args, kwargs)
+
+    def _note_outside(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        written = {id(tensor) for tensor in _changed(func, args, kwargs)}
+        for tensor in leaves:
+            if id(tensor) not in written or func.overloadpacket not in _COPIES:
+                self.read_outside(tensor)
+
+    def read_outside(self, tensor: torch.Tensor) -> None:
+        """Notes a tensor that others may change when the load is over."""
+        if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
+            return
+        place = tensor.data_ptr()
+        if self._source(place) or self._held.find(place) >= 0:
+            return
+        storage = tensor.untyped_storage()
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, _steps(tensor), strict=True))
+        low = place - storage.data_ptr()
+        high = low + reach + tensor.element_size()
+        known = self.outside.get(storage._cdata)
+        if known is None:
+            found = Outside(weak(tensor), tensor.device, low, high)
+            self.outside[storage._cdata] = found
+        else:
+            known.low, known.high = min(known.low, low), max(known.high, high)
 
     # -- what memory is
 
@@ -199,6 +251,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def let_out(self, tensor: torch.Tensor, reason: str) -> None:
         """Notes that a tensor's memory is handed to others than torch."""
+        self.read_outside(tensor)
         if not self._opaque and self._symbolic(tensor):
             self.refuse(self._names(tensor), reason)
         self.look([tensor])

@@ -1,0 +1,201 @@
+"""Modules that change between updates and in the midst of one: noticed, or it does no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.workers import ThreadEngine
+
+import wsync
+from wsync._core import LayoutBuilder, WsyncError, describe
+from wsync.engine.loaders import LayoutLoader, ModuleLoader
+from wsync.engine.recorded import RecordedLoader
+
+OPTIONS = wsync.Options(deadline=20, progress=False)
+Tensors = dict[str, torch.Tensor]
+
+
+def parameter(data: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(data, requires_grad=False)
+
+
+class Pair(torch.nn.Module):
+    """Two parameters, and a tensor that may come later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = parameter(torch.zeros(32, 8))
+        self.b = parameter(torch.zeros(32, 8))
+        self.later: Any = None
+
+
+class Loading(Pair):
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            getattr(self, name).data.copy_(tensor)
+            if self.later is not None and name == "b":
+                self.later.copy_(tensor)
+
+
+def draw(seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(32, 8, generator=generator) for name in "ab"}
+
+
+def by_name() -> tuple[Pair, Any]:
+    module = Pair()
+    return module, ModuleLoader(module)
+
+
+def learnt() -> tuple[Pair, Any]:
+    module = Loading()
+    return module, RecordedLoader(module)
+
+
+def by_layout() -> tuple[Pair, Any]:
+    module = Pair()
+    builder = LayoutBuilder()
+    builder.add_tensors(["a", "b"], describe([module.a, module.b]))
+    return module, LayoutLoader(builder.build(), [module.a, module.b])
+
+
+def other_data(module: Pair) -> None:
+    module.a.data = torch.full((32, 8), 7.0)
+
+
+def other_parameter(module: Pair) -> None:
+    module.a = parameter(torch.full((32, 8), 7.0))
+
+
+def other_shape(module: Pair) -> None:
+    module.a.data = torch.full((16, 8), 7.0)
+
+
+def gone(module: Pair) -> None:
+    del module.a
+
+
+def swapped(module: Pair) -> None:
+    module.a, module.b = module.b, module.a
+
+
+class Midway:
+    """A loader that has something done in the midst of an update."""
+
+    def __init__(self, loader: Any, when: str, change: Callable[[], None]) -> None:
+        self._loader, self._when, self._change = loader, when, change
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._loader, name)
+        if name != self._when:
+            return found
+
+        def run(*arguments: Any) -> Any:
+            change, self._change = self._change, lambda: None
+            if name == "finish":
+                change()
+            answer = found(*arguments)
+            if name == "begin":
+                change()
+            return answer
+
+        return run
+
+    def learn(self, *arguments: Any) -> Any:
+        return self._loader.learn(*arguments)
+
+
+@pytest.mark.parametrize("when", ["begin", "finish"])
+@pytest.mark.parametrize("change", [other_data, other_parameter, other_shape, gone, swapped])
+@pytest.mark.parametrize("make", [by_name, learnt])
+def test_a_module_that_changes_in_the_midst_of_an_update_is_not_called_updated(
+    make: Callable[[], tuple[Pair, Any]], change: Callable[[Pair], None], when: str
+) -> None:
+    module, loader = make()
+    engine = ThreadEngine([Midway(loader, when, lambda: change(module))])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match="while the update ran"):
+            sync.update(draw(1), version=1)
+        assert not engine.receivers[0].consistent
+        assert engine.version is None
+        if change in (other_shape, gone):
+            return
+        for _ in range(2):  # what was learnt may have to be learnt anew
+            try:
+                sync.update(draw(2))
+                break
+            except WsyncError as error:
+                assert "has changed since it was learnt" in str(error)
+    assert engine.receivers[0].consistent
+    assert torch.equal(module.a, draw(2)["a"])
+    assert torch.equal(module.b, draw(2)["b"])
+
+
+@pytest.mark.parametrize("when", ["begin", "finish"])
+def test_tensors_of_a_layout_that_move_in_the_midst_of_an_update(when: str) -> None:
+    module, loader = by_layout()
+    engine = ThreadEngine([Midway(loader, when, lambda: other_data(module))])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match="while the update ran"):
+            sync.update(draw(1))
+        sync.update(draw(2))
+    assert torch.equal(module.a, draw(2)["a"])
+
+
+def test_an_attribute_that_becomes_a_tensor_is_learnt_anew() -> None:
+    module, loader = learnt()
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        module.later = torch.zeros(32, 8)
+        with pytest.raises(WsyncError, match="later is new"):
+            sync.update(draw(2))
+        sync.update(draw(3))
+    assert torch.equal(module.later, draw(3)["b"])
+
+
+# --- what load_weights goes by outside the module ---------------------------------------------
+
+
+def closing_over(kind: str) -> tuple[Loading, torch.Tensor]:
+    """A loader that goes by a tensor outside its module."""
+    module = Loading()
+    outside = torch.arange(32).flip(0) if kind in ("index", "list") else torch.full((32, 8), 3.0)
+
+    def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
+        tensors = dict(pairs)
+        module.b.data.copy_(tensors["b"])
+        if kind == "constant":
+            module.a.data.copy_(tensors["a"])
+            module.a.data[:4].copy_(outside[:4])
+        elif kind == "by way of a copy":
+            module.a.data.copy_(tensors["a"])
+            module.a.data[:4].copy_(outside.clone()[:4])
+        elif kind == "joined":
+            module.a.data.copy_(torch.cat([outside[:4], tensors["a"][4:]]))
+        elif kind == "index":
+            module.a.data.copy_(tensors["a"][outside])
+        else:
+            module.a.data.copy_(torch.stack([tensors["a"][i] for i in outside.tolist()]))
+
+    module.load_weights = load  # type: ignore[method-assign]
+    return module, outside
+
+
+@pytest.mark.parametrize("kind", ["constant", "by way of a copy", "joined", "index", "list"])
+def test_a_tensor_outside_the_module_that_changes_is_noticed(kind: str) -> None:
+    module, outside = closing_over(kind)
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        sync.update(draw(2))
+        assert loader.reason == ""
+        outside.copy_(outside.roll(1, 0) + (kind not in ("index", "list")))
+        with pytest.raises(WsyncError, match="outside the module"):
+            sync.update(draw(3))
+        sync.update(draw(4))
+    found = module.a.clone(), module.b.clone()
+    module.load_weights(list(draw(4).items()))
+    assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)
