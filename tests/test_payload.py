@@ -110,6 +110,28 @@ def segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")}
 
 
+def test_whoever_reads_a_senders_output_does_not_wait_for_its_receivers() -> None:
+    code = (
+        "from wsync import payload\n"
+        "from wsync.bucket import FlattenedTensorBucket as Bucket\n"
+        "import sys, torch\n"
+        "sent = payload.bucket(Bucket(named_tensors=[('a', torch.ones(3))]))\n"
+        "print(payload.to_text(sent), file=sys.stderr, flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as sender:
+        assert sender.stderr is not None
+        received: Any = payload.load(sender.stderr.readline().strip())
+        _, rest = sender.communicate("go on\n", timeout=60)  # the manager lives as long as this
+    assert (sender.returncode, rest) == (0, "")
+    assert received["flattened_tensor"].view(torch.float32).tolist() == [1.0, 1.0, 1.0]
+
+
 def test_no_copy_is_made_of_shared_bytes() -> None:
     out = payload.shared_bytes(4096)
     address, before = out.data_ptr(), segments()

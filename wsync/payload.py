@@ -24,6 +24,10 @@ import math
 import os
 import pickle
 import reprlib
+import secrets
+import select
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Final
@@ -31,8 +35,15 @@ from typing import Any, ClassVar, Final
 import torch
 
 from wsync import peer_memory
-from wsync._core import DeadlineError, InvalidArgumentError, NoMemoryError, ProtocolError
+from wsync._core import (
+    DeadlineError,
+    InvalidArgumentError,
+    NoMemoryError,
+    ProtocolError,
+    SystemCallError,
+)
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+from wsync.checkpoint import system_calls
 from wsync.control import TENSOR_NAME
 
 _METADATA_GLOBAL: Final = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
@@ -41,6 +52,11 @@ _SHM: Final = "/dev/shm"
 # On storages of shared_bytes: torch does not tell which kind of shared memory one is, and moves
 # those of the other kinds when asked for their file.
 _FILE_MARK: Final = "wsync_file"
+_SEGMENT_HEADER_NBYTES: Final = 64  # torch counts a segment's users there
+_MANAGER_SECONDS: Final = 30.0
+
+_manager_lock = threading.Lock()
+_managers: list[subprocess.Popen[bytes]] = []  # one at most
 
 PEER_SECONDS: Final = 10.0
 _MOST_TEXT: Final = 4096
@@ -198,6 +214,43 @@ def _entry(entry: Any) -> _Instance:
     )
 
 
+def _start_manager() -> None:
+    """Starts torch_shm_manager, which removes segments that nobody uses, once for this process.
+
+    Torch would start it with what this process has open: whoever reads the process's standard
+    error would wait for the engines that use a segment.  Torch uses a manager that it is
+    connected to, and connects where it opens a segment that belongs to one.
+    """
+    with _manager_lock:
+        if _managers:
+            return
+        program = os.path.join(os.path.dirname(torch.__file__), "bin", "torch_shm_manager")
+        with system_calls(program):
+            process = subprocess.Popen(
+                [program],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is not for it: it cleans up after this process
+            )
+        assert process.stdout is not None
+        with process.stdout as output:  # one line, and then it closes its own end
+            ready = select.select([output], [], [], _MANAGER_SECONDS)[0]
+            place = output.readline().rstrip(b"\n") if ready else b""
+        if not place or place == b"ERROR":
+            process.kill()
+            process.wait()
+            raise SystemCallError(f"{program}: did not start")
+        name = f"torch_wsync_{os.getpid()}_{secrets.token_hex(8)}"
+        path = os.path.join(_SHM, name)
+        with system_calls(path), open(path, "xb") as file:
+            file.truncate(_SEGMENT_HEADER_NBYTES + 1)
+        # the only user's end removes it
+        torch.UntypedStorage._new_shared_filename_cpu(place, f"/{name}".encode(), 1)  # type: ignore[attr-defined]
+        process.returncode = 0  # it outlives this process, which need not be warned of
+        _managers.append(process)
+
+
 def shared_bytes(nbytes: int) -> torch.Tensor:
     """A uint8 tensor of `nbytes` in a file of /dev/shm: a bucket (`out=`) that `bucket` can hand
     to another process without a copy.  The file goes with its last user.  Raises NoMemoryError
@@ -206,6 +259,7 @@ def shared_bytes(nbytes: int) -> torch.Tensor:
     free = room.f_bavail * room.f_frsize
     if nbytes > free:
         raise NoMemoryError(f"{_SHM} has {free} bytes left, but the bucket needs {nbytes}")
+    _start_manager()
     storage = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
     setattr(storage, _FILE_MARK, True)
     return torch.empty(0, dtype=torch.uint8).set_(storage)[:nbytes]
