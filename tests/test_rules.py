@@ -309,6 +309,30 @@ def test_sizes_from_trainer_arguments():
     assert "experts" not in model.sizes
 
 
+def test_megatrons_arguments_without_grouped_queries():
+    args = Args(hidden_size=64, num_attention_heads=8, num_query_groups=1)
+    assert read_model(args, "llama").sizes["g"] == 1
+    args.group_query_attention = False
+    assert read_model(args, "llama").sizes["g"] == 8
+
+
+def test_shared_experts_of_qwen3_moe_have_slimes_names():
+    args = Args(hidden_size=8, num_attention_heads=2, moe_shared_expert_intermediate_size=6)
+    family, sizes = read_model(args, "qwen3_moe").family, read_model(args, "qwen3_moe").sizes
+    found = {}
+    for name in ("linear_fc1.weight", "linear_fc2.weight"):
+        rule, numbers = family.find(f"decoder.layers.3.mlp.shared_experts.{name}")
+        found |= {p.name.format(**numbers): p.shape for p in rule.expand(sizes).pieces}
+    base = "model.layers.3.mlp.shared_experts"
+    assert found == {
+        f"{base}.gate_proj.weight": (6, 8),
+        f"{base}.up_proj.weight": (6, 8),
+        f"{base}.down_proj.weight": (8, 6),
+    }
+    with pytest.raises(_core.LayoutError, match="gate_weight: no rule of the family 'qwen3_moe'"):
+        family.find("decoder.layers.3.mlp.shared_experts.gate_weight")
+
+
 def test_configurations_without_sense():
     with pytest.raises(_core.InvalidArgumentError, match="pass model_name="):
         read_model(Args(hidden_size=8))

@@ -130,19 +130,26 @@ EXPERTS: tuple[Rule, ...] = (
     ),
 )
 
+
+def _shared_experts(target: str) -> tuple[Rule, ...]:
+    return (
+        _gated(f"{_LAYER}mlp.shared_experts.linear_fc1.weight", "shared_ffn", target),
+        _rename(
+            f"{_LAYER}mlp.shared_experts.linear_fc2.weight",
+            "h *shared_ffn",
+            f"{target}down_proj.weight",
+        ),
+    )
+
+
 SHARED_EXPERT: tuple[Rule, ...] = (
-    _gated(
-        f"{_LAYER}mlp.shared_experts.linear_fc1.weight", "shared_ffn", f"{_HF}mlp.shared_expert."
-    ),
-    _rename(
-        f"{_LAYER}mlp.shared_experts.linear_fc2.weight",
-        "h *shared_ffn",
-        f"{_HF}mlp.shared_expert.down_proj.weight",
-    ),
+    *_shared_experts(f"{_HF}mlp.shared_expert."),
     _rename(
         f"{_LAYER}mlp.shared_experts.gate_weight", "one:1 h", f"{_HF}mlp.shared_expert_gate.weight"
     ),
 )
+# Qwen3's own models have none; the names are those that slime gives them.
+UNGATED_SHARED_EXPERTS = _shared_experts(f"{_HF}mlp.shared_experts.")
 
 
 def _fused_experts(
@@ -204,7 +211,7 @@ FAMILIES: Mapping[str, Family] = {
         Family("qwen2", EMBEDDING, ATTENTION, DENSE_MLP),
         Family("qwen3", EMBEDDING, ATTENTION, DENSE_MLP),
         Family("qwen2_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS, SHARED_EXPERT),
-        Family("qwen3_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS),
+        Family("qwen3_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS, UNGATED_SHARED_EXPERTS),
     )
 }
 
@@ -292,6 +299,8 @@ def read_model(config: Any, model_name: str | None = None) -> Model:
             f"{type(config).__name__}: hidden_size {sizes.get('h')} and num_attention_heads "
             f"{sizes.get('heads')} must be positive"
         )
+    if getattr(config, "group_query_attention", None) is False:
+        sizes["g"] = heads  # Megatron's arguments have num_query_groups=1 then, which it ignores
     sizes.setdefault("g", heads)
     sizes.setdefault("d", sizes["h"] // heads)
     if sizes["g"] <= 0 or heads % sizes["g"]:
