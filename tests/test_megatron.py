@@ -110,6 +110,13 @@ def test_shards_of_transformer_engine_names(engine, case):
     _matches(engine, case)
 
 
+def test_backups_of_local_experts_are_found(local):
+    case = ("qwen3_moe", {"num_hidden_layers": 2}, {"pp": 2, "ep": 2, "etp": 1}, {})
+    for found in local.run(cases.backups_match, *case):
+        assert len(found) > 10
+        assert all(found)
+
+
 def test_tied_head_is_left_to_the_embedding(local):
     facts = _matches(local, ("qwen3", TIED, {"tp": 2, "pp": 2}, {}))
     assert not any("output_layer.weight" in fact["names"] for fact in facts)
@@ -161,6 +168,12 @@ MOE = ("qwen3_moe", {}, {"ep": 2, "pp": 2, "etp": 1}, {})
         ("other_hidden", DENSE, "LayoutError", ["(64, 32)", "(64, 64)", "2 tensor-parallel"]),
         ("other_vocabulary", DENSE, "LayoutError", ["word_embeddings", "128", "1000"]),
         ("fewer_layers", DENSE, "LayoutError", ["layer 2", "2 layers"]),
+        (
+            "one_query_group",
+            DENSE,
+            "LayoutError",
+            ["linear_qkv", "in 1 query groups (num_key_value_heads or num_query_groups)"],
+        ),
         ("wrong_dimension", DENSE, "LayoutError", ["linear_proj", "partition_dim is 0"]),
         ("not_parallel", DENSE, "LayoutError", ["linear_proj", "tensor_model_parallel is False"]),
         ("other_tie", DENSE, "LayoutError", ["share_embeddings_and_output_weights is False"]),

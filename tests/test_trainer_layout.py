@@ -1,9 +1,11 @@
 """wsync.layout: a rank's tensors, bound anew for every update."""
 
 import ctypes
+import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,3 +200,59 @@ def test_two_weights_of_one_name_are_refused(tensors):
     both = from_tensors({"a": torch.ones(1), "module.a": torch.zeros(1)})
     with pytest.raises(LayoutError, match=r"module\.a and a: two tensors"):
         both.bind({"a": torch.ones(1)})
+
+
+def test_contiguous_backups_of_a_parameter_with_other_strides_are_delivered():
+    whole = torch.arange(24.0).reshape(4, 6)
+    layout = from_tensors({"a": whole[:, :3], "b": whole.t(), "c": whole})
+    backups = {name: torch.full_like(t, 7.0).contiguous() for name, t in layout_tensors(layout)}
+    backups["b"] = torch.nn.Parameter(backups["b"])
+    table = layout.bind(backups)
+    assert [table[i][3] for i in range(3)] == [(6, 1), (1, 6), (6, 1)]
+    assert table[2][0] == backups["c"].data_ptr()
+    read = (ctypes.c_float * 24).from_address(table[1][0])
+    assert set(read) == {7.0}
+    with pytest.raises(LayoutError, match=r"a: dtype float16 != float32"):
+        layout.bind({**backups, "a": backups["a"].half()})
+
+
+def layout_tensors(layout):
+    return zip(layout.names, layout.tensors(), strict=True)
+
+
+def test_elements_that_overlap_in_the_layout_have_no_copy():
+    layout = from_tensors({"a": torch.ones(3).expand(2, 3)})
+    with pytest.raises(LayoutError, match=r"a: strides \(3, 1\) != \(0, 1\)"):
+        layout.bind({"a": torch.ones(2, 3)})
+
+
+def test_other_names_count_where_no_tensor_has_its_own(tensors):
+    first, second = tensors
+    layout = dataclasses.replace(
+        from_tensors(tensors), other_names={first: "local.0", second: "local.1"}
+    )
+    local = {"module.local.0": tensors[first], "module.local.1": tensors[second]}
+    assert layout.bind(local)[1][0] == tensors[second].data_ptr()
+    with pytest.raises(LayoutError, match=r"model.proj.weight: not among the 3 weights given"):
+        layout.bind({**local, first: tensors[first]})
+
+
+@pytest.mark.parametrize("way", ["sync", "disk", "updater"])
+def test_a_function_that_returns_none_is_refused(way, tmp_path):
+    weights = {"a": torch.ones(2)}
+    text = "weights: the function returned None, where tensors by global name are wanted"
+    if way == "sync":
+        update = wsync.connect(weights, [Stock()], options=OPTIONS).update
+    elif way == "disk":
+        update = DiskSync(weights, folder=tmp_path, options=OPTIONS).update
+    else:
+        updater = wsync.UpdateWeightFromTensor(
+            SimpleNamespace(), from_tensors(weights), lambda: None, model_name="", options=OPTIONS
+        )
+        updater.connect_rollout_engines([Stock()])
+
+        def update(_):
+            updater.update_weights()
+
+    with pytest.raises(wsync.InvalidArgumentError, match=text):
+        update(lambda: None)

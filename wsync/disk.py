@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
@@ -28,11 +28,7 @@ from wsync.updates import Updates
 from wsync.versions import Versions, newest
 
 if TYPE_CHECKING:
-    import torch
-
-    from wsync.updates import Source
-
-    Weights = Mapping[str, torch.Tensor]
+    from wsync.updates import Source, Weights
 
 __all__ = ["DiskSync", "ReadsDisk", "newest"]
 
@@ -143,7 +139,7 @@ class DiskSync(Updates):
         with self._updating(version) as report, contextlib.ExitStack() as stack:
             if self._group.rank == 0:
                 stack.enter_context(self._versions.writing())
-            folder = self._write(weights() if callable(weights) else weights, report)
+            folder = self._write(self._given(weights), report)
             with report.phase("publish"):
                 if self._group.rank == 0:
                     folder = self._versions.publish(folder)

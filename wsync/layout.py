@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from wsync import _core
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainerLayout", "from_tensors", "global_name", "position"]
 
 _T = TypeVar("_T")
+_Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]  # of a TensorTable
 _FUSED = re.compile(r"(.*)\.(?:q_a_proj|kv_a_proj_with_mqa)\.(.*)")
 
 
@@ -53,7 +54,8 @@ class TrainerLayout:
     (None: the default process group, or a process of its own).  `made_from` is the form of the
     tensors that the layout was built from: dtypes, shapes and strides, which must not change.
     `pick` finds the buffers' tensors among weights that the caller has by name; None takes those
-    of the same global name.  `stage` is the rank's pipeline stage.
+    of the same global name, or, where no buffer's is among them that has one, of `other_names`.
+    `stage` is the rank's pipeline stage.
     """
 
     layout: _core.Layout
@@ -65,6 +67,7 @@ class TrainerLayout:
     group: ProcessGroup | None = None
     pick: Callable[[Mapping[str, Tensor]], Sequence[Tensor]] | None = None
     stage: int = 0
+    other_names: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # a description keeps its tensors, a layout must not
@@ -74,12 +77,21 @@ class TrainerLayout:
         """Describes the tensors that hold the parameters now.
 
         `weights` ({name: tensor}, names with or without leading `module.`) replaces the model's
-        own tensors, as slime's weights_getter does; it may hold more than the layout needs.
+        own tensors, as slime's weights_getter does; it may hold more than the layout needs.  What
+        is contiguous in it, but not in the layout, is copied for the update.
         The table keeps the tensors and their storages alive.  Raises LayoutError where a parameter
         is missing or differs in dtype, shape or strides from what the layout was built from.
         """
-        table = _core.describe(self._current(weights), self.names, gpu=True)
+        tensors = self._current(weights)
+        table = _core.describe(tensors, self.names, gpu=True)
         index = table.differs(self.made_from)
+        if index is not None and weights is not None:
+            tensors = [
+                _laid_out(tensor, table[place], self.made_from[place])
+                for place, tensor in enumerate(tensors)
+            ]
+            table = _core.describe(tensors, self.names, gpu=True)
+            index = table.differs(self.made_from)
         if index is not None:
             _refuse(self.names[index], self.made_from[index], table[index])
         return table
@@ -93,8 +105,11 @@ class TrainerLayout:
             )
         if self.pick is not None:
             return self.pick(weights)
-        wanted = by_plain_name({name: name for name in self.names}, global_name)
-        known = by_plain_name(weights, global_name, wanted)
+        wanted = list(by_plain_name({name: name for name in self.names}, global_name))
+        others = self.other_names
+        known = by_plain_name(weights, global_name, {*wanted, *others.values()})
+        if not any(name in known for name in others):
+            wanted = [others.get(name, name) for name in wanted]
         try:
             return [known[name] for name in wanted]
         except KeyError:
@@ -103,6 +118,19 @@ class TrainerLayout:
                 f"{missing[0]}: not among the {len(known)} weights given "
                 f"({len(missing)} of {len(self.names)} missing)"
             ) from None
+
+
+def _laid_out(tensor: Tensor, row: _Row, form: _Row) -> Tensor:
+    """A contiguous tensor that differs from the layout's in strides alone, as a copy with those."""
+    if row[1:3] != form[1:3] or row[3] == form[3] or not tensor.is_contiguous():
+        return tensor
+    import torch
+
+    copy = torch.empty_strided(form[2], form[3], dtype=tensor.dtype, device=tensor.device)
+    try:
+        return copy.copy_(tensor.detach())
+    except RuntimeError:  # the layout's elements overlap
+        return tensor
 
 
 def _refuse(name: str, expected: tuple[object, ...], found: tuple[object, ...]) -> None:

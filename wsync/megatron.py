@@ -103,7 +103,15 @@ def layout(
         regions, maps, strides = reader.read(name, tensor, shape, strides)
         builder.add_parameter(name, index, dtype, strides, regions, maps)
     return TrainerLayout(
-        builder.build(), names, slots.read, table, rank, count, group, stage=ranks.stage
+        builder.build(),
+        names,
+        slots.read,
+        table,
+        rank,
+        count,
+        group,
+        stage=ranks.stage,
+        other_names=_local_experts(names, spec, ranks),
     )
 
 
@@ -183,6 +191,17 @@ def _global(local: str, numbers: dict[int, int], spec: Model, ranks: Ranks) -> s
     return name
 
 
+def _local_experts(names: Sequence[str], spec: Model, ranks: Ranks) -> dict[str, str]:
+    """Experts' global names to those that slime's backups have where experts are modules of their
+    own: the layer's number is global there, and the expert's is this rank's."""
+    first = ranks.expert.rank * (spec.sizes.get("experts", 0) // ranks.expert.ranks)
+    return {
+        name: f"{name[: match.start(2)]}{int(match.group(2)) - first}{name[match.end() :]}"
+        for name in names
+        if first and (match := _EXPERT.search(name)) is not None
+    }
+
+
 class _Reader:
     """Turns parameters into regions and maps; what repeats from layer to layer is kept."""
 
@@ -251,7 +270,15 @@ class _Reader:
         raise _core.LayoutError(
             f"{name}: local shape {shape} != {_stored(rule, share.shape)}, the share of the whole "
             f"{_stored(rule, expansion.shape)} over {cut.ranks} {kind}-parallel ranks"
+            f"{self._groups(rule)}"
         )
+
+    def _groups(self, rule: Rule) -> str:
+        """What the shape of a rule's parameters goes by that is not in them."""
+        if "g" not in rule.parsed.names:
+            return ""
+        sizes, fields = self.spec.sizes, " or ".join(FIELDS["g"])
+        return f", with {sizes['heads']} attention heads in {sizes['g']} query groups ({fields})"
 
     def _expand(self, rule: Rule, name: str, shape: tuple[int, ...], ranks: int) -> Expansion:
         """The rule with this model's sizes; an inferred axis takes what the known ones leave."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
@@ -24,11 +24,7 @@ from wsync.trace import Trace
 from wsync.updates import Updates, numbers
 
 if TYPE_CHECKING:
-    import torch
-
-    from wsync.updates import Source
-
-    Weights = Mapping[str, torch.Tensor]
+    from wsync.updates import Source, Weights
 
 
 class Sync(Updates):
@@ -109,7 +105,7 @@ class Sync(Updates):
             if self._trace is not None:
                 self._trace.start()
             report.trace = self._trace
-            self._update(weights() if callable(weights) else weights, report)
+            self._update(self._given(weights), report)
         if self._trace is not None:
             self._trace.write(self._updates)
         return report

@@ -9,7 +9,7 @@ import operator
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     Source = TrainerLayout | Mapping[str, torch.Tensor]
+    Weights = Mapping[str, torch.Tensor]
 
 _VERSION = re.compile(r"[ -~]{1,128}")
 
@@ -59,6 +60,18 @@ class Updates(abc.ABC):
     @abc.abstractmethod
     def _abandon(self, error: _core.WsyncError) -> None:
         """Drops everything that an error leaves in doubt."""
+
+    def _given(self, weights: Weights | Callable[[], Weights] | None) -> Weights | None:
+        """What a caller of update() means by `weights`."""
+        if not callable(weights):
+            return weights
+        given: Weights | None = weights()
+        if given is None:
+            raise _core.InvalidArgumentError(
+                "weights: the function returned None, where tensors by global name are wanted; "
+                "without a function, the tensors of the layout are sent"
+            )
+        return given
 
     def _gather(self) -> _core.Layout:
         """The layouts of all ranks in one.  Raises InvalidArgumentError where this rank's is not of

@@ -137,6 +137,21 @@ def layout_matches(family, changes, parallel, options):
         return facts
 
 
+def backups_match(family, changes, parallel, options):
+    """Backups under the names that slime gives them: those of experts that are modules of their
+    own are local.  Whether each is found for its parameter."""
+    with trained(family, changes, parallel, options) as (trainer, _):
+        mine = wsync.megatron.layout(trainer.chunks, trainer.hf)
+        names = dict(megatron_cpu.named_weights(trainer.chunks))  # experts by their local numbers
+        backups = {f"module.module.{name}": t.detach().clone() for name, t in names.items()}
+        by_tensor = {id(tensor): f"module.module.{name}" for name, tensor in names.items()}
+        table = mine.bind(backups)
+        return [
+            table[i][0] == backups[by_tensor[id(tensor)]].data_ptr()
+            for i, tensor in enumerate(mine.tensors())
+        ]
+
+
 def logits_match(family, changes, parallel, options):
     """Largest difference between the trainer's and transformers' logits of one checkpoint."""
     with trained(family, changes, parallel, options) as (trainer, _):
@@ -251,6 +266,12 @@ def _not_contiguous(trainer):
     weight.data = weight.data.t().contiguous().t()
 
 
+def _one_query_group(trainer):
+    hf = reference.config(trainer.hf.model_type)
+    hf.num_key_value_heads = 1
+    return hf
+
+
 MUTATIONS = {
     function.__name__.removeprefix("_"): function
     for function in (
@@ -259,6 +280,7 @@ MUTATIONS = {
         _other_experts,
         _other_vocabulary,
         _fewer_layers,
+        _one_query_group,
         _wrong_dimension,
         _not_parallel,
         _other_tie,
