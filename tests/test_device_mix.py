@@ -45,5 +45,12 @@ def test_a_session_takes_no_stream_of_another_device(process: Ranks) -> None:
     assert _said(process, device_cases.foreign_sessions) == _expected("the session", 4)
 
 
+def test_no_thread_writes_memory_of_a_gpu_to_a_file(process: Ranks) -> None:
+    (text,) = process.run(device_cases.file_of_a_gpu, timeout=120)
+    assert text == (
+        "InvalidArgumentError: memory of GPU 0 is copied on a stream of it, not on the host"
+    )
+
+
 def test_an_exchange_takes_no_stream_of_another_device(process: Ranks) -> None:
     assert _said(process, device_cases.foreign_exchanges) == _expected("the exchange", 2)

@@ -3,6 +3,7 @@ tests/fakecuda plays."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 
@@ -13,15 +14,22 @@ from support.procs import Ranks
 import wsync
 
 
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Ranks]:
+@contextlib.contextmanager
+def _trainer(**others: str) -> Iterator[Ranks]:
     # it does not reach the host's memory by itself
-    settings = fakecuda.coherent() | {"WSYNC_FAKE_CUDA_PAGEABLE": "0", "WSYNC_DEVICE": "host"}
+    settings = {"WSYNC_FAKE_CUDA_PAGEABLE": "0", "WSYNC_DEVICE": "host", **others}
+    settings = fakecuda.coherent() | settings
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
         with Ranks(1, path=sys.path) as started:
             yield started
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[Ranks]:
+    with _trainer() as started:
+        yield started
 
 
 def _updated(
@@ -47,6 +55,15 @@ def test_an_engine_whose_other_workers_have_other_gpus_gets_host_memory(trainer:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_memory_of_the_gpu_can_be_asked_for(workers: int, trainer: Ranks) -> None:
     assert _updated(trainer, workers, "gpu", None) == ("", ["gpu"], False)
+
+
+@pytest.mark.parametrize("known", ["0", "1"], ids=["unknown", "the device's"])
+def test_a_tensor_whose_allocator_has_paused_is_named(known: str) -> None:
+    with _trainer(WSYNC_FAKE_CUDA_RESERVED=known) as paused:
+        (said,) = paused.run(stock_memory_cases.paused, timeout=120)
+    assert said[1] == said[3] == ""
+    for text in (said[0], said[2]):
+        assert "StateError: " in text and "b: no memory of GPU 0 lies at its address" in text
 
 
 def test_registered_memory_is_given_back(trainer: Ranks) -> None:

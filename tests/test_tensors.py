@@ -18,11 +18,9 @@ from support.hostile_dlpack import Device, Dtype, Make, View, numbers, type_with
 from torch import nn
 
 from wsync._core import (
-    BufferTable,
     InvalidArgumentError,
     LayoutBuilder,
     Memory,
-    Route,
     StateError,
     Stream,
     UnsupportedError,
@@ -31,7 +29,6 @@ from wsync._core import (
     held_tensors,
     pack,
     reserve_file,
-    write_files,
 )
 
 DTYPES = [
@@ -436,18 +433,12 @@ class OnGpu:
         return False
 
 
-def test_threads_of_the_host_read_no_memory_of_a_gpu(tmp_path: Path) -> None:
+def test_threads_of_the_host_pack_no_memory_of_a_gpu() -> None:
     tensors: Any = [OnGpu()]
     table, room = describe(tensors, gpu=True), Memory(64)
     for stream in ((), (Stream(),)):
         with pytest.raises(InvalidArgumentError, match="GPU 0"):
             pack(table, room.address, 64, [0], *stream)
-    builder = LayoutBuilder()
-    builder.add_shard("a", "uint8", [64], [0], [64], 0, 0, [1])
-    layout = builder.build()
-    route, sources = Route(layout, layout), BufferTable.of(table)
-    with (tmp_path / "file").open("wb") as file, pytest.raises(InvalidArgumentError, match="GPU 0"):
-        write_files(route, 0, 1, sources, [("file", file.fileno(), 64)])
 
 
 def test_sizes_that_do_not_fit_are_no_other_sizes(tmp_path: Path) -> None:

@@ -157,7 +157,8 @@ class BufferTable:
     def __new__(cls, spans: Sequence[tuple[int, int]], owner: object = None) -> Self: ...
     @staticmethod
     def of(tensors: TensorTable, owner: object = None) -> BufferTable:
-        """Span i covers what tensors[i] describes, and is kept alive with the table."""
+        """Span i covers what tensors[i] describes, and is kept alive with the table.  StateError names
+        a tensor whose memory on a GPU is not there now."""
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[int, int]: ...
 

@@ -367,6 +367,7 @@ static int read_exchange(describer_t *describer, Py_ssize_t index, PyObject *ten
           take_gpu(describer, view.device.device_id))) {
         return fail_device(describer, index, tensor);
     }
+    row->on_gpu = view.device.device_type == kDLCUDA;
     return read_view(describer, index, tensor, &view, row);
 }
 
@@ -385,19 +386,21 @@ static Py_ssize_t read_integers(PyObject *sequence, int64_t out[WSYNC_MAX_NDIM])
 }
 
 /* By the tensor's attributes; false also with an exception set. */
-static bool on_readable_device(describer_t *describer, PyObject *tensor)
+static bool on_readable_device(describer_t *describer, PyObject *tensor, bool *on_gpu)
 {
     PyObject *device = PyObject_GetAttrString(tensor, "device");
     PyObject *kind = device != NULL ? PyObject_GetAttrString(device, "type") : NULL;
     PyObject *ordinal = NULL;
     bool readable = false;
 
+    *on_gpu = false;
     if (kind != NULL && PyUnicode_Check(kind)) {
         if (PyUnicode_CompareWithASCIIString(kind, "cpu") == 0) {
             readable = true;
         } else if (PyUnicode_CompareWithASCIIString(kind, "cuda") == 0) {
             ordinal = PyObject_GetAttrString(device, "index");
             readable = ordinal != NULL && take_gpu(describer, PyLong_AsLongLong(ordinal));
+            *on_gpu = true;
         }
     }
     Py_XDECREF(device);
@@ -428,7 +431,7 @@ static int check_item(const describer_t *describer, Py_ssize_t index, PyObject *
 static int read_attributes(describer_t *describer, Py_ssize_t index, PyObject *tensor,
                            wsync_tensor_row_t *row)
 {
-    const bool readable = on_readable_device(describer, tensor);
+    const bool readable = on_readable_device(describer, tensor, &row->on_gpu);
     PyObject *address = NULL;
     Py_ssize_t ndim = -1;
 
@@ -672,6 +675,7 @@ static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
     }
     if (table != NULL) {
         table->gpu = (int)describer.gpu;
+        table->names = Py_XNewRef(describer.names);
     }
 
 cleanup:

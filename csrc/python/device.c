@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device/cuda_spans.h"
 #include "python/tensors.h"
 
 /* "O&" converter to uint64_t: ValueError outside its range. */
@@ -427,6 +428,67 @@ static PyObject *buffers_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     return (PyObject *)self;
 }
 
+static int fail_unmapped(ModuleState *state, const TensorTableObject *table, size_t index)
+{
+    const wsync_tensor_row_t *row = &table->rows[index];
+    PyObject *name = table->names != NULL
+                         ? PyObject_Str(PyTuple_GetItem(table->names, (Py_ssize_t)index))
+                         : PyUnicode_FromFormat("tensor %zu", index);
+    const char *text = name != NULL ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
+    wsync_error_t err = {0};
+
+    if (text != NULL) {
+        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "BufferTable",
+                         "%s: no memory of GPU %d lies at its address %p, as when an "
+                         "allocator (torch_memory_saver) has paused and not resumed",
+                         text, table->gpu, row->data);
+        (void)wsync_py_raise(state, &err);
+    }
+    Py_XDECREF(name);
+    return -1;
+}
+
+/* A thread that reads what is not there ends the process, and a device its context. */
+static int check_mapped(ModuleState *state, const TensorTableObject *table)
+{
+    const wsync_cuda_device_t *device = NULL;
+    const size_t count = (size_t)table->count;
+    wsync_span_t *spans;
+    size_t index = 0;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (table->gpu < 0) {
+        return 0;
+    }
+    spans = calloc(count + 1, sizeof(*spans));
+    if (spans == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (table->rows[i].on_gpu) {
+            spans[i] = (wsync_span_t){table->rows[i].data, table->rows[i].nbytes_spanned};
+        }
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_cuda_device(table->gpu, &device, &err);
+        if (status == WSYNC_OK) {
+            status = wsync_cuda_enter(device, &err);
+        }
+        if (status == WSYNC_OK) {
+            status = wsync_cuda_find_unmapped(device, spans, count, &index, &err);
+            wsync_cuda_leave(device);
+        }
+    Py_END_ALLOW_THREADS
+    free(spans);
+    if (status != WSYNC_OK) {
+        (void)wsync_py_raise(state, &err);
+        return -1;
+    }
+    return index < count ? fail_unmapped(state, table, index) : 0;
+}
+
 static PyObject *buffers_of(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"tensors", "owner", NULL};
@@ -442,7 +504,7 @@ static PyObject *buffers_of(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     table = (const TensorTableObject *)tensors;
-    if (wsync_py_table_readable(state, table) < 0) {
+    if (wsync_py_table_readable(state, table) < 0 || check_mapped(state, table) < 0) {
         return NULL;
     }
     owners = PyTuple_Pack(2, tensors, owner);
@@ -503,7 +565,8 @@ static PyObject *buffers_item(PyObject *object, Py_ssize_t index)
 static PyMethodDef buffers_of_method = {
     "of", (PyCFunction)(void (*)(void))buffers_of, METH_VARARGS | METH_KEYWORDS,
     "of(tensors, owner=None)\n--\n\n"
-    "Span i covers what tensors[i] describes, and is kept alive with the table."};
+    "Span i covers what tensors[i] describes, and is kept alive with the table.\n\n"
+    "StateError names a tensor whose memory on a GPU is not there now."};
 
 static PyType_Slot buffers_slots[] = {
     {Py_tp_doc,

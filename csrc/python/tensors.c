@@ -74,6 +74,7 @@ static void table_dealloc(PyObject *self)
     PyObject_GC_UnTrack(self);
     (void)table_clear(self);
     free(((TensorTableObject *)self)->rows);
+    Py_XDECREF(((TensorTableObject *)self)->names);
     release(self);
     Py_DECREF(type);
 }

@@ -6,6 +6,7 @@
 
 #include "python/module.h"
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "core/box.h"
@@ -22,6 +23,7 @@ typedef struct wsync_tensor_row {
     int64_t stride[WSYNC_MAX_NDIM]; /* elements */
     uint64_t nbytes;                /* of all elements */
     uint64_t nbytes_spanned;        /* from data to the end of the last element */
+    bool on_gpu;
 } wsync_tensor_row_t;
 
 /* Immutable.  Recognise it by ModuleState.type_TensorTable. */
@@ -34,6 +36,7 @@ typedef struct TensorTableObject {
     wsync_tensor_row_t *rows; /* owned */
     uint64_t nbytes;          /* of all elements of all tensors */
     int gpu;                  /* the one that some of them lie on; -1: none does */
+    PyObject *names;          /* owned tuple, for messages; NULL: they have none */
 } TensorTableObject;
 
 /* A table of `count` rows that are all zero, for the maker to fill. */

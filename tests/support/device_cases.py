@@ -4,8 +4,12 @@ plays: what each call that mixes devices says."""
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Callable
 from functools import partial
+
+import torch
+from support.played_gpu import put
 
 import wsync
 from wsync import _core
@@ -64,6 +68,18 @@ def foreign_sessions() -> list[str]:
         exporter.close()
         importer.close()
     return found
+
+
+def file_of_a_gpu() -> str:
+    """A route from tensors on a GPU into a file."""
+    builder = _core.LayoutBuilder()
+    builder.add_shard("a", "float32", [64], [0], [64], 0, 0, [4])
+    layout = builder.build()
+    tensors = [put(torch.ones(64))]
+    sources = _core.BufferTable.of(_core.describe(tensors, gpu=True), tensors)
+    with tempfile.TemporaryFile() as file:
+        files = [("file", file.fileno(), 256)]
+        return said(partial(_core.write_files, _core.Route(layout, layout), 0, 1, sources, files))
 
 
 def foreign_exchanges() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,18 @@ def put(tensor: torch.Tensor) -> PlayedTensor:
     memory = _core.IpcMemory(0, max(tensor.nbytes, 1))
     ctypes.memmove(memory.address, tensor.data_ptr(), tensor.nbytes)
     return PlayedTensor(memory.address, tensor, memory)
+
+
+def reserve(like: torch.Tensor) -> PlayedTensor:
+    """A tensor whose address is reserved on the GPU, where no memory lies."""
+    library = ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"])
+    function, status, at = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_uint64()
+    wanted = (ctypes.byref(function), 13000, ctypes.c_uint64(0), ctypes.byref(status))
+    library.cuGetProcAddress_v2(b"cuMemAddressReserve", *wanted)
+    call = ctypes.CFUNCTYPE(ctypes.c_int)(function.value)
+    nbytes, none = ctypes.c_size_t(2 << 20), ctypes.c_uint64(0)
+    assert call(ctypes.byref(at), nbytes, ctypes.c_size_t(0), none, none) == 0
+    return PlayedTensor(at.value, like)
 
 
 def source_of(names: Sequence[str], tensors: Sequence[Any]) -> TrainerLayout:

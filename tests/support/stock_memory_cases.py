@@ -7,7 +7,7 @@ import gc
 from typing import Any
 
 import torch
-from support.played_gpu import put, source_of
+from support.played_gpu import put, reserve, source_of
 
 import wsync
 from wsync import _core, cuda_payload
@@ -72,6 +72,25 @@ def update(
         for loaded in engine.loaded
     )
     return "", sorted(engine.where), right
+
+
+def paused() -> list[str]:
+    """What an update says of a tensor whose memory is gone, at first and after one that went
+    well; the last one goes well again."""
+    weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    played: dict[str, Any] = {name: put(tensor) for name, tensor in weights.items()}
+    gone = {**played, "b": reserve(weights["b"])}
+    options = wsync.Options(deadline=30.0, progress=False)
+    source = source_of(list(weights), list(played.values()))
+    said = []
+    with wsync.Sync(source, [StockEngine(1)], options=options) as sync:
+        for given in (gone, played, gone, played):
+            try:
+                sync.update(given)
+                said.append("")
+            except wsync.WsyncError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 def registered() -> int:
