@@ -246,7 +246,7 @@ def _start_manager() -> None:
         with system_calls(path), open(path, "xb") as file:
             file.truncate(_SEGMENT_HEADER_NBYTES + 1)
         # the only user's end removes it
-        torch.UntypedStorage._new_shared_filename_cpu(place, f"/{name}".encode(), 1)  # type: ignore[attr-defined]
+        torch.UntypedStorage._new_shared_filename_cpu(place, f"/{name}".encode(), 1)
         process.returncode = 0  # it outlives this process, which need not be warned of
         _managers.append(process)
 
