@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 SDIST_FOLDERS = ("csrc", "wsync", "tests", "benchmarks")
+LICENCE = "csrc/LICENSE"
 SDIST_FILES = ("CMakeLists.txt", "pyproject.toml", "README.md")
 
 
@@ -22,7 +23,9 @@ def main() -> int:
     with tarfile.open(sdist) as archive:
         packed = {m.name.split("/", 1)[1] for m in archive.getmembers() if m.isfile()}
     with zipfile.ZipFile(wheel) as archive:
-        installed = {name for name in archive.namelist() if ".dist-info/" not in name}
+        names = archive.namelist()
+        installed = {name for name in names if ".dist-info/" not in name}
+        licences = [archive.read(n) for n in names if n.endswith(f".dist-info/licenses/{LICENCE}")]
     wrong = []
     missing = tracked(root, *SDIST_FOLDERS, *SDIST_FILES) - packed
     if missing:
@@ -34,6 +37,8 @@ def main() -> int:
     if installed != expected:
         wrong.append(f"{wheel.name}: lacks {sorted(expected - installed)}")
         wrong.append(f"{wheel.name}: has also {sorted(installed - expected)}")
+    if licences != [(root / LICENCE).read_bytes()]:
+        wrong.append(f"{wheel.name}: not with {LICENCE}")
     if "-cp311-abi3-" not in wheel.name:
         wrong.append(f"{wheel.name}: not one wheel for Python 3.11 and newer")
     print(*wrong, sep="\n", end="\n" if wrong else "")

@@ -34,10 +34,13 @@ PLANTS = {
 def from_wheels(name: str, cache: Path) -> Path:
     """A file of NVIDIA's wheels, which are installed into a folder of their own."""
     folder = cache / WHEELS[name][0].replace("==", "-")
-    if not (folder / "complete").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([*PIP_INSTALL, "--target", folder, *WHEELS[name]], check=True)
-        (folder / "complete").touch()
+    with open(cache / "lock", "ab") as lock:  # as `locked` of .ci/run: others share the cache
+        number = lock.fileno()
+        subprocess.run(["flock", "-w", "900", str(number)], pass_fds=[number], check=True)
+        if not (folder / "complete").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            subprocess.run([*PIP_INSTALL, "--target", folder, *WHEELS[name]], check=True)
+            (folder / "complete").touch()
     (found,) = folder.glob(f"nvidia/*/*/{name}")
     return found
 
