@@ -16,6 +16,7 @@ import wsync
 from wsync.demo import cli
 from wsync.disk import DiskSync, newest
 from wsync.doctor import importable
+from wsync.handles import HttpHandle, handles_of
 from wsync.layout import from_tensors
 from wsync.planning import uncut_nbytes
 
@@ -37,6 +38,30 @@ def test_an_engine_that_is_given_twice_is_named(server: str) -> None:
     handle = wsync.handle(server)
     with pytest.raises(wsync.InvalidArgumentError, match="is given twice"):
         wsync.Sync(from_tensors(weights), [handle, handle])
+
+
+def test_an_engine_under_two_urls_is_named(server: str) -> None:
+    weights = {"w": torch.ones(1)}
+    port = server.rpartition(":")[2]
+    for other in (f"http://localhost:{port}", f"{server}/", f"http://127.1.2.3:{port}"):
+        found = "" if other.rstrip("/") == server else f": {server} is the same one"
+        text = re.escape(f"engine {other.rstrip('/')} is given twice{found}")
+        with pytest.raises(wsync.InvalidArgumentError, match=f"^{text}$"):
+            wsync.connect(weights, engines=[server, other])
+
+
+def test_an_engine_is_known_by_what_it_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"http://a:1": "x", "http://b:1": "y", "http://c:1": "x", "http://d:1": None}
+    monkeypatch.setattr(
+        HttpHandle,
+        "_info",
+        lambda self, *_: {"tp_size": 1, "wsync_identity": told[self.name.lower()]},
+    )
+    assert len(handles_of(["http://a:1", "http://b:1", "http://d:1"], timeout=1)) == 3
+    with pytest.raises(wsync.InvalidArgumentError, match="c:1 is given twice: http://a:1 is the"):
+        handles_of(["http://a:1", "http://b:1", "http://c:1"], timeout=1)
+    with pytest.raises(wsync.InvalidArgumentError, match="D:1 is given twice: http://d:1 is the"):
+        handles_of(["http://d:1", "http://D:1"], timeout=1)
 
 
 @pytest.mark.parametrize("wrong", [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).parameters()])

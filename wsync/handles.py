@@ -11,13 +11,16 @@ All calls take a timeout in seconds and raise, naming the engine:
 """
 
 import base64
+import contextlib
 import importlib
 import inspect
+import ipaddress
 import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
 from wsync._core import (
     DeadlineError,
@@ -128,21 +131,45 @@ def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> l
     """Handles of a list of engines, or of what a callable returns; all of them together have
     `timeout` seconds to say what they are.
 
-    Raises InvalidArgumentError for what is no list, and for an engine that is given twice: it
-    would wait for itself.
+    Raises InvalidArgumentError for what is no list, and for an engine that is given twice, be it
+    under two URLs where the engine tells an identity: it would wait for itself.
     """
     given = engines() if callable(engines) else engines
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise InvalidArgumentError(f"engines={given!r}: a list is wanted, [{given!r}]")
-    handles: dict[Any, EngineHandle] = {}
+    handles: list[EngineHandle] = []
+    known: dict[Any, str] = {}
     end = time.monotonic() + timeout
     for engine in given:
         made = handle(engine, api_key=api_key, timeout=max(end - time.monotonic(), 0.0))
-        key = made.name if isinstance(made, HttpHandle) else id(engine)
-        if key in handles:
-            raise InvalidArgumentError(f"engine {made.name} is given twice")
-        handles[key] = made
-    return list(handles.values())
+        for key in _identities(engine, made):
+            if key in known:
+                other = "" if known[key] == made.name else f": {known[key]} is the same one"
+                raise InvalidArgumentError(f"engine {made.name} is given twice{other}")
+            known[key] = made.name
+        handles.append(made)
+    return handles
+
+
+def _identities(given: object, made: EngineHandle) -> list[Any]:
+    """What is equal for one engine that is given twice."""
+    if isinstance(made, HttpHandle):
+        return [_place(made.name), *filter(None, [made.identity])]
+    return [_place(given)] if isinstance(given, str) else [id(given)]
+
+
+def _place(url: str) -> str:
+    """A URL, with one spelling for all names of this host's loopback interface."""
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").rstrip("."), parts.port
+    except ValueError:
+        return url
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        host = "localhost" if address.is_loopback or address.is_unspecified else str(address)
+    port = port or {"http": 80, "https": 443}.get(parts.scheme.removeprefix("vllm+"))
+    return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
 
 
 class HttpHandle:
@@ -179,6 +206,15 @@ class HttpHandle:
         """What the server was started with as --custom-weight-loader."""
         loaders = self._server_info().get("custom_weight_loader")
         return tuple(map(str, loaders)) if isinstance(loaders, list) else ()
+
+    @property
+    def identity(self) -> str:
+        """What the server calls itself, equal for all its URLs and no other server's; "" where it
+        does not say (SGLang)."""
+        identity = None
+        with contextlib.suppress(RemoteError):  # not all servers know the path
+            identity = self._server_info().get("wsync_identity")
+        return identity if isinstance(identity, str) else ""
 
     def pause(self, mode: str, timeout: float) -> None:
         end = time.monotonic() + timeout

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import binascii
 import hmac
+import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -105,6 +106,8 @@ def _add_rules(app: FastAPI, api_key: str | None) -> None:
 
 
 def _add_information(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
+    identity = uuid.uuid4().hex  # for clients that know one server by two URLs
+
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200)
@@ -124,6 +127,7 @@ def _add_information(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
             "dp_size": 1,
             "custom_weight_loader": ["wsync.sglang.load_weights"],
             "version": f"wsync {__version__}",
+            "wsync_identity": identity,
             "internal_states": [],
         }
 
