@@ -13,7 +13,6 @@ import hashlib
 import json
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -31,9 +30,8 @@ if TYPE_CHECKING:
 
 Check = Callable[[], object]
 
-_MEETING_SECONDS: Final = 0.01
 _VERDICT_SECONDS: Final = 1.0  # for rank 0 to say who is missing
-_STORE_SECONDS: Final = 2.0  # for one answer of the store
+_STORE_SECONDS: Final = 2.0  # for one answer of the store, where a deadline has passed already
 _GLOO_SECONDS: Final = 10.0
 _STORE_GONE: Final = "the trainer's store cannot be reached: the process that hosts it is gone"
 _T = TypeVar("_T")
@@ -82,20 +80,20 @@ class TrainerGroup:
             if isinstance(error, RuntimeError) and not isinstance(error, _core.WsyncError):
                 raise _core.PeerClosedError(_STORE_GONE) from error
             raise
-        self._board = _Board(store, self.rank, self._lane)
+        self._board = _Board(store, self.rank, self._lane, timeout)
         whole = f"{self.size} trainer ranks"
         self._gloo = Collectives(gloo, whole=whole, member="a trainer rank")
 
     def _join(self, members: list[int]) -> tuple[Any, Any]:
         """Meets the others, and connects to them; (gloo group, store of this group alone)."""
-        end = time.monotonic() + self.timeout
         # the default store's own timeout, which calls of the trainer need, is minutes long
         store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()
         store.set_timeout(timedelta(seconds=self.timeout))
         name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
         store = dist.distributed_c10d.PrefixStore(f"wsync/{name}", store)
-        store = _meet(store, self.rank, self.size, end)
+        name = _meet(store, self.rank, self.size, self.timeout)
+        store = dist.distributed_c10d.PrefixStore(name, store)
         gloo = dist.distributed_c10d.PrefixStore("gloo", store)
         # a deadline of ours comes before one of gloo's, whose text is that of a broken connection
         timeout = timedelta(seconds=self.timeout + _GLOO_SECONDS)
@@ -213,20 +211,22 @@ class _Board:
     """The first published error, visible to all ranks.
 
     Calls of a store do not end while the process that hosts it is stopped, whatever their
-    timeout.  They are made from a thread, and `check` looks at the answer to the last one.
+    timeout.  They are made from a thread, and `check` looks at the answer to the last one.  Who
+    needs an answer waits for it as long as for another rank, for that is what it waits for.
     """
 
-    def __init__(self, store: Any, rank: int, lane: Lane) -> None:
+    def __init__(self, store: Any, rank: int, lane: Lane, timeout: float) -> None:
         self._store = store
         self._rank = rank
         self._lane = lane
+        self._timeout = timeout
         self._update = 0
         self._looking: Future[str] | None = None
 
     def begin(self, update: int) -> bool:
         self._update = update
         try:
-            published = _result(self._lane.submit(self._look), _STORE_SECONDS)
+            published = _result(self._lane.submit(self._look), self._timeout)
         except _core.WsyncError:
             return False
         return not published or int(json.loads(published)["update"]) >= update
@@ -239,14 +239,16 @@ class _Board:
             _raise(looking.result())
 
     def check_now(self) -> None:
-        """Waits for the store's answer, for a short while."""
-        _raise(_result(self._lane.submit(self._look), _STORE_SECONDS))
+        """Waits for the store's answer."""
+        _raise(_result(self._lane.submit(self._look), self._timeout))
 
     def publish(self, error: _core.WsyncError) -> _core.WsyncError:
         text = _encode_error(error, self._rank, self._update)
         writing = self._lane.submit(lambda: self._store.compare_set("error", "", text).decode())
+        # nobody waits for a second deadline
+        patience = _STORE_SECONDS if isinstance(error, _core.DeadlineError) else self._timeout
         try:
-            first = _decode_error(_result(writing, _STORE_SECONDS))
+            first = _decode_error(_result(writing, min(patience, self._timeout)))
         except RuntimeError:
             # nobody can be told what was seen here: say what all ranks can see
             return _core.PeerClosedError(_STORE_GONE)
@@ -261,44 +263,48 @@ class _Board:
             raise _core.PeerClosedError(_STORE_GONE) from error
 
 
-def _meet(store: Any, rank: int, size: int, end: float) -> Any:
-    """Waits until all ranks have come; returns a store that is theirs alone.
+def _meet(store: Any, rank: int, size: int, timeout: float) -> str:
+    """Waits until all ranks have come; returns a name that is their meeting's alone.
 
-    Rank 0 invites under a name of its own making and the others join: ranks that were left in
-    different numbers of meetings still find each other.
+    Whoever comes leaves a word under its rank, and rank 0 answers it once all have come or its
+    time is over: ranks that were left in different numbers of meetings still find each other, and
+    nobody asks twice.
     """
-    timeout = end - time.monotonic()
-    name, meeting = "", None
-    if rank == 0:
-        name = secrets.token_hex(8)
-        meeting = dist.distributed_c10d.PrefixStore(name, store)
-        store.set("meeting", name)
-    while True:
-        if rank != 0 and store.check(["meeting"]):
-            name, known = store.get("meeting").decode(), name
-            if name != known:
-                meeting = dist.distributed_c10d.PrefixStore(name, store)
-                if meeting.check(["over"]):
-                    meeting = None  # a former one
-        if meeting is not None:
-            meeting.set(f"rank{rank}", "")
-            if rank == 0 and meeting.check([f"rank{other}" for other in range(size)]):
-                meeting.set("over", "")
-                return meeting
-            if rank != 0 and meeting.check(["over"]):
-                if not meeting.check(["failed"]):
-                    return meeting
-                raise _core.DeadlineError(meeting.get("failed").decode())
-        if time.monotonic() > end + (_VERDICT_SECONDS if rank != 0 else 0.0):
-            break
-        time.sleep(_MEETING_SECONDS)
-    text = f"trainer rank 0 did not come within {timeout:.0f} s"
-    if rank == 0 and meeting is not None:
-        absent = [other for other in range(size) if not meeting.check([f"rank{other}"])]
-        text = f"trainer ranks {absent} did not come within {timeout:.0f} s"
-        meeting.set("failed", text)
-        meeting.set("over", "")
-    raise _core.DeadlineError(text)
+    if rank != 0:
+        return _come(store, rank, timeout)
+    callers = {other: f"rank{other}" for other in range(1, size)}
+    name, absent = secrets.token_hex(8), list[int]()
+    try:
+        store.wait(list(callers.values()), timedelta(seconds=timeout))
+    except RuntimeError:  # if it is because the store is gone, so are the next calls
+        absent = [other for other, key in callers.items() if not store.check([key])]
+    text = f"trainer ranks {absent} did not come within {timeout:.0f} s" if absent else ""
+    keys = [key for other, key in callers.items() if other not in absent]
+    for word in store.multi_get(keys) if store.has_extended_api() else map(store.get, keys):
+        store.set(word.decode(), json.dumps([name, text]))
+    if absent:
+        raise _core.DeadlineError(text)
+    return name
+
+
+def _come(store: Any, rank: int, timeout: float) -> str:
+    """Leaves a word and waits for the answer of rank 0."""
+    key, word = f"rank{rank}", secrets.token_hex(8)
+    store.set_timeout(timedelta(seconds=timeout + _VERDICT_SECONDS))
+    store.set(key, word)
+    try:
+        name, text = json.loads(store.get(word))
+        store.delete_key(word)
+    except RuntimeError as error:
+        late = f"trainer rank 0 did not come within {timeout:.0f} s"
+        raise _core.DeadlineError(late) from error
+    finally:
+        # before this rank can be missed in what follows: rank 0 will answer who comes next; raises
+        # if the store is gone
+        store.delete_key(key)
+    if text:
+        raise _core.DeadlineError(text)
+    return str(name)
 
 
 def _result(future: Future[_T], timeout: float) -> _T:

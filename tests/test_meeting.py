@@ -1,0 +1,109 @@
+"""How trainer ranks find each other in a store, and what they make of one that answers late."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.counted_store import PATIENCE, CountedStore, meet
+
+import wsync
+from wsync import group
+from wsync.calls import Lane
+from wsync.group import _Board, _meet
+
+RANKS = 8
+
+
+@pytest.mark.parametrize("late", [0.0, 1.0])
+def test_ranks_that_wait_ask_nothing(late: float) -> None:
+    names, requests = meet(RANKS, late)
+    assert len(names) == 1
+    assert requests.total() <= 8 * RANKS, requests
+
+
+def test_ranks_that_were_left_in_former_meetings_find_each_other() -> None:
+    store = CountedStore()
+    with ThreadPoolExecutor(3) as pool:
+        assert isinstance(pool.submit(_meet, store, 0, 3, 0.2).exception(), wsync.DeadlineError)
+        for _ in range(2):  # and again, when all have met once
+            names = [pool.submit(_meet, store, rank, 3, PATIENCE) for rank in range(3)]
+            assert len({name.result() for name in names}) == 1
+    assert store.num_keys() == 0
+
+
+def test_ranks_that_came_are_told_who_did_not() -> None:
+    store = CountedStore()
+    with ThreadPoolExecutor(2) as pool:
+        came = pool.submit(_meet, store, 1, 4, PATIENCE)
+        while not store.check(["rank1"]):
+            pass
+        errors = [str(pool.submit(_meet, store, 0, 4, 0.2).exception()), str(came.exception())]
+    assert errors == ["trainer ranks [2, 3] did not come within 0 s"] * 2
+
+
+def test_a_rank_that_gives_up_is_not_waited_for_in_vain() -> None:
+    store = dist.HashStore()
+    with pytest.raises(wsync.DeadlineError, match="trainer rank 0 did not come within 0 s"):
+        _meet(store, 1, 2, 0.1)
+    assert store.num_keys() == 0
+
+
+class SlowStore:
+    """Answers when somebody has waited for more than it used to be given."""
+
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        assert self.answer.wait(PATIENCE)
+        return False
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        assert self.answer.wait(PATIENCE)
+        return desired.encode()
+
+
+@pytest.mark.parametrize(
+    ("call", "outcome"),
+    [
+        (lambda board: board.begin(1), True),
+        (lambda board: board.check_now(), None),
+        (
+            lambda board: str(board.publish(wsync.RemoteError("no weights"))),
+            "trainer rank 1: no weights",
+        ),
+    ],
+)
+def test_a_store_may_take_as_long_to_answer_as_a_rank(
+    call: Callable[[_Board], object], outcome: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while the rank that hosts it is stopped."""
+    monkeypatch.setattr(group, "_STORE_SECONDS", 0.05)
+    store, lane = SlowStore(), Lane("test")
+    board = _Board(store, 1, lane, PATIENCE)
+    given: Any = None
+    with ThreadPoolExecutor(1) as pool:
+        given = pool.submit(call, board)
+        with pytest.raises(TimeoutError):
+            given.result(0.5)
+        store.answer.set()
+        assert given.result(PATIENCE) == outcome
+    lane.close()
+
+
+def test_who_has_waited_for_a_deadline_waits_for_no_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group, "_STORE_SECONDS", 0.05)
+    store, lane = SlowStore(), Lane("test")
+    board = _Board(store, 1, lane, PATIENCE)
+    answer: Future[str] = Future()
+    answer.set_result(str(board.publish(wsync.DeadlineError("a collective took over 1 s"))))
+    assert "the trainer's store does not answer" in answer.result()
+    store.answer.set()
+    lane.close()
