@@ -20,12 +20,15 @@ import torch.distributed as dist
 import wsync
 from wsync import _core
 from wsync.collectives import Collectives
+from wsync.crossing import Crossing
 from wsync.engine.distributed import UpdateGroups
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.process import ProcessEngine
 from wsync.engine.receiver import Receiver
 from wsync.transport import Transport
 from wsync.update_group import Store, UpdateGroup
+
+PATIENCE = 60.0
 
 
 def test_the_trainers_rank_is_not_for_engines() -> None:
@@ -141,6 +144,33 @@ def test_buckets_of_two_trainers_are_never_one_update() -> None:
 
     assert [load("a", "0a"), load("a", "0b"), load("b", "0a")] == [False, False, False]
     assert [load("b", "0b"), load("a", "0a"), load("b", "0a")] == [False, False, True]
+
+
+def test_ranks_that_cross_look_around_in_the_thread_that_waits() -> None:
+    """What is looked at, sockets say, is not for two threads."""
+    store = Store(PATIENCE)
+    crossing = Crossing.at("127.0.0.1", store.port, 2)
+    callers: set[int] = set()
+
+    def look() -> None:
+        callers.add(threading.get_ident())
+
+    def come_late() -> UpdateGroup:
+        where: dict[str, Any] = {"name": crossing.name, "backend": "gloo", "timeout": PATIENCE}
+        group = UpdateGroup("127.0.0.1", store.port, rank=1, size=2, **where)
+        time.sleep(0.5)  # the other one waits for the greeting
+        hello = [torch.zeros(1)], dist.AllreduceOptions()
+        group.finish(group._group.start("allreduce", *hello), PATIENCE)
+        return group
+
+    with ThreadPoolExecutor() as pool:
+        coming = pool.submit(come_late)
+        here = crossing.join(0, _core.host(), PATIENCE, look)
+        there = coming.result()
+    assert callers <= {threading.get_ident()}
+    for group in (here, there):
+        group.close()
+    store.close()
 
 
 STOPPED = """
