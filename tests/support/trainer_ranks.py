@@ -12,6 +12,7 @@ wrong; what is no error of wsync's is raised.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from support import known_weights, megatron_cases
 import wsync
 from wsync import megatron
 from wsync.demo import megatron_cpu
+
+SLOW_SECONDS = 30.0  # then a rank writes where it is to its standard error
 
 
 class _Rank:
@@ -73,8 +76,11 @@ def close() -> None:
 
 
 def _error_of(call: Callable[[], object]) -> str:
+    faulthandler.dump_traceback_later(SLOW_SECONDS)
     try:
         call()
     except wsync.WsyncError as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return ""
