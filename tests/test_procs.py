@@ -1,6 +1,7 @@
 """The helper behind the multi-process tests: failures are told, nothing hangs, nothing is left."""
 
 import os
+import signal
 import sys
 import time
 
@@ -23,6 +24,19 @@ def test_failures_deadlines_and_restarts():
         with pytest.raises(RankError, match="rank 0: the process ended"):
             ranks.run(os._exit, 3)
     assert not [pid for pid in (*first, *second) if runs(pid)]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_rank_that_is_killed_is_missed_at_once(busy):
+    """Whatever it has started goes on, and whether or not it was told anything then."""
+    with Ranks(1, path=sys.path) as ranks:
+        (pid,) = ranks.run(os.getpid)
+        (child,) = ranks.run(os.posix_spawnp, "sleep", ["sleep", "300"], os.environ.copy())
+        if not busy:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RankError, match="rank 0: the process ended"):
+            ranks.run(os.kill, pid, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
 
 
 def test_locks_of_ranks_have_no_files_that_could_stay_behind():

@@ -11,6 +11,8 @@ from support import megatron_reference
 
 from wsync import _core
 
+Weights = dict[str, torch.Tensor]
+
 
 @functools.cache
 def config() -> Any:
@@ -24,7 +26,7 @@ def _shapes() -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def weights(version: int) -> dict[str, torch.Tensor]:
+def weights(version: int) -> Weights:
     """Every tensor of a version, in float32, by Hugging Face name."""
     generator = torch.Generator().manual_seed(version)
     found = {}
@@ -42,7 +44,7 @@ def model(version: int) -> Any:
 
 
 @torch.no_grad()
-def put(into: Any, tensors: dict[str, torch.Tensor]) -> None:
+def put(into: Any, tensors: Weights) -> None:
     """Copies tensors into the model's parameters of their names."""
     parameters = dict(into.named_parameters())
     for name, tensor in tensors.items():

@@ -98,6 +98,8 @@ def _nursery(count, store, path, environment, modules, setup, pipes):
     sys.path[:0] = path
     for module in modules:
         importlib.import_module(module)
+    for pipe in pipes:  # what a rank starts (torch_shm_manager) may outlive it
+        os.set_inheritable(pipe.fileno(), False)
     children = []
     for rank in range(count):
         child = os.fork()
@@ -169,7 +171,8 @@ class Ranks:
             self._start()
         end = time.monotonic() + timeout
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            with contextlib.suppress(ConnectionError):  # its end is seen below
+                pipe.send((function, arguments))
         results = {}
         failures = []
         unanswered = []
@@ -183,7 +186,7 @@ class Ranks:
                 rank = waiting.pop(pipe)
                 try:
                     good, value = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionError):
                     unanswered.append(f"rank {rank}: the process ended")
                     end = min(end, time.monotonic() + self._grace)
                     continue
