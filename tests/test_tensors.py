@@ -18,6 +18,7 @@ from support.hostile_dlpack import Device, Dtype, Make, View, numbers, type_with
 from torch import nn
 
 from wsync._core import (
+    BufferTable,
     InvalidArgumentError,
     LayoutBuilder,
     Memory,
