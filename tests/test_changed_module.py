@@ -199,3 +199,47 @@ def test_a_tensor_outside_the_module_that_changes_is_noticed(kind: str) -> None:
     found = module.a.clone(), module.b.clone()
     module.load_weights(list(draw(4).items()))
     assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)
+
+
+# --- flags ------------------------------------------------------------------------------------
+
+
+class Flagged(Loading):
+    """Goes by attributes, counts its loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = False
+        self.loads = 0
+        self.part = torch.nn.Module()
+        self.part.rows = 4
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        self.loads += 1
+        for name, tensor in pairs:
+            found = tensor[torch.arange(31, -1, -1)] if self.turned else tensor
+            getattr(self, name).data.copy_(found)
+            getattr(self, name).data[: self.part.rows].fill_(1)
+
+
+@pytest.mark.parametrize("which", ["turned", "rows"])
+def test_a_flag_that_load_weights_goes_by_is_noticed(which: str) -> None:
+    module = Flagged()
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        module.unread = 5
+        module.loads += 1  # it is read, and changes with every load: no flag
+        module.training = not module.training
+        sync.update(draw(2))
+        if which == "turned":
+            module.turned = True
+        else:
+            module.part.rows = 6
+        with pytest.raises(WsyncError, match=f"{which}, which load_weights goes by, was"):
+            sync.update(draw(3))
+        sync.update(draw(4))
+    assert loader.reason == ""
+    found = module.a.clone(), module.b.clone()
+    module.load_weights(list(draw(4).items()))
+    assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)

@@ -46,6 +46,7 @@ from wsync.engine.recorder import (
 )
 from wsync.engine.rehearse import add_boxes, prove, rehearse
 from wsync.engine.reserved import Rehearsal
+from wsync.engine.tracer import flags_read
 
 KEEP: Final = "WSYNC_KEEP"
 
@@ -320,6 +321,12 @@ class RecordedLoader:
         return recording.stale(held)
 
     def _record(self, layout: Layout) -> Recording:
+        with flags_read(self._module) as flags:
+            recording = self._watch(layout)
+        recording.guard(flags)
+        return recording
+
+    def _watch(self, layout: Layout) -> Recording:
         model = Rehearsal(layout)
         try:
             recording = record(self._module, self._load, model)
@@ -334,7 +341,6 @@ class RecordedLoader:
             raise RecordingError(f"most of it is no copy; {name}: {reason}")
         # other values: what a hidden write has left while recording must not look right
         prove(self._module, self._load, Rehearsal(layout, seed=1), recording, self._stream)
-        recording.guard()
         return recording
 
     def _destination(self, recording: Recording) -> Layout:

@@ -38,6 +38,7 @@ from wsync.engine.tracer import (
     CONSTANT,
     HELD,
     SOURCE,
+    Flag,
     Outside,
     ReadsValuesError,
     Tracer,
@@ -140,7 +141,7 @@ class Recording:
     looked: checksums of the gaps of areas whose values the loader looked at: it may do something
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
     copies, into the memory of twins.  outside: what it read that is neither the module's nor the
-    model's, and checksums of that, from `guard` on.
+    model's, and checksums of that; flags: attributes that it read.  Both from `guard` on.
     """
 
     facts: list[Fact]
@@ -159,14 +160,18 @@ class Recording:
     twins: list[Twin] = field(default_factory=list)
     shadow_copies: list[Transfer] = field(default_factory=list)
     outside: list[tuple[Outside, int]] = field(default_factory=list)
+    flags: list[Flag] = field(default_factory=list)
 
-    def guard(self) -> None:
-        """From here on, what is there yet of what the loader read outside is to stay as it is.
+    def guard(self, flags: Sequence[Flag]) -> None:
+        """From here on, what the loader went by is to stay as it is, if it is there yet.
+
+        flags: attributes that it read; those that it changes itself are left alone.
 
         Raises:
             RecordingError: a load changes it.
         """
         gc.collect()
+        self.flags = [flag for flag in flags if not flag.differs()]
         found = [(outside, outside.sum(), sum) for outside, sum in self.outside]
         if any(now is not None and now != sum for _, now, sum in found):
             raise RecordingError("it goes by values outside the module, which it changes")
@@ -176,6 +181,9 @@ class Recording:
         """Which values that the loader goes by are others now; "" where none are."""
         if any(outside.sum() != sum for outside, sum in self.outside):
             return "values outside the module, which load_weights goes by, are others or are gone"
+        for flag in self.flags:
+            if difference := flag.differs():
+                return difference
         for area, sums in self.looked.items():
             if held.areas[area].sums(self.gaps[area]) != sums:
                 return f"{held.areas[area].path}, which load_weights goes by, has other values"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -572,6 +573,61 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 
 
+_PLAIN: Final = (bool, int, float, str, bytes, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A plain attribute (a number, a word, None) of a module, and the value that was read."""
+
+    part: weakref.ref[torch.nn.Module]
+    name: str
+    value: Any
+
+    def differs(self) -> str:
+        """How it is another now, or ""."""
+        part = self.part()
+        if part is None:
+            return ""  # other modules are noticed as such
+        now = getattr(part, self.name, None)
+        if type(now) is type(self.value) and (now is self.value or now == self.value):
+            return ""
+        return f"{self.name}, which load_weights goes by, was {self.value!r} and is {now!r}"
+
+
+@contextmanager
+def flags_read(module: torch.nn.Module) -> Iterator[list[Flag]]:
+    """The plain attributes of the module and its parts that this thread reads in the block, with
+    the values that they had first.  Those of other objects (a configuration) are not seen."""
+    mine = threading.get_ident()
+    parts = {id(part): part for part in module.modules()}
+    seen: set[tuple[int, str]] = set()
+    found: list[Flag] = []
+    find = torch.nn.Module.__getattribute__
+
+    def read(part: torch.nn.Module, name: str) -> Any:
+        value = find(part, name)
+        key = (id(part), name)
+        if (
+            isinstance(value, _PLAIN)
+            and threading.get_ident() == mine
+            and key[0] in parts
+            and key not in seen
+            and not name.startswith("__")
+        ):
+            seen.add(key)
+            found.append(Flag(weakref.ref(part), name, value))
+        return value
+
+    with _flags:
+        torch.nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+        try:
+            yield found
+        finally:
+            del torch.nn.Module.__getattribute__
+
+
+_flags = threading.RLock()
 _one_at_a_time = threading.Lock()
 
 
