@@ -56,14 +56,85 @@ def test_a_process_that_was_forked_meanwhile_keeps_nobody_out(tmp_path: Path) ->
             pass
 
 
+def died(root: Path, *names: str) -> None:
+    """A writer, in the middle of a version and of a link; before that it noted `names`."""
+    for name in names:
+        with (root / versions._UNFINISHED).open("a") as file:
+            file.write(name + "\0")
+    folder = Versions(root, None, 2)
+    (folder.begin("2") / "part").write_text("x")
+    folder._hidden(versions.LATEST).symlink_to("weight_v000001")
+
+
 def test_what_a_dead_writer_left_is_removed_and_other_hidden_files_are_not(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    (tmp_path / ".weight_vlatest.0123abcd").symlink_to("weight_v000001")
-    (tmp_path / ".weight_v000002.0123abcd").mkdir()
-    (tmp_path / ".weight_v000002.0123abcd" / "part").write_text("x")
-    (tmp_path / ".weight_v_of_mine").mkdir()
+    mine = {".weight_v000002.deadbeef", ".weight_v_of_mine"}
+    for name in mine:
+        (tmp_path / name).mkdir()
+    died(tmp_path)
+    assert len(everything(tmp_path)) == 7
     write(tmp_path, 2)
-    assert everything(tmp_path) == {"latest", "weight_v000002", ".weight_v_of_mine"}
+    assert everything(tmp_path) == {"latest", "weight_v000002", *mine}
+
+
+def test_only_what_has_a_hidden_name_is_removed(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    write(root, 1)
+    mine = tmp_path / ".weight_v1.deadbeef"
+    mine.mkdir()
+    died(root, "latest", ".", "../.weight_v1.deadbeef", ".weight_v/../../.weight_v1.deadbeef", "")
+    write(root, 2, keep=None)
+    assert everything(root) == {"latest", "weight_v000001", "weight_v000002"}
+    assert mine.is_dir()
+
+
+@pytest.mark.parametrize("name", [".lock", ".wsync-unfinished"])
+def test_own_files_are_not_found_through_links(name: str, tmp_path: Path) -> None:
+    """Nor waited for."""
+    root = tmp_path / "root"
+    write(root, 1)
+    other = tmp_path / "other"
+    (root / name).unlink(missing_ok=True)
+    (root / name).symlink_to(other)
+    with pytest.raises(wsync.WsyncError, match=name):
+        write(root, 2)
+    assert not other.exists()
+    (root / name).unlink()
+    os.mkfifo(root / name)
+    with pytest.raises(wsync.StateError, match=rf"{name}: is no regular file"):
+        write(root, 2)
+    (root / name).unlink()
+    write(root, 2)
+    assert everything(root) == {"latest", "weight_v000002"}
+
+
+def test_an_index_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "weight_v000003").mkdir()
+    os.mkfifo(tmp_path / "weight_v000003" / INDEX)
+    write(tmp_path, 2)
+    assert everything(tmp_path) == {"latest", "weight_v000002", "weight_v000003"}
+
+
+def test_a_base_is_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to it may move while its files are copied."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        for file in ("a.json", "b.json"):
+            (tmp_path / name / file).write_text(name)
+    link = tmp_path / "base"
+    link.symlink_to("one")
+    copy = shutil.copyfile
+
+    def moving(source: Path, target: Path) -> None:
+        copy(source, target)
+        link.unlink()
+        link.symlink_to("two")
+
+    monkeypatch.setattr(shutil, "copyfile", moving)
+    (tmp_path / "root").mkdir()
+    folder = Versions(tmp_path / "root", link, 2).begin("1")
+    assert {path.read_text() for path in folder.iterdir()} == {"one"}
 
 
 def test_only_versions_are_pruned(tmp_path: Path) -> None:

@@ -383,7 +383,7 @@ class Checkpoint:
 
 _CHANGED: Final = "was written to while the checkpoint was being read"
 _MAX_NAME: Final = 4096
-_MAX_DIMENSIONS: Final = 64
+_MAX_DIMENSIONS: Final = 6  # of a layout
 
 
 @dataclass(frozen=True)

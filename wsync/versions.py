@@ -4,6 +4,7 @@
                             version is weight_v000007.2
     ROOT/latest             link to the newest
     ROOT/.weight_v....<hex> being written or removed; nobody reads it
+    ROOT/.wsync-unfinished  the names of these, while there may be any
 
 A version is written under a hidden name, brought to the disk, and renamed; the link follows when
 the disk has the new name.  So `latest` leads to a complete version at any time: whenever a writer
@@ -15,22 +16,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from wsync import _core
-from wsync.checkpoint import INDEX, system_calls
+from wsync.checkpoint import INDEX, read_index, system_calls
 
 LATEST = "latest"
 _LOCK = ".lock"
+_UNFINISHED = ".wsync-unfinished"
+_MAX_UNFINISHED_NBYTES = 1 << 20
 _PREFIX = "weight_v"
-_HIDDEN = re.compile(r"\.weight_v.+\.[0-9a-f]{8}")
+_HIDDEN = re.compile(r"\.weight_v[^/\0]+\.[0-9a-f]{8}", re.DOTALL)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -87,7 +90,7 @@ class Versions:
             self.root.mkdir(parents=True, exist_ok=True)
             for path in missing:
                 _sync(path.parent)
-            lock = os.open(self.root / _LOCK, os.O_CREAT | os.O_RDWR, 0o666)
+            lock = _open(self.root / _LOCK)
         try:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,10 +101,9 @@ class Versions:
             self._sweep()
             try:
                 yield
-            except BaseException:
-                with contextlib.suppress(OSError):  # the first error says more
+            finally:
+                with contextlib.suppress(OSError, _core.WsyncError):  # the block's says more
                     self._sweep()  # a disk that has become full is not to stay so
-                raise
         finally:
             # a process that was forked meanwhile has the descriptor, too
             fcntl.flock(lock, fcntl.LOCK_UN)
@@ -109,13 +111,13 @@ class Versions:
 
     def begin(self, version: str) -> Path:
         """A new hidden folder with everything but the weights and their index."""
-        if "/" in version:
+        if "/" in version or "\0" in version or not version.isprintable():
             raise _core.InvalidArgumentError(f"version {version!r} cannot name a folder")
         folder = self._hidden(_name(version))
         with system_calls(folder):
             folder.mkdir()
             if isinstance(self._base, str | os.PathLike):
-                for path in Path(self._base).iterdir():
+                for path in Path(self._base).resolve().iterdir():  # a link may move meanwhile
                     hidden = path.name.startswith(".")
                     if path.is_file() and not hidden and not path.name.endswith(_WEIGHTS):
                         shutil.copyfile(path, folder / path.name)
@@ -158,16 +160,50 @@ class Versions:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def _sweep(self) -> None:
-        for path in self.root.glob(f".{_PREFIX}*"):
-            if not _HIDDEN.fullmatch(path.name):
-                continue
-            shutil.rmtree(path, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                path.unlink()  # a link that did not get its name
+        """Removes what writers before this one have noted and left.  A folder that only has such a
+        name is somebody else's."""
+        path = self.root / _UNFINISHED
+        with system_calls(path):
+            if not os.path.lexists(path):
+                return
+            with os.fdopen(_open(path), "r+b") as file:
+                noted = map(os.fsdecode, file.read(_MAX_UNFINISHED_NBYTES).split(b"\0"))
+                hidden = [name for name in noted if _HIDDEN.fullmatch(name)]
+                left = [name for name in hidden if not _remove(self.root / name)]
+                file.seek(0)
+                file.truncate()
+                file.write(b"".join(os.fsencode(name) + b"\0" for name in left))
+            if not left:
+                path.unlink()
 
     def _hidden(self, name: str) -> Path:
+        """A new hidden name; noted first, so that whoever comes next finds what has it."""
         tail = name.removeprefix(_PREFIX)
-        return self.root / f".{_PREFIX}{tail}.{secrets.token_hex(4)}"
+        hidden = f".{_PREFIX}{tail}.{secrets.token_hex(4)}"
+        path = self.root / _UNFINISHED
+        with system_calls(path), os.fdopen(_open(path, os.O_APPEND), "wb") as file:
+            file.write(os.fsencode(hidden) + b"\0")
+            file.flush()
+            os.fsync(file.fileno())
+        return self.root / hidden
+
+
+def _open(path: Path, flags: int = 0) -> int:
+    """A descriptor of a file that is made where it is missing; never of what a link leads to."""
+    flags |= os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    found = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise _core.StateError(f"{path}: is no regular file")
+    return found
+
+
+def _remove(path: Path) -> bool:
+    """Removes a folder or link; whether it is gone."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()  # a link that did not get its name
+    return not os.path.lexists(path)
 
 
 def _folder(given: Any) -> str | os.PathLike[str]:
@@ -183,8 +219,8 @@ def _name(version: str) -> str:
 def _is_version(folder: Path) -> bool:
     """Whether `publish` has given a folder its name: its index says of which version it is."""
     try:
-        version = json.loads((folder / INDEX).read_bytes())["metadata"]["weight_version"]
-    except (OSError, ValueError, KeyError, TypeError):
+        version = read_index(folder)["metadata"]["weight_version"]
+    except (_core.WsyncError, KeyError, TypeError):
         return False
     name, again = _name(str(version)), folder.name.rpartition(".")
     return name == folder.name or (name == again[0] and again[2].isdecimal())
