@@ -430,6 +430,12 @@ class OnGpu:
     def data_ptr(self) -> int:
         return 1 << 40
 
+    def element_size(self) -> int:
+        return 1
+
+    def untyped_storage(self) -> SimpleNamespace:
+        return SimpleNamespace(data_ptr=self.data_ptr, nbytes=lambda: 64)
+
     def is_neg(self) -> bool:
         return False
 

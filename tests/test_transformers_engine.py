@@ -611,6 +611,9 @@ def test_what_the_server_cannot_have_is_one_line_and_status_2(
     text = said("--model", tmp_path, *free)
     found = rf"{program}Error no file named .*model\.safetensors.* {tmp_path}\.?\n"
     assert re.fullmatch(found, text)
+    link = tmp_path / "latest"  # may lead to another folder when the next file is read
+    link.symlink_to(".")
+    assert re.fullmatch(found, said("--model", link, *free))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         text = said("--config", tmp_path, "--port", port)

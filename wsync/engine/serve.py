@@ -18,7 +18,7 @@ import requests
 
 from wsync._core import DeadlineError, InvalidArgumentError, WsyncError
 from wsync.answers import seconds
-from wsync.checkpoint import INDEX
+from wsync.checkpoint import INDEX, read_index
 from wsync.control import MAX_DEADLINE
 from wsync.engine.child import Child
 
@@ -150,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         try:
             listener = stack.enter_context(_bind(options.host, options.port))
+            if options.model:  # once: a trainer's `latest` may move between two files
+                options.model = os.path.realpath(options.model)
             model, tokenizer = load(options)
             version = options.weight_version or _stored_version(options.model) or "default"
             app = create_app(
@@ -187,10 +189,9 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def _stored_version(folder: str | None) -> str | None:
     """The weight version of a checkpoint that a trainer has written, or None."""
-    path = Path(folder or "", INDEX)
-    if folder is None or not path.exists():
+    if folder is None or not Path(folder, INDEX).exists():
         return None
-    version = json.loads(path.read_bytes()).get("metadata", {}).get("weight_version")
+    version = read_index(Path(folder)).get("metadata", {}).get("weight_version")
     return None if version is None else str(version)
 
 
