@@ -43,7 +43,7 @@ def test_an_engine_that_is_given_twice_is_named(server: str) -> None:
 def test_an_engine_under_two_urls_is_named(server: str) -> None:
     weights = {"w": torch.ones(1)}
     port = server.rpartition(":")[2]
-    for other in (f"http://localhost:{port}", f"{server}/", f"http://127.1.2.3:{port}"):
+    for other in (f"http://localhost:{port}", f"{server}/", f"http://0.0.0.0:{port}"):
         found = "" if other.rstrip("/") == server else f": {server} is the same one"
         text = re.escape(f"engine {other.rstrip('/')} is given twice{found}")
         with pytest.raises(wsync.InvalidArgumentError, match=f"^{text}$"):
@@ -55,13 +55,14 @@ def test_an_engine_is_known_by_what_it_tells(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         HttpHandle,
         "_info",
-        lambda self, *_: {"tp_size": 1, "wsync_identity": told[self.name.lower()]},
+        lambda self, *_: {"tp_size": 1, "wsync_identity": told.get(self.name.lower())},
     )
     assert len(handles_of(["http://a:1", "http://b:1", "http://d:1"], timeout=1)) == 3
     with pytest.raises(wsync.InvalidArgumentError, match="c:1 is given twice: http://a:1 is the"):
         handles_of(["http://a:1", "http://b:1", "http://c:1"], timeout=1)
     with pytest.raises(wsync.InvalidArgumentError, match="D:1 is given twice: http://d:1 is the"):
         handles_of(["http://d:1", "http://D:1"], timeout=1)
+    assert len(handles_of(["http://127.0.0.1:1", "http://127.0.0.2:1"], timeout=1)) == 2
 
 
 @pytest.mark.parametrize("wrong", [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).parameters()])

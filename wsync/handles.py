@@ -14,7 +14,6 @@ import base64
 import contextlib
 import importlib
 import inspect
-import ipaddress
 import json
 import threading
 import time
@@ -159,15 +158,13 @@ def _identities(given: object, made: EngineHandle) -> list[Any]:
 
 
 def _place(url: str) -> str:
-    """A URL, with one spelling for all names of this host's loopback interface."""
+    """A URL, with one spelling for what stands for 127.0.0.1."""
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").rstrip("."), parts.port
     except ValueError:
         return url
-    with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(host)
-        host = "localhost" if address.is_loopback or address.is_unspecified else str(address)
+    host = "127.0.0.1" if host in ("localhost", "0.0.0.0") else host
     port = port or {"http": 80, "https": 443}.get(parts.scheme.removeprefix("vllm+"))
     return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
 
