@@ -367,6 +367,37 @@ def test_a_worker_that_connects_late_has_less_time_to_say_what_it_keeps(
     ends[0].close()
 
 
+def test_other_hosts_are_never_told_a_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"10.0.0.1": "10.0.0.9", "127.0.0.1": "127.0.0.1"}
+
+    def on_the_way(host: str, port: int) -> str:
+        if host not in ways:
+            raise OSError("no route")
+        return ways[host]
+
+    def named(host: str, *_: object, **__: object) -> list[Any]:
+        addresses = ["127.0.1.1", "192.168.7.1"] if host == socket.gethostname() else []
+        return [(0, 0, 0, "", (address, 0)) for address in addresses]
+
+    monkeypatch.delenv("WSYNC_ADDRESS", raising=False)
+    monkeypatch.setattr("wsync.remote._on_the_way", on_the_way)
+    monkeypatch.setattr(socket, "getaddrinfo", named)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    assert own_address([]) == "192.168.7.1"
+    assert own_address(["actor 7"]) == "192.168.7.1"
+    assert own_address(["http://127.0.0.1:1"]) == "127.0.0.1"
+    assert own_address(["http://127.0.0.1:1", "http://10.0.0.1:1"]) == "10.0.0.9"
+    assert own_address(["http://127.0.0.1:1", "actor 7"]) == "192.168.7.1"
+
+
+def test_the_environment_has_the_last_word_on_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WSYNC_ADDRESS", "10.1.2.3")
+    assert own_address([]) == own_address(["http://127.0.0.1:1"]) == "10.1.2.3"
+    monkeypatch.setenv("WSYNC_ADDRESS", "no address")
+    with pytest.raises(wsync.InvalidArgumentError, match="WSYNC_ADDRESS='no address': "):
+        own_address([])
+
+
 def test_the_own_address_is_found_whatever_an_engine_is_called() -> None:
     for name in ("http://[half", "http://host:99999999", "actor 7"):
         assert socket.inet_aton(own_address([name]))

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import ipaddress
 import math
+import os
 import socket
 import threading
 import time
@@ -32,6 +34,9 @@ from wsync.options import Options
 from wsync.update_group import Store, UpdateGroup, default_backend, device_of, group_name
 
 Check = Callable[[], object]
+
+ADDRESS = "WSYNC_ADDRESS"
+_SOMEWHERE = ("8.8.8.8", "2001:4860:4860::8888")  # by way of the default routes; never sent to
 
 _LOCK_SECONDS = 0.1
 _LOCK_ANSWER_SECONDS = 30.0
@@ -428,19 +433,43 @@ def _nothing() -> None:
 def own_address(engines: Sequence[str]) -> str:
     """The address of this host that engines (URLs, or names of others) can reach.
 
-    Asks the system which of its addresses it would use on the way to each; nothing is sent.
+    The environment variable WSYNC_ADDRESS is the answer where it is set.  Otherwise the system is
+    asked which of its addresses it would use on the way to each; nothing is sent.  An address of
+    the loopback interface is the answer only where all engines are known to be on this host, or
+    where it has no other: /etc/hosts may give a host's own name such a one.
     """
-    found = []
-    for engine in engines:
+    given = os.environ.get(ADDRESS, "").strip()
+    if given:
+        try:
+            socket.getaddrinfo(given, None)
+        except (OSError, ValueError) as error:
+            raise _core.InvalidArgumentError(f"{ADDRESS}={given!r}: {error}") from None
+        return given
+    hosts, found = [_host(engine) for engine in engines], []
+    for host, port in hosts:
         with contextlib.suppress(OSError, ValueError):
-            parts = urlsplit(engine)
-            found.append(_on_the_way(parts.hostname or "8.8.8.8", parts.port or 80))
-    outer = [address for address in found if not address.startswith(("127.", "::1"))]
-    if found:
-        return (outer or found)[0]
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
-    return "127.0.0.1"
+            found.append(_on_the_way(host, port))
+    if not hosts or not all(map(_loopback, found)) or len(found) < len(hosts):
+        for somewhere in _SOMEWHERE:
+            with contextlib.suppress(OSError):
+                found.append(_on_the_way(somewhere, 80))
+        with contextlib.suppress(OSError):
+            named = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_DGRAM)
+            found += [str(address[0]) for *_, address in named]
+    outer = [address for address in found if not _loopback(address)]
+    return [*outer, *found, "127.0.0.1"][0]
+
+
+def _host(engine: str) -> tuple[str, int]:
+    """Host and port of a URL; what is none may be anywhere."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(engine)
+        return parts.hostname or _SOMEWHERE[0], parts.port or 80
+    return _SOMEWHERE[0], 80
+
+
+def _loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _on_the_way(host: str, port: int) -> str:
