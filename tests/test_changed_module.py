@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from support.workers import ThreadEngine
 
 import wsync
-from wsync._core import LayoutBuilder, WsyncError, describe
+from wsync._core import DeadlineError, LayoutBuilder, WsyncError, describe
 from wsync.engine.loaders import LayoutLoader, ModuleLoader
+from wsync.engine.patience import learning
 from wsync.engine.recorded import RecordedLoader
 
 OPTIONS = wsync.Options(deadline=20, progress=False)
@@ -243,3 +245,46 @@ def test_a_flag_that_load_weights_goes_by_is_noticed(which: str) -> None:
     found = module.a.clone(), module.b.clone()
     module.load_weights(list(draw(4).items()))
     assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)
+
+
+# --- learning has an end ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_learning_ends_when_the_trainer_waits_no_longer(swallows: bool) -> None:
+    stop, ended = threading.Event(), threading.Event()
+    module = Loading()
+
+    def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
+        try:
+            while not stop.is_set():
+                torch.zeros(1)
+        except Exception:
+            if not swallows:
+                raise
+        finally:
+            ended.set()
+
+    module.load_weights = load  # type: ignore[method-assign]
+    engine = ThreadEngine([RecordedLoader(module)])
+    options = wsync.Options(deadline=2, progress=False)
+    try:
+        with wsync.connect(draw(0), engines=[engine], options=options) as sync:
+            with pytest.raises(WsyncError):
+                sync.update(draw(1))
+            assert ended.wait(60)
+    finally:
+        stop.set()
+
+
+def test_what_cannot_be_learnt_in_time_is_not_left_to_the_loader() -> None:
+    builder = LayoutBuilder()
+    for name in "ab":
+        builder.add_tensor(name, "float32", [32, 8])
+    model = builder.build()
+    _, loader = learnt()
+    with learning(-1.0), pytest.raises(DeadlineError, match=r"learning .* took over"):
+        loader.learn(model)
+    assert loader.recording is None
+    loader.learn(model)
+    assert loader.recording is not None

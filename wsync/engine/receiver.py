@@ -15,6 +15,7 @@ from wsync.control import LEARN, Control
 from wsync.device import await_torch, follow_torch
 from wsync.engine.buckets import Buckets
 from wsync.engine.loaders import Describes, Learner, Loader, Receipt
+from wsync.engine.patience import learning
 from wsync.trace import Trace
 
 if TYPE_CHECKING:
@@ -239,9 +240,10 @@ class Receiver:
         assert teacher is not None and isinstance(self._loader, Learner)
         teacher.begin(message.deadline)
         address, _, model = teacher.manifest.partition(b"\n")
-        blob = self._loader.learn(
-            Layout.from_bytes(model), lambda: self.lose(f"update {message.update} is running")
-        )
+        with learning(message.deadline):
+            blob = self._loader.learn(
+                Layout.from_bytes(model), lambda: self.lose(f"update {message.update} is running")
+            )
         # the trainer listens to the teacher's session until this one has come
         self._teacher = teacher
         door = address.decode("ascii", "replace")

@@ -20,6 +20,7 @@ from wsync._core import LayoutError
 from wsync.dtypes import dtype_of
 from wsync.engine.held import Area, Fact, Held, Kept, region
 from wsync.engine.loaders import LoadWeights
+from wsync.engine.patience import check
 from wsync.engine.regions import (
     Box,
     Move,
@@ -334,12 +335,14 @@ def _trace(
     except ReadsValuesError:
         return
     except Exception as error:
+        check()
         text = f"it raised {type(error).__name__}: {error}"
         for name, why in list(aside.items())[:1]:
             text += f", when it is not given {name}: {why}"
         raise RecordingError(text) from error
     finally:
         changed = kept.restore()
+    check()  # whatever the loader makes of the error
     if changed and not tracer.refused:
         raise RebindsError(f"it binds other tensors to {', '.join(changed[:5])}")
 

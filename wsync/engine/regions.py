@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
+from wsync.engine.patience import check
+
 Dim = tuple[int, int, int]
 
 # parts that one move may fall into: what needs more is not worth a plan
@@ -134,6 +136,7 @@ def cut(move: Move, grid: Grid) -> tuple[list[Cell], list[Move]]:
     outside: list[Move] = []
     todo = [coalesced(move)]
     while todo:
+        check()
         if len(inside) + len(outside) + len(todo) > _PARTS:
             raise UnexpressedError(f"over {_PARTS} parts")
         part = todo.pop()

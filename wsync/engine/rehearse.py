@@ -15,6 +15,7 @@ from wsync.device import follow_torch
 from wsync.dtypes import dtype_of
 from wsync.engine.held import Held, region
 from wsync.engine.loaders import LoadWeights
+from wsync.engine.patience import check
 from wsync.engine.recorder import Recording, RecordingError
 from wsync.engine.regions import Box
 from wsync.engine.reserved import Rehearsal
@@ -73,6 +74,7 @@ def rehearse(load: LoadWeights, model: Rehearsal, names: frozenset[str] | None =
         raise RecordingError(f"it raised {type(error).__name__}: {error}") from error
     finally:
         model.restore()
+    check()
 
 
 class _Rerun:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from wsync._core import checksum
 from wsync.engine.held import Held
+from wsync.engine.patience import check
 from wsync.engine.regions import Move, UnexpressedError, compose, without
 from wsync.engine.reserved import Rehearsal, there, weak
 
@@ -143,6 +144,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        check()
         self._clock += 1
         packet = func.overloadpacket
         if func.is_view or packet in _VIEWS or packet in _SHAPES:
