@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +17,11 @@ import pytest
 import torch
 
 import wsync
-from wsync import _core
+from wsync import _core, versions
 from wsync.disk import DiskSync, newest
 
-QUICK = wsync.Options(deadline=10.0, progress=False)
-PATIENCE = 30.0
+OPTIONS = wsync.Options(deadline=60.0, progress=False)
+PATIENCE = 60.0
 
 
 class Engine:
@@ -75,7 +77,7 @@ class Dead(Engine):
         raise wsync.PeerClosedError("engine dead: gone")
 
 
-def disk(folder: Path, *engines: Any, options: wsync.Options = QUICK) -> DiskSync:
+def disk(folder: Path, *engines: Any, options: wsync.Options = OPTIONS) -> DiskSync:
     return DiskSync({"a": torch.zeros(3)}, engines, folder=folder, options=options)
 
 
@@ -197,31 +199,72 @@ def test_an_error_is_not_hidden_by_that_of_cleaning_up(
         sync.update(weights)
 
 
-@pytest.mark.parametrize("place", [(os, "fsync"), (_core, "write_files")])
+def _ended() -> None:
+    """Waits for the threads of an update that was given up."""
+    for thread in threading.enumerate():
+        if thread.name in ("wsync-write", "wsync-close", "wsync-folder"):
+            thread.join(PATIENCE)
+
+
+@pytest.mark.parametrize("place", [(os, "open"), (os, "fsync"), (_core, "write_files")])
 def test_a_file_system_that_does_not_answer_costs_the_deadline(
     place: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, name = place
     go_on, original = threading.Event(), getattr(module, name)
 
-    def stall(*arguments: Any) -> Any:
-        where = os.readlink(f"/proc/self/fd/{arguments[0]}") if name == "fsync" else ".safetensors"
+    def stall(*arguments: Any, **named: Any) -> Any:
+        where = ".safetensors"
+        if name == "open":
+            where = str(arguments[0])
+        elif name == "fsync":
+            where = os.readlink(f"/proc/self/fd/{arguments[0]}")
         if where.endswith(".safetensors"):
             go_on.wait(PATIENCE)
-        return original(*arguments)
+        return original(*arguments, **named)
 
-    options = wsync.Options(deadline=0.5, progress=False)
+    options = wsync.Options(deadline=1.0, progress=False)
     with disk(tmp_path, options=options) as sync:
-        monkeypatch.setattr(module, name, stall)
         descriptors = len(os.listdir("/proc/self/fd"))
-        text = r"/\.weight_v000001\..*: the file system did not answer in 0 s"
-        try:
-            with pytest.raises(wsync.DeadlineError, match=text):
-                sync.update()
-        finally:
-            go_on.set()
-        for thread in threading.enumerate():
-            if thread.name in ("wsync-write", "wsync-close"):
-                thread.join(PATIENCE)
+        text = r"/\.weight_v000001\..*: the file system did not answer in 1 s"
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, stall)
+            try:
+                with pytest.raises(wsync.DeadlineError, match=text):
+                    sync.update()
+            finally:
+                go_on.set()
+                _ended()
         assert len(os.listdir("/proc/self/fd")) == descriptors
+        sync.options = OPTIONS
         sync.update()
+
+
+@pytest.mark.parametrize(
+    "place", [(fcntl, "flock"), (_core, "reserve_file"), (versions, "_sync"), (shutil, "rmtree")]
+)
+def test_a_folder_that_does_not_answer_costs_the_deadline_and_gets_no_version(
+    place: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What rank 0 does alone, for which the others wait."""
+    module, name = place
+    go_on, original = threading.Event(), getattr(module, name)
+
+    def stall(*arguments: Any, **named: Any) -> Any:
+        go_on.wait(PATIENCE)
+        return original(*arguments, **named)
+
+    (tmp_path / ".weight_v000009.01234567").mkdir()  # a trainer was killed
+    with disk(tmp_path, options=wsync.Options(deadline=1.0, progress=False)) as sync:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, stall)
+            try:
+                with pytest.raises(wsync.DeadlineError, match="the file system did not answer in"):
+                    sync.update()
+            finally:
+                go_on.set()
+                _ended()
+        assert not [path for path in tmp_path.iterdir() if path.name != ".lock"]
+        sync.options = OPTIONS
+        sync.update()
+    assert newest(tmp_path).name == "weight_v000001"

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
 
 from tqdm import tqdm
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["DiskSync", "ReadsDisk", "newest"]
 
 _log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 # one write call's share: how much is written between two looks at the other ranks
 _BATCH_NBYTES = 64 << 20
@@ -100,7 +102,7 @@ class DiskSync(Updates):
         super().__init__(source, options)
         with self._one_error():
             if self._group.rank == 0:
-                self._versions.check()
+                _Root(self._versions, self.options.deadline, self._group.check).check()
                 self._engines = handles_of(engines, timeout=self.options.deadline)
                 for engine in self._engines:
                     if not isinstance(engine, ReadsDisk):
@@ -137,14 +139,15 @@ class DiskSync(Updates):
                 paused with those that wait for it.
         """
         with self._updating(version) as report, contextlib.ExitStack() as stack:
+            root = _Root(self._versions, self.options.deadline, self._group.check)
             if self._group.rank == 0:
-                stack.enter_context(self._versions.writing())
-            folder = self._write(self._given(weights), report)
+                stack.enter_context(root.writing())
+            folder = self._write(self._given(weights), report, root)
             with report.phase("publish"):
                 if self._group.rank == 0:
-                    folder = self._versions.publish(folder)
+                    folder = root.publish(folder)
                     # it counts, whatever engines make of it: tries that fail must not add up
-                    stack.callback(self._prune)
+                    stack.callback(self._prune, root)
                 self._group.barrier()
             with report.phase("engines"):
                 if self._group.rank == 0:
@@ -152,10 +155,10 @@ class DiskSync(Updates):
                 self._group.confirm()
         return report
 
-    def _prune(self) -> None:
+    def _prune(self, root: _Root) -> None:
         """Removes old versions, or says why not: the new one is there."""
         try:
-            self._versions.prune()
+            root.call(self._versions.prune)
         except (OSError, _core.WsyncError) as error:
             _log.warning("wsync: old versions stay until the next update: %s", error)
 
@@ -170,12 +173,12 @@ class DiskSync(Updates):
         """What was being written is swept by the next update."""
         self._handover.settle(min(2.0, self.options.deadline))
 
-    def _write(self, weights: Weights | None, report: Report) -> Path:
+    def _write(self, weights: Weights | None, report: Report, root: _Root) -> Path:
         """All files of a version, on the disk; returns their hidden folder."""
         sources = _core.BufferTable.of(self._source.bind(weights))
         self._describe(report)
         with report.phase("begin"):
-            folder = self._make(report.version)
+            folder = self._make(report.version, root)
         bar = self._progress(report, self._writer.nbytes, unit="B", unit_scale=True)
         options = self.options
         calls = _DiskCalls(options.threads, options.deadline, self._group.check)
@@ -187,9 +190,10 @@ class DiskSync(Updates):
                 self._group.barrier()
         return folder
 
-    def _make(self, version: str) -> Path:
+    def _make(self, version: str, root: _Root) -> Path:
         """The folder to write to, as rank 0 has made it."""
-        made = os.fsencode(self._begin(version)) if self._group.rank == 0 else b""
+        mine = self._group.rank == 0
+        made = os.fsencode(root.call(lambda: self._begin(version))) if mine else b""
         return Path(os.fsdecode(self._group.all_gather(made)[0]))
 
     def _begin(self, version: str) -> Path:
@@ -256,16 +260,23 @@ class _Writer:
     @contextlib.contextmanager
     def opened(self, folder: Path, calls: _DiskCalls) -> Iterator[list[tuple[str, int, int]]]:
         """(path, descriptor, nbytes) of the files that this rank writes to."""
-        names, sizes = self._arrangement.names, self._arrangement.sizes
-        files: list[tuple[str, int, int]] = []
-        try:
-            for number in self._files:
-                path = folder / names[number]
+        paths = [os.fspath(folder / self._arrangement.names[number]) for number in self._files]
+        opened: dict[str, int] = {}
+
+        def opening(path: str) -> Callable[[], int]:
+            def call() -> int:
                 with system_calls(path):
-                    files.append((os.fspath(path), os.open(path, os.O_WRONLY), sizes[number]))
-            yield files
+                    opened[path] = os.open(path, os.O_WRONLY)
+                return 0
+
+            return call
+
+        try:
+            calls.run([(path, opening(path)) for path in paths])
+            sizes = [self._arrangement.sizes[number] for number in self._files]
+            yield [(path, opened[path], size) for path, size in zip(paths, sizes, strict=True)]
         finally:
-            calls.end([descriptor for _, descriptor, _ in files])
+            calls.end(opened)
 
     def write(
         self,
@@ -285,6 +296,69 @@ class _Writer:
         folder = os.path.dirname(files[0][0]) if files else ""  # a batch may go to many files
         batches = [(folder, functools.partial(batch, bounds)) for bounds in self._batches]
         calls.run(batches, bar.update)
+
+
+class _Root:
+    """What rank 0 alone does in the folder of versions, while the others wait: calls that may never
+    return, in order, each of which has a deadline.
+
+    Args:
+        versions: the folder.
+        deadline: seconds that each call may take.
+        check: called while this waits; may raise to end it.
+    """
+
+    def __init__(self, versions: Versions, deadline: float, check: Callable[[], None]) -> None:
+        self._versions = versions
+        self._deadline = deadline
+        self._check = check
+        self._lane: Lane | None = None
+        self._late = f"{versions.root}: the file system did not answer"
+        self._given_up = False
+
+    def call(self, call: Callable[[], _T]) -> _T:
+        """What a call returns, made after all those before it."""
+        if self._lane is None:
+            self._lane = Lane("wsync-folder")
+        called: Future[_T] = self._lane.submit(call)
+        return result(called, self._deadline, self._check, self._late)
+
+    def check(self) -> None:
+        """Versions.check."""
+        try:
+            self.call(self._versions.check)
+        finally:
+            self._end()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Versions.writing; where the block fails, what has to follow does so once it can."""
+        inner = self._versions.writing()
+        try:
+            self.call(inner.__enter__)
+            yield
+        except BaseException as error:
+            self._given_up = True
+            assert self._lane is not None
+            last = functools.partial(inner.__exit__, type(error), error, error.__traceback__)
+            wait([self._lane.submit(last)], min(_BATCH_SECONDS, self._deadline))
+            raise
+        else:
+            self.call(lambda: inner.__exit__(None, None, None))
+        finally:
+            self._end()
+
+    def publish(self, folder: Path) -> Path:
+        """Versions.publish, unless nobody waits for that any more."""
+        return self.call(lambda: self._versions.publish(folder, self._still_wanted))
+
+    def _still_wanted(self) -> None:
+        if self._given_up:
+            raise _core.StateError("the update has been given up")
+
+    def _end(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
 
 
 class _DiskCalls:
@@ -326,14 +400,14 @@ class _DiskCalls:
             late = f"{path}: the file system did not answer"
             done(result(future, self._deadline, self._check, late))
 
-    def end(self, descriptors: list[int]) -> None:
-        """Gives up what is queued, and closes descriptors when no call can use them any more:
-        another file may get their numbers."""
+    def end(self, opened: Mapping[str, int]) -> None:
+        """Gives up what is queued, and closes the descriptors of files when no call can open or
+        use them any more: another file may get their numbers."""
         self._given_up = True
 
         def close() -> None:
             wait(self._started)
-            for descriptor in descriptors:
+            for descriptor in opened.values():
                 os.close(descriptor)
 
         if wait(self._started, min(_BATCH_SECONDS, self._deadline)).not_done:

@@ -21,7 +21,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,8 @@ class Versions:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _core.StateError(
-                    f"{self.root}: another trainer is writing versions into it"
+                    f"{self.root}: another trainer is writing versions into it, or an update that "
+                    "was given up still waits for the file system"
                 ) from None
             self._sweep()
             try:
@@ -125,9 +126,9 @@ class Versions:
                 self._base.save_pretrained(folder)
         return folder
 
-    def publish(self, folder: Path) -> Path:
+    def publish(self, folder: Path, check: Callable[[], object]) -> Path:
         """Gives a hidden folder whose files are on the disk its name, and readers the link to it;
-        returns its path."""
+        returns its path.  `check` is called before each step that readers see; may raise."""
         name = folder.name[1:].rpartition(".")[0]
         final, count = self.root / name, 1
         while final.exists():  # of an earlier run or try, and perhaps being read
@@ -137,10 +138,12 @@ class Versions:
             for path in folder.iterdir():
                 _sync(path)
             _sync(folder)
+            check()
             folder.rename(final)
             _sync(self.root)
             link = self._hidden(LATEST)
             link.symlink_to(final.name)
+            check()
             link.replace(self.root / LATEST)
             _sync(self.root)
         return final
