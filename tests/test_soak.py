@@ -1,4 +1,10 @@
-"""Updates and connections without end; see support/fault_soak.py and support/connection_soak.py."""
+"""Updates without end, with reconnects and random faults; see support/fault_soak.py,
+connection_soak.py, chaos.py and cycles.py.
+
+`pytest -m slow tests/test_soak.py` is short; WSYNC_CHAOS_SECONDS and WSYNC_CYCLES say how long
+everything is killed at random (30 s), and how often a trainer connects and lets go (40 times);
+WSYNC_CONNECTIONS, how many connections are made while processes are stopped (500).
+"""
 
 import os
 import subprocess
@@ -6,15 +12,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from support import known_weights
+from support.chaos_judge import Kill, Update, count, recoveries
+from support.chaos_watch import Look, Oracle
+from support.cycles import WAYS
+
+SECONDS = float(os.environ.get("WSYNC_CHAOS_SECONDS") or 30)
+CYCLES = int(os.environ.get("WSYNC_CYCLES") or 40)
 
 
-def run(module: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def run(module: str, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", f"support.{module}", *arguments],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
         text=True,
-        timeout=7000,
+        timeout=timeout,
     )
 
 
@@ -25,7 +39,7 @@ def run(module: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_a_long_run_is_right_and_stays_flat(
     updates: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    done = run("fault_soak", str(updates))
+    done = run("fault_soak", str(updates), timeout=7000)
     with capfd.disabled():
         print("\n" + done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
@@ -40,8 +54,82 @@ def test_connections_come_about_while_processes_are_stopped_for_a_while(
 ) -> None:
     """WSYNC_CONNECTIONS says how many."""
     connections = os.environ.get("WSYNC_CONNECTIONS", "500")
-    done = run("connection_soak", connections, "--seed", "1")
+    done = run("connection_soak", connections, "--seed", "1", timeout=7000)
     with capfd.disabled():
         print("\n" + done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr[-40000:]
     assert f"soak: {connections} connections of" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 900)
+def test_nothing_wrong_is_served_while_everything_is_killed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    done = run("chaos", str(SECONDS), timeout=SECONDS + 800)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("chaos: ")]
+    with capfd.disabled():
+        print("\n" + "\n".join(lines))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(CYCLES + 900)
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_grows_when_a_trainer_comes_and_goes(
+    way: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = run("cycles", way, str(CYCLES), timeout=CYCLES + 800)
+    with capfd.disabled():
+        print("\n" + done.stdout.strip())
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+
+
+def test_the_watcher_knows_a_mixture_from_another_version() -> None:
+    torch.set_num_threads(1)
+    oracle = Oracle()
+    old, new = known_weights.weights(2), known_weights.weights(3)
+    name = "model.layers.3.mlp.down_proj.weight"
+    assert oracle.judge(2, oracle.of(old)) == ("right", 2)
+    assert oracle.judge(2, oracle.of(new)) == ("mislabelled", 3)
+    assert oracle.judge(3, oracle.of({**new, name: old[name]})) == ("mixed", -1)
+
+
+# two updates, from 10 s to 12 s and from 20 s to 22 s
+UPDATES = [Update(1, 10.0, 12.0, True), Update(2, 14.0, 15.0, False), Update(3, 20.0, 22.0, True)]
+
+
+def look(at: float, verdict: str, label: int) -> Look:
+    return Look(at, at + 0.1, 0, verdict, label)
+
+
+JUDGED: dict[str, tuple[list[Look], list[Kill], dict[str, int]]] = {
+    "right": ([look(13, "right", 1), look(21, "right", 1), look(23, "right", 3)], [], {}),
+    "early": ([look(11, "right", 1), look(21, "right", 3)], [], {}),
+    "mixed": ([look(21, "mixed", 1)], [], {"mixed": 1}),
+    "soon over": ([look(13, "mixed", 1), look(21, "mixed", 1)], [], {"mixed": 2}),
+    "lasting": ([look(13, "mixed", 1), look(23, "mixed", 3)], [], {"mixed": 2, "lasting": 1}),
+    "mended": (
+        [look(13, "mixed", 1), look(14, "right", 1), look(23, "mixed", 3)],
+        [],
+        {"mixed": 2},
+    ),
+    "killed": ([look(13, "mixed", 1), look(23, "mixed", 3)], [Kill(19, 0)], {"mixed": 2}),
+    "mislabelled": ([look(13, "mislabelled", 1)], [], {"mislabelled": 1}),
+    "stale": ([look(23, "right", 1)], [], {"stale": 1}),
+    "says stale": ([look(13, "info", 0), look(23, "info", 1)], [], {"stale": 2, "lasting": 1}),
+    "new": ([look(23, "right", 0)], [Kill(21, 0)], {}),
+    "not new": ([look(23, "right", 0)], [Kill(21, 1), Kill(19, 0)], {"stale": 1}),
+}
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_the_judge_counts_what_is_wrong(case: str) -> None:
+    looks, kills, expected = JUDGED[case]
+    found = count(looks, UPDATES, kills)
+    assert {name: n for name, n in found.items() if name not in ("right", "info")} == expected
+
+
+def test_a_recovery_ends_with_an_update_that_began_after_the_kill() -> None:
+    kills = [Kill(9.0, 0), Kill(11.0, -1), Kill(15.0, 0), Kill(21.0, 0)]
+    assert recoveries(UPDATES, kills) == [3.0, 11.0, 7.0]
