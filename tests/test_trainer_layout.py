@@ -256,3 +256,22 @@ def test_a_function_that_returns_none_is_refused(way, tmp_path):
 
     with pytest.raises(wsync.InvalidArgumentError, match=text):
         update(lambda: None)
+
+
+class Pairs(dict):
+    def items(self):
+        return [("a", torch.ones(1)), ("a", torch.zeros(1))]
+
+
+@pytest.mark.parametrize(
+    ("mapping", "kind", "text"),
+    [
+        (Pairs(), LayoutError, "a: the mapping has it twice"),
+        ({1: torch.ones(1)}, wsync.InvalidArgumentError, "1: names are texts, not int"),
+        ({"a\0": torch.ones(1)}, wsync.InvalidArgumentError, r"'a\\x00' has a null character"),
+        ({"\udc80": torch.ones(1)}, wsync.InvalidArgumentError, r"'\\udc80' has a char.* UTF-8"),
+    ],
+)
+def test_names_that_are_none_are_refused(mapping, kind, text):
+    with pytest.raises(kind, match=text):
+        from_tensors(mapping)

@@ -158,7 +158,15 @@ def from_tensors(
         )
     given = list(tensors.items())
     names = tuple(name for name, _ in given)
+    seen: set[str] = set()
     for name, tensor in given:
+        if not isinstance(name, str):
+            raise _core.InvalidArgumentError(
+                f"{name!r}: names are texts, not {type(name).__name__}"
+            )
+        if name in seen:
+            raise _core.LayoutError(f"{name}: the mapping has it twice")
+        seen.add(name)
         if is_sharded(tensor):
             raise _core.InvalidArgumentError(
                 f"{name}: a {type(tensor).__name__} holds its elements on several ranks: "

@@ -7,6 +7,7 @@ const char *wsync_py_read_text(ModuleState *state, PyObject *object, const char 
 {
     Py_ssize_t length = 0;
     const char *text = NULL;
+    const char *odd = NULL;
     PyObject *shown = NULL;
     wsync_error_t err = {0};
 
@@ -15,14 +16,19 @@ const char *wsync_py_read_text(ModuleState *state, PyObject *object, const char 
         return NULL;
     }
     text = PyUnicode_AsUTF8AndSize(object, &length);
-    if (text == NULL || strlen(text) == (size_t)length) {
+    if (text != NULL && strlen(text) == (size_t)length) {
         return text;
     }
+    if (text == NULL && !PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
+        return NULL;
+    }
+    odd = text != NULL ? "null character" : "character that UTF-8 does not have";
+    PyErr_Clear();
     shown = PyObject_ASCII(object);
     text = shown != NULL ? PyUnicode_AsUTF8AndSize(shown, NULL) : NULL;
     if (text != NULL) {
-        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "text",
-                         "%s: %.256s has a null character", what, text);
+        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "text", "%s: %.256s has a %s", what,
+                         text, odd);
         (void)wsync_py_raise(state, &err);
     }
     Py_XDECREF(shown);

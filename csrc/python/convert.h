@@ -23,8 +23,8 @@ int wsync_py_read_exactly(PyObject *sequence, const char *what,
 int wsync_py_read_u32(long long value, const char *what, uint32_t *result);
 
 /* The UTF-8 of a str, borrowed from it; `what` names it in errors.  NULL with an exception
- * for what is no text, and with InvalidArgumentError for one with a NUL character, which in
- * C would be another, shorter text. */
+ * for what is no text, and with InvalidArgumentError for one with a null character, which
+ * in C would be another, shorter text, or that has no UTF-8 (lone surrogates). */
 const char *wsync_py_read_text(ModuleState *state, PyObject *object, const char *what);
 
 PyObject *wsync_py_int64_tuple(const int64_t *values, uint32_t count);
