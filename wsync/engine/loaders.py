@@ -167,6 +167,10 @@ class Router:
 
     def finish(self, timeout: float) -> None:
         self._stream.synchronize(timeout)
+        self.release()
+
+    def release(self) -> None:
+        """Keeps no parameters until the next update; what the stream still writes to, it keeps."""
         self._destinations = None
 
 
@@ -220,6 +224,8 @@ class LayoutLoader:
     def abandon(self) -> None:
         self.stream.abandon()
         self._boxes = None
+        if self._router is not None:
+            self._router.release()
 
     def _attached(self) -> Router:
         if self._router is None:
@@ -366,6 +372,8 @@ class _ByName:
 
     def abandon(self) -> None:
         self._destination = None
+        if self._router is not None:
+            self._router.release()
 
 
 class _ByCall:
