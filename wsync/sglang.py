@@ -14,7 +14,7 @@ from wsync import payload
 from wsync._core import Layout, UnsupportedError
 from wsync.engine.hooks import wait_for_device
 from wsync.engine.loaders import Loader, Losing, ModuleLoader, keeps
-from wsync.engine.receiver import Receiver
+from wsync.engine.receiver import Receiver, refuse
 from wsync.engine.recorded import RecordedLoader
 
 _log = logging.getLogger(__name__)
@@ -29,22 +29,29 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
 
     Never raises: SGLang ends the server when a loader does.  What fails is told to the trainer
     through the session, and is logged; SGLang itself ignores what a loader returns.
+
+    Parameters that the trainer does not deliver are refused by name, unless the environment
+    variable WSYNC_KEEP of SGLang's processes names them: "visual.*" for a trainer of a language
+    model without its vision tower.
     """
+    part, control = _Part(), None
     try:
         if _DRAFT.search(type(model).__name__):
             # SGLang calls for the draft and for the model; the session is the model's
             _log.warning("%s is not updated: it drafts", type(model).__name__)
             return
         with _lock:
-            part = vars(model).setdefault("_wsync", _Part())
+            part = vars(model).setdefault("_wsync", part)
+            control = payload.control_bytes(named_tensors)
             if part.receiver is None:
                 part.receiver = Receiver(_loader(model))
         wait_for_device(model)
-        success, text = part.receiver.handle(payload.control_bytes(named_tensors))
+        success, text = part.receiver.handle(control)
         if not success:
             _log.error("%s", text)
-    except Exception:
+    except Exception as error:
         _log.exception("an update failed before its session was there")
+        refuse(control, f"{type(error).__name__}: {error}", part.receiver)
 
 
 class _Part:

@@ -7,9 +7,9 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from wsync._core import Device, Importer, Layout, ProtocolError, StateError, WsyncError
+from wsync._core import Device, Importer, Layout, ProtocolError, StateError, WsyncError, host
 from wsync.channel import is_remote
 from wsync.control import LEARN, Control
 from wsync.device import await_torch, follow_torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Session = Importer | RemoteImporter
 
 _log = logging.getLogger(__name__)
+_REFUSAL_SECONDS: Final = 10.0
 
 
 class Receiver:
@@ -115,6 +116,14 @@ class Receiver:
         importer, self._importer, self._session = self._importer, None, ""
         if importer is not None:
             importer.close()
+
+    def fail(self, message: Control, text: str) -> bool:
+        """Ends the session of a message with an error; False where it has none yet."""
+        if self._importer is None or self._session != message.session:
+            return False
+        self._importer.fail(text)
+        self.close()
+        return True
 
     def _close(self, message: Control) -> tuple[bool, str]:
         """The request around a close carries the weight version: refusing it keeps an engine
@@ -253,6 +262,25 @@ class Receiver:
         teacher, self._teacher = self._teacher, None
         if teacher is not None:
             teacher.close()
+
+
+def refuse(control: bytes | None, text: str, receiver: Receiver | None = None) -> None:
+    """Tells the trainer of an opening message that this worker takes no part, and why: for
+    engines that keep to themselves what a worker answers."""
+    try:
+        message = Control.from_bytes(control or b"")
+        if message.op != "open":
+            return
+        if receiver is not None and receiver.fail(message, text):
+            return
+        timeout = min(message.deadline, _REFUSAL_SECONDS)
+        session = connect(message.address, LEARN, timeout, host())
+        try:
+            session.fail(text)
+        finally:
+            session.close()
+    except Exception as error:
+        _log.warning("the trainer could not be told: %s", _text(error))
 
 
 def connect(address: str, blob: bytes, timeout: float, device: Device) -> Session:

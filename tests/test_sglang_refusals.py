@@ -1,0 +1,95 @@
+"""SGLang keeps to itself what a loader answers: the trainer is told why an update fails."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.workers import ThreadEngine
+
+import wsync
+from wsync import sglang
+from wsync._core import WsyncError
+
+OPTIONS = wsync.Options(deadline=20, progress=False)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(16, 8), requires_grad=False)
+        self.visual = torch.nn.Linear(4, 4)
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in pairs:
+            parameters[name].data.copy_(tensor)
+
+
+class Deaf(ThreadEngine):
+    """Hears nothing of what its worker says, as SGLang."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__([])
+        self.workers = 1
+        self.model = model
+
+    def update_weights(
+        self,
+        payloads: Sequence[bytes],
+        *,
+        load_format: str | None,
+        weight_version: int | str | None,
+        timeout: float,
+    ) -> None:
+        sglang.load_weights(self.model, pickle.loads(payloads[0]))
+        if weight_version is not None:
+            self.version = weight_version
+
+
+@pytest.mark.parametrize(
+    ("where", "established"),
+    [("_loader", False), ("wait_for_device", False), ("wait_for_device", True)],
+)
+def test_the_trainer_is_told_what_fails_before_its_session_is_there(
+    where: str, established: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WSYNC_KEEP", "visual.*")
+    engine = Deaf(Model())
+    weights = {"weight": torch.ones(16, 8)}
+
+    def failing(*_: Any) -> Any:
+        raise MemoryError("the device is full")
+
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        if established:
+            sync.update(version=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(sglang, where, failing)
+            with pytest.raises(WsyncError, match="MemoryError: the device is full"):
+                sync.update(version=2)
+        assert engine.version == ("1" if established else None)
+        sync.update(version=3)
+    assert engine.version == "3"
+    assert engine.model.weight.all()
+
+
+def test_a_model_without_its_vision_tower_is_refused_unless_that_is_to_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = {"weight": torch.ones(16, 8)}
+    engine = Deaf(Model())
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match=r"visual\.bias .* visual\.weight"):
+            sync.update(version=1)
+    assert engine.version is None
+    monkeypatch.setenv("WSYNC_KEEP", "visual.*")
+    engine = Deaf(Model())
+    before = engine.model.visual.weight.clone()
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        sync.update(version=2)
+    assert engine.version == "2"
+    assert torch.equal(engine.model.visual.weight, before)
