@@ -14,7 +14,16 @@ pytest.importorskip("torch")
 
 import torch
 
-from wsync.engine.regions import Move, UnexpressedError, boxes, compose, without
+from wsync.engine import regions
+from wsync.engine.regions import (
+    Move,
+    UnexpressedError,
+    all_apart,
+    boxes,
+    compose,
+    interleaved,
+    without,
+)
 
 ITEM = 2
 SIZES = [12, 24, 48, 72]
@@ -118,3 +127,33 @@ def test_too_many_parts_are_refused() -> None:
     strided = Move(0, 0, ((100_000, 6, 2),), 2, 2)
     with pytest.raises(UnexpressedError, match="boxes along one axis"):
         boxes(strided, 0, (300_000,), 2)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pairs())
+def test_what_is_said_to_lie_apart_does(drawn: tuple[int, torch.Tensor, torch.Tensor]) -> None:
+    _, one, other = drawn
+    if interleaved(between(one, 1 << 20, writes=True), between(other, 1 << 21, writes=True)):
+        assert set(one.flatten().tolist()).isdisjoint(other.flatten().tolist())
+    if all_apart([between(one, 1 << 20, writes=True), between(other, 1 << 21, writes=True)]):
+        assert set(one.flatten().tolist()).isdisjoint(other.flatten().tolist())
+
+
+def test_columns_and_rows_in_turn_are_told_apart_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of them made learning take minutes: each pair was cut into its parts."""
+
+    def cutting(*_: Any) -> Any:
+        raise AssertionError("cut into parts")
+
+    data = torch.arange(24 * 8).view(24, 8)
+    moves = [
+        [between(data[:, 2 * k : 2 * k + 2], 1 << 20, writes=True) for k in range(4)],
+        [between(data[k::3], 1 << 20, writes=True) for k in range(3)],
+        [between(data.view(4, 6, 8)[:, k : k + 2], 1 << 20, writes=True) for k in (0, 2, 4)],
+        [between(data[:, k::2].t(), 1 << 20, writes=True) for k in range(2)],
+    ]
+    monkeypatch.setattr(regions, "cut", cutting)
+    for kind in moves:
+        assert all_apart(kind)
+        for one, other in itertools.combinations(kind, 2):
+            assert without(one, other) == [one] and without(other, one) == [other]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -25,10 +26,12 @@ from wsync.engine.regions import (
     Box,
     Move,
     UnexpressedError,
+    all_apart,
     apart,
     boxes,
     common,
     compose,
+    interleaved,
     minus,
     overlap,
     without,
@@ -390,11 +393,17 @@ class _Analysis:
         spans = [write.move.span() for write in writes]
         order = sorted(range(len(writes)), key=lambda i: spans[i])
         active: list[int] = []
-        for i in order:
+        for i in itertools.chain.from_iterable(
+            cluster
+            for cluster in _clusters(spans, order)
+            if not all_apart([writes[i].move for i in cluster])
+        ):
             active = [j for j in active if spans[j][1] > spans[i][0]]
             for j in active:
                 first, second = min(i, j), max(i, j)
                 later = writes[second].move
+                if interleaved(writes[first].move, later):
+                    continue
                 try:
                     self._note_lost(area, writes[first], parts[first], writes[second])
                     parts[first] = [p for part in parts[first] for p in without(part, later)]
@@ -640,6 +649,20 @@ class _Analysis:
 
     def _place(self, area: int, move: Move) -> str:
         return self._held.name(area, move.destination - self._held.areas[area].start)
+
+
+def _clusters(spans: Sequence[tuple[int, int]], order: Sequence[int]) -> Iterator[list[int]]:
+    """Those of `order`, which is by span, whose spans meet one another."""
+    cluster: list[int] = []
+    end = 0
+    for i in order:
+        if cluster and spans[i][0] >= end:
+            yield cluster
+            cluster = []
+        cluster.append(i)
+        end = max(end, spans[i][1])
+    if cluster:
+        yield cluster
 
 
 def _kept(dtypes: tuple[torch.dtype, ...], own: torch.dtype) -> str:

@@ -269,11 +269,53 @@ def compose(read: Move, write: Move) -> tuple[list[Move], list[Move]]:
     return moves, rest
 
 
+def interleaved(one: Move, other: Move) -> bool:
+    """Whether two moves surely write to different memory though their spans meet: both go in
+    steps of one size, and their runs lie side by side in it."""
+    strides = [d for move in (one, other) for n, _, d in move.dims if n > 1 and d]
+    for step in sorted(set(strides), reverse=True):
+        first, second = _phase(one, step), _phase(other, step)
+        if first is None or second is None:
+            continue
+        (a, n), (b, m) = first, second
+        if (b - a) % step >= n and (a - b) % step >= m:
+            return True
+    return False
+
+
+def all_apart(moves: Sequence[Move]) -> bool:
+    """Whether moves surely write to different memory, each two of them, because all go in steps
+    of one size; False says nothing."""
+    steps = {d for n, _, d in moves[0].dims if n > 1 and d} if moves else set()
+    return len(moves) < 2 or any(_in_turn(moves, step) for step in steps)
+
+
+def _in_turn(moves: Sequence[Move], step: int) -> bool:
+    runs: list[tuple[int, int]] = []
+    for move in moves:
+        phase = _phase(move, step)
+        if phase is None:
+            return False
+        runs.append(phase)
+    runs.sort()
+    following = [*(start for start, _ in runs[1:]), runs[0][0] + step]
+    return all(run[0] + run[1] <= start for run, start in zip(runs, following, strict=True))
+
+
+def _phase(move: Move, step: int) -> tuple[int, int] | None:
+    """Where a move's runs lie in a step, and how long they are, if they repeat with it."""
+    reach = move.into
+    for extent, _, stride in move.dims:
+        if stride % step:
+            reach += (extent - 1) * stride
+    return (move.destination % step, reach) if reach <= step else None
+
+
 def without(earlier: Move, later: Move) -> list[Move]:
     """What is left of a move when another has written over its destination."""
     low, high = earlier.span()
     start, end = later.span()
-    if high <= start or end <= low:
+    if high <= start or end <= low or interleaved(earlier, later):
         return [earlier]
     turned = earlier.turned()
     target = later.turned()
