@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -100,7 +101,7 @@ class Midway:
             if name == "finish":
                 change()
             answer = found(*arguments)
-            if name == "begin":
+            if name != "finish":
                 change()
             return answer
 
@@ -134,6 +135,37 @@ def test_a_module_that_changes_in_the_midst_of_an_update_is_not_called_updated(
     assert engine.receivers[0].consistent
     assert torch.equal(module.a, draw(2)["a"])
     assert torch.equal(module.b, draw(2)["b"])
+
+
+class AfterFinish(Midway):
+    """Has it done when the worker has said that it is prepared."""
+
+    def finish(self, timeout: float) -> Any:
+        answer = self._loader.finish(timeout)
+        self._change()
+        return answer
+
+    def confirm(self) -> None:
+        self._loader.confirm()
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        *itertools.product([by_name, learnt], [other_data, other_parameter, gone]),
+        (by_layout, other_data),
+    ],
+)
+def test_a_module_that_changes_before_the_commit_takes_no_version(
+    make: Callable[[], tuple[Pair, Any]], change: Callable[[Pair], None]
+) -> None:
+    module, loader = make()
+    engine = ThreadEngine([AfterFinish(loader, "", lambda: change(module))])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match="while the update ran"):
+            sync.update(draw(1), version=1)
+    assert engine.version is None
+    assert not engine.receivers[0].consistent
 
 
 @pytest.mark.parametrize("when", ["begin", "finish"])

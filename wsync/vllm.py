@@ -17,7 +17,7 @@ from wsync._core import Device, Layout, Memory, Stream, UnsupportedError, checks
 from wsync.control import WHOLE
 from wsync.engine.held import Held
 from wsync.engine.hooks import run_in_place, wait_for_device
-from wsync.engine.loaders import Loader, LoadWeights, Losing, ModuleLoader, Receipt
+from wsync.engine.loaders import Confirms, Loader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.engine.receiver import Receiver
 from wsync.engine.recorded import RecordedLoader
 from wsync.engine.recorder import Recording
@@ -98,6 +98,10 @@ class VllmLoader:
 
     Where that changes what load_weights has written (packed, quantised or shuffled weights), all
     tensors go through vLLM's own layerwise reload instead; `reason` says why.
+
+    Parameters that the trainer does not deliver are refused by name, unless the environment
+    variable WSYNC_KEEP of vLLM's workers names them: "visual.*" for a trainer of a language model
+    without its vision tower.
     """
 
     def __init__(
@@ -159,6 +163,10 @@ class VllmLoader:
 
     def finish(self, timeout: float) -> Receipt:
         return self._chosen.finish(timeout)
+
+    def confirm(self) -> None:
+        if isinstance(self._chosen, Confirms):
+            self._chosen.confirm()
 
     def abandon(self) -> None:
         self._chosen.abandon()

@@ -97,6 +97,15 @@ def keeps() -> None:
 
 
 @runtime_checkable
+class Confirms(Protocol):
+    """A loader that notices what happens to a module between `finish` and the commit."""
+
+    def confirm(self) -> None:
+        """Called when the update has been committed.  StateError where the module does not hold
+        any more what the update was written to."""
+
+
+@runtime_checkable
 class Describes(Protocol):
     """A loader that can say what it has learnt."""
 
@@ -218,8 +227,12 @@ class LayoutLoader:
         router.finish(timeout)
         assert self._boxes is not None
         self._boxes.check()
-        self._boxes = None
         return router.manifest.receipt(self._loaded)
+
+    def confirm(self) -> None:
+        boxes, self._boxes = self._boxes, None
+        if boxes is not None:
+            boxes.check()
 
     def abandon(self) -> None:
         self.stream.abandon()
@@ -297,6 +310,9 @@ class ModuleLoader:
         self._strategy.finish(timeout)
         return manifest.receipt(self._loaded)
 
+    def confirm(self) -> None:
+        self._strategy.confirm()
+
     def abandon(self) -> None:
         if self.stream is not None:
             self.stream.abandon()
@@ -363,8 +379,15 @@ class _ByName:
     def finish(self, timeout: float) -> None:
         assert self._router is not None and self._destination is not None
         self._router.finish(timeout)
-        self._destination.check()
-        self._destination = None
+        self._check(self._destination)
+
+    def confirm(self) -> None:
+        found, self._destination = self._destination, None
+        if found is not None:
+            self._check(found)
+
+    def _check(self, found: Destination) -> None:
+        found.check()
         if self._places and not _same(self._held, held_tensors(self._module)):
             raise StateError(
                 f"{type(self._module).__name__}: a tensor was replaced while the update ran"
@@ -467,6 +490,9 @@ class _ByCall:
         missing = parameters - self._named - self._ignore
         if missing:
             raise LayoutError(f"{listed(missing)}: not loaded by {self._who()}")
+
+    def confirm(self) -> None:
+        """What the loader has done with the module is its own."""
 
     def abandon(self) -> None:
         """Nothing is kept from one update to the next."""

@@ -14,7 +14,7 @@ from wsync.channel import is_remote
 from wsync.control import LEARN, Control
 from wsync.device import await_torch, follow_torch
 from wsync.engine.buckets import Buckets
-from wsync.engine.loaders import Describes, Learner, Loader, Receipt
+from wsync.engine.loaders import Confirms, Describes, Learner, Loader, Receipt
 from wsync.engine.patience import learning
 from wsync.trace import Trace
 
@@ -195,6 +195,8 @@ class Receiver:
             raise
         importer.prepared(receipt.tensors, receipt.nbytes, receipt.checksum, timeout)
         importer.verdict(timeout)
+        if isinstance(self._loader, Confirms):
+            self._loader.confirm()
         self.restored()
         self.update, self.receipt, self._committed = update, receipt, message.session
 

@@ -269,6 +269,12 @@ class RecordedLoader:
             self._after(self._module)
         return receipt
 
+    def confirm(self) -> None:
+        if self.recording is None:
+            self._plain.confirm()
+        elif self._held is not None:
+            self._check_current(self._held)
+
     def abandon(self) -> None:
         self._plain.abandon()
         self._stream.abandon()
