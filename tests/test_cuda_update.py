@@ -233,6 +233,11 @@ def test_what_a_stream_uses_is_kept_until_it_has_passed(trainer: Ranks) -> None:
     assert "are kept" in said
 
 
+def test_a_stream_that_is_being_closed_keeps_what_it_uses(trainer: Ranks) -> None:
+    (found,) = trainer.run(cuda_cases.close_twice, timeout=120)
+    assert found == {"text": "another thread is closing the stream", "kept": True, "left": False}
+
+
 @pytest.mark.slow
 def test_the_suite_for_a_gpu_passes_as_far_as_it_runs_without_one(tmp_path: Path) -> None:
     environment = fakecuda.logged(tmp_path) | {gpu_engine.DRY: "1"}

@@ -162,11 +162,10 @@ class DiskSync(Updates):
         except (OSError, _core.WsyncError) as error:
             _log.warning("wsync: old versions stay until the next update: %s", error)
 
-    def close(self) -> None:
-        """Lets go of the other ranks.  Engines keep the weights they have.  What a failed update
-        has left under way at an engine is waited for, up to the deadline it had: another DiskSync
-        may be about to tell the engine of a newer version."""
-        super().close()
+    def _close(self) -> None:
+        """What a failed update has left under way at an engine is waited for, up to the deadline
+        it had: another DiskSync may be about to tell the engine of a newer version."""
+        super()._close()
         self._handover.settle()
 
     def _abandon(self, error: _core.WsyncError) -> None:

@@ -110,14 +110,13 @@ class Sync(Updates):
             self._trace.write(self._updates)
         return report
 
-    def close(self) -> None:
-        """Lets go of rings and sockets.  Engines keep the weights they have."""
+    def _close(self) -> None:
         connection, self._connection = self._connection, None
         try:
             if connection is not None:
                 connection.close()
         finally:
-            super().close()
+            super()._close()
 
     def _meet(self) -> Trainer:
         """Everybody's host, pipeline stage and layout."""

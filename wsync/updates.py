@@ -47,7 +47,22 @@ class Updates(abc.ABC):
         self._group = TrainerGroup(self._source.group, timeout=timeout)
 
     def close(self) -> None:
-        """Lets go of the other ranks.  Engines keep the weights they have."""
+        """Lets go of the other ranks, and of all memory and sockets.  Engines keep the weights
+        they have.
+
+        Raises:
+            StateError: while another thread's update runs, which goes on.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise _core.StateError(
+                "close: an update of another thread is under way: join it before close()"
+            )
+        try:
+            self._close()
+        finally:
+            self._busy.release()
+
+    def _close(self) -> None:
         self._closed = True
         self._group.close()
 

@@ -5,6 +5,7 @@
 
 #include <inttypes.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -50,7 +51,7 @@ typedef struct cuda_stream {
     entry_t *entries; /* since the stream was seen idle */
     size_t count;
     size_t capacity;
-    bool lost; /* it was given up, and the device did not run dry */
+    atomic_bool lost; /* it was given up, and the device did not run dry */
 
     wsync_stream_span_t *trace; /* owned; NULL: batches are not timed */
     timed_t *timed;             /* owned, trace_capacity of them */
@@ -220,7 +221,7 @@ bool wsync_cuda_stream_destroy(wsync_stream_t *stream)
         return true; /* nothing runs without the context, nor in a fork */
     }
     /* What a hung device may still write to is never given back. */
-    dry = drain(self, self->lost ? 0 : DRAIN_MS, true) != WSYNC_CU_NOT_READY;
+    dry = drain(self, atomic_load(&self->lost) ? 0 : DRAIN_MS, true) != WSYNC_CU_NOT_READY;
     if (dry) {
         free_stream(self);
     }
@@ -231,9 +232,12 @@ bool wsync_cuda_stream_destroy(wsync_stream_t *stream)
 /* Whether the device has run dry; in the context. */
 static bool abandon(cuda_stream_t *self, int timeout_ms)
 {
+    bool dry;
+
     wsync_cuda_runner_abandon(&self->runner);
-    self->lost = drain(self, timeout_ms, true) == WSYNC_CU_NOT_READY;
-    return !self->lost;
+    dry = drain(self, timeout_ms, true) != WSYNC_CU_NOT_READY;
+    atomic_store(&self->lost, !dry);
+    return dry;
 }
 
 unsigned wsync_cuda_stream_ahead(wsync_stream_t *stream)

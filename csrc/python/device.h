@@ -6,6 +6,7 @@
 
 #include "python/module.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -50,6 +51,7 @@ typedef struct StreamObject {
     size_t hold_capacity;
     PyObject *labels; /* owned list of (index, phase) of the batches to be noted, or NULL */
     unsigned users;   /* calls that run without the GIL */
+    bool closing;     /* close() does */
 } StreamObject;
 
 enum { WSYNC_PY_UUID_NBYTES = 48 };

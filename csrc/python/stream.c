@@ -174,6 +174,7 @@ static void shut(StreamObject *self)
 
     self->stream = NULL;
     self->progress = NULL;
+    self->closing = true;
     if (stream != NULL) {
         Py_BEGIN_ALLOW_THREADS
             dry = self->ops->stream_destroy(stream);
@@ -182,6 +183,7 @@ static void shut(StreamObject *self)
     if (!dry) {
         self->hold_count = 0;
     }
+    self->closing = false;
     drop_holds(self, UINT64_MAX);
     if (progress != NULL) {
         self->ops->memory_destroy(progress);
@@ -537,7 +539,14 @@ static PyObject *stream_close(PyObject *object, PyObject *unused)
     (void)unused;
     if (self->users > 0) {
         (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "Stream.close",
-                         "%u other calls still use the stream", self->users);
+                         "%u calls of other threads use the stream: join them before "
+                         "close()",
+                         self->users);
+        return wsync_py_raise(wsync_py_type_state(Py_TYPE(object)), &err);
+    }
+    if (self->closing) { /* and needs what the stream holds until it is through */
+        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "Stream.close",
+                         "another thread is closing the stream");
         return wsync_py_raise(wsync_py_type_state(Py_TYPE(object)), &err);
     }
     shut(self);

@@ -32,7 +32,10 @@ static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwarg
     if (stream == NULL) {
         return NULL;
     }
-    status = enqueue(stream, ((EventObject *)event)->event, value, &err);
+    /* a driver whose queue is full waits, and whoever ends that may need the lock */
+    Py_BEGIN_ALLOW_THREADS
+        status = enqueue(stream, ((EventObject *)event)->event, value, &err);
+    Py_END_ALLOW_THREADS
     wsync_py_stream_leave(self);
     if (status != WSYNC_OK) {
         return wsync_py_raise(state, &err);
@@ -76,7 +79,9 @@ static PyObject *order_streams(PyObject *object, PyObject *args, const char *for
     if (stream == NULL) {
         return NULL;
     }
-    status = enqueue(stream, other, &err);
+    Py_BEGIN_ALLOW_THREADS
+        status = enqueue(stream, other, &err);
+    Py_END_ALLOW_THREADS
     wsync_py_stream_leave(self);
     if (status != WSYNC_OK) {
         return wsync_py_raise(state, &err);

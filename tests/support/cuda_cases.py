@@ -8,6 +8,8 @@ import ctypes
 import dataclasses
 import os
 import signal
+import threading
+import time
 import warnings
 import weakref
 from collections import Counter
@@ -252,6 +254,41 @@ def two_devices() -> dict[str, Any]:
                 alone.append(_try(sync, _weights(2)))
                 alone.append("" if same(engine.weights(), _weights(2)) else "wrong bytes")
     return {"error": error, "alone": alone}
+
+
+def close_twice() -> dict[str, Any]:
+    """What a second thread is told that closes a stream while the first waits for the GPU, and
+    whether what a copy uses is there until the first is through."""
+    gpu = find(uuid(0))
+    builder = _core.LayoutBuilder()
+    builder.add_shard("a", "uint8", [64], [0], [64], 0, 0, [1])
+    layout = builder.build()
+    route, memory = _core.Route(layout, layout), _core.Memory(64, gpu)
+    stream, owner = _core.Stream(1, gpu), _Owner(memory)
+    alive = weakref.ref(owner)
+    with _blocked() as other:
+        stream.follow(other)
+        table = _core.BufferTable([(memory.address, 64)], owner=owner)
+        stream.copy(route, 0, 0, table, table)
+        del owner, table
+        first = threading.Thread(target=stream.close)
+        first.start()
+        end = time.monotonic() + 60.0
+        try:
+            while time.monotonic() < end:
+                stream.lead(0)  # until it is closed
+                time.sleep(0.001)
+            text = "the stream is open yet"
+        except wsync.StateError:
+            try:
+                stream.close()
+                text = ""
+            except wsync.StateError as error:
+                text = str(error)
+        kept = alive() is not None
+    first.join()
+    stream.close()
+    return {"text": text, "kept": kept, "left": alive() is not None}
 
 
 class _Owner:
