@@ -179,7 +179,7 @@ def test_updates_from_two_threads_are_told_apart(config: Any, engine: TensorPara
         with ThreadPoolExecutor(1) as other:
             first = other.submit(sync.update, slowly)
             assert entered.wait(30)
-            with pytest.raises(wsync.StateError, match=r"another thread: join it before"):
+            with pytest.raises(wsync.StateError, match="another thread is under way: join it"):
                 sync.close()
             with pytest.raises(wsync.StateError, match="another thread's update is under way"):
                 sync.update(draw(config, 9))
