@@ -510,3 +510,13 @@ def test_a_worker_whose_weights_were_replaced_in_part_says_so_until_all_are() ->
     with receiver.replacing("loading /shared/run7"):
         pass
     assert (receiver.consistent, receiver.reason) == (True, "")
+
+
+def test_weights_are_in_trouble_until_somebody_says_their_version(start: Start) -> None:
+    """Between the commit and the closing message they are new, under the old version."""
+    trainer, receiver, _ = first_update(start, ModuleLoader(Tiny()), tiny_weights(1))
+    assert "update 1 is complete, but nobody has said its version yet" in receiver.trouble
+    assert not receiver.handle(trainer.control(2, "close"))[0] and receiver.trouble
+    assert receiver.handle(trainer.control(1, "close"))[0]
+    assert receiver.trouble == ""
+    assert receiver.handle(trainer.control(1, "close"))[0]  # repeated on its way

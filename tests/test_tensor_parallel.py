@@ -22,11 +22,13 @@ from wsync._core import (
     InvalidArgumentError,
     LayoutError,
     PeerClosedError,
+    ProtocolError,
     RemoteError,
     StateError,
     UnsupportedError,
 )
 from wsync.bucket import FlattenedTensorBucket
+from wsync.control import Control
 from wsync.disk import DiskSync, newest
 from wsync.engine.sharded import ShardedModel
 from wsync.engine.tensor_parallel import TensorParallelEngine
@@ -218,6 +220,7 @@ def test_a_refused_update_names_engine_and_worker_and_keeps_the_version(
 ) -> None:
     version = engine.model_info(10)["weight_version"]
     wrong = {"model.norm.weight": torch.ones(33)}
+    engine.pause("abort", 10)
     with pytest.raises(RemoteError, match=r"engine tiny: update: .*model.norm.weight: shape"):
         engine.update_weights(
             buckets(wrong, 2), load_format="flattened_bucket", weight_version="x", timeout=30
@@ -232,6 +235,8 @@ def test_a_refused_update_names_engine_and_worker_and_keeps_the_version(
     with pytest.raises(InvalidArgumentError, match="1 payloads for 2 workers"):
         engine.update_weights([b""], load_format=None, weight_version="x", timeout=30)
     assert engine.model_info(10)["weight_version"] == version
+    load(engine, weights_of(reference(CONFIGS["qwen3_moe"])))
+    engine.resume(10)
 
 
 def test_a_stalled_worker_costs_the_deadline_and_a_dead_one_is_named() -> None:
@@ -266,7 +271,7 @@ def test_a_worker_that_does_not_get_to_a_checkpoint_leaves_an_inconsistent_engin
 
         def unmounted(what: str, arguments: Any, timeout: float) -> Any:
             if what == "disk":
-                arguments = [arguments[0], ("/nowhere", timeout)]
+                arguments = [arguments[0], ("/nowhere", *arguments[1][1:])]
             return ask(what, arguments, timeout)
 
         with monkeypatch.context() as planted:
@@ -283,3 +288,36 @@ def test_a_worker_that_does_not_get_to_a_checkpoint_leaves_an_inconsistent_engin
         split.resume(10)
         found = split.weights()
         assert all(torch.equal(found[name], tensor) for name, tensor in new.items())
+
+
+def test_a_request_that_is_not_for_all_workers_alike_changes_nothing() -> None:
+    """Two updates in one request; a worker that is not there when it comes."""
+    weights = weights_of(reference(CONFIGS["qwen3"], 1))
+    with TensorParallelEngine(CONFIGS["qwen3"], tp=2, name="split") as split:
+        load(split, weights_of(reference(CONFIGS["qwen3"], 2)))
+        before = split.weights()
+        opening: dict[str, Any] = {"op": "open", "session": "a", "deadline": 5.0}
+        opening["address"] = "0" * 32 + "@/tmp/s"
+        two = [Control(update=number, **opening).to_bytes() for number in (1, 2)]
+        with pytest.raises(ProtocolError, match="open of update 1 for worker 0, open of update 2"):
+            split.update_weights(
+                [payload.control(each) for each in two],
+                load_format="wsync.sglang.load_weights",
+                weight_version=None,
+                timeout=30,
+            )
+        os.kill(split.pids[1], signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineError, match="worker 1: no answer"):
+                split.update_weights(
+                    buckets(weights, 2),
+                    load_format="flattened_bucket",
+                    weight_version="x",
+                    timeout=0.5,
+                )
+        finally:
+            os.kill(split.pids[1], signal.SIGCONT)
+        info = split.model_info(30)
+        assert (info["consistent"], info["weight_version"]) == (True, "1")
+        now = split.weights()
+        assert all(torch.equal(now[name], tensor) for name, tensor in before.items())

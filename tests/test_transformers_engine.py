@@ -226,11 +226,12 @@ def test_stock_payloads_replace_the_weights(
     server, other = serve(model_of(0)), model_of(1)
     before = server.get("/weights_checker").json()
     pairs = list(other.state_dict().items())
-    for index, part in enumerate((pairs[:7], pairs[7:])):
+    server.post("/pause_generation", {})
+    for part in (pairs[:7], pairs[7:]):
         content: Any = part
         if load_format == "flattened_bucket":
             content = payload.to_text(payload.bucket(FlattenedTensorBucket(named_tensors=part)))
-        answer = update(server, content, load_format, weight_version=str(index))
+        answer = update(server, content, load_format, weight_version="1")
         assert (answer.status_code, answer.json()["success"]) == (200, True), answer.text
     assert server.get("/model_info").json()["weight_version"] == "1"
     for name, tensor in server.engine.model.state_dict().items():
@@ -247,6 +248,7 @@ def test_tensors_in_torchs_named_shared_memory_are_read(serve: Callable[..., Ser
     try:
         data = bytes(ForkingPickler.dumps([("model.norm.weight", tensor)]))
         body = {"serialized_named_tensors": [base64.b64encode(data).decode()]}
+        server.post("/pause_generation", {})
         answer = server.post("/update_weights_from_tensor", body)
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
@@ -346,8 +348,14 @@ def test_wsyncs_update_arrives_over_http(serve: Callable[..., Server]) -> None:
         trainer.accept()
         trainer.update(1, weights)
         assert opened.result().json() == {"success": True, "message": "update 1"}
-    assert server.get("/model_info").json()["weight_version"] == "default"
+    info = server.get("/model_info").json()
+    assert (info["weight_version"], info["consistent"]) == ("default", False)
+    assert "nobody has said its version yet" in info["reason"]
+    for path, body in ((CONTINUE, {}), ("/update_weight_version", {"new_version": "7"})):
+        assert server.post(path, body).status_code == 400
+    assert server.generate().status_code == 400
     assert steer(server, trainer.control(1, "close"), weight_version="7").status_code == 200
+    assert server.get("/model_info").json()["consistent"]
     assert server.get("/model_info").json()["weight_version"] == "7"
     for name, tensor in server.engine.model.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
@@ -373,9 +381,9 @@ def test_inconsistent_weights_are_not_generated_with(serve: Callable[..., Server
     assert (refused.status_code, refused.json()["status"]) == (400, "error")
     assert "rank 3 is out of memory" in refused.json()["message"]
     # whole weights by other means heal it
-    assert update(server, list(weights.items())[:5]).status_code == 200
+    assert update(server, list(weights.items())[:5]).status_code == 400
     assert server.post("/continue_generation", {}).status_code == 400
-    assert update(server, list(weights.items())[5:]).status_code == 200
+    assert update(server, list(weights.items())).status_code == 200
     assert server.post("/continue_generation", {}).status_code == 200
     assert server.generate().status_code == 200
 
@@ -397,14 +405,17 @@ def test_half_an_update_in_buckets_is_not_generated_with(
     serve: Callable[..., Server], version: str | None
 ) -> None:
     server = serve(model_of(0))
+    before = "default"
     for _ in range(2):
         server.post("/pause_generation", {})
-        assert not refused(server)
         # slime's trainers say the version with every bucket
         assert update(server, PAIRS[:9], weight_version=version).status_code == 200
         assert refused(server)
-        assert server.generate().status_code == 400
+        assert server.get("/model_info").json()["weight_version"] == before
+        assert server.post("/update_weight_version", {"new_version": "6"}).status_code == 400
         assert update(server, PAIRS[9:], weight_version=version).status_code == 200
+        before = version or "unknown"  # not what they were called before
+        assert server.get("/model_info").json()["weight_version"] == before
         assert not refused(server)
         assert server.generate().status_code == 200
     assert "has yet to bring" not in server.get("/model_info").json()["reason"]
@@ -415,41 +426,102 @@ def test_what_goes_wrong_with_groups_is_an_answer(
 ) -> None:
     """As SGLang gives it, whatever torch raises."""
     server = serve(model_of(0))
+    server.post("/pause_generation", {})
 
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("what torch says")
 
     group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
-    bucket = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "g"}
+    bucket = {"names": [PAIRS[0][0]], "dtypes": ["float32"], "shapes": [[1]], "group_name": "g"}
     monkeypatch.setattr(UpdateGroups, "init", fail)
     monkeypatch.setattr(UpdateGroups, "receive", fail)
     for path, body in (
-        ("/init_weights_update_group", group),
         ("/update_weights_from_distributed", bucket),
+        ("/init_weights_update_group", group),
     ):
         answer = server.post(path, body)
         assert answer.status_code == 400 and not answer.json()["success"]
         assert "what torch says" in answer.json()["message"]
 
 
-@pytest.mark.parametrize("ends", ["pause", "failure", "group", "again"])
+OTHERS = [(name, tensor + 1) for name, tensor in PAIRS]
+
+
+@pytest.mark.parametrize("ends", ["pause", "failure", "group", "again", "version", "whole"])
 def test_what_two_updates_have_brought_does_not_add_up(
     serve: Callable[..., Server], ends: str
 ) -> None:
     server = serve(model_of(0))
     server.post("/pause_generation", {})
-    assert update(server, PAIRS[:9]).status_code == 200
+    assert update(server, PAIRS[:9], weight_version="1").status_code == 200
     if ends == "pause":
         server.post("/pause_generation", {})
     elif ends == "failure":
         assert update(server, [("nobody", torch.ones(1))]).status_code == 400
     elif ends == "group":
         server.post("/destroy_weights_update_group", {"group_name": "gone"})
-    more = PAIRS[:1] if ends == "again" else []
-    assert update(server, more + PAIRS[9:]).status_code == 200
-    assert refused(server)
-    assert update(server, PAIRS[1:9] if ends == "again" else PAIRS[:9]).status_code == 200
+    elif ends == "again":
+        assert update(server, OTHERS[:1]).status_code == 400
+    elif ends == "whole":
+        assert update(server, OTHERS).status_code == 200
+    version = "2" if ends == "version" else "1"
+    assert update(server, PAIRS[9:], weight_version=version).status_code == 400
+    assert update(server, OTHERS[:9], weight_version=version).status_code == 400
+    assert refused(server) == (ends != "whole")
+    # one request is nobody else's in part
+    assert update(server, PAIRS).status_code == 200
     assert not refused(server)
+    server.post("/pause_generation", {})
+    for part in (PAIRS[:9], PAIRS[9:]):
+        assert update(server, part).status_code == 200
+    assert not refused(server)
+
+
+def told(server: Server, path: str, update_id: str, body: Any = None) -> int:
+    headers = {"wsync-update": update_id}
+    return int(server.post(path, body or {}, headers=headers).status_code)
+
+
+def bucket(pairs: Any, **more: Any) -> dict[str, Any]:
+    return {"serialized_named_tensors": [pickled(pairs)], "flush_cache": False, **more}
+
+
+TENSOR = "/update_weights_from_tensor"
+PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
+
+
+def test_an_update_with_an_id_takes_its_own_requests_alone(serve: Callable[..., Server]) -> None:
+    """Two trainers; each request of either may be late, or come twice."""
+    server = serve(model_of(0))
+    assert told(server, TENSOR, "a1", bucket(PAIRS)) == 400  # nobody has paused for it
+    assert told(server, PAUSE, "a1") == 200
+    assert told(server, TENSOR, "a1", bucket(PAIRS[:9])) == 200
+    assert told(server, PAUSE, "a1") == 200  # repeated on its way
+    assert told(server, TENSOR, "a1", bucket(OTHERS[:9])) == 400  # the memory may be another's now
+    for stranger in ("b2", ""):
+        assert told(server, TENSOR, stranger, bucket(OTHERS)) == 400
+        assert told(server, CONTINUE, stranger) == 400
+        assert told(server, "/update_weight_version", stranger, {"new_version": "3"}) == 400
+        assert told(server, "/update_weights_from_disk", stranger, {"model_path": "x"}) == 400
+    assert told(server, TENSOR, "a1", bucket(PAIRS[9:], weight_version="a")) == 200
+    assert server.get("/model_info").json()["weight_version"] == "a"
+    assert told(server, PAUSE, "b2") == 200
+    assert told(server, CONTINUE, "a1") == 400
+    assert told(server, PAUSE, "a1") == 400  # late, in the middle of the other's
+    assert told(server, TENSOR, "b2", bucket(OTHERS[:9])) == 200
+    assert told(server, TENSOR, "a1", bucket(PAIRS[9:])) == 400
+    assert told(server, TENSOR, "b2", bucket(OTHERS[9:-1], weight_version="b")) == 400
+    assert server.get("/model_info").json()["weight_version"] == "a"
+    assert told(server, CONTINUE, "b2") == 400
+    assert told(server, PAUSE, "c3") == 200
+    assert told(server, TENSOR, "c3", bucket(OTHERS[:9])) == 200
+    assert told(server, TENSOR, "c3", bucket(OTHERS[9:], weight_version="c")) == 200
+    assert server.get("/model_info").json()["weight_version"] == "c"
+    for _ in range(2):
+        assert told(server, CONTINUE, "c3") == 200
+    assert told(server, TENSOR, "c3", bucket(PAIRS, weight_version="z")) == 400
+    state = server.engine.model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in OTHERS)
 
 
 def test_a_second_name_of_a_tensor_may_come_by_itself(serve: Callable[..., Server]) -> None:
@@ -547,7 +619,7 @@ def test_an_update_of_an_unpaused_engine_waits_for_requests(serve: Callable[...,
     with ThreadPoolExecutor() as pool:
         running = pool.submit(server.generate, max_new_tokens=200)
         wait_until(server.engine.gate.busy)
-        assert update(server, [("model.norm.weight", torch.zeros(32))]).status_code == 200
+        assert update(server, PAIRS).status_code == 200
         assert running.done() or server.engine.gate.busy() == 0
         assert len(running.result().json()["output_ids"]) == 200
 

@@ -142,8 +142,18 @@ def test_buckets_of_two_trainers_are_never_one_update() -> None:
             pass
         return receiver.consistent
 
-    assert [load("a", "0a"), load("a", "0b"), load("b", "0a")] == [False, False, False]
-    assert [load("b", "0b"), load("a", "0a"), load("b", "0a")] == [False, False, True]
+    receiver.buckets.begin()
+    assert not load("a", "0a")
+    with pytest.raises(wsync.StateError, match="by another group: two trainers may be at work"):
+        load("b", "0b")
+    with pytest.raises(wsync.StateError, match="two trainers may be at work"):
+        load("b", "0a")  # nobody knows whose the next one is
+    assert not receiver.consistent
+    receiver.buckets.begin(named=True)
+    assert [load("a", "0b"), load("b", "0b")] == [False, True]
+    with pytest.raises(wsync.StateError, match="the request was repeated"):
+        load("b", "0b")
+    assert receiver.consistent
 
 
 def test_ranks_that_cross_look_around_in_the_thread_that_waits() -> None:

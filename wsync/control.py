@@ -19,6 +19,7 @@ accepted.
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,6 +27,10 @@ from wsync._core import ProtocolError
 
 LOAD_FORMAT: Final = "wsync.sglang.load_weights"
 """load_format of the requests that carry a control message: the loader that SGLang imports."""
+
+UPDATE_HEADER: Final = "wsync-update"
+"""HTTP header with the id of the update that a request belongs to, in hex.  Engines that do not
+know it pass it over."""
 
 TENSOR_NAME: Final = "__wsync__"
 """Name of the uint8 tensor that holds the message."""
@@ -120,6 +125,16 @@ class Control:
         for name in sorted(fields.keys() - wanted):
             raise ProtocolError(f"control message: unknown field {_short(name)}")
         return Control(**fields)
+
+
+def agree(messages: Sequence[bytes | None]) -> None:
+    """Raises ProtocolError unless the messages in one request, one for each worker, are about one
+    step of one update."""
+    parsed = [Control.from_bytes(message) for message in messages if message is not None]
+    said = [f"{message.op} of update {message.update}" for message in parsed]
+    for number, text in enumerate(said):
+        if text != said[0]:
+            raise ProtocolError(f"one request: {said[0]} for worker 0, {text} for worker {number}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

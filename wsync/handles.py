@@ -210,7 +210,7 @@ class HttpHandle:
         does not say (SGLang)."""
         identity = None
         with contextlib.suppress(RemoteError):  # not all servers know the path
-            identity = self._server_info().get("wsync_identity")
+            identity = self._server_info().get("instance")
         return identity if isinstance(identity, str) else ""
 
     def pause(self, mode: str, timeout: float) -> None:

@@ -4,18 +4,18 @@ import asyncio
 import base64
 import binascii
 import hmac
-import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Header, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from wsync._core import StateError, WsyncError, __version__
 from wsync.answers import cut
+from wsync.control import UPDATE_HEADER
 from wsync.engine.bodies import (
     Abort,
     Check,
@@ -39,6 +39,7 @@ T = TypeVar("T")
 _MANY_THREADS = 32
 _FEW_THREADS = 8
 _CONTROL_SECONDS = 600.0
+_UPDATE = Header("", alias=UPDATE_HEADER)
 
 
 class _Pools:
@@ -106,8 +107,6 @@ def _add_rules(app: FastAPI, api_key: str | None) -> None:
 
 
 def _add_information(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
-    identity = uuid.uuid4().hex  # for clients that know one server by two URLs
-
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200)
@@ -127,7 +126,7 @@ def _add_information(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
             "dp_size": 1,
             "custom_weight_loader": ["wsync.sglang.load_weights"],
             "version": f"wsync {__version__}",
-            "wsync_identity": identity,
+            "instance": engine.instance,
             "internal_states": [],
         }
 
@@ -150,17 +149,20 @@ def _add_information(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
 
 def _add_generation(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
     @app.post("/pause_generation")
-    async def pause(body: Pause | None = None) -> Response:
+    async def pause(body: Pause | None = None, update: str = _UPDATE) -> Response:
         mode = (body or Pause()).mode
         if mode not in PAUSE_MODES:
             return _error(f"mode {mode!r}: one of {', '.join(PAUSE_MODES)}")
-        await _run(pools.pause, lambda: engine.pause(mode, _CONTROL_SECONDS))
+        try:
+            await _run(pools.pause, lambda: engine.pause(mode, _CONTROL_SECONDS, update))
+        except StateError as error:
+            return JSONResponse({"message": str(error), "status": "error"}, 400)
         return JSONResponse({"message": f"Generation paused: {mode}.", "status": "ok"})
 
     @app.post("/continue_generation")
-    async def resume() -> Response:
+    async def resume(update: str = _UPDATE) -> Response:
         try:
-            await _run(pools.resume, lambda: engine.resume(_CONTROL_SECONDS))
+            await _run(pools.resume, lambda: engine.resume(_CONTROL_SECONDS, update))
         except StateError as error:
             return JSONResponse({"message": str(error), "status": "error"}, 400)
         return JSONResponse({"message": "Generation continued.", "status": "ok"})
@@ -194,7 +196,7 @@ def _add_generation(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
 
 def _add_weights(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
     @app.post("/update_weights_from_tensor")
-    async def update_weights(body: Update) -> Response:
+    async def update_weights(body: Update, update: str = _UPDATE) -> Response:
         try:
             payloads = [
                 base64.b64decode(text, validate=True) for text in body.serialized_named_tensors
@@ -210,12 +212,13 @@ def _add_weights(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
                 load_format=body.load_format,
                 weight_version=body.weight_version,
                 flush_cache=body.flush_cache,
+                update=update,
             ),
         )
         return _outcome(success, message)
 
     @app.post("/update_weights_from_disk")
-    async def update_weights_from_disk(body: FromDisk) -> Response:
+    async def update_weights_from_disk(body: FromDisk, update: str = _UPDATE) -> Response:
         if body.abort_all_requests:
             engine.gate.abort(None)
         success, message = await _run(
@@ -225,15 +228,22 @@ def _add_weights(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
                 load_format=body.load_format,
                 weight_version=body.weight_version,
                 flush_cache=body.flush_cache,
+                update=update,
             ),
         )
         return _outcome(success, message, num_paused_requests=0)
 
     @app.post("/update_weight_version")
-    async def update_weight_version(body: NewVersion) -> Response:
+    async def update_weight_version(body: NewVersion, update: str = _UPDATE) -> Response:
         if body.abort_all_requests:
             engine.gate.abort(None)
-        engine.weight_version = body.new_version
+        try:
+            await _run(
+                pools.control,
+                lambda: engine.set_version(body.new_version, _CONTROL_SECONDS, update),
+            )
+        except StateError as error:
+            return _outcome(False, str(error))
         return JSONResponse(
             {
                 "success": True,
@@ -245,22 +255,22 @@ def _add_weights(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
 
 def _add_groups(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
     @app.post("/init_weights_update_group")
-    async def init_group(body: NewGroup) -> Response:
-        return _outcome(
-            *await _run(pools.join, lambda: engine.init_weights_update_group(**body.model_dump()))
-        )
+    async def init_group(body: NewGroup, update: str = _UPDATE) -> Response:
+        what = {**body.model_dump(), "update": update}
+        return _outcome(*await _run(pools.join, lambda: engine.init_weights_update_group(**what)))
 
     @app.post("/destroy_weights_update_group")
-    async def destroy_group(body: Group) -> Response:
+    async def destroy_group(body: Group, update: str = _UPDATE) -> Response:
+        name = body.group_name
         return _outcome(
-            *await _run(pools.leave, lambda: engine.destroy_weights_update_group(body.group_name))
+            *await _run(pools.leave, lambda: engine.destroy_weights_update_group(name, update))
         )
 
     @app.post("/update_weights_from_distributed")
-    async def update_weights(body: FromDistributed) -> Response:
+    async def update_weights(body: FromDistributed, update: str = _UPDATE) -> Response:
         if body.abort_all_requests:
             engine.gate.abort(None)
-        what = body.model_dump(exclude={"abort_all_requests"})
+        what = {**body.model_dump(exclude={"abort_all_requests"}), "update": update}
         return _outcome(
             *await _run(pools.update, lambda: engine.update_weights_from_distributed(**what))
         )

@@ -37,6 +37,8 @@ class Receiver:
 
     consistent: False from the first byte loaded until the update commits; a worker whose update
     failed stays inconsistent, `reason` says why, until a later update commits.
+    trouble: why an engine must not generate, or ""; also between an update's commit and the closing
+    message, whose request says which version the weights are.
     update: number of the last committed update, or None.
     buckets: for weights that come in requests of their own.
     request: what an engine calls the request that it has this worker carry out; weights: the
@@ -57,9 +59,16 @@ class Receiver:
         self.buckets = Buckets(self)
         self.consistent = True
         self.reason = ""
+        self._unnamed = ""
         self.update: int | None = None
         self.request = self.weights = 0
         self.receipt: Receipt | None = None
+
+    @property
+    def trouble(self) -> str:
+        if self.consistent:
+            return self._unnamed
+        return self.reason or "the weights are inconsistent"
 
     def handle(self, control: bytes | None) -> tuple[bool, str]:
         """Does what a control message says; (success, text).  None, which is what
@@ -77,10 +86,10 @@ class Receiver:
         finally:
             self._busy.release()
 
-    def restored(self) -> None:
-        """Says that every weight has been replaced."""
+    def restored(self, unnamed: str = "") -> None:
+        """Says that every weight has been replaced; `unnamed`, that they have no version yet."""
+        self._committed, self._unnamed = "", unnamed
         self.consistent, self.reason, self.weights = True, "", self.request
-        self._committed = ""
 
     def lose(self, why: str) -> None:
         """Says that the weights are not those of one update any more."""
@@ -142,6 +151,7 @@ class Receiver:
                 f"worker {self._worker}: the weights have been replaced by others since update "
                 f"{message.update} of this trainer"
             )
+        self._unnamed = ""
         return True, f"update {message.update}"
 
     def _inspect(self, message: Control) -> tuple[bool, str]:
@@ -149,8 +159,8 @@ class Receiver:
         facts = {
             "worker": self._worker,
             "update": self.update,
-            "consistent": self.consistent,
-            "inconsistency": self.reason,
+            "consistent": not self.trouble,
+            "inconsistency": self.trouble,
             "loader": type(self._loader).__name__,
             **learnt,
         }
@@ -197,7 +207,7 @@ class Receiver:
         importer.verdict(timeout)
         if isinstance(self._loader, Confirms):
             self._loader.confirm()
-        self.restored()
+        self.restored(f"update {update} is complete, but nobody has said its version yet")
         self.update, self.receipt, self._committed = update, receipt, message.session
 
     def _load(self, importer: Session, update: int, rounds: int, timeout: float) -> Receipt:

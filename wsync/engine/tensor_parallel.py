@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from wsync._core import InvalidArgumentError, LayoutError, StateError
+from wsync.calls import left
 from wsync.dtypes import dtype_of
 from wsync.engine import disk
 from wsync.engine.destination import Boxes
@@ -76,9 +77,7 @@ class TensorParallelEngine(WorkersEngine):
     def update_weights_from_disk(
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
-        self._call("disk", [(path, timeout)] * self.workers, timeout)
-        if weight_version is not None:
-            self.weight_version = str(weight_version)
+        self._load_from_disk(path, weight_version, timeout)
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         return {**super().model_info(timeout), "model_type": self._config.model_type}
@@ -100,8 +99,7 @@ class TensorParallelEngine(WorkersEngine):
         tokens = list(ids)
         deadline = time.monotonic() + timeout
         for _ in range(max_new_tokens):
-            left = deadline - time.monotonic()
-            tokens.append(int(self.logits(tokens, left)[-1].argmax()))
+            tokens.append(int(self.logits(tokens, left(deadline))[-1].argmax()))
         return tokens[len(ids) :]
 
     def weights(self, timeout: float = 60.0) -> dict[str, torch.Tensor]:
@@ -167,8 +165,9 @@ class _Worker(Worker):
 
     def answer(self, what: str, argument: Any) -> Any:
         if what == "disk":
-            folder, timeout = argument
-            return disk.load(folder, self._targets, self.receiver, timeout=timeout)
+            folder, timeout, version, update = argument
+            with self.turns.request(update, version):
+                return disk.load(folder, self._targets, self.receiver, timeout=timeout)
         if what == "logits":
             logits = self.model.logits(argument).float().contiguous()
             # plain bytes: torch would share tensors by descriptors

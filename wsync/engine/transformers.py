@@ -16,7 +16,8 @@ import functools
 import math
 import threading
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from wsync.engine.distributed import BROADCAST_SECONDS, UpdateGroups
 from wsync.engine.gate import Gate
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.receiver import Receiver
+from wsync.engine.turns import Turns
 from wsync.update_group import connection_of
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class Generation:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: dict[str, Any] = field(default_factory=dict)
+    weight_version: str = ""
 
 
 class Engine:
@@ -90,14 +93,19 @@ class Engine:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.model_path = model_path or str(getattr(model.config, "name_or_path", ""))
-        self.weight_version = weight_version
+        self.instance = uuid.uuid4().hex
         self.gate = Gate()
         self.receiver = Receiver(ModuleLoader(model, ignore=ignore, threads=threads))
+        self.turns = Turns(self.receiver, weight_version)
         self._ignore = frozenset(ignore)
         self._threads = threads
         self._groups = UpdateGroups()
         self._broadcast_seconds = broadcast_seconds
         self._sampler = threading.local()
+
+    @property
+    def weight_version(self) -> str:
+        return self.turns.weight_version
 
     # --- generation -------------------------------------------------------------------------
 
@@ -142,6 +150,7 @@ class Engine:
                         past_key_values=cache,
                         use_cache=True,
                     )
+                    result.weight_version = self.weight_version
                 cache = step.past_key_values
                 token, logprob = _pick(step.logits[0, -1], sampling.temperature)
                 tokens.append(token)
@@ -168,19 +177,17 @@ class Engine:
         return rows
 
     def check_consistent(self) -> None:
-        if not self.receiver.consistent:
-            raise StateError(self.receiver.reason)
+        if self.receiver.trouble:
+            raise StateError(self.receiver.trouble)
 
-    def pause(self, mode: str, timeout: float) -> None:
-        """As Gate.pause; what trainers begin an update with."""
-        self.receiver.buckets.forget()
-        self.gate.pause(mode, timeout)
+    def pause(self, mode: str, timeout: float, update: str = "") -> None:
+        """As Gate.pause; what trainers begin an update with, and say its id."""
+        self.gate.pause(mode, timeout, lambda: self.turns.begin(update))
 
-    def resume(self, timeout: float) -> None:
-        """Refused while the weights are inconsistent."""
-        if not self.receiver.consistent and self.receiver.reason:
-            self.check_consistent()
-        self.gate.resume(timeout)
+    def resume(self, timeout: float, update: str = "") -> None:
+        """Refused while the weights are inconsistent or have no version yet, and to a trainer whose
+        update has been ended by another one's."""
+        self.gate.resume(timeout, lambda: self.turns.go_on(update))
 
     def _check_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
         vocab = int(self.model.config.vocab_size)
@@ -209,25 +216,41 @@ class Engine:
         weight_version: str | None = None,
         flush_cache: bool = False,
         timeout: float = REQUEST_SECONDS,
+        update: str = "",
     ) -> tuple[bool, str]:
-        """One update request; (success, text).  The version is taken on by success only."""
+        """One update request; (success, text).  The version is taken on once all weights of the
+        update are here."""
         try:
             if not payloads:
                 raise InvalidArgumentError("serialized_named_tensors is empty, one worker needs 1")
-            with self.receiver.buckets.request():
-                # before the gate: the payload may name a process that does not answer
-                content = payload.load(payloads[0], timeout=min(timeout, payload.PEER_SECONDS))
-            with self.gate.update(timeout), self.receiver.buckets.request():
-                if flush_cache:
-                    self.gate.flush()
-                success, text = self._load(content, load_format)
-                if success and weight_version is not None:
-                    self.weight_version = weight_version
+            # before the gate: the payload may name a process that does not answer
+            content = payload.load(payloads[0], timeout=min(timeout, payload.PEER_SECONDS))
+            if load_format == LOAD_FORMAT:
+                control = payload.control_bytes(content)
+                with self.gate.update(timeout):
+                    return self.turns.steer(control, weight_version, update)
+            with self._turn(update, weight_version, flush_cache, timeout):
+                self._load(content, load_format)
         except WsyncError as error:
             return False, str(error)
         except Exception as error:  # torch's, of a content that is none of a tensor's
             return False, f"Failed to update weights: {type(error).__name__}: {error}"
-        return success, text
+        return True, "Success"
+
+    @contextmanager
+    def _turn(
+        self, update: str, weight_version: str | None, flush_cache: bool, timeout: float
+    ) -> Iterator[None]:
+        """Around one request's weights."""
+        with self.gate.update(timeout), self.turns.request(update, weight_version):
+            if flush_cache:
+                self.gate.flush()
+            yield
+
+    def set_version(self, version: str, timeout: float, update: str = "") -> None:
+        """Calls the weights something else.  StateError where they are not those of one update."""
+        with self.gate.update(timeout):
+            self.turns.rename(version, update)
 
     def update_weights_from_disk(
         self,
@@ -237,15 +260,14 @@ class Engine:
         weight_version: str | None = None,
         flush_cache: bool = False,
         timeout: float = REQUEST_SECONDS,
+        update: str = "",
     ) -> tuple[bool, str]:
         """Loads a checkpoint folder; (success, text).  A folder that is not whole or does not
         fit is refused before anything is loaded."""
         try:
             if load_format not in (None, "auto", "safetensors"):
                 raise InvalidArgumentError(f"load_format {load_format!r}: only safetensors here")
-            with self.gate.update(timeout):
-                if flush_cache:
-                    self.gate.flush()
+            with self._turn(update, weight_version, flush_cache, timeout):
                 disk.load(
                     model_path,
                     self._targets,
@@ -254,8 +276,6 @@ class Engine:
                     timeout=timeout,
                 )
                 self.model_path = model_path
-                if weight_version is not None:
-                    self.weight_version = weight_version
         except WsyncError as error:
             return False, f"Failed to update weights: {error}"
         return True, "Succeeded to update model weights."
@@ -265,19 +285,19 @@ class Engine:
         return Destination.of(self.model, shapes, self._ignore)
 
     def init_weights_update_group(
-        self, *, timeout: float = REQUEST_SECONDS, **group: Any
+        self, *, timeout: float = REQUEST_SECONDS, update: str = "", **group: Any
     ) -> tuple[bool, str]:
         """Joins a process group for updates; see wsync.engine.distributed."""
-        self.receiver.buckets.forget()
         try:
+            self.turns.regroup(update)
             self._groups.init(meeting=timeout, timeout=self._broadcast_seconds, **group)
         except Exception as error:
             return False, f"Failed to initialize custom process group: {error}."
         return True, "Succeeded to initialize custom process group."
 
-    def destroy_weights_update_group(self, group_name: str) -> tuple[bool, str]:
-        self.receiver.buckets.forget()
+    def destroy_weights_update_group(self, group_name: str, update: str = "") -> tuple[bool, str]:
         try:
+            self.turns.regroup(update)
             self._groups.destroy(group_name)
         except WsyncError as error:
             return False, str(error)
@@ -289,23 +309,21 @@ class Engine:
         weight_version: str | None = None,
         flush_cache: bool = False,
         timeout: float = REQUEST_SECONDS,
+        update: str = "",
         **what: Any,
     ) -> tuple[bool, str]:
         """Takes what a trainer broadcasts; (success, text)."""
         try:
-            with self.gate.update(timeout), self.receiver.buckets.request():
-                if flush_cache:
-                    self.gate.flush()
-                self._copy(self._groups.receive(**what), connection_of(what["group_name"]))
-                if weight_version is not None:
-                    self.weight_version = weight_version
+            with self._turn(update, weight_version, flush_cache, timeout):
+                origin = connection_of(what["group_name"])
+                # before the broadcast, which would be another request's
+                self.receiver.buckets.admit(what["names"], self._wanted(), origin)
+                self._copy(self._groups.receive(**what), origin)
         except Exception as error:
             return False, f"Failed to update parameter online: {error}."
         return True, "Succeeded to update parameter online."
 
-    def _load(self, content: Any, load_format: str | None) -> tuple[bool, str]:
-        if load_format == LOAD_FORMAT:
-            return self.receiver.handle(payload.control_bytes(content))
+    def _load(self, content: Any, load_format: str | None) -> None:
         if load_format == "flattened_bucket":
             pairs = _bucket(content)
         elif load_format in (None, "direct"):
@@ -313,7 +331,6 @@ class Engine:
         else:
             raise InvalidArgumentError(f"Unknown load_format={load_format}")
         self._copy(pairs)
-        return True, "Success"
 
     def _copy(self, pairs: Sequence[tuple[str, torch.Tensor]], origin: str = "") -> None:
         """Copies a bucket by name.  What fits is checked before the first byte is written."""
@@ -331,8 +348,7 @@ class Engine:
                 raise LayoutError(f"{name}: {tensor.dtype} delivered, {state[name].dtype} in {who}")
         groups = [group for group in aliases(state) if state[group[0]].numel()]
         first = {name: group[0] for group in groups for name in group}
-        optional = {n for group in groups if self._ignore.intersection(group) for n in group}
-        wanted = {name: place for name, place in first.items() if name not in optional}
+        wanted = self._wanted()
         names = [name for name, _ in pairs]
         filled = sorted({*wanted.values(), *(first[name] for name in names if name in first)})
         target = Destination(filled, [state[name] for name in filled])
@@ -342,6 +358,16 @@ class Engine:
             for name, tensor in _once(pairs, state, first, came):
                 state[name].copy_(tensor)
             target.check()
+
+    def _wanted(self) -> dict[str, str]:
+        """The tensor that each name stands for, of all that an update has to bring."""
+        state = state_of(self.model)
+        return {
+            name: group[0]
+            for group in aliases(state)
+            if state[group[0]].numel() and not self._ignore.intersection(group)
+            for name in group
+        }
 
     def checksums(self) -> dict[str, str]:
         """A 64-bit checksum in hex of the bytes of every parameter and persistent buffer; names
@@ -361,8 +387,9 @@ class Engine:
             "weight_version": self.weight_version,
             "model_type": config.model_type,
             "architectures": config.architectures or [type(self.model).__name__],
-            "consistent": self.receiver.consistent,
-            "reason": self.receiver.reason,
+            "consistent": not self.receiver.trouble,
+            "reason": self.receiver.trouble,
+            "instance": self.instance,
         }
 
 

@@ -9,7 +9,9 @@ import os
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as wait_for
 from typing import Any, Final, Self
@@ -30,9 +32,13 @@ from wsync.engine.child import Child
 from wsync.engine.distributed import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
+from wsync.engine.turns import Turns
 from wsync.update_group import connection_of
 
 _POLL_SECONDS: Final = 0.2
+_update: ContextVar[str] = ContextVar("wsync update", default="")
+"""The id of the update that a call of an engine belongs to, "" if it has none."""
+_OF_UPDATES: Final = ("pause", "resume", "update_weights", "update_weights_from_disk", "call")
 _MAIN: Final = "import sys; from wsync.engine.workers import serve; serve(int(sys.argv[1]))"
 
 
@@ -42,6 +48,7 @@ class Worker:
     def __init__(self, loader: Loader, *, rank: int = 0) -> None:
         self.rank = rank
         self.receiver = Receiver(loader, worker=rank)
+        self.turns = Turns(self.receiver)
         self._groups = UpdateGroups(rank)
 
     def count(self, request: int) -> None:
@@ -51,24 +58,21 @@ class Worker:
     def answer(self, what: str, argument: Any) -> Any:
         """The answer to one question; an exception becomes the text of a failure."""
         if what == "update":
-            with self.receiver.buckets.request():
-                return self._update(*argument)
+            return self._update(*argument)
         if what == "state":
-            receiver = self.receiver
-            return "" if receiver.consistent else receiver.reason, receiver.weights
+            return self.receiver.trouble, self.receiver.weights, self.turns.weight_version
         if what == "init_weights_update_group":
-            self.receiver.buckets.forget()
+            self.turns.regroup(argument.pop("update"))
             return self._groups.init(meeting=left(argument.pop("end")), **argument)
         if what == "destroy_weights_update_group":
-            self.receiver.buckets.forget()
+            self.turns.regroup(argument.pop("update"))
             return self._groups.destroy(**argument)
         if what == "update_weights_from_distributed":
-            with self.receiver.buckets.request():
-                timeout = left(argument.pop("end"))
-                weights = self._groups.receive(timeout=timeout, **argument)
-                return self._take(weights, connection_of(argument["group_name"]))
+            return self._broadcast(**argument)
         if what == "pause":
-            return self.receiver.buckets.forget()
+            return self.turns.begin(argument)
+        if what == "resume":
+            return self.turns.go_on(argument)
         if what in ("ping", "start"):
             return None
         raise InvalidArgumentError(f"unknown question {what!r}")
@@ -81,15 +85,30 @@ class Worker:
         """Takes named tensors from an engine's own payloads: what a stock engine does."""
         raise NotImplementedError
 
+    def _broadcast(
+        self, *, update: str, version: str | None, end: float, names: Sequence[str], **what: Any
+    ) -> None:
+        with self.turns.request(update, version):
+            origin = connection_of(what["group_name"])
+            # before the broadcast, which would be another request's
+            self.receiver.buckets.admit(names, self._tensors(), origin)
+            weights = self._groups.receive(timeout=left(end), names=names, **what)
+            self._take(weights, origin)
+
+    def _tensors(self) -> dict[str, str]:
+        return {name: name for name in self.names()}
+
     def _take(self, weights: Named, origin: str = "") -> None:
-        tensors = {name: name for name in self.names()}
-        with self.receiver.buckets.loading([name for name, _ in weights], tensors, origin):
+        names = [name for name, _ in weights]
+        with self.receiver.buckets.loading(names, self._tensors(), origin):
             self.load_weights(weights)
 
-    def _update(self, data: bytes, load_format: str | None) -> str:
+    def _update(
+        self, data: bytes, load_format: str | None, version: str | None, update: str
+    ) -> str:
         content: Any = payload.load(data)
         if load_format == control.LOAD_FORMAT:
-            success, text = self.receiver.handle(payload.control_bytes(content))
+            success, text = self.turns.steer(payload.control_bytes(content), version, update)
             if not success:
                 raise RemoteError(text)
             return text
@@ -101,7 +120,8 @@ class Worker:
             ).reconstruct_tensors()
         elif load_format is not None:
             raise InvalidArgumentError(f"unknown load_format {load_format!r}")
-        self._take(list(content))
+        with self.turns.request(update, version):
+            self._take(list(content))
         return "Success"
 
 
@@ -128,6 +148,7 @@ class WorkersEngine:
         self._path = tuple(path)
         self.workers = len(settings)
         self.weight_version = "default"
+        self._instance = uuid.uuid4().hex
         self.paused = False
         self._lock = threading.Lock()
         self._sequence = 0
@@ -158,19 +179,29 @@ class WorkersEngine:
         for child in self._children:
             child.close()
 
+    def during(self, update: str) -> Any:
+        """This handle, for the requests of one update."""
+        return _During(self, update)
+
+    def identity(self, timeout: float) -> dict[str, Any]:
+        return {"instance": self._instance}
+
     # --- the handle -------------------------------------------------------------------------
 
     def pause(self, mode: str, timeout: float) -> None:
-        self._call("pause", None, timeout)
+        self._call("pause", [_update.get()] * self.workers, timeout)
         self.paused = True
 
     def flush(self, timeout: float) -> None:
         self._call("ping", None, timeout)
 
     def resume(self, timeout: float) -> None:
-        """RemoteError while a worker's weights are inconsistent."""
+        """RemoteError while a worker's weights are inconsistent or have no version yet, and where
+        it is another update's turn."""
+        end = time.monotonic() + timeout
         self._check_consistent(timeout)
-        self.paused = False
+        if all(self._call("resume", [_update.get()] * self.workers, left(end))):
+            self.paused = False
 
     def update_weights(
         self,
@@ -184,12 +215,17 @@ class WorkersEngine:
             raise InvalidArgumentError(
                 f"engine {self.name}: {len(payloads)} payloads for {self.workers} workers"
             )
-        self._call("update", [(data, load_format) for data in payloads], timeout)
-        if weight_version is not None:
-            self.weight_version = str(weight_version)
+        version = None if weight_version is None else str(weight_version)
+        end = time.monotonic() + timeout
+        if load_format == control.LOAD_FORMAT:
+            control.agree([payload.control_bytes(payload.load(data)) for data in payloads])
+        asked = [(data, load_format, version, _update.get()) for data in payloads]
+        self._write("update", asked, end)
+        if version is not None or load_format != control.LOAD_FORMAT:
+            self._learn_version(left(end))
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        told = dict(arguments)
+        told = {**arguments, "update": _update.get()}
         version = told.pop("weight_version", None)
         # the caller waits no longer, whenever a worker gets to it
         end = time.monotonic() + timeout
@@ -197,24 +233,50 @@ class WorkersEngine:
             # what is left for the meeting says nothing of how long a broadcast may take
             told |= {"end": end, "timeout": max(timeout, BROADCAST_SECONDS)}
         if method == "update_weights_from_distributed":
-            told["end"] = end
-        self._call(method, [told] * self.workers, timeout)
-        if version is not None:
-            self.weight_version = version
+            told |= {"end": end, "version": version}
+            self._write(method, [told] * self.workers, end)
+            self._learn_version(left(end))
+        else:
+            self._call(method, [told] * self.workers, timeout)
 
     def model_info(self, timeout: float) -> dict[str, Any]:
-        states = self._call("state", None, timeout)
-        reasons = [reason for reason, _ in states if reason]
-        newest = max(weights for _, weights in states)
-        late = [str(rank) for rank, (_, weights) in enumerate(states) if weights < newest]
-        if late and not reasons:  # one that has failed before it touched anything has none
-            reasons = [f"the weights are inconsistent: worker {', '.join(late)} has older ones"]
+        reason, _ = self._state(timeout)
         return {
             "weight_version": self.weight_version,
             "tp_size": self.workers,
-            "consistent": not reasons,
-            "reason": "; ".join(reasons),
+            "consistent": not reason,
+            "reason": reason,
+            "instance": self._instance,
         }
+
+    def _state(self, timeout: float) -> tuple[str, str]:
+        """Why the workers must not run, or "", and the version of their weights."""
+        states = self._call("state", None, timeout)
+        reasons = [reason for reason, *_ in states if reason]
+        newest = max(weights for _, weights, _ in states)
+        late = [str(rank) for rank, (_, weights, _) in enumerate(states) if weights < newest]
+        if late and not reasons:  # one that has failed before it touched anything has none
+            reasons = [f"the weights are inconsistent: worker {', '.join(late)} has older ones"]
+        return "; ".join(reasons), states[0][2]
+
+    def _load_from_disk(self, path: str, weight_version: int | str | None, timeout: float) -> None:
+        """What workers that answer "disk" are asked by update_weights_from_disk."""
+        version = None if weight_version is None else str(weight_version)
+        end = time.monotonic() + timeout
+        asked = (path, timeout, version, _update.get())
+        self._write("disk", [asked] * self.workers, end)
+        self._learn_version(left(end))
+
+    def _write(self, what: str, arguments: Sequence[Any], end: float) -> None:
+        """Asks for what writes to the weights once all workers are there: of one that comes late
+        the others would know too late."""
+        self._call("ping", None, left(end))
+        self._call(what, arguments, left(end))
+
+    def _learn_version(self, timeout: float) -> None:
+        reason, version = self._state(timeout)
+        if not reason:
+            self.weight_version = version
 
     # --- the workers ------------------------------------------------------------------------
 
@@ -254,7 +316,7 @@ class WorkersEngine:
             for rank, pipe in enumerate(self._pipes):
                 argument = None if arguments is None else arguments[rank]
                 try:
-                    pipe.send((self._sequence, what, argument))
+                    pipe.send((self._sequence, deadline, what, argument))
                 except OSError as error:
                     raise self._gone(where, rank) from error
             answers: dict[int, Any] = {}
@@ -296,6 +358,28 @@ class WorkersEngine:
         )
 
 
+class _During:
+    """An engine that is told with every request which update it belongs to."""
+
+    def __init__(self, engine: WorkersEngine, update: str) -> None:
+        self._engine = engine
+        self._update = update
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._engine, name)
+        if name not in _OF_UPDATES:
+            return found
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            before = _update.set(self._update)
+            try:
+                return found(*arguments, **named)
+            finally:
+                _update.reset(before)
+
+        return call
+
+
 def serve(descriptor: int) -> None:
     """A worker's main loop: until its parent closes the pipe."""
     torch.set_num_threads(1)
@@ -303,10 +387,12 @@ def serve(descriptor: int) -> None:
     worker: Worker | None = None
     while True:
         try:
-            sequence, what, argument = pipe.recv()
+            sequence, end, what, argument = pipe.recv()
         except (EOFError, OSError):
             return
         try:
+            if time.monotonic() > end:
+                raise DeadlineError(f"{what}: nobody waits for this worker any more")
             if what == "start":
                 make, settings = argument
                 worker, argument = make(**settings), None
