@@ -239,7 +239,7 @@ def _add_weights(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
             engine.gate.abort(None)
         try:
             await _run(
-                pools.control,
+                pools.update,
                 lambda: engine.set_version(body.new_version, _CONTROL_SECONDS, update),
             )
         except StateError as error:

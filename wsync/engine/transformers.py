@@ -69,7 +69,6 @@ class Generation:
     weights that gave the last token."""
 
     rid: str
-    weight_version: str
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: dict[str, Any] = field(default_factory=dict)
@@ -133,7 +132,7 @@ class Engine:
         cache: Any = None
         stops = set() if sampling.ignore_eos else self._eos()
         with self.gate.request(rid, REQUEST_SECONDS) as ticket:
-            result = Generation(rid, self.weight_version)
+            result = Generation(rid, weight_version=self.weight_version)
             result.finish = {"type": "length", "length": sampling.max_new_tokens}
             while len(result.output_ids) < sampling.max_new_tokens:
                 with self.gate.step(ticket, REQUEST_SECONDS) as go, torch.no_grad():
@@ -150,7 +149,6 @@ class Engine:
                         past_key_values=cache,
                         use_cache=True,
                     )
-                    result.weight_version = self.weight_version
                 cache = step.past_key_values
                 token, logprob = _pick(step.logits[0, -1], sampling.temperature)
                 tokens.append(token)
