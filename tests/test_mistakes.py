@@ -55,7 +55,7 @@ def test_an_engine_is_known_by_what_it_tells(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         HttpHandle,
         "_info",
-        lambda self, *_: {"tp_size": 1, "wsync_identity": told.get(self.name.lower())},
+        lambda self, *_: {"tp_size": 1, "instance": told.get(self.name.lower())},
     )
     assert len(handles_of(["http://a:1", "http://b:1", "http://d:1"], timeout=1)) == 3
     with pytest.raises(wsync.InvalidArgumentError, match="c:1 is given twice: http://a:1 is the"):
