@@ -167,7 +167,7 @@ def test_older_servers_are_asked_by_their_older_paths(server: FakeServer) -> Non
 
 
 def test_flush_asks_until_the_engine_is_idle(server: FakeServer) -> None:
-    answers = [(400, "busy"), (400, "busy"), (200, "done")]
+    answers = [(400, "busy"), (400, "busy"), (200, "Cache flushed.")]
     server.answers["/flush_cache"] = lambda: answers.pop(0)
     HttpHandle(server.url, workers=1).flush(5)
     assert answers == []

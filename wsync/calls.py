@@ -10,7 +10,9 @@ from concurrent.futures import Future, wait
 from typing import Any, Final, TypeVar
 
 from wsync import _core
+from wsync.answers import left as left
 from wsync.handles import EngineHandle
+from wsync.visits import Visit
 
 _GRACE_SECONDS: Final = 1.0
 _SETTLE_SECONDS: Final = 2.0  # a handle's own error, at its deadline, says more than ours
@@ -115,46 +117,51 @@ class Handover:
         *,
         timeout: float,
         check: Callable[[], object],
+        between: Callable[[], object] = bool,
     ) -> None:
         """Has all engines take on a weight version, and lets none go on before all have.
 
         deliver(index, engine, remaining) hands the version over; it asks `remaining` for the
         timeout of each call it makes, which raises once the version is given up.  `check` is
-        called while this waits.  Raises what a call raises, or DeadlineError.
+        called while this waits, `between` when all have the version and before any goes on.
+        Raises what they raise, or DeadlineError.
         """
         end = time.monotonic() + timeout
         self._clear(end, timeout, check)
-        together = threading.Barrier(max(len(engines), 1))
+        given_up = threading.Event()
 
         def remaining() -> float:
-            if together.broken:
-                raise threading.BrokenBarrierError
+            if given_up.is_set():
+                raise _core.StateError(f"version {version} has been given up")
             return left(end)
 
-        def finish(index: int, engine: EngineHandle) -> None:
-            try:
-                deliver(index, engine, remaining)
-                together.wait(left(end))
-            except threading.BrokenBarrierError:
-                return  # another engine has failed, and says why
-            except BaseException:
-                together.abort()
-                raise
-            engine.resume(left(end))
+        def hand_over(index: int, engine: EngineHandle) -> None:
+            deliver(index, engine, remaining)
+            if isinstance(engine, Visit):
+                engine.verify(remaining())
+
+        def go_on(index: int, engine: EngineHandle) -> None:
+            engine.resume(remaining())
 
         # the other ranks wait meanwhile, so this has to end before the exchange deadline
         self._failed, self._end = version, end + _SETTLE_SECONDS
-        self._calls = Calls(list(enumerate(engines)), finish)
         try:
-            self._calls.join(left(self._end), check)
-            if together.broken:
-                raise _core.DeadlineError(
-                    f"not all engines have taken on version {version} within {timeout:.0f} s"
-                )
+            self._run(hand_over, engines, check)
+            between()
+            self._run(go_on, engines, check)
         except BaseException:
-            together.abort()
+            given_up.set()
             raise
         self._calls = None
+
+    def _run(
+        self,
+        call: Callable[[int, EngineHandle], object],
+        engines: Sequence[EngineHandle],
+        check: Callable[[], object],
+    ) -> None:
+        self._calls = Calls(list(enumerate(engines)), call)
+        self._calls.join(left(self._end), check)
 
     def settle(self, timeout: float | None = None) -> None:
         """Waits for what a failed version has left under way; without a timeout, as long as its
@@ -184,11 +191,6 @@ def result(future: Future[_T], timeout: float, check: Callable[[], object], late
         if time.monotonic() > end:
             raise _core.DeadlineError(f"{late} in {timeout:.0f} s")
     return future.result()
-
-
-def left(end: float) -> float:
-    """Seconds until a time of time.monotonic()."""
-    return max(end - time.monotonic(), 0.0)
 
 
 class Lane:

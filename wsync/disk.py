@@ -26,6 +26,7 @@ from wsync.options import Options
 from wsync.report import Report
 from wsync.updates import Updates
 from wsync.versions import Versions, newest
+from wsync.visits import visits
 
 if TYPE_CHECKING:
     from wsync.updates import Source, Weights
@@ -219,7 +220,7 @@ class DiskSync(Updates):
             engine.update_weights_from_disk(path, weight_version=version, timeout=remaining())
 
         self._handover.take_on(
-            version, self._engines, load, timeout=options.deadline, check=self._group.check
+            version, visits(self._engines), load, timeout=options.deadline, check=self._group.check
         )
 
     def _describe(self, report: Report) -> None:

@@ -12,6 +12,7 @@ All calls take a timeout in seconds and raise, naming the engine:
 
 import base64
 import contextlib
+import copy
 import importlib
 import inspect
 import json
@@ -39,9 +40,23 @@ from wsync.answers import (
     seconds,
     translate,
 )
-from wsync.control import LOAD_FORMAT
+from wsync.control import LOAD_FORMAT, UPDATE_HEADER
 
 _MAX_ANSWER_NBYTES: Final = 16 << 20
+# what SGLang answers to a pause or a continue
+_SAID: Final = ("status", "message")
+# of SGLang's server_info and model_info, what does not change while it runs
+_IDENTITY: Final = (
+    "random_seed",
+    "model_type",
+    "architectures",
+    "served_model_name",
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "nccl_port",
+    "version",
+)
 
 
 @runtime_checkable
@@ -153,7 +168,7 @@ def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> l
 def _identities(given: object, made: EngineHandle) -> list[Any]:
     """What is equal for one engine that is given twice."""
     if isinstance(made, HttpHandle):
-        return [_place(made.name), *filter(None, [made.identity])]
+        return [_place(made.name), *filter(None, [made.instance])]
     return [_place(given)] if isinstance(given, str) else [id(given)]
 
 
@@ -191,12 +206,29 @@ class HttpHandle:
         self.name = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._server: dict[str, Any] | None = None
-        self._sessions = True
+        self._known = {"sessions": True}  # of the server, whichever update asks
         self._timeout = timeout
         self.workers = self._ask_workers() if workers is None else workers
 
     def __repr__(self) -> str:
         return f"HttpHandle({self.name!r})"
+
+    def during(self, update: str) -> "HttpHandle":
+        """The same handle, for the requests of one update; engines without wsync do not read its
+        id."""
+        told = copy.copy(self)
+        told._headers = {**self._headers, UPDATE_HEADER: update}
+        return told
+
+    def identity(self, timeout: float) -> dict[str, Any]:
+        """What tells this server from another one, or from itself before a restart: an instance of
+        wsync's own, else how SGLang was started, with a random seed that it draws unless told."""
+        end = time.monotonic() + timeout
+        found = self._info(("/server_info", "/get_server_info"), timeout)
+        if "instance" in found:
+            return {"instance": found["instance"]}
+        found = {**self.model_info(end - time.monotonic()), **found}
+        return {name: found[name] for name in _IDENTITY if name in found}
 
     @property
     def load_formats(self) -> tuple[str, ...]:
@@ -205,17 +237,17 @@ class HttpHandle:
         return tuple(map(str, loaders)) if isinstance(loaders, list) else ()
 
     @property
-    def identity(self) -> str:
+    def instance(self) -> str:
         """What the server calls itself, equal for all its URLs and no other server's; "" where it
         does not say (SGLang)."""
-        identity = None
+        instance = None
         with contextlib.suppress(RemoteError):  # not all servers know the path
-            identity = self._server_info().get("instance")
-        return identity if isinstance(identity, str) else ""
+            instance = self._server_info().get("instance")
+        return instance if isinstance(instance, str) else ""
 
     def pause(self, mode: str, timeout: float) -> None:
         end = time.monotonic() + timeout
-        self._call("POST", "/pause_generation", {"mode": mode}, timeout)
+        self._call("POST", "/pause_generation", {"mode": mode}, timeout, _SAID)
         try:
             self._session("/begin_weight_update", end)
         except RemoteError:  # a failed update left its session open
@@ -227,6 +259,8 @@ class HttpHandle:
             status, text = self.request("POST", "/flush_cache", None, remaining)
             if status not in (200, 400):
                 raise self._failed("/flush_cache", status, text)
+            if status == 200 and "flush" not in text.lower():
+                raise self._strange("/flush_cache", text)
             return None if status == 200 else engine_text(text)
 
         retry_flush(self.name, flush_once, timeout)
@@ -258,7 +292,7 @@ class HttpHandle:
     def resume(self, timeout: float) -> None:
         end = time.monotonic() + timeout
         self._session("/end_weight_update", end)
-        self._call("POST", "/continue_generation", {}, end - time.monotonic())
+        self._call("POST", "/continue_generation", {}, end - time.monotonic(), _SAID)
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         return self._info(("/model_info", "/get_model_info"), timeout)
@@ -300,19 +334,35 @@ class HttpHandle:
 
     def _session(self, path: str, end: float) -> None:
         """Begins or ends a weight-update session; a server that knows none is not asked again."""
-        if not self._sessions:
+        if not self._known["sessions"]:
             return
         status, text = self.request("POST", path, {}, end - time.monotonic())
         if status == 404:
-            self._sessions = False
+            self._known["sessions"] = False
         elif status != 200:
             raise self._failed(path, status, text)
 
-    def _call(self, method: str, path: str, body: Mapping[str, Any], timeout: float) -> None:
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any],
+        timeout: float,
+        form: tuple[str, ...] = ("success",),
+    ) -> None:
+        """One request.  An answer without any field of `form` is nobody's who knows it."""
         status, text = self.request(method, path, body, timeout)
         if status != 200:
             raise self._failed(path, status, text)
-        check_answer(self.name, path, json_or_text(text))
+        answer = json_or_text(text)
+        check_answer(self.name, path, answer)
+        if not isinstance(answer, dict) or not any(name in answer for name in form):
+            raise self._strange(path, text)
+
+    def _strange(self, path: str, text: str) -> RemoteError:
+        return RemoteError(
+            f"engine {self.name}: {path}: HTTP 200, but not an engine's answer: {cut(text)!r}"
+        )
 
     def _failed(self, path: str, status: int, text: str) -> RemoteError:
         return RemoteError(f"engine {self.name}: {path}: HTTP {status}: {engine_text(text)}")
@@ -407,6 +457,15 @@ class LocalHandle:
     ) -> None:
         arguments = _disk_arguments(path, weight_version)
         self._checked("update_weights_from_disk", timeout, **arguments)
+
+    def identity(self, timeout: float) -> dict[str, Any]:
+        """As HttpHandle.identity, where the engine says it."""
+        for method in ("server_info", "get_server_info"):
+            if hasattr(self._engine, method):
+                found = self._call(method, timeout)
+                if isinstance(found, Mapping):
+                    return {name: found[name] for name in _IDENTITY if name in found}
+        return {}
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         """Another of slime's update methods, by name."""

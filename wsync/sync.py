@@ -22,6 +22,7 @@ from wsync.report import Report
 from wsync.sessions import Trainer, Worker, assign_homes
 from wsync.trace import Trace
 from wsync.updates import Updates, numbers
+from wsync.visits import Visit, visits
 
 if TYPE_CHECKING:
     from wsync.updates import Source, Weights
@@ -59,6 +60,7 @@ class Sync(Updates):
         super().__init__(source, options)
         self._lock = lock
         self._engines: list[EngineHandle] = []
+        self._visits: list[Visit] = []
         self._connection: Connection | None = None
         self._pausing: Calls | None = None
         self._opened: Calls | None = None
@@ -189,7 +191,7 @@ class Sync(Updates):
             self._group.barrier()
         with report.phase("commit"):
             connection.commit(self._group.check)
-            self._close_requests(report.version)
+            self._close_requests(connection, report.version)
             self._group.confirm()
         self._paused = False
 
@@ -222,13 +224,15 @@ class Sync(Updates):
         options, end = self.options, time.monotonic() + self.options.deadline
         if self._group.rank != 0:
             return
+        if self._connection is None:  # what a failed update has left under way keeps its own
+            self._visits = visits(self._engines)
 
         def pause(index: int, engine: EngineHandle) -> None:
             engine.pause(options.pause_mode, options.deadline)
             if options.flush_cache:
                 engine.flush(left(end))
 
-        self._pausing = Calls(list(enumerate(self._engines)), pause)
+        self._pausing = Calls(list(enumerate(self._visits)), pause)
 
     def _connect(self, gpu: str) -> Connection:
         if self._connection is None:
@@ -236,7 +240,7 @@ class Sync(Updates):
                 self._group,
                 self._trainer,
                 self._placement,
-                self._engines,
+                self._visits,
                 self.options,
                 gpu,
                 self._lock,
@@ -279,7 +283,7 @@ class Sync(Updates):
                 timeout=self.options.request_deadline,
             )
 
-        numbered = [item for item in enumerate(self._engines) if item[0] in requests]
+        numbered = [item for item in enumerate(self._visits) if item[0] in requests]
         self._opened = Calls(numbered, open_engine)
 
     def _watch(self) -> None:
@@ -300,9 +304,17 @@ class Sync(Updates):
         if self._connection is not None:
             self._connection.look()
 
-    def _close_requests(self, version: str) -> None:
+    def _close_requests(self, connection: Connection, version: str) -> None:
         """Ends the opening requests, records the version, and lets generation go on."""
+
+        def still_there() -> None:
+            # an engine that was started again may have taken the version all the same
+            self._group.barrier()
+            connection.look()
+            self._group.barrier()
+
         if self._group.rank != 0 or self._opened is None:
+            still_there()
             return
         timeout = self.options.deadline
         end = time.monotonic() + timeout
@@ -322,7 +334,12 @@ class Sync(Updates):
                 )
 
         self._handover.take_on(
-            version, self._engines, close, timeout=left(end), check=self._group.check
+            version,
+            self._visits,
+            close,
+            timeout=left(end),
+            check=self._group.check,
+            between=still_there,
         )
 
     def _describe(self, connection: Connection, report: Report) -> None:

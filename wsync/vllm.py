@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,7 @@ class WorkerExtension:
                 "workers": parallel.world_size,
                 "engines": parallel.data_parallel_size if many and not alone else 1,
                 "weight_version": None if state is None else state.version,
+                "instance": f"{os.getpid()}.{id(_model(self.model_runner))}",
             }
         )
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from wsync._core import InvalidArgumentError, RemoteError, UnsupportedError
 from wsync.answers import engine_text, json_or_text
-from wsync.control import LOAD_FORMAT
+from wsync.control import LOAD_FORMAT, agree
 from wsync.handles import HttpHandle, LocalHandle
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
@@ -54,6 +54,11 @@ class VllmHandle(LocalHandle):
             raise InvalidArgumentError(
                 f"engine {self.name}: has {self.workers} workers, not {workers}"
             )
+
+    def identity(self, timeout: float) -> dict[str, Any]:
+        """The processes of the workers, and which models they have."""
+        found = self._run(self._vllm.describe, "wsync_describe", timeout)
+        return {f"worker {each['rank']}": each.get("instance") for each in found}
 
     def _count(self, timeout: float) -> int:
         try:
@@ -158,6 +163,7 @@ class _Engine:
         from wsync import payload
 
         controls = [payload.control_bytes(payload.load(text)) for text in serialized_named_tensors]
+        agree(controls)
         messages = [control.decode() for control in controls if control is not None]
         if load_format != LOAD_FORMAT or len(messages) != len(controls):
             return False, f"vLLM takes no weights in requests; load_format is {load_format!r}"
