@@ -465,7 +465,8 @@ def test_the_endpoint_answers_as_sglangs(config: Any, server: str, tmp_path: Pat
     )
     assert requests.get(server + "/model_info", timeout=10).json()["weight_version"] == "x"
     assert ask(model_path=path)[0] == 200
-    assert requests.get(server + "/model_info", timeout=10).json()["weight_version"] == "x"
+    # they may be others than those that were called so
+    assert requests.get(server + "/model_info", timeout=10).json()["weight_version"] == "unknown"
     status, answer = ask(model_path=path, load_format="gguf")
     assert (status, answer["success"]) == (400, False)
     assert "load_format 'gguf'" in answer["message"]

@@ -4,7 +4,7 @@ import base64
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -31,6 +31,7 @@ class FakeServer(ThreadingHTTPServer):
         self.answers: dict[str, Any] = {"/server_info": (200, {"tp_size": 2})}
         self.seen: list[tuple[str, Any, str | None]] = []
         self.released = threading.Event()
+        self.heard: Callable[[Any], object] = bool
 
     @property
     def url(self) -> str:
@@ -43,6 +44,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         body = json.loads(self.rfile.read(length) or b"null")
+        self.server.heard(self.headers)
         self.server.seen.append((self.path, body, self.headers.get("Authorization")))
         answer = self.server.answers.get(self.path, (404, "no such path"))
         if callable(answer):

@@ -150,6 +150,7 @@ class DiskSync(Updates):
                     # it counts, whatever engines make of it: tries that fail must not add up
                     stack.callback(self._prune, root)
                 self._group.barrier()
+            self._count()
             with report.phase("engines"):
                 if self._group.rank == 0:
                     self._load(str(folder), report.version)

@@ -191,6 +191,7 @@ class Sync(Updates):
             self._group.barrier()
         with report.phase("commit"):
             connection.commit(self._group.check)
+            self._count()
             self._close_requests(connection, report.version)
             self._group.confirm()
         self._paused = False
@@ -211,6 +212,8 @@ class Sync(Updates):
             # the first round is packed while the engines pause
             opened = functools.partial(self._open, connection, report)
         self._describe(connection, report)
+        if any(worker.stock for worker in self._placement.workers):
+            self._count()  # the last bucket says it
         with self._progress(report, report.rounds, unit="round") as bar:
             connection.run(self._updates, sources, opened, check, report, bar)
         report.staging_nbytes = connection.staging_nbytes

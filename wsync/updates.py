@@ -42,6 +42,7 @@ class Updates(abc.ABC):
             else together(lambda: from_tensors(source), timeout=timeout)
         )
         self._updates = 0
+        self._following = 1
         self._closed = False
         self._busy = threading.Lock()
         self._group = TrainerGroup(self._source.group, timeout=timeout)
@@ -119,11 +120,19 @@ class Updates(abc.ABC):
             self._renew()
             with self._one_error():
                 report = Report(version=agree_version(self._group, version, self.version))
+                self._following = self.version + 1
+                if report.version.isdecimal():
+                    self._following = int(report.version)
                 yield report
             report.seconds = time.perf_counter() - start
-            self.version = int(report.version) if report.version.isdecimal() else self.version + 1
+            self._count()
         finally:
             self._busy.release()
+
+    def _count(self) -> None:
+        """Engines are about to be told of the version, or have been: whatever comes of it, no other
+        weights are called the same."""
+        self.version = self._following
 
     def _renew(self) -> None:
         """After a failure, be it one that another rank alone has met at the very end of an update:

@@ -1,0 +1,141 @@
+"""Whether an engine is still the one that was paused for an update."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_handles import FakeServer, server
+
+import wsync
+from wsync.disk import DiskSync
+from wsync.handles import HttpHandle
+from wsync.visits import Visit
+
+__all__ = ["server"]
+
+QUICK = wsync.Options(deadline=30.0, progress=False)
+
+
+class Engine:
+    """A stock engine, which may be started again just before any call; it says its seed."""
+
+    workers = 1
+    load_formats = ()
+
+    def __init__(self, name: str = "stock", restarts: str = "") -> None:
+        self.name = name
+        self.restarts = restarts
+        self.seed, self.version, self.told = 1, "default", list[str]()
+
+    def pause(self, mode: str, timeout: float) -> None:
+        self._hear("pause")
+
+    def flush(self, timeout: float) -> None:
+        self._hear("flush")
+
+    def update_weights(self, *_: Any, weight_version: Any, **__: Any) -> None:
+        self._hear("update")
+        self.version = self.version if weight_version is None else str(weight_version)
+
+    def update_weights_from_disk(
+        self, path: str, *, weight_version: int | str | None, timeout: float
+    ) -> None:
+        self._hear("load")
+        self.version = str(weight_version)
+
+    def resume(self, timeout: float) -> None:
+        self._hear("resume")
+
+    def model_info(self, timeout: float) -> dict[str, Any]:
+        return {"weight_version": self.version}
+
+    def identity(self, timeout: float) -> dict[str, Any]:
+        return {"random_seed": self.seed}
+
+    def _hear(self, what: str) -> None:
+        if what == self.restarts:
+            self.seed, self.version, self.restarts = 2, "default", ""
+        self.told.append(what)
+
+
+@pytest.mark.parametrize("restarts", ["flush", "load", "resume"])
+def test_an_engine_that_was_started_again_in_an_update_fails_it(
+    restarts: str, tmp_path: Path
+) -> None:
+    engine, other = Engine(restarts=restarts), Engine("other")
+    weights = {"a": torch.zeros(3)}
+    with DiskSync(weights, [engine, other], folder=tmp_path, options=QUICK) as sync:
+        with pytest.raises(
+            wsync.RemoteError, match=r"engine stock: is not the one.*was 1 and is 2"
+        ):
+            sync.update(version=7)
+        # what it takes on before it is missed is not the next update's version
+        assert ("load" in engine.told) == (restarts != "flush")
+        assert ("resume" in other.told) == (restarts == "resume")
+        assert sync.update().version == "8"
+        assert engine.told[-1] == other.told[-1] == "resume"
+
+
+def test_a_version_is_not_given_to_an_engine_that_was_started_again() -> None:
+    """The last bucket says it: it would be a part of the weights for a whole."""
+    engine = Engine()
+    visit = Visit(engine)
+    visit.pause("abort", 10)
+    visit.update_weights([b""], load_format=None, weight_version=None, timeout=10)
+    engine.seed = 2
+    with pytest.raises(wsync.RemoteError, match="is not the one that was paused"):
+        visit.update_weights([b""], load_format=None, weight_version=7, timeout=10)
+    assert engine.told == ["pause", "update"]
+
+
+def test_an_engine_that_reports_another_version_is_not_continued() -> None:
+    engine = Engine()
+    visit = Visit(engine)
+    visit.pause("abort", 10)
+    visit.update_weights([b""], load_format=None, weight_version=7, timeout=10)
+    visit.verify(10)
+    engine.version = "6"
+    with pytest.raises(wsync.RemoteError, match="weight version 6 after it was given 7"):
+        visit.verify(10)
+
+
+CALLS: dict[str, Callable[[HttpHandle], object]] = {
+    "/pause_generation": lambda engine: engine.pause("abort", 5),
+    "/flush_cache": lambda engine: engine.flush(5),
+    "/update_weights_from_tensor": lambda engine: engine.update_weights(
+        [b""], load_format=None, weight_version=1, timeout=5
+    ),
+    "/update_weights_from_disk": lambda engine: engine.update_weights_from_disk(
+        "x", weight_version=1, timeout=5
+    ),
+    "/init_weights_update_group": lambda engine: engine.call("init_weights_update_group", {}, 5),
+    "/continue_generation": lambda engine: engine.resume(5),
+}
+
+
+@pytest.mark.parametrize("path", CALLS)
+@pytest.mark.parametrize("page", ["<html>Welcome</html>", [], {"ok": 1}, "null"])
+def test_a_page_of_somebody_else_is_no_answer(server: FakeServer, path: str, page: Any) -> None:
+    server.answers[path] = (200, page)
+    with pytest.raises(wsync.RemoteError, match=f"{path}: HTTP 200, but not an engine's answer"):
+        CALLS[path](HttpHandle(server.url, workers=1))
+
+
+def test_every_request_of_an_update_says_its_id(server: FakeServer) -> None:
+    ids: list[str | None] = []
+    server.heard = lambda headers: ids.append(headers.get("wsync-update"))
+    good = (200, {"success": True, "message": "", "status": "ok"})
+    for path in ("/pause_generation", "/update_weights_from_tensor", "/continue_generation"):
+        server.answers[path] = good
+    server.answers["/model_info"] = (200, {"weight_version": "1"})
+    server.answers["/server_info"] = (200, {"tp_size": 1, "instance": "i"})
+    visit = Visit(HttpHandle(server.url))
+    for _ in range(2):
+        ids.clear()
+        visit.pause("abort", 10)
+        visit.update_weights([b""], load_format=None, weight_version=1, timeout=10)
+        visit.verify(10)
+        visit.resume(10)
+        assert len(set(ids) - {None}) == 1
