@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from safetensors.torch import load_file, save_file
 import wsync
 from wsync import _core
 from wsync.checkpoint import INDEX, Checkpoint, arrange, owners
+from wsync.engine import disk
 
 
 def model(*tensors: tuple[str, str, tuple[int, ...]]) -> _core.Layout:
@@ -475,3 +478,55 @@ def test_the_library_reads_what_was_arranged(tmp_path: Path) -> None:
         "s": (torch.int64, ()),
         "e": (torch.bool, (0, 4)),
     }
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 16, 40, 1 << 20])
+def test_pieces_are_all_of_a_checkpoint(nbytes: int, tmp_path: Path) -> None:
+    with Checkpoint(sharded(tmp_path)) as checkpoint, checkpoint.opened() as descriptors:
+        layout, pieces = checkpoint.pieces(nbytes)
+        assert all(piece.nbytes <= max(nbytes, 16) for piece in pieces)  # a row of "a"
+        assert sum(piece.nbytes for piece in pieces) == 48 + 10 + 1
+        parts = [bytearray(piece.nbytes) for piece in pieces]
+        for piece, part in zip(pieces, parts, strict=True):
+            checkpoint.read(descriptors, piece, memoryview(part))
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+        table = _core.describe(list(loaded.values()), list(loaded))
+        builder = _core.LayoutBuilder()
+        builder.add_tensors(list(loaded), table)
+        route = _core.Route(layout, builder.build())
+        held = [(ctypes.addressof(ctypes.c_char.from_buffer(part)), len(part)) for part in parts]
+        stream = _core.Stream()
+        for piece in range(route.buffer_count):
+            target = _core.BufferTable.of(table, loaded)
+            stream.copy(route, piece, 0, _core.BufferTable(held, owner=parts), target)
+        stream.synchronize(60)
+        stream.close()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
+
+
+class CutsShort:
+    """In place of a receiver; something else cuts a file while it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    @contextlib.contextmanager
+    def replacing(self, what: str) -> Iterator[None]:
+        os.truncate(self._file, 100)
+        yield
+
+
+def test_a_file_that_is_cut_short_while_it_is_loaded_is_an_error(tmp_path: Path) -> None:
+    """And no signal."""
+    own = {"w": torch.zeros(100_000)}
+    save_file({"w": torch.ones(100_000)}, tmp_path / "model.safetensors")
+
+    def targets(shapes: object) -> tuple[_core.Layout, _core.BufferTable]:
+        table = _core.describe(list(own.values()), list(own))
+        builder = _core.LayoutBuilder()
+        builder.add_tensors(list(own), table)
+        return builder.build(), _core.BufferTable.of(table, own)
+
+    receiver: Any = CutsShort(tmp_path / "model.safetensors")
+    with pytest.raises(wsync.LayoutError, match=r"model\.safetensors: was written to .*it ends at"):
+        disk.load(tmp_path, targets, receiver, timeout=60)

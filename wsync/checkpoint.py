@@ -312,16 +312,77 @@ class Checkpoint:
         Raises LayoutError for a file that is not the one whose header was read.
         """
         spans = []
-        for path in self._files:
-            with _opened(path) as (descriptor, stamp):
+        with self.opened() as descriptors:
+            for path, descriptor in zip(self._files, descriptors, strict=True):
+                nbytes = self._seen[path].nbytes
+                with system_calls(path):
+                    # private and never written: writable only because ctypes asks for it
+                    mapped = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
+                address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+                self._maps.append(mapped)
+                spans.append((address, nbytes))
+        return _core.BufferTable(spans, owner=list(self._maps))
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[list[int]]:
+        """The files' descriptors, until the block ends.
+
+        Raises LayoutError for a file that is not the one whose header was read.
+        """
+        with contextlib.ExitStack() as stack:
+            descriptors = []
+            for path in self._files:
+                descriptor, stamp = stack.enter_context(_opened(path))
                 if stamp != self._seen[path]:
                     raise _core.LayoutError(f"{path}: {_CHANGED}")
-                # private and never written: writable only because ctypes asks for it
-                mapped = mmap.mmap(descriptor, stamp.nbytes, access=mmap.ACCESS_COPY)
-            address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-            self._maps.append(mapped)
-            spans.append((address, stamp.nbytes))
-        return _core.BufferTable(spans, owner=list(self._maps))
+                descriptors.append(descriptor)
+            yield descriptors
+
+    def pieces(self, nbytes: int) -> tuple[_core.Layout, list[Piece]]:
+        """All tensors in pieces of at most `nbytes`, or of one row of one tensor where that is
+        more; buffer i is piece i, offsets count from its start."""
+        builder = _core.LayoutBuilder()
+        pieces: list[Piece] = []
+        places = sorted(self.places.items(), key=lambda each: (each[1].file, each[1].offset))
+        for name, place in places:
+            strides = place.strides()
+            rows = place.shape[0] if place.shape else 1
+            row_nbytes = place.nbytes // max(rows, 1)
+            step = max(nbytes // row_nbytes, 1) if row_nbytes else max(rows, 1)
+            for row in range(0, max(rows, 1), step):
+                count = min(step, rows - row)
+                start = (row, *(0 for _ in place.shape[1:])) if place.shape else ()
+                extent = (count, *place.shape[1:]) if place.shape else ()
+                part = Piece(place.file, place.offset + row * row_nbytes, count * row_nbytes)
+                last = pieces[-1] if pieces else None
+                if last is None or not last.continues(part, nbytes):
+                    pieces.append(part)
+                else:
+                    pieces[-1] = Piece(last.file, last.offset, last.nbytes + part.nbytes)
+                at = part.offset - pieces[-1].offset
+                builder.add_shard(
+                    name,
+                    place.dtype,
+                    place.shape,
+                    start,
+                    extent,
+                    len(pieces) - 1,
+                    at,
+                    strides,
+                )
+        return builder.build(), pieces
+
+    def read(self, descriptors: Sequence[int], piece: Piece, into: memoryview) -> None:
+        """A piece's bytes, from what `opened` gave.  LayoutError if the file has become shorter."""
+        done = 0
+        path = self._files[piece.file]
+        with system_calls(path):
+            while done < piece.nbytes:
+                part = into[done : piece.nbytes]
+                found = os.preadv(descriptors[piece.file], [part], piece.offset + done)
+                if found == 0:
+                    raise _core.LayoutError(f"{path}: {_CHANGED}: it ends at {piece.offset + done}")
+                done += found
 
     def check(self) -> None:
         """Raises LayoutError if a file or the index has been written to or replaced since it was
@@ -384,6 +445,20 @@ class Checkpoint:
 _CHANGED: Final = "was written to while the checkpoint was being read"
 _MAX_NAME: Final = 4096
 _MAX_DIMENSIONS: Final = 6  # of a layout
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of a checkpoint's file that are read at once."""
+
+    file: int
+    offset: int
+    nbytes: int
+
+    def continues(self, other: Piece, most: int) -> bool:
+        """Whether another piece begins where this one ends, and both are at most so large."""
+        near = self.file == other.file and self.offset + self.nbytes == other.offset
+        return near and self.nbytes + other.nbytes <= most
 
 
 @dataclass(frozen=True)

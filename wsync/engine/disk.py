@@ -1,15 +1,23 @@
 """Loading a checkpoint folder into parameters that an engine already has."""
 
+import ctypes
+import mmap
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
-from wsync._core import Route, Stream
-from wsync.checkpoint import Checkpoint
+from wsync._core import BufferTable, Route, Stream
+from wsync.calls import left
+from wsync.checkpoint import Checkpoint, Piece
 from wsync.engine.destination import Target
 from wsync.engine.receiver import Receiver
 
 # what the checkpoint holds -> what the worker keeps of it
 Targets = Callable[[Mapping[str, tuple[int, ...]]], Target]
+
+_PIECE_NBYTES: Final = 16 << 20
+_SLOTS: Final = 2
 
 
 def load(
@@ -31,21 +39,62 @@ def load(
         DeadlineError: the copy took longer than `timeout` seconds.
         StateError: another update is running.
     """
-    with Checkpoint(folder) as checkpoint:
+    end = time.monotonic() + timeout
+    with Checkpoint(folder) as checkpoint, checkpoint.opened() as descriptors:
         shapes = {name: place.shape for name, place in checkpoint.places.items()}
         found = targets(shapes)
         layout, destinations = found.layout(), found.buffers()
-        route = Route(checkpoint.layout(), layout)
         layout.check_apart(destinations)
-        sources = checkpoint.buffers()
-        stream = Stream(threads)
+        stored, pieces = checkpoint.pieces(_PIECE_NBYTES)
+        reading = _Reading(Route(stored, layout), pieces, threads)
         try:
             with receiver.replacing(f"loading {os.fspath(folder)}"):
-                for file in range(route.buffer_count):
-                    stream.copy(route, file, 0, sources, destinations)
-                stream.synchronize(timeout)
+                reading.run(
+                    lambda piece, into: checkpoint.read(descriptors, piece, into),
+                    destinations,
+                    end,
+                )
                 found.check()
                 checkpoint.check()
         finally:
+            reading.close()
+
+
+class _Reading:
+    """Reads pieces of files in turn while those before are copied to where they go.
+
+    They are read, not mapped: a file that is cut short meanwhile is an error, and no signal.
+    """
+
+    def __init__(self, route: Route, pieces: Sequence[Piece], threads: int) -> None:
+        self._route = route
+        self._pieces = pieces
+        self._wanted = [i for i in range(route.buffer_count) if route.nbytes(i)]
+        nbytes = max((pieces[i].nbytes for i in self._wanted), default=1)
+        self._slots = [mmap.mmap(-1, nbytes) for _ in range(_SLOTS)]
+        addresses = [ctypes.addressof(ctypes.c_char.from_buffer(slot)) for slot in self._slots]
+        spans = [(0, 0)] * len(pieces)
+        for turn, i in enumerate(self._wanted):
+            spans[i] = (addresses[turn % _SLOTS], pieces[i].nbytes)
+        self._sources = BufferTable(spans, owner=self._slots)
+        self._streams = [Stream(threads) for _ in range(_SLOTS)]
+
+    def run(
+        self,
+        read: Callable[[Piece, memoryview], None],
+        destinations: BufferTable,
+        end: float,
+    ) -> None:
+        for turn, i in enumerate(self._wanted):
+            stream = self._streams[turn % _SLOTS]
+            stream.synchronize(left(end))
+            with memoryview(self._slots[turn % _SLOTS]) as slot:
+                read(self._pieces[i], slot)
+            stream.copy(self._route, i, 0, self._sources, destinations)
+        for stream in self._streams:
+            stream.synchronize(left(end))
+
+    def close(self) -> None:
+        for stream in self._streams:
             stream.abandon()
             stream.close()
