@@ -271,24 +271,24 @@ def test_a_reader_of_a_version_that_is_removed_reads_it_to_its_end(tmp_path: Pat
     with disk(weights, tmp_path, keep=1, shard_nbytes=40) as sync:
         sync.update()
         old = newest(tmp_path)
-        with Checkpoint(old) as opened, Checkpoint(old) as late:
-            buffers = opened.buffers()
+        early, late = Checkpoint(old), Checkpoint(old)
+        with early.opened() as descriptors:
             sync.update()
             assert not old.exists()
-            destination = torch.zeros(20)
-            builder = _core.LayoutBuilder()
-            for i in range(4):
-                builder.add_shard(f"t{i}", "float32", [5], [0], [5], 0, 20 * i, [4])
-            route = _core.Route(opened.layout(), builder.build())
-            target = _core.BufferTable([(destination.data_ptr(), 80)], owner=destination)
-            stream = _core.Stream(1)
-            for file in range(route.buffer_count):
-                stream.copy(route, file, 0, buffers, target)
-            stream.synchronize(10)
-            stream.close()
-            assert torch.equal(destination, torch.cat(list(weights.values())))
-            with pytest.raises(wsync.SystemCallError, match=r"safetensors: No such file"):
-                late.buffers()
+            found = bytearray()
+            for piece in early.pieces(20)[1]:
+                part = bytearray(piece.nbytes)
+                early.read(descriptors, piece, memoryview(part))
+                found += part
+            early.check()
+        assert torch.equal(
+            torch.frombuffer(found, dtype=torch.float32), torch.cat([*weights.values()])
+        )
+        with (
+            pytest.raises(wsync.SystemCallError, match=r"safetensors: No such file"),
+            late.opened(),
+        ):
+            pass
 
 
 def test_an_engine_that_is_told_of_a_removed_version_keeps_its_own(

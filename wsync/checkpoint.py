@@ -8,10 +8,8 @@ holds which tensor.  Format: https://huggingface.co/docs/safetensors, transforme
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
-import mmap
 import os
 import re
 import reprlib
@@ -247,7 +245,7 @@ def _subtract(box: Box, other: Box) -> Iterator[Box]:
 
 
 class Checkpoint:
-    """A checkpoint folder to read from; use as a context manager.
+    """A checkpoint folder to read from.
 
     Opening reads the index and all headers and checks them against the files' sizes, so that a
     checkpoint that was not written to its end is refused before anything is loaded from it.
@@ -269,7 +267,6 @@ class Checkpoint:
                 raise _core.InvalidArgumentError(f"{_brief(folder)}: no folder: {error}") from None
         self.places: dict[str, Place] = {}
         self.weight_version: str | None = None
-        self._maps: list[mmap.mmap] = []
         self._seen: dict[Path, _Stamp] = {}
         self._files: list[Path] = []
         expected = self._read_index()
@@ -282,46 +279,6 @@ class Checkpoint:
         for name, file in expected.items():
             if name not in self.places or self._files[self.places[name].file].name != file:
                 raise _core.LayoutError(f"{self.folder / file}: lacks {name}, which is in {INDEX}")
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._maps.clear()
-
-    def layout(self) -> _core.Layout:
-        """All tensors; buffer i is file i, offsets count from its start."""
-        builder = _core.LayoutBuilder()
-        for name, place in self.places.items():
-            zeros = [0] * len(place.shape)
-            builder.add_shard(
-                name,
-                place.dtype,
-                place.shape,
-                zeros,
-                place.shape,
-                place.file,
-                place.offset,
-                place.strides(),
-            )
-        return builder.build()
-
-    def buffers(self) -> _core.BufferTable:
-        """The files' contents, mapped: a process that reads what is cut off meanwhile is ended.
-
-        Raises LayoutError for a file that is not the one whose header was read.
-        """
-        spans = []
-        with self.opened() as descriptors:
-            for path, descriptor in zip(self._files, descriptors, strict=True):
-                nbytes = self._seen[path].nbytes
-                with system_calls(path):
-                    # private and never written: writable only because ctypes asks for it
-                    mapped = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
-                address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-                self._maps.append(mapped)
-                spans.append((address, nbytes))
-        return _core.BufferTable(spans, owner=list(self._maps))
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[list[int]]:

@@ -40,8 +40,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 def newest(root: str | os.PathLike[str]) -> Path:
     """The newest complete version under `root`, for an engine that starts late.
 
-    It can be read until `keep` - 1 more have become complete; what is mapped or open by then, to
-    the end.
+    It can be read until `keep` - 1 more have become complete; what is open by then, to the end.
     Raises StateError where there is none yet.
     """
     found = Path(_folder(root), LATEST).resolve()

@@ -40,7 +40,8 @@ def load(
         StateError: another update is running.
     """
     end = time.monotonic() + timeout
-    with Checkpoint(folder) as checkpoint, checkpoint.opened() as descriptors:
+    checkpoint = Checkpoint(folder)
+    with checkpoint.opened() as descriptors:
         shapes = {name: place.shape for name, place in checkpoint.places.items()}
         found = targets(shapes)
         layout, destinations = found.layout(), found.buffers()
