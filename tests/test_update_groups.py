@@ -78,6 +78,13 @@ def test_a_broadcast_that_does_not_come_costs_its_deadline_and_the_group() -> No
                 groups.receive(group_name="g", **BUCKET)
 
 
+def test_a_tensor_comes_once_in_a_broadcast() -> None:
+    groups = UpdateGroups()
+    twice = {key: value * 2 for key, value in BUCKET.items()}
+    with joined(groups), pytest.raises(wsync.InvalidArgumentError, match="2 names, but 1 tensors"):
+        groups.receive(group_name="g", **twice, timeout=1.0)
+
+
 @pytest.mark.parametrize("how", ["told", "another"])
 def test_a_worker_that_waits_for_a_broadcast_can_be_called_away(how: str) -> None:
     groups = UpdateGroups()

@@ -122,6 +122,8 @@ class UpdateGroups:
             raise InvalidArgumentError(
                 f"{len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes"
             )
+        if len(set(names)) != len(names):
+            raise InvalidArgumentError(f"{len(names)} names, but {len(set(names))} tensors")
         if load_format is None:
             tensors = [
                 torch.empty(tuple(shape), dtype=dtype_of(dtype))
