@@ -102,6 +102,7 @@ class DiskSync(Updates):
         self._versions = Versions(folder, base, keep)
         super().__init__(source, options)
         with self._one_error():
+            self._same_call()
             if self._group.rank == 0:
                 _Root(self._versions, self.options.deadline, self._group.check).check()
                 self._engines = handles_of(engines, timeout=self.options.deadline)

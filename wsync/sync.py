@@ -69,6 +69,7 @@ class Sync(Updates):
         self._paused = False  # the engines, by the last update
         self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
+            self._same_call()
             if self._group.rank == 0:
                 self._engines = handles_of(engines, timeout=self.options.deadline)
                 wanted = [name for name in ("acquire", "release") if not hasattr(lock, name)]

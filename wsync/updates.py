@@ -18,6 +18,7 @@ from wsync import _core
 from wsync.group import TrainerGroup, together
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.options import Options
+from wsync.owner import Owner
 from wsync.report import Report
 
 if TYPE_CHECKING:
@@ -43,17 +44,20 @@ class Updates(abc.ABC):
         )
         self._updates = 0
         self._following = 1
+        self._owner = Owner()
         self._closed = False
         self._busy = threading.Lock()
         self._group = TrainerGroup(self._source.group, timeout=timeout)
 
     def close(self) -> None:
         """Lets go of the other ranks, and of all memory and sockets.  Engines keep the weights
-        they have.
+        they have.  In a process that was forked from the one that made this, nothing happens.
 
         Raises:
             StateError: while another thread's update runs, which goes on.
         """
+        if not self._owner:
+            return  # and what process groups there are stays: their ends wait for threads
         if not self._busy.acquire(blocking=False):
             raise _core.StateError(
                 "close: an update of another thread is under way: join it before close()"
@@ -66,6 +70,18 @@ class Updates(abc.ABC):
     def _close(self) -> None:
         self._closed = True
         self._group.close()
+
+    def _same_call(self) -> None:
+        """Raises InvalidArgumentError where ranks make different things at the same time."""
+        made = [part.decode() for part in self._group.all_gather(type(self).__name__.encode())]
+        if len(set(made)) > 1:
+            each = ", ".join(
+                f"{kind} on ranks {[rank for rank, other in enumerate(made) if other == kind]}"
+                for kind in dict.fromkeys(made)
+            )
+            raise _core.InvalidArgumentError(
+                f"trainer ranks have to make the same thing together: {each}"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -109,6 +125,7 @@ class Updates(abc.ABC):
     @contextlib.contextmanager
     def _updating(self, version: int | str | None) -> Iterator[Report]:
         """One update at a time: the block fills in its report."""
+        self._owner.check("update")
         if not self._busy.acquire(blocking=False):
             raise _core.StateError(
                 "update: another thread's update is under way here; call them one after another"

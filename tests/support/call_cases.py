@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.errors import error_of
 
 import wsync
 from wsync.control import LOAD_FORMAT
+from wsync.disk import DiskSync
 from wsync.group import TrainerGroup
 from wsync.layout import TrainerLayout, from_tensors
 
@@ -55,6 +57,13 @@ def _no_weights() -> dict[str, torch.Tensor]:
     return {"a": torch.zeros(4)}
 
 
+def _different(options: wsync.Options) -> None:
+    if dist.get_rank() == 1:
+        DiskSync(_layout(), folder=tempfile.gettempdir(), options=options)
+    else:
+        wsync.connect(_layout(), [Engine()], options=options)
+
+
 def unfortunate() -> dict[str, Any]:
     """The errors that this rank sees, and how many descriptors they cost it."""
     part = dist.new_group([0, 1])
@@ -76,5 +85,6 @@ def unfortunate() -> dict[str, Any]:
         found["stalled"] = error_of(sync.update)
         release.set()
         found["getter"] = error_of(lambda: sync.update(_no_weights))
+    found["different"] = error_of(lambda: _different(options))
     found["leaked"] = len(os.listdir("/proc/self/fd")) - before
     return found

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 from wsync._core import PeerClosedError
+from wsync.owner import Owner
 
 _STOP_SECONDS = 10.0
 _TAIL_NBYTES = 2000
@@ -26,6 +27,7 @@ class Child:
         pass_fds: Sequence[int] = (),
     ) -> None:
         self.name = name
+        self._owner = Owner()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         try:
             self.process = subprocess.Popen(
@@ -60,7 +62,10 @@ class Child:
             raise PeerClosedError(f"engine {self.name}: ended with {status}: {self.log()}")
 
     def close(self) -> None:
-        """Ends the process; more than once does no harm."""
+        """Ends the process; more than once does no harm, nor does it in a process that was forked
+        from the one that started it."""
+        if not self._owner:
+            return
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):

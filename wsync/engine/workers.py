@@ -33,6 +33,7 @@ from wsync.engine.distributed import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
 from wsync.engine.turns import Turns
+from wsync.owner import Owner
 from wsync.update_group import connection_of
 
 _POLL_SECONDS: Final = 0.2
@@ -145,6 +146,7 @@ class WorkersEngine:
         path: Sequence[str] = (),
     ) -> None:
         self.name = name
+        self._owner = Owner()
         self._path = tuple(path)
         self.workers = len(settings)
         self.weight_version = "default"
@@ -308,6 +310,7 @@ class WorkersEngine:
         """Asks every worker and returns their answers.  Fails with the first that fails, dies
         or is late; answers that come after that are dropped."""
         where = f"engine {self.name}: {what}"
+        self._owner.check(where)
         deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=max(timeout, 0.0)):
             raise DeadlineError(f"{where}: another call did not end within {seconds(timeout)}")
