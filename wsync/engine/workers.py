@@ -5,12 +5,14 @@ each process.  Processes are asked one question at a time over a pipe and end wh
 """
 
 import contextlib
+import functools
 import os
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as wait_for
@@ -27,7 +29,7 @@ from wsync._core import (
     WsyncError,
 )
 from wsync.answers import seconds
-from wsync.calls import left
+from wsync.calls import Lane, left
 from wsync.engine.child import Child
 from wsync.engine.distributed import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.loaders import Loader
@@ -156,6 +158,7 @@ class WorkersEngine:
         self._sequence = 0
         self._children: list[Child] = []
         self._pipes: list[Connection[Any, Any]] = []
+        self._lanes: list[Lane] = []  # a worker that is busy or stopped does not read
         try:
             for rank in range(self.workers):
                 self._start(rank)
@@ -176,6 +179,8 @@ class WorkersEngine:
 
     def close(self) -> None:
         """Ends the workers."""
+        for lane in self._lanes:
+            lane.close()
         for pipe in self._pipes:
             pipe.close()
         for child in self._children:
@@ -300,6 +305,7 @@ class WorkersEngine:
             )
         self._children.append(child)
         self._pipes.append(ours)
+        self._lanes.append(Lane("wsync-ask"))
 
     def _check_consistent(self, timeout: float) -> None:
         info = self.model_info(timeout)
@@ -316,12 +322,11 @@ class WorkersEngine:
             raise DeadlineError(f"{where}: another call did not end within {seconds(timeout)}")
         try:
             self._sequence += 1
-            for rank, pipe in enumerate(self._pipes):
-                argument = None if arguments is None else arguments[rank]
-                try:
-                    pipe.send((self._sequence, deadline, what, argument))
-                except OSError as error:
-                    raise self._gone(where, rank) from error
+            told = arguments or [None] * self.workers
+            asked = [
+                lane.submit(functools.partial(pipe.send, (self._sequence, deadline, what, told[i])))
+                for i, (lane, pipe) in enumerate(zip(self._lanes, self._pipes, strict=True))
+            ]
             answers: dict[int, Any] = {}
             while len(answers) < self.workers:
                 missing = [rank for rank in range(self.workers) if rank not in answers]
@@ -330,10 +335,20 @@ class WorkersEngine:
                     raise DeadlineError(
                         f"{where}: worker {late}: no answer within {seconds(timeout)}"
                     )
+                for rank in missing:
+                    self._check_asked(where, rank, asked[rank])
                 self._collect(where, missing, answers, deadline - time.monotonic())
             return [answers[rank] for rank in range(self.workers)]
         finally:
             self._lock.release()
+
+    def _check_asked(self, where: str, rank: int, asked: Future[None]) -> None:
+        """Raises why a question did not go out."""
+        error = asked.exception() if asked.done() else None
+        if isinstance(error, OSError):
+            raise self._gone(where, rank) from error
+        if error is not None:
+            raise error
 
     def _collect(
         self, where: str, missing: Sequence[int], answers: dict[int, Any], remaining: float

@@ -1,0 +1,35 @@
+"""Engines of worker processes, apart from updates."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+import wsync
+from wsync.engine.process import ProcessEngine
+
+
+def test_a_worker_that_does_not_read_costs_the_timeout() -> None:
+    with ProcessEngine({"w": ((8,), torch.float32)}) as engine:
+        os.kill(engine.pids[0], signal.SIGSTOP)
+        try:
+            for _ in range(2):
+                with pytest.raises(wsync.DeadlineError, match="update: worker 0: no answer within"):
+                    engine.update_weights(
+                        [bytes(8 << 20)], load_format=None, weight_version=None, timeout=0.3
+                    )
+        finally:
+            os.kill(engine.pids[0], signal.SIGCONT)
+        engine.fill(7)  # the questions that were given up come first, whole
+        assert engine.weights()["w"].view(torch.uint8).unique().tolist() == [7]
+
+
+def test_a_worker_that_has_ended_is_named() -> None:
+    with ProcessEngine({"w": ((8,), torch.float32)}) as engine:
+        os.kill(engine.pids[0], signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(wsync.PeerClosedError, match="ping: worker 0 ended with -9"):
+                engine.flush(60.0)
