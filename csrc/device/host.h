@@ -20,6 +20,10 @@ void wsync_host_memory_unpin(wsync_memory_t *memory);
 wsync_status_t wsync_host_memory_park(wsync_memory_t *memory, wsync_error_t *err);
 wsync_status_t wsync_host_memory_unpark(wsync_memory_t *memory, int fd, wsync_error_t *err);
 
+/* Bytes that may still be allocated: the machine's, or what this process's control group
+ * (version 1 or 2) leaves of its limit.  `root` stands before the system's paths: "". */
+uint64_t wsync_host_memory_available(const char *root);
+
 /* INVALID unless the event is an aligned word inside its memory. */
 wsync_status_t wsync_host_event_check(wsync_event_t event, wsync_error_t *err);
 /* Everything this thread wrote before is visible to whoever sees the value.  A value below

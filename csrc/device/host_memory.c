@@ -41,15 +41,18 @@ static wsync_status_t fail_call(const char *call, int code, uint64_t nbytes,
                       strerror(code));
 }
 
-/* The number that follows `key` ("" for a file that is only a number), or UINT64_MAX. */
-static uint64_t read_limit(const char *path, const char *key, uint64_t unit)
+/* The number that follows `key` ("" for a file that is only a number), or `otherwise`. */
+static uint64_t read_number(const char *root, const char *name, const char *key,
+                            uint64_t unit, uint64_t otherwise)
 {
     char line[128];
-    uint64_t limit = UINT64_MAX;
-    FILE *file = fopen(path, "re");
+    char path[512];
+    uint64_t number = otherwise;
+    const int length = snprintf(path, sizeof(path), "%s%s", root, name);
+    FILE *file = length < (int)sizeof(path) ? fopen(path, "re") : NULL;
 
     if (file == NULL) {
-        return UINT64_MAX;
+        return otherwise;
     }
     while (fgets(line, (int)sizeof(line), file) != NULL) {
         const char *text = line + strlen(key);
@@ -58,24 +61,43 @@ static uint64_t read_limit(const char *path, const char *key, uint64_t unit)
         if (strncmp(line, key, strlen(key)) == 0) {
             const unsigned long long value = strtoull(text, &end, 10);
 
-            if (end != text && __builtin_mul_overflow((uint64_t)value, unit, &limit)) {
-                limit = UINT64_MAX;
+            if (end != text && __builtin_mul_overflow((uint64_t)value, unit, &number)) {
+                number = otherwise;
             }
             break;
         }
     }
     (void)fclose(file);
-    return limit;
+    return number;
+}
+
+static uint64_t difference(uint64_t whole, uint64_t part)
+{
+    return part < whole ? whole - part : 0;
+}
+
+/* A control group's limit without what the group uses.  File pages that it has not used of
+ * late count as used, but the kernel takes them back. */
+static uint64_t group_room(const char *root, const char *limit, const char *used,
+                           const char *stat, const char *inactive)
+{
+    const uint64_t pages = read_number(root, stat, inactive, 1, 0);
+    const uint64_t kept = difference(read_number(root, used, "", 1, 0), pages);
+
+    return difference(read_number(root, limit, "", 1, UINT64_MAX), kept);
 }
 
 /* fallocate does not fail where memory runs out: the kernel kills processes until the pages
  * are there.  So a size that cannot fit is refused before. */
-static uint64_t available_nbytes(void)
+uint64_t wsync_host_memory_available(const char *root)
 {
     const uint64_t limits[] = {
-        read_limit("/proc/meminfo", "MemAvailable:", 1024),
-        read_limit("/sys/fs/cgroup/memory.max", "", 1),
-        read_limit("/sys/fs/cgroup/memory/memory.limit_in_bytes", "", 1),
+        read_number(root, "/proc/meminfo", "MemAvailable:", 1024, UINT64_MAX),
+        group_room(root, "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current",
+                   "/sys/fs/cgroup/memory.stat", "inactive_file "),
+        group_room(root, "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+                   "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+                   "/sys/fs/cgroup/memory/memory.stat", "total_inactive_file "),
     };
     uint64_t least = INT64_MAX;
 
@@ -157,7 +179,7 @@ wsync_status_t wsync_host_memory_create(uint64_t nbytes, wsync_memory_t **memory
                                         wsync_error_t *err)
 {
     wsync_status_t status = WSYNC_OK;
-    const uint64_t available = available_nbytes();
+    const uint64_t available = wsync_host_memory_available("");
     int fd = -1;
     int result;
 

@@ -3,10 +3,14 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
-#include "device/device.h"
+#include "device/host.h"
 #include "harness.h"
 
 enum { NBYTES = 100001 }; /* not a whole number of pages */
@@ -233,4 +237,64 @@ TEST(failing_calls_leave_no_descriptor)
     CHECK(memory == NULL);
     CHECK_EQ(lowest_free_fd(), before);
     (void)close(fd);
+}
+
+/* Writes a file of a system that is played below `root`; "" removes it. */
+static void play(const char *root, const char *name, const char *text)
+{
+    char path[512];
+    FILE *file;
+
+    (void)snprintf(path, sizeof(path), "%s%s", root, name);
+    if (text[0] == '\0') {
+        CHECK_EQ(unlink(path), 0);
+        return;
+    }
+    file = fopen(path, "we");
+    CHECK(file != NULL);
+    CHECK(fputs(text, file) >= 0);
+    CHECK_EQ(fclose(file), 0);
+}
+
+TEST(what_a_control_group_uses_is_not_available)
+{
+    static const char *const folders[] = {
+        "", "/proc", "/sys", "/sys/fs", "/sys/fs/cgroup", "/sys/fs/cgroup/memory"};
+    char root[] = "/tmp/wsync-room-XXXXXX";
+    char path[512];
+
+    CHECK(mkdtemp(root) != NULL);
+    for (size_t i = 1; i < 6; i++) {
+        (void)snprintf(path, sizeof(path), "%s%s", root, folders[i]);
+        CHECK_EQ(mkdir(path, 0700), 0);
+    }
+    CHECK_EQ(wsync_host_memory_available(root), INT64_MAX);
+    play(root, "/proc/meminfo", "MemFree: 1 kB\nMemAvailable:  8 kB\n");
+    CHECK_EQ(wsync_host_memory_available(root), 8192);
+    play(root, "/sys/fs/cgroup/memory.max", "max\n");
+    play(root, "/sys/fs/cgroup/memory.current", "4000\n");
+    CHECK_EQ(wsync_host_memory_available(root), 8192);
+    play(root, "/sys/fs/cgroup/memory.max", "5000\n");
+    CHECK_EQ(wsync_host_memory_available(root), 1000);
+    play(root, "/sys/fs/cgroup/memory.stat", "inactive_anon 7\ninactive_file 500\n");
+    CHECK_EQ(wsync_host_memory_available(root), 1500);
+    play(root, "/sys/fs/cgroup/memory.current", "6000\n");
+    CHECK_EQ(wsync_host_memory_available(root), 0);
+    play(root, "/sys/fs/cgroup/memory.current", "100\n"); /* read at another moment */
+    CHECK_EQ(wsync_host_memory_available(root), 5000);
+    play(root, "/sys/fs/cgroup/memory/memory.limit_in_bytes", "4000\n");
+    play(root, "/sys/fs/cgroup/memory/memory.usage_in_bytes", "3000\n");
+    play(root, "/sys/fs/cgroup/memory/memory.stat", "cache 1\ntotal_inactive_file 200\n");
+    CHECK_EQ(wsync_host_memory_available(root), 1200);
+    play(root, "/proc/meminfo", "");
+    play(root, "/sys/fs/cgroup/memory.max", "");
+    play(root, "/sys/fs/cgroup/memory.current", "");
+    play(root, "/sys/fs/cgroup/memory.stat", "");
+    play(root, "/sys/fs/cgroup/memory/memory.limit_in_bytes", "");
+    play(root, "/sys/fs/cgroup/memory/memory.usage_in_bytes", "");
+    play(root, "/sys/fs/cgroup/memory/memory.stat", "");
+    for (size_t i = 6; i > 0; i--) {
+        (void)snprintf(path, sizeof(path), "%s%s", root, folders[i - 1]);
+        CHECK_EQ(rmdir(path), 0);
+    }
 }
