@@ -109,7 +109,7 @@ def test_tensors_are_copied_by_name_update_after_update(start: Start) -> None:
     weights = tiny_weights(2)
     handled = start(receiver, trainer.control(2))  # the same session: nothing is attached again
     trainer.update(2, weights)
-    assert handled.result(SECONDS) == (True, "update 2")
+    assert handled.result(SECONDS) == (True, "update 2 since the trainer connected")
     check(module, weights)
     assert pointers == {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
     assert (receiver.consistent, receiver.reason, receiver.update) == (True, "", 2)
@@ -228,7 +228,7 @@ def test_a_loader_that_keeps_its_input_is_named_and_gets_copies(start: Start) ->
             warnings.simplefilter("error")  # it is named once
             handled = start(receiver, trainer.control(seed))
             trainer.update(seed, tiny_weights(seed))
-            assert handled.result(SECONDS) == (True, f"update {seed}")
+            assert handled.result(SECONDS) == (True, f"update {seed} since the trainer connected")
         for name, tensor in tiny_weights(seed - 1).items():
             assert torch.equal(kept[name], tensor), "what was kept has changed"
     check(module, tiny_weights(3))
@@ -287,7 +287,7 @@ def test_a_box_that_is_not_delivered_is_named(start: Start) -> None:
     weights = {"a": torch.ones(6, 4), "c": torch.ones(3, 4)}
     text = failed_update(start, LayoutLoader(layout, tensors), weights, [["a"], ["c"]])
     assert "LayoutError" not in text  # wsync's messages speak for themselves
-    assert "b" in text.split("update 1: ")[1]
+    assert "b" in text.split("update 1 since the trainer connected: ")[1]
     assert not any(tensor.any() for tensor in tensors)
 
 
@@ -353,7 +353,9 @@ def test_a_failed_load_reaches_the_trainer_and_a_later_update_heals(start: Start
     handled = start(receiver, trainer.control(1))
     trainer.accept()
     with pytest.raises(
-        RemoteError, match=r"worker \(pid \d+\) failed: update 1: RuntimeError: no kernel for up"
+        RemoteError,
+        match=r"worker \(pid \d+\) failed: update 1 since the trainer connected: RuntimeError: no "
+        r"kernel for up",
     ):
         trainer.update(1, tiny_weights(1))
     success, text = handled.result(SECONDS)
@@ -366,7 +368,7 @@ def test_a_failed_load_reaches_the_trainer_and_a_later_update_heals(start: Start
     handled = start(receiver, again.control(2))
     again.accept()
     again.update(2, tiny_weights(2))
-    assert handled.result(SECONDS) == (True, "update 2")
+    assert handled.result(SECONDS) == (True, "update 2 since the trainer connected")
     assert (receiver.consistent, receiver.reason) == (True, "")
     check(module, tiny_weights(2))
 
@@ -433,7 +435,7 @@ def test_a_trainer_that_stalls_costs_the_messages_deadline(start: Start) -> None
     trainer.exporter.begin(1, 3, SECONDS)
     success, text = handled.result(SECONDS)
     assert not success
-    assert text.startswith("worker 0: update 1: ")
+    assert text.startswith("worker 0: update 1 since the trainer connected: ")
 
 
 def test_nobody_listening_changes_nothing() -> None:
@@ -443,7 +445,7 @@ def test_nobody_listening_changes_nothing() -> None:
     trainer.exporter.close()
     success, text = receiver.handle(control)
     assert not success
-    assert text.startswith("worker 0: update 1: ")
+    assert text.startswith("worker 0: update 1 since the trainer connected: ")
     assert receiver.consistent
 
 
@@ -456,10 +458,13 @@ def test_a_bad_message_is_answered(control: bytes | None) -> None:
 
 def test_a_version_is_refused_where_its_update_is_not(start: Start) -> None:
     trainer, receiver, _ = first_update(start, ModuleLoader(Tiny()), tiny_weights(1))
-    assert receiver.handle(trainer.control(1, "close")) == (True, "update 1")
+    assert receiver.handle(trainer.control(1, "close")) == (
+        True,
+        "update 1 since the trainer connected",
+    )
     success, text = receiver.handle(trainer.control(2, "close"))
     assert not success
-    assert "update 2 was not committed here, the last one is 1" in text
+    assert "update 2 since the trainer connected was not committed here, the last one is 1" in text
 
 
 def test_a_late_version_of_another_trainer_is_refused(start: Start) -> None:
@@ -469,10 +474,13 @@ def test_a_late_version_of_another_trainer_is_refused(start: Start) -> None:
     handled = start(receiver, second.control(1))
     second.accept()
     second.update(1, tiny_weights(2))
-    assert handled.result(SECONDS) == (True, "update 1")
+    assert handled.result(SECONDS) == (True, "update 1 since the trainer connected")
     success, text = receiver.handle(first.control(1, "close"))
     assert (success, "have been replaced by others" in text) == (False, True)
-    assert receiver.handle(second.control(1, "close")) == (True, "update 1")
+    assert receiver.handle(second.control(1, "close")) == (
+        True,
+        "update 1 since the trainer connected",
+    )
     with receiver.replacing("loading a checkpoint"):
         pass
     assert not receiver.handle(second.control(1, "close"))[0]
@@ -484,7 +492,7 @@ def test_another_number_than_the_one_announced_is_refused(start: Start) -> None:
     trainer.accept()
     trainer.exporter.begin(5, 3, SECONDS)
     success, text = handled.result(SECONDS)
-    assert (success, "the trainer has begun update 5" in text) == (False, True)
+    assert (success, "the trainer has begun update 5 since" in text) == (False, True)
 
 
 def test_a_worker_takes_part_in_one_update_at_a_time(start: Start) -> None:

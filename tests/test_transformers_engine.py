@@ -347,7 +347,10 @@ def test_wsyncs_update_arrives_over_http(serve: Callable[..., Server]) -> None:
         opened = pool.submit(steer, server, trainer.control(1))
         trainer.accept()
         trainer.update(1, weights)
-        assert opened.result().json() == {"success": True, "message": "update 1"}
+        assert opened.result().json() == {
+            "success": True,
+            "message": "update 1 since the trainer connected",
+        }
     info = server.get("/model_info").json()
     assert (info["weight_version"], info["consistent"]) == ("default", False)
     assert "nobody has said its version yet" in info["reason"]

@@ -75,4 +75,4 @@ class Trace:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(facts) + "\n")
         except OSError as error:
-            _log.warning("update %d is not traced: %s", update, error)
+            _log.warning("update %d since the trainer connected is not traced: %s", update, error)

@@ -142,17 +142,17 @@ class Receiver:
         if self.update != message.update:
             last = "none" if self.update is None else self.update
             return False, (
-                f"worker {self._worker}: update {message.update} was not committed here, "
+                f"worker {self._worker}: {_nth(message.update)} was not committed here, "
                 f"the last one is {last}"
             )
         if self._committed != message.session:
             # trainers count from 1: a late word of one that is gone would fit another's update
             return False, (
-                f"worker {self._worker}: the weights have been replaced by others since update "
-                f"{message.update} of this trainer"
+                f"worker {self._worker}: the weights have been replaced by others after "
+                f"{_nth(message.update)}"
             )
         self._unnamed = ""
-        return True, f"update {message.update}"
+        return True, _nth(message.update)
 
     def _inspect(self, message: Control) -> tuple[bool, str]:
         learnt = self._loader.facts() if isinstance(self._loader, Describes) else {}
@@ -176,7 +176,7 @@ class Receiver:
         try:
             self._run(message)
         except Exception as error:
-            said = f"update {message.update}: {_text(error)}"
+            said = f"{_nth(message.update)}: {_text(error)}"
             text = f"worker {self._worker}: {said}"
             _log.warning("%s", text)
             if self._importer is not None:
@@ -185,7 +185,7 @@ class Receiver:
             if not self.consistent:
                 self.reason = f"the weights are inconsistent: {text}"
             return False, text
-        return True, f"update {message.update}"
+        return True, _nth(message.update)
 
     def _run(self, message: Control) -> None:
         importer = self._connect(message)
@@ -193,7 +193,7 @@ class Receiver:
         update, rounds = importer.begin(timeout)
         self._forget_teacher()
         if update != message.update:
-            raise ProtocolError(f"the trainer has begun update {update}")
+            raise ProtocolError(f"the trainer has begun {_nth(update)}, not {message.update}")
         if importer.generation != self._generation:
             self._generation = -1
             self._loader.attach(importer.ring, Layout.from_bytes(importer.manifest))
@@ -223,7 +223,7 @@ class Receiver:
                 stream.trace(rounds)
         for round in range(rounds):
             importer.take(round, stream, timeout)
-            self.lose(f"update {update} is running")
+            self.lose(f"{_nth(update)} is running")
             if self._trace is not None and stream is None:
                 with self._trace.span("load", round):
                     self._loader.load(round)
@@ -263,7 +263,7 @@ class Receiver:
         address, _, model = teacher.manifest.partition(b"\n")
         with learning(message.deadline):
             blob = self._loader.learn(
-                Layout.from_bytes(model), lambda: self.lose(f"update {message.update} is running")
+                Layout.from_bytes(model), lambda: self.lose(f"{_nth(message.update)} is running")
             )
         # the trainer listens to the teacher's session until this one has come
         self._teacher = teacher
@@ -293,6 +293,11 @@ def refuse(control: bytes | None, text: str, receiver: Receiver | None = None) -
             session.close()
     except Exception as error:
         _log.warning("the trainer could not be told: %s", _text(error))
+
+
+def _nth(update: int) -> str:
+    """An update, for messages; its version comes when all workers are done."""
+    return f"update {update} since the trainer connected"
 
 
 def connect(address: str, blob: bytes, timeout: float, device: Device) -> Session:
