@@ -47,15 +47,15 @@ def test_the_trainers_rank_is_not_for_engines() -> None:
 @contextlib.contextmanager
 def joined(groups: UpdateGroups, *, name: str = "g", **more: Any) -> Iterator[UpdateGroup]:
     """The trainer's end of a group of two that a worker has joined."""
-    store = Store(20)
+    store = Store(PATIENCE)
     address: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": store.port}
     address |= {"rank_offset": 1, "world_size": 2, "group_name": name, "backend": "gloo"}
     with ThreadPoolExecutor() as pool:
-        joining = pool.submit(groups.init, **address, meeting=20, **more)
+        joining = pool.submit(groups.init, **address, meeting=PATIENCE, **more)
         group = UpdateGroup(
-            "127.0.0.1", store.port, rank=0, size=2, name=name, backend="gloo", timeout=20
+            "127.0.0.1", store.port, rank=0, size=2, name=name, backend="gloo", timeout=PATIENCE
         )
-        joining.result(20)
+        joining.result(PATIENCE)
     try:
         yield group
     finally:
@@ -93,7 +93,7 @@ def test_a_worker_that_waits_for_a_broadcast_can_be_called_away(how: str) -> Non
         stack.enter_context(joined(groups, name="stage"))  # of the same trainer, so far
         taken = pool.submit(groups.receive, group_name="first", **BUCKET)
         first.broadcast([torch.arange(3.0)])
-        assert torch.equal(taken.result(20)[0][1], torch.arange(3.0))
+        assert torch.equal(taken.result(PATIENCE)[0][1], torch.arange(3.0))
         waiting = pool.submit(groups.receive, group_name="first", **BUCKET)
         time.sleep(0.3)
         assert not waiting.done()
@@ -102,7 +102,7 @@ def test_a_worker_that_waits_for_a_broadcast_can_be_called_away(how: str) -> Non
         else:
             stack.enter_context(joined(groups, name="second"))
         with pytest.raises(wsync.StateError, match="group 'first': this worker has left it"):
-            waiting.result(20)
+            waiting.result(PATIENCE)
         groups.destroy("stage")
 
 
@@ -111,9 +111,9 @@ def test_of_two_that_join_one_group_at_once_one_does() -> None:
     address: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1}
     address |= {"world_size": 2, "group_name": "g", "backend": "gloo", "meeting": 1.0}
     with ThreadPoolExecutor() as pool:
-        errors = [pool.submit(groups.init, **address).exception(20)]
+        errors = [pool.submit(groups.init, **address).exception(PATIENCE)]
         both = [pool.submit(groups.init, **address) for _ in range(8)]
-        errors += [future.exception(20) for future in both]
+        errors += [future.exception(PATIENCE) for future in both]
     assert {type(error) for error in errors} == {wsync.DeadlineError, wsync.InvalidArgumentError}
     with joined(groups):  # those that failed are in no group
         groups.destroy("g")
@@ -133,7 +133,7 @@ def test_a_worker_is_in_the_groups_of_one_connection() -> None:
         for name, group in (("wsync-0b-pp_0", first), ("wsync-0b-pp_1", member)):
             taken = pool.submit(groups.receive, group_name=name, **BUCKET)
             group.broadcast([torch.arange(3.0)])
-            assert torch.equal(taken.result(20)[0][1], torch.arange(3.0))
+            assert torch.equal(taken.result(PATIENCE)[0][1], torch.arange(3.0))
             groups.destroy(name)
 
 
@@ -214,7 +214,7 @@ def test_a_trainer_that_is_stopped_keeps_no_engine_from_answering() -> None:
             for _ in range(2):
                 with pytest.raises(wsync.WsyncError, match=r"did not meet|no answer within 1 s"):
                     engine.call("init_weights_update_group", address, 1.0)
-                assert engine.model_info(20)["consistent"]
+                assert engine.model_info(PATIENCE)["consistent"]
         finally:
             host.kill()
 
@@ -293,24 +293,40 @@ class Failed:
 class Stuck:
     """A backend's group, which ends when it is let go."""
 
-    let_go, ended = threading.Event(), threading.Event()
+    def __init__(self) -> None:
+        self.let_go, self.ended = threading.Event(), threading.Event()
 
     def allreduce(self) -> Failed:
         return Failed()
 
     def __del__(self) -> None:
-        self.let_go.wait(10.0)
+        self.let_go.wait(PATIENCE)
         self.ended.set()
 
 
 def test_a_group_that_has_failed_is_left_without_waiting_for_its_end() -> None:
-    group = Collectives(Stuck(), whole="2 ranks", member="a rank", lingers=True)
+    stuck = Stuck()
+    let_go, ended = stuck.let_go, stuck.ended
+    group = Collectives(stuck, whole="2 ranks", member="a rank", lingers=True)
+    del stuck
     with pytest.raises(wsync.PeerClosedError, match="a rank is gone"):
-        group.finish(group.start("allreduce"), 5.0)
+        group.finish(group.start("allreduce"), PATIENCE)
     group.close()
-    assert not Stuck.ended.is_set()
-    Stuck.let_go.set()
-    assert Stuck.ended.wait(10.0)
+    assert not ended.is_set()
+    let_go.set()
+    assert ended.wait(PATIENCE)
+
+
+def test_a_group_whose_end_takes_long_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wsync.collectives._END_SECONDS", 0.05)
+    stuck = Stuck()
+    let_go, ended = stuck.let_go, stuck.ended
+    group = Collectives(stuck, whole="2 ranks", member="a rank")
+    del stuck
+    group.close()
+    assert not ended.is_set()
+    let_go.set()
+    assert ended.wait(PATIENCE)
 
 
 def transport(options: wsync.Options, *, crowded: bool) -> Transport:

@@ -12,6 +12,7 @@ from wsync import _core
 Check = Callable[[], object]
 
 _CHECK_SECONDS: Final = 0.05
+_END_SECONDS: Final = 2.0  # for a backend to let go of its connections
 
 
 class Collectives:
@@ -88,11 +89,13 @@ class Collectives:
         return _core.PeerClosedError(f"{self._member} is gone: {first_line(error)}")
 
     def close(self) -> None:
-        """Leaves the group at once; a collective that is stuck keeps nobody but a thread."""
+        """Leaves the group.  Its end, which is waited for for a moment, or not at all where it
+        waits for a collective that is stuck, keeps nobody but a thread."""
         held, self._group = [self._group], None
-        if self._underway:
-            # the group's end waits for theirs
-            threading.Thread(target=held.clear, daemon=True, name="wsync-group").start()
+        ending = threading.Thread(target=held.clear, daemon=True, name="wsync-group")
+        ending.start()
+        if not self._underway:
+            ending.join(_END_SECONDS)
 
 
 def first_line(error: BaseException) -> str:
