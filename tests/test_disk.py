@@ -29,7 +29,7 @@ from wsync.engine.serve import serve_in_process
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.handles import handle
 
-QUICK = wsync.Options(deadline=10.0, progress=False)
+OPTIONS = wsync.Options(deadline=60.0, progress=False)
 
 
 def stored(folder: Path) -> Weights:
@@ -42,7 +42,7 @@ def stored(folder: Path) -> Weights:
 
 
 def in_server(url: str) -> dict[str, str]:
-    answer = requests.post(url + "/weights_checker", json={"action": "checksum"}, timeout=30)
+    answer = requests.post(url + "/weights_checker", json={"action": "checksum"}, timeout=60)
     sums: dict[str, str] = answer.json()["ranks"][0]["checksums"]
     return sums
 
@@ -55,7 +55,7 @@ def sums(weights: Weights) -> dict[str, str]:
 
 
 def disk(weights: Weights, folder: Path, *engines: Any, **options: Any) -> DiskSync:
-    return DiskSync(weights, engines, folder=folder, **{"options": QUICK, **options})
+    return DiskSync(weights, engines, folder=folder, **{"options": OPTIONS, **options})
 
 
 def visible(folder: Path) -> list[str]:
@@ -81,7 +81,7 @@ def test_both_kinds_of_engine_get_every_byte_and_the_version(
     for name in (engine, server):
         assert handle(name).model_info(10)["weight_version"] == "6"
     assert not engine.paused
-    assert requests.get(server + "/model_info", timeout=10).json()["model_path"] == str(
+    assert requests.get(server + "/model_info", timeout=60).json()["model_path"] == str(
         newest(tmp_path)
     )
 
@@ -149,7 +149,7 @@ def test_a_late_engine_starts_from_the_newest_version_and_reports_it(
     with TensorParallelEngine(config, tp=2) as other:
         version = str(newest(tmp_path))
         handle(other).update_weights_from_disk(  # type: ignore[attr-defined]
-            version, weight_version=42, timeout=10
+            version, weight_version=42, timeout=60
         )
         assert same(other.weights(), weights)
 
@@ -162,7 +162,7 @@ def test_engines_generate_while_a_version_is_written(
 
     def write(*arguments: Any) -> int:
         body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
-        answers.append(requests.post(server + "/generate", json=body, timeout=10).status_code)
+        answers.append(requests.post(server + "/generate", json=body, timeout=60).status_code)
         return original(*arguments)
 
     monkeypatch.setattr(_core, "write_files", write)
@@ -302,7 +302,7 @@ def test_an_engine_that_is_told_of_a_removed_version_keeps_its_own(
     for running in (handle(engine), handle(server)):
         with pytest.raises(wsync.RemoteError, match=r"index.json: No such file"):
             running.update_weights_from_disk(  # type: ignore[attr-defined]
-                str(old), weight_version=1, timeout=10
+                str(old), weight_version=1, timeout=60
             )
         info = running.model_info(10)
         assert (info["weight_version"], info["consistent"]) == ("2", True)
@@ -416,7 +416,7 @@ def test_a_half_written_checkpoint_is_refused_before_anything_is_loaded(
     for running in (handle(engine), handle(server)):
         with pytest.raises(wsync.RemoteError, match="it was not written to its end"):
             running.update_weights_from_disk(  # type: ignore[attr-defined]
-                str(newest(tmp_path)), weight_version=2, timeout=10
+                str(newest(tmp_path)), weight_version=2, timeout=60
             )
         info = running.model_info(10)
         assert (info["weight_version"], info["consistent"]) == ("1", True)
@@ -442,7 +442,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
         with pytest.raises(wsync.RemoteError, match=text):
             sync.update()
     assert in_server(server) == before
-    requests.post(server + "/continue_generation", timeout=10)
+    requests.post(server + "/continue_generation", timeout=60)
 
 
 def test_the_endpoint_answers_as_sglangs(config: Any, server: str, tmp_path: Path) -> None:
@@ -450,7 +450,7 @@ def test_the_endpoint_answers_as_sglangs(config: Any, server: str, tmp_path: Pat
         sync.update()
 
     def ask(**body: Any) -> tuple[int, Any]:
-        answer = requests.post(server + "/update_weights_from_disk", json=body, timeout=30)
+        answer = requests.post(server + "/update_weights_from_disk", json=body, timeout=60)
         return answer.status_code, answer.json()
 
     path = str(newest(tmp_path))
@@ -463,10 +463,10 @@ def test_the_endpoint_answers_as_sglangs(config: Any, server: str, tmp_path: Pat
             "num_paused_requests": 0,
         },
     )
-    assert requests.get(server + "/model_info", timeout=10).json()["weight_version"] == "x"
+    assert requests.get(server + "/model_info", timeout=60).json()["weight_version"] == "x"
     assert ask(model_path=path)[0] == 200
     # they may be others than those that were called so
-    assert requests.get(server + "/model_info", timeout=10).json()["weight_version"] == "unknown"
+    assert requests.get(server + "/model_info", timeout=60).json()["weight_version"] == "unknown"
     status, answer = ask(model_path=path, load_format="gguf")
     assert (status, answer["success"]) == (400, False)
     assert "load_format 'gguf'" in answer["message"]

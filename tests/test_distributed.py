@@ -31,7 +31,7 @@ from wsync.layout import from_tensors
 from wsync.remote import RemoteEngines
 
 OPTIONS: dict[str, Any] = {
-    "deadline": 20.0,
+    "deadline": 60.0,
     "progress": False,
     "delivery": "distributed",
     "broadcast": "bucket",
@@ -510,7 +510,7 @@ def check_http(server: ServerProcess, weights: dict[str, torch.Tensor]) -> None:
     import requests
 
     def post(path: str, body: dict[str, Any]) -> requests.Response:
-        return requests.post(server.url + path, json=body, timeout=30)
+        return requests.post(server.url + path, json=body, timeout=60)
 
     sums = post("/weights_checker", {"action": "checksum"}).json()["ranks"][0]["checksums"]
     assert sums == {

@@ -20,7 +20,7 @@ from support import exiting, fault_engine
 import wsync
 
 HERE = Path(__file__).parent
-SECONDS = 60.0
+SECONDS = 180.0  # of an interpreter that imports torch beside many others
 PHASES = ("round", "done", "prepared", "commit")
 QUICK = {("round", "wait"), ("done", "raise"), ("prepared", "exit")}
 

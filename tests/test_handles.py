@@ -147,14 +147,14 @@ def test_a_weight_update_session_is_open_from_pause_to_resume(server: FakeServer
 def test_an_update_without_version_sends_none(server: FakeServer) -> None:
     server.answers["/update_weights_from_tensor"] = (200, {"success": True, "message": ""})
     engine = HttpHandle(server.url, workers=1)
-    engine.update_weights([b"x"], load_format=None, weight_version=None, timeout=5)
+    engine.update_weights([b"x"], load_format=None, weight_version=None, timeout=60)
     assert "weight_version" not in server.seen[-1][1]
 
 
 def test_a_control_message_is_for_the_model_and_not_for_its_draft(server: FakeServer) -> None:
     server.answers["/update_weights_from_tensor"] = (200, {"success": True, "message": ""})
     engine = HttpHandle(server.url, workers=1)
-    engine.update_weights([b"x"], load_format=LOAD_FORMAT, weight_version=None, timeout=5)
+    engine.update_weights([b"x"], load_format=LOAD_FORMAT, weight_version=None, timeout=60)
     body = server.seen[-1][1]
     assert (body["disable_draft_model"], body["selector"]) == (True, "target")
 
@@ -204,7 +204,7 @@ def test_an_absent_engine_is_named() -> None:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
         with pytest.raises(PeerClosedError, match=f"{url}: /server_info: .*refused"):
-            handle(url, timeout=5)
+            handle(url, timeout=60)
 
 
 def test_an_engine_that_dies_during_the_call_is_named(server: FakeServer) -> None:

@@ -26,7 +26,7 @@ from wsync.engine.recorder import RecordingError, record
 from wsync.engine.reserved import Rehearsal
 from wsync.sglang import SglangLoader
 
-OPTIONS = wsync.Options(deadline=10, progress=False)
+OPTIONS = wsync.Options(deadline=60, progress=False)
 Tensors = dict[str, torch.Tensor]
 SIDE = 8
 

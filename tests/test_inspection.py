@@ -19,7 +19,7 @@ from wsync.engine.loaders import ModuleLoader
 from wsync.engine.recorded import RecordedLoader
 from wsync.engine.serve import serve_in_process
 
-OPTIONS = wsync.Options(deadline=10, progress=False)
+OPTIONS = wsync.Options(deadline=60, progress=False)
 
 
 def scaled(module: Fused, pairs: Any) -> None:

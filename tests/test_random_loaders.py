@@ -13,7 +13,7 @@ from support.workers import ThreadEngine
 import wsync
 from wsync.engine.recorded import RecordedLoader
 
-OPTIONS = wsync.Options(deadline=20, progress=False)
+OPTIONS = wsync.Options(deadline=60, progress=False)
 SIDE = 8
 DTYPES = {"a": torch.float32, "b": torch.float32, "c": torch.bfloat16, "d": torch.float16}
 PROGRAMS = 15

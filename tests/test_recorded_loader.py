@@ -16,7 +16,7 @@ from wsync._core import Layout, LayoutBuilder, Memory
 from wsync.engine.held import Held
 from wsync.engine.recorded import RecordedLoader
 
-OPTIONS = wsync.Options(deadline=10, progress=False, round_nbytes=2048, ring_nbytes=8192)
+OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=2048, ring_nbytes=8192)
 
 
 def update(engine: ThreadEngine, *seeds: int) -> wsync.Report:
@@ -225,7 +225,7 @@ def test_a_loader_that_cannot_be_replaced_is_used_as_it_is(
     module = changed(whole)
     loader = RecordedLoader(module)
     engine = ThreadEngine([loader])
-    options = wsync.Options(deadline=10, progress=False)
+    options = wsync.Options(deadline=60, progress=False)
     with wsync.connect(draw(0), engines=[engine], options=options) as sync:
         sync.update(draw(1))
     assert reason in loader.reason
@@ -305,7 +305,7 @@ def test_a_loader_that_raises_is_told_and_survived() -> None:
     module = changed(load)
     loader = RecordedLoader(module)
     engine = ThreadEngine([loader])
-    options = wsync.Options(deadline=10, progress=False)
+    options = wsync.Options(deadline=60, progress=False)
     with wsync.connect(draw(0), engines=[engine], options=options) as sync:
         with pytest.raises(wsync.RemoteError, match="half way"):
             sync.update(draw(1))
@@ -395,7 +395,7 @@ def test_memory_that_copies_cannot_reach_is_named(monkeypatch: pytest.MonkeyPatc
     module = Fused()
     loader = RecordedLoader(module)
     engine = ThreadEngine([loader])
-    options = wsync.Options(deadline=10, progress=False)
+    options = wsync.Options(deadline=60, progress=False)
     with wsync.connect(draw(0), engines=[engine], options=options) as sync:
         sync.update(draw(1))
     assert "o is on cuda:0" in loader.reason

@@ -15,7 +15,7 @@ from wsync import inspection
 from wsync.control import LOAD_FORMAT
 
 VERSIONS = [pytest.param("0.5.17", marks=pytest.mark.slow), NEWEST]
-OPTIONS = wsync.Options(deadline=30, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
+OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
 
 
 @pytest.fixture(scope="module", params=VERSIONS)

@@ -21,14 +21,14 @@ from wsync.engine.process import ProcessEngine
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.sessions import WorkerSession
 
-QUICK = wsync.Options(deadline=3.0, progress=False)
+OPTIONS = wsync.Options(deadline=60.0, progress=False)
 
 
 def test_every_byte_arrives_and_the_version_is_taken_on(
     config: Any, engine: TensorParallelEngine
 ) -> None:
     weights = draw(config, 1)
-    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
         report = sync.update(version=7)
     assert same(engine.weights(), weights)
     assert engine.weight_version == "7"
@@ -44,7 +44,7 @@ def test_later_updates_reuse_the_ring_and_may_bring_other_storage(
     config: Any, engine: TensorParallelEngine
 ) -> None:
     weights = draw(config, 1)
-    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
         sync.update()
         for seed in (2, 3):
             moved = draw(config, seed)
@@ -71,7 +71,7 @@ def test_parked_rings_take_no_memory_between_updates(
 ) -> None:
     processes = [os.getpid(), *engine.pids]
     before = [shared_nbytes(pid) for pid in processes]
-    options = wsync.Options(deadline=3, progress=False, park=park)
+    options = wsync.Options(deadline=60, progress=False, park=park)
     with wsync.connect(draw(config, 1), engines=[engine], options=options) as sync:
         for seed in (1, 2, 3):
             weights = draw(config, seed)
@@ -84,7 +84,7 @@ def test_parked_rings_take_no_memory_between_updates(
 
 def test_an_engine_that_dies_while_its_ring_is_parked_is_named(config: Any) -> None:
     weights = draw(config, 1)
-    options = wsync.Options(deadline=5, progress=False, park=True)
+    options = wsync.Options(deadline=60, progress=False, park=True)
     with victim_and_survivor(config) as (victim, survivor):
         with wsync.connect(weights, engines=[victim, survivor], options=options) as sync:
             sync.update()
@@ -102,7 +102,7 @@ def test_an_engine_that_dies_while_its_ring_is_parked_is_named(config: Any) -> N
 def test_a_trainer_takes_over_from_one_whose_rings_are_parked(
     config: Any, engine: TensorParallelEngine
 ) -> None:
-    options = wsync.Options(deadline=5, progress=False, park=True)
+    options = wsync.Options(deadline=60, progress=False, park=True)
     with wsync.connect(draw(config, 1), engines=[engine], options=options) as first:
         first.update()
         weights = draw(config, 2)
@@ -117,7 +117,7 @@ def test_a_trainer_takes_over_from_one_whose_rings_are_parked(
 
 def test_many_small_rounds_give_the_same_bytes(config: Any, engine: TensorParallelEngine) -> None:
     weights = draw(config, 4)
-    options = wsync.Options(deadline=5, round_nbytes=1 << 14, ring_nbytes=1 << 16, progress=False)
+    options = wsync.Options(deadline=60, round_nbytes=1 << 14, ring_nbytes=1 << 16, progress=False)
     with wsync.connect(weights, engines=[engine], options=options) as sync:
         report = sync.update()
     assert report.rounds > 5
@@ -142,11 +142,11 @@ def test_where_memory_is_short_rings_are_smaller(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     weights = draw(config, 6)
-    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
         usual = sync.update()
     limit = usual.ring_nbytes // engine.workers // 3
     little_memory(monkeypatch, limit)
-    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
         report = sync.update()
     assert same(engine.weights(), weights)
     assert report.ring_nbytes <= engine.workers * limit
@@ -160,7 +160,7 @@ def test_memory_for_no_ring_at_all_is_an_error(
     config: Any, engine: TensorParallelEngine, monkeypatch: pytest.MonkeyPatch, ring_nbytes: int
 ) -> None:
     little_memory(monkeypatch, 1 << 10)
-    options = wsync.Options(deadline=3, ring_nbytes=ring_nbytes, progress=False)
+    options = wsync.Options(deadline=60, ring_nbytes=ring_nbytes, progress=False)
     with wsync.connect(draw(config, 6), engines=[engine], options=options) as sync:
         with pytest.raises(wsync.NoMemoryError, match=r"rank 0: no \d+ bytes"):
             sync.update()
@@ -175,7 +175,7 @@ def test_updates_from_two_threads_are_told_apart(config: Any, engine: TensorPara
         assert go.wait(30)
         return weights
 
-    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
         with ThreadPoolExecutor(1) as other:
             first = other.submit(sync.update, slowly)
             assert entered.wait(30)
@@ -193,7 +193,7 @@ def test_two_kinds_of_engine_in_one_update(
     config: Any, engine: TensorParallelEngine, server: str
 ) -> None:
     weights = draw(config, 5)
-    with wsync.connect(weights, engines=[server, engine], options=QUICK) as sync:
+    with wsync.connect(weights, engines=[server, engine], options=OPTIONS) as sync:
         sync.update(version="after-step-5")
     assert wsync.handle(server).model_info(10)["weight_version"] == "after-step-5"
     assert checksums(server) == expected_checksums(weights)
@@ -203,7 +203,7 @@ def test_two_kinds_of_engine_in_one_update(
 def checksums(url: str) -> dict[str, str]:
     import requests
 
-    answer = requests.post(f"{url}/weights_checker", json={"action": "checksum"}, timeout=10)
+    answer = requests.post(f"{url}/weights_checker", json={"action": "checksum"}, timeout=60)
     sums: dict[str, str] = answer.json()["ranks"][0]["checksums"]
     return sums
 
@@ -218,7 +218,7 @@ def expected_checksums(weights: Weights) -> dict[str, str]:
 
 
 def test_a_stock_engine_gets_flattened_buckets(config: Any, server: str) -> None:
-    options = wsync.Options(deadline=10, delivery="stock", bucket_nbytes=1 << 15, progress=False)
+    options = wsync.Options(deadline=60, delivery="stock", bucket_nbytes=1 << 15, progress=False)
     with wsync.connect(draw(config, 6), engines=[server], options=options) as sync:
         for seed in (6, 7):
             weights = draw(config, seed)
@@ -237,7 +237,7 @@ def test_non_contiguous_and_empty_tensors_are_read_where_they_lie() -> None:
     }
     with ProcessEngine({name: (t.shape, t.dtype) for name, t in weights.items()}) as engine:
         engine.fill(77)
-        with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+        with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
             sync.update()
         found = engine.weights()
     assert found.keys() == weights.keys()
@@ -247,7 +247,7 @@ def test_non_contiguous_and_empty_tensors_are_read_where_they_lie() -> None:
 
 def test_a_large_tensor_is_cut_where_the_engine_copies_by_name() -> None:
     weights = {"large": torch.arange(40_000.0).reshape(200, 200), "small": torch.ones(3)}
-    options = wsync.Options(deadline=3, round_nbytes=1 << 14, progress=False)
+    options = wsync.Options(deadline=60, round_nbytes=1 << 14, progress=False)
     with ProcessEngine({name: (t.shape, t.dtype) for name, t in weights.items()}) as engine:
         engine.fill(77)
         with wsync.connect(weights, engines=[engine], options=options) as sync:
@@ -266,7 +266,7 @@ def test_an_engine_that_is_not_there_is_named() -> None:
 
 def test_a_round_size_that_cannot_work_names_budget_and_tensor(config: Any) -> None:
     weights = draw(config, 1)
-    options = wsync.Options(deadline=3, round_nbytes=100, progress=False)
+    options = wsync.Options(deadline=60, round_nbytes=100, progress=False)
     with TensorParallelEngine(config, tp=1, delivery="full") as engine:
         with wsync.connect(weights, engines=[engine], options=options) as sync:
             with pytest.raises(wsync.InvalidArgumentError, match=r"100"):
@@ -277,11 +277,11 @@ def test_a_tensor_that_the_trainer_lacks_is_named_and_nothing_is_written(
     config: Any, engine: TensorParallelEngine
 ) -> None:
     before = draw(config, 8)
-    with wsync.connect(before, engines=[engine], options=QUICK) as sync:
+    with wsync.connect(before, engines=[engine], options=OPTIONS) as sync:
         sync.update()
     weights = draw(config, 1)
     del weights["model.layers.1.mlp.up_proj.weight"]
-    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
         with pytest.raises(wsync.LayoutError, match=r"layers\.1\.mlp\.up_proj"):
             sync.update()
     assert same(engine.weights(), before)
@@ -291,7 +291,7 @@ def test_weights_of_another_shape_are_refused_by_name(
     config: Any, engine: TensorParallelEngine
 ) -> None:
     weights = draw(config, 1)
-    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
         sync.update()
         wrong = {**weights, "model.norm.weight": torch.zeros(3)}
         with pytest.raises(wsync.LayoutError, match=r"model\.norm\.weight: .*\(3,\)"):
@@ -303,17 +303,19 @@ def test_an_error_says_whether_engines_stay_paused(
     config: Any, engine: TensorParallelEngine
 ) -> None:
     weights = draw(config, 1)
-    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
         with pytest.raises(wsync.LayoutError) as early:
             sync.update({"no.such.weight": torch.zeros(1)})
         assert not engine.paused
         assert not hasattr(early.value, "__notes__")
-    with wsync.connect({"no.such.weight": torch.zeros(1)}, engines=[engine], options=QUICK) as sync:
+    with wsync.connect(
+        {"no.such.weight": torch.zeros(1)}, engines=[engine], options=OPTIONS
+    ) as sync:
         with pytest.raises(wsync.WsyncError, match="has no such tensor") as late:
             sync.update()
         assert engine.paused
         assert late.value.__notes__ == ["The engines stay paused until an update succeeds."]
-    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
         sync.update()
     assert not engine.paused
 
@@ -322,9 +324,9 @@ def test_a_trainer_is_told_that_another_one_has_taken_over(
     config: Any, engine: TensorParallelEngine
 ) -> None:
     weights = draw(config, 1)
-    with wsync.connect(weights, engines=[engine], options=QUICK) as first:
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as first:
         first.update()
-        with wsync.connect(weights, engines=[engine], options=QUICK) as second:
+        with wsync.connect(weights, engines=[engine], options=OPTIONS) as second:
             second.update()
             with pytest.raises(wsync.RemoteError, match="another trainer has taken over"):
                 first.update()
@@ -335,7 +337,9 @@ def test_a_stalled_engine_costs_the_deadline_and_the_next_update_recovers(
     config: Any, engine: TensorParallelEngine
 ) -> None:
     weights = draw(config, 1)
-    with wsync.connect(weights, engines=[engine], options=QUICK) as sync:
+    # long enough for the updates that are to succeed
+    options = wsync.Options(deadline=8.0, progress=False)
+    with wsync.connect(weights, engines=[engine], options=options) as sync:
         sync.update()
         os.kill(engine.pids[1], signal.SIGSTOP)
         start = time.monotonic()
@@ -345,7 +349,7 @@ def test_a_stalled_engine_costs_the_deadline_and_the_next_update_recovers(
         finally:
             os.kill(engine.pids[1], signal.SIGCONT)
         # pausing, the first thing that waits for the worker, has the request deadline
-        assert time.monotonic() - start < 4 * QUICK.request_deadline
+        assert time.monotonic() - start < 4 * options.request_deadline
         weights = draw(config, 2)
         sync.update(weights)
     assert same(engine.weights(), weights)
@@ -353,7 +357,7 @@ def test_a_stalled_engine_costs_the_deadline_and_the_next_update_recovers(
 
 def test_an_engine_that_dies_during_an_update_is_named(config: Any) -> None:
     weights = draw(config, 1)
-    options = wsync.Options(deadline=5, round_nbytes=1 << 12, ring_nbytes=1 << 13, progress=False)
+    options = wsync.Options(deadline=60, round_nbytes=1 << 12, ring_nbytes=1 << 13, progress=False)
     with victim_and_survivor(config) as (victim, survivor):
         with wsync.connect(weights, engines=[victim, survivor], options=options) as sync:
             sync.update()

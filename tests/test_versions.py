@@ -17,7 +17,7 @@ from wsync.checkpoint import INDEX
 from wsync.disk import DiskSync, newest
 from wsync.versions import Versions
 
-OPTIONS = wsync.Options(deadline=10.0, progress=False)
+OPTIONS = wsync.Options(deadline=60.0, progress=False)
 
 
 def write(folder: Path, *numbers: int, keep: int | None = 1) -> None:

@@ -17,8 +17,7 @@ from wsync.disk import DiskSync
 from wsync.group import TrainerGroup
 from wsync.layout import from_tensors
 
-OPTIONS = wsync.Options(deadline=1.0, progress=False, delivery="stock")
-LONG = wsync.Options(deadline=60.0, progress=False, delivery="stock")
+OPTIONS = wsync.Options(deadline=60.0, progress=False, delivery="stock")
 
 
 class Stock(Engine):
@@ -43,15 +42,15 @@ def disagree() -> dict[str, Any]:
     layout = from_tensors({"a": torch.ones(4)})
     sparse = {"a": torch.ones(4).to_sparse() if rank == 1 else torch.ones(4)}
     start = time.monotonic()
-    found["layout"] = error_of(lambda: wsync.connect(sparse, [Stock()], options=LONG))
+    found["layout"] = error_of(lambda: wsync.connect(sparse, [Stock()], options=OPTIONS))
     found["updater"] = error_of(
         lambda: wsync.UpdateWeightFromTensor(
-            SimpleNamespace(), [None] if rank else [], None, model_name="what", options=LONG
+            SimpleNamespace(), [None] if rank else [], None, model_name="what", options=OPTIONS
         )
     )
     found["seconds"] = time.monotonic() - start
     engine = Stock()
-    with wsync.connect(layout, [engine], options=LONG) as sync:
+    with wsync.connect(layout, [engine], options=OPTIONS) as sync:
         found["version"] = error_of(lambda: sync.update(version=7 + rank))
         found["odd"] = error_of(lambda: sync.update(version="" if rank else "x"))
         sync.update(version=9)
@@ -82,14 +81,14 @@ def absent() -> str:
     if dist.get_rank() == 0:
         error = error_of(lambda: TrainerGroup(timeout=1))
     dist.barrier()
-    TrainerGroup(timeout=30).close()
+    TrainerGroup(timeout=120).close()
     return error
 
 
 def fail_at_the_very_end() -> dict[str, Any]:
     """Rank 1 fails when the others have returned already; the next update is whole again."""
     rank, engine, error = dist.get_rank(), Stock(), ""
-    with wsync.connect(from_tensors({"a": torch.ones(4)}), [engine], options=LONG) as sync:
+    with wsync.connect(from_tensors({"a": torch.ones(4)}), [engine], options=OPTIONS) as sync:
         sync.update()
         confirm = TrainerGroup.confirm
 

@@ -68,8 +68,9 @@ def unfortunate() -> dict[str, Any]:
     """The errors that this rank sees, and how many descriptors they cost it."""
     part = dist.new_group([0, 1])
     if dist.get_rank() < 2:
-        TrainerGroup(part, timeout=5).close()  # ranks may differ in what else they did
-    options = wsync.Options(deadline=1.5, progress=False)
+        TrainerGroup(part, timeout=60).close()  # ranks may differ in what else they did
+    options = wsync.Options(deadline=60.0, progress=False)
+    short = wsync.Options(deadline=4.0, progress=False)
     found: dict[str, Any] = {}
 
     def connect() -> None:
@@ -81,7 +82,7 @@ def unfortunate() -> dict[str, Any]:
     connect_error = error_of(connect)
     assert connect_error == found["absent"]
     release = threading.Event()
-    with wsync.connect(_layout(), [Engine(pause=release)], options=options) as sync:
+    with wsync.connect(_layout(), [Engine(pause=release)], options=short) as sync:
         found["stalled"] = error_of(sync.update)
         release.set()
         found["getter"] = error_of(lambda: sync.update(_no_weights))

@@ -31,7 +31,7 @@ from wsync.layout import TrainerLayout
 from wsync.sessions import WorkerSession
 
 OPTIONS = wsync.Options(
-    deadline=20.0, progress=False, round_nbytes=1 << 14, ring_nbytes=1 << 16, flush_cache=False
+    deadline=60.0, progress=False, round_nbytes=1 << 14, ring_nbytes=1 << 16, flush_cache=False
 )
 
 
@@ -196,7 +196,7 @@ def short_of_memory() -> dict[str, Any]:
     """Rings that the GPU has no room for, chosen by wsync and then asked for."""
     weights = {f"t{index}": torch.randn(1 << 20) for index in range(12)}
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
-    options = wsync.Options(deadline=20.0, progress=False, flush_cache=False)
+    options = wsync.Options(deadline=60.0, progress=False, flush_cache=False)
     with ProcessEngine(shapes) as engine:
         with wsync.connect(weights, [engine], options=options) as sync:
             report = sync.update()

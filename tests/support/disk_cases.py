@@ -20,7 +20,7 @@ from wsync import _core, megatron
 from wsync.demo import megatron_cpu, reference
 from wsync.disk import DiskSync, newest
 
-OPTIONS = wsync.Options(deadline=10.0, progress=False)
+OPTIONS = wsync.Options(deadline=60.0, progress=False)
 
 
 def in_files(folder: Path) -> dict[str, torch.Tensor]:

@@ -55,7 +55,7 @@ def make_updater(
         None,
         model_name=config.model_type,
         options=wsync.Options(
-            deadline=20.0,
+            deadline=60.0,
             progress=False,
             bucket_nbytes=OPTIONS["round_nbytes"],
             broadcast=broadcast,
@@ -176,7 +176,7 @@ def die(url: str, shapes: dict[str, tuple[int, ...]], where: str, how: signal.Si
     setattr(owner, name, counting)
     weights = {name: torch.full(shape, 7.0) for name, shape in shapes.items()}
     options = wsync.Options(
-        deadline=20,
+        deadline=60,
         progress=False,
         delivery="stock" if where == "sending" else "distributed",
         broadcast="bucket",

@@ -25,7 +25,7 @@ from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.engine.workers import Worker
 
 OPTIONS: dict[str, Any] = {
-    "deadline": 20.0,
+    "deadline": 60.0,
     "progress": False,
     "delivery": "distributed",
     "round_nbytes": 1 << 15,
@@ -82,7 +82,7 @@ def mix(config: Any, parallel: megatron_cpu.Parallel, broadcast: str) -> dict[st
 
 def fail_once(config: Any, parallel: megatron_cpu.Parallel, way: str) -> dict[str, Any]:
     """The second update fails, one way or another; the third is to succeed."""
-    options = wsync.Options(**{**OPTIONS, "deadline": 6.0})
+    options = wsync.Options(**{**OPTIONS, "deadline": 10.0 if way == "stopped" else 60.0})
     with started(config, parallel, 1, 2) as (trainer, layout, engines), contextlib.ExitStack() as s:
         sync = s.enter_context(wsync.connect(layout, engines, options=options))
         sync.update()
@@ -90,7 +90,7 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel, way: str) -> dict[st
         with FAULTS[way](engines):
             error = error_of(sync.update)
         others = engines[1:]
-        survivors = [engine.model_info(20) for engine in others]
+        survivors = [engine.model_info(60) for engine in others]
         if way == "killed":  # connect to those that are left
             sync.close()
             engines, sync = others, s.enter_context(wsync.connect(layout, others, options=options))

@@ -25,7 +25,7 @@ from wsync import payload
 from wsync._core import Exporter, LayoutBuilder
 
 OPTIONS = wsync.Options(
-    deadline=10.0, progress=False, round_nbytes=1 << 13, ring_nbytes=1 << 14, flush_cache=False
+    deadline=60.0, progress=False, round_nbytes=1 << 13, ring_nbytes=1 << 14, flush_cache=False
 )
 CODES = {"wait": 0, "thread": 0, "exit": 3, "raise": 1, "end": 5}
 

@@ -37,7 +37,7 @@ from wsync.layout import TrainerLayout
 from wsync.sessions import sweep
 
 RANKS = 3
-DEADLINE = 3.0
+DEADLINE = 8.0
 OPTIONS: dict[str, Any] = {
     "deadline": DEADLINE,
     "progress": False,
@@ -45,9 +45,9 @@ OPTIONS: dict[str, Any] = {
     "ring_nbytes": 1 << 14,
 }
 # an answer that takes longer than all deadlines in turn, and a slow machine, is none
-PATIENCE = 60.0
+PATIENCE = 120.0
 ENDING = 6.0  # after the first error: an answer of the store, then two calls of engines, 2 s each
-SLOW = 6.0  # a slow machine
+SLOW = 30.0  # a slow machine
 HARMLESS = ("fork", "stranger", "truncate")
 # words that nobody waits for any more, and frames that nothing follows to change places with
 MAY_SUCCEED = {

@@ -104,14 +104,14 @@ class Fault:
         """Ctrl-C during one of the extension's waits."""
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
-        Exporter(self.folder).accept(30.0)
+        Exporter(self.folder).accept(60.0)
         raise AssertionError("the wait has not ended")
 
     def _fork(self, *_: object) -> None:
         """A child that lets go of what it has inherited, and ends."""
         child = os.fork()
         if child == 0:
-            signal.alarm(10)
+            signal.alarm(60)
             for item in gc.get_objects():
                 if isinstance(item, Connection):
                     item.close()
@@ -190,7 +190,7 @@ def allowed(found: dict[str, int]) -> dict[str, int]:
     return {**found, "memory": found["memory"] + SLACK_NBYTES}
 
 
-def settled(limits: dict[str, int] | None, patience: float = 15.0) -> dict[str, int]:
+def settled(limits: dict[str, int] | None, patience: float = 60.0) -> dict[str, int]:
     """What this process holds, memory too, once that is within limits, or after a while."""
     end = time.monotonic() + patience
     while True:

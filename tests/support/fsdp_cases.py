@@ -27,7 +27,7 @@ from wsync.engine.tensor_parallel import TensorParallelEngine
 State = dict[str, torch.Tensor]
 
 OPTIONS: dict[str, Any] = {
-    "deadline": 5.0,
+    "deadline": 60.0,
     "progress": False,
     "round_nbytes": 1 << 15,
     "ring_nbytes": 1 << 16,

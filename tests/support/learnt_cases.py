@@ -17,7 +17,7 @@ import wsync
 from wsync import megatron
 from wsync.demo import megatron_cpu, reference
 
-OPTIONS = wsync.Options(deadline=30, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
+OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
 _engines: list[Any] = []
 
 

@@ -95,7 +95,7 @@ def run(family: str, broadcast: str) -> dict[str, Any]:
         own.load_weights(list(tiny_models.tensors(shapes, seed).items()))
     engine = Engine(model)
     options = wsync.Options(
-        deadline=30,
+        deadline=60,
         progress=False,
         delivery="distributed",
         backend="gloo",

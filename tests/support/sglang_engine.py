@@ -166,7 +166,7 @@ def main() -> None:
     models = [torch.nn.Linear(3, 5) for _ in range(WORKERS)]
     engine = make_engine(names, models)
     weights = {"weight": torch.arange(15.0).reshape(5, 3), "bias": torch.arange(5.0)}
-    options = wsync.Options(deadline=10, progress=False)
+    options = wsync.Options(deadline=60, progress=False)
     engine.begin_weight_update()  # as an update that failed leaves it
     with wsync.connect(weights, engines=[engine], options=options) as sync:
         for _ in range(2):

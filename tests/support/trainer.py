@@ -9,7 +9,7 @@ from wsync.control import Control
 from wsync.device import find
 
 Tensors = Mapping[str, torch.Tensor]
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 def aligned(nbytes: int) -> int:
