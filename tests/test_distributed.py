@@ -158,7 +158,7 @@ def test_a_lock_that_does_not_answer_is_named_and_given_back(engines: list[Proce
     updater.connect_rollout_engines(engines[:1], lock)
     with lock, pytest.raises(wsync.DeadlineError, match="rollout_engine_lock: held by somebody"):
         updater.update_weights()
-    assert lock.acquire(timeout=5.0)  # the answer that came too late has taken nothing
+    assert lock.acquire(timeout=60.0)  # the answer that came too late has taken nothing
     lock.release()
     updater.update_weights()
     updater.disconnect_rollout_engines()
@@ -450,7 +450,7 @@ def test_a_source_that_dies_in_its_broadcast_is_reported_by_all_others(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1", "rank3"]
     facts = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1, 3)]
     assert len({text for text, _, _ in facts}) == 1
-    assert max(seconds for _, seconds, _ in facts) < 60  # deadlines are 20 s
+    assert max(seconds for _, seconds, _ in facts) < 60  # which the shortest deadline is
     assert facts[0][2] == [True, True]
 
 

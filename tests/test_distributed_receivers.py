@@ -497,7 +497,7 @@ def start(group: UpdateGroup) -> Any:
 def leaves_at_once(group: UpdateGroup) -> bool:
     leaving = threading.Thread(target=group.close, daemon=True)
     leaving.start()
-    leaving.join(5)
+    leaving.join(60)
     return not leaving.is_alive()
 
 
@@ -540,7 +540,7 @@ def test_a_meeting_has_a_deadline_of_its_own() -> None:
             size=2,
             name="g",
             backend="gloo",
-            timeout=20,
+            timeout=60,
             meeting=0.0,
         )
     store.close()

@@ -61,15 +61,15 @@ def test_errors_of_a_session_say_whose_it_is() -> None:
             raise wsync.RemoteError("trainer rank 3: no")
 
         with pytest.raises(wsync.RemoteError, match=r"^trainer rank 3: no$"):
-            session.accept(5.0, refuse)
+            session.accept(60.0, refuse)
         with ThreadPoolExecutor(1) as pool:
-            connecting = pool.submit(_core.Importer, session.address, b"layout", 5.0)
-            assert session.accept(5.0, check=lambda: None) == b"layout"
+            connecting = pool.submit(_core.Importer, session.address, b"layout", 60.0)
+            assert session.accept(60.0, check=lambda: None) == b"layout"
             connecting.result().fail("update 2: no room")
         text = rf"engine http://host:1: worker 1 \(pid {os.getpid()}\) failed: update 2: no room"
         with pytest.raises(wsync.RemoteError, match=f"^{text}$") as caught:
-            session.teach(b"", 5.0, check=lambda: None)
-            session.learnt(5.0, check=lambda: None)
+            session.teach(b"", 60.0, check=lambda: None)
+            session.learnt(60.0, check=lambda: None)
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     finally:
         session.close()

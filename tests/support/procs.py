@@ -14,7 +14,7 @@ import traceback
 from multiprocessing.connection import Connection, wait
 
 PRELOADED = ["torch.distributed", "wsync.demo.preload"]
-GRACE = 10.0
+GRACE = 30.0  # seconds that the other ranks have once one has failed
 
 
 class RankError(AssertionError):
