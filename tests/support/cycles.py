@@ -39,7 +39,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 WARM = 0.2  # of the cycles: until then caches and allocators may grow
 SAMPLES = 40
-SLACK_NBYTES = 1 << 20  # what allocators may keep; that is half a KiB a cycle of 2,000
+SLACK_NBYTES = 1 << 20  # what allocators may keep
+JUDGED = 500  # cycles from which memory is judged: in fewer, that says nothing
 PATIENCE = 120.0
 SETTLE_SECONDS = 10.0  # for threads and descriptors that are on their way out
 _GENERATE_THREADS, _CONTROL_THREADS = 32, 8  # as wsync.engine.app has them
@@ -164,7 +165,7 @@ class Cycles:
             "first": first,
             "last": last,
             "memory": {who: self._slope(who, count) for who in self._pids},
-            "grows": self._grows(first, last),
+            "grows": self._grows(first, last, count),
         }
 
     def _look(self) -> dict[str, Figures]:
@@ -186,17 +187,21 @@ class Cycles:
         return found
 
     def _slope(self, who: str, count: int) -> tuple[int, int, float]:
-        """Bytes in the first and in the last third of the samples, and more in each cycle."""
+        """Bytes in the third quarter of the samples and in the last, and what a cycle has added:
+        a process that makes threads again and again takes long to have all the memory it needs."""
         values = [sample[who]["memory"] for sample in self.samples]
-        third = max(len(values) // 3, 1)
-        early, late = statistics.median(values[:third]), statistics.median(values[-third:])
-        return int(early), int(late), (late - early) / max(count * 2 / 3, 1)
+        part = max(len(values) // 4, 1)
+        early, late = (
+            statistics.median(values[-2 * part : -part]),
+            statistics.median(values[-part:]),
+        )
+        return int(early), int(late), (late - early) / max(count / 4, 1)
 
-    def _grows(self, first: dict[str, Figures], last: dict[str, Figures]) -> list[str]:
+    def _grows(self, first: dict[str, Figures], last: dict[str, Figures], count: int) -> list[str]:
         found = _more(first, last)
         for who in self._pids:
-            early, late, _ = self._slope(who, 1)
-            if late > early + SLACK_NBYTES:
+            early, late, _ = self._slope(who, count)
+            if count >= JUDGED and late > early + SLACK_NBYTES:
                 found.append(f"{who}: memory {early} to {late}")
         return found
 
@@ -225,6 +230,8 @@ def _running(way: str) -> Iterator[Cycles]:
         place, versions = os.path.join(folder, "tmp"), os.path.join(folder, "versions")
         os.mkdir(place)
         stack.enter_context(variable("TMPDIR", place))
+        # threads that come and go would take arenas, and memory of each, at random
+        stack.enter_context(variable("MALLOC_ARENA_MAX", "1"))
         tempfile.tempdir = None  # read anew
         stack.callback(setattr, tempfile, "tempdir", None)
         server = stack.enter_context(serve_in_process(known_weights.config(), dtype="float32"))
@@ -275,8 +282,9 @@ def report(facts: dict[str, Any]) -> str:
         if name != "memory"
     ]
     parts += [
-        f"{who} memory {early / 1e6:.1f}-{late / 1e6:.1f} MB ({slope:+.0f} bytes a cycle)"
-        for who, (early, late, slope) in facts["memory"].items()
+        f"{who} memory {first[who]['memory'] / 1e6:.1f}-{late / 1e6:.1f} MB, in the last quarter "
+        f"{slope:+.0f} bytes a cycle"
+        for who, (_, late, slope) in facts["memory"].items()
     ]
     verdict = "GROWS: " + "; ".join(facts["grows"]) if facts["grows"] else "flat"
     return (
