@@ -9,14 +9,21 @@ WSYNC_CONNECTIONS, how many connections are made while processes are stopped (50
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import uvicorn
 from support import known_weights
 from support.chaos_judge import Kill, Update, count, recoveries
-from support.chaos_watch import Look, Oracle
+from support.chaos_watch import Look, Oracle, Watcher
 from support.cycles import WAYS
+
+from wsync.engine.transformers import create_app
 
 SECONDS = float(os.environ.get("WSYNC_CHAOS_SECONDS") or 30)
 CYCLES = int(os.environ.get("WSYNC_CYCLES") or 40)
@@ -85,14 +92,46 @@ def test_nothing_grows_when_a_trainer_comes_and_goes(
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
 
 
-def test_the_watcher_knows_a_mixture_from_another_version() -> None:
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
     torch.set_num_threads(1)
-    oracle = Oracle()
-    old, new = known_weights.weights(2), known_weights.weights(3)
+    return Oracle()
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Any, str]]:
+    """An engine of version 2 and its address, in this process."""
+    app = create_app(known_weights.model(2), weight_version="2")
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    yield app.state.engine, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+def test_the_watcher_knows_a_mixture_from_another_version(
+    oracle: Oracle, served: tuple[Any, str]
+) -> None:
+    engine, url = served
+    watcher = Watcher(oracle, 0, url)
+
+    def seen() -> list[tuple[str, int, int]]:
+        return [(look.verdict, look.label, look.held) for look in watcher.look()]
+
+    assert seen() == [("right", 2, 2), ("info", 2, -1)]
     name = "model.layers.3.mlp.down_proj.weight"
-    assert oracle.judge(2, oracle.of(old)) == ("right", 2)
-    assert oracle.judge(2, oracle.of(new)) == ("mislabelled", 3)
-    assert oracle.judge(3, oracle.of({**new, name: old[name]})) == ("mixed", -1)
+    known_weights.put(engine.model, {name: known_weights.weights(3)[name]})
+    assert seen()[0] == ("mixed", 2, -1)
+    known_weights.put(engine.model, known_weights.weights(3))
+    look = next(iter(watcher.look()))
+    assert (look.verdict, look.label, look.held) == ("mislabelled", 2, 3)
+    assert f"'{name}': 3" in look.details
+    engine.receiver.lose("of a test")
+    assert seen() == [("refused", -1, -1), ("info", 2, -1)]
 
 
 # two updates, from 10 s to 12 s and from 20 s to 22 s
