@@ -59,13 +59,12 @@ static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
     static char *keywords[] = {"route", "first", "last", "sources", "files", NULL};
     ModuleState *state = wsync_py_state(module);
     PyObject *route_object;
-    PyObject *table;
+    const BufferTableObject *sources;
     PyObject *sequence;
     PyObject *tuple;
     PyObject *result = NULL;
     wsync_file_t *files = NULL;
     const wsync_route_t *route;
-    const BufferTableObject *sources;
     const wsync_copy_t *copies = NULL;
     size_t count = 0;
     size_t file_count;
@@ -76,9 +75,8 @@ static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!LLO!O:write_files", keywords,
                                      state->type_Route, &route_object, &first, &last,
-                                     state->type_BufferTable, &table, &sequence) ||
-        wsync_py_check_gpu(state, ((BufferTableObject *)table)->gpu, wsync_device_host(),
-                           "write_files") < 0) {
+                                     state->type_BufferTable, &sources, &sequence) ||
+        wsync_py_check_gpu(state, sources->gpu, wsync_device_host(), "write_files") < 0) {
         return NULL;
     }
     tuple = PySequence_Tuple(sequence);
@@ -87,7 +85,6 @@ static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
     }
     file_count = (size_t)PyTuple_Size(tuple);
     route = ((RouteObject *)route_object)->route;
-    sources = (BufferTableObject *)table;
     if (first < 0 || last < first || last > wsync_route_buffer_count(route)) {
         PyErr_Format(PyExc_IndexError, "buffers %lld to %lld of a route with %u", first,
                      last, wsync_route_buffer_count(route));

@@ -5,6 +5,7 @@
  * mark; the stream records each mark in a word of its own after the work it belongs to, and
  * calls that have the interpreter lock drop the holds whose marks have passed. */
 #include <limits.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -25,7 +26,10 @@ static const char *device_text(const wsync_device_ops_t *ops, char text[DEVICE_T
 {
     const int ordinal = ops->identity().ordinal;
 
-    (void)snprintf(text, DEVICE_TEXT_NBYTES, ordinal < 0 ? "the host" : "GPU %d", ordinal);
+    if (ordinal < 0) {
+        return "the host";
+    }
+    (void)snprintf(text, DEVICE_TEXT_NBYTES, "GPU %d", ordinal);
     return text;
 }
 
