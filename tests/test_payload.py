@@ -702,7 +702,7 @@ def test_a_related_process_can_pass_a_descriptor() -> None:
     process.start()
     try:
         assert ours.poll(120)
-        value = payload.load(ours.recv_bytes())
+        value = payload.load(ours.recv_bytes(), timeout=120)
         assert rows(value) == rows([("w", torch.arange(6).reshape(2, 3))])
     finally:
         ours.send("done")

@@ -58,7 +58,7 @@ _MANAGER_SECONDS: Final = 30.0
 _manager_lock = threading.Lock()
 _managers: list[subprocess.Popen[bytes]] = []  # one at most
 
-PEER_SECONDS: Final = 10.0
+PEER_SECONDS: Final = 30.0
 _MOST_TEXT: Final = 4096
 _MOST_DIMENSIONS: Final = 64
 _MOST_ELEMENTS: Final = 2**63
