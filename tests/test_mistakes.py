@@ -132,6 +132,46 @@ class Engine:
 
 
 @pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"broadcast": "bucket"}, "broadcast='bucket' has no effect here: it is for remote"),
+        ({"backend": "gloo"}, "backend='gloo' has no effect here: it is for remote engines"),
+        ({"exchange": "gloo"}, "exchange='gloo' has no effect here: it is for several trainer"),
+        ({"park": True}, "park=True has no effect here: it is for engines that run wsync"),
+        ({"pause_mode": "in_place"}, "pause_mode='in_place' keeps .*flush_cache=False is wanted"),
+    ],
+)
+def test_an_option_without_effect_is_named(options: dict[str, Any], text: str) -> None:
+    weights = {"w": torch.ones(1)}
+    with pytest.raises(wsync.InvalidArgumentError, match=text):
+        wsync.connect(weights, [Engine()], options=wsync.Options(delivery="stock", **options))
+    if "broadcast" not in options:
+        return
+    remote = wsync.Options(delivery="distributed", **options)
+    wsync.connect(weights, [Engine()], options=remote).close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"round_nbytes": 1 << 20},
+        {"ring_nbytes": 1 << 20},
+        {"delivery": "stock"},
+        {"broadcast": "bucket"},
+        {"backend": "gloo"},
+        {"exchange": "gloo"},
+        {"park": True},
+        {"directory": "/tmp"},
+        {"pause_mode": "in_place"},
+    ],
+)
+def test_an_option_that_no_disk_takes_is_named(options: dict[str, Any], tmp_path: Path) -> None:
+    (name,) = options
+    with pytest.raises(wsync.InvalidArgumentError, match=f"^{name}={options[name]!r} "):
+        DiskSync({"w": torch.ones(1)}, folder=tmp_path, options=wsync.Options(**options))
+
+
+@pytest.mark.parametrize(
     ("position", "value", "text"),
     [
         (0, None, "rollout_engines=None: a list"),

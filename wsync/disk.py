@@ -39,6 +39,11 @@ _T = TypeVar("_T")
 
 # one write call's share: how much is written between two looks at the other ranks
 _BATCH_NBYTES = 64 << 20
+_NOT_BY_DISK = dict.fromkeys(
+    ("round_nbytes", "ring_nbytes", "delivery", "broadcast", "backend")
+    + ("exchange", "park", "directory"),
+    "updates without a disk (wsync.connect)",
+)
 _BATCH_SECONDS = 2.0  # how long an update that failed waits for those under way
 
 
@@ -100,6 +105,7 @@ class DiskSync(Updates):
                 f"dtype={dtype!r}: the name of a dtype is wanted, as 'bfloat16', or None"
             )
         self._versions = Versions(folder, base, keep)
+        Options.of(options).refuse(_NOT_BY_DISK)
         super().__init__(source, options)
         with self._one_error():
             self._same_call()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 from wsync import _core
 from wsync.control import MAX_DEADLINE
@@ -93,6 +94,22 @@ class Options:
 
         if not isinstance(self.directory, str | None):
             raise _core.InvalidArgumentError(f"directory={self.directory!r} is no text")
+
+    def refuse(self, without_effect: Mapping[str, str]) -> None:
+        """Raises InvalidArgumentError for a choice that has no effect, given by name with what it
+        is for."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in without_effect and value != field.default:
+                raise _core.InvalidArgumentError(
+                    f"{field.name}={value!r} has no effect here: it is for "
+                    f"{without_effect[field.name]}"
+                )
+        if self.pause_mode == "in_place" and self.flush_cache:
+            raise _core.InvalidArgumentError(
+                "pause_mode='in_place' keeps requests, and engines do not drop the cache of "
+                "those: flush_cache=False is wanted with it"
+            )
 
     @staticmethod
     def of(given: Options | None) -> Options:

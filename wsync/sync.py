@@ -142,6 +142,7 @@ class Sync(Updates):
         found, first_gpus = json.loads(self._group.all_gather(mine)[0])
         if not found:
             raise _core.InvalidArgumentError("no engines to connect to")
+        self._refuse_options({kind for _, _, kind in found})
         counts = [{"wsync": n, "stock": 0}.get(kind) for _, n, kind in found]
         workers = assign_homes(counts, self._trainer.hosts, first_gpus)
         beyond = [
@@ -164,6 +165,21 @@ class Sync(Updates):
             workers.append(Worker(-1, 0, source, stock=True, stage=stage))
         remote = Remote(*map(tuple, zip(*away, strict=True)))
         return Placement(workers, names, remote, first_gpus)
+
+    def _refuse_options(self, kinds: set[str]) -> None:
+        """Raises InvalidArgumentError for options that none of these kinds of engines takes."""
+        idle = {}
+        if not kinds & {"rank", "remote"}:
+            idle["broadcast"] = "remote engines (delivery='distributed')"
+        if "remote" not in kinds:
+            idle["backend"] = (
+                "remote engines (delivery='distributed') that take broadcasts of buckets or tensors"
+            )
+        if self._group.size == 1 and "rank" not in kinds:
+            idle["exchange"] = "several trainer ranks, and this trainer has one"
+            if "wsync" not in kinds:
+                idle["park"] = "engines that run wsync (delivery='wsync'), or several trainer ranks"
+        self.options.refuse(idle)
 
     def _kind(self, index: int, engine: EngineHandle, offsets: Sequence[int] | None) -> str:
         """How an engine gets its weights; one whose GPUs are not the trainer's is remote, and its

@@ -179,7 +179,7 @@ def die(url: str, shapes: dict[str, tuple[int, ...]], where: str, how: signal.Si
         deadline=60,
         progress=False,
         delivery="stock" if where == "sending" else "distributed",
-        broadcast="bucket",
+        broadcast="auto" if where == "sending" else "bucket",
         bucket_nbytes=1 << 15,
     )
     with wsync.connect(weights, [url], options=options) as sync:
