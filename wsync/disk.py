@@ -40,8 +40,10 @@ _T = TypeVar("_T")
 # one write call's share: how much is written between two looks at the other ranks
 _BATCH_NBYTES = 64 << 20
 _NOT_BY_DISK = dict.fromkeys(
-    ("round_nbytes", "ring_nbytes", "delivery", "broadcast", "backend")
-    + ("exchange", "park", "directory"),
+    (
+        *("round_nbytes", "ring_nbytes", "delivery", "broadcast", "backend"),
+        *("exchange", "park", "directory"),
+    ),
     "updates without a disk (wsync.connect)",
 )
 _BATCH_SECONDS = 2.0  # how long an update that failed waits for those under way
