@@ -69,9 +69,9 @@ def of_another_rank(folder: str) -> dict[str, str]:
     strange = dataclasses.replace(own, group=None)
     claimed = dataclasses.replace(strange, rank=dist.get_rank())
     return {
-        "sync": error_of(lambda: wsync.Sync(strange, [Stock()], options=LONG)),
-        "disk": error_of(lambda: DiskSync(strange, folder=folder, options=LONG)),
-        "claimed": error_of(lambda: DiskSync(claimed, folder=folder, options=LONG)),
+        "sync": error_of(lambda: wsync.Sync(strange, [Stock()], options=OPTIONS)),
+        "disk": error_of(lambda: DiskSync(strange, folder=folder, options=OPTIONS)),
+        "claimed": error_of(lambda: DiskSync(claimed, folder=folder, options=OPTIONS)),
     }
 
 
