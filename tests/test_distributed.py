@@ -37,6 +37,15 @@ OPTIONS: dict[str, Any] = {
     "broadcast": "bucket",
     "bucket_nbytes": 4096,
 }
+
+
+def delivered(delivery: str) -> dict[str, Any]:
+    """These options for another delivery, which knows no broadcasts."""
+    if delivery == "distributed":
+        return OPTIONS
+    return {**OPTIONS, "delivery": delivery, "broadcast": "auto"}
+
+
 # no two of them can follow each other in a bucket without gaps as they come
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "a": ((3,), torch.uint8),
@@ -306,9 +315,7 @@ def test_an_engine_that_dies_or_stalls_between_buckets(
     big: list[ProcessEngine], how: signal.Signals, delivery: str
 ) -> None:
     weights = large(64 << 20)
-    options = wsync.Options(
-        **{**OPTIONS, "deadline": 5.0, "bucket_nbytes": 8 << 20, "delivery": delivery}
-    )
+    options = wsync.Options(**{**delivered(delivery), "deadline": 5.0, "bucket_nbytes": 8 << 20})
     sync = wsync.connect(weights, big, options=options)
     sync.update()
     struck = threading.Event()
@@ -492,7 +499,7 @@ def test_a_trainer_that_is_struck_between_buckets_is_followed_by_another(
             engine.resume(5)
         # it still is in the first trainer's group, and may wait there, which is no hindrance
         delivery = "stock" if where == "sending" else "distributed"
-        options = wsync.Options(**{**OPTIONS, "bucket_nbytes": 1 << 15, "delivery": delivery})
+        options = wsync.Options(**{**delivered(delivery), "bucket_nbytes": 1 << 15})
         with wsync.connect(weights, [engine], options=options) as sync:
             sync.update(version=5)
         check_http(server, weights)
