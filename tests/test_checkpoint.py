@@ -24,6 +24,7 @@ import wsync
 from wsync import _core
 from wsync.checkpoint import INDEX, Checkpoint, arrange, owners
 from wsync.engine import disk
+from wsync.engine.destination import Boxes
 
 
 def model(*tensors: tuple[str, str, tuple[int, ...]]) -> _core.Layout:
@@ -512,11 +513,10 @@ def test_a_file_that_is_cut_short_while_it_is_loaded_is_an_error(tmp_path: Path)
     own = {"w": torch.zeros(100_000)}
     save_file({"w": torch.ones(100_000)}, tmp_path / "model.safetensors")
 
-    def targets(shapes: object) -> tuple[_core.Layout, _core.BufferTable]:
-        table = _core.describe(list(own.values()), list(own))
+    def targets(shapes: object) -> Boxes:
         builder = _core.LayoutBuilder()
-        builder.add_tensors(list(own), table)
-        return builder.build(), _core.BufferTable.of(table, own)
+        builder.add_tensors(list(own), _core.describe(list(own.values()), list(own)))
+        return Boxes(builder.build(), list(own.values()))
 
     receiver: Any = CutsShort(tmp_path / "model.safetensors")
     with pytest.raises(wsync.LayoutError, match=r"model\.safetensors: was written to .*it ends at"):

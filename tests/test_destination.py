@@ -297,8 +297,8 @@ def engine_of(module: torch.nn.Module, **options: Any) -> Engine:
     return Engine(module, **options)
 
 
-def bucket(engine: Engine, **tensors: torch.Tensor) -> tuple[bool, str]:
-    return engine.update_weights([pickle.dumps(list(tensors.items()))])
+def bucket(engine: Engine, update: str = "", **tensors: torch.Tensor) -> tuple[bool, str]:
+    return engine.update_weights([pickle.dumps(list(tensors.items()))], update=update)
 
 
 def test_a_bucket_may_bring_names_that_the_engine_is_to_ignore() -> None:
@@ -317,19 +317,19 @@ def test_buckets_that_bring_two_values_for_one_tensor_are_refused(apart: bool) -
     engine = engine_of(module)
     values = torch.arange(24.0).view(6, 4)
 
-    def send(b: torch.Tensor) -> tuple[bool, str]:
-        engine.pause("abort", 10)
+    def send(update: str, b: torch.Tensor) -> tuple[bool, str]:
+        engine.pause("abort", 10, update)
         if not apart:
-            return bucket(engine, a=values, b=b, c=torch.ones(3))
-        assert bucket(engine, a=values, c=torch.ones(3))[0]
-        return bucket(engine, b=b)
+            return bucket(engine, update, a=values, b=b, c=torch.ones(3))
+        assert bucket(engine, update, a=values, c=torch.ones(3))[0]
+        return bucket(engine, update, b=b)
 
-    assert send(values.clone())[0]
-    success, text = send(values + 1)
+    assert send("1", values.clone())[0]
+    success, text = send("2", values + 1)
     assert not success and "b and a are one tensor" in text
     assert not engine.receiver.consistent
     assert torch.equal(module.get_parameter("a"), values)
-    assert send(values.clone())[0] and engine.receiver.consistent
+    assert send("3", values.clone())[0] and engine.receiver.consistent
 
 
 @pytest.mark.parametrize("kind", KINDS)

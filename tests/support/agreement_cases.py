@@ -68,10 +68,11 @@ def of_another_rank(folder: str) -> dict[str, str]:
             dist.destroy_process_group(group)
     strange = dataclasses.replace(own, group=None)
     claimed = dataclasses.replace(strange, rank=dist.get_rank())
+    written = wsync.Options(deadline=60.0, progress=False)
     return {
         "sync": error_of(lambda: wsync.Sync(strange, [Stock()], options=OPTIONS)),
-        "disk": error_of(lambda: DiskSync(strange, folder=folder, options=OPTIONS)),
-        "claimed": error_of(lambda: DiskSync(claimed, folder=folder, options=OPTIONS)),
+        "disk": error_of(lambda: DiskSync(strange, folder=folder, options=written)),
+        "claimed": error_of(lambda: DiskSync(claimed, folder=folder, options=written)),
     }
 
 

@@ -28,6 +28,12 @@ class PlayedTensor:
     def data_ptr(self) -> int:
         return self._address
 
+    def element_size(self) -> int:
+        return self._like.element_size()
+
+    def untyped_storage(self) -> SimpleNamespace:
+        return SimpleNamespace(data_ptr=self.data_ptr, nbytes=lambda: self._like.nbytes)
+
     def is_neg(self) -> bool:
         return False
 
