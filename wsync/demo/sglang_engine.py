@@ -52,6 +52,7 @@ class _Worker(Worker):
 
     def __init__(self, *, config: dict[str, Any], rank: int, tp: int, ep: int) -> None:
         self.rank = rank
+        self._version = "default"
         try:
             sglang_host.load()
             sglang_host.host(tp=tp, ep=ep, rank=rank)
@@ -67,18 +68,21 @@ class _Worker(Worker):
 
     def answer(self, what: str, argument: Any) -> Any:
         if what == "update":
-            data, load_format = argument
+            data, load_format, version, _ = argument
             if load_format != LOAD_FORMAT:
                 raise InvalidArgumentError(f"unknown load_format {load_format!r}")
             content: Any = payload.load(data)
             sglang.load_weights(self._model, content)
+            self._version = self._version if version is None else version
             return "Success"
         if what == "compare":
             return self._compare(torch.load(io.BytesIO(argument)))
         if what == "state":
-            return "", 0  # SGLang does not ask its loader
+            return "", 0, self._version  # SGLang does not ask its loader
         if what == "pause":
             return None
+        if what == "resume":
+            return True
         return super().answer(what, argument)
 
     def _compare(self, weights: dict[str, torch.Tensor]) -> list[str]:

@@ -185,6 +185,8 @@ class Engine:
     def resume(self, timeout: float, update: str = "") -> None:
         """Refused while the weights are inconsistent or have no version yet, and to a trainer whose
         update has been ended by another one's."""
+        if not self.receiver.consistent and self.receiver.reason:
+            self.check_consistent()  # at once, whatever a bucket that does not come holds up
         self.gate.resume(timeout, lambda: self.turns.go_on(update))
 
     def _check_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
