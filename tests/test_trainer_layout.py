@@ -244,7 +244,7 @@ def test_a_function_that_returns_none_is_refused(way, tmp_path):
     if way == "sync":
         update = wsync.connect(weights, [Stock()], options=OPTIONS).update
     elif way == "disk":
-        update = DiskSync(weights, folder=tmp_path, options=OPTIONS).update
+        update = DiskSync(weights, folder=tmp_path).update
     else:
         updater = wsync.UpdateWeightFromTensor(
             SimpleNamespace(), from_tensors(weights), lambda: None, model_name="", options=OPTIONS

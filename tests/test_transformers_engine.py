@@ -316,7 +316,7 @@ def test_nothing_waits_while_a_payload_is_read(
         return read(*arguments, **options)
 
     monkeypatch.setattr(payload, "load", load)
-    answer = update(server, [("model.norm.weight", torch.ones(32))])
+    answer = update(server, list(model_of(1).state_dict().items()))
     assert answer.status_code == 200, answer.text
     assert generated == [200]
 
@@ -555,11 +555,11 @@ def test_an_answer_names_the_version_that_it_came_from(
     def followed(*arguments: Any) -> Iterator[Any]:
         with request(*arguments) as ticket:
             yield ticket
-        server.engine.weight_version = "new"
+        server.engine.turns.weight_version = "new"
 
     monkeypatch.setattr(gate, "request", followed)
     for tokens in (0, 1, 3):
-        server.engine.weight_version = "old"
+        server.engine.turns.weight_version = "old"
         meta = server.generate(max_new_tokens=tokens).json()["meta_info"]
         assert (meta["weight_version"], server.engine.weight_version) == ("old", "new")
 

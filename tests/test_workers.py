@@ -17,7 +17,7 @@ def test_a_worker_that_does_not_read_costs_the_timeout() -> None:
         os.kill(engine.pids[0], signal.SIGSTOP)
         try:
             for _ in range(2):
-                with pytest.raises(wsync.DeadlineError, match="update: worker 0: no answer within"):
+                with pytest.raises(wsync.DeadlineError, match="ping: worker 0: no answer within"):
                     engine.update_weights(
                         [bytes(8 << 20)], load_format=None, weight_version=None, timeout=0.3
                     )

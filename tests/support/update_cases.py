@@ -80,6 +80,7 @@ def from_dicts(config: Any, folder: str) -> dict[str, Any]:
     """Every rank has a mapping: of its share of the tensors, none on the last, then of all; what
     differed in an engine and in files, and the bytes that each rank wrote of the replicas."""
     options = wsync.Options(**OPTIONS)
+    written = wsync.Options(deadline=options.deadline, progress=False)
     rank, parallel = dist.get_rank(), megatron_cpu.Parallel()
     with trainer_and_engine(config, parallel, {"tp": 1}) as (trainer, started):
         trainer.randomize(6)
@@ -90,7 +91,7 @@ def from_dicts(config: Any, folder: str) -> dict[str, Any]:
             sync.update()
         wrong = compare(started, whole)
         for tensors in (mine, whole):
-            with wsync.DiskSync(tensors, folder=folder, options=options) as disk:
+            with wsync.DiskSync(tensors, folder=folder, options=written) as disk:
                 disk.update()
             found: dict[str, torch.Tensor] = {}
             for path in newest(folder).glob("*.safetensors"):

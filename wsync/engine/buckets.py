@@ -36,12 +36,15 @@ class Buckets:
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self.saying: str | None = None
+        self._begun = 0  # updates
+        self._served: int | None = None  # which of them the request under way is of
         self.forget()
 
     def begin(self, named: bool = False) -> None:
         """An update may come.  named: its buckets say that they are its own, so that one that
         comes twice has been repeated on its way, and is no sign of another trainer."""
         self.forget()
+        self._begun += 1
         self._named = named
         self._why = ""
 
@@ -62,14 +65,19 @@ class Buckets:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Around all that is done for one bucket: if it fails, the update has."""
+        """Around all that is done for one bucket, one after another: if it fails, the update has,
+        but not one that began meanwhile."""
+        self._served = mine = self._begun
         try:
             yield
         except Refused:
             raise
         except BaseException:
-            self.forget()
+            if self._begun == mine:
+                self.forget()
             raise
+        finally:
+            self._served = None
 
     @contextmanager
     def loading(
@@ -106,6 +114,8 @@ class Buckets:
         """What `loading` asks first, for those who must know before they receive a bucket; whether
         it brings every tensor."""
         whole = set(tensors.values()) <= {tensors[name] for name in names if name in tensors}
+        if self._served not in (None, self._begun):
+            raise Refused("the engine was paused for another update while this bucket was received")
         if whole and not self._named:
             return True
         if self._why:
