@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsync import _core
-from wsync.families import FAMILIES, family_of, read_model
-from wsync.rules import Cut, Rule, RuleError, Target
+from wsync.families.rules import Cut, Rule, RuleError, Target
+from wsync.families.tables import FAMILIES, family_of, read_model
 
 
 def numbered(shape):
@@ -199,7 +199,7 @@ def test_three_dimensional_experts():
 
 
 def test_tensors_that_stay_together():
-    from wsync.families import Family
+    from wsync.families.tables import Family
 
     rules = (
         Rule("l.{layer}.q_down", "q h", Target("{layer}.q_a", "q h", together="latent")),

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.families import FIELDS, Model, read_model
+from wsync.families.rules import Cut, Expansion, Piece, Placement, Rule
+from wsync.families.tables import FIELDS, Model, read_model
 from wsync.layout import TrainerLayout, global_name, position
-from wsync.rules import Cut, Expansion, Piece, Placement, Rule
 from wsync.slots import Slot, Slots
 
 if TYPE_CHECKING:

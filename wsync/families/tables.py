@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wsync import _core
-from wsync.rules import Rule, Target, key_of
+from wsync.families.rules import Rule, Target, key_of
 
 __all__ = ["FAMILIES", "RUNTIME", "Family", "Model", "family_of", "read_model", "runtime_family"]
 

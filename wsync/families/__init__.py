@@ -1,0 +1,1 @@
+"""Model families: rules that name a trainer's parameters as Hugging Face checkpoints do."""
