@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import wsync
 from wsync import _core
-from wsync.checkpoint import INDEX, Checkpoint, arrange, owners
+from wsync.checkpoints.files import INDEX, Checkpoint, arrange, owners
 from wsync.engine import disk
 from wsync.engine.destination import Boxes
 

@@ -23,7 +23,7 @@ from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
 from wsync import _core
-from wsync.checkpoint import INDEX, Checkpoint
+from wsync.checkpoints.files import INDEX, Checkpoint
 from wsync.disk import DiskSync, newest
 from wsync.engine.serve import serve_in_process
 from wsync.engine.tensor_parallel import TensorParallelEngine

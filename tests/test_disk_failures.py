@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import wsync
-from wsync import _core, versions
+from wsync import _core
+from wsync.checkpoints import versions
 from wsync.disk import DiskSync, newest
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
@@ -170,7 +171,7 @@ def test_old_versions_that_cannot_be_removed_fail_nothing(
             def refuse(*_: Any, error: Exception = error) -> None:
                 raise error
 
-            monkeypatch.setattr("wsync.versions.newest", refuse)
+            monkeypatch.setattr("wsync.checkpoints.versions.newest", refuse)
             with caplog.at_level(logging.WARNING, "wsync"):
                 sync.update()
             assert f"old versions stay until the next update: {error}" in caplog.text

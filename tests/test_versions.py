@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import wsync
-from wsync import versions
-from wsync.checkpoint import INDEX
+from wsync.checkpoints import versions
+from wsync.checkpoints.files import INDEX
+from wsync.checkpoints.versions import Versions
 from wsync.disk import DiskSync, newest
-from wsync.versions import Versions
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
 

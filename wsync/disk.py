@@ -1,7 +1,7 @@
 """Updates through the disk: all trainer ranks write one checkpoint, engines read it.
 
 Every rank writes the bytes that it owns to their places in the files, from its tensors; nothing is
-gathered.  See wsync.versions for what readers see, and when.
+gathered.  See wsync.checkpoints.versions for what readers see, and when.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tqdm import tqdm
 
 from wsync import _core
 from wsync.calls import Handover, Lane, result
-from wsync.checkpoint import INDEX, SHARD_NBYTES, Arrangement, arrange, owners, system_calls
+from wsync.checkpoints.files import INDEX, SHARD_NBYTES, Arrangement, arrange, owners, system_calls
+from wsync.checkpoints.versions import Versions, newest
 from wsync.handles import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.report import Report
 from wsync.updates import Updates
-from wsync.versions import Versions, newest
 from wsync.visits import visits
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from wsync._core import (
     SystemCallError,
 )
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
-from wsync.checkpoint import system_calls
+from wsync.checkpoints.files import system_calls
 from wsync.control import TENSOR_NAME
 
 _METADATA_GLOBAL: Final = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")

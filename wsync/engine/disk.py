@@ -9,7 +9,7 @@ from typing import Final
 
 from wsync._core import BufferTable, Route, Stream
 from wsync.calls import left
-from wsync.checkpoint import Checkpoint, Piece
+from wsync.checkpoints.files import Checkpoint, Piece
 from wsync.engine.destination import Target
 from wsync.engine.receiver import Receiver
 

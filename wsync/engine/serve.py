@@ -18,7 +18,7 @@ import requests
 
 from wsync._core import DeadlineError, InvalidArgumentError, WsyncError
 from wsync.answers import seconds
-from wsync.checkpoint import INDEX, read_index
+from wsync.checkpoints.files import INDEX, read_index
 from wsync.control import MAX_DEADLINE
 from wsync.engine.child import Child
 

@@ -1,0 +1,1 @@
+"""Checkpoint files and the folder of a run's weight versions."""
