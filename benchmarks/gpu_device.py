@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.environment import Skipped
-from wsync import UnsupportedError, _core, device
+from wsync import UnsupportedError, _core
+from wsync.machine import device
 
 SECONDS = 120.0  # that anything may take
 FAKE = "Fake GPU"  # what tests/fakecuda calls its devices

@@ -13,7 +13,8 @@ from typing import Any, Self
 import torch
 
 from benchmarks.gpu_device import SECONDS, each_span, one_each, read
-from wsync import _core, device
+from wsync import _core
+from wsync.machine import device
 
 
 class Peer:

@@ -22,10 +22,10 @@ import wsync
 from benchmarks import peers, plan_shapes
 from benchmarks.bucket import bucket_class
 from benchmarks.gpu_device import Gpu
-from wsync import device
-from wsync.device import VARIABLE
 from wsync.engine.process import BareWorker, ProcessEngine, Shapes
-from wsync.variables import variable
+from wsync.machine import device
+from wsync.machine.device import VARIABLE
+from wsync.machine.environment import variable
 
 REPEATS = 3
 ROUNDS = (64 << 20, 256 << 20, 1 << 30)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from exchange_ranks import PATIENCE, RANKS, ROUND, make_plan, run, update_rank
 
-import wsync.device
 import wsync.exchange
+import wsync.machine.device
 from wsync import _core
 
 CONTEXT = multiprocessing.get_context("spawn")
@@ -106,7 +106,7 @@ def test_a_group_on_gpus_has_an_order_with_streams_and_not_with_the_host(
         stream.synchronize(PATIENCE)
 
     monkeypatch.setattr(wsync.exchange, "lead_torch", lead)
-    monkeypatch.setattr(wsync.exchange, "on_gpu", wsync.device.staging)
+    monkeypatch.setattr(wsync.exchange, "on_gpu", wsync.machine.device.staging)
     threads, host = Threads(RANKS), _core.host()
 
     def work(rank: int) -> None:

@@ -18,7 +18,8 @@ from support import fused
 from support.gpu_engine import FusedEngine, GpuEngine, dry, module, slow, where
 
 import wsync
-from wsync import _core, device
+from wsync import _core
+from wsync.machine import device
 
 pytestmark = pytest.mark.gpu
 

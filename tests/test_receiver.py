@@ -26,9 +26,9 @@ from wsync._core import (
     SystemCallError,
 )
 from wsync.control import PIECES
-from wsync.device import find
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.receiver import Receiver
+from wsync.machine.device import find
 
 Handled = Future[tuple[bool, str]]
 

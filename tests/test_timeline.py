@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import wsync
-from wsync import trace
 from wsync.demo import timeline
 from wsync.engine.process import ProcessEngine
+from wsync.machine import trace
 
 Records = list[dict[str, Any]]
 

@@ -20,7 +20,7 @@ import torch
 
 from wsync import _core
 from wsync.calls import Lane, result
-from wsync.device import has_nccl
+from wsync.machine.device import has_nccl
 from wsync.update_group import UpdateGroup
 
 Check = Callable[[], object]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wsync.libraries import bundled
+from wsync.machine.shared_libraries import bundled
 
 _PEERCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -86,7 +86,7 @@ def _sockets() -> tuple[bool, str]:
 
 def _open_library(names: Sequence[str], pattern: str) -> tuple[ctypes.CDLL, str]:
     """Opens the first library that loads: by soname, else one that a pip package brings (see
-    wsync.libraries).  Raises OSError with the loader's own words."""
+    wsync.machine.shared_libraries).  Raises OSError with the loader's own words."""
     reasons = []
     for name in [*names, *bundled(pattern)]:
         try:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from wsync import _core
-from wsync.device import lead_torch, on_gpu, release_cached, staging
+from wsync.machine.device import lead_torch, on_gpu, release_cached, staging
 
 
 class Exchange(Protocol):

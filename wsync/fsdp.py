@@ -26,7 +26,7 @@ from wsync import _core
 from wsync.families.rules import Expansion, Placement, Rule
 from wsync.families.tables import Family, runtime_family
 from wsync.layout import TrainerLayout, by_plain_name, global_name, position
-from wsync.slots import Slot, Slots, two_tensors
+from wsync.module_tensors import Slot, Slots, two_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

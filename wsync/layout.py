@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from wsync import _core
-from wsync.slots import two_tensors
+from wsync.module_tensors import two_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,7 +23,7 @@ from wsync import _core
 from wsync.families.rules import Cut, Expansion, Piece, Placement, Rule
 from wsync.families.tables import FIELDS, Model, read_model
 from wsync.layout import TrainerLayout, global_name, position
-from wsync.slots import Slot, Slots
+from wsync.module_tensors import Slot, Slots
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from wsync.trace import Trace
+from wsync.machine.trace import Trace
 
 
 @dataclass

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from wsync import _core
-from wsync.device import find
+from wsync.machine.device import find
 
 Check = Callable[[], object]
 Span = tuple[int, int]

@@ -13,14 +13,14 @@ from wsync import _core
 from wsync.calls import Calls, Handover, left
 from wsync.connection import Connection, Placement
 from wsync.control import LOAD_FORMAT
-from wsync.device import of
 from wsync.group import host_identity
 from wsync.handles import EngineHandle, handles_of
+from wsync.machine.device import of
+from wsync.machine.trace import Trace
 from wsync.options import Options
 from wsync.remote import Remote
 from wsync.report import Report
 from wsync.sessions import Trainer, Worker, assign_homes
-from wsync.trace import Trace
 from wsync.updates import Updates, numbers
 from wsync.visits import Visit, visits
 

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from wsync import _core
 from wsync.crossing import Crossing
-from wsync.device import has_nccl
 from wsync.exchange import Exchange, GroupExchange
 from wsync.group import TrainerGroup
+from wsync.machine.device import has_nccl
 from wsync.options import Options
 from wsync.remote import own_address
 from wsync.sessions import Trainer

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from wsync import _core
 from wsync.calls import left
 from wsync.collectives import Collectives, first_line
-from wsync.variables import variable
+from wsync.machine.environment import variable
 
 Check = Callable[[], object]
 

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from wsync import _core
 from wsync.group import TrainerGroup, together
 from wsync.layout import TrainerLayout, from_tensors
+from wsync.machine.owner import Owner
 from wsync.options import Options
-from wsync.owner import Owner
 from wsync.report import Report
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
 from wsync import _core
-from wsync.device import find, uuid
 from wsync.engine.process import ProcessEngine
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.layout import TrainerLayout
+from wsync.machine.device import find, uuid
 from wsync.sessions import WorkerSession
 
 OPTIONS = wsync.Options(

@@ -28,7 +28,7 @@ from support.procs import spawned
 
 import wsync
 from wsync.engine.serve import serve_in_process
-from wsync.variables import variable
+from wsync.machine.environment import variable
 
 WAYS: dict[str, dict[str, Any]] = {
     "receiver": {},

@@ -13,7 +13,7 @@ from support.played_gpu import put
 
 import wsync
 from wsync import _core
-from wsync.device import find, uuid
+from wsync.machine.device import find, uuid
 
 PATIENCE = 30.0
 

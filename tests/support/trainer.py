@@ -6,7 +6,7 @@ import torch
 
 from wsync._core import Exporter, Layout, LayoutBuilder, Memory, Stream, describe, pack
 from wsync.control import Control
-from wsync.device import find
+from wsync.machine.device import find
 
 Tensors = Mapping[str, torch.Tensor]
 SECONDS = 60.0

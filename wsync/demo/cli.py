@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from wsync import trace
 from wsync.demo import timeline
 from wsync.demo.run import MODES, DemoFailed, Settings, run_demo
+from wsync.machine import trace
 
 _DESCRIPTION = """
 A Megatron trainer in several processes takes optimizer steps and updates two inference engines

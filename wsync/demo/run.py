@@ -20,7 +20,7 @@ from typing import Any
 
 from wsync.demo.sglang_files import how_to_get
 from wsync.doctor import importable
-from wsync.variables import variable
+from wsync.machine.environment import variable
 
 MODES = ("colocated", "distributed", "mixed", "disk")
 _START_SECONDS = 600.0

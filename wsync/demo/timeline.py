@@ -1,6 +1,6 @@
 """A picture of one update: what every trainer rank and engine worker did when.
 
-Reads what wsync.trace has written and makes an SVG, or the JSON that chrome://tracing and
+Reads what wsync.machine.trace has written and makes an SVG, or the JSON that chrome://tracing and
 Perfetto show.
 """
 

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 from wsync._core import PeerClosedError
-from wsync.owner import Owner
+from wsync.machine.owner import Owner
 
 _STOP_SECONDS = 10.0
 _TAIL_NBYTES = 2000

@@ -19,7 +19,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from wsync import device
 from wsync._core import (
     BufferTable,
     Device,
@@ -38,6 +37,7 @@ from wsync._core import (
 from wsync.control import PIECES, WHOLE
 from wsync.dtypes import dtype_of
 from wsync.engine.destination import Boxes, Destination, aliases, listed
+from wsync.machine import device
 
 Losing = Callable[[], object]
 _Reference = Callable[[], torch.Tensor | None]

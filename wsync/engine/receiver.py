@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final
 from wsync._core import Device, Importer, Layout, ProtocolError, StateError, WsyncError, host
 from wsync.channel import is_remote
 from wsync.control import LEARN, Control
-from wsync.device import await_torch, follow_torch
 from wsync.engine.buckets import Buckets
 from wsync.engine.loaders import Confirms, Describes, Learner, Loader, Receipt
 from wsync.engine.patience import learning
-from wsync.trace import Trace
+from wsync.machine.device import await_torch, follow_torch
+from wsync.machine.trace import Trace
 
 if TYPE_CHECKING:
     from wsync.engine.remote import RemoteImporter

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import torch
 
-from wsync import device
 from wsync._core import (
     BufferTable,
     Device,
@@ -47,6 +46,7 @@ from wsync.engine.recorder import (
 from wsync.engine.rehearse import add_boxes, prove, rehearse
 from wsync.engine.reserved import Rehearsal
 from wsync.engine.tracer import flags_read
+from wsync.machine import device
 
 KEEP: Final = "WSYNC_KEEP"
 

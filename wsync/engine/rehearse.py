@@ -11,7 +11,6 @@ from typing import Any, Final
 import torch
 
 from wsync._core import BufferTable, LayoutBuilder, Route, Stream
-from wsync.device import follow_torch
 from wsync.dtypes import dtype_of
 from wsync.engine.held import Held, region
 from wsync.engine.loaders import LoadWeights
@@ -19,6 +18,7 @@ from wsync.engine.patience import check
 from wsync.engine.recorder import Recording, RecordingError
 from wsync.engine.regions import Box
 from wsync.engine.reserved import Rehearsal
+from wsync.machine.device import follow_torch
 
 # held bytes that are kept aside at a time
 _BATCH: Final = 256 << 20

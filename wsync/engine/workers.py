@@ -35,7 +35,7 @@ from wsync.engine.distributed import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
 from wsync.engine.turns import Turns
-from wsync.owner import Owner
+from wsync.machine.owner import Owner
 from wsync.update_group import connection_of
 
 _POLL_SECONDS: Final = 0.2

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from wsync import _core
-from wsync.libraries import bundled
+from wsync.machine.shared_libraries import bundled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -1,0 +1,1 @@
+"""What the host offers: devices, addresses, libraries, files."""
