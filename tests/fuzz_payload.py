@@ -24,7 +24,12 @@ from typing import Any
 try:
     atheris: Any = importlib.import_module("atheris")
     instrumented = atheris.instrument_imports(
-        include=["pickle", "wsync.payload", "wsync.cuda_payload", "wsync.control"]
+        include=[
+            "pickle",
+            "wsync.messages.payload",
+            "wsync.messages.gpu_payload",
+            "wsync.messages.control",
+        ]
     )
 except ImportError:
     atheris, instrumented = None, contextlib.nullcontext()
@@ -32,10 +37,10 @@ except ImportError:
 with instrumented:
     import torch
 
-    from wsync import cuda_payload, payload, peer_memory
     from wsync._core import ProtocolError
     from wsync.bucket import FlattenedTensorMetadata
-    from wsync.control import Control
+    from wsync.messages import gpu_payload, payload, peer_memory
+    from wsync.messages.control import Control
 
 _PLAIN = (str, bytes, int, float, torch.dtype, torch.Size, FlattenedTensorMetadata, type(None))
 
@@ -65,7 +70,7 @@ def check(value: object) -> None:
         end = (value.storage_offset() + last + 1) * value.element_size() if value.numel() else 0
         assert end <= value.untyped_storage().nbytes(), (value.shape, value.stride())
         return
-    if isinstance(value, cuda_payload.GpuTensor):
+    if isinstance(value, gpu_payload.GpuTensor):
         end = (value.start + value.spanned) * value.dtype.itemsize if value.spanned else 0
         assert end <= value.nbytes, value
         return
@@ -77,7 +82,7 @@ def check(value: object) -> None:
 
 def read(data: bytes) -> None:
     try:
-        value = cuda_payload.load(data)
+        value = gpu_payload.load(data)
         for part in values(value, set()):
             check(part)
         control = payload.control_bytes(value)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsync._core import ProtocolError
-from wsync.control import Control
+from wsync.messages.control import Control
 
 TOKEN = "0123456789abcdef" * 2
 ADDRESS = TOKEN + "@/tmp/wsync-x/socket"

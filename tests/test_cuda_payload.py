@@ -28,9 +28,10 @@ from support.peer import Peer, PeerError
 from support.sglang_receiver import add_packages, digest
 from torch.multiprocessing.reductions import reduce_tensor
 
-from wsync import ProtocolError, cuda_payload, payload
+from wsync import ProtocolError
 from wsync.bucket import FlattenedTensorBucket
-from wsync.cuda_payload import GpuTensor
+from wsync.messages import gpu_payload, payload
+from wsync.messages.gpu_payload import GpuTensor
 
 UUID = "fafafafa-fafa-fafa-fafa-fafafafafa00"  # of the fake's first GPU
 OTHER = UUID[:-1] + "1"  # of its second
@@ -63,7 +64,7 @@ while True:
             opened = lent.open()
             opened.close()
         finally:
-            cuda_payload._count_down(*tensor.counter)
+            gpu_payload._count_down(*tensor.counter)
             ring.close()
     except _core.DeviceError:
         pass
@@ -72,7 +73,7 @@ while True:
     ring = opened = tensor = None
     gc.collect()
     library.fakecuda_census(counts)
-    assert cuda_payload.collect() == 0
+    assert gpu_payload.collect() == 0
     assert counts[3] == counts[8] == 0, (call, list(counts))
     if call is None:
         break
@@ -85,7 +86,7 @@ PRELUDE = """
 import ctypes, os, time
 import torch
 from wsync import _core, cuda_payload, payload
-from wsync.cuda_payload import GpuRing, GpuTensor
+from wsync.messages.gpu_payload import GpuRing, GpuTensor
 
 def never(): pass
 def write(ring, offset, data): ctypes.memmove(ring.address + offset, data, len(data))
@@ -153,7 +154,7 @@ def test_a_bucket_is_what_torch_would_pickle(tree: Path, count: int) -> None:
         ]
         data = io.BytesIO()
         ForkingPickler(data, 4).dump({"flattened_tensor": flat, "metadata": metadata})
-    assert cuda_payload.bucket(TENSOR, metadata) == data.getvalue()
+    assert gpu_payload.bucket(TENSOR, metadata) == data.getvalue()
 
 
 def test_vllm_handles_are_what_torch_would_pickle() -> None:
@@ -161,8 +162,8 @@ def test_vllm_handles_are_what_torch_would_pickle() -> None:
     with on_gpu(TENSOR, 0) as flat:
         _, arguments = reduce_tensor(flat)
     packed, each = {UUID: arguments}, [{UUID: arguments}, {UUID: arguments}]
-    assert cuda_payload.vllm_handles({UUID: TENSOR}) == pickle.dumps(packed, 4)
-    ours = cuda_payload.vllm_handles([{UUID: TENSOR}, {UUID: TENSOR}])
+    assert gpu_payload.vllm_handles({UUID: TENSOR}) == pickle.dumps(packed, 4)
+    ours = gpu_payload.vllm_handles([{UUID: TENSOR}, {UUID: TENSOR}])
     assert pickle.loads(ours) == each
 
 
@@ -220,7 +221,7 @@ def test_vllm_opens_what_was_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     handles = {OTHER: dataclasses.replace(TENSOR, uuid=OTHER, handle=bytes(64)), UUID: TENSOR}
     (pair,) = consumer.packed_ipc_consumer(
-        pickle.loads(cuda_payload.vllm_handles(handles)),
+        pickle.loads(gpu_payload.vllm_handles(handles)),
         *(["w"], [[3, 2]], ["int16"], [12], 1),
     )
     expected = torch.arange(12, dtype=torch.uint8).view(torch.int16).reshape(3, 2)
@@ -234,20 +235,20 @@ def test_vllm_opens_what_was_exported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_payloads_are_read_back() -> None:
     metadata = FlattenedTensorBucket([("w", torch.ones(5))]).get_metadata()
-    data = cuda_payload.bucket(TENSOR, metadata)
+    data = gpu_payload.bucket(TENSOR, metadata)
     for form in (data, payload.to_text(data)):
-        assert cuda_payload.load(form) == {"flattened_tensor": TENSOR, "metadata": metadata}
+        assert gpu_payload.load(form) == {"flattened_tensor": TENSOR, "metadata": metadata}
     other = dataclasses.replace(
         TENSOR, uuid=OTHER, dtype=torch.bfloat16, shape=(5, 4), stride=(4, 1), start=80
     )
     packed = {UUID: TENSOR, OTHER: other}
     for handles in (packed, [packed, {UUID: TENSOR}]):
-        assert cuda_payload.load_vllm_handles(cuda_payload.vllm_handles(handles)) == handles
+        assert gpu_payload.load_vllm_handles(gpu_payload.vllm_handles(handles)) == handles
 
 
 def test_engines_of_the_host_refuse_them() -> None:
     with pytest.raises(ProtocolError, match="a tensor on a GPU, where only those of the host"):
-        payload.load(cuda_payload.bucket(TENSOR, []))
+        payload.load(gpu_payload.bucket(TENSOR, []))
 
 
 ARGUMENTS = TENSOR.arguments(UUID)
@@ -292,7 +293,7 @@ ARGUMENTS = TENSOR.arguments(UUID)
 def test_made_up_arguments_are_refused(place: int, value: object, text: str) -> None:
     arguments = [*ARGUMENTS[:place], value, *ARGUMENTS[place + 1 :]]
     with pytest.raises(ProtocolError, match=text):
-        cuda_payload.load(
+        gpu_payload.load(
             payload.values(payload.called(payload.REDUCTIONS, "rebuild_cuda_tensor", *arguments))
         )
 
@@ -300,9 +301,9 @@ def test_made_up_arguments_are_refused(place: int, value: object, text: str) -> 
 @pytest.mark.parametrize("value", [None, {UUID: None}, {UUID: ()}, [{UUID: 3}], {"x": ()}, [7]])
 def test_made_up_handles_are_refused(value: object) -> None:
     with pytest.raises(ProtocolError, match="payload: "):
-        cuda_payload.load_vllm_handles(payload.values(value))
+        gpu_payload.load_vllm_handles(payload.values(value))
     with pytest.raises(ProtocolError, match="15 arguments"):
-        cuda_payload.load(
+        gpu_payload.load(
             payload.values(payload.called(payload.REDUCTIONS, "rebuild_cuda_tensor", value))
         )
 
@@ -311,11 +312,11 @@ def test_made_up_handles_are_refused(value: object) -> None:
 @given(st.data())
 def test_damaged_payloads_never_escape(data: st.DataObject) -> None:
     """Each is read, to a tensor inside its storage, or is a ProtocolError."""
-    whole = bytearray(cuda_payload.bucket(TENSOR, []))
+    whole = bytearray(gpu_payload.bucket(TENSOR, []))
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     try:
-        value: Any = cuda_payload.load(bytes(whole))
+        value: Any = gpu_payload.load(bytes(whole))
     except ProtocolError:
         return
     for part in value.values() if isinstance(value, dict) else ():
@@ -331,7 +332,7 @@ def test_another_process_reads_a_bucket(owner: Peer, reader: Peer) -> None:
     data = bytes(i % 251 for i in range(3000))
     owner(f"ring = GpuRing(8192, '{UUID}'); write(ring, 1024, data)", data=data)
     bucket = owner("ring.payload(1024, 3000, [])")
-    read = reader("tensor = cuda_payload.load(data)['flattened_tensor']; tensor", data=bucket)
+    read = reader("tensor = gpu_payload.load(data)['flattened_tensor']; tensor", data=bucket)
     assert read.nbytes == 3000 and read.offset == 1024
     assert reader("opened = tensor.open(); read(opened)") == data
     assert owner("ring.held(), ring.held(0, 1024), ring.held(4023, 1), ring.held(4024, 1)") == (
@@ -350,7 +351,7 @@ def test_tensors_of_one_storage_are_read_apart(owner: Peer, reader: Peer) -> Non
         "cuda_payload.vllm_handles([{ring._uuid: ring.export(64, 200, dtype=torch.int16, "
         "shape=(2, 3), start=4)}, {ring._uuid: ring.export(64, 200)}])"
     )
-    reader("first, second = cuda_payload.load_vllm_handles(data)", data=data)
+    reader("first, second = gpu_payload.load_vllm_handles(data)", data=data)
     assert reader("with first[ring].open() as o: got = read(o)\ngot", ring=UUID) == bytes(
         range(8, 20)
     )
@@ -376,7 +377,7 @@ def test_a_ring_has_as_many_buckets_as_a_file_has_counters(owner: Peer) -> None:
 def test_a_consumer_that_does_not_let_go_holds_nobody_up(owner: Peer, reader: Peer) -> None:
     """The next ring is fresh memory; the first is freed when it may be."""
     owner(f"first = GpuRing(64, '{UUID}')")
-    reader("opened = cuda_payload.load(data)['flattened_tensor'].open()", data=owner(FIRST))
+    reader("opened = gpu_payload.load(data)['flattened_tensor'].open()", data=owner(FIRST))
     with raises(f"DeadlineError: 64 bytes of GPU {UUID} were not let go of in 0 s; .*/dev/shm/t"):
         owner("first.acquire(0, 64, 0.05, never)")
     with raises("ZeroDivisionError"):
@@ -398,7 +399,7 @@ def test_a_consumer_that_dies_holds_nobody_up() -> None:
 
 def consumer_dies(owner: Peer, reader: Peer) -> None:
     owner(f"first = GpuRing(64, '{UUID}')")
-    reader("opened = cuda_payload.load(data)['flattened_tensor'].open()", data=owner(FIRST))
+    reader("opened = gpu_payload.load(data)['flattened_tensor'].open()", data=owner(FIRST))
     reader.kill()
     with raises("DeadlineError"):
         owner("first.acquire(0, 64, 0.05, never)")
@@ -449,7 +450,7 @@ def test_only_files_of_counters_are_counted_in(reader: Peer) -> None:
         reader("cuda_payload._count_down(name, 0)", name=name.encode())
         assert file.read_bytes() == bytes(100)
         # nobody has the memory open
-        file.write_bytes(bytes(64 + 8 * cuda_payload.COUNTERS))
+        file.write_bytes(bytes(64 + 8 * gpu_payload.COUNTERS))
         reader("cuda_payload._count_down(name, 0)", name=name.encode())
         assert not any(file.read_bytes())
     finally:

@@ -26,12 +26,12 @@ from support.tiny_qwen3 import dense, sparse
 import wsync
 import wsync.engine.remote
 from wsync import _core, remote_session, update_group
-from wsync.channel import Channel, Door, Frame, knock
 from wsync.crossing import Crossing, Orders
 from wsync.demo.megatron_cpu import Parallel
 from wsync.engine.process import ProcessEngine
 from wsync.engine.workers import WorkersEngine
 from wsync.layout import from_tensors
+from wsync.messages.channel import Channel, Door, Frame, knock
 from wsync.planning import whole
 from wsync.remote import BroadcastSession, Remote, own_address
 from wsync.remote_session import RemoteExporter, RemoteSession

@@ -15,8 +15,8 @@ import torch
 from support import tiny_qwen3
 from transformers import AutoModelForCausalLM
 
-from wsync.control import LOAD_FORMAT
 from wsync.engine.transformers import create_app
+from wsync.messages.control import LOAD_FORMAT
 
 KEY = {"Authorization": "Bearer k"}
 

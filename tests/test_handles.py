@@ -17,8 +17,8 @@ from wsync._core import (
     RemoteError,
     UnsupportedError,
 )
-from wsync.control import LOAD_FORMAT
 from wsync.handles import EngineHandle, HttpHandle, LocalHandle, RayHandle, handle
+from wsync.messages.control import LOAD_FORMAT
 
 
 class FakeServer(ThreadingHTTPServer):

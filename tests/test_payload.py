@@ -30,8 +30,9 @@ from hypothesis import strategies as st
 from support.engines import SGLANG_VERSIONS, SglangReceiver, engine_tree
 from support.pickled_sender import send_pickled
 
-from wsync import DeadlineError, InvalidArgumentError, NoMemoryError, ProtocolError, _core, payload
+from wsync import DeadlineError, InvalidArgumentError, NoMemoryError, ProtocolError, _core
 from wsync.bucket import FlattenedTensorBucket
+from wsync.messages import payload
 
 TENSORS = [
     ("model.embed.weight", torch.randn(5, 3).to(torch.bfloat16)),
@@ -112,7 +113,7 @@ def segments() -> set[str]:
 
 def test_whoever_reads_a_senders_output_does_not_wait_for_its_receivers() -> None:
     code = (
-        "from wsync import payload\n"
+        "from wsync.messages import payload\n"
         "from wsync.bucket import FlattenedTensorBucket as Bucket\n"
         "import sys, torch\n"
         "sent = payload.bucket(Bucket(named_tensors=[('a', torch.ones(3))]))\n"
@@ -151,7 +152,7 @@ def test_memory_that_torch_shared_in_another_way_is_left_alone() -> None:
 
 def test_shared_files_go_with_their_processes() -> None:
     script = (
-        "import sys, torch; from wsync import payload; from wsync.bucket import *\n"
+        "import sys, torch; from wsync.messages import payload; from wsync.bucket import *\n"
         "out = payload.shared_bytes(4096)\n"
         "payload.bucket(FlattenedTensorBucket([('w', torch.ones(3))], out=out))\n"
         "print(out.untyped_storage()._share_filename_cpu_()[1].decode())\n"
@@ -423,7 +424,10 @@ def reduce_to(module: str, name: str, *arguments: object) -> bytes:
         (reduce_to("builtins", "getattr", 1, "x"), r"global builtins\.getattr"),
         (reduce_to("torch", "load", "/etc/passwd"), r"global torch\.load"),
         (reduce_to("torch._utils", "_rebuild_tensor", 1), r"global torch\._utils\._rebuild_tensor"),
-        (reduce_to("wsync.payload", "control", b""), r"global wsync\.payload\.control"),
+        (
+            reduce_to("wsync.messages.payload", "control", b""),
+            r"global wsync\.messages\.payload\.control",
+        ),
         (reduce_to("torch", "Tensor", 3), "only named"),
         (reduce_to("torch", "Size", ("x",)), "not a shape"),
         (reduce_to("torch", "Size", (-1,)), "not a shape"),

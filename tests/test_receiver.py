@@ -25,10 +25,10 @@ from wsync._core import (
     Stream,
     SystemCallError,
 )
-from wsync.control import PIECES
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.receiver import Receiver
 from wsync.machine.device import find
+from wsync.messages.control import PIECES
 
 Handled = Future[tuple[bool, str]]
 

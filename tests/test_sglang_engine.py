@@ -13,8 +13,9 @@ import pytest
 import torch
 from support.engines import SGLANG_VERSIONS, engine_tree
 
-from wsync import InvalidArgumentError, UnsupportedError, payload
+from wsync import InvalidArgumentError, UnsupportedError
 from wsync.handles import SglangHandle, handle
+from wsync.messages import payload
 
 SCRIPT = Path(__file__).parent / "support" / "sglang_engine.py"
 

@@ -12,7 +12,7 @@ from support.sglang_processes import SglangProcesses
 
 import wsync
 from wsync import inspection
-from wsync.control import LOAD_FORMAT
+from wsync.messages.control import LOAD_FORMAT
 
 VERSIONS = [pytest.param("0.5.17", marks=pytest.mark.slow), NEWEST]
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from wsync import Options, payload
+from wsync import Options
 from wsync._core import (
     DeadlineError,
     InvalidArgumentError,
@@ -28,11 +28,12 @@ from wsync._core import (
     UnsupportedError,
 )
 from wsync.bucket import FlattenedTensorBucket
-from wsync.control import Control
 from wsync.disk import DiskSync, newest
 from wsync.engine.sharded import ShardedModel
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.handles import EngineHandle, handle
+from wsync.messages import payload
+from wsync.messages.control import Control
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101,

@@ -19,15 +19,15 @@ import uvicorn
 from support.trainer import Trainer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from wsync import payload
 from wsync._core import DeadlineError, PeerClosedError, RemoteError
 from wsync.bucket import FlattenedTensorBucket
-from wsync.control import LOAD_FORMAT
 from wsync.engine.distributed import UpdateGroups
 from wsync.engine.serve import ServerProcess, serve_in_process
 from wsync.engine.serve import main as serve_main
 from wsync.engine.transformers import create_app
 from wsync.handles import handle
+from wsync.messages import payload
+from wsync.messages.control import LOAD_FORMAT
 
 PROMPT = [5, 6, 7]
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 from wsync import _core
 from wsync.calls import Lane
-from wsync.control import WHOLE
+from wsync.messages.control import WHOLE
 
 Check = Callable[[], object]
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wsync import _core
-from wsync.control import LEARN, Control
 from wsync.crossing import Blueprint, Crossing, Orders
 from wsync.exchange import Exchange, GroupExchange
 from wsync.group import TrainerGroup
 from wsync.handles import EngineHandle
 from wsync.machine.device import follow_torch
+from wsync.messages.control import LEARN, Control
 from wsync.options import Options
 from wsync.planning import Planning
 from wsync.remote import BroadcastSession, Meeting, Remote, RemoteEngines, own_address

@@ -40,7 +40,7 @@ from wsync.answers import (
     seconds,
     translate,
 )
-from wsync.control import LOAD_FORMAT, UPDATE_HEADER
+from wsync.messages.control import LOAD_FORMAT, UPDATE_HEADER
 
 _MAX_ANSWER_NBYTES: Final = 16 << 20
 # what SGLang answers to a pause or a continue
@@ -590,7 +590,7 @@ class SglangHandle(LocalHandle):
         if load_format == "flattened_bucket":  # taken as one payload per worker
             tensors = [base64.b64encode(data).decode() for data in payloads]
         else:
-            from wsync import payload
+            from wsync.messages import payload
 
             form = _sglang(
                 "LocalSerializedTensor",

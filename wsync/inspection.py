@@ -28,8 +28,8 @@ from wsync._core import (
     WsyncError,
 )
 from wsync.calls import Calls
-from wsync.control import LOAD_FORMAT, Control
 from wsync.handles import EngineHandle, handle
+from wsync.messages.control import LOAD_FORMAT, Control
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def inspect(
 
 
 def _ask(engine: EngineHandle, end: float) -> list[Worker]:
-    from wsync import payload
+    from wsync.messages import payload
 
     with contextlib.ExitStack() as doors:
         exporters = [Exporter(None) for _ in range(engine.workers)]

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from wsync import _core
-from wsync.control import PIECES, WHOLE
 from wsync.crossing import Blueprint
 from wsync.dtypes import dtype_of
 from wsync.group import TrainerGroup
 from wsync.machine.device import default, find, release_cached
+from wsync.messages.control import PIECES, WHOLE
 from wsync.options import Options
 from wsync.remote_session import RemoteSession
 from wsync.sessions import Session, Trainer, Worker, WorkerSession

@@ -9,8 +9,8 @@ import time
 
 from wsync import _core
 from wsync.calls import left
-from wsync.channel import COUNTS, UPDATE, Channel, Door, Frame
 from wsync.crossing import Orders
+from wsync.messages.channel import COUNTS, UPDATE, Channel, Door, Frame
 from wsync.sessions import Check, Span, WorkerSession
 
 

@@ -10,12 +10,12 @@ import sys
 import threading
 from typing import Any, Final
 
-from wsync import payload
 from wsync._core import Layout, UnsupportedError
 from wsync.engine.hooks import wait_for_device
 from wsync.engine.loaders import Loader, Losing, ModuleLoader, keeps
 from wsync.engine.receiver import Receiver, refuse
 from wsync.engine.recorded import RecordedLoader
+from wsync.messages import payload
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()

@@ -8,13 +8,14 @@ from typing import Any, Protocol
 
 import torch
 
-from wsync import _core, payload
+from wsync import _core
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.bucket_session import BucketSession
 from wsync.calls import left, result
-from wsync.cuda_payload import GpuRing
 from wsync.dtypes import dtype_of
 from wsync.handles import EngineHandle
+from wsync.messages import payload
+from wsync.messages.gpu_payload import GpuRing
 
 Check = Callable[[], object]
 

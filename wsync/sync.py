@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core
 from wsync.calls import Calls, Handover, left
 from wsync.connection import Connection, Placement
-from wsync.control import LOAD_FORMAT
 from wsync.group import host_identity
 from wsync.handles import EngineHandle, handles_of
 from wsync.machine.device import of
 from wsync.machine.trace import Trace
+from wsync.messages.control import LOAD_FORMAT
 from wsync.options import Options
 from wsync.remote import Remote
 from wsync.report import Report
@@ -282,7 +282,7 @@ class Sync(Updates):
 
     def _requests(self, connection: Connection) -> dict[int, list[bytes]]:
         """What the opening request carries for each worker, by engine; and the closing one's."""
-        from wsync import payload
+        from wsync.messages import payload
 
         by_engine: dict[int, list[bytes]] = {}
         self._closing = {}

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from wsync._core import Device, Layout, Memory, Stream, UnsupportedError, checksum
-from wsync.control import WHOLE
 from wsync.engine.held import Held
 from wsync.engine.hooks import run_in_place, wait_for_device
 from wsync.engine.loaders import Confirms, Loader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.engine.receiver import Receiver
 from wsync.engine.recorded import RecordedLoader
 from wsync.engine.recorder import Recording
+from wsync.messages.control import WHOLE
 
 
 class WorkerExtension:

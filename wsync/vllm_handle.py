@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from wsync._core import InvalidArgumentError, RemoteError, UnsupportedError
 from wsync.answers import engine_text, json_or_text
-from wsync.control import LOAD_FORMAT, agree
 from wsync.handles import HttpHandle, LocalHandle
+from wsync.messages.control import LOAD_FORMAT, agree
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
 _PATIENCE_SECONDS: Final = 3600.0
@@ -160,7 +160,7 @@ class _Engine:
         flush_cache: bool,
         weight_version: str | None = None,
     ) -> Any:
-        from wsync import payload
+        from wsync.messages import payload
 
         controls = [payload.control_bytes(payload.load(text)) for text in serialized_named_tensors]
         agree(controls)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from support.errors import error_of
 
 import wsync
-from wsync.control import LOAD_FORMAT
 from wsync.disk import DiskSync
 from wsync.group import TrainerGroup
 from wsync.layout import TrainerLayout, from_tensors
+from wsync.messages.control import LOAD_FORMAT
 
 
 class Engine:

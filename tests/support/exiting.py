@@ -21,8 +21,8 @@ from support import fault_engine
 from support.fault_points import Fault
 
 import wsync
-from wsync import payload
 from wsync._core import Exporter, LayoutBuilder
+from wsync.messages import payload
 
 OPTIONS = wsync.Options(
     deadline=60.0, progress=False, round_nbytes=1 << 13, ring_nbytes=1 << 14, flush_cache=False

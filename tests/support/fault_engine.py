@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from support.fault_points import Fault, allowed, memory, settled, settled_twice
 
-from wsync import payload
 from wsync._core import (
     DeadlineError,
     Importer,
@@ -27,9 +26,10 @@ from wsync._core import (
     RemoteError,
     WsyncError,
 )
-from wsync.control import LOAD_FORMAT, Control
 from wsync.engine.loaders import LayoutLoader
 from wsync.engine.receiver import Receiver
+from wsync.messages import payload
+from wsync.messages.control import LOAD_FORMAT, Control
 
 SHAPES = {f"layer{index}.weight": (48, 16) for index in range(6)}
 WORKERS = 2

@@ -31,9 +31,10 @@ from support.fault_cells import Cell
 from support.fault_points import Fault, allowed, memory, settled, settled_twice
 
 import wsync
-from wsync import _core, payload
-from wsync.control import Control
+from wsync import _core
 from wsync.layout import TrainerLayout
+from wsync.messages import payload
+from wsync.messages.control import Control
 from wsync.sessions import sweep
 
 RANKS = 3

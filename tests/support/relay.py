@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from wsync.channel import Door
+from wsync.messages.channel import Door
 
 
 class Relay:

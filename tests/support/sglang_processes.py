@@ -16,7 +16,7 @@ import torch
 from support import tiny_models
 from support.engines import engine_packages, engine_tree
 
-from wsync.control import LOAD_FORMAT
+from wsync.messages.control import LOAD_FORMAT
 
 SCRIPT = Path(__file__).with_name("sglang_updater.py")
 

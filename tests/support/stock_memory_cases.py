@@ -10,8 +10,9 @@ import torch
 from support.played_gpu import put, reserve, source_of
 
 import wsync
-from wsync import _core, cuda_payload
-from wsync.cuda_payload import GpuTensor
+from wsync import _core
+from wsync.messages import gpu_payload
+from wsync.messages.gpu_payload import GpuTensor
 
 SHAPES = {"a": (40, 5), "b": (300,), "c": (7, 7, 7)}
 
@@ -35,11 +36,11 @@ class StockEngine:
     ) -> tuple[bool, str]:
         assert len(serialized_named_tensors) == self.workers
         for loaded, text in zip(self.loaded, serialized_named_tensors, strict=True):
-            bucket: Any = cuda_payload.load(text)
+            bucket: Any = gpu_payload.load(text)
             flat = bucket["flattened_tensor"]
             if isinstance(flat, GpuTensor):
                 self.where.add("gpu")
-                cuda_payload._count_down(*flat.counter)
+                gpu_payload._count_down(*flat.counter)
                 continue
             self.where.add("host")
             for entry in bucket["metadata"]:

@@ -13,7 +13,8 @@ from support.engines import SglangReceiver
 from support.sglang_receiver import digest
 
 import wsync
-from wsync import connection, cuda_payload, stock
+from wsync import connection, stock
+from wsync.messages import gpu_payload
 
 SHAPES = {"a": (40, 5), "b": (300,), "c": (7, 7, 7), "d": (256,), "e": (300, 1)}
 
@@ -97,6 +98,6 @@ def update_twice(tree: Path, uuid: str) -> tuple[list[bool], list[Any], bool]:
                     engine.loaded
                     == {n: ["torch.float32", list(t.shape), digest(t)] for n, t in tensors.items()}
                 )
-        return right, engine.opened, cuda_payload.collect() == 0
+        return right, engine.opened, gpu_payload.collect() == 0
     finally:
         engine.receiver.close()

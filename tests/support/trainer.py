@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from wsync._core import Exporter, Layout, LayoutBuilder, Memory, Stream, describe, pack
-from wsync.control import Control
 from wsync.machine.device import find
+from wsync.messages.control import Control
 
 Tensors = Mapping[str, torch.Tensor]
 SECONDS = 60.0

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from wsync import payload
 from wsync._core import RemoteError
-from wsync.control import LOAD_FORMAT
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
+from wsync.messages import payload
+from wsync.messages.control import LOAD_FORMAT
 
 
 class ThreadEngine:

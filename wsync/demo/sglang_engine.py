@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-from wsync import payload, sglang
+from wsync import sglang
 from wsync._core import InvalidArgumentError, UnsupportedError
-from wsync.control import LOAD_FORMAT
 from wsync.demo import sglang_host
 from wsync.demo.sglang_files import how_to_get
 from wsync.engine.held import Held
 from wsync.engine.workers import Worker, WorkersEngine
 from wsync.handles import EngineHandle
+from wsync.messages import payload
+from wsync.messages.control import LOAD_FORMAT
 
 _SECONDS = 120.0
 

@@ -15,7 +15,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from wsync._core import StateError, WsyncError, __version__
 from wsync.answers import cut
-from wsync.control import UPDATE_HEADER
 from wsync.engine.bodies import (
     Abort,
     Check,
@@ -30,6 +29,7 @@ from wsync.engine.bodies import (
     Update,
 )
 from wsync.engine.gate import PAUSE_MODES
+from wsync.messages.control import UPDATE_HEADER
 
 if TYPE_CHECKING:
     from wsync.engine.transformers import Engine, Generation

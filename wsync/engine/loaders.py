@@ -34,10 +34,10 @@ from wsync._core import (
     describe,
     held_tensors,
 )
-from wsync.control import PIECES, WHOLE
 from wsync.dtypes import dtype_of
 from wsync.engine.destination import Boxes, Destination, aliases, listed
 from wsync.machine import device
+from wsync.messages.control import PIECES, WHOLE
 
 Losing = Callable[[], object]
 _Reference = Callable[[], torch.Tensor | None]

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from wsync._core import Device, Importer, Layout, ProtocolError, StateError, WsyncError, host
-from wsync.channel import is_remote
-from wsync.control import LEARN, Control
 from wsync.engine.buckets import Buckets
 from wsync.engine.loaders import Confirms, Describes, Learner, Loader, Receipt
 from wsync.engine.patience import learning
 from wsync.machine.device import await_torch, follow_torch
 from wsync.machine.trace import Trace
+from wsync.messages.channel import is_remote
+from wsync.messages.control import LEARN, Control
 
 if TYPE_CHECKING:
     from wsync.engine.remote import RemoteImporter
@@ -72,7 +72,7 @@ class Receiver:
 
     def handle(self, control: bytes | None) -> tuple[bool, str]:
         """Does what a control message says; (success, text).  None, which is what
-        wsync.payload.control_bytes makes of other payloads, is refused."""
+        wsync.messages.payload.control_bytes makes of other payloads, is refused."""
         if control is None:
             return False, f"worker {self._worker}: the payload is not a control message"
         try:

@@ -21,7 +21,6 @@ from wsync._core import (
     StateError,
     Stream,
 )
-from wsync.control import LEARN, WHOLE
 from wsync.dtypes import dtype_of
 from wsync.engine import learnt
 from wsync.engine.destination import MissingError, listed
@@ -47,6 +46,7 @@ from wsync.engine.rehearse import add_boxes, prove, rehearse
 from wsync.engine.reserved import Rehearsal
 from wsync.engine.tracer import flags_read
 from wsync.machine import device
+from wsync.messages.control import LEARN, WHOLE
 
 KEEP: Final = "WSYNC_KEEP"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from wsync import _core
-from wsync.channel import COUNTS, UPDATE, Frame, knock
 from wsync.crossing import Orders
 from wsync.exchange import GroupExchange
+from wsync.messages.channel import COUNTS, UPDATE, Frame, knock
 from wsync.update_group import UpdateGroup
 
 

@@ -19,8 +19,8 @@ import requests
 from wsync._core import DeadlineError, InvalidArgumentError, WsyncError
 from wsync.answers import seconds
 from wsync.checkpoints.files import INDEX, read_index
-from wsync.control import MAX_DEADLINE
 from wsync.engine.child import Child
+from wsync.messages.control import MAX_DEADLINE
 
 _EXIT_USAGE = 2
 _STOP_SECONDS = 10.0

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wsync import payload
 from wsync._core import (
     InvalidArgumentError,
     LayoutError,
@@ -31,7 +30,6 @@ from wsync._core import (
     WsyncError,
     checksum,
 )
-from wsync.control import LOAD_FORMAT
 from wsync.engine import disk
 from wsync.engine.destination import Destination, aliases, check_owned, same_bytes, state_of
 from wsync.engine.distributed import BROADCAST_SECONDS, UpdateGroups
@@ -39,6 +37,8 @@ from wsync.engine.gate import Gate
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.receiver import Receiver
 from wsync.engine.turns import Turns
+from wsync.messages import payload
+from wsync.messages.control import LOAD_FORMAT
 from wsync.update_group import connection_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from wsync._core import InvalidArgumentError, StateError
-from wsync.control import Control
+from wsync.messages.control import Control
 
 if TYPE_CHECKING:
     from wsync.engine.receiver import Receiver

@@ -20,7 +20,6 @@ from typing import Any, Final, Self
 
 import torch
 
-from wsync import control, payload
 from wsync._core import (
     DeadlineError,
     InvalidArgumentError,
@@ -36,6 +35,7 @@ from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
 from wsync.engine.turns import Turns
 from wsync.machine.owner import Owner
+from wsync.messages import control, payload
 from wsync.update_group import connection_of
 
 _POLL_SECONDS: Final = 0.2

@@ -34,7 +34,6 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from wsync import peer_memory
 from wsync._core import (
     DeadlineError,
     InvalidArgumentError,
@@ -44,7 +43,8 @@ from wsync._core import (
 )
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.checkpoints.files import system_calls
-from wsync.control import TENSOR_NAME
+from wsync.messages import peer_memory
+from wsync.messages.control import TENSOR_NAME
 
 _METADATA_GLOBAL: Final = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
 REDUCTIONS: Final = "torch.multiprocessing.reductions"
@@ -308,7 +308,7 @@ def per_worker(payloads: Sequence[bytes]) -> list[tuple[str, list[bytes]]]:
 
 
 def control(data: bytes) -> bytes:
-    """A payload that carries `data` alone: one uint8 tensor by value named wsync.control's
+    """A payload that carries `data` alone: one uint8 tensor by value named wsync.messages.control's
     TENSOR_NAME.  For the load_format that names wsync's loader."""
     # frombuffer takes no empty buffer
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
@@ -368,7 +368,7 @@ def load(
     names it.
 
     gpu: makes something of tensors on a GPU, from rebuild_cuda_tensor's arguments (see
-    wsync.cuda_payload); without it they are refused.  timeout: seconds for the processes that
+    wsync.messages.gpu_payload); without it they are refused.  timeout: seconds for the processes that
     pass file descriptors; DeadlineError after that.
     """
     if isinstance(data, str):

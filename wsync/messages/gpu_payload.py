@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import torch
 
-from wsync import _core, payload, peer_memory
+from wsync import _core
 from wsync._core import (
     DeadlineError,
     InvalidArgumentError,
@@ -31,6 +31,7 @@ from wsync._core import (
     ProtocolError,
     StateError,
 )
+from wsync.messages import payload, peer_memory
 
 Check = Callable[[], object]
 Handles = Mapping[str, "GpuTensor"]

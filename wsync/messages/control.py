@@ -1,7 +1,7 @@
 """The few bytes that open and close an update inside an engine's own weight-update request.
 
 A control message travels to each tensor-parallel worker of an engine as a uint8 tensor named
-`__wsync__` (see wsync.payload.control).  Its bytes are one JSON object:
+`__wsync__` (see wsync.messages.payload.control).  Its bytes are one JSON object:
 
     {"protocol": 1, "op": "open", "session": "5f0c...", "address": "<token>@<path>",
      "update": 7, "deadline": 60.0}
@@ -58,7 +58,7 @@ class Control:
     op: "open", "close" or "inspect"; session: hex id of the session between one trainer rank and
     this worker; update: the update's number; deadline: seconds that the worker waits for any one
     thing; address: where the other side listens (`wsync._core.Exporter.address`, or that of a
-    `wsync.channel.Door` for a worker on another host), "" in a close.  Construction checks every
+    `wsync.messages.channel.Door` for a worker on another host), "" in a close.  Construction checks every
     field and raises ProtocolError that names the bad one.
     """
 

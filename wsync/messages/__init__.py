@@ -1,0 +1,1 @@
+"""What trainers and engines send each other."""
