@@ -27,7 +27,7 @@ from wsync.checkpoints.files import INDEX, Checkpoint
 from wsync.disk import DiskSync, newest
 from wsync.engine.serve import serve_in_process
 from wsync.engine.tensor_parallel import TensorParallelEngine
-from wsync.handles import handle
+from wsync.handles.base import handle
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
 

@@ -17,7 +17,7 @@ from wsync._core import (
     RemoteError,
     UnsupportedError,
 )
-from wsync.handles import EngineHandle, HttpHandle, LocalHandle, RayHandle, handle
+from wsync.handles.base import EngineHandle, HttpHandle, LocalHandle, RayHandle, handle
 from wsync.messages.control import LOAD_FORMAT
 
 

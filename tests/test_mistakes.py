@@ -16,7 +16,7 @@ import wsync
 from wsync.demo import cli
 from wsync.disk import DiskSync, newest
 from wsync.doctor import importable
-from wsync.handles import HttpHandle, handles_of
+from wsync.handles.base import HttpHandle, handles_of
 from wsync.layout import from_tensors
 from wsync.planning import uncut_nbytes
 

@@ -31,7 +31,7 @@ from wsync.bucket import FlattenedTensorBucket
 from wsync.disk import DiskSync, newest
 from wsync.engine.sharded import ShardedModel
 from wsync.engine.tensor_parallel import TensorParallelEngine
-from wsync.handles import EngineHandle, handle
+from wsync.handles.base import EngineHandle, handle
 from wsync.messages import payload
 from wsync.messages.control import Control
 

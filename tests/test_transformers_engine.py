@@ -25,7 +25,7 @@ from wsync.engine.distributed import UpdateGroups
 from wsync.engine.serve import ServerProcess, serve_in_process
 from wsync.engine.serve import main as serve_main
 from wsync.engine.transformers import create_app
-from wsync.handles import handle
+from wsync.handles.base import handle
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT
 

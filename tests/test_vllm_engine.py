@@ -17,7 +17,7 @@ from support.vllm_engine import VllmEngine
 
 import wsync
 from wsync import inspection
-from wsync.vllm_handle import VllmHandle
+from wsync.handles.vllm import VllmHandle
 
 OPTIONS = wsync.Options(deadline=30, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
 

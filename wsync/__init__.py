@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from wsync.bucket import FlattenedTensorBucket as FlattenedTensorBucket
     from wsync.bucket import FlattenedTensorMetadata as FlattenedTensorMetadata
     from wsync.disk import DiskSync as DiskSync
-    from wsync.handles import EngineHandle as EngineHandle
-    from wsync.handles import handle as handle
+    from wsync.handles.base import EngineHandle as EngineHandle
+    from wsync.handles.base import handle as handle
     from wsync.options import Options as Options
     from wsync.report import Report as Report
     from wsync.sync import Sync as Sync
@@ -62,7 +62,7 @@ _HOMES = {
     ),
     "wsync.api": ("connect",),
     "wsync.disk": ("DiskSync",),
-    "wsync.handles": ("EngineHandle", "handle"),
+    "wsync.handles.base": ("EngineHandle", "handle"),
     "wsync.bucket": ("FlattenedTensorBucket", "FlattenedTensorMetadata"),
     "wsync.options": ("Options",),
     "wsync.report": ("Report",),

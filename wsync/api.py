@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from wsync.handles import handles_of
+from wsync.handles.base import handles_of
 from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.sync import Sync

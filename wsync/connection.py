@@ -14,7 +14,7 @@ from wsync import _core
 from wsync.crossing import Blueprint, Crossing, Orders
 from wsync.exchange import Exchange, GroupExchange
 from wsync.group import TrainerGroup
-from wsync.handles import EngineHandle
+from wsync.handles.base import EngineHandle
 from wsync.machine.device import follow_torch
 from wsync.messages.control import LEARN, Control
 from wsync.options import Options

@@ -21,7 +21,7 @@ from wsync import _core
 from wsync.calls import Handover, Lane, result
 from wsync.checkpoints.files import INDEX, SHARD_NBYTES, Arrangement, arrange, owners, system_calls
 from wsync.checkpoints.versions import Versions, newest
-from wsync.handles import EngineHandle, handles_of
+from wsync.handles.base import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.report import Report

@@ -28,7 +28,7 @@ from wsync._core import (
     WsyncError,
 )
 from wsync.calls import Calls
-from wsync.handles import EngineHandle, handle
+from wsync.handles.base import EngineHandle, handle
 from wsync.messages.control import LOAD_FORMAT, Control
 
 

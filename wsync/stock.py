@@ -13,7 +13,7 @@ from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.bucket_session import BucketSession
 from wsync.calls import left, result
 from wsync.dtypes import dtype_of
-from wsync.handles import EngineHandle
+from wsync.handles.base import EngineHandle
 from wsync.messages import payload
 from wsync.messages.gpu_payload import GpuRing
 

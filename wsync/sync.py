@@ -13,7 +13,7 @@ from wsync import _core
 from wsync.calls import Calls, Handover, left
 from wsync.connection import Connection, Placement
 from wsync.group import host_identity
-from wsync.handles import EngineHandle, handles_of
+from wsync.handles.base import EngineHandle, handles_of
 from wsync.machine.device import of
 from wsync.machine.trace import Trace
 from wsync.messages.control import LOAD_FORMAT

@@ -16,7 +16,7 @@ from wsync import _core, megatron
 from wsync.calls import left
 from wsync.disk import DiskSync
 from wsync.group import together
-from wsync.handles import EngineHandle, handle
+from wsync.handles.base import EngineHandle, handle
 from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.sync import Sync

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from wsync._core import RemoteError
-from wsync.answers import left
-from wsync.handles import EngineHandle
+from wsync.handles.answers import left
+from wsync.handles.base import EngineHandle
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from wsync import _core
 from wsync.disk import newest
 from wsync.engine.serve import serve_in_process
 from wsync.engine.tensor_parallel import TensorParallelEngine
-from wsync.handles import EngineHandle, handle
+from wsync.handles.base import EngineHandle, handle
 
 _NEW_TOKENS = 40
 _SECONDS = 60.0

@@ -19,7 +19,7 @@ from wsync.demo import sglang_host
 from wsync.demo.sglang_files import how_to_get
 from wsync.engine.held import Held
 from wsync.engine.workers import Worker, WorkersEngine
-from wsync.handles import EngineHandle
+from wsync.handles.base import EngineHandle
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT
 

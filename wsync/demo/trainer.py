@@ -16,7 +16,7 @@ from wsync.demo import reference
 from wsync.demo.engines import Engines
 from wsync.demo.run import DemoFailed, Settings
 from wsync.demo.sglang_engine import SglangEngines
-from wsync.handles import EngineHandle
+from wsync.handles.base import EngineHandle
 from wsync.layout import TrainerLayout, from_tensors
 
 SENTENCE = "Fresh weights reach every engine, byte for byte, before the next token is due. "

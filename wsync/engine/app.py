@@ -14,7 +14,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from wsync._core import StateError, WsyncError, __version__
-from wsync.answers import cut
 from wsync.engine.bodies import (
     Abort,
     Check,
@@ -29,6 +28,7 @@ from wsync.engine.bodies import (
     Update,
 )
 from wsync.engine.gate import PAUSE_MODES
+from wsync.handles.answers import cut
 from wsync.messages.control import UPDATE_HEADER
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from wsync._core import DeadlineError, InvalidArgumentError, StateError
-from wsync.answers import seconds
+from wsync.handles.answers import seconds
 
 PAUSE_MODES: Final = ("abort", "retract", "in_place")
 _RECHECK_SECONDS: Final = 1.0

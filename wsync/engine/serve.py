@@ -17,9 +17,9 @@ from typing import Any
 import requests
 
 from wsync._core import DeadlineError, InvalidArgumentError, WsyncError
-from wsync.answers import seconds
 from wsync.checkpoints.files import INDEX, read_index
 from wsync.engine.child import Child
+from wsync.handles.answers import seconds
 from wsync.messages.control import MAX_DEADLINE
 
 _EXIT_USAGE = 2

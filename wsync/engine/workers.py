@@ -1,6 +1,6 @@
 """Engines that are worker processes of this one: how they are started, asked and ended.
 
-`WorkersEngine` is such an engine's handle (wsync.handles.EngineHandle); `Worker` is what lives in
+`WorkersEngine` is such an engine's handle (wsync.handles.base.EngineHandle); `Worker` is what lives in
 each process.  Processes are asked one question at a time over a pipe and end when it closes.
 """
 
@@ -27,13 +27,13 @@ from wsync._core import (
     RemoteError,
     WsyncError,
 )
-from wsync.answers import seconds
 from wsync.calls import Lane, left
 from wsync.engine.child import Child
 from wsync.engine.distributed import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
 from wsync.engine.turns import Turns
+from wsync.handles.answers import seconds
 from wsync.machine.owner import Owner
 from wsync.messages import control, payload
 from wsync.update_group import connection_of

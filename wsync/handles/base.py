@@ -2,7 +2,7 @@
 
 `handle(engine)` makes one from an HTTP URL (SGLang's endpoints), a Ray actor (slime's engine
 actors), a local object with the same methods, an `sglang.Engine` of this process (as verl has
-it), a vLLM engine (wsync.vllm_handle), or takes what already is an EngineHandle.
+it), a vLLM engine (wsync.handles.vllm), or takes what already is an EngineHandle.
 All calls take a timeout in seconds and raise, naming the engine:
 
     DeadlineError    no answer within the timeout
@@ -29,7 +29,7 @@ from wsync._core import (
     RemoteError,
     UnsupportedError,
 )
-from wsync.answers import (
+from wsync.handles.answers import (
     cause,
     check_answer,
     cut,
@@ -111,7 +111,7 @@ def handle(
     if workers is not None and workers < 1:
         raise InvalidArgumentError(f"workers {workers}: at least 1")
     if isinstance(engine, str) and engine.startswith("vllm+"):
-        from wsync.vllm_handle import VllmServer
+        from wsync.handles.vllm import VllmServer
 
         engine = VllmServer(engine.removeprefix("vllm+"), api_key=api_key)
     if isinstance(engine, str):
@@ -124,7 +124,7 @@ def handle(
         return engine
     method = getattr(engine, "update_weights_from_tensor", None)
     if method is None and callable(getattr(engine, "collective_rpc", None)):
-        from wsync.vllm_handle import VllmHandle
+        from wsync.handles.vllm import VllmHandle
 
         return VllmHandle(engine, workers=workers, timeout=timeout)
     if method is None:

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from wsync._core import InvalidArgumentError, RemoteError, UnsupportedError
-from wsync.answers import engine_text, json_or_text
-from wsync.handles import HttpHandle, LocalHandle
+from wsync.handles.answers import engine_text, json_or_text
+from wsync.handles.base import HttpHandle, LocalHandle
 from wsync.messages.control import LOAD_FORMAT, agree
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
