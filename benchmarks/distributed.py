@@ -27,7 +27,7 @@ from benchmarks.ranks import on_ranks
 from wsync.calls import Calls
 from wsync.demo import megatron_cpu, reference
 from wsync.engine.process import ProcessEngine, digest
-from wsync.update_group import Store, UpdateGroup
+from wsync.exchange.groups import Store, UpdateGroup
 
 RANKS = 4
 REPEATS = 3

@@ -25,17 +25,18 @@ from support.tiny_qwen3 import dense, sparse
 
 import wsync
 import wsync.engine.remote
-from wsync import _core, remote_session, update_group
-from wsync.crossing import Crossing, Orders
+from wsync import _core, remote_session
 from wsync.demo.megatron_cpu import Parallel
 from wsync.engine.process import ProcessEngine
 from wsync.engine.workers import WorkersEngine
+from wsync.exchange import groups
+from wsync.exchange.groups import Store, UpdateGroup
+from wsync.exchange.rendezvous import Crossing, Orders
 from wsync.layout import from_tensors
 from wsync.messages.channel import Channel, Door, Frame, knock
 from wsync.planning import whole
 from wsync.remote import BroadcastSession, Remote, own_address
 from wsync.remote_session import RemoteExporter, RemoteSession
-from wsync.update_group import Store, UpdateGroup
 
 PARALLEL = {
     "tp2pp2": (dense(), Parallel(tp=2, pp=2)),
@@ -562,7 +563,7 @@ def test_a_source_broadcasts_from_the_trainers_gpu(monkeypatch: pytest.MonkeyPat
         return Nccl(store)
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen.get(threading.get_ident(), 0))
-    monkeypatch.setattr(update_group, "_make", make)
+    monkeypatch.setattr(groups, "_make", make)
     remote = Remote((0,), ("http://127.0.0.1:1",), (1,))
     session = BroadcastSession(0, 0, remote, options=wsync.Options(backend="nccl"))
     source = from_tensors({"a": torch.ones(3)}).layout

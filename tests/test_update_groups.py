@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 import wsync
 from wsync import _core
-from wsync.collectives import Collectives
-from wsync.crossing import Crossing
 from wsync.engine.distributed import UpdateGroups
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.process import ProcessEngine
 from wsync.engine.receiver import Receiver
-from wsync.transport import Transport
-from wsync.update_group import Store, UpdateGroup
+from wsync.exchange.choose import Transport
+from wsync.exchange.collectives import Collectives
+from wsync.exchange.groups import Store, UpdateGroup
+from wsync.exchange.rendezvous import Crossing
 
 PATIENCE = 60.0
 
@@ -192,7 +192,7 @@ def test_ranks_that_cross_look_around_in_the_thread_that_waits() -> None:
 
 STOPPED = """
 import os, signal
-from wsync.update_group import Store
+from wsync.exchange.groups import Store
 store = Store(60)
 print(store.port, flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
@@ -318,7 +318,7 @@ def test_a_group_that_has_failed_is_left_without_waiting_for_its_end() -> None:
 
 
 def test_a_group_whose_end_takes_long_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wsync.collectives._END_SECONDS", 0.05)
+    monkeypatch.setattr("wsync.exchange.collectives._END_SECONDS", 0.05)
     stuck = Stuck()
     let_go, ended = stuck.let_go, stuck.ended
     group = Collectives(stuck, whole="2 ranks", member="a rank")
@@ -341,7 +341,7 @@ def transport(options: wsync.Options, *, crowded: bool) -> Transport:
 
 
 def test_ranks_that_share_a_gpu_do_not_meet_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wsync.transport.has_nccl", lambda _: True)
+    monkeypatch.setattr("wsync.exchange.choose.has_nccl", lambda _: True)
     assert transport(wsync.Options(), crowded=False)._choose() == "nccl"
     assert transport(wsync.Options(), crowded=True)._choose() == "shared"
     with pytest.raises(wsync.InvalidArgumentError, match="trainer ranks share a GPU"):

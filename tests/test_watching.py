@@ -18,7 +18,7 @@ from support.procs import Ranks, forked, unnamed
 
 import wsync
 from wsync import _core
-from wsync.group import TrainerGroup
+from wsync.exchange.trainers import TrainerGroup
 from wsync.remote import BroadcastSession, Remote
 from wsync.stock import StockSession
 

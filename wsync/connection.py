@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wsync import _core
-from wsync.crossing import Blueprint, Crossing, Orders
-from wsync.exchange import Exchange, GroupExchange
-from wsync.group import TrainerGroup
+from wsync.exchange.base import Exchange, GroupExchange
+from wsync.exchange.choose import Transport
+from wsync.exchange.rendezvous import Blueprint, Crossing, Orders
+from wsync.exchange.trainers import TrainerGroup
 from wsync.handles.base import EngineHandle
 from wsync.machine.device import follow_torch
 from wsync.messages.control import LEARN, Control
@@ -24,7 +25,6 @@ from wsync.remote_session import RemoteSession
 from wsync.report import Report
 from wsync.sessions import Session, Trainer, Worker, WorkerSession, sweep
 from wsync.stock import StockSession
-from wsync.transport import Transport
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from wsync import _core
-from wsync.crossing import Blueprint
 from wsync.dtypes import dtype_of
-from wsync.group import TrainerGroup
+from wsync.exchange.rendezvous import Blueprint
+from wsync.exchange.trainers import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
 from wsync.options import Options

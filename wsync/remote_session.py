@@ -1,6 +1,6 @@
 """Sessions with remote workers that run wsync's receiver: control alone, over TCP.
 
-Their rounds travel in the plan's exchange, of which each is a rank (see wsync.crossing).
+Their rounds travel in the plan's exchange, of which each is a rank (see wsync.exchange.rendezvous).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 
 from wsync import _core
 from wsync.calls import left
-from wsync.crossing import Orders
+from wsync.exchange.rendezvous import Orders
 from wsync.messages.channel import COUNTS, UPDATE, Channel, Door, Frame
 from wsync.sessions import Check, Span, WorkerSession
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core
 from wsync.calls import Calls, Handover, left
 from wsync.connection import Connection, Placement
-from wsync.group import host_identity
+from wsync.exchange.trainers import host_identity
 from wsync.handles.base import EngineHandle, handles_of
 from wsync.machine.device import of
 from wsync.machine.trace import Trace

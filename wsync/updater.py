@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core, megatron
 from wsync.calls import left
 from wsync.disk import DiskSync
-from wsync.group import together
+from wsync.exchange.trainers import together
 from wsync.handles.base import EngineHandle, handle
 from wsync.layout import TrainerLayout
 from wsync.options import Options

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from wsync import _core
-from wsync.group import TrainerGroup, together
+from wsync.exchange.trainers import TrainerGroup, together
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.owner import Owner
 from wsync.options import Options

@@ -13,7 +13,7 @@ from support.errors import error_of
 
 import wsync
 from wsync.disk import DiskSync
-from wsync.group import TrainerGroup
+from wsync.exchange.trainers import TrainerGroup
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.messages.control import LOAD_FORMAT
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wsync.group import _meet
+from wsync.exchange.trainers import _meet
 
 PATIENCE = 120.0
 

@@ -22,9 +22,9 @@ import wsync
 from wsync.demo import megatron_cpu, reference
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.engine.workers import WorkersEngine
+from wsync.exchange.groups import UpdateGroup
 from wsync.remote import RemoteEngines
 from wsync.stock import StockSession
-from wsync.update_group import UpdateGroup
 
 
 @contextlib.contextmanager

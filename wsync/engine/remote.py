@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from wsync import _core
-from wsync.crossing import Orders
-from wsync.exchange import GroupExchange
+from wsync.exchange.base import GroupExchange
+from wsync.exchange.groups import UpdateGroup
+from wsync.exchange.rendezvous import Orders
 from wsync.messages.channel import COUNTS, UPDATE, Frame, knock
-from wsync.update_group import UpdateGroup
 
 
 class RemoteImporter:

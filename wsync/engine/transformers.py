@@ -37,9 +37,9 @@ from wsync.engine.gate import Gate
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.receiver import Receiver
 from wsync.engine.turns import Turns
+from wsync.exchange.groups import connection_of
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT
-from wsync.update_group import connection_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

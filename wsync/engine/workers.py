@@ -33,10 +33,10 @@ from wsync.engine.distributed import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
 from wsync.engine.turns import Turns
+from wsync.exchange.groups import connection_of
 from wsync.handles.answers import seconds
 from wsync.machine.owner import Owner
 from wsync.messages import control, payload
-from wsync.update_group import connection_of
 
 _POLL_SECONDS: Final = 0.2
 _update: ContextVar[str] = ContextVar("wsync update", default="")

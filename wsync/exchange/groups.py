@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from wsync import _core
 from wsync.calls import left
-from wsync.collectives import Collectives, first_line
+from wsync.exchange.collectives import Collectives, first_line
 from wsync.machine.environment import variable
 
 Check = Callable[[], object]

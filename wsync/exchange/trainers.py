@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from wsync import _core
 from wsync.calls import Lane
-from wsync.collectives import Collectives
+from wsync.exchange.collectives import Collectives
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from wsync import _core
-from wsync.crossing import Crossing
-from wsync.exchange import Exchange, GroupExchange
-from wsync.group import TrainerGroup
+from wsync.exchange.base import Exchange, GroupExchange
+from wsync.exchange.groups import Store, UpdateGroup
+from wsync.exchange.rendezvous import Crossing
+from wsync.exchange.trainers import TrainerGroup
 from wsync.machine.device import has_nccl
 from wsync.options import Options
 from wsync.remote import own_address
 from wsync.sessions import Trainer
-from wsync.update_group import Store, UpdateGroup
 
 Check = Callable[[], object]
 

@@ -20,8 +20,8 @@ import torch
 
 from wsync import _core
 from wsync.calls import Lane, result
+from wsync.exchange.groups import UpdateGroup
 from wsync.machine.device import has_nccl
-from wsync.update_group import UpdateGroup
 
 Check = Callable[[], object]
 

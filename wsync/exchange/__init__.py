@@ -1,0 +1,1 @@
+"""Bytes between trainer ranks, and where they meet."""
