@@ -24,10 +24,10 @@ import torch.distributed as dist
 import wsync
 from benchmarks.peers import BUCKET_NBYTES, Named
 from benchmarks.ranks import on_ranks
-from wsync.calls import Calls
 from wsync.demo import megatron_cpu, reference
 from wsync.engine.process import ProcessEngine, digest
 from wsync.exchange.groups import Store, UpdateGroup
+from wsync.trainer.requests import Calls
 
 RANKS = 4
 REPEATS = 3

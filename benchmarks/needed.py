@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.engines import SGLANG, sglang_path
 from wsync import _core
-from wsync.planning import whole
+from wsync.trainer.planning import whole
 
 _HERE = Path(__file__).parent
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")

@@ -28,7 +28,7 @@ from benchmarks.plan_shapes import (
     trainer_layouts,
 )
 from wsync import _core
-from wsync.planning import whole
+from wsync.trainer.planning import whole
 
 T = TypeVar("T")
 RANKS_PER_HOST = 8

@@ -482,7 +482,7 @@ def test_a_stock_engine_is_updated_through_gpu_memory(tree: Path, owner: Peer) -
 
 def test_a_stock_engine_that_holds_a_bucket_fails_the_update(owner: Peer) -> None:
     owner(
-        "from types import SimpleNamespace\nfrom wsync.stock import StockSession\n"
+        "from types import SimpleNamespace\nfrom wsync.trainer.sessions.stock import StockSession\n"
         "from support.stock_on_gpu import OneSlot, gpu\n"
         "engine = SimpleNamespace(name='E', workers=1, update_weights=lambda *a, **k: None)\n"
         "session = StockSession(0, engine, timeout=5, on_gpu=True)\n"

@@ -25,7 +25,7 @@ from support.tiny_qwen3 import dense, sparse
 
 import wsync
 import wsync.engine.remote
-from wsync import _core, remote_session
+from wsync import _core
 from wsync.demo.megatron_cpu import Parallel
 from wsync.engine.process import ProcessEngine
 from wsync.engine.workers import WorkersEngine
@@ -34,9 +34,10 @@ from wsync.exchange.groups import Store, UpdateGroup
 from wsync.exchange.rendezvous import Crossing, Orders
 from wsync.layout import from_tensors
 from wsync.messages.channel import Channel, Door, Frame, knock
-from wsync.planning import whole
-from wsync.remote import BroadcastSession, Remote, own_address
-from wsync.remote_session import RemoteExporter, RemoteSession
+from wsync.trainer.planning import whole
+from wsync.trainer.sessions import remote
+from wsync.trainer.sessions.broadcast import BroadcastSession, Remote, own_address
+from wsync.trainer.sessions.remote import RemoteExporter, RemoteSession
 
 PARALLEL = {
     "tp2pp2": (dense(), Parallel(tp=2, pp=2)),
@@ -188,7 +189,7 @@ def test_a_network_that_carries_nothing_any_more(
     answers: list[str] = []
     stalled, relays = threading.Event(), []
     door = type("Door", (RelayedDoor,), {"stalled": stalled, "relays": relays})
-    monkeypatch.setattr(remote_session, "Door", door)
+    monkeypatch.setattr(remote, "Door", door)
     weights = {"a": torch.arange(5000.0)}
     deliver, post = engine.update_weights, RemoteSession.post
 
@@ -381,7 +382,7 @@ def test_other_hosts_are_never_told_a_loopback_address(monkeypatch: pytest.Monke
         return [(0, 0, 0, "", (address, 0)) for address in addresses]
 
     monkeypatch.delenv("WSYNC_ADDRESS", raising=False)
-    monkeypatch.setattr("wsync.remote._on_the_way", on_the_way)
+    monkeypatch.setattr("wsync.trainer.sessions.broadcast._on_the_way", on_the_way)
     monkeypatch.setattr(socket, "getaddrinfo", named)
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
     assert own_address([]) == "192.168.7.1"

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from support.counted_store import PATIENCE, CountedStore, meet
 
 import wsync
-from wsync.calls import Lane
 from wsync.exchange import trainers
 from wsync.exchange.trainers import _Board, _meet
+from wsync.trainer.requests import Lane
 
 RANKS = 8
 

@@ -18,7 +18,7 @@ from wsync.disk import DiskSync, newest
 from wsync.doctor import importable
 from wsync.handles.base import HttpHandle, handles_of
 from wsync.layout import from_tensors
-from wsync.planning import uncut_nbytes
+from wsync.trainer.planning import uncut_nbytes
 
 
 def test_one_url_is_not_a_list_of_engines() -> None:

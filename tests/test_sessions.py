@@ -10,7 +10,7 @@ import pytest
 
 import wsync
 from wsync import _core
-from wsync.sessions import WorkerSession, assign_homes
+from wsync.trainer.sessions.local import WorkerSession, assign_homes
 
 
 def homes(*args: list[int] | None) -> list[int]:

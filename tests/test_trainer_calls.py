@@ -16,8 +16,8 @@ from support.procs import Ranks
 
 import wsync
 from wsync import _core
-from wsync.calls import Calls
-from wsync.stock import StockSession
+from wsync.trainer.requests import Calls
+from wsync.trainer.sessions.stock import StockSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
 

@@ -19,7 +19,7 @@ from support.tiny_qwen3 import Weights, draw, same
 import wsync
 from wsync.engine.process import ProcessEngine
 from wsync.engine.tensor_parallel import TensorParallelEngine
-from wsync.sessions import WorkerSession
+from wsync.trainer.sessions.local import WorkerSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
 

@@ -11,7 +11,7 @@ from test_handles import FakeServer, server
 import wsync
 from wsync.disk import DiskSync
 from wsync.handles.base import HttpHandle
-from wsync.visits import Visit
+from wsync.trainer.visits import Visit
 
 __all__ = ["server"]
 

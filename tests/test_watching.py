@@ -19,8 +19,8 @@ from support.procs import Ranks, forked, unnamed
 import wsync
 from wsync import _core
 from wsync.exchange.trainers import TrainerGroup
-from wsync.remote import BroadcastSession, Remote
-from wsync.stock import StockSession
+from wsync.trainer.sessions.broadcast import BroadcastSession, Remote
+from wsync.trainer.sessions.stock import StockSession
 
 
 @pytest.fixture(scope="module")

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkabl
 from tqdm import tqdm
 
 from wsync import _core
-from wsync.calls import Handover, Lane, result
 from wsync.checkpoints.files import INDEX, SHARD_NBYTES, Arrangement, arrange, owners, system_calls
 from wsync.checkpoints.versions import Versions, newest
 from wsync.handles.base import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.report import Report
-from wsync.updates import Updates
-from wsync.visits import visits
+from wsync.trainer.loop import Updates
+from wsync.trainer.requests import Handover, Lane, result
+from wsync.trainer.visits import visits
 
 if TYPE_CHECKING:
-    from wsync.updates import Source, Weights
+    from wsync.trainer.loop import Source, Weights
 
 __all__ = ["DiskSync", "ReadsDisk", "newest"]
 

@@ -27,9 +27,9 @@ from wsync._core import (
     UnsupportedError,
     WsyncError,
 )
-from wsync.calls import Calls
 from wsync.handles.base import EngineHandle, handle
 from wsync.messages.control import LOAD_FORMAT, Control
+from wsync.trainer.requests import Calls
 
 
 @dataclass(frozen=True, kw_only=True)

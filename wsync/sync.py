@@ -10,22 +10,22 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.calls import Calls, Handover, left
-from wsync.connection import Connection, Placement
 from wsync.exchange.trainers import host_identity
 from wsync.handles.base import EngineHandle, handles_of
 from wsync.machine.device import of
 from wsync.machine.trace import Trace
 from wsync.messages.control import LOAD_FORMAT
 from wsync.options import Options
-from wsync.remote import Remote
 from wsync.report import Report
-from wsync.sessions import Trainer, Worker, assign_homes
-from wsync.updates import Updates, numbers
-from wsync.visits import Visit, visits
+from wsync.trainer.loop import Updates, numbers
+from wsync.trainer.requests import Calls, Handover, left
+from wsync.trainer.rounds import Connection, Placement
+from wsync.trainer.sessions.broadcast import Remote
+from wsync.trainer.sessions.local import Trainer, Worker, assign_homes
+from wsync.trainer.visits import Visit, visits
 
 if TYPE_CHECKING:
-    from wsync.updates import Source, Weights
+    from wsync.trainer.loop import Source, Weights
 
 
 class Sync(Updates):

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core, megatron
-from wsync.calls import left
 from wsync.disk import DiskSync
 from wsync.exchange.trainers import together
 from wsync.handles.base import EngineHandle, handle
 from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.sync import Sync
-from wsync.updates import numbers
+from wsync.trainer.loop import numbers
+from wsync.trainer.requests import left
 
 if TYPE_CHECKING:
     import torch

@@ -28,7 +28,7 @@ from wsync.engine.process import ProcessEngine
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.layout import TrainerLayout
 from wsync.machine.device import find, uuid
-from wsync.sessions import WorkerSession
+from wsync.trainer.sessions.local import WorkerSession
 
 OPTIONS = wsync.Options(
     deadline=60.0, progress=False, round_nbytes=1 << 14, ring_nbytes=1 << 16, flush_cache=False

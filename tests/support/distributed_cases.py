@@ -23,8 +23,8 @@ from wsync.demo import megatron_cpu, reference
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.engine.workers import WorkersEngine
 from wsync.exchange.groups import UpdateGroup
-from wsync.remote import RemoteEngines
-from wsync.stock import StockSession
+from wsync.trainer.sessions.broadcast import RemoteEngines
+from wsync.trainer.sessions.stock import StockSession
 
 
 @contextlib.contextmanager

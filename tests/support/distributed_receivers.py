@@ -17,12 +17,12 @@ from support.update_cases import before_receiving, breaking_rank, compare
 
 import wsync
 from wsync import megatron
-from wsync.connection import Connection
 from wsync.demo import megatron_cpu, reference
 from wsync.engine.recorded import RecordedLoader
 from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.engine.workers import Worker
 from wsync.messages.control import LOAD_FORMAT
+from wsync.trainer.rounds import Connection
 
 OPTIONS: dict[str, Any] = {
     "deadline": 60.0,

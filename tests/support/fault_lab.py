@@ -35,7 +35,7 @@ from wsync import _core
 from wsync.layout import TrainerLayout
 from wsync.messages import payload
 from wsync.messages.control import Control
-from wsync.sessions import sweep
+from wsync.trainer.sessions.local import sweep
 
 RANKS = 3
 DEADLINE = 8.0

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from typing import Any
 
 from wsync._core import Exporter, Importer, Memory
-from wsync.connection import Connection
-from wsync.sessions import WorkerSession
 from wsync.sync import Sync
+from wsync.trainer.rounds import Connection
+from wsync.trainer.sessions.local import WorkerSession
 
 # where a trainer rank is in each phase: just before it calls
 _TRAINER: dict[str, tuple[type, str]] = {

@@ -18,10 +18,10 @@ from support.errors import error_of
 
 import wsync
 from wsync import megatron
-from wsync.connection import Connection
 from wsync.demo import megatron_cpu, reference
 from wsync.disk import newest
 from wsync.engine.tensor_parallel import TensorParallelEngine
+from wsync.trainer.rounds import Connection
 
 # a ring of two rounds: when a later one is posted, the first has surely been loaded
 OPTIONS: dict[str, Any] = {

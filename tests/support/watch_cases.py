@@ -14,8 +14,8 @@ from support.errors import error_of
 from support.fault_lab import RANKS, rows, sharded
 
 import wsync
-from wsync.connection import Connection
-from wsync.planning import Planning
+from wsync.trainer.planning import Planning
+from wsync.trainer.rounds import Connection
 
 PATIENCE = 90.0
 OPTIONS: dict[str, Any] = {

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from wsync._core import BufferTable, Route, Stream
-from wsync.calls import left
 from wsync.checkpoints.files import Checkpoint, Piece
 from wsync.engine.destination import Target
 from wsync.engine.receiver import Receiver
+from wsync.trainer.requests import left
 
 # what the checkpoint holds -> what the worker keeps of it
 Targets = Callable[[Mapping[str, tuple[int, ...]]], Target]

@@ -13,9 +13,9 @@ import torch
 
 from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, StateError
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
-from wsync.calls import Lane, result
 from wsync.dtypes import dtype_of
 from wsync.exchange.groups import UpdateGroup, connection_of, device_of
+from wsync.trainer.requests import Lane, result
 
 BUCKET: Final = "flattened_bucket"
 BROADCAST_SECONDS: Final = 120.0

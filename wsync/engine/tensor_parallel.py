@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from wsync._core import InvalidArgumentError, LayoutError, StateError
-from wsync.calls import left
 from wsync.dtypes import dtype_of
 from wsync.engine import disk
 from wsync.engine.destination import Boxes
@@ -25,6 +24,7 @@ from wsync.engine.distributed import Named
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.sharded import ShardedModel
 from wsync.engine.workers import Worker, WorkersEngine
+from wsync.trainer.requests import left
 
 DELIVERIES: Final = ("needed", "full")
 _GROUP_SECONDS: Final = 120.0

@@ -27,7 +27,6 @@ from wsync._core import (
     RemoteError,
     WsyncError,
 )
-from wsync.calls import Lane, left
 from wsync.engine.child import Child
 from wsync.engine.distributed import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.loaders import Loader
@@ -37,6 +36,7 @@ from wsync.exchange.groups import connection_of
 from wsync.handles.answers import seconds
 from wsync.machine.owner import Owner
 from wsync.messages import control, payload
+from wsync.trainer.requests import Lane, left
 
 _POLL_SECONDS: Final = 0.2
 _update: ContextVar[str] = ContextVar("wsync update", default="")

@@ -16,8 +16,8 @@ from wsync.exchange.rendezvous import Crossing
 from wsync.exchange.trainers import TrainerGroup
 from wsync.machine.device import has_nccl
 from wsync.options import Options
-from wsync.remote import own_address
-from wsync.sessions import Trainer
+from wsync.trainer.sessions.broadcast import own_address
+from wsync.trainer.sessions.local import Trainer
 
 Check = Callable[[], object]
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from wsync import _core
-from wsync.calls import left
 from wsync.exchange.collectives import Collectives, first_line
 from wsync.machine.environment import variable
+from wsync.trainer.requests import left
 
 Check = Callable[[], object]
 

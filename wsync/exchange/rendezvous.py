@@ -19,9 +19,9 @@ from typing import Any, Final
 import torch
 
 from wsync import _core
-from wsync.calls import Lane, result
 from wsync.exchange.groups import UpdateGroup
 from wsync.machine.device import has_nccl
+from wsync.trainer.requests import Lane, result
 
 Check = Callable[[], object]
 

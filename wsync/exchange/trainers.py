@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from wsync import _core
-from wsync.calls import Lane
 from wsync.exchange.collectives import Collectives
+from wsync.trainer.requests import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

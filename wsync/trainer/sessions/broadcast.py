@@ -25,13 +25,13 @@ from urllib.parse import urlsplit
 import torch
 
 from wsync import _core
-from wsync.bucket_session import BucketSession
-from wsync.calls import Calls, Lane, left, result
 from wsync.dtypes import dtype_of
 from wsync.exchange.groups import Store, UpdateGroup, default_backend, device_of, group_name
 from wsync.handles.base import EngineHandle
 from wsync.machine.device import staging
 from wsync.options import Options
+from wsync.trainer.requests import Calls, Lane, left, result
+from wsync.trainer.sessions.base import BucketSession
 
 Check = Callable[[], object]
 

@@ -10,12 +10,12 @@ import torch
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
-from wsync.bucket_session import BucketSession
-from wsync.calls import left, result
 from wsync.dtypes import dtype_of
 from wsync.handles.base import EngineHandle
 from wsync.messages import payload
 from wsync.messages.gpu_payload import GpuRing
+from wsync.trainer.requests import left, result
+from wsync.trainer.sessions.base import BucketSession
 
 Check = Callable[[], object]
 

@@ -15,8 +15,8 @@ from wsync.exchange.trainers import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
 from wsync.options import Options
-from wsync.remote_session import RemoteSession
-from wsync.sessions import Session, Trainer, Worker, WorkerSession
+from wsync.trainer.sessions.local import Session, Trainer, Worker, WorkerSession
+from wsync.trainer.sessions.remote import RemoteSession
 
 _log = logging.getLogger(__name__)
 

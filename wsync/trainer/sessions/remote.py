@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 
 from wsync import _core
-from wsync.calls import left
 from wsync.exchange.rendezvous import Orders
 from wsync.messages.channel import COUNTS, UPDATE, Channel, Door, Frame
-from wsync.sessions import Check, Span, WorkerSession
+from wsync.trainer.requests import left
+from wsync.trainer.sessions.local import Check, Span, WorkerSession
 
 
 class RemoteExporter:

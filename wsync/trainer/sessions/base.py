@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from wsync import _core
-from wsync.calls import Lane
 from wsync.messages.control import WHOLE
+from wsync.trainer.requests import Lane
 
 Check = Callable[[], object]
 

@@ -19,12 +19,18 @@ from wsync.handles.base import EngineHandle
 from wsync.machine.device import follow_torch
 from wsync.messages.control import LEARN, Control
 from wsync.options import Options
-from wsync.planning import Planning
-from wsync.remote import BroadcastSession, Meeting, Remote, RemoteEngines, own_address
-from wsync.remote_session import RemoteSession
 from wsync.report import Report
-from wsync.sessions import Session, Trainer, Worker, WorkerSession, sweep
-from wsync.stock import StockSession
+from wsync.trainer.planning import Planning
+from wsync.trainer.sessions.broadcast import (
+    BroadcastSession,
+    Meeting,
+    Remote,
+    RemoteEngines,
+    own_address,
+)
+from wsync.trainer.sessions.local import Session, Trainer, Worker, WorkerSession, sweep
+from wsync.trainer.sessions.remote import RemoteSession
+from wsync.trainer.sessions.stock import StockSession
 
 if TYPE_CHECKING:
     from tqdm import tqdm

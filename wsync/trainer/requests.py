@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from wsync import _core
 from wsync.handles.answers import left as left
 from wsync.handles.base import EngineHandle
-from wsync.visits import Visit
+from wsync.trainer.visits import Visit
 
 _GRACE_SECONDS: Final = 1.0
 _SETTLE_SECONDS: Final = 2.0  # a handle's own error, at its deadline, says more than ours

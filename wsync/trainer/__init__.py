@@ -1,0 +1,1 @@
+"""A trainer rank's side of an update."""

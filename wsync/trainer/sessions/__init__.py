@@ -1,0 +1,1 @@
+"""One rank's session with one worker: a file for each kind of worker."""
