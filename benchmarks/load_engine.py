@@ -20,8 +20,8 @@ from support import tiny_models
 
 from wsync._core import Layout, LayoutBuilder, Memory, ViewPool
 from wsync.demo import sglang_host
-from wsync.engine.held import Held
-from wsync.engine.recorded import RecordedLoader
+from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.module import Held
 
 # as many tensors as Qwen3-30B-A3B, each of a few hundred bytes
 SIZES = {

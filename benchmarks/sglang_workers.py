@@ -13,7 +13,7 @@ import torch
 from benchmarks.engines import TESTS
 from wsync import sglang
 from wsync.demo import sglang_host
-from wsync.engine.held import Held
+from wsync.engine.learn.module import Held
 from wsync.engine.workers import Worker, WorkersEngine
 
 _SECONDS = 600.0

@@ -13,9 +13,9 @@ from support.workers import ThreadEngine
 
 import wsync
 from wsync._core import DeadlineError, LayoutBuilder, WsyncError, describe
+from wsync.engine.learn.deadline import learning
+from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.loaders import LayoutLoader, ModuleLoader
-from wsync.engine.patience import learning
-from wsync.engine.recorded import RecordedLoader
 
 OPTIONS = wsync.Options(deadline=20, progress=False)
 Tensors = dict[str, torch.Tensor]

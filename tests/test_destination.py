@@ -24,9 +24,9 @@ from wsync._core import (
 )
 from wsync.engine import disk
 from wsync.engine.destination import Destination
+from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.loaders import LayoutLoader, ModuleLoader
 from wsync.engine.receiver import Receiver
-from wsync.engine.recorded import RecordedLoader
 from wsync.engine.transformers import Engine
 
 OPTIONS = wsync.Options(deadline=20, progress=False, round_nbytes=64)

@@ -19,11 +19,11 @@ from support.workers import ThreadEngine
 import wsync
 from wsync import sglang
 from wsync._core import LayoutBuilder, Stream
-from wsync.engine import rehearse
 from wsync.engine.hooks import run_in_place
-from wsync.engine.recorded import RecordedLoader
-from wsync.engine.recorder import RecordingError, record
-from wsync.engine.reserved import Rehearsal
+from wsync.engine.learn import prove
+from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorder import RecordingError, record
+from wsync.engine.learn.stand_ins import Rehearsal
 from wsync.sglang import SglangLoader
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
@@ -435,7 +435,7 @@ def test_a_worker_that_has_learnt_and_loaded_nothing_is_inconsistent(needed: boo
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(rehearse, "_BATCH", 1)
+    monkeypatch.setattr(prove, "_BATCH", 1)
     yield
 
 
@@ -448,10 +448,10 @@ def test_copies_in_a_wrong_order_are_found_in_small_batches() -> None:
     layout = builder.build()
     recording = record(module, module.load_weights, Rehearsal(layout))
     trial = Rehearsal(layout, seed=1)
-    rehearse.prove(module, module.load_weights, trial, recording, Stream(1))
+    prove.prove(module, module.load_weights, trial, recording, Stream(1))
     recording.copies.reverse()
     with pytest.raises(RecordingError, match="first: byte 0 of its storage"):
-        rehearse.prove(module, module.load_weights, trial, recording, Stream(1))
+        prove.prove(module, module.load_weights, trial, recording, Stream(1))
 
 
 def test_made_up_values_are_finite_large_and_small() -> None:

@@ -15,8 +15,8 @@ from support.workers import ThreadEngine
 
 import wsync
 from wsync import inspection
+from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.loaders import ModuleLoader
-from wsync.engine.recorded import RecordedLoader
 from wsync.engine.serve import serve_in_process
 
 OPTIONS = wsync.Options(deadline=60, progress=False)

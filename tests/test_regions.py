@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from wsync.engine import regions
-from wsync.engine.regions import (
+from wsync.engine.learn import regions
+from wsync.engine.learn.regions import (
     Move,
     UnexpressedError,
     all_apart,

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from wsync._core import DeadlineError, PeerClosedError, RemoteError
 from wsync.bucket import FlattenedTensorBucket
-from wsync.engine.distributed import UpdateGroups
+from wsync.engine.groups import UpdateGroups
 from wsync.engine.serve import ServerProcess, serve_in_process
 from wsync.engine.serve import main as serve_main
 from wsync.engine.transformers import create_app

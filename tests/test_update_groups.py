@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import wsync
 from wsync import _core
-from wsync.engine.distributed import UpdateGroups
+from wsync.engine.groups import UpdateGroups
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.process import ProcessEngine
 from wsync.engine.receiver import Receiver

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from wsync._core import Device, Layout, Memory, Stream, UnsupportedError, checksum
-from wsync.engine.held import Held
 from wsync.engine.hooks import run_in_place, wait_for_device
+from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.module import Held
+from wsync.engine.learn.recorder import Recording
 from wsync.engine.loaders import Confirms, Loader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.engine.receiver import Receiver
-from wsync.engine.recorded import RecordedLoader
-from wsync.engine.recorder import Recording
 from wsync.messages.control import WHOLE
 
 

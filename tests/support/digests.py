@@ -8,7 +8,7 @@ import torch
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:
-    from wsync.engine.held import Held
+    from wsync.engine.learn.module import Held
 
     held = Held(model)
     return {

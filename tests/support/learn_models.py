@@ -25,8 +25,8 @@ from support import tiny_models
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.engine.held import Held
-from wsync.engine.recorded import RecordedLoader
+from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.module import Held
 from wsync.sglang import SglangLoader
 
 HOST: Any = importlib.import_module(

@@ -25,7 +25,7 @@ from support import tiny_models
 
 import wsync
 from wsync.demo import sglang_host
-from wsync.engine.held import Held
+from wsync.engine.learn.module import Held
 
 
 def held(model: torch.nn.Module) -> dict[str, bytes]:

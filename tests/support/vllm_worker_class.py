@@ -108,7 +108,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def places(self) -> dict[str, int]:
         """Where everything lies."""
-        from wsync.engine.held import Held
+        from wsync.engine.learn.module import Held
 
         held = Held(self.model)
         pairs = zip(held.facts, held.tensors, strict=True)

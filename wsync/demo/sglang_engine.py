@@ -17,7 +17,7 @@ from wsync import sglang
 from wsync._core import InvalidArgumentError, UnsupportedError
 from wsync.demo import sglang_host
 from wsync.demo.sglang_files import how_to_get
-from wsync.engine.held import Held
+from wsync.engine.learn.module import Held
 from wsync.engine.workers import Worker, WorkersEngine
 from wsync.handles.base import EngineHandle
 from wsync.messages import payload

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wsync.engine.distributed import Named
+from wsync.engine.groups import Named
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.workers import Worker, WorkersEngine
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from wsync._core import Device, Importer, Layout, ProtocolError, StateError, WsyncError, host
 from wsync.engine.buckets import Buckets
+from wsync.engine.learn.deadline import learning
 from wsync.engine.loaders import Confirms, Describes, Learner, Loader, Receipt
-from wsync.engine.patience import learning
 from wsync.machine.device import await_torch, follow_torch
 from wsync.machine.trace import Trace
 from wsync.messages.channel import is_remote

@@ -20,7 +20,7 @@ from wsync._core import InvalidArgumentError, LayoutError, StateError
 from wsync.dtypes import dtype_of
 from wsync.engine import disk
 from wsync.engine.destination import Boxes
-from wsync.engine.distributed import Named
+from wsync.engine.groups import Named
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.sharded import ShardedModel
 from wsync.engine.workers import Worker, WorkersEngine

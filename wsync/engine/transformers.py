@@ -32,8 +32,8 @@ from wsync._core import (
 )
 from wsync.engine import disk
 from wsync.engine.destination import Destination, aliases, check_owned, same_bytes, state_of
-from wsync.engine.distributed import BROADCAST_SECONDS, UpdateGroups
 from wsync.engine.gate import Gate
+from wsync.engine.groups import BROADCAST_SECONDS, UpdateGroups
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.receiver import Receiver
 from wsync.engine.turns import Turns
@@ -287,7 +287,7 @@ class Engine:
     def init_weights_update_group(
         self, *, timeout: float = REQUEST_SECONDS, update: str = "", **group: Any
     ) -> tuple[bool, str]:
-        """Joins a process group for updates; see wsync.engine.distributed."""
+        """Joins a process group for updates; see wsync.engine.groups."""
         try:
             self.turns.regroup(update)
             self._groups.init(meeting=timeout, timeout=self._broadcast_seconds, **group)

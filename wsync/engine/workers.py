@@ -28,7 +28,7 @@ from wsync._core import (
     WsyncError,
 )
 from wsync.engine.child import Child
-from wsync.engine.distributed import BROADCAST_SECONDS, Named, UpdateGroups
+from wsync.engine.groups import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
 from wsync.engine.turns import Turns

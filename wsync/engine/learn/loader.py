@@ -22,9 +22,20 @@ from wsync._core import (
     Stream,
 )
 from wsync.dtypes import dtype_of
-from wsync.engine import learnt
 from wsync.engine.destination import MissingError, listed
-from wsync.engine.held import Area, Held, SharedError
+from wsync.engine.learn import summary
+from wsync.engine.learn.module import Area, Held, SharedError
+from wsync.engine.learn.prove import add_boxes, prove, rehearse
+from wsync.engine.learn.recorder import (
+    ClashError,
+    RebindsError,
+    Recording,
+    RecordingError,
+    record,
+    unseen,
+)
+from wsync.engine.learn.stand_ins import Rehearsal
+from wsync.engine.learn.tracer import flags_read
 from wsync.engine.loaders import (
     LoadWeights,
     Losing,
@@ -34,17 +45,6 @@ from wsync.engine.loaders import (
     Router,
     keeps,
 )
-from wsync.engine.recorder import (
-    ClashError,
-    RebindsError,
-    Recording,
-    RecordingError,
-    record,
-    unseen,
-)
-from wsync.engine.rehearse import add_boxes, prove, rehearse
-from wsync.engine.reserved import Rehearsal
-from wsync.engine.tracer import flags_read
 from wsync.machine import device
 from wsync.messages.control import LEARN, WHOLE
 
@@ -207,7 +207,7 @@ class RecordedLoader:
         module = type(self._module).__name__
         if self.recording is None:
             return {"module": module, "unlearnt": self.reason or "no trainer has connected yet"}
-        return {"module": module, **learnt.describe(self.recording, self._model)}
+        return {"module": module, **summary.describe(self.recording, self._model)}
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._router = None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from wsync.dtypes import dtype_of
-from wsync.engine.recorder import Recording
+from wsync.engine.learn.recorder import Recording
 
 _Model = Sequence[tuple[str, str, tuple[int, ...], int]]
 

@@ -12,12 +12,12 @@ import torch
 
 from wsync._core import BufferTable, LayoutBuilder, Route, Stream
 from wsync.dtypes import dtype_of
-from wsync.engine.held import Held, region
+from wsync.engine.learn.deadline import check
+from wsync.engine.learn.module import Held, region
+from wsync.engine.learn.recorder import Recording, RecordingError
+from wsync.engine.learn.regions import Box
+from wsync.engine.learn.stand_ins import Rehearsal
 from wsync.engine.loaders import LoadWeights
-from wsync.engine.patience import check
-from wsync.engine.recorder import Recording, RecordingError
-from wsync.engine.regions import Box
-from wsync.engine.reserved import Rehearsal
 from wsync.machine.device import follow_torch
 
 # held bytes that are kept aside at a time

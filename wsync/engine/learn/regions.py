@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
-from wsync.engine.patience import check
+from wsync.engine.learn.deadline import check
 
 Dim = tuple[int, int, int]
 

@@ -19,10 +19,9 @@ import torch
 
 from wsync._core import LayoutError
 from wsync.dtypes import dtype_of
-from wsync.engine.held import Area, Fact, Held, Kept, region
-from wsync.engine.loaders import LoadWeights
-from wsync.engine.patience import check
-from wsync.engine.regions import (
+from wsync.engine.learn.deadline import check
+from wsync.engine.learn.module import Area, Fact, Held, Kept, region
+from wsync.engine.learn.regions import (
     Box,
     Move,
     UnexpressedError,
@@ -36,8 +35,8 @@ from wsync.engine.regions import (
     overlap,
     without,
 )
-from wsync.engine.reserved import Rehearsal
-from wsync.engine.tracer import (
+from wsync.engine.learn.stand_ins import Rehearsal
+from wsync.engine.learn.tracer import (
     COMPUTED,
     CONSTANT,
     HELD,
@@ -49,6 +48,7 @@ from wsync.engine.tracer import (
     Write,
     inline_threads,
 )
+from wsync.engine.loaders import LoadWeights
 
 # conversions that lose nothing, so that the way back gives the same bytes
 _WIDENINGS: Final = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}

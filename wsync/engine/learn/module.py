@@ -13,7 +13,7 @@ import torch
 
 from wsync._core import BufferTable, LayoutError, checksum
 from wsync.dtypes import dtype_of
-from wsync.engine.regions import Move
+from wsync.engine.learn.regions import Move
 
 # (path, dtype, shape, strides in elements, area, byte offset in it)
 Fact = tuple[str, str, tuple[int, ...], tuple[int, ...], int, int]

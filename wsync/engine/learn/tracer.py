@@ -1,6 +1,6 @@
 """Watches what a loader does to tensors, without doing it.
 
-Under a Tracer, data that comes from the model's stand-ins (wsync.engine.reserved) is not moved:
+Under a Tracer, data that comes from the model's stand-ins (wsync.engine.learn.stand_ins) is not moved:
 each movement is written down, and followed through temporaries (cat, clone, index, casts) until
 it reaches a tensor of the module.  What is no movement taints what it computes.  Values of the
 model's tensors are not there to be looked at; which of the module's were looked at is noted.
@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wsync._core import checksum
-from wsync.engine.held import Held
-from wsync.engine.patience import check
-from wsync.engine.regions import Move, UnexpressedError, compose, without
-from wsync.engine.reserved import Rehearsal, there, weak
+from wsync.engine.learn.deadline import check
+from wsync.engine.learn.module import Held
+from wsync.engine.learn.regions import Move, UnexpressedError, compose, without
+from wsync.engine.learn.stand_ins import Rehearsal, there, weak
 
 SOURCE: Final = "source"  # a tensor of the model
 HELD: Final = "held"  # a tensor of the module, read when the recording's clock was `clock`
