@@ -6,7 +6,7 @@ from multiprocessing import current_process
 from typing import Any
 
 from benchmarks import peers
-from wsync.engine.process import BareWorker, ProcessEngine, Shapes, digest
+from wsync.demo.engines.process import BareWorker, ProcessEngine, Shapes, digest
 
 __all__ = ["Consumer", "digest"]
 

@@ -23,8 +23,8 @@ import wsync
 from benchmarks.ranks import on_ranks
 from benchmarks.update import qwen3_config, qwen3_weights, row
 from wsync._core import BufferTable, Layout, LayoutBuilder, describe
+from wsync.demo.engines.process import BareWorker, ProcessEngine, digest
 from wsync.engine import disk
-from wsync.engine.process import BareWorker, ProcessEngine, digest
 from wsync.layout import TrainerLayout
 
 RANKS = 4

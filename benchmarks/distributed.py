@@ -25,7 +25,7 @@ import wsync
 from benchmarks.peers import BUCKET_NBYTES, Named
 from benchmarks.ranks import on_ranks
 from wsync.demo import megatron_cpu, reference
-from wsync.engine.process import ProcessEngine, digest
+from wsync.demo.engines.process import ProcessEngine, digest
 from wsync.exchange.groups import Store, UpdateGroup
 from wsync.trainer.requests import Calls
 

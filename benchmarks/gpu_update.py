@@ -22,7 +22,7 @@ import wsync
 from benchmarks import peers, plan_shapes
 from benchmarks.bucket import bucket_class
 from benchmarks.gpu_device import Gpu
-from wsync.engine.process import BareWorker, ProcessEngine, Shapes
+from wsync.demo.engines.process import BareWorker, ProcessEngine, Shapes
 from wsync.machine import device
 from wsync.machine.device import VARIABLE
 from wsync.machine.environment import variable

@@ -13,8 +13,8 @@ import torch
 from benchmarks.engines import TESTS
 from wsync import sglang
 from wsync.demo import sglang_host
+from wsync.demo.engines.workers import Worker, WorkersEngine
 from wsync.engine.learn.module import Held
-from wsync.engine.workers import Worker, WorkersEngine
 
 _SECONDS = 600.0
 

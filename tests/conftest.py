@@ -23,7 +23,7 @@ import wsync
 if TYPE_CHECKING:
     from support.procs import Ranks
 
-    from wsync.engine.tensor_parallel import TensorParallelEngine
+    from wsync.demo.engines.tensor_parallel import TensorParallelEngine
 
 _ROOT = Path(__file__).resolve().parent.parent
 MISUSE = "WSYNC_FAKE_CUDA_MISUSE"
@@ -104,7 +104,7 @@ def config() -> Any:
 @pytest.fixture(scope="module")
 def engine(config: Any) -> Iterator["TensorParallelEngine"]:
     """One engine for many tests: each connects to it anew."""
-    from wsync.engine.tensor_parallel import TensorParallelEngine
+    from wsync.demo.engines.tensor_parallel import TensorParallelEngine
 
     with TensorParallelEngine(config, tp=2) as running:
         yield running
@@ -112,7 +112,7 @@ def engine(config: Any) -> Iterator["TensorParallelEngine"]:
 
 @pytest.fixture(scope="module")
 def server(config: Any) -> Iterator[str]:
-    from wsync.engine.serve import serve_in_process
+    from wsync.demo.engines.serve import serve_in_process
 
     with serve_in_process(config) as running:
         yield running.url

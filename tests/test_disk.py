@@ -24,9 +24,9 @@ from support.tiny_qwen3 import Weights, draw, same
 import wsync
 from wsync import _core
 from wsync.checkpoints.files import INDEX, Checkpoint
+from wsync.demo.engines.serve import serve_in_process
+from wsync.demo.engines.tensor_parallel import TensorParallelEngine
 from wsync.disk import DiskSync, newest
-from wsync.engine.serve import serve_in_process
-from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.handles.base import handle
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)

@@ -22,10 +22,10 @@ from support.procs import RankError, Ranks, spawned
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
+from wsync.demo.engines.process import ProcessEngine
+from wsync.demo.engines.serve import ServerProcess, serve_in_process
+from wsync.demo.engines.tensor_parallel import TensorParallelEngine
 from wsync.demo.megatron_cpu import Parallel
-from wsync.engine.process import ProcessEngine
-from wsync.engine.serve import ServerProcess, serve_in_process
-from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.layout import from_tensors
 from wsync.trainer.rounds import Connection
 from wsync.trainer.sessions.broadcast import RemoteEngines

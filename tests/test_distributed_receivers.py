@@ -26,9 +26,9 @@ from support.tiny_qwen3 import dense, sparse
 import wsync
 import wsync.engine.remote
 from wsync import _core
+from wsync.demo.engines.process import ProcessEngine
+from wsync.demo.engines.workers import WorkersEngine
 from wsync.demo.megatron_cpu import Parallel
-from wsync.engine.process import ProcessEngine
-from wsync.engine.workers import WorkersEngine
 from wsync.exchange import groups
 from wsync.exchange.groups import Store, UpdateGroup
 from wsync.exchange.rendezvous import Crossing, Orders

@@ -15,7 +15,7 @@ import torch
 from support import tiny_qwen3
 from transformers import AutoModelForCausalLM
 
-from wsync.engine.transformers import create_app
+from wsync.demo.engines.transformers import create_app
 from wsync.messages.control import LOAD_FORMAT
 
 KEY = {"Authorization": "Bearer k"}

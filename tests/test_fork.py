@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import wsync
+from wsync.demo.engines.process import ProcessEngine
 from wsync.disk import DiskSync
-from wsync.engine.process import ProcessEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 WEIGHTS = {"w": torch.arange(8.0)}

@@ -9,7 +9,7 @@ import nbclient
 import nbformat
 import pytest
 
-from wsync.engine.serve import command_line
+from wsync.demo.engines.serve import command_line
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 

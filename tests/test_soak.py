@@ -23,7 +23,7 @@ from support.chaos_judge import Kill, Update, count, recoveries
 from support.chaos_watch import Look, Oracle, Watcher
 from support.cycles import WAYS
 
-from wsync.engine.transformers import create_app
+from wsync.demo.engines.transformers import create_app
 
 SECONDS = float(os.environ.get("WSYNC_CHAOS_SECONDS") or 30)
 CYCLES = int(os.environ.get("WSYNC_CYCLES") or 40)

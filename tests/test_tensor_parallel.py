@@ -28,9 +28,9 @@ from wsync._core import (
     UnsupportedError,
 )
 from wsync.bucket import FlattenedTensorBucket
+from wsync.demo.engines.sharded import ShardedModel
+from wsync.demo.engines.tensor_parallel import TensorParallelEngine
 from wsync.disk import DiskSync, newest
-from wsync.engine.sharded import ShardedModel
-from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.handles.base import EngineHandle, handle
 from wsync.messages import payload
 from wsync.messages.control import Control

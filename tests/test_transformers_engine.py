@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from wsync._core import DeadlineError, PeerClosedError, RemoteError
 from wsync.bucket import FlattenedTensorBucket
+from wsync.demo.engines.serve import ServerProcess, serve_in_process
+from wsync.demo.engines.serve import main as serve_main
+from wsync.demo.engines.transformers import create_app
 from wsync.engine.groups import UpdateGroups
-from wsync.engine.serve import ServerProcess, serve_in_process
-from wsync.engine.serve import main as serve_main
-from wsync.engine.transformers import create_app
 from wsync.handles.base import handle
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT
@@ -675,7 +675,7 @@ def test_what_the_server_cannot_have_is_one_line_and_status_2(
         assert ended.value.code == 2
         return capfd.readouterr().err
 
-    program = "python -m wsync.engine.transformers: "
+    program = "python -m wsync.demo.engines.transformers: "
     free = ("--port", 0)
     where = tmp_path / "nowhere"
     assert said("--model", where, *free) == f"{program}{where}: no such folder\n"

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 import wsync
 from wsync import _core
+from wsync.demo.engines.process import ProcessEngine
 from wsync.engine.groups import UpdateGroups
 from wsync.engine.loaders import ModuleLoader
-from wsync.engine.process import ProcessEngine
 from wsync.engine.receiver import Receiver
 from wsync.exchange.choose import Transport
 from wsync.exchange.collectives import Collectives

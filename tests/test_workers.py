@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import wsync
-from wsync.engine.process import ProcessEngine
+from wsync.demo.engines.process import ProcessEngine
 
 
 def test_a_worker_that_does_not_read_costs_the_timeout() -> None:

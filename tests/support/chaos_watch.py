@@ -19,7 +19,7 @@ import requests
 import torch
 from support import known_weights
 
-from wsync.engine.transformers import Engine, Sampling
+from wsync.demo.engines.transformers import Engine, Sampling
 
 TOLERANCE = 1e-5  # the same operations on the same weights
 SENSITIVITY = 1e-3  # what half a tensor of another version changes at least

@@ -27,7 +27,7 @@ from support import known_weights
 from support.procs import spawned
 
 import wsync
-from wsync.engine.serve import serve_in_process
+from wsync.demo.engines.serve import serve_in_process
 from wsync.machine.environment import variable
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ SLACK_NBYTES = 1 << 20  # what allocators may keep
 JUDGED = 500  # cycles from which memory is judged: in fewer, that says nothing
 PATIENCE = 120.0
 SETTLE_SECONDS = 10.0  # for threads and descriptors that are on their way out
-_GENERATE_THREADS, _CONTROL_THREADS = 32, 8  # as wsync.engine.app has them
+_GENERATE_THREADS, _CONTROL_THREADS = 32, 8  # as wsync.demo.engines.app has them
 
 Figures = dict[str, int]
 

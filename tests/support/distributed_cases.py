@@ -20,8 +20,8 @@ from support.update_cases import OPTIONS, breaking_rank, compare, slime_argument
 
 import wsync
 from wsync.demo import megatron_cpu, reference
-from wsync.engine.tensor_parallel import TensorParallelEngine
-from wsync.engine.workers import WorkersEngine
+from wsync.demo.engines.tensor_parallel import TensorParallelEngine
+from wsync.demo.engines.workers import WorkersEngine
 from wsync.exchange.groups import UpdateGroup
 from wsync.trainer.sessions.broadcast import RemoteEngines
 from wsync.trainer.sessions.stock import StockSession

@@ -18,9 +18,9 @@ from support.update_cases import before_receiving, breaking_rank, compare
 import wsync
 from wsync import megatron
 from wsync.demo import megatron_cpu, reference
+from wsync.demo.engines.tensor_parallel import TensorParallelEngine
+from wsync.demo.engines.workers import Worker
 from wsync.engine.learn.loader import RecordedLoader
-from wsync.engine.tensor_parallel import TensorParallelEngine
-from wsync.engine.workers import Worker
 from wsync.messages.control import LOAD_FORMAT
 from wsync.trainer.rounds import Connection
 

@@ -15,13 +15,13 @@ from multiprocessing.connection import Connection, Pipe
 import requests
 from support.procs import spawned
 
-_NEEDED = ("uvicorn", "wsync.engine.app", "transformers.models.qwen3.modeling_qwen3")
+_NEEDED = ("uvicorn", "wsync.demo.engines.app", "transformers.models.qwen3.modeling_qwen3")
 _PATIENCE = 120.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 class Nursery:
-    """Starts processes of `python -m wsync.engine.transformers`; they end with this process, or
+    """Starts processes of `python -m wsync.demo.engines.transformers`; they end with this process, or
     when this is closed.  One caller at a time."""
 
     def __init__(self, log: str) -> None:
@@ -46,7 +46,7 @@ class Nursery:
 def _serve(pipe: Connection, log: str) -> None:
     import torch
 
-    from wsync.engine import serve
+    from wsync.demo.engines import serve
 
     for name in _NEEDED:
         importlib.import_module(name)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from support import fused
 
+from wsync.demo.engines.process import BareWorker, ProcessEngine
+from wsync.demo.engines.workers import Worker, WorkersEngine
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.loaders import Loader, ModuleLoader
-from wsync.engine.process import BareWorker, ProcessEngine
-from wsync.engine.workers import Worker, WorkersEngine
 
 DRY = "WSYNC_GPU_DRY_RUN"  # 1: tests of mark gpu run on the driver that WSYNC_CUDA_LIB names
 

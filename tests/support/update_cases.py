@@ -19,8 +19,8 @@ from support.errors import error_of
 import wsync
 from wsync import megatron
 from wsync.demo import megatron_cpu, reference
+from wsync.demo.engines.tensor_parallel import TensorParallelEngine
 from wsync.disk import newest
-from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.trainer.rounds import Connection
 
 # a ring of two rounds: when a later one is posted, the first has surely been loaded

@@ -16,9 +16,9 @@ import torch
 from wsync import sglang
 from wsync._core import InvalidArgumentError, UnsupportedError
 from wsync.demo import sglang_host
+from wsync.demo.engines.workers import Worker, WorkersEngine
 from wsync.demo.sglang_files import how_to_get
 from wsync.engine.learn.module import Held
-from wsync.engine.workers import Worker, WorkersEngine
 from wsync.handles.base import EngineHandle
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import wsync
 from wsync.demo import reference
-from wsync.demo.engines import Engines
+from wsync.demo.pair import Engines
 from wsync.demo.run import DemoFailed, Settings
 from wsync.demo.sglang_engine import SglangEngines
 from wsync.handles.base import EngineHandle

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from wsync._core import InvalidArgumentError, LayoutError, StateError
+from wsync.demo.engines.sharded import ShardedModel
+from wsync.demo.engines.workers import Worker, WorkersEngine
 from wsync.dtypes import dtype_of
 from wsync.engine import disk
 from wsync.engine.destination import Boxes
 from wsync.engine.groups import Named
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
-from wsync.engine.sharded import ShardedModel
-from wsync.engine.workers import Worker, WorkersEngine
 from wsync.trainer.requests import left
 
 DELIVERIES: Final = ("needed", "full")

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from wsync.demo.engines.workers import Worker, WorkersEngine
 from wsync.engine.groups import Named
 from wsync.engine.loaders import ModuleLoader
-from wsync.engine.workers import Worker, WorkersEngine
 
 Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
 

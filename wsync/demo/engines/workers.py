@@ -27,7 +27,7 @@ from wsync._core import (
     RemoteError,
     WsyncError,
 )
-from wsync.engine.child import Child
+from wsync.demo.engines.child import Child
 from wsync.engine.groups import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
@@ -42,7 +42,7 @@ _POLL_SECONDS: Final = 0.2
 _update: ContextVar[str] = ContextVar("wsync update", default="")
 """The id of the update that a call of an engine belongs to, "" if it has none."""
 _OF_UPDATES: Final = ("pause", "resume", "update_weights", "update_weights_from_disk", "call")
-_MAIN: Final = "import sys; from wsync.engine.workers import serve; serve(int(sys.argv[1]))"
+_MAIN: Final = "import sys; from wsync.demo.engines.workers import serve; serve(int(sys.argv[1]))"
 
 
 class Worker:

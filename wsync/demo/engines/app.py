@@ -14,7 +14,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from wsync._core import StateError, WsyncError, __version__
-from wsync.engine.bodies import (
+from wsync.demo.engines.gate import PAUSE_MODES
+from wsync.demo.engines.request_bodies import (
     Abort,
     Check,
     FromDisk,
@@ -27,12 +28,11 @@ from wsync.engine.bodies import (
     Pause,
     Update,
 )
-from wsync.engine.gate import PAUSE_MODES
 from wsync.handles.answers import cut
 from wsync.messages.control import UPDATE_HEADER
 
 if TYPE_CHECKING:
-    from wsync.engine.transformers import Engine, Generation
+    from wsync.demo.engines.transformers import Engine, Generation
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ async def _run(pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
 
 def build_app(engine: "Engine", *, api_key: str | None = None) -> FastAPI:
     """The endpoints around `engine`, which is at `app.state.engine`."""
-    app = FastAPI(title="wsync.engine.transformers", version=__version__)
+    app = FastAPI(title="wsync.demo.engines.transformers", version=__version__)
     app.state.engine = engine
     pools = _Pools()
     _add_rules(app, api_key)
@@ -278,7 +278,7 @@ def _add_groups(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
 
 def _generate(engine: "Engine", body: Generate) -> Response:
     """One answer for one prompt, a list of answers for a list of prompts."""
-    from wsync.engine.transformers import Sampling
+    from wsync.demo.engines.transformers import Sampling
 
     if (body.text is None) == (body.input_ids is None):
         return _error("give either text or input_ids")

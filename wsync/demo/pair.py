@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from wsync import _core
+from wsync.demo.engines.serve import serve_in_process
+from wsync.demo.engines.tensor_parallel import TensorParallelEngine
 from wsync.disk import newest
-from wsync.engine.serve import serve_in_process
-from wsync.engine.tensor_parallel import TensorParallelEngine
 from wsync.handles.base import EngineHandle, handle
 
 _NEW_TOKENS = 40

@@ -18,7 +18,7 @@ import requests
 
 from wsync._core import DeadlineError, InvalidArgumentError, WsyncError
 from wsync.checkpoints.files import INDEX, read_index
-from wsync.engine.child import Child
+from wsync.demo.engines.child import Child
 from wsync.handles.answers import seconds
 from wsync.messages.control import MAX_DEADLINE
 
@@ -87,7 +87,7 @@ def serve_in_process(
         folder = tempfile.TemporaryDirectory(prefix="wsync-engine-")
         model.save_pretrained(folder.name)
         model, random_weights = folder.name, True
-    command = [sys.executable, "-P", "-m", "wsync.engine.transformers"]
+    command = [sys.executable, "-P", "-m", "wsync.demo.engines.transformers"]
     command += ["--config" if random_weights else "--model", os.fspath(model)]
     command += ["--port", "0", "--child", "--seed", str(seed)]
     command += ["--dtype", dtype] if dtype else []
@@ -137,11 +137,11 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of `python -m wsync.engine.transformers`; what it asks for that cannot be had
+    """Command line of `python -m wsync.demo.engines.transformers`; what it asks for that cannot be had
     ends the process with status 2 and a line that says so."""
     import uvicorn
 
-    from wsync.engine.transformers import create_app
+    from wsync.demo.engines.transformers import create_app
 
     parser = command_line()
     options = parser.parse_args(arguments)
@@ -220,7 +220,7 @@ def _count(text: str) -> int:
 
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m wsync.engine.transformers",
+        prog="python -m wsync.demo.engines.transformers",
         description="A small inference engine with SGLang's weight-update endpoints.",
     )
     source = parser.add_mutually_exclusive_group(required=True)

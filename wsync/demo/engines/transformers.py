@@ -3,8 +3,8 @@
 For notebooks, demonstrations and tests: it generates text one token at a time and takes weight
 updates the way SGLang does.  One worker, CPU.
 
-    python -m wsync.engine.transformers --model DIR --port 30000     # weights from DIR
-    python -m wsync.engine.transformers --config DIR --port 30000    # random weights
+    python -m wsync.demo.engines.transformers --model DIR --port 30000     # weights from DIR
+    python -m wsync.demo.engines.transformers --config DIR --port 30000    # random weights
 
 Without a tokenizer, text is token ids in decimal with spaces between them.
 
@@ -30,9 +30,9 @@ from wsync._core import (
     WsyncError,
     checksum,
 )
+from wsync.demo.engines.gate import Gate
 from wsync.engine import disk
 from wsync.engine.destination import Destination, aliases, check_owned, same_bytes, state_of
-from wsync.engine.gate import Gate
 from wsync.engine.groups import BROADCAST_SECONDS, UpdateGroups
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.receiver import Receiver
@@ -412,7 +412,7 @@ def create_app(
     that trainer's group.
     The Engine is at `app.state.engine`.
     """
-    from wsync.engine.app import build_app
+    from wsync.demo.engines.app import build_app
 
     engine = Engine(
         model,
@@ -505,7 +505,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    from wsync.engine.serve import main as serve
+    from wsync.demo.engines.serve import main as serve
 
     serve(arguments)
 

@@ -1,0 +1,1 @@
+"""Engines for demonstrations, tests and notebooks."""
