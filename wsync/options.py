@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from wsync import _core
-from wsync.messages.control import MAX_DEADLINE
+from wsync.machine.deadline import MAX_DEADLINE
 
 
 @dataclass(frozen=True, kw_only=True)

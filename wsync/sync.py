@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core
 from wsync.exchange.trainers import host_identity
 from wsync.handles.base import EngineHandle, handles_of
+from wsync.machine.deadline import left
 from wsync.machine.device import of
 from wsync.machine.trace import Trace
 from wsync.messages.control import LOAD_FORMAT
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.loop import Updates, numbers
-from wsync.trainer.requests import Calls, Handover, left
+from wsync.trainer.requests import Calls, Handover
 from wsync.trainer.rounds import Connection, Placement
 from wsync.trainer.sessions.broadcast import Remote
 from wsync.trainer.sessions.local import Trainer, Worker, assign_homes

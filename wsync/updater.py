@@ -17,10 +17,10 @@ from wsync.disk import DiskSync
 from wsync.exchange.trainers import together
 from wsync.handles.base import EngineHandle, handle
 from wsync.layout import TrainerLayout
+from wsync.machine.deadline import left
 from wsync.options import Options
 from wsync.sync import Sync
 from wsync.trainer.loop import numbers
-from wsync.trainer.requests import left
 
 if TYPE_CHECKING:
     import torch

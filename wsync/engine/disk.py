@@ -11,7 +11,7 @@ from wsync._core import BufferTable, Route, Stream
 from wsync.checkpoints.files import Checkpoint, Piece
 from wsync.engine.destination import Target
 from wsync.engine.receiver import Receiver
-from wsync.trainer.requests import left
+from wsync.machine.deadline import left
 
 # what the checkpoint holds -> what the worker keeps of it
 Targets = Callable[[Mapping[str, tuple[int, ...]]], Target]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable
 from typing import Protocol
 
 from wsync import _core
@@ -14,12 +13,11 @@ from wsync.exchange.base import Exchange, GroupExchange
 from wsync.exchange.groups import Store, UpdateGroup
 from wsync.exchange.rendezvous import Crossing
 from wsync.exchange.trainers import TrainerGroup
+from wsync.machine.deadline import Check
 from wsync.machine.device import has_nccl
 from wsync.options import Options
 from wsync.trainer.sessions.broadcast import own_address
 from wsync.trainer.sessions.local import Trainer
-
-Check = Callable[[], object]
 
 
 class _Part(Protocol):

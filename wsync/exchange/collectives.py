@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, Final
 
 from wsync import _core
-
-Check = Callable[[], object]
+from wsync.machine.deadline import Check
 
 _CHECK_SECONDS: Final = 0.05
 _END_SECONDS: Final = 2.0  # for a backend to let go of its connections

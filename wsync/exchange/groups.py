@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -19,10 +19,8 @@ import torch.distributed as dist
 
 from wsync import _core
 from wsync.exchange.collectives import Collectives, first_line
+from wsync.machine.deadline import Check, left
 from wsync.machine.environment import variable
-from wsync.trainer.requests import left
-
-Check = Callable[[], object]
 
 _c10d: Any = dist  # exports more than it lists
 

@@ -12,7 +12,7 @@ import functools
 import json
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -20,10 +20,9 @@ import torch
 
 from wsync import _core
 from wsync.exchange.groups import UpdateGroup
+from wsync.machine.deadline import Check
 from wsync.machine.device import has_nccl
 from wsync.trainer.requests import Lane, result
-
-Check = Callable[[], object]
 
 _SETTLE_SECONDS: Final = 2.0  # our deadline comes before the store's, which says less
 

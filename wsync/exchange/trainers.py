@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from wsync import _core
 from wsync.exchange.collectives import Collectives
+from wsync.machine.deadline import Check
 from wsync.trainer.requests import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Check = Callable[[], object]
 
 _VERDICT_SECONDS: Final = 1.0  # for rank 0 to say who is missing
 _STORE_SECONDS: Final = 2.0  # for one answer of the store, where a deadline has passed already

@@ -83,11 +83,6 @@ def cause(error: BaseException) -> str:
     return cut(str(reason if isinstance(reason, BaseException) else seen))
 
 
-def left(end: float) -> float:
-    """Seconds until a time of time.monotonic()."""
-    return max(end - time.monotonic(), 0.0)
-
-
 def seconds(timeout: float) -> str:
     """A timeout for a person to read: what is left of one has more digits than anybody gave."""
     return f"{round(timeout, 2):g} s"

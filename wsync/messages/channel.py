@@ -18,12 +18,11 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Final
 
 from wsync import _core
-
-Check = Callable[[], object]
+from wsync.machine.deadline import Check
 
 # what BEGIN and PREPARED hold
 UPDATE: Final = struct.Struct("<QQ")

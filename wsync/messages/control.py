@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from wsync._core import ProtocolError
+from wsync.machine.deadline import MAX_DEADLINE
 
 LOAD_FORMAT: Final = "wsync.sglang.load_weights"
 """load_format of the requests that carry a control message: the loader that SGLang imports."""
@@ -44,7 +45,6 @@ told first what tensors there are."""
 
 PROTOCOL: Final = 1
 MAX_NBYTES: Final = 4096
-MAX_DEADLINE: Final = 3600.0
 _MAX_UPDATE: Final = 2**63 - 1
 _SESSION = re.compile(r"[0-9a-f]{1,64}")
 # 128-bit token, and a path that fits sockaddr_un with its terminating zero

@@ -18,7 +18,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -31,9 +31,9 @@ from wsync._core import (
     ProtocolError,
     StateError,
 )
+from wsync.machine.deadline import Check
 from wsync.messages import payload, peer_memory
 
-Check = Callable[[], object]
 Handles = Mapping[str, "GpuTensor"]
 
 COUNTERS: Final = 10_000  # in a file, as torch has it

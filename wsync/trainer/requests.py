@@ -10,8 +10,8 @@ from concurrent.futures import Future, wait
 from typing import Any, Final, TypeVar
 
 from wsync import _core
-from wsync.handles.answers import left as left
 from wsync.handles.base import EngineHandle
+from wsync.machine.deadline import left as left
 from wsync.trainer.visits import Visit
 
 _GRACE_SECONDS: Final = 1.0

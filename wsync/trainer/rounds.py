@@ -16,6 +16,7 @@ from wsync.exchange.choose import Transport
 from wsync.exchange.rendezvous import Blueprint, Crossing, Orders
 from wsync.exchange.trainers import TrainerGroup
 from wsync.handles.base import EngineHandle
+from wsync.machine.deadline import Check
 from wsync.machine.device import follow_torch
 from wsync.messages.control import LEARN, Control
 from wsync.options import Options
@@ -35,7 +36,6 @@ from wsync.trainer.sessions.stock import StockSession
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-Check = Callable[[], object]
 
 _PUNCTUAL = 0.9  # of the deadline, which those who have come wait from then on
 

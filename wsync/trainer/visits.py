@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from wsync._core import RemoteError
-from wsync.handles.answers import left
 from wsync.handles.base import EngineHandle
+from wsync.machine.deadline import left
 
 
 @runtime_checkable

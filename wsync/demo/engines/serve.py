@@ -20,7 +20,7 @@ from wsync._core import DeadlineError, InvalidArgumentError, WsyncError
 from wsync.checkpoints.files import INDEX, read_index
 from wsync.demo.engines.child import Child
 from wsync.handles.answers import seconds
-from wsync.messages.control import MAX_DEADLINE
+from wsync.machine.deadline import MAX_DEADLINE
 
 _EXIT_USAGE = 2
 _STOP_SECONDS = 10.0

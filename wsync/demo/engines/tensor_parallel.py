@@ -24,7 +24,7 @@ from wsync.engine import disk
 from wsync.engine.destination import Boxes
 from wsync.engine.groups import Named
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
-from wsync.trainer.requests import left
+from wsync.machine.deadline import left
 
 DELIVERIES: Final = ("needed", "full")
 _GROUP_SECONDS: Final = 120.0

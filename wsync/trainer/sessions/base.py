@@ -6,14 +6,12 @@ import abc
 import functools
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 
 from wsync import _core
+from wsync.machine.deadline import Check
 from wsync.messages.control import WHOLE
 from wsync.trainer.requests import Lane
-
-Check = Callable[[], object]
 
 
 class BucketSession(abc.ABC):

@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +28,11 @@ from wsync import _core
 from wsync.dtypes import dtype_of
 from wsync.exchange.groups import Store, UpdateGroup, default_backend, device_of, group_name
 from wsync.handles.base import EngineHandle
+from wsync.machine.deadline import Check, left
 from wsync.machine.device import staging
 from wsync.options import Options
-from wsync.trainer.requests import Calls, Lane, left, result
+from wsync.trainer.requests import Calls, Lane, result
 from wsync.trainer.sessions.base import BucketSession
-
-Check = Callable[[], object]
 
 ADDRESS = "WSYNC_ADDRESS"
 _SOMEWHERE = ("8.8.8.8", "2001:4860:4860::8888")  # by way of the default routes; never sent to

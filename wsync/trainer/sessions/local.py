@@ -11,14 +11,14 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from wsync import _core
+from wsync.machine.deadline import Check
 from wsync.machine.device import find
 
-Check = Callable[[], object]
 Span = tuple[int, int]
 
 _log = logging.getLogger(__name__)

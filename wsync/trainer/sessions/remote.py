@@ -9,9 +9,9 @@ import time
 
 from wsync import _core
 from wsync.exchange.rendezvous import Orders
+from wsync.machine.deadline import Check, left
 from wsync.messages.channel import COUNTS, UPDATE, Channel, Door, Frame
-from wsync.trainer.requests import left
-from wsync.trainer.sessions.local import Check, Span, WorkerSession
+from wsync.trainer.sessions.local import Span, WorkerSession
 
 
 class RemoteExporter:

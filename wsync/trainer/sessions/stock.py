@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,12 +12,11 @@ from wsync import _core
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.dtypes import dtype_of
 from wsync.handles.base import EngineHandle
+from wsync.machine.deadline import Check, left
 from wsync.messages import payload
 from wsync.messages.gpu_payload import GpuRing
-from wsync.trainer.requests import left, result
+from wsync.trainer.requests import result
 from wsync.trainer.sessions.base import BucketSession
-
-Check = Callable[[], object]
 
 LOAD_FORMAT = "flattened_bucket"
 
