@@ -14,7 +14,7 @@ from support.counted_store import PATIENCE, CountedStore, meet
 import wsync
 from wsync.exchange import trainers
 from wsync.exchange.trainers import _Board, _meet
-from wsync.trainer.requests import Lane
+from wsync.machine.lanes import Lane
 
 RANKS = 8
 

@@ -22,10 +22,11 @@ from wsync.checkpoints.files import INDEX, SHARD_NBYTES, Arrangement, arrange, o
 from wsync.checkpoints.versions import Versions, newest
 from wsync.handles.base import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
+from wsync.machine.lanes import Lane, result
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.loop import Updates
-from wsync.trainer.requests import Handover, Lane, result
+from wsync.trainer.requests import Handover
 from wsync.trainer.visits import visits
 
 if TYPE_CHECKING:

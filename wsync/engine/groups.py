@@ -15,7 +15,7 @@ from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, StateE
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.dtypes import dtype_of
 from wsync.exchange.groups import UpdateGroup, connection_of, device_of
-from wsync.trainer.requests import Lane, result
+from wsync.machine.lanes import Lane, result
 
 BUCKET: Final = "flattened_bucket"
 BROADCAST_SECONDS: Final = 120.0

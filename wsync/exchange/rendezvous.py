@@ -22,7 +22,7 @@ from wsync import _core
 from wsync.exchange.groups import UpdateGroup
 from wsync.machine.deadline import Check
 from wsync.machine.device import has_nccl
-from wsync.trainer.requests import Lane, result
+from wsync.machine.lanes import Lane, result
 
 _SETTLE_SECONDS: Final = 2.0  # our deadline comes before the store's, which says less
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from wsync import _core
 from wsync.exchange.collectives import Collectives
 from wsync.machine.deadline import Check
-from wsync.trainer.requests import Lane
+from wsync.machine.lanes import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

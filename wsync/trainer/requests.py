@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from wsync import _core
 from wsync.handles.base import EngineHandle
@@ -16,8 +14,6 @@ from wsync.trainer.visits import Visit
 
 _GRACE_SECONDS: Final = 1.0
 _SETTLE_SECONDS: Final = 2.0  # a handle's own error, at its deadline, says more than ours
-
-_T = TypeVar("_T")
 
 
 class Calls:
@@ -180,46 +176,3 @@ class Handover:
                     f"which failed, within {timeout:.0f} s"
                 )
         self._calls = None
-
-
-def result(future: Future[_T], timeout: float, check: Callable[[], object], late: str) -> _T:
-    """What a call of a Lane returns; DeadlineError that begins with `late` after timeout seconds.
-    `check` is called while this waits."""
-    end = time.monotonic() + timeout
-    while not wait([future], 0.05).done:
-        check()
-        if time.monotonic() > end:
-            raise _core.DeadlineError(f"{late} in {timeout:.0f} s")
-    return future.result()
-
-
-class Lane:
-    """One daemon thread that makes calls in order.
-
-    A call that never returns costs its thread and what is queued behind it, and keeps neither
-    its caller nor the interpreter from ending, as a ThreadPoolExecutor's would.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-        self._calls = queue.SimpleQueue()
-        threading.Thread(target=_drive, args=(self._calls,), daemon=True, name=name).start()
-
-    def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._calls.put((future, call))
-        return future
-
-    def close(self) -> None:
-        """Ends the thread after what was submitted; returns at once."""
-        self._calls.put(None)
-
-
-def _drive(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (item := calls.get()) is not None:
-        future, call = item
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-        del item, future, call  # the thread must not keep what it is done with

@@ -35,9 +35,9 @@ from wsync.engine.turns import Turns
 from wsync.exchange.groups import connection_of
 from wsync.handles.answers import seconds
 from wsync.machine.deadline import left
+from wsync.machine.lanes import Lane
 from wsync.machine.owner import Owner
 from wsync.messages import control, payload
-from wsync.trainer.requests import Lane
 
 _POLL_SECONDS: Final = 0.2
 _update: ContextVar[str] = ContextVar("wsync update", default="")

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 
 from wsync import _core
 from wsync.machine.deadline import Check
+from wsync.machine.lanes import Lane
 from wsync.messages.control import WHOLE
-from wsync.trainer.requests import Lane
 
 
 class BucketSession(abc.ABC):

@@ -30,8 +30,9 @@ from wsync.exchange.groups import Store, UpdateGroup, default_backend, device_of
 from wsync.handles.base import EngineHandle
 from wsync.machine.deadline import Check, left
 from wsync.machine.device import staging
+from wsync.machine.lanes import Lane, result
 from wsync.options import Options
-from wsync.trainer.requests import Calls, Lane, result
+from wsync.trainer.requests import Calls
 from wsync.trainer.sessions.base import BucketSession
 
 ADDRESS = "WSYNC_ADDRESS"

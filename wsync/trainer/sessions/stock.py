@@ -13,9 +13,9 @@ from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.dtypes import dtype_of
 from wsync.handles.base import EngineHandle
 from wsync.machine.deadline import Check, left
+from wsync.machine.lanes import result
 from wsync.messages import payload
 from wsync.messages.gpu_payload import GpuRing
-from wsync.trainer.requests import result
 from wsync.trainer.sessions.base import BucketSession
 
 LOAD_FORMAT = "flattened_bucket"
