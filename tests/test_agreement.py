@@ -15,7 +15,7 @@ from support import agreement_cases
 from support.procs import Ranks
 
 import wsync
-from wsync.trainer.sessions.local import sweep
+from wsync.machine.sweep import sweep
 
 
 @pytest.fixture(scope="module")

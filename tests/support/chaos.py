@@ -32,7 +32,7 @@ from support.chaos_watch import Look, watch
 from support.engine_nursery import Nursery, await_health, free_ports
 from support.procs import RankError, Ranks, spawned
 
-from wsync.trainer.sessions.local import sweep
+from wsync.machine.sweep import sweep
 
 ENGINES, TP, PP = 4, 2, 2
 WAYS: dict[str, dict[str, Any]] = {

@@ -33,9 +33,9 @@ from support.fault_points import Fault, allowed, memory, settled, settled_twice
 import wsync
 from wsync import _core
 from wsync.layout import TrainerLayout
+from wsync.machine.sweep import sweep
 from wsync.messages import payload
 from wsync.messages.control import Control
-from wsync.trainer.sessions.local import sweep
 
 RANKS = 3
 DEADLINE = 8.0

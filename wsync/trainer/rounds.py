@@ -18,6 +18,7 @@ from wsync.exchange.trainers import TrainerGroup
 from wsync.handles.base import EngineHandle
 from wsync.machine.deadline import Check
 from wsync.machine.device import follow_torch
+from wsync.machine.sweep import sweep
 from wsync.messages.control import LEARN, Control
 from wsync.options import Options
 from wsync.report import Report
@@ -29,7 +30,7 @@ from wsync.trainer.sessions.broadcast import (
     RemoteEngines,
     own_address,
 )
-from wsync.trainer.sessions.local import Session, Trainer, Worker, WorkerSession, sweep
+from wsync.trainer.sessions.local import Session, Trainer, Worker, WorkerSession
 from wsync.trainer.sessions.remote import RemoteSession
 from wsync.trainer.sessions.stock import StockSession
 
