@@ -10,7 +10,8 @@ import pytest
 
 import wsync
 from wsync import _core
-from wsync.trainer.sessions.local import WorkerSession, assign_homes
+from wsync.exchange.roster import assign_homes
+from wsync.trainer.sessions.local import WorkerSession
 
 
 def homes(*args: list[int] | None) -> list[int]:

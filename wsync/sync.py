@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
+from wsync.exchange.roster import Trainer, Worker, assign_homes
 from wsync.exchange.trainers import host_identity
 from wsync.handles.base import EngineHandle, handles_of
 from wsync.machine.deadline import left
@@ -22,7 +23,6 @@ from wsync.trainer.loop import Updates, numbers
 from wsync.trainer.requests import Calls, Handover
 from wsync.trainer.rounds import Connection, Placement
 from wsync.trainer.sessions.broadcast import Remote
-from wsync.trainer.sessions.local import Trainer, Worker, assign_homes
 from wsync.trainer.visits import Visit, visits
 
 if TYPE_CHECKING:

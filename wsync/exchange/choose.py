@@ -12,12 +12,12 @@ from wsync import _core
 from wsync.exchange.base import Exchange, GroupExchange
 from wsync.exchange.groups import Store, UpdateGroup
 from wsync.exchange.rendezvous import Crossing
+from wsync.exchange.roster import Trainer
 from wsync.exchange.trainers import TrainerGroup
 from wsync.machine.deadline import Check
 from wsync.machine.device import has_nccl
 from wsync.options import Options
 from wsync.trainer.sessions.broadcast import own_address
-from wsync.trainer.sessions.local import Trainer
 
 
 class _Part(Protocol):

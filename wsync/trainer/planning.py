@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from wsync import _core
 from wsync.dtypes import dtype_of
 from wsync.exchange.rendezvous import Blueprint
+from wsync.exchange.roster import Trainer, Worker
 from wsync.exchange.trainers import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
 from wsync.options import Options
-from wsync.trainer.sessions.local import Session, Trainer, Worker, WorkerSession
+from wsync.trainer.sessions.local import Session, WorkerSession
 from wsync.trainer.sessions.remote import RemoteSession
 
 _log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from wsync import _core
 from wsync.exchange.base import Exchange, GroupExchange
 from wsync.exchange.choose import Transport
 from wsync.exchange.rendezvous import Blueprint, Crossing, Orders
+from wsync.exchange.roster import Trainer, Worker
 from wsync.exchange.trainers import TrainerGroup
 from wsync.handles.base import EngineHandle
 from wsync.machine.deadline import Check
@@ -30,7 +31,7 @@ from wsync.trainer.sessions.broadcast import (
     RemoteEngines,
     own_address,
 )
-from wsync.trainer.sessions.local import Session, Trainer, Worker, WorkerSession
+from wsync.trainer.sessions.local import Session, WorkerSession
 from wsync.trainer.sessions.remote import RemoteSession
 from wsync.trainer.sessions.stock import StockSession
 
