@@ -16,7 +16,8 @@ from wsync.exchange.trainers import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
 from wsync.options import Options
-from wsync.trainer.sessions.local import Session, WorkerSession
+from wsync.trainer.sessions.base import Session
+from wsync.trainer.sessions.local import WorkerSession
 from wsync.trainer.sessions.remote import RemoteSession
 
 _log = logging.getLogger(__name__)

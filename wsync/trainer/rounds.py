@@ -24,6 +24,7 @@ from wsync.messages.control import LEARN, Control
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.planning import Planning
+from wsync.trainer.sessions.base import Session
 from wsync.trainer.sessions.broadcast import (
     BroadcastSession,
     Meeting,
@@ -31,7 +32,7 @@ from wsync.trainer.sessions.broadcast import (
     RemoteEngines,
     own_address,
 )
-from wsync.trainer.sessions.local import Session, WorkerSession
+from wsync.trainer.sessions.local import WorkerSession
 from wsync.trainer.sessions.remote import RemoteSession
 from wsync.trainer.sessions.stock import StockSession
 

@@ -11,7 +11,8 @@ from wsync import _core
 from wsync.exchange.rendezvous import Orders
 from wsync.machine.deadline import Check, left
 from wsync.messages.channel import COUNTS, UPDATE, Channel, Door, Frame
-from wsync.trainer.sessions.local import Span, WorkerSession
+from wsync.trainer.sessions.base import Span
+from wsync.trainer.sessions.local import WorkerSession
 
 
 class RemoteExporter:
