@@ -33,10 +33,11 @@ from wsync.exchange import groups
 from wsync.exchange.groups import Store, UpdateGroup
 from wsync.exchange.rendezvous import Crossing, Orders
 from wsync.layout import from_tensors
+from wsync.machine.addresses import own_address
 from wsync.messages.channel import Channel, Door, Frame, knock
 from wsync.trainer.planning import whole
 from wsync.trainer.sessions import remote
-from wsync.trainer.sessions.broadcast import BroadcastSession, Remote, own_address
+from wsync.trainer.sessions.broadcast import BroadcastSession, Remote
 from wsync.trainer.sessions.remote import RemoteExporter, RemoteSession
 
 PARALLEL = {
@@ -382,7 +383,7 @@ def test_other_hosts_are_never_told_a_loopback_address(monkeypatch: pytest.Monke
         return [(0, 0, 0, "", (address, 0)) for address in addresses]
 
     monkeypatch.delenv("WSYNC_ADDRESS", raising=False)
-    monkeypatch.setattr("wsync.trainer.sessions.broadcast._on_the_way", on_the_way)
+    monkeypatch.setattr("wsync.machine.addresses._on_the_way", on_the_way)
     monkeypatch.setattr(socket, "getaddrinfo", named)
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
     assert own_address([]) == "192.168.7.1"

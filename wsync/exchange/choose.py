@@ -14,10 +14,10 @@ from wsync.exchange.groups import Store, UpdateGroup
 from wsync.exchange.rendezvous import Crossing
 from wsync.exchange.roster import Trainer
 from wsync.exchange.trainers import TrainerGroup
+from wsync.machine.addresses import own_address
 from wsync.machine.deadline import Check
 from wsync.machine.device import has_nccl
 from wsync.options import Options
-from wsync.trainer.sessions.broadcast import own_address
 
 
 class _Part(Protocol):

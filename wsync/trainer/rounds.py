@@ -17,6 +17,7 @@ from wsync.exchange.rendezvous import Blueprint, Crossing, Orders
 from wsync.exchange.roster import Trainer, Worker
 from wsync.exchange.trainers import TrainerGroup
 from wsync.handles.base import EngineHandle
+from wsync.machine.addresses import own_address
 from wsync.machine.deadline import Check
 from wsync.machine.device import follow_torch
 from wsync.machine.sweep import sweep
@@ -25,13 +26,7 @@ from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.planning import Planning
 from wsync.trainer.sessions.base import Session
-from wsync.trainer.sessions.broadcast import (
-    BroadcastSession,
-    Meeting,
-    Remote,
-    RemoteEngines,
-    own_address,
-)
+from wsync.trainer.sessions.broadcast import BroadcastSession, Meeting, Remote, RemoteEngines
 from wsync.trainer.sessions.local import WorkerSession
 from wsync.trainer.sessions.remote import RemoteSession
 from wsync.trainer.sessions.stock import StockSession

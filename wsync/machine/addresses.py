@@ -1,0 +1,66 @@
+"""The address of this host that others are told."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from wsync import _core
+
+ADDRESS = "WSYNC_ADDRESS"
+
+
+_SOMEWHERE = ("8.8.8.8", "2001:4860:4860::8888")  # by way of the default routes; never sent to
+
+
+def own_address(engines: Sequence[str]) -> str:
+    """The address of this host that engines (URLs, or names of others) can reach.
+
+    The environment variable WSYNC_ADDRESS is the answer where it is set.  Otherwise the system is
+    asked which of its addresses it would use on the way to each; nothing is sent.  An address of
+    the loopback interface is the answer only where all engines are known to be on this host, or
+    where it has no other: /etc/hosts may give a host's own name such a one.
+    """
+    given = os.environ.get(ADDRESS, "").strip()
+    if given:
+        try:
+            socket.getaddrinfo(given, None)
+        except (OSError, ValueError) as error:
+            raise _core.InvalidArgumentError(f"{ADDRESS}={given!r}: {error}") from None
+        return given
+    hosts, found = [_host(engine) for engine in engines], []
+    for host, port in hosts:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(_on_the_way(host, port))
+    if not hosts or not all(map(_loopback, found)) or len(found) < len(hosts):
+        for somewhere in _SOMEWHERE:
+            with contextlib.suppress(OSError):
+                found.append(_on_the_way(somewhere, 80))
+        with contextlib.suppress(OSError):
+            named = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_DGRAM)
+            found += [str(address[0]) for *_, address in named]
+    outer = [address for address in found if not _loopback(address)]
+    return [*outer, *found, "127.0.0.1"][0]
+
+
+def _host(engine: str) -> tuple[str, int]:
+    """Host and port of a URL; what is none may be anywhere."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(engine)
+        return parts.hostname or _SOMEWHERE[0], parts.port or 80
+    return _SOMEWHERE[0], 80
+
+
+def _loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _on_the_way(host: str, port: int) -> str:
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
