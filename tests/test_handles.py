@@ -17,7 +17,9 @@ from wsync._core import (
     RemoteError,
     UnsupportedError,
 )
-from wsync.handles.base import EngineHandle, HttpHandle, LocalHandle, RayHandle, handle
+from wsync.handles.base import EngineHandle, handle
+from wsync.handles.http import HttpHandle
+from wsync.handles.local import LocalHandle, RayHandle
 from wsync.messages.control import LOAD_FORMAT
 
 

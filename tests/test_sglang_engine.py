@@ -14,7 +14,8 @@ import torch
 from support.engines import SGLANG_VERSIONS, engine_tree
 
 from wsync import InvalidArgumentError, UnsupportedError
-from wsync.handles.base import SglangHandle, handle
+from wsync.handles.base import handle
+from wsync.handles.sglang import SglangHandle
 from wsync.messages import payload
 
 SCRIPT = Path(__file__).parent / "support" / "sglang_engine.py"

@@ -10,7 +10,7 @@ from test_handles import FakeServer, server
 
 import wsync
 from wsync.disk import DiskSync
-from wsync.handles.base import HttpHandle
+from wsync.handles.http import HttpHandle
 from wsync.trainer.visits import Visit
 
 __all__ = ["server"]

@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from wsync._core import InvalidArgumentError, RemoteError, UnsupportedError
 from wsync.handles.answers import engine_text, json_or_text
-from wsync.handles.base import HttpHandle, LocalHandle
+from wsync.handles.http import HttpHandle
+from wsync.handles.local import LocalHandle
 from wsync.messages.control import LOAD_FORMAT, agree
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"

@@ -1,0 +1,256 @@
+"""SGLang's HTTP endpoints."""
+
+import contextlib
+import copy
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from wsync._core import (
+    DeadlineError,
+    InvalidArgumentError,
+    PeerClosedError,
+    RemoteError,
+    UnsupportedError,
+)
+from wsync.handles.answers import (
+    cause,
+    check_answer,
+    cut,
+    engine_text,
+    json_or_text,
+    retry_flush,
+    seconds,
+)
+from wsync.handles.base import _IDENTITY, _SAID, _check_payloads, _disk_arguments, _update_arguments
+from wsync.messages.control import LOAD_FORMAT, UPDATE_HEADER
+
+_MAX_ANSWER_NBYTES: Final = 16 << 20
+
+
+class HttpHandle:
+    """An engine behind SGLang's HTTP endpoints.
+
+    Environment proxies are not used: the engine is reached directly.  Each call opens its own
+    connection, so calls may run in several threads.  SGLang 0.5.23 takes weights only inside a
+    weight-update session: one is open from `pause` to `resume` where the server knows them.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        workers: int | None = None,
+        api_key: str | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        """Asks the server for tp_size unless `workers` is given."""
+        if not url.startswith(("http://", "https://")):
+            raise InvalidArgumentError(f"engine {url!r}: a URL starts with http:// or https://")
+        self.name = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._server: dict[str, Any] | None = None
+        self._known = {"sessions": True}  # of the server, whichever update asks
+        self._timeout = timeout
+        self.workers = self._ask_workers() if workers is None else workers
+
+    def __repr__(self) -> str:
+        return f"HttpHandle({self.name!r})"
+
+    def during(self, update: str) -> "HttpHandle":
+        """The same handle, for the requests of one update; engines without wsync do not read its
+        id."""
+        told = copy.copy(self)
+        told._headers = {**self._headers, UPDATE_HEADER: update}
+        return told
+
+    def identity(self, timeout: float) -> dict[str, Any]:
+        """What tells this server from another one, or from itself before a restart: an instance of
+        wsync's own, else how SGLang was started, with a random seed that it draws unless told."""
+        end = time.monotonic() + timeout
+        found = self._info(("/server_info", "/get_server_info"), timeout)
+        if "instance" in found:
+            return {"instance": found["instance"]}
+        found = {**self.model_info(end - time.monotonic()), **found}
+        return {name: found[name] for name in _IDENTITY if name in found}
+
+    @property
+    def load_formats(self) -> tuple[str, ...]:
+        """What the server was started with as --custom-weight-loader."""
+        loaders = self._server_info().get("custom_weight_loader")
+        return tuple(map(str, loaders)) if isinstance(loaders, list) else ()
+
+    @property
+    def instance(self) -> str:
+        """What the server calls itself, equal for all its URLs and no other server's; "" where it
+        does not say (SGLang)."""
+        instance = None
+        with contextlib.suppress(RemoteError):  # not all servers know the path
+            instance = self._server_info().get("instance")
+        return instance if isinstance(instance, str) else ""
+
+    def pause(self, mode: str, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        self._call("POST", "/pause_generation", {"mode": mode}, timeout, _SAID)
+        try:
+            self._session("/begin_weight_update", end)
+        except RemoteError:  # a failed update left its session open
+            self._session("/end_weight_update", end)
+            self._session("/begin_weight_update", end)
+
+    def flush(self, timeout: float) -> None:
+        def flush_once(remaining: float) -> str | None:
+            status, text = self.request("POST", "/flush_cache", None, remaining)
+            if status not in (200, 400):
+                raise self._failed("/flush_cache", status, text)
+            if status == 200 and "flush" not in text.lower():
+                raise self._strange("/flush_cache", text)
+            return None if status == 200 else engine_text(text)
+
+        retry_flush(self.name, flush_once, timeout)
+
+    def update_weights(
+        self,
+        payloads: Sequence[bytes],
+        *,
+        load_format: str | None,
+        weight_version: int | str | None,
+        timeout: float,
+    ) -> None:
+        _check_payloads(self.name, self.workers, payloads)
+        body = _update_arguments(payloads, load_format, weight_version)
+        if load_format == LOAD_FORMAT:  # for the model alone: until 0.5.17, and since
+            body |= {"disable_draft_model": True, "selector": "target"}
+        self._call("POST", "/update_weights_from_tensor", body, timeout)
+
+    def update_weights_from_disk(
+        self, path: str, *, weight_version: int | str | None, timeout: float
+    ) -> None:
+        body = {**_disk_arguments(path, weight_version), "flush_cache": False}
+        self._call("POST", "/update_weights_from_disk", body, timeout)
+
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
+        """Another of SGLang's update endpoints, by name; never flushes, see _update_arguments."""
+        self._call("POST", f"/{method}", {**arguments, "flush_cache": False}, timeout)
+
+    def resume(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        self._session("/end_weight_update", end)
+        self._call("POST", "/continue_generation", {}, end - time.monotonic(), _SAID)
+
+    def model_info(self, timeout: float) -> dict[str, Any]:
+        return self._info(("/model_info", "/get_model_info"), timeout)
+
+    def _server_info(self) -> dict[str, Any]:
+        if self._server is None:
+            self._server = self._info(("/server_info", "/get_server_info"), self._timeout)
+        return self._server
+
+    def _ask_workers(self) -> int:
+        info = self._server_info()
+        if info.get("pp_size", 1) not in (1, None):
+            raise UnsupportedError(
+                f"engine {self.name}: pp_size {info['pp_size']}: SGLang gives every pipeline "
+                "stage the payload of its tensor-parallel rank, so stages cannot be told apart"
+            )
+        workers = info.get("tp_size")
+        if type(workers) is not int or workers < 1:
+            raise RemoteError(f"engine {self.name}: /server_info: tp_size is {workers!r}")
+        return workers
+
+    def _info(self, paths: tuple[str, str], timeout: float) -> dict[str, Any]:
+        """The JSON object at the first path, or at the second where the first is unknown."""
+        deadline = time.monotonic() + timeout
+        path = paths[0]
+        status, text = self.request("GET", path, None, timeout)
+        if status == 404:
+            path = paths[1]
+            status, text = self.request("GET", path, None, deadline - time.monotonic())
+        if status != 200:
+            raise self._failed(path, status, text)
+        try:
+            info = json.loads(text)
+        except ValueError:
+            info = None
+        if not isinstance(info, dict):
+            raise RemoteError(f"engine {self.name}: {path}: not a JSON object: {cut(text)}")
+        return info
+
+    def _session(self, path: str, end: float) -> None:
+        """Begins or ends a weight-update session; a server that knows none is not asked again."""
+        if not self._known["sessions"]:
+            return
+        status, text = self.request("POST", path, {}, end - time.monotonic())
+        if status == 404:
+            self._known["sessions"] = False
+        elif status != 200:
+            raise self._failed(path, status, text)
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any],
+        timeout: float,
+        form: tuple[str, ...] = ("success",),
+    ) -> None:
+        """One request.  An answer without any field of `form` is nobody's who knows it."""
+        status, text = self.request(method, path, body, timeout)
+        if status != 200:
+            raise self._failed(path, status, text)
+        answer = json_or_text(text)
+        check_answer(self.name, path, answer)
+        if not isinstance(answer, dict) or not any(name in answer for name in form):
+            raise self._strange(path, text)
+
+    def _strange(self, path: str, text: str) -> RemoteError:
+        return RemoteError(
+            f"engine {self.name}: {path}: HTTP 200, but not an engine's answer: {cut(text)!r}"
+        )
+
+    def _failed(self, path: str, status: int, text: str) -> RemoteError:
+        return RemoteError(f"engine {self.name}: {path}: HTTP {status}: {engine_text(text)}")
+
+    def request(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float
+    ) -> tuple[int, str]:
+        """(status, text) of one exchange.  requests' timeout restarts with every byte; the
+        deadline is kept by reading the answer in pieces."""
+        import requests
+
+        where = f"engine {self.name}: {path}"
+        deadline = time.monotonic() + timeout
+        if timeout <= 0:
+            raise DeadlineError(f"{where}: no time left to ask")
+        try:
+            with requests.Session() as session:
+                session.trust_env = False
+                with session.request(
+                    method,
+                    self.name + path,
+                    json=body,
+                    headers=self._headers,
+                    timeout=timeout,
+                    allow_redirects=False,
+                    stream=True,
+                ) as response:
+                    data = bytearray()
+                    for piece in response.iter_content(1 << 16):
+                        data += piece
+                        if len(data) > _MAX_ANSWER_NBYTES:
+                            raise RemoteError(f"{where}: answer over {_MAX_ANSWER_NBYTES} bytes")
+                        if time.monotonic() > deadline:
+                            raise DeadlineError(
+                                f"{where}: answer not complete in {seconds(timeout)}"
+                            )
+                    return response.status_code, data.decode("utf-8", "replace")
+        except requests.Timeout:
+            raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
+        except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
+            # a read timeout inside the body arrives as a ConnectionError
+            if time.monotonic() >= deadline:
+                raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
+            raise PeerClosedError(f"{where}: {cause(error)}") from error
+        except (requests.RequestException, ValueError) as error:
+            raise RemoteError(f"{where}: {cut(str(error))}") from error
