@@ -13,7 +13,7 @@ import torch
 from benchmarks.engines import TESTS
 from wsync import sglang
 from wsync.demo import sglang_host
-from wsync.demo.engines.workers import Worker, WorkersEngine
+from wsync.demo.engines.workers import ModelWorker, WorkersEngine
 from wsync.engine.learn.module import Held
 
 _SECONDS = 600.0
@@ -47,7 +47,7 @@ class SglangConsumer(WorkersEngine):
         return [text for text in self._call("unlearnt", None, _SECONDS) if text]
 
 
-class _Worker(Worker):
+class _Worker(ModelWorker):
     """Takes SGLang's buckets, and control messages with the loader that wsync.sglang has."""
 
     def __init__(

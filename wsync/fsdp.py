@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.families.rules import Expansion, Placement, Rule
+from wsync.families.rules import Expansion, Rule, ShardPlacement
 from wsync.families.tables import Family, runtime_family
 from wsync.layout import TrainerLayout, by_plain_name, global_name, position
 from wsync.module_tensors import Slot, Slots, two_tensors
@@ -422,7 +422,7 @@ class _Names:
             return [(part.name, "", part.shape, zeros, zeros, part.shape, axes, 0)]
         rule, numbers = found
         expansion = self._expand(rule, part)
-        placement = Placement(part.shape, part.regions)
+        placement = ShardPlacement(part.shape, part.regions)
         return [
             (
                 piece.name.format(**numbers),

@@ -33,7 +33,7 @@ from wsync.trainer.requests import Calls
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worker:
+class WorkerReport:
     """What one worker says.
 
     update: number of the last committed one.  consistent, inconsistency: whether its weights are
@@ -75,7 +75,7 @@ def inspect(
     workers: int | None = None,
     api_key: str | None = None,
     timeout: float = 30.0,
-) -> list[Worker]:
+) -> list[WorkerReport]:
     """Asks every worker of an engine, given as to `wsync.handle`, what it keeps.
 
     Raises:
@@ -102,7 +102,7 @@ def inspect(
             asked.resume(max(end - time.monotonic(), 1.0))
 
 
-def _ask(engine: EngineHandle, end: float) -> list[Worker]:
+def _ask(engine: EngineHandle, end: float) -> list[WorkerReport]:
     from wsync.messages import payload
 
     with contextlib.ExitStack() as doors:
@@ -135,16 +135,16 @@ def _ask(engine: EngineHandle, end: float) -> list[Worker]:
     return sorted(found, key=lambda worker: worker.worker)
 
 
-def _parse(answer: bytes) -> Worker:
+def _parse(answer: bytes) -> WorkerReport:
     try:
-        return Worker(**json.loads(answer))
+        return WorkerReport(**json.loads(answer))
     except (ValueError, TypeError) as error:
         raise ProtocolError(
             f"a worker's answer: {error}; use the same wsync on both sides"
         ) from None
 
 
-def table(workers: Sequence[Worker]) -> str:
+def table(workers: Sequence[WorkerReport]) -> str:
     """One line a worker, and below it what is out of the ordinary, each once."""
     head = ["worker", "model", "tensors", "boxes", "fills", "copies", "fallbacks", "bytes kept"]
     rows = [head]
@@ -169,7 +169,7 @@ def table(workers: Sequence[Worker]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def listing(workers: Sequence[Worker], pattern: str = "") -> str:
+def listing(workers: Sequence[WorkerReport], pattern: str = "") -> str:
     """One line a box of the tensors whose names match: worker, tensor, box, parameter."""
     lines = []
     for each in workers:

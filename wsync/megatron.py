@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.families.rules import Cut, Expansion, Piece, Placement, Rule
+from wsync.families.rules import Cut, Expansion, Piece, Rule, ShardPlacement
 from wsync.families.tables import FIELDS, Model, read_model
 from wsync.layout import TrainerLayout, global_name, position
 from wsync.module_tensors import Slot, Slots
@@ -308,7 +308,7 @@ class _Reader:
 class _Plan:
     """What all parameters of one rule and shape have in common on this rank."""
 
-    def __init__(self, expansion: Expansion, placement: Placement, duplicated: bool) -> None:
+    def __init__(self, expansion: Expansion, placement: ShardPlacement, duplicated: bool) -> None:
         self.rule = expansion.rule
         self.placement = placement
         self.duplicated = duplicated

@@ -19,7 +19,7 @@ import wsync
 from wsync import megatron
 from wsync.demo import megatron_cpu, reference
 from wsync.demo.engines.tensor_parallel import TensorParallelEngine
-from wsync.demo.engines.workers import Worker
+from wsync.demo.engines.workers import ModelWorker
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.messages.control import LOAD_FORMAT
 from wsync.trainer.rounds import Connection
@@ -178,7 +178,7 @@ def strike_the_trainer(pipe: Any, shapes: Any, how: signal.Signals) -> None:
             sync.update()
 
 
-class FusedWorker(Worker):
+class FusedWorker(ModelWorker):
     """Keeps fused parameters, and is learnt from."""
 
     def __init__(self, *, tp: int, rank: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from support import fused
 
 from wsync.demo.engines.process import BareWorker, ProcessEngine
-from wsync.demo.engines.workers import Worker, WorkersEngine
+from wsync.demo.engines.workers import ModelWorker, WorkersEngine
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.loaders import Loader, ModuleLoader
 
@@ -85,7 +85,7 @@ class FusedEngine(WorkersEngine):
         return answer
 
 
-class _FusedWorker(Worker):
+class _FusedWorker(ModelWorker):
     def __init__(self, *, learnt: bool) -> None:
         self._module = module()
         kind: Callable[..., Loader] = RecordedLoader if learnt else ModuleLoader

@@ -295,11 +295,11 @@ class Checkpoint:
                 descriptors.append(descriptor)
             yield descriptors
 
-    def pieces(self, nbytes: int) -> tuple[_core.Layout, list[Piece]]:
+    def pieces(self, nbytes: int) -> tuple[_core.Layout, list[FilePiece]]:
         """All tensors in pieces of at most `nbytes`, or of one row of one tensor where that is
         more; buffer i is piece i, offsets count from its start."""
         builder = _core.LayoutBuilder()
-        pieces: list[Piece] = []
+        pieces: list[FilePiece] = []
         places = sorted(self.places.items(), key=lambda each: (each[1].file, each[1].offset))
         for name, place in places:
             strides = place.strides()
@@ -310,12 +310,12 @@ class Checkpoint:
                 count = min(step, rows - row)
                 start = (row, *(0 for _ in place.shape[1:])) if place.shape else ()
                 extent = (count, *place.shape[1:]) if place.shape else ()
-                part = Piece(place.file, place.offset + row * row_nbytes, count * row_nbytes)
+                part = FilePiece(place.file, place.offset + row * row_nbytes, count * row_nbytes)
                 last = pieces[-1] if pieces else None
                 if last is None or not last.continues(part, nbytes):
                     pieces.append(part)
                 else:
-                    pieces[-1] = Piece(last.file, last.offset, last.nbytes + part.nbytes)
+                    pieces[-1] = FilePiece(last.file, last.offset, last.nbytes + part.nbytes)
                 at = part.offset - pieces[-1].offset
                 builder.add_shard(
                     name,
@@ -329,7 +329,7 @@ class Checkpoint:
                 )
         return builder.build(), pieces
 
-    def read(self, descriptors: Sequence[int], piece: Piece, into: memoryview) -> None:
+    def read(self, descriptors: Sequence[int], piece: FilePiece, into: memoryview) -> None:
         """A piece's bytes, from what `opened` gave.  LayoutError if the file has become shorter."""
         done = 0
         path = self._files[piece.file]
@@ -405,14 +405,14 @@ _MAX_DIMENSIONS: Final = 6  # of a layout
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """Bytes of a checkpoint's file that are read at once."""
 
     file: int
     offset: int
     nbytes: int
 
-    def continues(self, other: Piece, most: int) -> bool:
+    def continues(self, other: FilePiece, most: int) -> bool:
         """Whether another piece begins where this one ends, and both are at most so large."""
         near = self.file == other.file and self.offset + self.nbytes == other.offset
         return near and self.nbytes + other.nbytes <= most

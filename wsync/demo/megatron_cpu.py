@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn import Module
 
-__all__ = ["Parallel", "Trainer", "build", "groups", "install", "named_weights", "on_cpu"]
+__all__ = ["CpuTrainer", "Parallel", "build", "groups", "install", "named_weights", "on_cpu"]
 
 
 class _Stream:
@@ -219,7 +219,7 @@ def build(
     engine: bool = False,
     vocab_multiple: int = 16,
     **overrides: Any,
-) -> Trainer:
+) -> CpuTrainer:
     """A trainer of the shape of a Hugging Face config, with random weights of its own.
 
     The weights depend on the seed and the parallel sizes; replicas are equal.  `engine` uses
@@ -255,7 +255,7 @@ def build(
             parameter.data = parameter.data.to(dtype)
         chunk.rotary_pos_emb.cp_group = None  # every rank computes the whole sequence
         chunks.append(chunk.eval())  # without dropout, training needs no other mode
-    trainer = Trainer(chunks, config, hf, parallel, dtype)
+    trainer = CpuTrainer(chunks, config, hf, parallel, dtype)
     trainer.randomize(seed)
     return trainer
 
@@ -287,7 +287,7 @@ def named_weights(chunks: Sequence[Module], experts: int = 0) -> Iterator[tuple[
 
 
 @dataclass
-class Trainer:
+class CpuTrainer:
     """One rank of a trainer."""
 
     chunks: list[Module]

@@ -16,7 +16,7 @@ import torch
 from wsync import sglang
 from wsync._core import InvalidArgumentError, UnsupportedError
 from wsync.demo import sglang_host
-from wsync.demo.engines.workers import Worker, WorkersEngine
+from wsync.demo.engines.workers import ModelWorker, WorkersEngine
 from wsync.demo.sglang_files import how_to_get
 from wsync.engine.learn.module import Held
 from wsync.handles.base import EngineHandle
@@ -48,7 +48,7 @@ class SglangEngine(WorkersEngine):
         return [f"worker {rank}: {name}" for rank, names in enumerate(differing) for name in names]
 
 
-class _Worker(Worker):
+class _Worker(ModelWorker):
     """The receiver is the one that wsync.sglang keeps for the model."""
 
     def __init__(self, *, config: dict[str, Any], rank: int, tp: int, ep: int) -> None:

@@ -32,7 +32,7 @@ class MissingError(LayoutError):
     """The trainer does not deliver what an engine would go on calling updated."""
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     """What is filled for one update."""
 
     def layout(self) -> Layout:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from wsync._core import BufferTable, Route, Stream
-from wsync.checkpoints.files import Checkpoint, Piece
-from wsync.engine.destination import Target
+from wsync.checkpoints.files import Checkpoint, FilePiece
+from wsync.engine.destination import LoadTarget
 from wsync.engine.receiver import Receiver
 from wsync.machine.deadline import left
 
 # what the checkpoint holds -> what the worker keeps of it
-Targets = Callable[[Mapping[str, tuple[int, ...]]], Target]
+Targets = Callable[[Mapping[str, tuple[int, ...]]], LoadTarget]
 
 _PIECE_NBYTES: Final = 16 << 20
 _SLOTS: Final = 2
@@ -67,7 +67,7 @@ class _Reading:
     They are read, not mapped: a file that is cut short meanwhile is an error, and no signal.
     """
 
-    def __init__(self, route: Route, pieces: Sequence[Piece], threads: int) -> None:
+    def __init__(self, route: Route, pieces: Sequence[FilePiece], threads: int) -> None:
         self._route = route
         self._pieces = pieces
         self._wanted = [i for i in range(route.buffer_count) if route.nbytes(i)]
@@ -82,7 +82,7 @@ class _Reading:
 
     def run(
         self,
-        read: Callable[[Piece, memoryview], None],
+        read: Callable[[FilePiece, memoryview], None],
         destinations: BufferTable,
         end: float,
     ) -> None:

@@ -39,7 +39,7 @@ from functools import cached_property
 
 from wsync import _core
 
-__all__ = ["Cut", "Expansion", "Piece", "Placement", "Rule", "RuleError", "Target"]
+__all__ = ["Cut", "Expansion", "Piece", "Rule", "RuleError", "ShardPlacement", "Target"]
 
 PAD = "pad"
 INFERRED = "?"
@@ -291,7 +291,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ShardPlacement:
     """What a rank holds: the shape of its tensor and (start, extent, local start) of each box."""
 
     shape: tuple[int, ...]
@@ -317,7 +317,7 @@ class Expansion:
         self._view = rule.parsed
         self.shape = self._view.shape(sizes)
 
-    def place(self, tensor: Cut, expert: Cut | None = None) -> Placement:
+    def place(self, tensor: Cut, expert: Cut | None = None) -> ShardPlacement:
         """The share of a rank; raises LayoutError if an axis does not divide."""
         cuts = {"*": tensor, "@": expert or Cut()}
         dimensions = [self._view.parts(item, self._sizes, cuts) for item in self._view.items]
@@ -333,7 +333,9 @@ class Expansion:
             )
             for choice in itertools.product(*local)
         )
-        return Placement(tuple(sum(extent for _, extent in parts) for parts in dimensions), regions)
+        return ShardPlacement(
+            tuple(sum(extent for _, extent in parts) for parts in dimensions), regions
+        )
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:

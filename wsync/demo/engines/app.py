@@ -21,8 +21,8 @@ from wsync.demo.engines.request_bodies import (
     FromDisk,
     FromDistributed,
     Generate,
-    Group,
     Logits,
+    NamedGroup,
     NewGroup,
     NewVersion,
     Pause,
@@ -260,7 +260,7 @@ def _add_groups(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
         return _outcome(*await _run(pools.join, lambda: engine.init_weights_update_group(**what)))
 
     @app.post("/destroy_weights_update_group")
-    async def destroy_group(body: Group, update: str = _UPDATE) -> Response:
+    async def destroy_group(body: NamedGroup, update: str = _UPDATE) -> Response:
         name = body.group_name
         return _outcome(
             *await _run(pools.leave, lambda: engine.destroy_weights_update_group(name, update))

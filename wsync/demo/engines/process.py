@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wsync.demo.engines.workers import Worker, WorkersEngine
+from wsync.demo.engines.workers import ModelWorker, WorkersEngine
 from wsync.engine.groups import Named
 from wsync.engine.loaders import ModuleLoader
 
@@ -52,7 +52,7 @@ class ProcessEngine(WorkersEngine):
         return loaded
 
 
-class BareWorker(Worker):
+class BareWorker(ModelWorker):
     """The process: buffers of a module that has no code."""
 
     def __init__(self, *, shapes: Shapes, threads: int) -> None:

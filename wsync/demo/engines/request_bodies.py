@@ -70,11 +70,11 @@ class FromDisk(_Update):
     model_path: Path
 
 
-class Group(_Weights):
+class NamedGroup(_Weights):
     group_name: Name = "weight_update_group"
 
 
-class NewGroup(Group):
+class NewGroup(NamedGroup):
     master_address: Name
     master_port: Annotated[int, Field(ge=1, le=65535)]
     rank_offset: Annotated[int, Field(ge=1, le=_TOKENS)]

@@ -24,7 +24,7 @@ _VOCAB_MULTIPLE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ModelPiece:
     """A box of a Hugging Face tensor and where it lies in a parameter: `local` is the first
     index of the box there, with the box's axes last."""
 
@@ -113,8 +113,8 @@ class ShardedModel(torch.nn.Module):
         self.sizes = _Sizes(config, rank, tp, experts)
         _check(self.sizes)
         self.tensors: dict[str, torch.Tensor] = {}
-        self.pieces: list[Piece] = []
-        self._by_name: dict[str, list[Piece]] = {}
+        self.pieces: list[ModelPiece] = []
+        self._by_name: dict[str, list[ModelPiece]] = {}
         self._build()
         self._draw(seed)
 
@@ -158,7 +158,7 @@ class ShardedModel(torch.nn.Module):
                 box = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.extent, strict=True))
                 self.box(piece).copy_(tensor[box])
 
-    def box(self, piece: Piece) -> torch.Tensor:
+    def box(self, piece: ModelPiece) -> torch.Tensor:
         """The part of a parameter that holds a piece."""
         tensor = self.tensors[piece.parameter]
         outer = len(piece.local) - len(piece.extent)
@@ -194,7 +194,7 @@ class ShardedModel(torch.nn.Module):
     def _new(self, name: str, shape: Sequence[int]) -> None:
         self.tensors[name] = torch.zeros(tuple(shape), dtype=self.dtype)
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, piece: ModelPiece) -> None:
         if all(piece.extent):
             self.pieces.append(piece)
             self._by_name.setdefault(piece.name, []).append(piece)
@@ -202,7 +202,7 @@ class ShardedModel(torch.nn.Module):
     def _whole(self, name: str, shape: tuple[int, ...]) -> None:
         self._new(name, shape)
         zero = (0,) * len(shape)
-        self._add(Piece(name, name, shape, zero, shape, zero))
+        self._add(ModelPiece(name, name, shape, zero, shape, zero))
 
     def _vocabulary(self, name: str) -> None:
         vocab, hidden = int(self.config.vocab_size), int(self.config.hidden_size)
@@ -210,7 +210,7 @@ class ShardedModel(torch.nn.Module):
         start = min(self.sizes.rank * rows, vocab)
         self._new(name, (rows, hidden))
         extent = (min(rows, vocab - start), hidden)
-        self._add(Piece(name, name, (vocab, hidden), (start, 0), extent, (0, 0)))
+        self._add(ModelPiece(name, name, (vocab, hidden), (start, 0), extent, (0, 0)))
 
     def _rows(self, parameter: str, parts: Sequence[tuple[str, int, int, int]], width: int) -> None:
         """A parameter of row blocks: (name, rows of the whole tensor, first row, rows here);
@@ -220,7 +220,7 @@ class ShardedModel(torch.nn.Module):
         for name, rows, start, count in parts:
             tail: tuple[int, ...] = (width,) if width else ()
             zero = (0,) * len(tail)
-            piece = Piece(
+            piece = ModelPiece(
                 parameter, name, (rows, *tail), (start, *zero), (count, *tail), (at, *zero)
             )
             self._add(piece)
@@ -231,7 +231,7 @@ class ShardedModel(torch.nn.Module):
         count = columns // self.sizes.tp
         self._new(name, (rows, count))
         start = (0, self.sizes.rank * count)
-        self._add(Piece(name, name, (rows, columns), start, (rows, count), (0, 0)))
+        self._add(ModelPiece(name, name, (rows, columns), start, (rows, count), (0, 0)))
 
     def _attention(self, prefix: str) -> None:
         sizes, dim = self.sizes, self.sizes.head_dim
@@ -271,7 +271,7 @@ class ShardedModel(torch.nn.Module):
             name = f"{prefix}experts.{expert}."
             for at, half in ((0, "gate"), (count, "up")):
                 self._add(
-                    Piece(
+                    ModelPiece(
                         w13,
                         f"{name}{half}_proj.weight",
                         (inner, hidden),
@@ -282,7 +282,7 @@ class ShardedModel(torch.nn.Module):
                 )
             down = f"{name}down_proj.weight"
             at_down = (local, 0, 0)
-            self._add(Piece(w2, down, (hidden, inner), (0, first), (hidden, count), at_down))
+            self._add(ModelPiece(w2, down, (hidden, inner), (0, first), (hidden, count), at_down))
 
     def _draw(self, seed: int) -> None:
         """Random values wherever a weight belongs; padding stays zero."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from wsync._core import InvalidArgumentError, LayoutError, StateError
 from wsync.demo.engines.sharded import ShardedModel
-from wsync.demo.engines.workers import Worker, WorkersEngine
+from wsync.demo.engines.workers import ModelWorker, WorkersEngine
 from wsync.dtypes import dtype_of
 from wsync.engine import disk
 from wsync.engine.destination import Boxes
@@ -130,7 +130,7 @@ class TensorParallelEngine(WorkersEngine):
         return whole
 
 
-class _Worker(Worker):
+class _Worker(ModelWorker):
     """A worker process: its share of the model, its receiver."""
 
     def __init__(

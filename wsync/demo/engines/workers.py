@@ -1,6 +1,6 @@
 """Engines that are worker processes of this one: how they are started, asked and ended.
 
-`WorkersEngine` is such an engine's handle (wsync.handles.base.EngineHandle); `Worker` is what lives in
+`WorkersEngine` is such an engine's handle (wsync.handles.base.EngineHandle); `ModelWorker` is what lives in
 each process.  Processes are asked one question at a time over a pipe and end when it closes.
 """
 
@@ -46,7 +46,7 @@ _OF_UPDATES: Final = ("pause", "resume", "update_weights", "update_weights_from_
 _MAIN: Final = "import sys; from wsync.demo.engines.workers import serve; serve(int(sys.argv[1]))"
 
 
-class Worker:
+class ModelWorker:
     """One worker in its process.  Subclasses take keyword settings and answer more questions."""
 
     def __init__(self, loader: Loader, *, rank: int = 0) -> None:
@@ -141,7 +141,7 @@ class WorkersEngine:
 
     def __init__(
         self,
-        worker: type[Worker],
+        worker: type[ModelWorker],
         settings: Sequence[Mapping[str, Any]],
         *,
         name: str,
@@ -403,7 +403,7 @@ def serve(descriptor: int) -> None:
     """A worker's main loop: until its parent closes the pipe."""
     torch.set_num_threads(1)
     pipe: Connection[Any, Any] = Connection(descriptor)
-    worker: Worker | None = None
+    worker: ModelWorker | None = None
     while True:
         try:
             sequence, end, what, argument = pipe.recv()

@@ -74,7 +74,7 @@ class RebindsError(RecordingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RecordedPiece:
     """A box of a model's tensor in a held area; box.address counts from the area's start."""
 
     area: int
@@ -149,7 +149,7 @@ class Recording:
     """
 
     facts: list[Fact]
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    pieces: dict[str, list[RecordedPiece]] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     fills: list[Transfer] = field(default_factory=list)
     copies: list[Transfer] = field(default_factory=list)
@@ -474,7 +474,7 @@ class _Analysis:
                 move = Move(box.address, box.address, dims, item, item)
                 low, high = move.span()
                 number = len(self._held.areas) + len(self.recording.twins)
-                shadow = Piece(number, replace(box, address=box.address - low))
+                shadow = RecordedPiece(number, replace(box, address=box.address - low))
                 pieces.setdefault(name, []).append(shadow)
                 self.recording.twins.append(Twin(name, loaded, piece.area, move, high - low))
 
@@ -508,7 +508,9 @@ class _Analysis:
             self._fall_back(frozenset([name]), f"{self._place(where, write.move)}: {error}")
             return
         pieces = self.recording.pieces.setdefault(name, [])
-        pieces += [Piece(area, Box(b.start, b.extent, b.address - start, b.strides)) for b in found]
+        pieces += [
+            RecordedPiece(area, Box(b.start, b.extent, b.address - start, b.strides)) for b in found
+        ]
 
     def _add_copy(self, area: int, write: Write) -> None:
         """A copy of a held tensor can wait until the end if that is not written meanwhile."""
@@ -552,9 +554,9 @@ class _Analysis:
             self.recording.pieces.pop(name, None)
             self.recording.kept.pop(name, None)
 
-    def _once(self, name: str, pieces: list[Piece]) -> list[Piece]:
+    def _once(self, name: str, pieces: list[RecordedPiece]) -> list[RecordedPiece]:
         """Every element in one place: the others are copies of that."""
-        found: list[Piece] = []
+        found: list[RecordedPiece] = []
         dtype = dtype_of(self.recording.kept[name])
         for piece in pieces:
             rest = [piece.box]
@@ -573,7 +575,7 @@ class _Analysis:
                     copy = Transfer(piece.area, first.area, move, (dtype,))
                     self.recording.copies.insert(0, copy)
                 rest = left
-            found += [Piece(piece.area, box) for box in rest]
+            found += [RecordedPiece(piece.area, box) for box in rest]
         return found
 
     def _note_areas(self, final: list[list[Write]]) -> None:

@@ -14,7 +14,7 @@ _Model = Sequence[tuple[str, str, tuple[int, ...], int]]
 
 
 def describe(recording: Recording, model: _Model) -> dict[str, Any]:
-    """The fields of wsync.inspection.Worker that a recording knows."""
+    """The fields of wsync.inspection.WorkerReport that a recording knows."""
     places = _Places(recording)
     tensors: list[dict[str, Any]] = []
     model_nbytes = kept = 0
