@@ -21,8 +21,9 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 class Nursery:
-    """Starts processes of `python -m wsync.demo.engines.transformers`; they end with this process, or
-    when this is closed.  One caller at a time."""
+    """Starts processes of `python -m wsync.demo.engines.transformers`.
+
+    They end with this process, or when this is closed.  One caller at a time."""
 
     def __init__(self, log: str) -> None:
         self._pipe, theirs = Pipe()

@@ -368,8 +368,8 @@ def load(
     names it.
 
     gpu: makes something of tensors on a GPU, from rebuild_cuda_tensor's arguments (see
-    wsync.messages.gpu_payload); without it they are refused.  timeout: seconds for the processes that
-    pass file descriptors; DeadlineError after that.
+    wsync.messages.gpu_payload); without it they are refused.  timeout: seconds for the processes
+    that pass file descriptors; DeadlineError after that.
     """
     if isinstance(data, str):
         try:

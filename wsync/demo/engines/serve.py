@@ -137,8 +137,9 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of `python -m wsync.demo.engines.transformers`; what it asks for that cannot be had
-    ends the process with status 2 and a line that says so."""
+    """Command line of `python -m wsync.demo.engines.transformers`.
+
+    What it asks for that cannot be had ends the process with status 2 and a line that says so."""
     import uvicorn
 
     from wsync.demo.engines.transformers import create_app
