@@ -10,11 +10,10 @@ All calls take a timeout in seconds and raise, naming the engine:
     RemoteError      the engine refused or failed; carries its text
 """
 
-import base64
 import inspect
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from wsync._core import (
@@ -23,21 +22,6 @@ from wsync._core import (
 from wsync.handles.http import HttpHandle
 from wsync.handles.local import LocalHandle, RayHandle
 from wsync.handles.sglang import SglangHandle
-
-# what SGLang answers to a pause or a continue
-_SAID: Final = ("status", "message")
-# of SGLang's server_info and model_info, what does not change while it runs
-_IDENTITY: Final = (
-    "random_seed",
-    "model_type",
-    "architectures",
-    "served_model_name",
-    "tp_size",
-    "pp_size",
-    "dp_size",
-    "nccl_port",
-    "version",
-)
 
 
 @runtime_checkable
@@ -163,34 +147,3 @@ def _place(url: str) -> str:
     host = "127.0.0.1" if host in ("localhost", "0.0.0.0") else host
     port = port or {"http": 80, "https": 443}.get(parts.scheme.removeprefix("vllm+"))
     return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
-
-
-def _check_payloads(name: str, workers: int, payloads: Sequence[bytes]) -> None:
-    if len(payloads) != workers:
-        raise InvalidArgumentError(
-            f"engine {name}: {len(payloads)} payloads for {workers} workers, one each is needed"
-        )
-
-
-def _update_arguments(
-    payloads: Sequence[bytes], load_format: str | None, weight_version: int | str | None
-) -> dict[str, Any]:
-    """Arguments of SGLang's update_weights_from_tensor.
-
-    flush_cache is always false: SGLang's own flush inside an update asserts that the engine is
-    idle, and the assertion ends the server.
-    """
-    arguments: dict[str, Any] = {
-        "serialized_named_tensors": [base64.b64encode(data).decode() for data in payloads],
-        "load_format": load_format,
-        "flush_cache": False,
-    }
-    if weight_version is not None:
-        arguments["weight_version"] = str(weight_version)
-    return arguments
-
-
-def _disk_arguments(path: str, weight_version: int | str | None) -> dict[str, Any]:
-    """Arguments of SGLang's and slime's update_weights_from_disk."""
-    version = {} if weight_version is None else {"weight_version": str(weight_version)}
-    return {"model_path": path, **version}

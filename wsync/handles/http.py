@@ -23,7 +23,7 @@ from wsync.handles.answers import (
     retry_flush,
     seconds,
 )
-from wsync.handles.base import _IDENTITY, _SAID, _check_payloads, _disk_arguments, _update_arguments
+from wsync.handles.arguments import IDENTITY, SAID, check_payloads, disk_arguments, update_arguments
 from wsync.messages.control import LOAD_FORMAT, UPDATE_HEADER
 
 _MAX_ANSWER_NBYTES: Final = 16 << 20
@@ -73,7 +73,7 @@ class HttpHandle:
         if "instance" in found:
             return {"instance": found["instance"]}
         found = {**self.model_info(end - time.monotonic()), **found}
-        return {name: found[name] for name in _IDENTITY if name in found}
+        return {name: found[name] for name in IDENTITY if name in found}
 
     @property
     def load_formats(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class HttpHandle:
 
     def pause(self, mode: str, timeout: float) -> None:
         end = time.monotonic() + timeout
-        self._call("POST", "/pause_generation", {"mode": mode}, timeout, _SAID)
+        self._call("POST", "/pause_generation", {"mode": mode}, timeout, SAID)
         try:
             self._session("/begin_weight_update", end)
         except RemoteError:  # a failed update left its session open
@@ -118,8 +118,8 @@ class HttpHandle:
         weight_version: int | str | None,
         timeout: float,
     ) -> None:
-        _check_payloads(self.name, self.workers, payloads)
-        body = _update_arguments(payloads, load_format, weight_version)
+        check_payloads(self.name, self.workers, payloads)
+        body = update_arguments(payloads, load_format, weight_version)
         if load_format == LOAD_FORMAT:  # for the model alone: until 0.5.17, and since
             body |= {"disable_draft_model": True, "selector": "target"}
         self._call("POST", "/update_weights_from_tensor", body, timeout)
@@ -127,17 +127,17 @@ class HttpHandle:
     def update_weights_from_disk(
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
-        body = {**_disk_arguments(path, weight_version), "flush_cache": False}
+        body = {**disk_arguments(path, weight_version), "flush_cache": False}
         self._call("POST", "/update_weights_from_disk", body, timeout)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        """Another of SGLang's update endpoints, by name; never flushes, see _update_arguments."""
+        """Another of SGLang's update endpoints, by name; never flushes, see update_arguments."""
         self._call("POST", f"/{method}", {**arguments, "flush_cache": False}, timeout)
 
     def resume(self, timeout: float) -> None:
         end = time.monotonic() + timeout
         self._session("/end_weight_update", end)
-        self._call("POST", "/continue_generation", {}, end - time.monotonic(), _SAID)
+        self._call("POST", "/continue_generation", {}, end - time.monotonic(), SAID)
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         return self._info(("/model_info", "/get_model_info"), timeout)

@@ -19,7 +19,7 @@ from wsync.handles.answers import (
     seconds,
     translate,
 )
-from wsync.handles.base import _IDENTITY, _check_payloads, _disk_arguments, _update_arguments
+from wsync.handles.arguments import IDENTITY, check_payloads, disk_arguments, update_arguments
 
 
 class LocalHandle:
@@ -59,14 +59,14 @@ class LocalHandle:
         weight_version: int | str | None,
         timeout: float,
     ) -> None:
-        _check_payloads(self.name, self.workers, payloads)
-        arguments = _update_arguments(payloads, load_format, weight_version)
+        check_payloads(self.name, self.workers, payloads)
+        arguments = update_arguments(payloads, load_format, weight_version)
         self._checked("update_weights_from_tensor", timeout, **arguments)
 
     def update_weights_from_disk(
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
-        arguments = _disk_arguments(path, weight_version)
+        arguments = disk_arguments(path, weight_version)
         self._checked("update_weights_from_disk", timeout, **arguments)
 
     def identity(self, timeout: float) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class LocalHandle:
             if hasattr(self._engine, method):
                 found = self._call(method, timeout)
                 if isinstance(found, Mapping):
-                    return {name: found[name] for name in _IDENTITY if name in found}
+                    return {name: found[name] for name in IDENTITY if name in found}
         return {}
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:

@@ -14,7 +14,7 @@ from wsync.handles.answers import (
     check_answer,
     refusal,
 )
-from wsync.handles.base import _check_payloads, _disk_arguments
+from wsync.handles.arguments import check_payloads, disk_arguments
 from wsync.handles.local import LocalHandle
 
 
@@ -56,7 +56,7 @@ class SglangHandle(LocalHandle):
         weight_version: int | str | None,
         timeout: float,
     ) -> None:
-        _check_payloads(self.name, self.workers, payloads)
+        check_payloads(self.name, self.workers, payloads)
         arguments = {"load_format": load_format, "flush_cache": False}
         if weight_version is not None:
             request = _sglang("UpdateWeightsFromTensorReqInput", "managers.io_struct")(
@@ -84,7 +84,7 @@ class SglangHandle(LocalHandle):
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
         form = _sglang("UpdateWeightFromDiskReqInput", "managers.io_struct")
-        arguments = _disk_arguments(path, weight_version)
+        arguments = disk_arguments(path, weight_version)
         if "flush_cache" in inspect.signature(form).parameters:
             arguments["flush_cache"] = False
         request = form(**arguments)

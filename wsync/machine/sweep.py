@@ -10,12 +10,6 @@ import stat
 import time
 
 _FOLDER = re.compile(r"wsync-[A-Za-z0-9]{6}")  # of one listening socket; see csrc/ipc/listener.c
-
-
-# errors of csrc/ipc, and not of checks or streams; their words are about the other side
-_SESSIONS = ("session", "channel", "frame", "listener", "blob")
-
-
 _STALE_SECONDS = 60.0  # a folder this young may belong to a process that does not listen yet
 
 

@@ -1,7 +1,8 @@
 """Engines that are worker processes of this one: how they are started, asked and ended.
 
 `WorkersEngine` is such an engine's handle (wsync.handles.base.EngineHandle); `ModelWorker` is what
-lives in each process.  Processes are asked one question at a time over a pipe and end when it closes.
+lives in each process.  Processes are asked one question at a time over a pipe and end when it
+closes.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
 Under a Tracer, data that comes from the model's stand-ins (wsync.engine.learn.stand_ins) is not
 moved: each movement is written down, and followed through temporaries (cat, clone, index, casts)
-until it reaches a tensor of the module.  What is no movement taints what it computes.  Values of the
-model's tensors are not there to be looked at; which of the module's were looked at is noted.
+until it reaches a tensor of the module.  What is no movement taints what it computes.  Values of
+the model's tensors are not there to be looked at; which of the module's were looked at is noted.
 """
 
 from __future__ import annotations

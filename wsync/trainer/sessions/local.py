@@ -9,10 +9,12 @@ import secrets
 from wsync import _core
 from wsync.machine.deadline import Check
 from wsync.machine.device import find
-from wsync.machine.sweep import _SESSIONS
 from wsync.trainer.sessions.base import Exporter, Span
 
 _log = logging.getLogger(__name__)
+
+# errors of csrc/ipc, and not of checks or streams; their words are about the other side
+_SESSIONS = ("session", "channel", "frame", "listener", "blob")
 
 
 class _Said(contextlib.AbstractContextManager[None]):
