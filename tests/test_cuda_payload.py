@@ -85,7 +85,8 @@ failed
 PRELUDE = """
 import ctypes, os, time
 import torch
-from wsync import _core, cuda_payload, payload
+from wsync import _core
+from wsync.messages import gpu_payload, payload
 from wsync.messages.gpu_payload import GpuRing, GpuTensor
 
 def never(): pass
@@ -192,7 +193,7 @@ def test_sglang_opens_what_was_exported(tree: Path, owner: Peer) -> None:
             }
             owner("ring.acquire(4096, 64, 60, never)")
         owner("ring.close()")
-        assert owner("cuda_payload.collect()") == 0
+        assert owner("gpu_payload.collect()") == 0
     finally:
         engine.close()
 
@@ -341,14 +342,14 @@ def test_another_process_reads_a_bucket(owner: Peer, reader: Peer) -> None:
     reader("opened.close(); opened.close()")  # counts once
     owner("ring.acquire(0, 8192, 60, never)")
     assert owner("tensor = ring.export(0, 10); tensor.counter[1]") == 0  # and may be used again
-    owner("cuda_payload._count_down(*tensor.counter)")
+    owner("gpu_payload._count_down(*tensor.counter)")
 
 
 def test_tensors_of_one_storage_are_read_apart(owner: Peer, reader: Peer) -> None:
     """As vLLM takes them when it does not take them packed."""
     owner(f"ring = GpuRing(8192, '{UUID}'); write(ring, 64, bytes(range(200)))")
     data = owner(
-        "cuda_payload.vllm_handles([{ring._uuid: ring.export(64, 200, dtype=torch.int16, "
+        "gpu_payload.vllm_handles([{ring._uuid: ring.export(64, 200, dtype=torch.int16, "
         "shape=(2, 3), start=4)}, {ring._uuid: ring.export(64, 200)}])"
     )
     reader("first, second = gpu_payload.load_vllm_handles(data)", data=data)
@@ -383,11 +384,11 @@ def test_a_consumer_that_does_not_let_go_holds_nobody_up(owner: Peer, reader: Pe
     with raises("ZeroDivisionError"):
         owner("first.acquire(0, 64, 60, lambda: 1 / 0)")
     owner(f"first.close(); second = GpuRing(64, '{UUID}')")
-    assert owner("cuda_payload.collect(), first.address != second.address") == (64, True)
+    assert owner("gpu_payload.collect(), first.address != second.address") == (64, True)
     with raises("StateError: the ring is closed"):
         owner("first.export(0, 64)")
     reader("opened.close()")
-    assert owner("cuda_payload.collect()") == 0
+    assert owner("gpu_payload.collect()") == 0
     with raises("StateError: the memory is closed"):
         owner("first._memory.address")
 
@@ -404,7 +405,7 @@ def consumer_dies(owner: Peer, reader: Peer) -> None:
     with raises("DeadlineError"):
         owner("first.acquire(0, 64, 0.05, never)")
     assert owner(f"first.close(); second = GpuRing(64, '{UUID}'); second.held()") is False
-    assert owner("cuda_payload.collect()") == 64  # nobody can tell that it has
+    assert owner("gpu_payload.collect()") == 64  # nobody can tell that it has
 
 
 def test_memory_that_engines_hold_is_named_when_there_is_no_more() -> None:
@@ -447,11 +448,11 @@ def test_only_files_of_counters_are_counted_in(reader: Peer) -> None:
     file = Path("/dev/shm" + name)
     file.write_bytes(bytes(100))
     try:
-        reader("cuda_payload._count_down(name, 0)", name=name.encode())
+        reader("gpu_payload._count_down(name, 0)", name=name.encode())
         assert file.read_bytes() == bytes(100)
         # nobody has the memory open
         file.write_bytes(bytes(64 + 8 * gpu_payload.COUNTERS))
-        reader("cuda_payload._count_down(name, 0)", name=name.encode())
+        reader("gpu_payload._count_down(name, 0)", name=name.encode())
         assert not any(file.read_bytes())
     finally:
         file.unlink()
