@@ -533,7 +533,7 @@ def test_weights_are_in_trouble_until_somebody_says_their_version(start: Start) 
 def test_a_worker_that_goes_after_the_commit_is_missed(start: Start) -> None:
     """Its engine may have been started again, and take on the version all the same."""
     trainer, receiver, _ = first_update(start, ModuleLoader(Tiny()), tiny_weights(1))
-    trainer.exporter.acquire(-1, None, 0.0)
+    trainer.exporter.look()
     receiver.close()
     with pytest.raises(PeerClosedError):
-        trainer.exporter.acquire(-1, None, 0.0)
+        trainer.exporter.look()

@@ -369,18 +369,10 @@ wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_r
                                       wsync_stream_t *stream, int timeout_ms,
                                       wsync_error_t *err)
 {
-    /* between updates there is no round to wait for, but a peer to look at */
-    const bool idle = wait_round == -1 && (exporter->state == EXPORTER_ATTACHED ||
-                                           exporter->state == EXPORTER_PARKED);
-    wsync_status_t status =
-        idle ? WSYNC_OK : require(exporter, "acquire", EXPORTER_UPDATING, err);
+    wsync_status_t status = require(exporter, "acquire", EXPORTER_UPDATING, err);
 
     if (status != WSYNC_OK) {
         return status;
-    }
-    if (idle) {
-        status = await_done(exporter, wait_round, stream, timeout_ms, err);
-        return wsync_link_settle(&exporter->link, status, err);
     }
     if (wait_round < -1 || wait_round >= (int64_t)exporter->next_post) {
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",

@@ -75,7 +75,7 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
                                     wsync_error_t *err);
 /* Has `stream` wait until the worker has finished `wait_round` (-1: nothing to wait for);
  * returns when the worker has said when that will be.  Without a stream (NULL) the calling
- * thread waits.  With -1 also between updates, to see whether the worker is still there. */
+ * thread waits. */
 wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_round,
                                       wsync_stream_t *stream, int timeout_ms,
                                       wsync_error_t *err);
