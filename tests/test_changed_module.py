@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import enum
 import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.workers import ThreadEngine
@@ -274,6 +277,74 @@ def test_a_flag_that_load_weights_goes_by_is_noticed(which: str) -> None:
             sync.update(draw(3))
         sync.update(draw(4))
     assert loader.reason == ""
+    found = module.a.clone(), module.b.clone()
+    module.load_weights(list(draw(4).items()))
+    assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)
+
+
+class Place(enum.Enum):
+    LOW = 0
+    HIGH = 1
+
+
+class Ordered(Loading):
+    """Places rows by an attribute that is no single word or number."""
+
+    def __init__(self, order: Any, find: Callable[[Any], list[int]]) -> None:
+        super().__init__()
+        self.order = order
+        self.seen: set[str] = set()  # read, and changed by every load: no flag
+        self._find = find
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            self.seen.add(f"{name} {len(self.seen)}")
+            getattr(self, name).data.copy_(tensor[self._find(self)])
+
+
+def rows(first: int) -> list[int]:
+    return [first, *(row for row in range(32) if row != first)]
+
+
+@pytest.mark.parametrize(
+    ("order", "other", "find"),
+    [
+        (rows(0), rows(3), lambda m: m.order),
+        (tuple(rows(0)), tuple(rows(3)), lambda m: list(m.order)),
+        ({"rows": [rows(0)]}, {"rows": [rows(3)]}, lambda m: m.order["rows"][0]),
+        ({0, 1}, {3, 1}, lambda m: rows(min(m.order))),
+        (np.array(rows(0)), np.array(rows(3)), lambda m: m.order.tolist()),
+        (np.int64(0), np.int64(3), lambda m: rows(int(m.order))),
+        (Place.LOW, Place.HIGH, lambda m: rows(m.order.value)),
+        (torch.int8, torch.int32, lambda m: rows(m.order.itemsize)),
+        (torch.device("cpu"), torch.device("meta"), lambda m: rows(len(m.order.type))),
+        (torch.Size([1]), torch.Size([3]), lambda m: rows(m.order[0])),
+        (slice(0), slice(3), lambda m: rows(m.order.stop)),
+        (range(1), range(3), lambda m: rows(len(m.order))),
+        (None, None, lambda m: rows(getattr(m, "first", 0))),
+    ],
+)
+def test_an_attribute_of_many_values_that_load_weights_goes_by_is_noticed(
+    order: Any, other: Any, find: Any
+) -> None:
+    module = Ordered(copy.deepcopy(order), find)
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        sync.update(draw(2))
+        assert loader.reason == ""
+        if other is None:
+            module.first = 3
+        elif isinstance(order, list | np.ndarray):
+            module.order[:] = other
+        elif isinstance(order, dict | set):
+            module.order.clear()
+            module.order.update(other)
+        else:
+            module.order = other
+        with pytest.raises(WsyncError, match=r"(order|first), which load_weights goes by, "):
+            sync.update(draw(3))
+        sync.update(draw(4))
     found = module.a.clone(), module.b.clone()
     module.load_weights(list(draw(4).items()))
     assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)

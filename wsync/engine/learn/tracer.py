@@ -9,6 +9,8 @@ the model's tensors are not there to be looked at; which of the module's were lo
 from __future__ import annotations
 
 import bisect
+import enum
+import reprlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -575,50 +577,108 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-_PLAIN: Final = (bool, int, float, str, bytes, type(None))
+_PLAIN: Final = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(range, slice, enum.Enum, torch.dtype, torch.device),
+)
+# what every module has, and Held knows of
+_OWN: Final = vars(torch.nn.Module()).keys() - {"training"}
+_DEPTH: Final = 8  # of containers in containers
+
+
+class _Absent(enum.Enum):
+    """What an attribute is that is not there, and a value that is not compared."""
+
+    ABSENT = "absent"
+    OTHER = "other"
+
+    def __repr__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A plain attribute (a number, a word, None) of a module, and the value that was read."""
+    """An attribute of a module that is plain (a number, a word, None, an array of numpy, or a
+    container of such), the value that was read, and how it reads."""
 
     part: weakref.ref[torch.nn.Module]
     name: str
     value: Any
+    text: str
 
     def differs(self) -> str:
         """How it is another now, or ""."""
         part = self.part()
         if part is None:
             return ""  # other modules are noticed as such
-        now = getattr(part, self.name, None)
-        if type(now) is type(self.value) and (now is self.value or now == self.value):
+        now = getattr(part, self.name, _Absent.ABSENT)
+        value = _frozen(now)
+        if value == self.value:
             return ""
-        return f"{self.name}, which load_weights goes by, was {self.value!r} and is {now!r}"
+        text = type(now).__name__ if value is _Absent.OTHER else reprlib.repr(now)
+        return f"{self.name}, which load_weights goes by, was {self.text} and is {text}"
+
+
+def _frozen(value: Any, depth: int = 0) -> Any:
+    """What equals another one's if the values are the same, and does not change with them;
+    OTHER for what cannot be told.  Of such things in a container, the types are compared."""
+    kind = type(value)
+    if isinstance(value, _PLAIN):
+        return kind, value
+    if depth == _DEPTH:
+        return _Absent.OTHER
+    if isinstance(value, list | tuple):
+        return kind, tuple(_inner(each, depth) for each in tuple(value))
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(_inner(each, depth) for each in tuple(value))
+    if isinstance(value, dict):
+        pairs = list(value.items())
+        return kind, tuple((_inner(k, depth), _inner(v, depth)) for k, v in pairs)
+    dtype = getattr(value, "dtype", None) if kind.__module__ == "numpy" else None
+    if dtype is not None and not dtype.hasobject:
+        return kind, str(dtype), value.shape, value.tobytes()
+    return _Absent.OTHER
+
+
+def _inner(value: Any, depth: int) -> Any:
+    found = _frozen(value, depth + 1)
+    return type(value) if found is _Absent.OTHER else found
 
 
 @contextmanager
 def flags_read(module: torch.nn.Module) -> Iterator[list[Flag]]:
     """The plain attributes of the module and its parts that this thread reads in the block, with
-    the values that they had first.  Those of other objects (a configuration) are not seen."""
+    the values that they had first, and those that it looks for in vain.  Those of other objects
+    (a configuration) are not seen."""
     mine = threading.get_ident()
     parts = {id(part): part for part in module.modules()}
     seen: set[tuple[int, str]] = set()
     found: list[Flag] = []
     find = torch.nn.Module.__getattribute__
 
-    def read(part: torch.nn.Module, name: str) -> Any:
-        value = find(part, name)
+    def note(part: torch.nn.Module, name: str, value: Any) -> None:
         key = (id(part), name)
         if (
-            isinstance(value, _PLAIN)
-            and threading.get_ident() == mine
-            and key[0] in parts
-            and key not in seen
-            and not name.startswith("__")
+            threading.get_ident() != mine
+            or key[0] not in parts
+            or key in seen
+            or name in _OWN
+            or name.startswith("__")
         ):
-            seen.add(key)
-            found.append(Flag(weakref.ref(part), name, value))
+            return
+        seen.add(key)
+        frozen = _frozen(value)
+        if frozen is not _Absent.OTHER:
+            found.append(Flag(weakref.ref(part), name, frozen, reprlib.repr(value)))
+
+    def read(part: torch.nn.Module, name: str) -> Any:
+        try:
+            value = find(part, name)
+        except AttributeError:
+            # a tensor or a part of its own, or what somebody else makes up, is found next
+            note(part, name, _Absent.ABSENT)
+            raise
+        note(part, name, value)
         return value
 
     with _flags:
