@@ -51,6 +51,12 @@ def test_a_rank_that_does_not_come_is_named_and_may_come_later(ranks: Ranks) -> 
     assert first == "DeadlineError: trainer ranks [1] did not come within 1 s"
 
 
+def test_a_rank_that_is_late_to_connect_says_why_the_others_have_left(ranks: Ranks) -> None:
+    first, second = ranks.run(agreement_cases.late_to_connect)
+    assert first == "InvalidArgumentError: trainer rank 0: engines=5: a list is wanted, [5]"
+    assert second == first
+
+
 def test_a_failure_after_the_others_have_returned_does_not_part_the_ranks(ranks: Ranks) -> None:
     first, second = ranks.run(agreement_cases.fail_at_the_very_end)
     assert (first["error"], second["error"]) == ("", "KeyboardInterrupt")

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -84,6 +85,22 @@ def absent() -> str:
     dist.barrier()
     TrainerGroup(timeout=120).close()
     return error
+
+
+def late_to_connect() -> str:
+    """The error of this rank, where rank 0 has failed before rank 1 is through with connecting."""
+    make = dist.ProcessGroupGloo
+
+    def late(*arguments: Any) -> Any:
+        group = make(*arguments)
+        mine = torch.zeros(1)
+        group.allgather([[torch.zeros(1), torch.zeros(1)]], [mine]).wait()  # until rank 0 has left
+        return group
+
+    engines: Any = 5
+    with mock.patch.object(dist, "ProcessGroupGloo", late if dist.get_rank() == 1 else make):
+        layout = from_tensors({"a": torch.ones(4)})
+        return error_of(lambda: wsync.connect(layout, engines, options=LONG))
 
 
 def fail_at_the_very_end() -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from wsync import _core
-from wsync.exchange.collectives import Collectives
+from wsync.exchange.collectives import Collectives, first_line
 from wsync.machine.deadline import Check
 from wsync.machine.lanes import Lane
 
@@ -55,6 +55,7 @@ class TrainerGroup:
 
     Raises:
         DeadlineError: not all ranks made one; the text says which did not.
+        PeerClosedError: one of them has gone since; or what it has published.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, timeout: float) -> None:
@@ -86,6 +87,7 @@ class TrainerGroup:
 
     def _join(self, members: list[int]) -> tuple[Any, Any]:
         """Meets the others, and connects to them; (gloo group, store of this group alone)."""
+        end = time.monotonic() + self.timeout
         # the default store's own timeout, which calls of the trainer need, is minutes long
         store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()
@@ -100,8 +102,14 @@ class TrainerGroup:
         try:
             return dist.ProcessGroupGloo(gloo, self.rank, self.size, timeout), store
         except RuntimeError as error:
+            _raise(_published(store))  # who has failed since has left, which is what gloo saw
+            if time.monotonic() < end:
+                raise _core.PeerClosedError(
+                    f"a trainer rank is gone: {first_line(error)}"
+                ) from error
             raise _core.DeadlineError(
-                f"{self.size} trainer ranks did not connect within {self.timeout:.0f} s: {error}"
+                f"{self.size} trainer ranks did not connect within {self.timeout:.0f} s: "
+                f"{first_line(error)}"
             ) from error
 
     def close(self) -> None:
@@ -258,9 +266,15 @@ class _Board:
 
     def _look(self) -> str:
         try:
-            return self._store.get("error").decode() if self._store.check(["error"]) else ""
+            return _published(self._store)
         except RuntimeError as error:
             raise _core.PeerClosedError(_STORE_GONE) from error
+
+
+def _published(store: Any) -> str:
+    """What stands on the board in a store."""
+    published: str = store.get("error").decode() if store.check(["error"]) else ""
+    return published
 
 
 def _meet(store: Any, rank: int, size: int, timeout: float) -> str:
