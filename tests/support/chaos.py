@@ -58,6 +58,10 @@ FAULTS = {  # and their weights
 }
 
 
+def say(text: str) -> None:
+    print(f"{time.monotonic():.1f} {text}", flush=True)
+
+
 class Targets:
     """The processes that may be struck: engines by number, trainer ranks while they are there."""
 
@@ -140,6 +144,7 @@ class Monkey(threading.Thread):
         pids[number] = 0
         self.kills.append(Kill(time.monotonic(), number if kind == "engine" else -1))
         self._signal(pid, signal.SIGKILL)
+        say(f"{kind} {number} was killed")
         if kind == "engine":
             self._after(absence, self._targets.start, number)
 
@@ -165,6 +170,7 @@ class Chaos:
         self._ranks = Ranks(TP * PP, path=sys.path, modules=["support.trainer_ranks"], grace=GRACE)
         self._connected = False
         self._version = 0
+        self._failed = False
         self.way = ""
         self.updates: list[Update] = []
         self.by_way: collections.Counter[str] = collections.Counter()
@@ -196,6 +202,9 @@ class Chaos:
         good = self._ask(trainer_ranks.update, self._version)
         self.updates.append(Update(self._version, began, time.monotonic(), good))
         self.by_way[self.way] += good
+        if good and self._failed:
+            say(f"{self.way} update {self._version} succeeded again")
+        self._failed = not good
         if not good and self._random.random() < 0.5:
             self._connected = False  # else the same connection recovers
         return good
@@ -225,9 +234,7 @@ class Chaos:
         return texts == {""}
 
     def _log(self, function: Any, began: float, text: str) -> None:
-        print(
-            f"{self.way} {function.__name__} {time.monotonic() - began:.1f} s: {text}", flush=True
-        )
+        say(f"{self.way} {function.__name__} {time.monotonic() - began:.1f} s: {text}")
 
     def close(self) -> None:
         if self._targets.ranks:
@@ -294,7 +301,7 @@ def chaos(seconds: float, seed: int, ways: list[str]) -> dict[str, Any]:
         while time.monotonic() < begin + seconds:
             trainer.one()
             for look in watcher.findings():
-                print(f"chaos: WRONG {trainer.way} {look}", flush=True)
+                say(f"WRONG {trainer.way} {look}")
         monkey.stop()
         await_health(targets.urls)
         _until_success(trainer)

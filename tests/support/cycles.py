@@ -234,6 +234,7 @@ def _running(way: str) -> Iterator[Cycles]:
         stack.enter_context(variable("MALLOC_ARENA_MAX", "1"))
         tempfile.tempdir = None  # read anew
         stack.callback(setattr, tempfile, "tempdir", None)
+        stack.callback(_await_empty, place)  # torch_shm_manager ends a moment after the others
         server = stack.enter_context(serve_in_process(known_weights.config(), dtype="float32"))
         fill_pools(server.url)
         ours, theirs = Pipe()
@@ -255,6 +256,12 @@ def _running(way: str) -> Iterator[Cycles]:
 
         assert trainer.pid is not None
         yield Cycles(way, {"trainer": trainer.pid, "engine": server.pid}, ask)
+
+
+def _await_empty(folder: str) -> None:
+    end = time.monotonic() + SETTLE_SECONDS
+    while os.listdir(folder) and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def _verify(url: str, version: int) -> None:
