@@ -231,7 +231,7 @@ class WorkersEngine:
         asked = [(data, load_format, version, _update.get()) for data in payloads]
         self._write("update", asked, end)
         if version is not None or load_format != control.LOAD_FORMAT:
-            self._learn_version(left(end))
+            self._state(left(end))
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         told = {**arguments, "update": _update.get()}
@@ -244,12 +244,12 @@ class WorkersEngine:
         if method == "update_weights_from_distributed":
             told |= {"end": end, "version": version}
             self._write(method, [told] * self.workers, end)
-            self._learn_version(left(end))
+            self._state(left(end))
         else:
             self._call(method, [told] * self.workers, timeout)
 
     def model_info(self, timeout: float) -> dict[str, Any]:
-        reason, _ = self._state(timeout)
+        reason = self._state(timeout)
         return {
             "weight_version": self.weight_version,
             "tp_size": self.workers,
@@ -258,15 +258,17 @@ class WorkersEngine:
             "instance": self._instance,
         }
 
-    def _state(self, timeout: float) -> tuple[str, str]:
-        """Why the workers must not run, or "", and the version of their weights."""
+    def _state(self, timeout: float) -> str:
+        """Why the workers must not run, or ""; learns the version of their weights."""
         states = self._call("state", None, timeout)
         reasons = [reason for reason, *_ in states if reason]
         newest = max(weights for _, weights, _ in states)
         late = [str(rank) for rank, (_, weights, _) in enumerate(states) if weights < newest]
         if late and not reasons:  # one that has failed before it touched anything has none
             reasons = [f"the weights are inconsistent: worker {', '.join(late)} has older ones"]
-        return "; ".join(reasons), states[0][2]
+        if not reasons:  # they may have done what the caller of a request did not wait for
+            self.weight_version = states[0][2]
+        return "; ".join(reasons)
 
     def _load_from_disk(self, path: str, weight_version: int | str | None, timeout: float) -> None:
         """What workers that answer "disk" are asked by update_weights_from_disk."""
@@ -274,18 +276,13 @@ class WorkersEngine:
         end = time.monotonic() + timeout
         asked = (path, timeout, version, _update.get())
         self._write("disk", [asked] * self.workers, end)
-        self._learn_version(left(end))
+        self._state(left(end))
 
     def _write(self, what: str, arguments: Sequence[Any], end: float) -> None:
         """Asks for what writes to the weights once all workers are there: of one that comes late
         the others would know too late."""
         self._call("ping", None, left(end))
         self._call(what, arguments, left(end))
-
-    def _learn_version(self, timeout: float) -> None:
-        reason, version = self._state(timeout)
-        if not reason:
-            self.weight_version = version
 
     # --- the workers ------------------------------------------------------------------------
 
