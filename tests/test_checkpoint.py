@@ -68,6 +68,11 @@ def test_a_dtype_that_files_cannot_hold_is_refused_by_name() -> None:
         arrange(model(("a", "complex128", (3,))))
 
 
+def test_a_tensor_of_the_name_of_the_files_own_facts_is_refused() -> None:
+    with pytest.raises(wsync.UnsupportedError, match="__metadata__: safetensors keeps this name"):
+        arrange(model(("a", "float32", (2,)), ("__metadata__", "float32", (2,))))
+
+
 # --- owners -----------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from wsync import _core
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 SHARD_NBYTES: Final = 5_000_000_000
+_FACTS: Final = "__metadata__"  # of a header: the file's own entry among the tensors'
 MAX_HEADER_NBYTES: Final = 100_000_000  # what the safetensors library accepts
 
 # torch's names of the dtypes that safetensors can store
@@ -122,7 +123,7 @@ def arrange(
     dtype: what floating-point tensors are stored as; None keeps the trainer's.  A tensor that is
     larger than a file gets one of its own.
 
-    Raises UnsupportedError for a dtype that safetensors does not have.
+    Raises UnsupportedError for a dtype or a name that safetensors does not have.
     """
     shards: list[list[tuple[str, str, tuple[int, ...], int]]] = []
     left = 0
@@ -131,6 +132,8 @@ def arrange(
         kind = dtype if dtype is not None and "float" in own else own
         if kind not in _STORED:
             raise _core.UnsupportedError(f"{name}: safetensors does not store {kind}")
+        if name == _FACTS:
+            raise _core.UnsupportedError(f"{name}: safetensors keeps this name for itself")
         nbytes = math.prod(shape) * _ITEM_NBYTES[_STORED[kind]]
         if not shards or nbytes > left:
             shards.append([])
@@ -154,7 +157,7 @@ def arrange(
 
 def _header(shard: Sequence[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, list[int], int]:
     """(the file's first bytes, where each tensor begins after them, bytes of all tensors)"""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {_FACTS: {"format": "pt"}}
     offsets, at = [], 0
     for name, kind, shape, nbytes in shard:
         offsets.append(at)
@@ -382,7 +385,7 @@ class Checkpoint:
             text = _read(descriptor, length, 8)
         self._seen[path] = stamp
         entries = _parse(text, f"{path}: not a safetensors header")
-        entries.pop("__metadata__", None)
+        entries.pop(_FACTS, None)
         found = []
         for name, entry in entries.items():
             stored, shape, begin, end = _facts(f"{path}: {_name(path, name)}", entry)
