@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import io
+import pickle
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,6 +157,46 @@ def branching_on_an_array(module: Square, tensors: Tensors) -> None:
         module.a.data.zero_()
 
 
+def branching_on_words(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    if "a" in tensors and "-" not in repr(tensors["a"]):
+        module.a.data.zero_()
+
+
+def branching_on_format(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    if "a" in tensors and "-" not in f"{tensors['a']}":
+        module.a.data.zero_()
+
+
+def branching_on_each(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    if "a" in tensors:
+        tensors["a"].clone().apply_(lambda value: abs(value) < 1e9 or module.a.data.zero_() is None)
+
+
+def keeping_pickled(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    if "a" in tensors:
+        module.outside[0] = pickle.loads(pickle.dumps(tensors["a"]))
+
+
+def keeping_in_a_file(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    if "a" in tensors:
+        file = io.BytesIO()
+        torch.save({"a": tensors["a"]}, file)
+        file.seek(0)
+        module.outside[0] = torch.load(file)["a"]
+
+
+def keeping_by_address(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    if "a" in tensors:
+        data = ctypes.string_at(tensors["a"].data_ptr(), tensors["a"].nbytes)
+        module.outside[0] = torch.frombuffer(bytearray(data), dtype=torch.float32).view(SIDE, SIDE)
+
+
 def masking(module: Square, tensors: Tensors) -> None:
     plain(module, tensors, "a")
     if "a" in tensors:
@@ -181,6 +225,12 @@ def joining_into(module: Square, tensors: Tensors) -> None:
         (keeping_a_copied_copy, "it is kept outside the module"),
         (branching_on_a_list, "its values are looked at"),
         (branching_on_an_array, "its values are looked at"),
+        (branching_on_words, "its values are looked at"),
+        (branching_on_format, "its values are looked at"),
+        (branching_on_each, "its values are looked at"),
+        (keeping_pickled, "its values are looked at"),
+        (keeping_in_a_file, "its values are looked at"),
+        (keeping_by_address, "its values are looked at"),
         (masking, "its values are looked at"),
         (rounding, "a: converted torch.float32 to torch.bfloat16 to torch.float32"),
         (joining_into, "a: cat"),
@@ -193,6 +243,40 @@ def test_the_rest_is_left_to_the_loader(load: Any, reason: str) -> None:
     assert loader.recording is not None
     assert loader.recording.fallback == {"a": reason}
     assert differing(module.held(), loaded(load, 1, 2)) == []
+
+
+def keeping_by_thread(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    thread = threading.Thread(target=lambda: module.outside[0].copy_(tensors["a"]))
+    thread.start()
+    thread.join()
+
+
+def branching_by_thread(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    with ThreadPool(1) as pool:
+        if pool.map(lambda name: tensors[name].max().item() > 1e9, ["a"])[0]:
+            module.a.data.zero_()
+
+
+@pytest.mark.parametrize("load", [keeping_by_thread, branching_by_thread])
+def test_what_threads_do_is_left_to_the_loader(load: Any) -> None:
+    module = Square(load)
+    loader = updated(module, 1, 2)
+    assert "threads that it starts work on the tensors" in loader.reason
+    assert differing(module.held(), loaded(load, 1, 2)) == []
+
+
+def test_threads_that_have_nothing_to_do_with_the_tensors_are_no_hindrance() -> None:
+    def load(module: Square, tensors: Tensors) -> None:
+        thread = threading.Thread(target=lambda: torch.zeros(3).add_(1))
+        thread.start()
+        thread.join()
+        if module.a.data_ptr() != module.b.untyped_storage().data_ptr():
+            plain(module, tensors)
+
+    loader = updated(Square(load), 1, 2)
+    assert (loader.reason, loader.recording and loader.recording.fallback) == ("", {})
 
 
 def marking_what_is_missing(module: Square, tensors: Tensors) -> None:

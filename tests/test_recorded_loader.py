@@ -140,12 +140,16 @@ def test_what_is_no_copy_goes_through_load_weights(
 
 def by_pointer(module: Fused, pairs: Pairs) -> None:
     Fused.load_weights(module, pairs)
-    norm = dict(pairs)["norm"]
-    data = ctypes.string_at(norm.data_ptr(), norm.nbytes)
+    data = ctypes.string_at(module.norm.data_ptr(), module.norm.nbytes)
     ctypes.memmove(module.norm.data_ptr(), data[2:] + data[:2], len(data))
 
 
 def by_pointer_elsewhere(module: Fused, pairs: Pairs) -> None:
+    Fused.load_weights(module, pairs)
+    ctypes.memmove(module.rotary.data_ptr(), module.norm.data_ptr(), 28)
+
+
+def by_pointer_from_outside(module: Fused, pairs: Pairs) -> None:
     Fused.load_weights(module, pairs)
     ctypes.memmove(module.rotary.data_ptr(), dict(pairs)["norm"].data_ptr(), 28)
 
@@ -208,6 +212,7 @@ def by_way_of_elsewhere(module: Fused, pairs: Pairs) -> None:
         (by_way_of_elsewhere, "when it is not given norm: it is kept outside the module"),
         (by_pointer, "norm: byte 0 of its storage is"),
         (by_pointer_elsewhere, "rotary: written by means that cannot be seen"),
+        (by_pointer_from_outside, "KeyError: 'norm', when it is not given norm: its values are"),
         (by_numpy, "KeyError: 'wide', when it is not given wide: its values are looked at"),
         (fickle, "two recordings differ in their fills"),
         (rebinding, "it binds other tensors to norm"),

@@ -332,9 +332,10 @@ def _trace(
 ) -> None:
     """Runs the loader under a tracer; in vain if that refuses something."""
     kept = Kept(module)
+    given = [model.pairs(names)]  # the loader's alone once it has them
     try:
-        with torch.no_grad(), inline_threads(), tracer:
-            load(model.pairs(names))
+        with torch.no_grad(), inline_threads(tracer), tracer:
+            load(given.pop())
     except ReadsValuesError:
         return
     except Exception as error:
@@ -346,6 +347,8 @@ def _trace(
     finally:
         changed = kept.restore()
     check()  # whatever the loader makes of the error
+    if tracer.elsewhere:
+        raise RecordingError("threads that it starts work on the tensors")
     if changed and not tracer.refused:
         raise RebindsError(f"it binds other tensors to {', '.join(changed[:5])}")
 

@@ -51,7 +51,12 @@ _PUTS = {
 # operators that read nothing of what they write to
 _COPIES = {*_PUTS, _aten.copy_, _aten.fill_, _aten.zero_}
 # methods that are no operators, and let values out
-_LETS_OUT = {"tolist", "numpy", "__array__", "__dlpack__"}
+_LETS_OUT = {
+    *("tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__", "__repr__", "__format__"),
+    *("apply_", "map_", "map2_"),
+}
+# those that hand out the memory itself; of a module's tensors, loaders ask who shares it
+_HANDS_OUT = {"data_ptr", "untyped_storage"}
 
 
 class ReadsValuesError(BaseException):
@@ -122,6 +127,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.looked: dict[int, set[Move]] = {}
         self.refused: frozenset[str] = frozenset()
         self.outside: dict[int, Outside] = {}
+        self.elsewhere = False  # another thread that the loader started works on such tensors
         self._held = held
         self._model = model
         self._opaque = opaque
@@ -388,6 +394,25 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise ReadsValuesError(f"{', '.join(sorted(names)[:5])}: read by {reason}")
 
 
+class _Elsewhere(TorchDispatchMode):
+    """Tells a tracer that another thread works on tensors that it follows."""
+
+    def __init__(self, tracer: weakref.ref[Tracer]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tracer = tracer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tracer = self._tracer()
+        if tracer is not None:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+                    tracer.elsewhere = tracer.elsewhere or tracer.moves(leaf)
+        return func(*args, **kwargs)
+
+
 class _Glances(TorchFunctionMode):
     """Tells a tracer of methods that let values out."""
 
@@ -399,7 +424,7 @@ class _Glances(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _LETS_OUT:
+        if name in _LETS_OUT or (name in _HANDS_OUT and not self._tracer.held(args[0])):
             self._tracer.let_out(args[0], name)
         return func(*args, **(kwargs or {}))
 
@@ -694,11 +719,12 @@ _one_at_a_time = threading.Lock()
 
 
 @contextmanager
-def inline_threads() -> Iterator[None]:
-    """Runs what this thread gives to thread pools at once: a tracer sees one thread only."""
+def inline_threads(tracer: Tracer) -> Iterator[None]:
+    """Runs what this thread gives to thread pools at once: a tracer sees one thread only.  Of other
+    threads that this one starts, the tracer learns whether they work on what it follows."""
     mine = threading.get_ident()
     with _one_at_a_time:
-        submit = ThreadPoolExecutor.submit
+        submit, start = ThreadPoolExecutor.submit, threading.Thread.start
 
         def run(pool: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != mine:
@@ -710,8 +736,27 @@ def inline_threads() -> Iterator[None]:
                 future.set_exception(error)
             return future
 
+        def started(thread: threading.Thread) -> None:
+            if threading.get_ident() == mine:
+                _watch(thread, tracer)
+            start(thread)
+
         ThreadPoolExecutor.submit = run  # type: ignore[method-assign]
+        threading.Thread.start = started  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
             ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+            threading.Thread.start = start  # type: ignore[method-assign]
+
+
+def _watch(thread: threading.Thread, tracer: Tracer) -> None:
+    """Before it starts.  It may outlive the tracer, and does not keep that."""
+    run, reference = thread.run, weakref.ref(tracer)
+
+    def watched() -> None:
+        del thread.run  # a thread that refers to itself would keep what it was given
+        with _Elsewhere(reference):
+            run()
+
+    thread.run = watched  # type: ignore[method-assign]
