@@ -20,6 +20,8 @@ import torch.distributed as dist
 import wsync
 from wsync import _core
 from wsync.demo.engines.process import ProcessEngine
+from wsync.demo.engines.transformers import Engine
+from wsync.engine.buckets import Repeated
 from wsync.engine.groups import UpdateGroups
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.receiver import Receiver
@@ -161,6 +163,38 @@ def test_buckets_of_two_trainers_are_never_one_update() -> None:
     with pytest.raises(wsync.StateError, match="the request was repeated"):
         load("b", "0b")
     assert receiver.consistent
+
+
+@pytest.mark.parametrize("why", ["turn", "dtype"])
+def test_a_worker_that_does_not_take_a_bucket_leaves_its_group(why: str) -> None:
+    """The bucket was sent all the same, and would pass for the next one."""
+    module = torch.nn.Module()
+    module.register_buffer("a", torch.zeros(3))
+    module.config = SimpleNamespace(name_or_path="")
+    engine = Engine(module)
+    announced: dict[str, Any] = {**BUCKET, "group_name": "g", "timeout": PATIENCE}
+    unknown = {"dtypes": ["float33"]} if why == "dtype" else {}
+    with joined(engine._groups) as trainer, ThreadPoolExecutor() as pool:
+        engine.pause("abort", PATIENCE, "0b" if why == "turn" else "")
+        pool.submit(trainer.broadcast, [torch.full((3,), 1.0)])
+        success, _ = engine.update_weights_from_distributed(**announced | unknown)
+        assert not success
+        if why == "turn":
+            engine.resume(PATIENCE, "0b")
+            engine.pause("abort", PATIENCE)
+        pool.submit(trainer.broadcast, [torch.full((3,), 2.0)])
+        success, text = engine.update_weights_from_distributed(**announced, weight_version="2")
+        assert not success, module.a
+        assert "in none of that name" in text
+    assert engine.weight_version == "default"
+    assert module.a.tolist() == [0.0] * 3
+
+
+def test_a_worker_stays_in_the_group_of_a_bucket_that_is_announced_twice() -> None:
+    groups = UpdateGroups()
+    with joined(groups), pytest.raises(Repeated), groups.announced("g"):
+        raise Repeated("a has come before")
+    groups.destroy("g")
 
 
 def test_ranks_that_cross_look_around_in_the_thread_that_waits() -> None:

@@ -21,6 +21,10 @@ class Refused(StateError):
     """A bucket that is none of the update's, which goes on without it; nothing was written."""
 
 
+class Repeated(Refused):
+    """A bucket that the update has brought before, in a request that has been answered."""
+
+
 class Buckets:
     """What one worker has been brought of an update in buckets.
 
@@ -120,8 +124,10 @@ class Buckets:
             return True
         if self._why:
             raise Refused(self._why)
+        kind: type[Refused] = Refused
         again = next((name for name in names if name in self._came), None)
         if again is not None:
+            kind = Repeated
             what = f"{again} has come before"
         elif self._origin not in (None, origin):
             what = "a bucket comes by another group"
@@ -132,4 +138,4 @@ class Buckets:
         if not self._named:
             self.forget(f"{what}: two trainers may be at work")
             raise Refused(self._why)
-        raise Refused(f"{what} in this update: the request was repeated")
+        raise kind(f"{what} in this update: the request was repeated")

@@ -4,16 +4,18 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, StateError
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.dtypes import dtype_of
+from wsync.engine.buckets import Repeated
 from wsync.exchange.groups import UpdateGroup, connection_of, device_of
 from wsync.machine.lanes import Lane, result
 
@@ -38,7 +40,7 @@ class UpdateGroups:
 
     They are one trainer's: when the worker has joined one, it leaves all of other connections, and
     those that buckets have come from, be their trainer gone, stopped or about to send.  A group is
-    also left when one of its broadcasts fails.
+    also left when one of its broadcasts fails, or is not taken.
 
     rank: the worker's, in its engine.
     """
@@ -100,6 +102,30 @@ class UpdateGroups:
         for name, member in list(self._members.items()):
             if member.used or connection_of(name) != connection_of(group_name):
                 self._leave(name, member)
+
+    @contextmanager
+    def announced(self, group_name: str) -> Iterator[Callable[..., Named]]:
+        """Around what is done for one bucket that a trainer has announced; gives `receive`.
+
+        The trainer sends it whatever becomes of the announcement.  A worker that does not take it
+        leaves the group: it would take it for the bucket that is announced next.
+        """
+        member, taken = self._members.get(group_name), False
+
+        def receive(**what: Any) -> Named:
+            nonlocal taken
+            tensors = self.receive(**what)
+            taken = True
+            return tensors
+
+        try:
+            yield receive
+        except Repeated:  # it was sent and taken once
+            raise
+        except BaseException:
+            if member is not None and not taken:
+                self._leave(group_name, member)
+            raise
 
     def receive(
         self,

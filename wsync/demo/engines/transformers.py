@@ -314,11 +314,14 @@ class Engine:
     ) -> tuple[bool, str]:
         """Takes what a trainer broadcasts; (success, text)."""
         try:
-            with self._turn(update, weight_version, flush_cache, timeout):
-                origin = connection_of(what["group_name"])
+            group = what["group_name"]
+            with (
+                self._groups.announced(group) as receive,
+                self._turn(update, weight_version, flush_cache, timeout),
+            ):
                 # before the broadcast, which would be another request's
-                self.receiver.buckets.admit(what["names"], self._wanted(), origin)
-                self._copy(self._groups.receive(**what), origin)
+                self.receiver.buckets.admit(what["names"], self._wanted(), connection_of(group))
+                self._copy(receive(**what), connection_of(group))
         except Exception as error:
             return False, f"Failed to update parameter online: {error}."
         return True, "Succeeded to update parameter online."

@@ -93,12 +93,12 @@ class ModelWorker:
     def _broadcast(
         self, *, update: str, version: str | None, end: float, names: Sequence[str], **what: Any
     ) -> None:
-        with self.turns.request(update, version):
-            origin = connection_of(what["group_name"])
+        group = what["group_name"]
+        with self._groups.announced(group) as receive, self.turns.request(update, version):
             # before the broadcast, which would be another request's
-            self.receiver.buckets.admit(names, self._tensors(), origin)
-            weights = self._groups.receive(timeout=left(end), names=names, **what)
-            self._take(weights, origin)
+            self.receiver.buckets.admit(names, self._tensors(), connection_of(group))
+            weights = receive(timeout=left(end), names=names, **what)
+            self._take(weights, connection_of(group))
 
     def _tensors(self) -> dict[str, str]:
         return {name: name for name in self.names()}
