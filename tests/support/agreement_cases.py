@@ -100,7 +100,7 @@ def late_to_connect() -> str:
     engines: Any = 5
     with mock.patch.object(dist, "ProcessGroupGloo", late if dist.get_rank() == 1 else make):
         layout = from_tensors({"a": torch.ones(4)})
-        return error_of(lambda: wsync.connect(layout, engines, options=LONG))
+        return error_of(lambda: wsync.connect(layout, engines, options=OPTIONS))
 
 
 def fail_at_the_very_end() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -39,6 +40,7 @@ class Buckets:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
+        self._lock = threading.RLock()  # a pause may come while a bucket is let in
         self.saying: str | None = None
         self._begun = 0  # updates
         self._served: int | None = None  # which of them the request under way is of
@@ -47,20 +49,22 @@ class Buckets:
     def begin(self, named: bool = False) -> None:
         """An update may come.  named: its buckets say that they are its own, so that one that
         comes twice has been repeated on its way, and is no sign of another trainer."""
-        self.forget()
-        self._begun += 1
-        self._named = named
-        self._why = ""
+        with self._lock:
+            self.forget()
+            self._begun += 1
+            self._named = named
+            self._why = ""
 
     def forget(self, why: str = _UNPAUSED) -> None:
         """None may come any more: another way of updating is used, a bucket has failed, or
         whatever `why` says."""
-        self._why = why  # first: a bucket may be on its way in
-        self._named = False
-        self._origin: str | None = None
-        self._came: set[str] = set()
-        self._missing: set[str] | None = None  # before the first bucket
-        self.version: str | None = None
+        with self._lock:
+            self._why = why
+            self._named = False
+            self._origin: str | None = None
+            self._came: set[str] = set()
+            self._missing: set[str] | None = None  # before the first bucket
+            self.version: str | None = None
 
     def part(self) -> None:
         """Ends an update of which buckets have come."""
@@ -95,13 +99,14 @@ class Buckets:
         known.  StateError, before anything is written, for a bucket that is not the update's, and
         while an update of another kind runs.
         """
-        whole = self.admit(names, tensors, origin)
-        if self._missing is None or whole:
-            self._came, self._missing = set(), set(tensors.values())
-            self.version = None
-        self._origin = origin
-        self.version = self.saying if self.version is None else self.version
-        came, missing = self._came, self._missing
+        with self._lock:
+            whole = self.admit(names, tensors, origin)
+            if self._missing is None or whole:
+                self._came, self._missing = set(), set(tensors.values())
+                self.version = None
+            self._origin = origin
+            self.version = self.saying if self.version is None else self.version
+            came, missing = self._came, self._missing
         with self._receiver.writing("a bucket is being loaded"):
             yield frozenset(came)
             came.update(names)

@@ -6,7 +6,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from wsync._core import InvalidArgumentError, StateError
@@ -77,9 +77,10 @@ class Turns:
     @contextmanager
     def request(self, update: str, version: str | None) -> Iterator[None]:
         """Around one request's weights; names them once they are all here."""
-        self.check(update)
         receiver = self._receiver
-        with receiver.buckets.request():
+        with ExitStack() as serving:
+            with self._taking(update):
+                serving.enter_context(receiver.buckets.request())
             receiver.buckets.saying = version
             yield
             if not receiver.trouble:
@@ -116,6 +117,12 @@ class Turns:
 
     def check(self, update: str) -> None:
         """Before anything is written: StateError if another update's turn it is."""
+        with self._taking(update):
+            pass
+
+    @contextmanager
+    def _taking(self, update: str) -> Iterator[None]:
+        """The same, and no other update begins within the block."""
         _check_id(update)
         with self._lock:
             if update and update != self._now:
@@ -125,6 +132,7 @@ class Turns:
                     f"the engine was paused for update {self._now}, and this request does not say "
                     "that it belongs to it; pause first"
                 )
+            yield
 
     def _check_whole(self) -> None:
         if self._receiver.trouble:

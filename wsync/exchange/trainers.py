@@ -13,6 +13,7 @@ import hashlib
 import json
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
