@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ from support.vllm_engine import VllmEngine
 import wsync
 from wsync import inspection
 from wsync.handles.vllm import VllmHandle
+from wsync.vllm import WorkerExtension
 
 OPTIONS = wsync.Options(deadline=30, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
 
@@ -156,6 +158,30 @@ class Calls:
     def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
         self.seen.append((method, *args))
         return [json.dumps(self.facts)]
+
+
+def test_weights_that_an_update_has_left_half_way_have_no_version() -> None:
+    worker: Any = WorkerExtension()
+    model = torch.nn.Linear(2, 2)
+    model.load_weights = lambda weights: None  # type: ignore[assignment]
+    worker.rank, worker.device = 0, "cpu"
+    worker.model_config = worker.vllm_config = None
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    worker.parallel_config = SimpleNamespace(data_parallel_size=1, world_size=1)
+    side = worker._wsync_state()
+    side.version = "6"
+    assert json.loads(worker.wsync_describe())["weight_version"] == "6"
+    side.receiver.lose("update 7 is running")
+    assert json.loads(worker.wsync_describe())["weight_version"] is None
+
+
+def test_workers_of_two_versions_are_of_none() -> None:
+    class Two(Calls):
+        def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+            facts = {**self.facts, "workers": 2}
+            return [json.dumps({**facts, "rank": n, "weight_version": str(n)}) for n in range(2)]
+
+    assert VllmHandle(Two()).model_info(5) == {"weight_version": None}
 
 
 class AsyncCalls(Calls):

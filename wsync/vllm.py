@@ -37,17 +37,19 @@ class WorkerExtension:
     rank: int
 
     def wsync_describe(self) -> str:
-        """Which worker this is of how many, and the version of its weights, as JSON."""
+        """Which worker this is of how many, and the version of its weights, as JSON; none where
+        they are not those of one update."""
         parallel = self.parallel_config
         many = parallel.data_parallel_size > 1
         alone = getattr(parallel, "data_parallel_external_lb", False)
-        state = self.__dict__.get("_wsync")
+        state: _Side | None = self.__dict__.get("_wsync")
+        version = None if state is None or state.receiver.trouble else state.version
         return json.dumps(
             {
                 "rank": self.rank,
                 "workers": parallel.world_size,
                 "engines": parallel.data_parallel_size if many and not alone else 1,
-                "weight_version": None if state is None else state.version,
+                "weight_version": version,
                 "instance": f"{os.getpid()}.{id(_model(self.model_runner))}",
             }
         )

@@ -180,7 +180,8 @@ class _Engine:
         return False, "vLLM engines are not updated through the disk"
 
     def model_info(self) -> dict[str, Any]:
-        return {"weight_version": self.describe()[0]["weight_version"]}
+        versions = {each["weight_version"] for each in self.describe()}
+        return {"weight_version": versions.pop() if len(versions) == 1 else None}
 
     def describe(self) -> list[dict[str, Any]]:
         """What every worker says of itself."""
