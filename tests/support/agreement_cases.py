@@ -93,8 +93,7 @@ def late_to_connect() -> str:
 
     def late(*arguments: Any) -> Any:
         group = make(*arguments)
-        mine = torch.zeros(1)
-        group.allgather([[torch.zeros(1), torch.zeros(1)]], [mine]).wait()  # until rank 0 has left
+        group.recv([torch.zeros(1)], 0, 77).wait()  # which ends when rank 0 has left
         return group
 
     engines: Any = 5
