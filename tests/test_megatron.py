@@ -117,6 +117,11 @@ def test_backups_of_local_experts_are_found(local):
         assert all(found)
 
 
+def test_parameters_that_are_gathered_by_the_next_forward_pass_are_refused(local):
+    for text in local.run(cases.gathered_late, "qwen3", TIED, {"tp": 2, "pp": 2}, {}):
+        assert "overlap_param_gather" in text and "disable_forward_pre_hook" in text
+
+
 def test_tied_head_is_left_to_the_embedding(local):
     facts = _matches(local, ("qwen3", TIED, {"tp": 2, "pp": 2}, {}))
     assert not any("output_layer.weight" in fact["names"] for fact in facts)

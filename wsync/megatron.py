@@ -35,6 +35,7 @@ __all__ = ["Ranks", "layout"]
 OUTPUT = "output_layer.weight"
 _LAYER = re.compile(r"((?:language_model\.)?decoder\.layers\.)(\d+)(?=\.|$)")
 _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)")
+_GATHERING = "DistributedDataParallel._make_forward_pre_hook."
 _ALONE = Cut()
 
 
@@ -84,7 +85,9 @@ def layout(
     configuration, or Megatron's (slime's) arguments together with `model_name`: the sizes are read
     (hidden_size, vocab_size, num_layers, num_attention_heads, num_query_groups, kv_channels, the
     ffn_hidden_sizes, num_experts) and untie_embeddings_and_output_weights.  `group`: the ranks
-    that take part in updates (default: all).  Not collective: nothing is communicated.
+    that take part in updates (default: all).  Not collective: nothing is communicated.  With
+    overlap_param_gather, an update of the model's own tensors needs disable_forward_pre_hook()
+    before it, or it raises StateError: until the next forward pass they may be old.
 
     Raises UnsupportedError for an unknown family, LayoutError for a parameter that no rule
     matches, that has another shape than the configuration says, or whose attributes contradict it.
@@ -102,10 +105,15 @@ def layout(
         _, dtype, shape, strides, _ = table[index]
         regions, maps, strides = reader.read(name, tensor, shape, strides)
         builder.add_parameter(name, index, dtype, strides, regions, maps)
+
+    def read() -> list[Tensor]:
+        _check_gathered(chunks)
+        return slots.read()
+
     return TrainerLayout(
         builder.build(),
         names,
-        slots.read,
+        read,
         table,
         rank,
         count,
@@ -113,6 +121,23 @@ def layout(
         stage=ranks.stage,
         other_names=_local_experts(names, spec, ranks),
     )
+
+
+def _check_gathered(chunks: Sequence[Module]) -> None:
+    """Raises StateError where a forward pass gathers what optimizer steps have changed: until then
+    a parameter has old values outside of this data-parallel rank's share, and nothing says so."""
+    for number, chunk in enumerate(chunks):
+        module: Any = chunk
+        while module is not None:  # the wrapped model and all of its parts have the hook
+            for hook in module._forward_pre_hooks.values():
+                if getattr(hook, "__qualname__", "").startswith(_GATHERING):
+                    raise _core.StateError(
+                        f"model chunk {number}: its parameters may be old until the next forward "
+                        "pass gathers them (overlap_param_gather): call disable_forward_pre_hook() "
+                        "of Megatron's DistributedDataParallel before an update, and "
+                        "enable_forward_pre_hook() after it"
+                    )
+            module = module._modules.get("module")
 
 
 def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot]:

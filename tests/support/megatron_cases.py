@@ -152,6 +152,28 @@ def backups_match(family, changes, parallel, options):
         ]
 
 
+def gathered_late(family, changes, parallel, options):
+    """What is said of parameters that Megatron gathers when the next forward pass begins."""
+    with trained(family, changes, parallel, options) as (trainer, _):
+        from megatron.core.distributed import DistributedDataParallel
+
+        mine = wsync.megatron.layout(trainer.chunks, trainer.hf)
+        backups = dict(zip(mine.names, mine.tensors(), strict=True))
+        gathering = DistributedDataParallel._make_forward_pre_hook(None)
+        parts = list(trainer.chunks[-1].modules())
+        hooks = [part.register_forward_pre_hook(gathering) for part in parts]
+        text = ""
+        try:
+            mine.bind()
+        except wsync.StateError as error:
+            text = str(error)
+        mine.bind(backups)
+        for hook in hooks:
+            hook.remove()
+        mine.bind()
+        return text
+
+
 def logits_match(family, changes, parallel, options):
     """Largest difference between the trainer's and transformers' logits of one checkpoint."""
     with trained(family, changes, parallel, options) as (trainer, _):
