@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,59 @@ def test_a_refused_update_names_engine_and_worker_and_keeps_the_version(
     assert engine.model_info(10)["weight_version"] == version
     load(engine, weights_of(reference(CONFIGS["qwen3_moe"])))
     engine.resume(10)
+
+
+def test_logits_are_never_of_a_bucket_that_comes_meanwhile(
+    engine: TensorParallelEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = weights_of(reference(CONFIGS["qwen3_moe"]))
+    load(engine, weights)
+    whole = engine.logits(PROMPT)
+    engine.pause("abort", 10)
+    part = {"model.norm.weight": torch.zeros(32)}
+    told = {"load_format": "flattened_bucket", "weight_version": None, "timeout": 60}
+    comes = threading.Thread(
+        target=engine.update_weights, args=(buckets(part, 2),), kwargs=told, daemon=True
+    )
+    look = engine._check_consistent
+
+    def look_first(timeout: float) -> None:
+        look(timeout)
+        comes.start()
+        comes.join(0.5)  # it has come, or waits
+
+    with monkeypatch.context() as planted:
+        planted.setattr(engine, "_check_consistent", look_first)
+        assert torch.equal(engine.logits(PROMPT), whole)
+    comes.join(60)
+    assert not engine.model_info(10)["consistent"]
+    load(engine, weights)
+    engine.resume(10)
+
+
+def test_workers_load_the_folder_that_a_link_named_when_it_was_given(
+    engine: TensorParallelEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come one after the other, and the link may move between two."""
+    old, new = (weights_of(reference(CONFIGS["qwen3_moe"], seed)) for seed in (1, 2))
+    for name, weights in (("old", old), ("new", new)):
+        with DiskSync(weights, folder=tmp_path / name, options=Options(progress=False)) as sync:
+            sync.update()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "old" / "latest")
+    ask = engine._call
+
+    def moves(what: str, *more: Any) -> Any:
+        if what == "disk":
+            link.unlink()
+            link.symlink_to(tmp_path / "new" / "latest")
+        return ask(what, *more)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(engine, "_call", moves)
+        engine.update_weights_from_disk(str(link), weight_version="old", timeout=30)
+    found = engine.weights()
+    assert all(torch.equal(found[name], tensor) for name, tensor in old.items())
 
 
 def test_a_stalled_worker_costs_the_deadline_and_a_dead_one_is_named() -> None:

@@ -86,8 +86,10 @@ class TensorParallelEngine(WorkersEngine):
 
     def logits(self, ids: Sequence[int], timeout: float = 60.0) -> torch.Tensor:
         """fp32 logits [len(ids), vocab] of one prompt."""
-        self._check_consistent(timeout)
-        data, shape = self._call("logits", [list(ids)] * self.workers, timeout)[0]
+        end = time.monotonic() + timeout
+        with self._alone("logits", timeout):  # they are of the weights that were looked at
+            self._check_consistent(left(end))
+            data, shape = self._call("logits", [list(ids)] * self.workers, left(end))[0]
         return torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape)
 
     def generate(

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from multiprocessing.connection import Connection, Pipe
@@ -156,7 +156,7 @@ class WorkersEngine:
         self.weight_version = "default"
         self._instance = uuid.uuid4().hex
         self.paused = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._sequence = 0
         self._children: list[Child] = []
         self._pipes: list[Connection[Any, Any]] = []
@@ -208,9 +208,10 @@ class WorkersEngine:
         """RemoteError while a worker's weights are inconsistent or have no version yet, and where
         it is another update's turn."""
         end = time.monotonic() + timeout
-        self._check_consistent(timeout)
-        if all(self._call("resume", [_update.get()] * self.workers, left(end))):
-            self.paused = False
+        with self._alone("resume", timeout):
+            self._check_consistent(left(end))
+            if all(self._call("resume", [_update.get()] * self.workers, left(end))):
+                self.paused = False
 
     def update_weights(
         self,
@@ -272,6 +273,8 @@ class WorkersEngine:
 
     def _load_from_disk(self, path: str, weight_version: int | str | None, timeout: float) -> None:
         """What workers that answer "disk" are asked by update_weights_from_disk."""
+        with contextlib.suppress(ValueError):  # workers say what ails it
+            path = os.path.realpath(path)  # a link may move while they come to it
         version = None if weight_version is None else str(weight_version)
         end = time.monotonic() + timeout
         asked = (path, timeout, version, _update.get())
@@ -315,11 +318,8 @@ class WorkersEngine:
         """Asks every worker and returns their answers.  Fails with the first that fails, dies
         or is late; answers that come after that are dropped."""
         where = f"engine {self.name}: {what}"
-        self._owner.check(where)
         deadline = time.monotonic() + timeout
-        if not self._lock.acquire(timeout=max(timeout, 0.0)):
-            raise DeadlineError(f"{where}: another call did not end within {seconds(timeout)}")
-        try:
+        with self._alone(what, timeout):
             self._sequence += 1
             told = arguments or [None] * self.workers
             asked = [
@@ -338,6 +338,16 @@ class WorkersEngine:
                     self._check_asked(where, rank, asked[rank])
                 self._collect(where, missing, answers, deadline - time.monotonic())
             return [answers[rank] for rank in range(self.workers)]
+
+    @contextlib.contextmanager
+    def _alone(self, what: str, timeout: float) -> Iterator[None]:
+        """Around questions between which no other thread asks any."""
+        where = f"engine {self.name}: {what}"
+        self._owner.check(where)
+        if not self._lock.acquire(timeout=max(timeout, 0.0)):
+            raise DeadlineError(f"{where}: another call did not end within {seconds(timeout)}")
+        try:
+            yield
         finally:
             self._lock.release()
 
