@@ -364,7 +364,7 @@ def test_a_worker_that_connects_late_has_less_time_to_say_what_it_keeps(
     knocking.start()
     with pytest.raises(wsync.DeadlineError, match="worker 0 did not send BLOB"):
         exporter.accept(1.0)
-    assert given[0] <= 0.5
+    assert given[0] < 1.0  # what is left of it, and not all
     knocking.join()
     exporter.close()
     ends[0].close()
