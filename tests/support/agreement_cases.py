@@ -90,16 +90,23 @@ def absent() -> str:
 def late_to_connect() -> str:
     """The error of this rank, where rank 0 has failed before rank 1 is through with connecting."""
     make = dist.ProcessGroupGloo
+    failed = dist.distributed_c10d._get_default_store()
 
     def late(*arguments: Any) -> Any:
-        group = make(*arguments)
-        group.recv([torch.zeros(1)], 0, 77).wait()  # which ends when rank 0 has left
-        return group
+        make(*arguments)
+        failed.wait(["failed"])
+        raise RuntimeError("Connection closed by peer")
 
-    engines: Any = 5
-    with mock.patch.object(dist, "ProcessGroupGloo", late if dist.get_rank() == 1 else make):
-        layout = from_tensors({"a": torch.ones(4)})
-        return error_of(lambda: wsync.connect(layout, engines, options=OPTIONS))
+    def fail() -> None:
+        group = TrainerGroup(timeout=60)
+        error = group.fail(wsync.InvalidArgumentError("engines=5"))
+        failed.set("failed", "")
+        raise error
+
+    if dist.get_rank() == 0:
+        return error_of(fail)
+    with mock.patch.object(dist, "ProcessGroupGloo", late):
+        return error_of(lambda: TrainerGroup(timeout=60))
 
 
 def fail_at_the_very_end() -> dict[str, Any]:
