@@ -33,7 +33,7 @@ def test_the_notebook_example_runs_under_ipykernel() -> None:
 
 def test_the_server_is_started_as_it_says() -> None:
     found = re.findall(
-        r"`python -m wsync\.engine\.transformers ([^`]*)`", README.read_text("utf-8")
+        r"`python -m wsync\.demo\.engines\.transformers ([^`]*)`", README.read_text("utf-8")
     )
     assert [command_line().parse_args(words.split()).port for words in found] == [30000]
 

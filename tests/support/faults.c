@@ -14,6 +14,7 @@ static uintptr_t end;
 static long left = -1;
 static int code;
 static const char *struck;
+static uintptr_t place; /* in the extension's code, of the call that failed */
 
 void faults_place(uintptr_t first, uintptr_t last)
 {
@@ -35,6 +36,11 @@ const char *faults_disarm(void)
     return struck;
 }
 
+uintptr_t faults_struck_at(void)
+{
+    return place;
+}
+
 static int strikes(const char *name, const void *caller)
 {
     if ((uintptr_t)caller < begin || (uintptr_t)caller >= end ||
@@ -43,6 +49,7 @@ static int strikes(const char *name, const void *caller)
         return 0;
     }
     struck = name;
+    place = (uintptr_t)caller - begin;
     errno = code;
     return 1;
 }
