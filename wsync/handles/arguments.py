@@ -4,14 +4,10 @@ import base64
 from collections.abc import Sequence
 from typing import Any, Final
 
-from wsync._core import (
-    InvalidArgumentError,
-)
+from wsync._core import InvalidArgumentError
 
 # what SGLang answers to a pause or a continue
 SAID: Final = ("status", "message")
-
-
 # of SGLang's server_info and model_info, what does not change while it runs
 IDENTITY: Final = (
     "random_seed",

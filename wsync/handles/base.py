@@ -16,9 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
-from wsync._core import (
-    InvalidArgumentError,
-)
+from wsync._core import InvalidArgumentError
 from wsync.handles.http import HttpHandle
 from wsync.handles.local import LocalHandle, RayHandle
 from wsync.handles.sglang import SglangHandle

@@ -1,4 +1,4 @@
-"""Calls that may never return, made from daemon threads: to all engines at once, or in order."""
+"""Requests to all engines at once, which may never return: each is made from a daemon thread."""
 
 from __future__ import annotations
 
