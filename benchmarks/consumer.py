@@ -5,7 +5,9 @@ from __future__ import annotations
 from multiprocessing import current_process
 from typing import Any
 
-from benchmarks import peers
+import torch
+
+from benchmarks import peers, sglang_bucket
 from wsync.demo.engines.process import BareWorker, ProcessEngine, Shapes, digest
 
 __all__ = ["Consumer", "digest"]
@@ -25,6 +27,10 @@ class Consumer(ProcessEngine):
         """One call of the peers' way: returns when the bucket has been loaded."""
         self._call("bucket", [payload], _SECONDS)
 
+    def set_threads(self, count: int) -> None:
+        """How many threads torch uses there from now on."""
+        self._call("threads", [count], _SECONDS)
+
     def clear(self) -> None:
         """Fills every weight with bytes that no weight has."""
         self.fill(0xA5)
@@ -34,7 +40,10 @@ class _Worker(BareWorker):
     def answer(self, what: str, argument: Any) -> Any:
         if what == "peer":
             current_process().authkey, self._bucket_class = argument
+            sglang_bucket.pose()
             return None
+        if what == "threads":
+            return torch.set_num_threads(argument)
         if what == "bucket":
             return peers.load(argument, self.tensors, self._bucket_class)
         return super().answer(what, argument)

@@ -8,6 +8,8 @@ shared-memory reductions, one call per bucket, and one copy_ per tensor on the o
 
 from __future__ import annotations
 
+import base64
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -19,6 +21,8 @@ import torch.distributed as dist
 from wsync.demo import reference
 
 BUCKET_NBYTES = 512 << 20
+# what torch uses on its own: one for each core of the process
+DEFAULT_THREADS = len(os.sched_getaffinity(0))
 Named = tuple[str, torch.Tensor]
 
 
@@ -51,6 +55,24 @@ def load(payload: bytes, parameters: dict[str, torch.Tensor], bucket_class: Any)
     with torch.no_grad():
         for name, tensor in bucket.reconstruct_tensors():
             parameters[name].copy_(tensor)
+
+
+class StockEngine:
+    """slime's methods of an engine without wsync; `take` is called with one payload a worker."""
+
+    def __init__(self, name: str, workers: int, take: Callable[..., object]) -> None:
+        self.name = f"{name}, stock"
+        self.workers = workers
+        self._take = take
+
+    def pause_generation(self) -> None: ...
+    def continue_generation(self) -> None: ...
+    def flush_cache(self) -> None: ...
+
+    def update_weights_from_tensor(
+        self, serialized_named_tensors: Sequence[str], **arguments: object
+    ) -> None:
+        self._take(*(base64.b64decode(text) for text in serialized_named_tensors))
 
 
 def buckets(named_tensors: Iterable[Named]) -> Iterator[list[Named]]:

@@ -9,10 +9,12 @@ same work is done by a class of this file, and ORIGIN says so.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
+import types
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,9 +104,18 @@ class _CatBucket:
 
 
 FlattenedTensorBucket: Any = _CatBucket
+FlattenedTensorMetadata: Any = _Metadata
 ORIGIN = "torch.cat in the manner of SGLang"
 
 _path = _installed() or _downloaded()
 if _path is not None:
     exec(compile(_path.read_text(), str(_path), "exec", dont_inherit=True), globals())
     ORIGIN = "SGLang's FlattenedTensorBucket"
+
+
+def pose() -> None:
+    """Lets pickles that name SGLang's module find these classes in this process."""
+    *parents, name = itertools.accumulate(_FILE.removesuffix(".py").split("/"), "{}.{}".format)
+    for parent in parents:
+        sys.modules.setdefault(parent, types.ModuleType(parent))
+    sys.modules.setdefault(name, sys.modules[__name__])

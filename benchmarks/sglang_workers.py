@@ -34,6 +34,10 @@ class SglangConsumer(WorkersEngine):
         """One bucket of the peers' way, a payload for each worker; returns when it was loaded."""
         self._call("bucket", payloads, _SECONDS)
 
+    def set_threads(self, count: int) -> None:
+        """How many threads torch uses in each worker from now on."""
+        self._call("threads", [count] * self.workers, _SECONDS)
+
     def clear(self) -> None:
         """Fills every weight with bytes that no weight has."""
         self._call("clear", None, _SECONDS)
@@ -66,6 +70,8 @@ class _Worker(ModelWorker):
     def answer(self, what: str, argument: Any) -> Any:
         if what == "bucket":
             return self._load(pickle.loads(argument))
+        if what == "threads":
+            return torch.set_num_threads(argument)
         if what == "clear":
             for path, parameter in self._model.named_parameters():
                 assert parameter.data_ptr(), path

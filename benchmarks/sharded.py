@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import wsync
 from benchmarks.engines import SGLANG, sglang_path
 from benchmarks.environment import Skipped
 from benchmarks.ranks import on_ranks
@@ -22,7 +23,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Target:
-    """An engine, its place in a case's name, and the peers' way to it."""
+    """An engine, its place in a case's name, and what the peers' way does there."""
 
     where: str
     engine: Any
@@ -63,7 +64,7 @@ def _bare(config: Any, weights: dict[str, torch.Tensor], bucket: Any) -> tuple[T
     from benchmarks.consumer import Consumer, digest
 
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
-    return Target("", Consumer(shapes, bucket), "slime's loop"), digest(weights)
+    return Target("", Consumer(shapes, bucket), ""), digest(weights)
 
 
 def _sglang(
@@ -82,7 +83,7 @@ def _sglang(
     engine = SglangConsumer("qwen3", sizes, tp=2, path=path)
     engine.clear()
     peers.send(weights.items(), bucket, engine.take, workers=2)
-    peer = f"slime's loop, SGLang {SGLANG} load_weights"
+    peer = f"SGLang {SGLANG} load_weights, "
     return Target(", SGLang TP2", engine, peer), engine.digest()
 
 
@@ -93,7 +94,6 @@ def _measure(
     connect: Callable[..., Any],
     exchanges: tuple[str, ...],
 ) -> list[dict[str, Any]]:
-    import wsync
     from benchmarks import peers, update
     from benchmarks.bucket import bucket_class
     from wsync.demo import reference
@@ -116,22 +116,48 @@ def _measure(
     rows = []
     try:
         for exchange in exchanges:
-            options = wsync.Options(exchange=exchange)
-            engines = [target.engine] if target is not None else []
-            layout = wsync.megatron.layout(chunks, config)
-            with wsync.connect(layout, engines, options=options) as sync:
-                ways: dict[str, Callable[[], object]] = {"peer": slime, "wsync": sync.update}
-                seconds, verified = _compare(ways, target and target.engine, expected)
+            with _both(chunks, config, exchange, target) as (sync, stock):
+                ways: update.Ways = {
+                    **update.slime(slime),
+                    "wsync": (1, sync.update),
+                    "wsync, stock": (1, stock.update),
+                }
+                engine = target and target.engine
+                seconds, verified = update.compare(ways, engine, expected, REPEATS, dist.barrier)
                 report = sync.update()
             if target is not None:
-                case = f"TP2 x PP2, {exchange} exchange{target.where}"
-                whose = f"{target.peer}, {peer}"
-                row = update.row(case, nbytes, seconds, whose, verified)
-                rows.append({**row, **_delivery(report)})
+                label = f"TP2 x PP2, {exchange}{target.where}"
+                case = functools.partial(
+                    update.row, nbytes=nbytes, seconds=seconds, verified=verified
+                )
+                for name in update.slime(slime):
+                    whose = f"{name}, {target.peer}{peer}"
+                    rows.append(case(label, "wsync", name, whose) | _delivery(report))
+                    rows.append(case(f"{label}, stock engine", "wsync, stock", name, whose))
     finally:
         if target is not None:
             target.engine.close()
     return rows
+
+
+@contextlib.contextmanager
+def _both(
+    chunks: list[torch.nn.Module], config: Any, exchange: str, target: Target | None
+) -> Iterator[tuple[wsync.Sync, wsync.Sync]]:
+    """Connections to the target's engine with wsync's receiver, and to it as a stock engine."""
+    from benchmarks.peers import StockEngine
+
+    engines: list[Any] = []
+    stock: list[Any] = []
+    if target is not None:
+        engine = target.engine
+        engines, stock = [engine], [StockEngine(engine.name, engine.workers, engine.take)]
+    options = wsync.Options(exchange=exchange)
+    layout = wsync.megatron.layout(chunks, config)
+    with wsync.connect(layout, engines, options=options) as sync:
+        options = dataclasses.replace(options, delivery="stock")
+        with wsync.connect(layout, stock, options=options) as other:
+            yield sync, other
 
 
 def _delivery(report: Any) -> dict[str, Any]:
@@ -141,24 +167,3 @@ def _delivery(report: Any) -> dict[str, Any]:
         sent = f"{report.delivered_nbytes:,} bytes to {report.workers} workers"
         facts["figure"] = f"{sent}, redundancy {report.redundancy:.2f}"
     return facts
-
-
-def _compare(
-    ways: dict[str, Callable[[], object]], consumer: Any, expected: str
-) -> tuple[dict[str, float], bool]:
-    """As `update.compare`, with all ranks starting and ending together."""
-    verified = True
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(REPEATS + 1):
-        for name, way in ways.items():
-            if consumer is not None and repeat == 0:
-                consumer.clear()
-            dist.barrier()
-            start = time.perf_counter()
-            way()
-            dist.barrier()
-            if repeat:
-                times[name].append(time.perf_counter() - start)
-            elif consumer is not None:
-                verified = verified and consumer.digest() == expected
-    return {name: statistics.median(values) for name, values in times.items()}, verified

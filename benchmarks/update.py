@@ -1,11 +1,13 @@
 """`update`: replace every weight of an engine process, Qwen3-0.6B shapes in bfloat16.
 
-From one trainer process, and from a real TP2 x PP2 Megatron trainer over gloo.  The peers' way
-and wsync take turns in the same processes, on the same weights; see benchmarks/README.md.
+From one trainer process, and from a real TP2 x PP2 Megatron trainer over gloo, into an engine with
+wsync's receiver and into a stock one, which has only SGLang's code.  The peers' way and wsync take
+turns in the same processes, on the same weights; see benchmarks/README.md.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +21,10 @@ from benchmarks.bucket import bucket_class
 from benchmarks.consumer import Consumer, digest
 
 REPEATS = 5
+STOCK = wsync.Options(delivery="stock")
+
+# what each way is called: torch's threads on both sides, and one update
+Ways = dict[str, tuple[int, Callable[[], object]]]
 
 
 def run() -> Iterator[dict[str, Any]]:
@@ -67,37 +73,66 @@ def one_process() -> Iterator[dict[str, Any]]:
     nbytes = sum(t.numel() * t.itemsize for t in weights.values())
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
     consumer = Consumer(shapes, peer_class)
+    stock = peers.StockEngine("consumer", 1, consumer.take)
     try:
-        with wsync.connect(weights, engines=[consumer]) as sync:
-            ways: dict[str, Callable[[], object]] = {
-                "peer": lambda: peers.send(weights.items(), peer_class, consumer.take),
-                "wsync": sync.update,
-                "memcpy": memcpy(nbytes),
+        with (
+            wsync.connect(weights, engines=[consumer]) as sync,
+            wsync.connect(weights, engines=[stock], options=STOCK) as stock_sync,
+        ):
+            ways: Ways = {
+                **slime(lambda: peers.send(weights.items(), peer_class, consumer.take)),
+                "wsync": (1, sync.update),
+                "wsync, stock": (1, stock_sync.update),
+                "memcpy": (1, memcpy(nbytes)),
             }
-            seconds, verified = compare(ways, consumer, digest(weights))
+            seconds, verified = compare(ways, consumer, digest(weights), REPEATS)
     finally:
         consumer.close()
-    yield row("one process", nbytes, seconds, f"slime's loop, {peer}", verified)
-    seconds["peer"] = seconds["memcpy"]
-    yield row("one process", nbytes, seconds, "one memcpy", verified)
+    case = functools.partial(row, nbytes=nbytes, seconds=seconds, verified=verified)
+    for name in seconds:
+        if name.startswith("slime's loop"):
+            yield case("one process", "wsync", name, f"{name}, {peer}")
+            yield case("one process, stock engine", "wsync, stock", name, f"{name}, {peer}")
+    yield case("one process", "wsync", "memcpy", "one memcpy")
+
+
+def slime(loop: Callable[[], object]) -> Ways:
+    """The peers' way with one thread of torch's, and with as many as torch uses by default."""
+    counts = sorted({1, peers.DEFAULT_THREADS})
+    return {f"slime's loop, torch threads {count}": (count, loop) for count in counts}
 
 
 def compare(
-    ways: dict[str, Callable[[], object]], consumer: Consumer, expected: str
+    ways: Ways,
+    consumer: Any,
+    expected: str,
+    repeats: int,
+    together: Callable[[], object] = lambda: None,
 ) -> tuple[dict[str, float], bool]:
-    """Median seconds of each way, in turns; the updates are verified on cleared parameters."""
+    """Median seconds of each way, in turns; the updates are verified on cleared parameters, and
+    once more at the end.
+
+    together: returns when all trainer ranks have called it.  consumer: None but on rank 0.
+    """
     verified = True
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for name in ("peer", "wsync"):
-        consumer.clear()
-        ways[name]()
-        verified = verified and consumer.digest() == expected
-    for _ in range(REPEATS):
-        for name, way in ways.items():
+    for repeat in range(repeats + 1):
+        for name, (threads, way) in ways.items():
+            torch.set_num_threads(threads)
+            if consumer is not None:
+                consumer.set_threads(threads)
+                if not repeat:
+                    consumer.clear()
+            together()
             start = time.perf_counter()
             way()
-            times[name].append(time.perf_counter() - start)
-    verified = verified and consumer.digest() == expected
+            together()
+            if repeat:
+                times[name].append(time.perf_counter() - start)
+            elif consumer is not None and name != "memcpy":
+                verified = verified and consumer.digest() == expected
+    if consumer is not None:
+        verified = verified and consumer.digest() == expected
     return {name: statistics.median(values) for name, values in times.items()}, verified
 
 
@@ -113,15 +148,23 @@ def memcpy(nbytes: int) -> Callable[[], object]:
 
 
 def row(
-    case: str, nbytes: int, seconds: dict[str, float], peer: str, verified: bool
+    case: str,
+    way: str,
+    other: str,
+    peer: str,
+    *,
+    nbytes: int,
+    seconds: dict[str, float],
+    verified: bool,
 ) -> dict[str, Any]:
+    """`way` of these seconds against the `other`, which is called `peer`."""
     return {
         "benchmark": "update",
         "case": case,
         "bytes": nbytes,
-        "seconds": seconds["wsync"],
+        "seconds": seconds[way],
         "peer": peer,
-        "peer_seconds": seconds["peer"],
-        "ratio": seconds["peer"] / seconds["wsync"],
+        "peer_seconds": seconds[other],
+        "ratio": seconds[other] / seconds[way],
         "verified": verified,
     }
