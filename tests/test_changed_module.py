@@ -114,6 +114,79 @@ class Midway:
         return self._loader.learn(*arguments)
 
 
+class Parts(torch.nn.Module):
+    """Two modules of a parameter each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "ab":
+            self.add_module(name, torch.nn.Linear(8, 32, bias=False))
+
+    def exchange(self) -> None:
+        """What was a is b from now on; what the module holds keeps its order."""
+        parts = dict(self._modules)
+        self._modules.clear()
+        self._modules.update(b=parts["a"], a=parts["b"])
+
+
+class LoadingParts(Parts):
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in pairs:
+            parameters[name].data.copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ModuleLoader(Parts()), lambda: RecordedLoader(LoadingParts())]
+)
+def test_modules_that_exchange_their_names_get_what_they_are_called_now(
+    make: Callable[[], Any],
+) -> None:
+    loader = make()
+    module: Any = loader._module
+    weights = [{f"{n}.weight": t for n, t in draw(seed).items()} for seed in range(2)]
+    engine = ThreadEngine([loader])
+    with wsync.connect(weights[0], engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+        module.exchange()
+        for _ in range(2):
+            try:
+                sync.update(weights[1])
+                break
+            except WsyncError as error:
+                assert "has changed since it was learnt" in str(error)
+    for name, tensor in module.named_parameters():
+        assert torch.equal(tensor, weights[1][name])
+
+
+class Fused(torch.nn.Module):
+    """Its state_dict has views of its only parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = parameter(torch.zeros(64, 8))
+
+        def split(_: Any, state: Tensors, prefix: str, __: Any) -> None:
+            a, b = state.pop(f"{prefix}fused").chunk(2)
+            state.update({f"{prefix}a": a, f"{prefix}b": b})
+
+        self._register_state_dict_hook(split)
+
+
+def test_a_parameter_behind_a_state_dict_of_the_modules_own_is_not_replaced_unseen() -> None:
+    module = Fused()
+
+    def change() -> None:
+        module.fused = parameter(torch.zeros(64, 8))
+
+    engine = ThreadEngine([Midway(ModuleLoader(module), "finish", change)])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match="while the update ran"):
+            sync.update()
+        sync.update()
+    assert torch.equal(module.fused, torch.cat([draw(0)["a"], draw(0)["b"]]))
+
+
 @pytest.mark.parametrize("when", ["begin", "finish"])
 @pytest.mark.parametrize("change", [other_data, other_parameter, other_shape, gone, swapped])
 @pytest.mark.parametrize("make", [by_name, learnt])

@@ -277,6 +277,20 @@ def test_a_module_that_was_replaced_is_read_anew() -> None:
         found.bind()
 
 
+def test_modules_that_exchange_their_names_are_read_under_the_new_ones() -> None:
+    model = _linears()
+    found = layout(model)
+    a, b = model["a"], model["b"]
+    model["a"], model["b"] = b, a
+    table = found.bind()
+    assert (table[0][0], table[1][0]) == (b.weight.data_ptr(), a.weight.data_ptr())
+    rest = [(name, part) for name, part in model.items() if name not in "ab"]
+    model._modules.clear()
+    model._modules.update([("b", b), ("a", a), *rest])
+    with pytest.raises(wsync.LayoutError, match="the order of tensors: differs since modules were"):
+        found.bind()
+
+
 def test_two_tensors_whose_names_differ_by_a_wrapper_are_refused() -> None:
     model = _linears()
     model["_orig_mod"] = torch.nn.ModuleDict({"a": model["a"]})

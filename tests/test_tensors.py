@@ -299,10 +299,25 @@ def test_a_module_holds_the_tensors_of_all_its_parts_once() -> None:
         for value in (*part._parameters.values(), *part._buffers.values())
         if value is not None
     ]
-    found = held_tensors(module)
+    names, found = held_tensors(module)
     assert sorted(map(id, found)) == sorted(map(id, expected))
     assert len(found) == len(set(map(id, found))) == 6
-    assert all(map(operator.is_, found, held_tensors(module)))
+    again, same = held_tensors(module)
+    assert names == again and all(map(operator.is_, found, same))
+
+
+def test_a_tensor_or_module_under_another_name_is_another_module() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    names, found = held_tensors(module)
+    module._modules["2"] = module._modules.pop("1")
+    renamed, same = held_tensors(module)
+    assert all(map(operator.is_, found, same)) and renamed != names
+    module._modules["1"] = module._modules.pop("2")
+    assert held_tensors(module)[0] == names
+    parameters = module[0]._parameters
+    module[0]._buffers["bias"] = parameters.pop("bias")
+    moved, same = held_tensors(module)
+    assert all(map(operator.is_, found, same)) and moved != names
 
 
 def test_what_is_no_module_holds_nothing() -> None:

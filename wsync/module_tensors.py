@@ -59,7 +59,7 @@ class Slots:
         Raises:
             LayoutError: one is gone or new, or is no longer the one of all its names.
         """
-        if any(tuple(now.values()) != before for now, before in self._found.children):
+        if any(tuple(now.items()) != before for now, before in self._found.children):
             found = self._scan()
             if found.names != self.names:
                 odd = next(iter({*self.names} ^ {*found.names}), "the order of tensors")
@@ -82,7 +82,7 @@ class Slots:
 
     def _scan(self) -> _Found:
         modules = [module._modules for root in self._roots for module in root.modules()]
-        children = [(module, tuple(module.values())) for module in modules]
+        children = [(module, tuple(module.items())) for module in modules]
         slots: list[Slot] = []
         others: list[tuple[Slot, int]] = []
         tensors: list[Any] = []

@@ -3,8 +3,10 @@
  * holds, and torch's own iterators cost more than the update of a small tensor. */
 #include "python/module.h"
 
-/* Puts the values of a dict attribute that are not None at the end of a list. */
-static int append_values(PyObject *part, PyObject *name, PyObject *list)
+/* Puts the values of a dict attribute that are not None at the end of a list, and their
+ * keys at the end of `keys`, with a None after them: where one dict ends is a part of what
+ * a module is. */
+static int append_items(PyObject *part, PyObject *name, PyObject *keys, PyObject *list)
 {
     PyObject *values = PyObject_GetAttr(part, name);
     PyObject *key = NULL;
@@ -20,12 +22,13 @@ static int append_values(PyObject *part, PyObject *name, PyObject *list)
         result = -1;
     }
     while (result == 0 && PyDict_Next(values, &place, &key, &value)) {
-        if (value != Py_None) {
-            result = PyList_Append(list, value);
+        if (value != Py_None &&
+            (PyList_Append(keys, key) < 0 || PyList_Append(list, value) < 0)) {
+            result = -1;
         }
     }
     Py_DECREF(values);
-    return result;
+    return result < 0 ? -1 : PyList_Append(keys, Py_None);
 }
 
 /* The last element of a list, taken out of it. */
@@ -43,16 +46,16 @@ static PyObject *pop(PyObject *list)
 }
 
 static int visit(PyObject *part, PyObject *const names[3], PyObject *seen, PyObject *stack,
-                 PyObject *tensors)
+                 PyObject *keys, PyObject *tensors)
 {
     const int known = PySet_Contains(seen, part);
 
     if (known != 0) {
         return known < 0 ? -1 : 0;
     }
-    return PySet_Add(seen, part) < 0 || append_values(part, names[0], stack) < 0 ||
-                   append_values(part, names[1], tensors) < 0 ||
-                   append_values(part, names[2], tensors) < 0
+    return PySet_Add(seen, part) < 0 || append_items(part, names[0], keys, stack) < 0 ||
+                   append_items(part, names[1], keys, tensors) < 0 ||
+                   append_items(part, names[2], keys, tensors) < 0
                ? -1
                : 0;
 }
@@ -64,36 +67,43 @@ static PyObject *held_tensors(PyObject *self, PyObject *module)
                           PyUnicode_InternFromString("_buffers")};
     PyObject *seen = PySet_New(NULL);
     PyObject *stack = PyList_New(0);
+    PyObject *keys = PyList_New(0);
     PyObject *tensors = PyList_New(0);
+    PyObject *found = NULL;
     int result = -1;
 
     (void)self;
     if (names[0] != NULL && names[1] != NULL && names[2] != NULL && seen != NULL &&
-        stack != NULL && tensors != NULL) {
+        stack != NULL && keys != NULL && tensors != NULL) {
         result = PyList_Append(stack, module);
     }
     while (result == 0 && PyList_Size(stack) > 0) {
         PyObject *part = pop(stack);
 
-        result = part != NULL ? visit(part, names, seen, stack, tensors) : -1;
+        result = part != NULL ? visit(part, names, seen, stack, keys, tensors) : -1;
         Py_XDECREF(part);
     }
-    if (result < 0) {
-        Py_CLEAR(tensors);
+    if (result == 0) {
+        found = PyTuple_Pack(2, keys, tensors);
     }
+    Py_XDECREF(tensors);
+    Py_XDECREF(keys);
     Py_XDECREF(stack);
     Py_XDECREF(seen);
     for (int i = 0; i < 3; i++) {
         Py_XDECREF(names[i]);
     }
-    return tensors;
+    return found;
 }
 
 static PyMethodDef held_functions[] = {
     {"held_tensors", held_tensors, METH_O,
      "held_tensors(module, /)\n--\n\n"
-     "Every parameter and buffer of a torch module and of the modules in it, each module\n"
-     "once, in an order that is the same while they are."},
+     "(names, tensors): every parameter and buffer of a torch module and of the modules in "
+     "it,\n"
+     "each module once, in an order that is the same while they are.  As long as names are "
+     "equal\n"
+     "and tensors are the same objects, every tensor has the path that it had."},
     {NULL, NULL, 0, NULL},
 };
 

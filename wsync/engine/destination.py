@@ -164,7 +164,7 @@ def check_owned(
     module: torch.nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor]
 ) -> None:
     """A state_dict may give copies: what is written there is lost."""
-    held = held_tensors(module)
+    _, held = held_tensors(module)
     identities = set(map(id, held))
     if all(id(tensor) in identities for tensor in tensors):
         return

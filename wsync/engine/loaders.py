@@ -337,8 +337,10 @@ class _ByName:
         self._destination: Destination | None = None  # while an update runs
         self._names: list[str] = []
         self._twins: list[tuple[str, int]] = []
-        self._held: list[_Reference] = []
-        self._places: list[int] = []  # of the tensors with those names in what is held
+        self._held: tuple[list[str | None], list[_Reference]] = [], []
+        # of the tensors with those names in what is held; empty for a state_dict of the module's
+        # own making, which has to be asked each time
+        self._places: list[int] = []
         self._table = describe([]).form()  # of the tensors that the router knows
 
     def attach(self, manifest: RingManifest) -> None:
@@ -349,28 +351,32 @@ class _ByName:
         """Finds the parameters as they are now: they may be replaced, move or change their
         strides between updates, which is rare and has to be noticed at little cost."""
         assert self._manifest is not None
-        held = held_tensors(self._module)
-        if self._router is not None and _same(self._held, held):
+        names, held = held_tensors(self._module)
+        if self._router is not None and self._places and self._same(names, held):
             tensors = [held[place] for place in self._places]
             found = Destination(self._names, tensors, self._twins)
         else:
             found = Destination.of(self._module, self._manifest.shapes, self._ignore)
             if (found.names, found.twins) != (self._names, self._twins):
                 self._names, self._twins, self._router = found.names, found.twins, None
-            self._remember(held, found.tensors)
+            self._held = names, [weakref.ref(tensor) for tensor in held]
+            places = {id(tensor): place for place, tensor in enumerate(held)}
+            owned = all(id(tensor) in places for tensor in found.tensors)
+            self._places = [places[id(tensor)] for tensor in found.tensors] if owned else []
         if self._router is None or found.table.differs(self._table) is not None:
             self._router = Router(self._manifest, found.layout(), self.stream)
             self._table = found.table.form()
         self._router.bind(found.buffers())
         self._destination = found
 
-    def _remember(self, held: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        places = {id(tensor): place for place, tensor in enumerate(held)}
-        if all(id(tensor) in places for tensor in tensors):
-            self._held = [weakref.ref(tensor) for tensor in held]
-            self._places = [places[id(tensor)] for tensor in tensors]
-        else:  # a state_dict of the module's own making: it has to be asked each time
-            self._held, self._places = [_gone], []
+    def _same(self, names: list[str | None], tensors: list[torch.Tensor]) -> bool:
+        """Whether the module holds what it held when it was looked at last, under those names."""
+        known, references = self._held
+        return (
+            known == names
+            and len(references) == len(tensors)
+            and all(map(operator.is_, map(operator.call, references), tensors))
+        )
 
     def load(self, round: int) -> None:
         assert self._router is not None
@@ -388,7 +394,7 @@ class _ByName:
 
     def _check(self, found: Destination) -> None:
         found.check()
-        if self._places and not _same(self._held, held_tensors(self._module)):
+        if not self._same(*held_tensors(self._module)):
             raise StateError(
                 f"{type(self._module).__name__}: a tensor was replaced while the update ran"
             )
@@ -537,17 +543,6 @@ class _ByCall:
 
     def _who(self) -> str:
         return getattr(self._method, "__qualname__", None) or type(self._method).__qualname__
-
-
-def _same(references: Sequence[_Reference], tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether these are the tensors that were referred to."""
-    return len(references) == len(tensors) and all(
-        map(operator.is_, map(operator.call, references), tensors)
-    )
-
-
-def _gone() -> None:
-    """A reference to nothing."""
 
 
 def _live(pool: ViewPool) -> int:

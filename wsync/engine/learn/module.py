@@ -241,13 +241,13 @@ def _tensors(
                     yield (f"{prefix}.{name}" if prefix else name), slot, name, tensor
 
 
-def _outline(part: torch.nn.Module) -> tuple[list[int], list[int]]:
-    """Changes when tensors or modules come, go or are replaced by other modules."""
+def _outline(part: torch.nn.Module) -> tuple[list[int], list[tuple[str, int]]]:
+    """Changes when tensors or modules come or go, and when a name stands for another module."""
     tensors = [
         sum(isinstance(value, torch.Tensor) and _there_is(value) for value in slot.values())
         for slot in slots(part)
     ]
-    return tensors, [id(child) for child in part._modules.values()]
+    return tensors, [(name, id(child)) for name, child in part._modules.items()]
 
 
 def _there_is(tensor: torch.Tensor) -> bool:
