@@ -25,7 +25,7 @@ from wsync.engine.buckets import Repeated
 from wsync.engine.groups import UpdateGroups
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.receiver import Receiver
-from wsync.engine.turns import Turns
+from wsync.engine.update_state import UpdateState
 from wsync.exchange.choose import Transport
 from wsync.exchange.collectives import Collectives
 from wsync.exchange.groups import Store, UpdateGroup
@@ -230,7 +230,7 @@ def test_a_request_is_of_the_update_whose_turn_it_was_found_to_be(
     for name in "ab":
         module.register_buffer(name, torch.zeros(3))
     receiver = Receiver(ModuleLoader(module))
-    turns, buckets = Turns(receiver), receiver.buckets
+    turns, buckets = UpdateState(receiver), receiver.buckets
     begins = threading.Thread(target=turns.begin, args=("0b",))
     request = buckets.request
 

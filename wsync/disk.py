@@ -25,9 +25,9 @@ from wsync.layout import TrainerLayout
 from wsync.machine.lanes import Lane, result
 from wsync.options import Options
 from wsync.report import Report
+from wsync.trainer.checked_engine import checked_engines
 from wsync.trainer.loop import Updates
 from wsync.trainer.requests import Handover
-from wsync.trainer.visits import visits
 
 if TYPE_CHECKING:
     from wsync.trainer.loop import Source, Weights
@@ -231,7 +231,11 @@ class DiskSync(Updates):
             engine.update_weights_from_disk(path, weight_version=version, timeout=remaining())
 
         self._handover.take_on(
-            version, visits(self._engines), load, timeout=options.deadline, check=self._group.check
+            version,
+            checked_engines(self._engines),
+            load,
+            timeout=options.deadline,
+            check=self._group.check,
         )
 
     def _describe(self, report: Report) -> None:

@@ -19,11 +19,11 @@ from wsync.machine.trace import Trace
 from wsync.messages.control import LOAD_FORMAT
 from wsync.options import Options
 from wsync.report import Report
+from wsync.trainer.checked_engine import CheckedEngine, checked_engines
 from wsync.trainer.loop import Updates, numbers
 from wsync.trainer.requests import Calls, Handover
 from wsync.trainer.rounds import Connection, Placement
 from wsync.trainer.sessions.broadcast import Remote
-from wsync.trainer.visits import Visit, visits
 
 if TYPE_CHECKING:
     from wsync.trainer.loop import Source, Weights
@@ -61,7 +61,7 @@ class Sync(Updates):
         super().__init__(source, options)
         self._lock = lock
         self._engines: list[EngineHandle] = []
-        self._visits: list[Visit] = []
+        self._visits: list[CheckedEngine] = []
         self._connection: Connection | None = None
         self._pausing: Calls | None = None
         self._opened: Calls | None = None
@@ -246,7 +246,7 @@ class Sync(Updates):
         if self._group.rank != 0:
             return
         if self._connection is None:  # what a failed update has left under way keeps its own
-            self._visits = visits(self._engines)
+            self._visits = checked_engines(self._engines)
 
         def pause(index: int, engine: EngineHandle) -> None:
             engine.pause(options.pause_mode, options.deadline)

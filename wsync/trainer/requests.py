@@ -10,7 +10,7 @@ from typing import Final
 from wsync import _core
 from wsync.handles.base import EngineHandle
 from wsync.machine.deadline import left as left
-from wsync.trainer.visits import Visit
+from wsync.trainer.checked_engine import CheckedEngine
 
 _GRACE_SECONDS: Final = 1.0
 _SETTLE_SECONDS: Final = 2.0  # a handle's own error, at its deadline, says more than ours
@@ -133,7 +133,7 @@ class Handover:
 
         def hand_over(index: int, engine: EngineHandle) -> None:
             deliver(index, engine, remaining)
-            if isinstance(engine, Visit):
+            if isinstance(engine, CheckedEngine):
                 engine.verify(remaining())
 
         def go_on(index: int, engine: EngineHandle) -> None:

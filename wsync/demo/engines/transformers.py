@@ -36,7 +36,7 @@ from wsync.engine.destination import Destination, aliases, check_owned, same_byt
 from wsync.engine.groups import BROADCAST_SECONDS, UpdateGroups
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.receiver import Receiver
-from wsync.engine.turns import Turns
+from wsync.engine.update_state import UpdateState
 from wsync.exchange.groups import connection_of
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT
@@ -95,7 +95,7 @@ class Engine:
         self.instance = uuid.uuid4().hex
         self.gate = Gate()
         self.receiver = Receiver(ModuleLoader(model, ignore=ignore, threads=threads))
-        self.turns = Turns(self.receiver, weight_version)
+        self.turns = UpdateState(self.receiver, weight_version)
         self._ignore = frozenset(ignore)
         self._threads = threads
         self._groups = UpdateGroups()

@@ -32,7 +32,7 @@ from wsync.demo.engines.child import Child
 from wsync.engine.groups import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
-from wsync.engine.turns import Turns
+from wsync.engine.update_state import UpdateState
 from wsync.exchange.groups import connection_of
 from wsync.handles.answers import seconds
 from wsync.machine.deadline import left
@@ -53,7 +53,7 @@ class ModelWorker:
     def __init__(self, loader: Loader, *, rank: int = 0) -> None:
         self.rank = rank
         self.receiver = Receiver(loader, worker=rank)
-        self.turns = Turns(self.receiver)
+        self.turns = UpdateState(self.receiver)
         self._groups = UpdateGroups(rank)
 
     def count(self, request: int) -> None:

@@ -25,7 +25,7 @@ UNKNOWN_VERSION: Final = "unknown"
 """What weights are called that came without a version."""
 
 
-class Turns:
+class UpdateState:
     """The update that an engine was paused for, until it continues, and the version of its weights.
 
     A trainer makes up an id for each update, and says it with everything that it asks for.  Of

@@ -11,7 +11,7 @@ from test_handles import FakeServer, server
 import wsync
 from wsync.disk import DiskSync
 from wsync.handles.http import HttpHandle
-from wsync.trainer.visits import Visit
+from wsync.trainer.checked_engine import CheckedEngine
 
 __all__ = ["server"]
 
@@ -81,24 +81,24 @@ def test_an_engine_that_was_started_again_in_an_update_fails_it(
 def test_a_version_is_not_given_to_an_engine_that_was_started_again() -> None:
     """The last bucket says it: it would be a part of the weights for a whole."""
     engine = Engine()
-    visit = Visit(engine)
-    visit.pause("abort", 10)
-    visit.update_weights([b""], load_format=None, weight_version=None, timeout=10)
+    checked = CheckedEngine(engine)
+    checked.pause("abort", 10)
+    checked.update_weights([b""], load_format=None, weight_version=None, timeout=10)
     engine.seed = 2
     with pytest.raises(wsync.RemoteError, match="is not the one that was paused"):
-        visit.update_weights([b""], load_format=None, weight_version=7, timeout=10)
+        checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
     assert engine.told == ["pause", "update"]
 
 
 def test_an_engine_that_reports_another_version_is_not_continued() -> None:
     engine = Engine()
-    visit = Visit(engine)
-    visit.pause("abort", 10)
-    visit.update_weights([b""], load_format=None, weight_version=7, timeout=10)
-    visit.verify(10)
+    checked = CheckedEngine(engine)
+    checked.pause("abort", 10)
+    checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
+    checked.verify(10)
     engine.version = "6"
     with pytest.raises(wsync.RemoteError, match="weight version 6 after it was given 7"):
-        visit.verify(10)
+        checked.verify(10)
 
 
 CALLS: dict[str, Callable[[HttpHandle], object]] = {
@@ -131,11 +131,11 @@ def test_every_request_of_an_update_says_its_id(server: FakeServer) -> None:
         server.answers[path] = good
     server.answers["/model_info"] = (200, {"weight_version": "1"})
     server.answers["/server_info"] = (200, {"tp_size": 1, "instance": "i"})
-    visit = Visit(HttpHandle(server.url))
+    checked = CheckedEngine(HttpHandle(server.url))
     for _ in range(2):
         ids.clear()
-        visit.pause("abort", 10)
-        visit.update_weights([b""], load_format=None, weight_version=1, timeout=10)
-        visit.verify(10)
-        visit.resume(10)
+        checked.pause("abort", 10)
+        checked.update_weights([b""], load_format=None, weight_version=1, timeout=10)
+        checked.verify(10)
+        checked.resume(10)
         assert len(set(ids) - {None}) == 1

@@ -21,7 +21,7 @@ class Knows(Protocol):
         """What another engine, or the same one started again, would say differently."""
 
 
-class Visit:
+class CheckedEngine:
     """An engine's handle, for the updates of one connection; an EngineHandle itself.
 
     `pause` begins an update.  It makes up an id, which goes with every request of the update to an
@@ -131,5 +131,5 @@ class Visit:
         return dict(engine.identity(left(end)) or {}) if isinstance(engine, Knows) else {}
 
 
-def visits(engines: Sequence[EngineHandle]) -> list[Visit]:
-    return [Visit(engine) for engine in engines]
+def checked_engines(engines: Sequence[EngineHandle]) -> list[CheckedEngine]:
+    return [CheckedEngine(engine) for engine in engines]
