@@ -18,8 +18,8 @@ from wsync.dtypes import dtype_of
 from wsync.engine.buckets import Repeated
 from wsync.exchange.groups import UpdateGroup, connection_of, device_of
 from wsync.machine.lanes import Lane, result
+from wsync.messages.control import FLATTENED_BUCKET
 
-BUCKET: Final = "flattened_bucket"
 BROADCAST_SECONDS: Final = 120.0
 """The most that a broadcast may take where an engine is not told otherwise: as many seconds as a
 trainer waits for it by default.  SGLang has no such deadline of its own."""
@@ -157,8 +157,8 @@ class UpdateGroups:
             ]
             self._broadcast(group_name, member, tensors, timeout)
             return list(zip(names, tensors, strict=True))
-        if load_format != BUCKET:
-            raise InvalidArgumentError(f"load_format {load_format!r}: None or {BUCKET!r}")
+        if load_format != FLATTENED_BUCKET:
+            raise InvalidArgumentError(f"load_format {load_format!r}: None or {FLATTENED_BUCKET!r}")
         metadata, start = [], 0
         for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):
             dtype = dtype_of(dtype_name)

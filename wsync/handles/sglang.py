@@ -16,6 +16,7 @@ from wsync.handles.answers import (
 )
 from wsync.handles.arguments import check_payloads, disk_arguments
 from wsync.handles.local import LocalHandle
+from wsync.messages.control import FLATTENED_BUCKET
 
 
 class SglangHandle(LocalHandle):
@@ -67,7 +68,7 @@ class SglangHandle(LocalHandle):
             self._request("update_weights_from_tensor", request, timeout)
             return
         tensors: list[Any]
-        if load_format == "flattened_bucket":  # taken as one payload per worker
+        if load_format == FLATTENED_BUCKET:  # taken as one payload per worker
             tensors = [base64.b64encode(data).decode() for data in payloads]
         else:
             from wsync.messages import payload

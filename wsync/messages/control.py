@@ -29,6 +29,9 @@ from wsync.machine.deadline import MAX_DEADLINE
 LOAD_FORMAT: Final = "wsync.sglang.load_weights"
 """load_format of the requests that carry a control message: the loader that SGLang imports."""
 
+FLATTENED_BUCKET: Final = "flattened_bucket"
+"""load_format of the requests that carry a bucket of SGLang's (wsync.FlattenedTensorBucket)."""
+
 UPDATE_HEADER: Final = "wsync-update"
 """HTTP header with the id of the update that a request belongs to, in hex.  Engines that do not
 know it pass it over."""

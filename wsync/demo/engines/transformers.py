@@ -39,7 +39,7 @@ from wsync.engine.receiver import Receiver
 from wsync.engine.update_state import UpdateState
 from wsync.exchange.groups import connection_of
 from wsync.messages import payload
-from wsync.messages.control import LOAD_FORMAT
+from wsync.messages.control import FLATTENED_BUCKET, LOAD_FORMAT
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -327,7 +327,7 @@ class Engine:
         return True, "Succeeded to update parameter online."
 
     def _load(self, content: Any, load_format: str | None) -> None:
-        if load_format == "flattened_bucket":
+        if load_format == FLATTENED_BUCKET:
             pairs = _bucket(content)
         elif load_format in (None, "direct"):
             pairs = _pairs(content)

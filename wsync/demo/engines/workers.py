@@ -117,7 +117,7 @@ class ModelWorker:
             if not success:
                 raise RemoteError(text)
             return text
-        if load_format == "flattened_bucket":
+        if load_format == control.FLATTENED_BUCKET:
             from wsync.bucket import FlattenedTensorBucket
 
             content = FlattenedTensorBucket(

@@ -28,6 +28,7 @@ from wsync.machine.addresses import own_address
 from wsync.machine.deadline import Check, left
 from wsync.machine.device import staging
 from wsync.machine.lanes import Lane, result
+from wsync.messages.control import FLATTENED_BUCKET
 from wsync.options import Options
 from wsync.trainer.requests import Calls
 from wsync.trainer.sessions.base import BucketSession
@@ -306,7 +307,7 @@ class RemoteEngines:
                 "group_name": meeting.name,
             }
             if self._options.broadcast != "tensor":
-                arguments["load_format"] = "flattened_bucket"
+                arguments["load_format"] = FLATTENED_BUCKET
             if last:
                 arguments["weight_version"] = self._version
             for index, engine in self._engines:

@@ -15,10 +15,9 @@ from wsync.handles.base import EngineHandle
 from wsync.machine.deadline import Check, left
 from wsync.machine.lanes import result
 from wsync.messages import payload
+from wsync.messages.control import FLATTENED_BUCKET
 from wsync.messages.gpu_payload import GpuRing
 from wsync.trainer.sessions.base import BucketSession
-
-LOAD_FORMAT = "flattened_bucket"
 
 
 class Ring(Protocol):
@@ -126,7 +125,7 @@ class StockSession(BucketSession):
         offset, nbytes, _ = self._slots[round]
         self._engine.update_weights(
             [ring.payload(offset, nbytes, metadata) for _ in range(self._engine.workers)],
-            load_format=LOAD_FORMAT,
+            load_format=FLATTENED_BUCKET,
             weight_version=self._version if round == self._last else None,
             timeout=self._timeout,
         )
