@@ -118,7 +118,7 @@ wsync_status_t wsync_layout_builder_tensor(wsync_layout_builder_t *builder,
     }
     if (added) {
         tensors[found] = *tensor;
-        tensors[found].name = builder->names.items[found].text;
+        tensors[found].name = builder->names.items[found];
         for (unsigned i = tensor->ndim; i < WSYNC_MAX_NDIM; i++) {
             tensors[found].shape[i] = 1;
         }

@@ -8,24 +8,20 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "core/array.h"
 #include "core/status.h"
+#include "core/table.h"
 
 typedef struct wsync_idset {
     size_t first; /* in ids */
     uint32_t count;
-    uint32_t hash;
 } wsync_idset_t;
 
 /* Initialise with {0}, release with wsync_idsets_fini; may be moved by assignment. */
 typedef struct wsync_idsets {
-    wsync_idset_t *items;
-    size_t count;
-    size_t capacity;
-    uint32_t *ids;
-    size_t id_count;
-    size_t id_capacity;
-    uint32_t *slots;   /* open addressing: index + 1, 0 is free */
-    size_t slot_count; /* a power of two, or 0 */
+    WSYNC_ARRAY(wsync_idset_t);
+    WSYNC_ARRAY(uint32_t) ids;
+    wsync_table_t table;
 } wsync_idsets_t;
 
 /* Finds or adds (copies) a list, which must not lie in `sets`. */

@@ -96,8 +96,8 @@ static wsync_status_t merge_one(wsync_layout_builder_t *builder,
                           "no memory for %zu origins", origin_count);
     }
     for (size_t i = 0; i < origin_count && status == WSYNC_OK; i++) {
-        status = wsync_layout_builder_origin(builder, layout->origins.items[i].text,
-                                             &origins[i], err);
+        status = wsync_layout_builder_origin(builder, layout->origins.items[i], &origins[i],
+                                             err);
     }
     for (size_t i = 0; i < layout->names.count && status == WSYNC_OK; i++) {
         uint32_t tensor;
@@ -178,7 +178,7 @@ size_t wsync_layout_shard_count(const wsync_layout_t *layout)
 
 const char *wsync_layout_origin(const wsync_layout_t *layout, uint32_t origin)
 {
-    return layout->origins.items[origin].text;
+    return layout->origins.items[origin];
 }
 
 size_t wsync_layout_origin_count(const wsync_layout_t *layout)

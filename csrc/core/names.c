@@ -5,9 +5,7 @@
 #include <string.h>
 #include <sys/random.h>
 
-#include "core/array.h"
-
-enum { FIRST_SLOT_COUNT = 64, CHUNK_NBYTES = 1 << 14 };
+enum { CHUNK_NBYTES = 1 << 14 };
 
 /* Texts lie in chunks, so that they neither move nor cost an allocation each. */
 typedef struct wsync_names_chunk {
@@ -21,7 +19,7 @@ __extension__ typedef unsigned __int128 wide_t;
 
 /* Peers choose the names: who cannot know the seed cannot choose names that collide, which
  * would make a table of n names cost n * n. */
-static uint32_t hash_text(uint64_t seed, const char *text)
+static uint64_t hash_text(uint64_t seed, const char *text)
 {
     uint64_t hash = seed;
     size_t left = strlen(text);
@@ -37,7 +35,7 @@ static uint32_t hash_text(uint64_t seed, const char *text)
         text += count;
         left -= count;
     }
-    return (uint32_t)(hash ^ (hash >> 32));
+    return hash;
 }
 
 static uint64_t make_seed(const wsync_names_t *names)
@@ -50,51 +48,15 @@ static uint64_t make_seed(const wsync_names_t *names)
     return seed;
 }
 
-/* The slot that holds the text, or the free one where it belongs. */
-static size_t find_slot(const wsync_names_t *names, const char *text, uint32_t hash)
+static uint32_t find(const wsync_names_t *names, const char *text, uint64_t hash)
 {
-    const size_t mask = names->slot_count - 1;
-    size_t slot = hash & mask;
+    size_t probe = 0;
+    uint32_t index = wsync_table_next(&names->table, hash, &probe);
 
-    while (names->slots[slot] != 0) {
-        const wsync_name_t *name = &names->items[names->slots[slot] - 1];
-
-        if (name->hash == hash && strcmp(name->text, text) == 0) {
-            break;
-        }
-        slot = (slot + 1) & mask;
+    while (index != WSYNC_TABLE_NONE && strcmp(names->items[index], text) != 0) {
+        index = wsync_table_next(&names->table, hash, &probe);
     }
-    return slot;
-}
-
-static bool grow_slots(wsync_names_t *names)
-{
-    const size_t count = names->slot_count == 0 ? FIRST_SLOT_COUNT : names->slot_count * 2;
-    uint32_t *slots;
-
-    /* At most half full, or probing gets slow. */
-    if (names->count < names->slot_count / 2) {
-        return true;
-    }
-    slots = calloc(count, sizeof(*slots));
-    if (slots == NULL) {
-        return false;
-    }
-    if (names->slot_count == 0) {
-        names->seed = make_seed(names);
-    }
-    for (size_t i = 0; i < names->count; i++) {
-        size_t slot = names->items[i].hash & (count - 1);
-
-        while (slots[slot] != 0) {
-            slot = (slot + 1) & (count - 1);
-        }
-        slots[slot] = (uint32_t)i + 1;
-    }
-    free(names->slots);
-    names->slots = slots;
-    names->slot_count = count;
-    return true;
+    return index;
 }
 
 static char *copy_text(wsync_names_t *names, const char *text)
@@ -124,48 +86,36 @@ static char *copy_text(wsync_names_t *names, const char *text)
 wsync_status_t wsync_names_add(wsync_names_t *names, const char *text, uint32_t *index,
                                bool *added, wsync_error_t *err)
 {
-    wsync_name_t *items = NULL;
     char *copy = NULL;
-    uint32_t hash = 0;
-    size_t slot;
+    uint64_t hash;
+    uint32_t found;
 
-    if (grow_slots(names)) {
-        hash = hash_text(names->seed, text);
-        slot = find_slot(names, text, hash);
-        if (names->slots[slot] != 0) {
-            *index = names->slots[slot] - 1;
-            *added = false;
-            return WSYNC_OK;
-        }
-        if (names->count < UINT32_MAX - 1) {
-            items = wsync_array_reserve(names->items, &names->capacity, names->count + 1,
-                                        sizeof(*items));
-        }
-        if (items != NULL) {
-            names->items = items;
+    if (names->count == 0) {
+        names->seed = make_seed(names);
+    }
+    hash = hash_text(names->seed, text);
+    found = find(names, text, hash);
+    *added = found == WSYNC_TABLE_NONE;
+    if (*added) {
+        found = names->table.count;
+        if (WSYNC_ARRAY_RESERVE(*names, 1)) {
             copy = copy_text(names, text);
         }
+        if (copy == NULL || !wsync_table_add(&names->table, hash)) {
+            return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "names",
+                              "no memory for '%.200s' after %zu names", text, names->count);
+        }
+        names->items[names->count++] = copy;
     }
-    if (copy == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "names",
-                          "no memory for '%.200s' after %zu names", text, names->count);
-    }
-    *index = (uint32_t)names->count;
-    *added = true;
-    names->items[names->count++] = (wsync_name_t){copy, hash};
-    names->slots[slot] = *index + 1;
+    *index = found;
     return WSYNC_OK;
 }
 
 size_t wsync_names_find(const wsync_names_t *names, const char *text)
 {
-    size_t slot;
+    const uint32_t found = find(names, text, hash_text(names->seed, text));
 
-    if (names->slot_count == 0) {
-        return SIZE_MAX;
-    }
-    slot = find_slot(names, text, hash_text(names->seed, text));
-    return names->slots[slot] == 0 ? SIZE_MAX : names->slots[slot] - 1;
+    return found == WSYNC_TABLE_NONE ? SIZE_MAX : found;
 }
 
 void wsync_names_fini(wsync_names_t *names)
@@ -178,7 +128,7 @@ void wsync_names_fini(wsync_names_t *names)
         free(chunk);
         chunk = next;
     }
-    free(names->items);
-    free(names->slots);
+    free((void *)names->items);
+    wsync_table_fini(&names->table);
     *names = (wsync_names_t){0};
 }

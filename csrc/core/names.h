@@ -7,21 +7,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "core/array.h"
 #include "core/status.h"
+#include "core/table.h"
 
-typedef struct wsync_name {
-    const char *text; /* owned by the table; does not move */
-    uint32_t hash;
-} wsync_name_t;
-
-/* Initialise with {0}, release with wsync_names_fini; may be moved by assignment. */
+/* Initialise with {0}, release with wsync_names_fini; may be moved by assignment.  The
+ * texts (items) belong to the set and do not move. */
 typedef struct wsync_names {
-    wsync_name_t *items;
-    size_t count;
-    size_t capacity;
-    uint32_t *slots;   /* open addressing: index + 1, 0 is free */
-    size_t slot_count; /* a power of two, or 0 */
-    uint64_t seed;     /* of the hash */
+    WSYNC_ARRAY(const char *);
+    wsync_table_t table;
+    uint64_t seed; /* of the hash */
     struct wsync_names_chunk *chunks;
 } wsync_names_t;
 

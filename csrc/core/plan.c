@@ -128,7 +128,7 @@ static void planner_fini(wsync_planner_t *planner)
     free(planner->audience_info.items);
     free(planner->classes.items);
     free(planner->groups.items);
-    free(planner->class_slots);
+    wsync_table_fini(&planner->class_table);
     free(planner->loads);
     free(planner->sources.items);
     free(planner->demands.items);
@@ -167,7 +167,7 @@ static wsync_status_t keep_tensor(const wsync_planner_t *planner, wsync_plan_t *
     status = wsync_names_add(&plan->names, tensor->name, &index, &added, planner->err);
     if (status == WSYNC_OK) {
         plan->tensors[index] = *tensor;
-        plan->tensors[index].name = plan->names.items[index].text;
+        plan->tensors[index].name = plan->names.items[index];
         plan->tensors[index].group =
             wsync_layout_tensor(planner->spec->destinations[ref->destination].layout,
                                 ref->tensor)

@@ -7,8 +7,6 @@
 
 #include "core/plan_internal.h"
 
-enum { FIRST_SLOT_COUNT = 256 };
-
 /* --- audiences ------------------------------------------------------------------------ */
 
 static int compare_ids(const void *left, const void *right)
@@ -31,7 +29,7 @@ static wsync_status_t find_homes(wsync_planner_t *planner, const uint32_t *ids,
         const size_t first = planner->first_worker[ids[i]];
         const size_t end = planner->first_worker[ids[i] + 1];
 
-        if (!WSYNC_PLAN_RESERVE(*homes, end - first)) {
+        if (!WSYNC_ARRAY_RESERVE(*homes, end - first)) {
             return wsync_plan_no_memory(planner, "homes", homes->count);
         }
         for (size_t j = first; j < end; j++) {
@@ -58,7 +56,7 @@ wsync_status_t wsync_plan_audience(wsync_planner_t *planner, const uint32_t *ids
         wsync_idsets_add(&planner->audiences, ids, count, &index, planner->err);
 
     if (status == WSYNC_OK && index == planner->audience_info.count) {
-        if (!WSYNC_PLAN_RESERVE(planner->audience_info, 1)) {
+        if (!WSYNC_ARRAY_RESERVE(planner->audience_info, 1)) {
             return wsync_plan_no_memory(planner, "sets of destinations", index + 1U);
         }
         status = find_homes(planner, ids, count, &info);
@@ -108,7 +106,7 @@ static wsync_status_t add_group(wsync_planner_t *planner, wsync_plan_class_t *cl
     wsync_plan_group_t group = {.with_rest = WSYNC_PLAN_NONE};
     wsync_status_t status;
 
-    if (!WSYNC_PLAN_RESERVE(planner->groups, 1)) {
+    if (!WSYNC_ARRAY_RESERVE(planner->groups, 1)) {
         return wsync_plan_no_memory(planner, "groups of peers", planner->groups.count + 1);
     }
     status =
@@ -240,70 +238,27 @@ cleanup:
     return status;
 }
 
-static size_t class_slot(const wsync_planner_t *planner, uint32_t audience,
-                         uint32_t holders)
-{
-    uint64_t hash = ((uint64_t)audience << 32 | holders) * 0x9e3779b97f4a7c15U;
-    size_t at;
-
-    hash ^= hash >> 32;
-    at = hash & (planner->class_slot_count - 1);
-    while (planner->class_slots[at] != 0) {
-        const wsync_plan_class_t *class =
-            &planner->classes.items[planner->class_slots[at] - 1];
-
-        if (class->audience == audience && class->holders == holders) {
-            break;
-        }
-        at = (at + 1) & (planner->class_slot_count - 1);
-    }
-    return at;
-}
-
-static bool grow_class_slots(wsync_planner_t *planner)
-{
-    const size_t count =
-        planner->class_slot_count != 0 ? planner->class_slot_count * 2 : FIRST_SLOT_COUNT;
-    uint32_t *slots = calloc(count, sizeof(*slots));
-
-    if (slots == NULL) {
-        return false;
-    }
-    free(planner->class_slots);
-    planner->class_slots = slots;
-    planner->class_slot_count = count;
-    for (size_t i = 0; i < planner->classes.count; i++) {
-        const wsync_plan_class_t *class = &planner->classes.items[i];
-
-        slots[class_slot(planner, class->audience, class->holders)] = (uint32_t)i + 1;
-    }
-    return true;
-}
-
 static wsync_status_t find_class(wsync_planner_t *planner, uint32_t audience,
                                  uint32_t holders, uint32_t *index)
 {
+    const uint64_t key = (uint64_t)audience << 32 | holders;
     wsync_plan_class_t class = {0};
     wsync_status_t status;
-    size_t at;
 
-    if ((planner->classes.count + 1) * 2 > planner->class_slot_count &&
-        !grow_class_slots(planner)) {
+    *index = wsync_table_find(&planner->class_table, key);
+    if (*index != WSYNC_TABLE_NONE) {
+        return WSYNC_OK;
+    }
+    status = make_class(planner, audience, holders, &class);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    if (!WSYNC_ARRAY_RESERVE(planner->classes, 1) ||
+        !wsync_table_add(&planner->class_table, key)) {
         return wsync_plan_no_memory(planner, "classes", planner->classes.count + 1);
     }
-    at = class_slot(planner, audience, holders);
-    if (planner->class_slots[at] == 0) {
-        if (!WSYNC_PLAN_RESERVE(planner->classes, 1)) {
-            return wsync_plan_no_memory(planner, "classes", planner->classes.count + 1);
-        }
-        status = make_class(planner, audience, holders, &class);
-        if (status != WSYNC_OK) {
-            return status;
-        }
-        planner->classes.items[planner->classes.count++] = class;
-        planner->class_slots[at] = (uint32_t)planner->classes.count;
-    }
-    *index = planner->class_slots[at] - 1;
+    *index = (uint32_t)planner->classes.count;
+    planner->classes.items[planner->classes.count++] = class;
     return WSYNC_OK;
 }
 
@@ -334,7 +289,7 @@ static wsync_status_t join_rest(wsync_planner_t *planner, wsync_plan_group_t *gr
     const uint32_t *b = wsync_idsets_get(&planner->ranks, rest, &b_count);
 
     joined->count = 0;
-    if (!WSYNC_PLAN_RESERVE(*joined, a_count + b_count)) {
+    if (!WSYNC_ARRAY_RESERVE(*joined, a_count + b_count)) {
         return wsync_plan_no_memory(planner, "peers", a_count + b_count);
     }
     for (size_t i = 0, j = 0; i < a_count || j < b_count;) {
@@ -390,7 +345,7 @@ wsync_status_t wsync_plan_choose(wsync_planner_t *planner, uint32_t audience,
     if (class->group_count == 0) {
         return WSYNC_OK;
     }
-    if (!WSYNC_PLAN_RESERVE(planner->sends, class->group_count)) {
+    if (!WSYNC_ARRAY_RESERVE(planner->sends, class->group_count)) {
         return wsync_plan_no_memory(planner, "messages", planner->sends.count);
     }
     for (uint32_t i = 0; i < class->group_count && status == WSYNC_OK; i++) {

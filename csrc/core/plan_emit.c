@@ -5,8 +5,6 @@
 
 #include "core/plan_internal.h"
 
-enum { FIRST_SLOT_COUNT = 64 };
-
 /* A message of the round at hand. */
 typedef struct message {
     uint32_t source;
@@ -25,12 +23,12 @@ typedef struct emitter {
     wsync_planner_t *planner;
     wsync_plan_t *plan;
     uint32_t round;
-    WSYNC_PLAN_ARRAY(message_t) messages;  /* in the order of appearance */
-    WSYNC_PLAN_ARRAY(message_key_t) order; /* by source, then peers */
-    WSYNC_PLAN_ARRAY(uint32_t) slots;      /* open addressing: number + 1, 0 is free */
-    uint64_t *fills;    /* of every destination: bytes used of its slot */
-    size_t *first_mine; /* destination count + 1 */
-    uint32_t *mine;     /* workers whose session is here, by destination */
+    WSYNC_ARRAY(message_t) messages;  /* in the order of appearance */
+    WSYNC_ARRAY(message_key_t) order; /* by source, then peers */
+    wsync_table_t table;              /* of messages, by source and peers */
+    uint64_t *fills;                  /* of every destination: bytes used of its slot */
+    size_t *first_mine;               /* destination count + 1 */
+    uint32_t *mine;                   /* workers whose session is here, by destination */
 } emitter_t;
 
 /* --- fingerprint ---------------------------------------------------------------------- */
@@ -55,8 +53,8 @@ static void mix_sets(wsync_plan_t *plan, const wsync_idsets_t *sets)
     for (size_t i = 0; i < sets->count; i++) {
         mix(plan, sets->items[i].count);
     }
-    for (size_t i = 0; i < sets->id_count; i++) {
-        mix(plan, sets->ids[i]);
+    for (size_t i = 0; i < sets->ids.count; i++) {
+        mix(plan, sets->ids.items[i]);
     }
 }
 
@@ -96,62 +94,24 @@ static void mix_tables(const wsync_planner_t *planner, wsync_plan_t *plan)
 
 /* --- messages ------------------------------------------------------------------------- */
 
-static size_t find_slot(const emitter_t *emitter, uint32_t source, uint32_t peers)
-{
-    const uint64_t hash = ((uint64_t)source << 32 | peers) * 0x9e3779b97f4a7c15U;
-    size_t at = (size_t)(hash >> 32) & (emitter->slots.count - 1);
-
-    while (emitter->slots.items[at] != 0) {
-        const message_t *message = &emitter->messages.items[emitter->slots.items[at] - 1];
-
-        if (message->source == source && message->peers == peers) {
-            break;
-        }
-        at = (at + 1) & (emitter->slots.count - 1);
-    }
-    return at;
-}
-
-static bool grow_slots(emitter_t *emitter)
-{
-    const size_t more =
-        emitter->slots.count != 0 ? emitter->slots.count : (size_t)FIRST_SLOT_COUNT;
-
-    if (!WSYNC_PLAN_RESERVE(emitter->slots, more)) {
-        return false;
-    }
-    emitter->slots.count += more;
-    memset(emitter->slots.items, 0, emitter->slots.count * sizeof(*emitter->slots.items));
-    for (size_t i = 0; i < emitter->messages.count; i++) {
-        const message_t *message = &emitter->messages.items[i];
-
-        emitter->slots.items[find_slot(emitter, message->source, message->peers)] =
-            (uint32_t)i + 1;
-    }
-    return true;
-}
-
 /* Puts a piece into the message of its source and peers. */
 static wsync_status_t add_to_message(emitter_t *emitter, wsync_plan_send_t *send,
                                      uint64_t nbytes)
 {
+    const uint64_t key = (uint64_t)send->source << 32 | send->peers;
     message_t *message;
-    size_t at;
 
-    if ((emitter->messages.count + 1) * 2 > emitter->slots.count && !grow_slots(emitter)) {
-        return wsync_plan_no_memory(emitter->planner, "messages", emitter->messages.count);
-    }
-    at = find_slot(emitter, send->source, send->peers);
-    if (emitter->slots.items[at] == 0) {
-        if (!WSYNC_PLAN_RESERVE(emitter->messages, 1)) {
+    send->message = wsync_table_find(&emitter->table, key);
+    if (send->message == WSYNC_TABLE_NONE) {
+        if (!WSYNC_ARRAY_RESERVE(emitter->messages, 1) ||
+            !wsync_table_add(&emitter->table, key)) {
             return wsync_plan_no_memory(emitter->planner, "messages",
                                         emitter->messages.count + 1);
         }
+        send->message = (uint32_t)emitter->messages.count;
         emitter->messages.items[emitter->messages.count++] =
             (message_t){send->source, send->peers, WSYNC_PLAN_NONE, 0};
-        emitter->slots.items[at] = (uint32_t)emitter->messages.count;
     }
-    send->message = emitter->slots.items[at] - 1;
     message = &emitter->messages.items[send->message];
     send->offset = wsync_plan_pad(message->nbytes);
     message->nbytes = send->offset + nbytes;
@@ -179,8 +139,8 @@ static wsync_status_t place_messages(emitter_t *emitter)
     uint64_t recv_end = 0;
 
     emitter->order.count = 0;
-    if (!WSYNC_PLAN_RESERVE(emitter->order, count + 1) ||
-        !WSYNC_PLAN_RESERVE(plan->messages, count + 1)) {
+    if (!WSYNC_ARRAY_RESERVE(emitter->order, count + 1) ||
+        !WSYNC_ARRAY_RESERVE(plan->messages, count + 1)) {
         return wsync_plan_no_memory(emitter->planner, "messages", count);
     }
     for (uint32_t i = 0; i < count; i++) {
@@ -383,10 +343,7 @@ static wsync_status_t emit_round(emitter_t *emitter)
     plan->first_message[emitter->round] = plan->messages.count;
     memset(emitter->fills, 0, planner->spec->destination_count * sizeof(*emitter->fills));
     emitter->messages.count = 0;
-    if (emitter->slots.count != 0) {
-        memset(emitter->slots.items, 0,
-               emitter->slots.count * sizeof(*emitter->slots.items));
-    }
+    wsync_table_clear(&emitter->table);
     for (size_t i = first; i < end && status == WSYNC_OK; i++) {
         status = collect_messages(emitter, &planner->items.items[planner->order[i]]);
     }
@@ -458,7 +415,7 @@ wsync_status_t wsync_plan_emit(wsync_planner_t *planner, wsync_plan_t *plan)
     }
     free(emitter.messages.items);
     free(emitter.order.items);
-    free(emitter.slots.items);
+    wsync_table_fini(&emitter.table);
     free(emitter.fills);
     free(emitter.first_mine);
     free(emitter.mine);

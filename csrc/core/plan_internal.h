@@ -17,6 +17,7 @@
 #include "core/idsets.h"
 #include "core/names.h"
 #include "core/plan.h"
+#include "core/table.h"
 
 enum { WSYNC_PLAN_ALIGN = 64 };
 #define WSYNC_PLAN_NONE UINT32_MAX
@@ -123,35 +124,8 @@ typedef struct wsync_plan_ref {
     uint32_t tensor; /* of the destination's layout */
 } wsync_plan_ref_t;
 
-/* A growable array; {0} is empty. */
-#define WSYNC_PLAN_ARRAY(type) \
-    struct {                   \
-        union {                \
-            type *items;       \
-            void *memory;      \
-        };                     \
-        size_t count;          \
-        size_t capacity;       \
-    }
-
-/* Makes room for `more` items; false if there is no memory. */
-#define WSYNC_PLAN_RESERVE(array, more)                                            \
-    wsync_plan_reserve(&(array).memory, &(array).capacity, (array).count + (more), \
-                       sizeof(*(array).items))
-
-static inline bool wsync_plan_reserve(void **memory, size_t *capacity, size_t count,
-                                      size_t item_nbytes)
-{
-    void *grown = wsync_array_reserve(*memory, capacity, count, item_nbytes);
-
-    if (grown != NULL) {
-        *memory = grown;
-    }
-    return grown != NULL;
-}
-
-typedef WSYNC_PLAN_ARRAY(wsync_box_t) wsync_plan_boxes_t;
-typedef WSYNC_PLAN_ARRAY(uint32_t) wsync_plan_ids_t;
+typedef WSYNC_ARRAY(wsync_box_t) wsync_plan_boxes_t;
+typedef WSYNC_ARRAY(uint32_t) wsync_plan_ids_t;
 
 typedef struct wsync_planner {
     const wsync_plan_spec_t *spec;
@@ -171,25 +145,24 @@ typedef struct wsync_planner {
     /* interned lists */
     wsync_idsets_t ranks;
     wsync_idsets_t audiences; /* sets of destinations */
-    WSYNC_PLAN_ARRAY(wsync_plan_audience_t) audience_info;
-    WSYNC_PLAN_ARRAY(wsync_plan_class_t) classes;
-    WSYNC_PLAN_ARRAY(wsync_plan_group_t) groups;
-    uint32_t *class_slots; /* open addressing: index + 1, 0 is free */
-    size_t class_slot_count;
-    uint64_t *loads; /* of every rank: bytes it was chosen to send, once a peer */
+    WSYNC_ARRAY(wsync_plan_audience_t) audience_info;
+    WSYNC_ARRAY(wsync_plan_class_t) classes;
+    WSYNC_ARRAY(wsync_plan_group_t) groups;
+    wsync_table_t class_table; /* by audience and holders */
+    uint64_t *loads;           /* of every rank: bytes it was chosen to send, once a peer */
     /* the tensor at hand */
-    WSYNC_PLAN_ARRAY(wsync_plan_source_t) sources;
-    WSYNC_PLAN_ARRAY(wsync_plan_demand_t) demands;
+    WSYNC_ARRAY(wsync_plan_source_t) sources;
+    WSYNC_ARRAY(wsync_plan_demand_t) demands;
     bool sources_overlap;
     /* decisions */
-    WSYNC_PLAN_ARRAY(wsync_plan_want_t) wants;
-    WSYNC_PLAN_ARRAY(wsync_plan_piece_t) pieces;
-    WSYNC_PLAN_ARRAY(wsync_plan_send_t) sends;
-    WSYNC_PLAN_ARRAY(wsync_plan_item_t) items;
-    WSYNC_PLAN_ARRAY(wsync_plan_want_t) empties; /* zero-size tensors: in no item */
-    size_t *order;                               /* items in the order of rounds */
-    WSYNC_PLAN_ARRAY(size_t) first_in_round;     /* in order; one more than rounds */
-    wsync_plan_use_t use;                        /* of the item at hand */
+    WSYNC_ARRAY(wsync_plan_want_t) wants;
+    WSYNC_ARRAY(wsync_plan_piece_t) pieces;
+    WSYNC_ARRAY(wsync_plan_send_t) sends;
+    WSYNC_ARRAY(wsync_plan_item_t) items;
+    WSYNC_ARRAY(wsync_plan_want_t) empties; /* zero-size tensors: in no item */
+    size_t *order;                          /* items in the order of rounds */
+    WSYNC_ARRAY(size_t) first_in_round;     /* in order; one more than rounds */
+    wsync_plan_use_t use;                   /* of the item at hand */
     /* scratch */
     wsync_plan_boxes_t missing;
     wsync_plan_boxes_t missing_next;
@@ -255,7 +228,7 @@ struct wsync_plan {
     uint64_t *rings;        /* of every destination */
     wsync_copies_t copies[WSYNC_PHASE_COUNT];
     size_t *first_copy[WSYNC_PHASE_COUNT]; /* round_count + 1 */
-    WSYNC_PLAN_ARRAY(wsync_message_t) messages;
+    WSYNC_ARRAY(wsync_message_t) messages;
     size_t *first_message; /* round_count + 1 */
     wsync_idsets_t ranks;  /* peers of messages */
     uint64_t send_nbytes;

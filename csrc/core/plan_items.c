@@ -77,7 +77,7 @@ typedef struct found_ref {
     wsync_plan_ref_t ref;
 } found_ref_t;
 
-typedef WSYNC_PLAN_ARRAY(found_ref_t) found_refs_t;
+typedef WSYNC_ARRAY(found_ref_t) found_refs_t;
 
 static wsync_status_t find_refs(wsync_planner_t *planner, found_refs_t *found)
 {
@@ -89,7 +89,7 @@ static wsync_status_t find_refs(wsync_planner_t *planner, found_refs_t *found)
         if (planner->first_worker[i] == planner->first_worker[i + 1]) {
             continue; /* nobody takes it */
         }
-        if (!WSYNC_PLAN_RESERVE(*found, count)) {
+        if (!WSYNC_ARRAY_RESERVE(*found, count)) {
             return wsync_plan_no_memory(planner, "tensors", found->count + count);
         }
         for (size_t j = 0; j < count; j++) {
@@ -399,7 +399,7 @@ static wsync_status_t add_item(wsync_planner_t *planner, size_t first_want, bool
     uint64_t needed;
 
     *parts = 0;
-    if (!WSYNC_PLAN_RESERVE(planner->items, 1)) {
+    if (!WSYNC_ARRAY_RESERVE(planner->items, 1)) {
         return wsync_plan_no_memory(planner, "items", planner->items.count + 1);
     }
     item.want_count = (uint32_t)(planner->wants.count - first_want);
@@ -463,7 +463,7 @@ static wsync_status_t add_cut(wsync_planner_t *planner, uint32_t tensor,
 
 static wsync_status_t add_empties(wsync_planner_t *planner, uint32_t tensor)
 {
-    if (!WSYNC_PLAN_RESERVE(planner->empties, planner->demands.count)) {
+    if (!WSYNC_ARRAY_RESERVE(planner->empties, planner->demands.count)) {
         return wsync_plan_no_memory(planner, "tensors", planner->empties.count + 1);
     }
     for (size_t i = 0; i < planner->demands.count; i++) {

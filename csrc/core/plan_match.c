@@ -154,8 +154,8 @@ static wsync_status_t add_source(wsync_planner_t *planner, const shard_key_t *ke
     wsync_status_t status;
 
     planner->ids.count = 0;
-    if (!WSYNC_PLAN_RESERVE(planner->ids, count) ||
-        !WSYNC_PLAN_RESERVE(planner->sources, 1)) {
+    if (!WSYNC_ARRAY_RESERVE(planner->ids, count) ||
+        !WSYNC_ARRAY_RESERVE(planner->sources, 1)) {
         return wsync_plan_no_memory(planner, "source boxes", planner->sources.count + 1);
     }
     for (size_t i = 0; i < count; i++) {
@@ -196,9 +196,9 @@ static wsync_status_t check_origins(wsync_planner_t *planner, uint32_t tensor, s
                       "%.256s: %.128s (rank %u) and %.128s (rank %u) both hold the element "
                       "at %s",
                       what->name, wsync_layout_origin(layout, a->origin),
-                      planner->ranks.ids[planner->ranks.items[a->holders].first],
+                      planner->ranks.ids.items[planner->ranks.items[a->holders].first],
                       wsync_layout_origin(layout, b->origin),
-                      planner->ranks.ids[planner->ranks.items[b->holders].first],
+                      planner->ranks.ids.items[planner->ranks.items[b->holders].first],
                       wsync_shape_text(start, what->ndim, common.start));
 }
 
@@ -248,7 +248,7 @@ typedef struct demand_key {
     uint32_t destination;
 } demand_key_t;
 
-typedef WSYNC_PLAN_ARRAY(demand_key_t) demand_keys_t;
+typedef WSYNC_ARRAY(demand_key_t) demand_keys_t;
 
 static int compare_demands(const void *left, const void *right)
 {
@@ -324,8 +324,8 @@ static wsync_status_t add_demand(wsync_planner_t *planner, uint32_t tensor,
     wsync_status_t status;
 
     planner->ids.count = 0;
-    if (!WSYNC_PLAN_RESERVE(planner->ids, count) ||
-        !WSYNC_PLAN_RESERVE(planner->demands, 1)) {
+    if (!WSYNC_ARRAY_RESERVE(planner->ids, count) ||
+        !WSYNC_ARRAY_RESERVE(planner->demands, 1)) {
         return wsync_plan_no_memory(planner, "wanted boxes", planner->demands.count + 1);
     }
     for (size_t i = 0; i < count; i++) {
@@ -364,7 +364,7 @@ static wsync_status_t collect_demands(const wsync_planner_t *planner, uint32_t t
         if (status != WSYNC_OK) {
             return status;
         }
-        if (!WSYNC_PLAN_RESERVE(*keys, count + 1)) {
+        if (!WSYNC_ARRAY_RESERVE(*keys, count + 1)) {
             return wsync_plan_no_memory(planner, "wanted boxes", keys->count + count);
         }
         if (destination->whole && count == 0) {
@@ -425,7 +425,7 @@ static wsync_status_t add_piece(wsync_planner_t *planner, wsync_plan_want_t *wan
     wsync_plan_piece_t piece = {.box = *box, .shard = source->shard};
     wsync_status_t status;
 
-    if (!WSYNC_PLAN_RESERVE(planner->pieces, 1)) {
+    if (!WSYNC_ARRAY_RESERVE(planner->pieces, 1)) {
         return wsync_plan_no_memory(planner, "pieces", planner->pieces.count + 1);
     }
     piece.nbytes = wsync_box_count(box) * wsync_dtype_nbytes(want->dtype);
@@ -440,7 +440,7 @@ static wsync_status_t add_piece(wsync_planner_t *planner, wsync_plan_want_t *wan
 static wsync_status_t add_missing(wsync_planner_t *planner, wsync_plan_boxes_t *boxes,
                                   const wsync_box_t *box)
 {
-    if (!WSYNC_PLAN_RESERVE(*boxes, 1)) {
+    if (!WSYNC_ARRAY_RESERVE(*boxes, 1)) {
         return wsync_plan_no_memory(planner, "boxes", boxes->count + 1);
     }
     boxes->items[boxes->count++] = *box;
@@ -519,7 +519,7 @@ wsync_status_t wsync_plan_add_want(wsync_planner_t *planner, uint32_t tensor,
     uint64_t covered = 0;
     wsync_status_t status = WSYNC_OK;
 
-    if (!WSYNC_PLAN_RESERVE(planner->wants, 1)) {
+    if (!WSYNC_ARRAY_RESERVE(planner->wants, 1)) {
         return wsync_plan_no_memory(planner, "wanted boxes", planner->wants.count + 1);
     }
     for (size_t i = 0; i < planner->sources.count; i++) {

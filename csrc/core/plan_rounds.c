@@ -336,7 +336,7 @@ static wsync_status_t sort_rounds(wsync_planner_t *planner, const turn_t *turns,
 
     planner->order = malloc((count + 1) * sizeof(*planner->order));
     if (planner->order == NULL ||
-        !WSYNC_PLAN_RESERVE(planner->first_in_round, round_count + 2)) {
+        !WSYNC_ARRAY_RESERVE(planner->first_in_round, round_count + 2)) {
         return wsync_plan_no_memory(planner, "rounds", round_count);
     }
     first = planner->first_in_round.items;

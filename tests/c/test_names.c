@@ -21,8 +21,8 @@ static size_t longest_run(const wsync_names_t *names)
     size_t run = 0;
     size_t longest = 0;
 
-    for (size_t i = 0; i < names->slot_count; i++) {
-        run = names->slots[i] != 0 ? run + 1 : 0;
+    for (size_t i = 0; i < names->table.slot_count; i++) {
+        run = names->table.slots[i].entry != 0 ? run + 1 : 0;
         longest = run > longest ? run : longest;
     }
     return longest;
@@ -46,7 +46,7 @@ TEST(names_that_were_chosen_to_collide_are_spread)
     }
     CHECK(longest_run(&names) < LONGEST);
     for (uint32_t i = 0; i < COUNT; i++) {
-        CHECK_EQ(wsync_names_find(&names, names.items[i].text), i);
+        CHECK_EQ(wsync_names_find(&names, names.items[i]), i);
     }
     CHECK_EQ(wsync_names_find(&names, "layers"), SIZE_MAX);
     wsync_names_fini(&names);
