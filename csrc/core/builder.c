@@ -7,16 +7,14 @@
 #include "core/array.h"
 #include "core/layout.h"
 #include "core/layout_parts.h"
+#include "core/sort.h"
 
 struct wsync_layout_builder {
     wsync_names_t names;
     wsync_names_t origins;
-    wsync_tensor_t *tensors;
-    size_t tensor_capacity;
-    wsync_shard_t *shards; /* in the order of addition */
-    size_t shard_count;
-    size_t shard_capacity;
-    bool unsorted; /* some shard came after one of a later tensor */
+    WSYNC_ARRAY(wsync_tensor_t) tensors;
+    WSYNC_ARRAY(wsync_shard_t) shards; /* in the order of addition */
+    bool unsorted;                     /* some shard came after one of a later tensor */
     uint64_t nbytes;
 };
 
@@ -36,8 +34,8 @@ static void clear(wsync_layout_builder_t *builder)
 {
     wsync_names_fini(&builder->names);
     wsync_names_fini(&builder->origins);
-    free(builder->tensors);
-    free(builder->shards);
+    free(builder->tensors.items);
+    free(builder->shards.items);
     *builder = (wsync_layout_builder_t){0};
 }
 
@@ -89,24 +87,20 @@ wsync_status_t wsync_layout_builder_tensor(wsync_layout_builder_t *builder,
                                            const wsync_tensor_t *tensor, uint32_t *index,
                                            wsync_error_t *err)
 {
-    const size_t known = builder->names.count;
     uint64_t nbytes = 0;
     uint64_t total;
     uint32_t found;
     bool added;
-    wsync_tensor_t *tensors;
+    wsync_tensor_t *known;
     wsync_status_t status = check_tensor(tensor, &nbytes, err);
 
     if (status != WSYNC_OK) {
         return status;
     }
-    tensors = wsync_array_reserve(builder->tensors, &builder->tensor_capacity, known + 1,
-                                  sizeof(*tensors));
-    if (tensors == NULL) {
+    if (!WSYNC_ARRAY_RESERVE(builder->tensors, 1)) {
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout",
-                          "no memory for %zu tensors", known + 1);
+                          "no memory for %zu tensors", builder->tensors.count + 1);
     }
-    builder->tensors = tensors;
     if (__builtin_add_overflow(builder->nbytes, nbytes, &total)) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
                           "%.256s: the sizes of the tensors do not fit in 64 bits",
@@ -116,15 +110,17 @@ wsync_status_t wsync_layout_builder_tensor(wsync_layout_builder_t *builder,
     if (status != WSYNC_OK) {
         return status;
     }
+    known = &builder->tensors.items[found];
     if (added) {
-        tensors[found] = *tensor;
-        tensors[found].name = builder->names.items[found];
+        builder->tensors.count++;
+        *known = *tensor;
+        known->name = builder->names.items[found];
         for (unsigned i = tensor->ndim; i < WSYNC_MAX_NDIM; i++) {
-            tensors[found].shape[i] = 1;
+            known->shape[i] = 1;
         }
         builder->nbytes = total;
-    } else if (!wsync_tensor_equal(&tensors[found], tensor)) {
-        return wsync_tensor_differ(&tensors[found], "one part", tensor, "another", err);
+    } else if (!wsync_tensor_equal(known, tensor)) {
+        return wsync_tensor_differ(known, "one part", tensor, "another", err);
     }
     *index = found;
     return WSYNC_OK;
@@ -133,7 +129,7 @@ wsync_status_t wsync_layout_builder_tensor(wsync_layout_builder_t *builder,
 const wsync_tensor_t *wsync_layout_builder_peek(const wsync_layout_builder_t *builder,
                                                 uint32_t index)
 {
-    return &builder->tensors[index];
+    return &builder->tensors.items[index];
 }
 
 wsync_status_t wsync_layout_builder_origin(wsync_layout_builder_t *builder,
@@ -208,14 +204,14 @@ static wsync_status_t check_owner(const wsync_layout_builder_t *builder,
     if (shard->origin >= builder->origins.count) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
                           "%.256s: origin %u is not one of the %zu known",
-                          builder->tensors[shard->tensor].name, shard->origin,
+                          builder->tensors.items[shard->tensor].name, shard->origin,
                           builder->origins.count);
     }
     if (shard->rank >= WSYNC_MAX_RANKS || shard->buffer == UINT32_MAX) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
                           "%.256s: rank %u buffer %u: ranks end at %d, buffers at %u",
-                          builder->tensors[shard->tensor].name, shard->rank, shard->buffer,
-                          WSYNC_MAX_RANKS, UINT32_MAX);
+                          builder->tensors.items[shard->tensor].name, shard->rank,
+                          shard->buffer, WSYNC_MAX_RANKS, UINT32_MAX);
     }
     return WSYNC_OK;
 }
@@ -224,13 +220,13 @@ wsync_status_t wsync_layout_builder_shard(wsync_layout_builder_t *builder,
                                           const wsync_shard_t *shard, wsync_error_t *err)
 {
     const wsync_tensor_t *tensor;
-    wsync_shard_t *shards;
+    wsync_shard_t *added;
     wsync_status_t status = check_owner(builder, shard, err);
 
     if (status != WSYNC_OK) {
         return status;
     }
-    tensor = &builder->tensors[shard->tensor];
+    tensor = &builder->tensors.items[shard->tensor];
     status = check_box(tensor, &shard->box, err);
     if (status != WSYNC_OK || wsync_box_count(&shard->box) == 0) {
         return status;
@@ -239,22 +235,18 @@ wsync_status_t wsync_layout_builder_shard(wsync_layout_builder_t *builder,
     if (status != WSYNC_OK) {
         return status;
     }
-    shards = wsync_array_reserve(builder->shards, &builder->shard_capacity,
-                                 builder->shard_count + 1, sizeof(*shards));
-    if (shards == NULL) {
+    if (!WSYNC_ARRAY_RESERVE(builder->shards, 1)) {
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout", "no memory for %zu shards",
-                          builder->shard_count + 1);
+                          builder->shards.count + 1);
     }
-    builder->shards = shards;
-    if (builder->shard_count > 0 &&
-        shards[builder->shard_count - 1].tensor > shard->tensor) {
+    added = &builder->shards.items[builder->shards.count];
+    if (builder->shards.count++ > 0 && added[-1].tensor > shard->tensor) {
         builder->unsorted = true;
     }
-    shards[builder->shard_count] = *shard;
+    *added = *shard;
     for (unsigned i = tensor->ndim; i < WSYNC_MAX_NDIM; i++) {
-        shards[builder->shard_count].stride[i] = 0;
+        added->stride[i] = 0;
     }
-    builder->shard_count++;
     return WSYNC_OK;
 }
 
@@ -354,7 +346,7 @@ wsync_status_t wsync_layout_builder_compose(wsync_layout_builder_t *builder,
     if (status != WSYNC_OK) {
         return status;
     }
-    tensor = &builder->tensors[region->tensor];
+    tensor = &builder->tensors.items[region->tensor];
     status = check_map(tensor, map, err);
     if (status == WSYNC_OK) {
         status = check_region(tensor->name, region, err);
@@ -392,46 +384,33 @@ wsync_status_t wsync_layout_builder_compose(wsync_layout_builder_t *builder,
     return status;
 }
 
-/* Counting sort: shards by tensor, the order of addition kept. */
+/* Orders the shards by tensor; those of one tensor keep the order of addition. */
 static bool sort_shards(wsync_layout_builder_t *builder, wsync_layout_t *layout)
 {
-    const size_t tensor_count = builder->names.count;
-    size_t *next;
+    const wsync_keyed_t keyed = {builder->shards.items, builder->shards.count,
+                                 sizeof(*layout->shards), offsetof(wsync_shard_t, tensor),
+                                 builder->names.count};
 
-    layout->first = calloc(tensor_count + 2, sizeof(*layout->first));
-    if (layout->first == NULL) {
-        return false;
+    if (builder->unsorted) {
+        layout->shards = wsync_sort_by_key(&keyed, &layout->first);
+        return layout->shards != NULL;
     }
-    /* Counted two places further on: filling moves next[t] from the first shard of tensor t
-     * to its end, which makes it layout->first[t + 1]. */
-    next = layout->first + 1;
-    for (size_t i = 0; i < builder->shard_count; i++) {
-        layout->first[builder->shards[i].tensor + 2]++;
+    /* As decoded layouts are: no second copy of the shards. */
+    layout->first = wsync_count_keys(&keyed);
+    if (layout->first != NULL) {
+        layout->shards = builder->shards.items;
+        builder->shards.items = NULL;
     }
-    for (size_t i = 2; i < tensor_count + 2; i++) {
-        layout->first[i] += layout->first[i - 1];
-    }
-    if (!builder->unsorted) { /* as decoded layouts are: no second copy of the shards */
-        memmove(layout->first, next, (tensor_count + 1) * sizeof(*next));
-        layout->shards = builder->shards;
-        builder->shards = NULL;
-        return true;
-    }
-    layout->shards = malloc((builder->shard_count + 1) * sizeof(*layout->shards));
-    if (layout->shards == NULL) {
-        return false;
-    }
-    for (size_t i = 0; i < builder->shard_count; i++) {
-        layout->shards[next[builder->shards[i].tensor]++] = builder->shards[i];
-    }
-    return true;
+    return layout->first != NULL;
 }
 
 static bool count_buffers(const wsync_layout_builder_t *builder, wsync_layout_t *layout)
 {
-    for (size_t i = 0; i < builder->shard_count; i++) {
-        if (builder->shards[i].rank >= layout->rank_count) {
-            layout->rank_count = builder->shards[i].rank + 1;
+    const wsync_shard_t *shards = builder->shards.items;
+
+    for (size_t i = 0; i < builder->shards.count; i++) {
+        if (shards[i].rank >= layout->rank_count) {
+            layout->rank_count = shards[i].rank + 1;
         }
     }
     layout->buffer_counts =
@@ -439,11 +418,11 @@ static bool count_buffers(const wsync_layout_builder_t *builder, wsync_layout_t 
     if (layout->buffer_counts == NULL) {
         return false;
     }
-    for (size_t i = 0; i < builder->shard_count; i++) {
-        uint32_t *count = &layout->buffer_counts[builder->shards[i].rank];
+    for (size_t i = 0; i < builder->shards.count; i++) {
+        uint32_t *count = &layout->buffer_counts[shards[i].rank];
 
-        if (builder->shards[i].buffer >= *count) {
-            *count = builder->shards[i].buffer + 1;
+        if (shards[i].buffer >= *count) {
+            *count = shards[i].buffer + 1;
         }
     }
     return true;
@@ -458,16 +437,16 @@ wsync_status_t wsync_layout_builder_finish(wsync_layout_builder_t *builder,
     if (made == NULL || !count_buffers(builder, made) || !sort_shards(builder, made)) {
         status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "layout",
                             "no memory for a layout of %zu tensors in %zu shards",
-                            builder->names.count, builder->shard_count);
+                            builder->names.count, builder->shards.count);
         goto cleanup;
     }
     made->nbytes = builder->nbytes;
     made->names = builder->names;
     made->origins = builder->origins;
-    made->tensors = builder->tensors;
+    made->tensors = builder->tensors.items;
     builder->names = (wsync_names_t){0};
     builder->origins = (wsync_names_t){0};
-    builder->tensors = NULL;
+    builder->tensors.items = NULL;
     *layout = made;
     made = NULL;
 

@@ -6,6 +6,7 @@
 
 #include "core/layout_parts.h"
 #include "core/plan_internal.h"
+#include "core/sort.h"
 
 static const uint64_t default_round_nbytes = UINT64_C(32) << 20;
 
@@ -74,24 +75,22 @@ static void set_budgets(wsync_planner_t *planner)
 static wsync_status_t sort_workers(wsync_planner_t *planner)
 {
     const wsync_plan_spec_t *spec = planner->spec;
-    const size_t count = spec->destination_count;
+    wsync_plan_worker_t *workers = malloc((spec->worker_count + 1U) * sizeof(*workers));
+    const wsync_keyed_t keyed = {workers, spec->worker_count, sizeof(*workers),
+                                 offsetof(wsync_plan_worker_t, destination),
+                                 spec->destination_count};
 
-    planner->first_worker = calloc(count + 2, sizeof(*planner->first_worker));
-    planner->workers = malloc((spec->worker_count + 1U) * sizeof(*planner->workers));
-    if (planner->first_worker == NULL || planner->workers == NULL) {
-        return wsync_plan_no_memory(planner, "workers", spec->worker_count);
+    for (uint32_t i = 0; workers != NULL && i < spec->worker_count; i++) {
+        workers[i] =
+            (wsync_plan_worker_t){spec->workers[i].destination, spec->workers[i].home, i};
     }
-    /* Counts are kept two places ahead, so that filling turns them into first places. */
-    for (uint32_t i = 0; i < spec->worker_count; i++) {
-        planner->first_worker[spec->workers[i].destination + 2U]++;
+    if (workers != NULL) {
+        planner->workers = wsync_sort_by_key(&keyed, &planner->first_worker);
     }
-    for (size_t i = 2; i < count + 2; i++) {
-        planner->first_worker[i] += planner->first_worker[i - 1];
-    }
-    for (uint32_t i = 0; i < spec->worker_count; i++) {
-        planner->workers[planner->first_worker[spec->workers[i].destination + 1U]++] = i;
-    }
-    return WSYNC_OK;
+    free(workers);
+    return planner->workers != NULL
+               ? WSYNC_OK
+               : wsync_plan_no_memory(planner, "workers", spec->worker_count);
 }
 
 static wsync_status_t planner_init(wsync_planner_t *planner)
@@ -137,8 +136,8 @@ static void planner_fini(wsync_planner_t *planner)
     free(planner->sends.items);
     free(planner->items.items);
     free(planner->empties.items);
-    free(planner->order);
-    free(planner->first_in_round.items);
+    free(planner->turns);
+    free(planner->first_in_round);
     free(planner->use.slots);
     free(planner->use.touched);
     free(planner->missing.items);
@@ -212,9 +211,9 @@ static wsync_status_t keep_deliveries(const wsync_planner_t *planner, wsync_plan
         numbers[i] = WSYNC_PLAN_NONE;
     }
     for (uint32_t round = 0; round < plan->round_count; round++) {
-        for (size_t i = planner->first_in_round.items[round];
-             i < planner->first_in_round.items[round + 1]; i++) {
-            const wsync_plan_item_t *item = &planner->items.items[planner->order[i]];
+        for (size_t i = planner->first_in_round[round];
+             i < planner->first_in_round[round + 1]; i++) {
+            const wsync_plan_item_t *item = &planner->items.items[planner->turns[i].item];
 
             for (size_t j = 0; j < item->want_count && status == WSYNC_OK; j++) {
                 status =

@@ -33,7 +33,7 @@ static wsync_status_t find_homes(wsync_planner_t *planner, const uint32_t *ids,
             return wsync_plan_no_memory(planner, "homes", homes->count);
         }
         for (size_t j = first; j < end; j++) {
-            homes->items[homes->count++] = planner->spec->workers[planner->workers[j]].home;
+            homes->items[homes->count++] = planner->workers[j].home;
         }
     }
     info->worker_count = (uint32_t)homes->count;

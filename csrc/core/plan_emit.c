@@ -333,8 +333,8 @@ static wsync_status_t emit_round(emitter_t *emitter)
 {
     wsync_planner_t *planner = emitter->planner;
     wsync_plan_t *plan = emitter->plan;
-    const size_t first = planner->first_in_round.items[emitter->round];
-    const size_t end = planner->first_in_round.items[emitter->round + 1];
+    const size_t first = planner->first_in_round[emitter->round];
+    const size_t end = planner->first_in_round[emitter->round + 1];
     wsync_status_t status = WSYNC_OK;
 
     for (int i = 0; i < WSYNC_PHASE_COUNT; i++) {
@@ -345,13 +345,13 @@ static wsync_status_t emit_round(emitter_t *emitter)
     emitter->messages.count = 0;
     wsync_table_clear(&emitter->table);
     for (size_t i = first; i < end && status == WSYNC_OK; i++) {
-        status = collect_messages(emitter, &planner->items.items[planner->order[i]]);
+        status = collect_messages(emitter, &planner->items.items[planner->turns[i].item]);
     }
     if (status == WSYNC_OK) {
         status = place_messages(emitter);
     }
     for (size_t i = first; i < end && status == WSYNC_OK; i++) {
-        const wsync_plan_item_t *item = &planner->items.items[planner->order[i]];
+        const wsync_plan_item_t *item = &planner->items.items[planner->turns[i].item];
 
         for (size_t j = 0; j < item->want_count && status == WSYNC_OK; j++) {
             status = emit_want(emitter, &planner->wants.items[item->first_want + j]);
@@ -387,8 +387,8 @@ static wsync_status_t emitter_init(emitter_t *emitter)
     for (uint32_t i = 0; i < spec->destination_count; i++) {
         emitter->first_mine[i] = used;
         for (size_t j = planner->first_worker[i]; j < planner->first_worker[i + 1]; j++) {
-            if (spec->workers[planner->workers[j]].home == spec->rank) {
-                emitter->mine[used++] = planner->workers[j];
+            if (planner->workers[j].home == spec->rank) {
+                emitter->mine[used++] = planner->workers[j].number;
             }
         }
     }

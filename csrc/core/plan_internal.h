@@ -64,6 +64,12 @@ typedef struct wsync_plan_item {
     uint64_t nbytes; /* with padding */
 } wsync_plan_item_t;
 
+/* An item and the round that it was put into. */
+typedef struct wsync_plan_turn {
+    size_t item;
+    uint32_t round;
+} wsync_plan_turn_t;
+
 /* Who is behind a set of destinations. */
 typedef struct wsync_plan_audience {
     uint32_t homes; /* set of ranks */
@@ -120,9 +126,17 @@ typedef struct wsync_plan_demand {
 
 /* One destination's interest in a source tensor. */
 typedef struct wsync_plan_ref {
+    uint32_t source; /* tensor of the source layout */
     uint32_t destination;
     uint32_t tensor; /* of the destination's layout */
 } wsync_plan_ref_t;
+
+/* A worker of the specification, and its number there. */
+typedef struct wsync_plan_worker {
+    uint32_t destination;
+    uint32_t home;
+    uint32_t number;
+} wsync_plan_worker_t;
 
 typedef WSYNC_ARRAY(wsync_box_t) wsync_plan_boxes_t;
 typedef WSYNC_ARRAY(uint32_t) wsync_plan_ids_t;
@@ -141,7 +155,7 @@ typedef struct wsync_planner {
     uint32_t *leader;  /* of every source tensor: the first one of its group */
     /* workers by destination */
     size_t *first_worker; /* destination count + 1 */
-    uint32_t *workers;
+    wsync_plan_worker_t *workers;
     /* interned lists */
     wsync_idsets_t ranks;
     wsync_idsets_t audiences; /* sets of destinations */
@@ -160,9 +174,10 @@ typedef struct wsync_planner {
     WSYNC_ARRAY(wsync_plan_send_t) sends;
     WSYNC_ARRAY(wsync_plan_item_t) items;
     WSYNC_ARRAY(wsync_plan_want_t) empties; /* zero-size tensors: in no item */
-    size_t *order;                          /* items in the order of rounds */
-    WSYNC_ARRAY(size_t) first_in_round;     /* in order; one more than rounds */
-    wsync_plan_use_t use;                   /* of the item at hand */
+    wsync_plan_turn_t *turns;               /* of all items, by round */
+    size_t *first_in_round;                 /* in turns; round_count + 1 */
+    uint32_t round_count;
+    wsync_plan_use_t use; /* of the item at hand */
     /* scratch */
     wsync_plan_boxes_t missing;
     wsync_plan_boxes_t missing_next;
@@ -201,7 +216,7 @@ uint64_t wsync_plan_limit(const wsync_planner_t *planner, size_t counter);
 void wsync_plan_use_set(wsync_planner_t *planner, const wsync_plan_item_t *item);
 void wsync_plan_use_clear(wsync_planner_t *planner);
 
-/* Decides planner->order and ->first_in_round. */
+/* Decides planner->turns and ->first_in_round. */
 wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner);
 /* Decides the slots (destination-major) and ring sizes of all destinations. */
 wsync_status_t wsync_plan_make_rings(wsync_planner_t *planner, wsync_plan_t *plan);

@@ -6,6 +6,7 @@
 
 #include "core/layout_parts.h"
 #include "core/plan_internal.h"
+#include "core/sort.h"
 
 /* --- who wants what ------------------------------------------------------------------- */
 
@@ -72,14 +73,9 @@ static wsync_status_t match_tensor(const wsync_planner_t *planner, uint32_t dest
     return WSYNC_OK;
 }
 
-typedef struct found_ref {
-    uint32_t source; /* tensor */
-    wsync_plan_ref_t ref;
-} found_ref_t;
+typedef WSYNC_ARRAY(wsync_plan_ref_t) refs_t;
 
-typedef WSYNC_ARRAY(found_ref_t) found_refs_t;
-
-static wsync_status_t find_refs(wsync_planner_t *planner, found_refs_t *found)
+static wsync_status_t find_refs(const wsync_planner_t *planner, refs_t *found)
 {
     for (uint32_t i = 0; i < planner->spec->destination_count; i++) {
         const wsync_layout_t *layout = planner->spec->destinations[i].layout;
@@ -102,7 +98,7 @@ static wsync_status_t find_refs(wsync_planner_t *planner, found_refs_t *found)
             if (source != SIZE_MAX) {
                 guess = source + 1;
                 found->items[found->count++] =
-                    (found_ref_t){(uint32_t)source, {i, (uint32_t)j}};
+                    (wsync_plan_ref_t){(uint32_t)source, i, (uint32_t)j};
             }
         }
     }
@@ -113,36 +109,24 @@ static wsync_status_t find_refs(wsync_planner_t *planner, found_refs_t *found)
 static wsync_status_t collect_refs(wsync_planner_t *planner)
 {
     const size_t count = wsync_layout_tensor_count(planner->spec->source);
-    found_refs_t found = {0};
+    refs_t found = {0};
     wsync_status_t status = find_refs(planner, &found);
 
-    if (status != WSYNC_OK) {
-        goto cleanup;
-    }
-    planner->refs = malloc((found.count + 1) * sizeof(*planner->refs));
-    planner->first_ref = calloc(count + 2, sizeof(*planner->first_ref));
-    planner->whole = calloc(count + 1, sizeof(*planner->whole));
-    if (planner->refs == NULL || planner->first_ref == NULL || planner->whole == NULL) {
-        status = wsync_plan_no_memory(planner, "tensors", found.count);
-        goto cleanup;
-    }
-    /* Counts are kept two places ahead, so that filling turns them into first places. */
-    for (size_t i = 0; i < found.count; i++) {
-        planner->first_ref[found.items[i].source + 2]++;
-    }
-    for (size_t i = 2; i < count + 2; i++) {
-        planner->first_ref[i] += planner->first_ref[i - 1];
-    }
-    for (size_t i = 0; i < found.count; i++) {
-        const found_ref_t *item = &found.items[i];
+    if (status == WSYNC_OK) {
+        const wsync_keyed_t keyed = {found.items, found.count, sizeof(*found.items),
+                                     offsetof(wsync_plan_ref_t, source), count};
 
-        planner->refs[planner->first_ref[item->source + 1]++] = item->ref;
-        if (planner->spec->destinations[item->ref.destination].whole) {
-            planner->whole[item->source] = true;
+        planner->refs = wsync_sort_by_key(&keyed, &planner->first_ref);
+        planner->whole = calloc(count + 1, sizeof(*planner->whole));
+        if (planner->refs == NULL || planner->whole == NULL) {
+            status = wsync_plan_no_memory(planner, "tensors", found.count);
         }
     }
-
-cleanup:
+    for (size_t i = 0; i < found.count && status == WSYNC_OK; i++) {
+        if (planner->spec->destinations[found.items[i].destination].whole) {
+            planner->whole[found.items[i].source] = true;
+        }
+    }
     free(found.items);
     return status;
 }

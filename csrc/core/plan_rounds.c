@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/plan_internal.h"
+#include "core/sort.h"
 
 enum {
     /* Rounds that items are still put into.  More of them find room for more, fewer keep
@@ -321,46 +322,12 @@ static size_t owners_take(const wsync_planner_t *planner, owners_t *owners)
     return item;
 }
 
-/* An item and the round that it was put into. */
-typedef struct turn {
-    size_t item;
-    size_t round;
-} turn_t;
-
-/* Sorts items by their round; within one they keep the order of their turns. */
-static wsync_status_t sort_rounds(wsync_planner_t *planner, const turn_t *turns,
-                                  size_t round_count)
-{
-    const size_t count = planner->items.count;
-    size_t *first;
-
-    planner->order = malloc((count + 1) * sizeof(*planner->order));
-    if (planner->order == NULL ||
-        !WSYNC_ARRAY_RESERVE(planner->first_in_round, round_count + 2)) {
-        return wsync_plan_no_memory(planner, "rounds", round_count);
-    }
-    first = planner->first_in_round.items;
-    memset(first, 0, (round_count + 2) * sizeof(*first));
-    /* Counts are kept two places ahead, so that filling turns them into first places. */
-    for (size_t i = 0; i < count; i++) {
-        first[turns[i].round + 2]++;
-    }
-    for (size_t i = 2; i < round_count + 2; i++) {
-        first[i] += first[i - 1];
-    }
-    for (size_t i = 0; i < count; i++) {
-        planner->order[first[turns[i].round + 1]++] = turns[i].item;
-    }
-    planner->first_in_round.count = round_count + 1;
-    return WSYNC_OK;
-}
-
 wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner)
 {
     const size_t count = planner->items.count;
     open_rounds_t open = {.counter_count = wsync_plan_counter_count(planner)};
     owners_t owners = {0};
-    turn_t *turns = calloc(count + 1, sizeof(*turns));
+    wsync_plan_turn_t *turns = calloc(count + 1, sizeof(*turns));
     wsync_status_t status;
 
     open.used = calloc(open.counter_count, OPEN_ROUND_COUNT * sizeof(*open.used));
@@ -372,10 +339,17 @@ wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner)
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
         turns[i].item = owners_take(planner, &owners);
         wsync_plan_use_set(planner, &planner->items.items[turns[i].item]);
-        turns[i].round = put(planner, &open);
+        turns[i].round = (uint32_t)put(planner, &open);
     }
     if (status == WSYNC_OK) {
-        status = sort_rounds(planner, turns, open.count);
+        const wsync_keyed_t keyed = {turns, count, sizeof(*turns),
+                                     offsetof(wsync_plan_turn_t, round), open.count};
+
+        planner->round_count = (uint32_t)open.count;
+        planner->turns = wsync_sort_by_key(&keyed, &planner->first_in_round);
+        if (planner->turns == NULL) {
+            status = wsync_plan_no_memory(planner, "rounds", open.count);
+        }
     }
 
 cleanup:
@@ -448,18 +422,18 @@ static void place_slots(wsync_slot_t *slots, size_t count, uint64_t ring_nbytes)
 wsync_status_t wsync_plan_make_rings(wsync_planner_t *planner, wsync_plan_t *plan)
 {
     const size_t destination_count = planner->spec->destination_count;
-    const size_t round_count = planner->first_in_round.count - 1;
+    const size_t round_count = planner->round_count;
 
-    plan->round_count = (uint32_t)round_count;
+    plan->round_count = planner->round_count;
     plan->slots = calloc(destination_count * round_count + 1, sizeof(*plan->slots));
     plan->rings = calloc(destination_count + 1, sizeof(*plan->rings));
     if (plan->slots == NULL || plan->rings == NULL) {
         return wsync_plan_no_memory(planner, "slots", destination_count * round_count);
     }
     for (size_t round = 0; round < round_count; round++) {
-        for (size_t i = planner->first_in_round.items[round];
-             i < planner->first_in_round.items[round + 1]; i++) {
-            const wsync_plan_item_t *item = &planner->items.items[planner->order[i]];
+        for (size_t i = planner->first_in_round[round];
+             i < planner->first_in_round[round + 1]; i++) {
+            const wsync_plan_item_t *item = &planner->items.items[planner->turns[i].item];
 
             for (size_t j = 0; j < item->want_count; j++) {
                 const wsync_plan_want_t *want = &planner->wants.items[item->first_want + j];

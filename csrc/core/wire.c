@@ -19,25 +19,17 @@ static const uint8_t wire_magic[5] = {'W', 'S', 'L', 'Y', 1};
 enum { VARINT_MAX_NBYTES = 10 };
 
 typedef struct writer {
-    uint8_t *data;
-    size_t nbytes;
-    size_t capacity;
+    WSYNC_ARRAY(uint8_t) bytes;
     bool failed;
 } writer_t;
 
 static void write_bytes(writer_t *writer, const void *data, size_t nbytes)
 {
-    uint8_t *grown = writer->failed ? NULL
-                                    : wsync_array_reserve(writer->data, &writer->capacity,
-                                                          writer->nbytes + nbytes, 1);
-
-    if (grown == NULL) {
-        writer->failed = true;
-        return;
+    writer->failed = writer->failed || !WSYNC_ARRAY_RESERVE(writer->bytes, nbytes);
+    if (!writer->failed) {
+        memcpy(writer->bytes.items + writer->bytes.count, data, nbytes);
+        writer->bytes.count += nbytes;
     }
-    writer->data = grown;
-    memcpy(grown + writer->nbytes, data, nbytes);
-    writer->nbytes += nbytes;
 }
 
 static void write_number(writer_t *writer, uint64_t value)
@@ -116,13 +108,13 @@ wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,
         }
     }
     if (writer.failed) {
-        free(writer.data);
+        free(writer.bytes.items);
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "wire",
                           "no memory to encode %zu tensors after %zu bytes", tensor_count,
-                          writer.nbytes);
+                          writer.bytes.count);
     }
-    *data = writer.data;
-    *nbytes = writer.nbytes;
+    *data = writer.bytes.items;
+    *nbytes = writer.bytes.count;
     return WSYNC_OK;
 }
 
