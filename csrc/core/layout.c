@@ -3,6 +3,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "core/layout_parts.h"
 
@@ -47,6 +48,28 @@ wsync_status_t wsync_tensor_differ(const wsync_tensor_t *a, const char *a_owner,
                       wsync_shape_text(a_shape, a->ndim, a->shape), a->group, b_owner,
                       wsync_dtype_name(b->dtype),
                       wsync_shape_text(b_shape, b->ndim, b->shape), b->group);
+}
+
+wsync_status_t wsync_tensor_check_copy(const wsync_tensor_t *from, const wsync_tensor_t *to,
+                                       const char *origin, wsync_error_t *err)
+{
+    wsync_transform_t transform;
+    char a[WSYNC_SHAPE_TEXT_NBYTES];
+    char b[WSYNC_SHAPE_TEXT_NBYTES];
+
+    if (from->ndim != to->ndim ||
+        memcmp(from->shape, to->shape, sizeof(from->shape)) != 0) {
+        return wsync_fail(err, WSYNC_ERR_LAYOUT, 0, origin,
+                          "%.256s: source shape %s != destination shape %s", to->name,
+                          wsync_shape_text(a, from->ndim, from->shape),
+                          wsync_shape_text(b, to->ndim, to->shape));
+    }
+    if (wsync_dtype_transform(from->dtype, to->dtype, &transform, NULL) != WSYNC_OK) {
+        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, origin,
+                          "%.256s: no conversion from %s to %s", to->name,
+                          wsync_dtype_name(from->dtype), wsync_dtype_name(to->dtype));
+    }
+    return WSYNC_OK;
 }
 
 /* The rank that speaks for layout number `index`'s idea of a tensor. */
@@ -169,6 +192,21 @@ const wsync_shard_t *wsync_layout_shards(const wsync_layout_t *layout, size_t te
 {
     *count = layout->first[tensor + 1] - layout->first[tensor];
     return *count != 0 ? &layout->shards[layout->first[tensor]] : NULL;
+}
+
+wsync_place_t wsync_layout_place(const wsync_layout_t *layout, const wsync_shard_t *shard,
+                                 const wsync_box_t *part)
+{
+    wsync_place_t place = {.buffer = shard->buffer,
+                           .dtype = layout->tensors[shard->tensor].dtype,
+                           .offset = shard->offset};
+
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
+        place.stride[i] = shard->stride[i];
+        place.offset +=
+            (uint64_t)((part->start[i] - shard->box.start[i]) * shard->stride[i]);
+    }
+    return place;
 }
 
 size_t wsync_layout_shard_count(const wsync_layout_t *layout)

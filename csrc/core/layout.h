@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "core/box.h"
+#include "core/copy.h"
 #include "core/dtype.h"
 #include "core/status.h"
 
@@ -97,6 +98,9 @@ size_t wsync_layout_tensor_count(const wsync_layout_t *layout);
 const wsync_tensor_t *wsync_layout_tensor(const wsync_layout_t *layout, size_t index);
 /* Index of a name, or SIZE_MAX. */
 size_t wsync_layout_find(const wsync_layout_t *layout, const char *name);
+/* Where a part of a shard of the layout lies. */
+wsync_place_t wsync_layout_place(const wsync_layout_t *layout, const wsync_shard_t *shard,
+                                 const wsync_box_t *part);
 /* All shards of one tensor, contiguous; NULL where there are none. */
 const wsync_shard_t *wsync_layout_shards(const wsync_layout_t *layout, size_t tensor,
                                          size_t *count);

@@ -37,4 +37,9 @@ wsync_status_t wsync_tensor_differ(const wsync_tensor_t *a, const char *a_owner,
                                    const wsync_tensor_t *b, const char *b_owner,
                                    wsync_error_t *err);
 
+/* Checks that tensors of both descriptions can be copied from one to the other: LAYOUT if
+ * their shapes differ, UNSUPPORTED if there is no conversion. */
+wsync_status_t wsync_tensor_check_copy(const wsync_tensor_t *from, const wsync_tensor_t *to,
+                                       const char *origin, wsync_error_t *err);
+
 #endif

@@ -280,7 +280,6 @@ static wsync_status_t append_shards(const wsync_layout_t *layout, size_t tensor,
                                     const wsync_span_t *spans, const bool *shared,
                                     wsync_copies_t *copies, wsync_error_t *err)
 {
-    const wsync_dtype_t dtype = wsync_layout_tensor(layout, tensor)->dtype;
     wsync_status_t status = WSYNC_OK;
     size_t count;
     const wsync_shard_t *shards = wsync_layout_shards(layout, tensor, &count);
@@ -289,13 +288,10 @@ static wsync_status_t append_shards(const wsync_layout_t *layout, size_t tensor,
         const wsync_shard_t *shard = &shards[i];
 
         if (shared[shard->buffer]) {
-            wsync_place_t place = {
-                .dtype = dtype,
-                .offset = (uintptr_t)spans[shard->buffer].data + shard->offset};
+            wsync_place_t place = wsync_layout_place(layout, shard, &shard->box);
 
-            for (unsigned axis = 0; axis < WSYNC_MAX_NDIM; axis++) {
-                place.stride[axis] = shard->stride[axis];
-            }
+            place.buffer = 0;
+            place.offset += (uintptr_t)spans[shard->buffer].data;
             status = wsync_copies_append(copies, shard->box.extent, &place, &place, err);
         }
     }

@@ -140,8 +140,7 @@ static void planner_fini(wsync_planner_t *planner)
     free(planner->first_in_round);
     free(planner->use.slots);
     free(planner->use.touched);
-    free(planner->missing.items);
-    free(planner->missing_next.items);
+    wsync_cover_fini(&planner->cover);
     free(planner->ids.items);
     free(planner->more_ids.items);
     free(planner->weights);

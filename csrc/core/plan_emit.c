@@ -200,27 +200,6 @@ static wsync_place_t place_in(const wsync_box_t *box, uint64_t offset, uint32_t 
     return place;
 }
 
-/* A part of this rank's shard. */
-static wsync_place_t place_in_shard(const wsync_planner_t *planner,
-                                    const wsync_plan_want_t *want,
-                                    const wsync_plan_piece_t *piece)
-{
-    const wsync_layout_t *layout = planner->spec->source;
-    size_t count;
-    const wsync_shard_t *shard =
-        wsync_layout_shards(layout, want->tensor, &count) + piece->shard;
-    wsync_place_t place = {.buffer = shard->buffer,
-                           .dtype = wsync_layout_tensor(layout, want->tensor)->dtype,
-                           .offset = shard->offset};
-
-    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
-        place.stride[i] = shard->stride[i];
-        place.offset +=
-            (uint64_t)((piece->box.start[i] - shard->box.start[i]) * shard->stride[i]);
-    }
-    return place;
-}
-
 /* Copies a piece into the slots of all workers here that want it. */
 static wsync_status_t copy_to_slots(emitter_t *emitter, wsync_phase_t phase,
                                     const wsync_plan_want_t *want,
@@ -254,11 +233,15 @@ static wsync_status_t emit_piece(emitter_t *emitter, const wsync_plan_want_t *wa
                                  const wsync_plan_piece_t *piece)
 {
     wsync_planner_t *planner = emitter->planner;
+    const wsync_layout_t *layout = planner->spec->source;
     wsync_place_t shard = {0};
+    size_t count;
     wsync_status_t status = WSYNC_OK;
 
     if (piece->shard != WSYNC_PLAN_NONE) {
-        shard = place_in_shard(planner, want, piece);
+        shard = wsync_layout_place(
+            layout, wsync_layout_shards(layout, want->tensor, &count) + piece->shard,
+            &piece->box);
         status = copy_to_slots(emitter, WSYNC_PHASE_LOCAL, want, piece, &shard);
     }
     for (size_t i = 0; i < piece->send_count && status == WSYNC_OK; i++) {

@@ -14,6 +14,7 @@
 #define WSYNC_CORE_PLAN_INTERNAL_H
 
 #include "core/array.h"
+#include "core/cover.h"
 #include "core/idsets.h"
 #include "core/names.h"
 #include "core/plan.h"
@@ -138,7 +139,6 @@ typedef struct wsync_plan_worker {
     uint32_t number;
 } wsync_plan_worker_t;
 
-typedef WSYNC_ARRAY(wsync_box_t) wsync_plan_boxes_t;
 typedef WSYNC_ARRAY(uint32_t) wsync_plan_ids_t;
 
 typedef struct wsync_planner {
@@ -179,8 +179,7 @@ typedef struct wsync_planner {
     uint32_t round_count;
     wsync_plan_use_t use; /* of the item at hand */
     /* scratch */
-    wsync_plan_boxes_t missing;
-    wsync_plan_boxes_t missing_next;
+    wsync_cover_t cover;
     wsync_plan_ids_t ids;
     wsync_plan_ids_t more_ids;
     uint64_t *weights; /* of every rank; zero between uses */

@@ -10,18 +10,6 @@
 
 /* --- who wants what ------------------------------------------------------------------- */
 
-static wsync_status_t fail_shape(const wsync_planner_t *planner, const wsync_tensor_t *from,
-                                 const wsync_tensor_t *to)
-{
-    char a[WSYNC_SHAPE_TEXT_NBYTES];
-    char b[WSYNC_SHAPE_TEXT_NBYTES];
-
-    return wsync_fail(planner->err, WSYNC_ERR_LAYOUT, 0, "plan",
-                      "%.256s: source shape %s != destination shape %s", from->name,
-                      wsync_shape_text(a, from->ndim, from->shape),
-                      wsync_shape_text(b, to->ndim, to->shape));
-}
-
 /* Layouts of one model mostly have the same order, so the tensor after the one that was
  * found last is looked at before the table of names. */
 static size_t find_tensor(const wsync_layout_t *layout, const char *name, size_t guess)
@@ -39,7 +27,7 @@ static wsync_status_t match_tensor(const wsync_planner_t *planner, uint32_t dest
 {
     const wsync_destination_t *wanted = &planner->spec->destinations[destination];
     const wsync_tensor_t *to = wsync_layout_tensor(wanted->layout, tensor);
-    const wsync_tensor_t *from;
+    wsync_status_t status;
     size_t count;
     const wsync_shard_t *shards = wsync_layout_shards(wanted->layout, tensor, &count);
 
@@ -53,12 +41,9 @@ static wsync_status_t match_tensor(const wsync_planner_t *planner, uint32_t dest
                           "%.256s: destination %u wants it, the source has no such tensor",
                           to->name, destination);
     }
-    from = wsync_layout_tensor(planner->spec->source, *found);
-    if (from->ndim != to->ndim ||
-        memcmp(from->shape, to->shape, sizeof(from->shape)) != 0) {
-        return fail_shape(planner, from, to);
-    }
-    for (size_t i = 0; i < count && wanted->whole; i++) {
+    status = wsync_tensor_check_copy(wsync_layout_tensor(planner->spec->source, *found), to,
+                                     "plan", planner->err);
+    for (size_t i = 0; i < count && wanted->whole && status == WSYNC_OK; i++) {
         const wsync_box_t whole = wsync_box_whole(to->ndim, to->shape);
         char extent[WSYNC_SHAPE_TEXT_NBYTES];
 
@@ -70,7 +55,7 @@ static wsync_status_t match_tensor(const wsync_planner_t *planner, uint32_t dest
                 wsync_shape_text(extent, to->ndim, shards[i].box.extent));
         }
     }
-    return WSYNC_OK;
+    return status;
 }
 
 typedef WSYNC_ARRAY(wsync_plan_ref_t) refs_t;

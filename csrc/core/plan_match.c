@@ -266,24 +266,12 @@ static int compare_demands(const void *left, const void *right)
 }
 
 /* The dtype that travels: narrowing is done at the source, widening by the engine. */
-static wsync_status_t delivered_dtype(const wsync_planner_t *planner,
-                                      const wsync_tensor_t *source,
-                                      const wsync_tensor_t *destination,
-                                      wsync_dtype_t *dtype)
+static wsync_dtype_t delivered_dtype(const wsync_tensor_t *source,
+                                     const wsync_tensor_t *destination)
 {
-    wsync_transform_t transform;
-
-    if (wsync_dtype_transform(source->dtype, destination->dtype, &transform, NULL) !=
-        WSYNC_OK) {
-        return wsync_fail(planner->err, WSYNC_ERR_UNSUPPORTED, 0, "plan",
-                          "%.256s: no conversion from %s to %s", source->name,
-                          wsync_dtype_name(source->dtype),
-                          wsync_dtype_name(destination->dtype));
-    }
-    *dtype = wsync_dtype_nbytes(source->dtype) < wsync_dtype_nbytes(destination->dtype)
-                 ? source->dtype
-                 : destination->dtype;
-    return WSYNC_OK;
+    return wsync_dtype_nbytes(source->dtype) < wsync_dtype_nbytes(destination->dtype)
+               ? source->dtype
+               : destination->dtype;
 }
 
 static wsync_status_t fail_twice(const wsync_planner_t *planner, uint32_t tensor,
@@ -357,13 +345,9 @@ static wsync_status_t collect_demands(const wsync_planner_t *planner, uint32_t t
         size_t count;
         const wsync_shard_t *shards =
             wsync_layout_shards(destination->layout, ref->tensor, &count);
-        const wsync_status_t status = delivered_dtype(
-            planner, source, wsync_layout_tensor(destination->layout, ref->tensor),
-            &key.dtype);
 
-        if (status != WSYNC_OK) {
-            return status;
-        }
+        key.dtype =
+            delivered_dtype(source, wsync_layout_tensor(destination->layout, ref->tensor));
         if (!WSYNC_ARRAY_RESERVE(*keys, count + 1)) {
             return wsync_plan_no_memory(planner, "wanted boxes", keys->count + count);
         }
@@ -437,48 +421,24 @@ static wsync_status_t add_piece(wsync_planner_t *planner, wsync_plan_want_t *wan
     return status;
 }
 
-static wsync_status_t add_missing(wsync_planner_t *planner, wsync_plan_boxes_t *boxes,
-                                  const wsync_box_t *box)
+/* What a part of the want at hand is served from. */
+typedef struct server {
+    wsync_planner_t *planner;
+    wsync_plan_want_t *want;
+    const wsync_plan_source_t *source;
+} server_t;
+
+static wsync_status_t serve(void *context, const wsync_box_t *part)
 {
-    if (!WSYNC_ARRAY_RESERVE(*boxes, 1)) {
-        return wsync_plan_no_memory(planner, "boxes", boxes->count + 1);
-    }
-    boxes->items[boxes->count++] = *box;
-    return WSYNC_OK;
-}
+    const server_t *server = context;
 
-/* Takes from one source box what is still missing of the want. */
-static wsync_status_t take(wsync_planner_t *planner, wsync_plan_want_t *want,
-                           const wsync_plan_source_t *source)
-{
-    const wsync_plan_boxes_t left = planner->missing;
-    wsync_plan_boxes_t *next = &planner->missing_next;
-    wsync_status_t status = WSYNC_OK;
-
-    next->count = 0;
-    for (size_t i = 0; i < left.count && status == WSYNC_OK; i++) {
-        wsync_box_t parts[2 * WSYNC_MAX_NDIM];
-        wsync_box_t common;
-        unsigned count = 1;
-
-        parts[0] = left.items[i];
-        if (wsync_box_intersect(&left.items[i], &source->box, &common)) {
-            status = add_piece(planner, want, source, &common);
-            count = wsync_box_subtract(&left.items[i], &common, parts);
-        }
-        for (unsigned j = 0; j < count && status == WSYNC_OK; j++) {
-            status = add_missing(planner, next, &parts[j]);
-        }
-    }
-    planner->missing = *next;
-    *next = left;
-    return status;
+    return add_piece(server->planner, server->want, server->source, part);
 }
 
 static wsync_status_t fail_missing(const wsync_planner_t *planner, uint32_t tensor)
 {
     const wsync_tensor_t *what = wsync_layout_tensor(planner->spec->source, tensor);
-    const wsync_box_t *box = &planner->missing.items[0];
+    const wsync_box_t *box = &planner->cover.missing.items[0];
     char start[WSYNC_SHAPE_TEXT_NBYTES];
     char extent[WSYNC_SHAPE_TEXT_NBYTES];
 
@@ -491,16 +451,17 @@ static wsync_status_t fail_missing(const wsync_planner_t *planner, uint32_t tens
 /* Covers a want where source boxes overlap or leave something out. */
 static wsync_status_t cover(wsync_planner_t *planner, wsync_plan_want_t *want)
 {
-    wsync_status_t status;
+    const wsync_boxes_t *missing = &planner->cover.missing;
+    server_t server = {planner, want, NULL};
+    wsync_status_t status = wsync_cover_start(&planner->cover, &want->box, planner->err);
 
-    planner->missing.count = 0;
-    status = add_missing(planner, &planner->missing, &want->box);
     for (size_t i = 0;
-         i < planner->sources.count && planner->missing.count > 0 && status == WSYNC_OK;
-         i++) {
-        status = take(planner, want, &planner->sources.items[i]);
+         i < planner->sources.count && missing->count > 0 && status == WSYNC_OK; i++) {
+        server.source = &planner->sources.items[i];
+        status = wsync_cover_offer(&planner->cover, &server.source->box, serve, &server,
+                                   planner->err);
     }
-    if (status == WSYNC_OK && planner->missing.count > 0) {
+    if (status == WSYNC_OK && missing->count > 0) {
         status = fail_missing(planner, want->tensor);
     }
     return status;

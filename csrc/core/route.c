@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "core/array.h"
+#include "core/cover.h"
 #include "core/layout_parts.h"
 #include "core/overlap.h"
 
@@ -17,135 +18,56 @@ struct wsync_route {
     uint32_t buffer_count;
 };
 
-typedef struct boxes {
-    wsync_box_t *items;
-    size_t count;
-    size_t capacity;
-} boxes_t;
-
 typedef struct route_builder {
     const wsync_layout_t *source;
     const wsync_layout_t *destination;
     wsync_copies_t copies;
-    uint32_t *tensors; /* destination tensor of every copy */
-    size_t tensor_capacity;
-    boxes_t missing; /* parts of the box at hand that nothing has filled yet */
-    boxes_t next;
-    size_t parts_left; /* that the destination box at hand may be filled from */
+    WSYNC_ARRAY(uint32_t) tensors; /* destination tensor of every copy */
+    wsync_cover_t cover;           /* of the destination shard at hand */
+    size_t parts_left;             /* that it may be filled from */
+    const wsync_shard_t *from;
+    const wsync_shard_t *to;
     wsync_error_t *err;
 } route_builder_t;
 
-static bool add_box(boxes_t *boxes, const wsync_box_t *box)
+/* Fills a part of a destination shard from the source shard at hand. */
+static wsync_status_t fill_part(void *context, const wsync_box_t *part)
 {
-    wsync_box_t *items = wsync_array_reserve(boxes->items, &boxes->capacity,
-                                             boxes->count + 1, sizeof(*items));
+    route_builder_t *builder = context;
+    const wsync_shard_t *to = builder->to;
+    const wsync_place_t source = wsync_layout_place(builder->source, builder->from, part);
+    const wsync_place_t destination = wsync_layout_place(builder->destination, to, part);
+    wsync_status_t status;
 
-    if (items == NULL) {
-        return false;
+    if (builder->parts_left == 0 || builder->cover.next.count > MAX_MISSING) {
+        return wsync_fail(
+            builder->err, WSYNC_ERR_LAYOUT, 0, "route",
+            "%.256s: the source's boxes lie across each other and cut it into "
+            "too many parts (%zu are missing yet)",
+            wsync_layout_tensor(builder->destination, to->tensor)->name,
+            builder->cover.next.count);
     }
-    boxes->items = items;
-    items[boxes->count++] = *box;
-    return true;
-}
-
-/* Where a part of a shard lies. */
-static wsync_place_t place_of(const wsync_shard_t *shard, wsync_dtype_t dtype,
-                              const wsync_box_t *part)
-{
-    wsync_place_t place = {
-        .buffer = shard->buffer, .dtype = dtype, .offset = shard->offset};
-
-    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
-        place.stride[i] = shard->stride[i];
-        place.offset +=
-            (uint64_t)((part->start[i] - shard->box.start[i]) * shard->stride[i]);
-    }
-    return place;
-}
-
-static wsync_status_t add_copy(route_builder_t *builder, const wsync_tensor_t *source,
-                               const wsync_shard_t *from, size_t tensor,
-                               const wsync_shard_t *to, const wsync_box_t *part)
-{
-    const wsync_dtype_t dtype = wsync_layout_tensor(builder->destination, tensor)->dtype;
-    const wsync_place_t source_place = place_of(from, source->dtype, part);
-    const wsync_place_t destination_place = place_of(to, dtype, part);
-    const size_t before = builder->copies.count;
-    uint32_t *tensors;
-    wsync_status_t status = wsync_copies_append(
-        &builder->copies, part->extent, &source_place, &destination_place, builder->err);
-
+    builder->parts_left--;
+    status = wsync_copies_append(&builder->copies, part->extent, &source, &destination,
+                                 builder->err);
     if (status != WSYNC_OK) {
         return status;
     }
-    tensors = wsync_array_reserve(builder->tensors, &builder->tensor_capacity,
-                                  builder->copies.count, sizeof(*tensors));
-    if (tensors == NULL) {
+    if (!WSYNC_ARRAY_RESERVE(builder->tensors,
+                             builder->copies.count - builder->tensors.count)) {
         return wsync_fail(builder->err, WSYNC_ERR_NO_MEMORY, 0, "route",
                           "no memory for %zu copies", builder->copies.count);
     }
-    builder->tensors = tensors;
-    for (size_t i = before; i < builder->copies.count; i++) {
-        tensors[i] = (uint32_t)tensor;
+    while (builder->tensors.count < builder->copies.count) {
+        builder->tensors.items[builder->tensors.count++] = to->tensor;
     }
-    return WSYNC_OK;
-}
-
-static wsync_status_t fail_parts(const route_builder_t *builder,
-                                 const wsync_tensor_t *tensor)
-{
-    return wsync_fail(
-        builder->err, WSYNC_ERR_LAYOUT, 0, "route",
-        "%.256s: the source's boxes lie across each other and cut it into too "
-        "many parts (%zu are missing yet)",
-        tensor->name, builder->next.count);
-}
-
-/* Takes from one source shard what is still missing. */
-static wsync_status_t take(route_builder_t *builder, const wsync_tensor_t *source,
-                           const wsync_shard_t *from, size_t tensor,
-                           const wsync_shard_t *to)
-{
-    boxes_t swap;
-
-    builder->next.count = 0;
-    for (size_t i = 0; i < builder->missing.count; i++) {
-        wsync_box_t pieces[2 * WSYNC_MAX_NDIM];
-        wsync_box_t common;
-        unsigned count = 1;
-
-        pieces[0] = builder->missing.items[i];
-        if (wsync_box_intersect(&pieces[0], &from->box, &common)) {
-            wsync_status_t status;
-
-            if (builder->parts_left == 0 || builder->next.count > MAX_MISSING) {
-                return fail_parts(builder, source);
-            }
-            builder->parts_left--;
-            status = add_copy(builder, source, from, tensor, to, &common);
-            if (status != WSYNC_OK) {
-                return status;
-            }
-            count = wsync_box_subtract(&builder->missing.items[i], &common, pieces);
-        }
-        for (unsigned j = 0; j < count; j++) {
-            if (!add_box(&builder->next, &pieces[j])) {
-                return wsync_fail(builder->err, WSYNC_ERR_NO_MEMORY, 0, "route",
-                                  "%.256s: no memory for %zu boxes", source->name,
-                                  builder->next.count);
-            }
-        }
-    }
-    swap = builder->missing;
-    builder->missing = builder->next;
-    builder->next = swap;
     return WSYNC_OK;
 }
 
 static wsync_status_t fail_missing(const route_builder_t *builder,
                                    const wsync_tensor_t *tensor)
 {
-    const wsync_box_t *box = &builder->missing.items[0];
+    const wsync_box_t *box = &builder->cover.missing.items[0];
     char start[WSYNC_SHAPE_TEXT_NBYTES];
     char extent[WSYNC_SHAPE_TEXT_NBYTES];
 
@@ -156,44 +78,12 @@ static wsync_status_t fail_missing(const route_builder_t *builder,
                       wsync_shape_text(extent, tensor->ndim, box->extent));
 }
 
-/* Both descriptions of a tensor, by name: same shape, and a way from dtype to dtype. */
-static wsync_status_t match(const route_builder_t *builder, const wsync_tensor_t *to,
-                            size_t *found)
-{
-    const size_t index = wsync_layout_find(builder->source, to->name);
-    const wsync_tensor_t *from;
-    wsync_transform_t transform;
-    char a[WSYNC_SHAPE_TEXT_NBYTES];
-    char b[WSYNC_SHAPE_TEXT_NBYTES];
-
-    if (index == SIZE_MAX) {
-        return wsync_fail(builder->err, WSYNC_ERR_LAYOUT, 0, "route",
-                          "%.256s: the source has no such tensor", to->name);
-    }
-    from = wsync_layout_tensor(builder->source, index);
-    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
-        if (from->ndim != to->ndim || from->shape[i] != to->shape[i]) {
-            return wsync_fail(builder->err, WSYNC_ERR_LAYOUT, 0, "route",
-                              "%.256s: source shape %s != destination shape %s", to->name,
-                              wsync_shape_text(a, from->ndim, from->shape),
-                              wsync_shape_text(b, to->ndim, to->shape));
-        }
-    }
-    if (wsync_dtype_transform(from->dtype, to->dtype, &transform, NULL) != WSYNC_OK) {
-        return wsync_fail(builder->err, WSYNC_ERR_UNSUPPORTED, 0, "route",
-                          "%.256s: no conversion from %s to %s", to->name,
-                          wsync_dtype_name(from->dtype), wsync_dtype_name(to->dtype));
-    }
-    *found = index;
-    return WSYNC_OK;
-}
-
 static wsync_status_t fill_tensor(route_builder_t *builder, size_t tensor)
 {
     const wsync_tensor_t *to = wsync_layout_tensor(builder->destination, tensor);
+    const size_t found = wsync_layout_find(builder->source, to->name);
     size_t to_count;
     size_t from_count;
-    size_t found = 0;
     const wsync_shard_t *to_shards =
         wsync_layout_shards(builder->destination, tensor, &to_count);
     const wsync_shard_t *from_shards;
@@ -202,24 +92,25 @@ static wsync_status_t fill_tensor(route_builder_t *builder, size_t tensor)
     if (to_count == 0) {
         return WSYNC_OK;
     }
-    status = match(builder, to, &found);
-    if (status != WSYNC_OK) {
-        return status;
+    if (found == SIZE_MAX) {
+        return wsync_fail(builder->err, WSYNC_ERR_LAYOUT, 0, "route",
+                          "%.256s: the source has no such tensor", to->name);
     }
+    status = wsync_tensor_check_copy(wsync_layout_tensor(builder->source, found), to,
+                                     "route", builder->err);
     from_shards = wsync_layout_shards(builder->source, found, &from_count);
     for (size_t i = 0; i < to_count && status == WSYNC_OK; i++) {
-        builder->missing.count = 0;
+        builder->to = &to_shards[i];
         builder->parts_left = MAX_MISSING + MAX_PARTS_A_BOX * from_count;
-        if (!add_box(&builder->missing, &to_shards[i].box)) {
-            return wsync_fail(builder->err, WSYNC_ERR_NO_MEMORY, 0, "route",
-                              "%.256s: no memory for a box", to->name);
-        }
+        status = wsync_cover_start(&builder->cover, &to_shards[i].box, builder->err);
         for (size_t j = 0;
-             j < from_count && builder->missing.count > 0 && status == WSYNC_OK; j++) {
-            status = take(builder, wsync_layout_tensor(builder->source, found),
-                          &from_shards[j], tensor, &to_shards[i]);
+             j < from_count && builder->cover.missing.count > 0 && status == WSYNC_OK;
+             j++) {
+            builder->from = &from_shards[j];
+            status = wsync_cover_offer(&builder->cover, &from_shards[j].box, fill_part,
+                                       builder, builder->err);
         }
-        if (status == WSYNC_OK && builder->missing.count > 0) {
+        if (status == WSYNC_OK && builder->cover.missing.count > 0) {
             status = fail_missing(builder, to);
         }
     }
@@ -232,14 +123,16 @@ static wsync_status_t check_once(const route_builder_t *builder)
     const wsync_status_t status = wsync_copies_find_overlap(
         builder->copies.items, builder->copies.count, &overlap, builder->err);
 
-    if (status != WSYNC_OK || !overlap.found || builder->tensors == NULL) {
+    if (status != WSYNC_OK || !overlap.found || builder->tensors.items == NULL) {
         return status;
     }
     return wsync_fail(
         builder->err, WSYNC_ERR_LAYOUT, 0, "route",
         "%.256s and %.256s both write byte %llu of destination buffer %u",
-        wsync_layout_tensor(builder->destination, builder->tensors[overlap.first])->name,
-        wsync_layout_tensor(builder->destination, builder->tensors[overlap.second])->name,
+        wsync_layout_tensor(builder->destination, builder->tensors.items[overlap.first])
+            ->name,
+        wsync_layout_tensor(builder->destination, builder->tensors.items[overlap.second])
+            ->name,
         (unsigned long long)overlap.offset, overlap.buffer);
 }
 
@@ -351,9 +244,8 @@ wsync_status_t wsync_route_create(const wsync_layout_t *source,
 
 cleanup:
     wsync_copies_fini(&builder.copies);
-    free(builder.tensors);
-    free(builder.missing.items);
-    free(builder.next.items);
+    free(builder.tensors.items);
+    wsync_cover_fini(&builder.cover);
     return status;
 }
 
