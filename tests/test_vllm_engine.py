@@ -49,6 +49,17 @@ def test_experts_go_to_the_worker_that_has_them(engine: VllmEngine, family: str)
     assert experts[0].isdisjoint(experts[1])
 
 
+def test_a_processor_with_amx_makes_no_difference() -> None:
+    """vLLM would pack weights for its tiles, with kernels that its Python files lack."""
+    engine = VllmEngine(tp=1, amx=True)
+    try:
+        for family in ("qwen3_moe", "deepseek_v3"):
+            engine.prepare(family)
+            check_two_updates(engine)
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("ep", [1, 2])
 def test_checkpoints_in_fp8_with_a_scale_for_each_block(engine: VllmEngine, ep: int) -> None:
     engine.prepare("qwen3_moe", fp8=True, ep=ep)
@@ -64,8 +75,8 @@ def check_two_updates(engine: VllmEngine) -> None:
             report = sync.update(engine.weights(seed), version=seed)
             assert report.redundancy == 1.0
             assert report.delivered_nbytes < 2 * report.model_nbytes
-        assert engine.collective_rpc("reasons") == [["", ""]] * 2
-        assert engine.differing(2) == [[], []]
+        assert engine.collective_rpc("reasons") == [["", ""]] * len(engine.processes)
+        assert not any(engine.differing(2))
         kept = inspection.inspect(engine)
         assert sum(worker.kept_nbytes for worker in kept) == report.delivered_nbytes
     # where CUDA graphs would look for them

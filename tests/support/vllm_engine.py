@@ -21,14 +21,17 @@ SCRIPT = Path(__file__).with_name("vllm_worker.py")
 class VllmEngine:
     """The methods of `vllm.LLM` that concern weights.
 
+    amx: its processor says that it has AMX.
     calls: what it was asked besides collective_rpc, in order.
     """
 
-    def __init__(self, *, tp: int = 2) -> None:
+    def __init__(self, *, tp: int = 2, amx: bool = False) -> None:
         tree, packages = engine_tree("vllm", "0.33.0"), engine_packages()
         self.calls: list[tuple[Any, ...]] = []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (for as long as the workers live)
         places = [str(SCRIPT), str(tree), str(packages), str(tp)]
+        if amx:
+            places.insert(0, str(SCRIPT.with_name("amx.py")))
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         self.processes = [
             subprocess.Popen(

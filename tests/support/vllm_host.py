@@ -43,6 +43,8 @@ def load(tree: Path) -> None:
     _triton.has_triton_package()
     _triton.has_triton()
     torch.compile = lambda f=None, **_: f if f is not None else (lambda g: g)  # type: ignore
+    # with AMX vLLM packs weights for kernels that its Python files lack; all of it asks here
+    torch.cpu._is_amx_tile_supported = lambda: False
     stand_ins.install(_MISSING)
     new_group = torch.distributed.new_group
     torch.distributed.new_group = lambda *a, **k: new_group(  # type: ignore[assignment]
