@@ -51,7 +51,7 @@ class Engine:
     def model_info(self, timeout: float) -> dict[str, Any]:
         return {"weight_version": self.version}
 
-    def identity(self, timeout: float) -> dict[str, Any]:
+    def server_info(self, timeout: float) -> dict[str, Any]:
         return {"random_seed": self.seed}
 
     def _hear(self, what: str) -> None:
@@ -88,6 +88,54 @@ def test_a_version_is_not_given_to_an_engine_that_was_started_again() -> None:
     with pytest.raises(wsync.RemoteError, match="is not the one that was paused"):
         checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
     assert engine.told == ["pause", "update"]
+
+
+def test_a_version_is_not_given_to_an_engine_that_has_lost_its_own() -> None:
+    """It was started again with the same random seed, so that its version tells it apart."""
+    engine = Engine()
+    engine.version = "6"
+    checked = CheckedEngine(engine)
+    checked.pause("abort", 10)
+    engine.version = "default"
+    with pytest.raises(wsync.RemoteError, match="version default and had 6 when it was paused"):
+        checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
+    assert engine.told == ["pause"]
+
+
+class Local:
+    """slime's engine methods, in this process."""
+
+    def __init__(self) -> None:
+        self.instance = "a"
+
+    def server_info(self) -> dict[str, Any]:
+        return {"instance": self.instance, "random_seed": 1}
+
+    def pause_generation(self) -> None: ...
+    def continue_generation(self) -> None: ...
+    def update_weights_from_tensor(self, **_: Any) -> None: ...
+
+
+def test_a_local_engine_that_was_replaced_is_noticed() -> None:
+    local = Local()
+    checked = CheckedEngine(wsync.handle(local))
+    checked.pause("abort", 10)
+    local.instance = "b"
+    with pytest.raises(wsync.RemoteError, match="instance was 'a' and is 'b'"):
+        checked.resume(10)
+
+
+def test_an_engine_that_tells_its_instance_is_asked_once_at_a_time(server: FakeServer) -> None:
+    for path in ("/pause_generation", "/update_weights_from_tensor", "/continue_generation"):
+        server.answers[path] = (200, {"success": True, "message": "", "status": "ok"})
+    server.answers["/model_info"] = (200, {"weight_version": "1", "instance": "i"})
+    checked = CheckedEngine(HttpHandle(server.url, workers=1))
+    checked.pause("abort", 10)
+    checked.update_weights([b""], load_format=None, weight_version=1, timeout=10)
+    checked.verify(10)
+    checked.resume(10)
+    asked = [path for path, *_ in server.seen if "info" in path]
+    assert asked == ["/model_info"] * 4
 
 
 def test_an_engine_that_reports_another_version_is_not_continued() -> None:

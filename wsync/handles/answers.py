@@ -2,29 +2,33 @@
 errors for a person to read."""
 
 import json
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from wsync._core import DeadlineError, PeerClosedError, RemoteError
 
-_FLUSH_RETRY_SECONDS: Final = 0.05
 _TEXT_LIMIT: Final = 2000
+# of SGLang's server_info and model_info, what does not change while it runs
+_IDENTITY: Final = (
+    "random_seed",
+    "model_type",
+    "architectures",
+    "served_model_name",
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "nccl_port",
+    "version",
+)
 
 
-def retry_flush(name: str, flush_once: Callable[[float], str | None], timeout: float) -> None:
-    """Repeats flush_once (None: done, else why not) until it is done or `timeout` has passed."""
-    deadline = time.monotonic() + timeout
-    while True:
-        remaining = deadline - time.monotonic()
-        reason = flush_once(remaining)
-        if reason is None:
-            return
-        if time.monotonic() + _FLUSH_RETRY_SECONDS >= deadline:
-            raise DeadlineError(
-                f"engine {name}: flush_cache: not idle after {seconds(timeout)}: {cut(reason)}"
-            )
-        time.sleep(_FLUSH_RETRY_SECONDS)
+def identity_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells an engine from another one, or from itself before a restart, of all that it says
+    of itself: an `instance` of wsync's own, else how SGLang was started, with a random seed that
+    it draws unless told."""
+    if found.get("instance") is not None:
+        return {"instance": found["instance"]}
+    return {name: found[name] for name in _IDENTITY if name in found}
 
 
 def refusal(answer: object) -> str | None:

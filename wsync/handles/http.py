@@ -4,7 +4,7 @@ import contextlib
 import copy
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from wsync._core import (
@@ -20,16 +20,17 @@ from wsync.handles.answers import (
     cut,
     engine_text,
     json_or_text,
-    retry_flush,
     seconds,
 )
-from wsync.handles.arguments import IDENTITY, SAID, check_payloads, disk_arguments, update_arguments
+from wsync.handles.api import ApiHandle
 from wsync.messages.control import LOAD_FORMAT, UPDATE_HEADER
 
 _MAX_ANSWER_NBYTES: Final = 16 << 20
+# what SGLang answers with a status, and without flush_cache
+_STEERING: Final = ("pause_generation", "continue_generation")
 
 
-class HttpHandle:
+class HttpHandle(ApiHandle):
     """An engine behind SGLang's HTTP endpoints.
 
     Environment proxies are not used: the engine is reached directly.  Each call opens its own
@@ -65,16 +66,6 @@ class HttpHandle:
         told._headers = {**self._headers, UPDATE_HEADER: update}
         return told
 
-    def identity(self, timeout: float) -> dict[str, Any]:
-        """What tells this server from another one, or from itself before a restart: an instance of
-        wsync's own, else how SGLang was started, with a random seed that it draws unless told."""
-        end = time.monotonic() + timeout
-        found = self._info(("/server_info", "/get_server_info"), timeout)
-        if "instance" in found:
-            return {"instance": found["instance"]}
-        found = {**self.model_info(end - time.monotonic()), **found}
-        return {name: found[name] for name in IDENTITY if name in found}
-
     @property
     def load_formats(self) -> tuple[str, ...]:
         """What the server was started with as --custom-weight-loader."""
@@ -92,59 +83,29 @@ class HttpHandle:
 
     def pause(self, mode: str, timeout: float) -> None:
         end = time.monotonic() + timeout
-        self._call("POST", "/pause_generation", {"mode": mode}, timeout, SAID)
+        self._do("pause_generation", {"mode": mode}, timeout)
         try:
             self._session("/begin_weight_update", end)
         except RemoteError:  # a failed update left its session open
             self._session("/end_weight_update", end)
             self._session("/begin_weight_update", end)
 
-    def flush(self, timeout: float) -> None:
-        def flush_once(remaining: float) -> str | None:
-            status, text = self.request("POST", "/flush_cache", None, remaining)
-            if status not in (200, 400):
-                raise self._failed("/flush_cache", status, text)
-            if status == 200 and "flush" not in text.lower():
-                raise self._strange("/flush_cache", text)
-            return None if status == 200 else engine_text(text)
-
-        retry_flush(self.name, flush_once, timeout)
-
-    def update_weights(
-        self,
-        payloads: Sequence[bytes],
-        *,
-        load_format: str | None,
-        weight_version: int | str | None,
-        timeout: float,
-    ) -> None:
-        check_payloads(self.name, self.workers, payloads)
-        body = update_arguments(payloads, load_format, weight_version)
-        if load_format == LOAD_FORMAT:  # for the model alone: until 0.5.17, and since
-            body |= {"disable_draft_model": True, "selector": "target"}
-        self._call("POST", "/update_weights_from_tensor", body, timeout)
-
-    def update_weights_from_disk(
-        self, path: str, *, weight_version: int | str | None, timeout: float
-    ) -> None:
-        body = {**disk_arguments(path, weight_version), "flush_cache": False}
-        self._call("POST", "/update_weights_from_disk", body, timeout)
-
-    def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        """Another of SGLang's update endpoints, by name; never flushes, see update_arguments."""
-        self._call("POST", f"/{method}", {**arguments, "flush_cache": False}, timeout)
+    def _flush_once(self, timeout: float) -> str | None:
+        status, text = self.request("POST", "/flush_cache", None, timeout)
+        if status not in (200, 400):
+            raise self._failed("/flush_cache", status, text)
+        if status == 200 and "flush" not in text.lower():
+            raise self._strange("/flush_cache", text)
+        return None if status == 200 else engine_text(text)
 
     def resume(self, timeout: float) -> None:
         end = time.monotonic() + timeout
         self._session("/end_weight_update", end)
-        self._call("POST", "/continue_generation", {}, end - time.monotonic(), SAID)
-
-    def model_info(self, timeout: float) -> dict[str, Any]:
-        return self._info(("/model_info", "/get_model_info"), timeout)
+        super().resume(end - time.monotonic())
 
     def _server_info(self) -> dict[str, Any]:
         if self._server is None:
-            self._server = self._info(("/server_info", "/get_server_info"), self._timeout)
+            self._server = self.server_info(self._timeout)
         return self._server
 
     def _ask_workers(self) -> int:
@@ -159,14 +120,12 @@ class HttpHandle:
             raise RemoteError(f"engine {self.name}: /server_info: tp_size is {workers!r}")
         return workers
 
-    def _info(self, paths: tuple[str, str], timeout: float) -> dict[str, Any]:
-        """The JSON object at the first path, or at the second where the first is unknown."""
+    def _info(self, methods: tuple[str, ...], timeout: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
-        path = paths[0]
-        status, text = self.request("GET", path, None, timeout)
-        if status == 404:
-            path = paths[1]
+        for path in (f"/{method}" for method in methods):
             status, text = self.request("GET", path, None, deadline - time.monotonic())
+            if status != 404:
+                break
         if status != 200:
             raise self._failed(path, status, text)
         try:
@@ -187,16 +146,16 @@ class HttpHandle:
         elif status != 200:
             raise self._failed(path, status, text)
 
-    def _call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any],
-        timeout: float,
-        form: tuple[str, ...] = ("success",),
-    ) -> None:
-        """One request.  An answer without any field of `form` is nobody's who knows it."""
-        status, text = self.request(method, path, body, timeout)
+    def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
+        """One request.  An answer of another form is not an engine's."""
+        path, body = f"/{method}", dict(arguments)
+        form: tuple[str, ...] = ("status", "message")
+        if method not in _STEERING:
+            body["flush_cache"] = False
+            form = ("success",)
+        if body.get("load_format") == LOAD_FORMAT:  # not for draft models: until 0.5.17, and since
+            body |= {"disable_draft_model": True, "selector": "target"}
+        status, text = self.request("POST", path, body, timeout)
         if status != 200:
             raise self._failed(path, status, text)
         answer = json_or_text(text)

@@ -2,7 +2,7 @@
 
 import importlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from wsync._core import (
@@ -15,14 +15,13 @@ from wsync.handles.answers import (
     check_answer,
     cut,
     refusal,
-    retry_flush,
     seconds,
     translate,
 )
-from wsync.handles.arguments import IDENTITY, check_payloads, disk_arguments, update_arguments
+from wsync.handles.api import ApiHandle
 
 
-class LocalHandle:
+class LocalHandle(ApiHandle):
     """An object in this process with slime's engine methods (pause_generation, flush_cache,
     continue_generation, update_weights_from_tensor).  Its attributes `name`, `workers` and
     `load_formats` are read where it has them.
@@ -42,61 +41,27 @@ class LocalHandle:
     def pause(self, mode: str, timeout: float) -> None:
         # slime's actors of 0.2.2 take no mode; abort is what they do
         arguments = {} if mode == "abort" else {"mode": mode}
-        self._checked("pause_generation", timeout, **arguments)
+        self._do("pause_generation", arguments, timeout)
 
-    def flush(self, timeout: float) -> None:
-        def flush_once(remaining: float) -> str | None:
-            answer = self._call("flush_cache", remaining)
-            return refusal(answer)
+    def _flush_once(self, timeout: float) -> str | None:
+        return refusal(self._call("flush_cache", timeout))
 
-        retry_flush(self.name, flush_once, timeout)
-
-    def update_weights(
-        self,
-        payloads: Sequence[bytes],
-        *,
-        load_format: str | None,
-        weight_version: int | str | None,
-        timeout: float,
-    ) -> None:
-        check_payloads(self.name, self.workers, payloads)
-        arguments = update_arguments(payloads, load_format, weight_version)
-        self._checked("update_weights_from_tensor", timeout, **arguments)
-
-    def update_weights_from_disk(
-        self, path: str, *, weight_version: int | str | None, timeout: float
-    ) -> None:
-        arguments = disk_arguments(path, weight_version)
-        self._checked("update_weights_from_disk", timeout, **arguments)
-
-    def identity(self, timeout: float) -> dict[str, Any]:
-        """As HttpHandle.identity, where the engine says it."""
-        for method in ("server_info", "get_server_info"):
-            if hasattr(self._engine, method):
-                found = self._call(method, timeout)
-                if isinstance(found, Mapping):
-                    return {name: found[name] for name in IDENTITY if name in found}
-        return {}
-
-    def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        """Another of slime's update methods, by name."""
-        self._checked(method, timeout, **arguments)
-
-    def resume(self, timeout: float) -> None:
-        self._checked("continue_generation", timeout)
+    def _info(self, methods: tuple[str, ...], timeout: float) -> dict[str, Any]:
+        method = next((method for method in methods if hasattr(self._engine, method)), None)
+        if method is None:
+            return {}
+        answer = self._call(method, timeout)
+        if not isinstance(answer, Mapping):
+            raise RemoteError(f"engine {self.name}: {method}: {cut(repr(answer))}")
+        return dict(answer)
 
     def model_info(self, timeout: float) -> dict[str, Any]:
-        for method in ("model_info", "get_model_info"):
-            if hasattr(self._engine, method):
-                answer = self._call(method, timeout)
-                if not isinstance(answer, Mapping):
-                    raise RemoteError(f"engine {self.name}: {method}: {cut(repr(answer))}")
-                return dict(answer)
-        if hasattr(self._engine, "get_weight_version"):
+        found = super().model_info(timeout)
+        if not found and hasattr(self._engine, "get_weight_version"):
             return {"weight_version": self._call("get_weight_version", timeout)}
-        return {}
+        return found
 
-    def _checked(self, method: str, timeout: float, **arguments: Any) -> None:
+    def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         check_answer(self.name, method, self._call(method, timeout, **arguments))
 
     def _call(self, method: str, timeout: float, **arguments: Any) -> Any:

@@ -14,7 +14,6 @@ from wsync.handles.answers import (
     check_answer,
     refusal,
 )
-from wsync.handles.arguments import check_payloads, disk_arguments
 from wsync.handles.local import LocalHandle
 from wsync.messages.control import FLATTENED_BUCKET
 
@@ -46,29 +45,17 @@ class SglangHandle(LocalHandle):
         end = time.monotonic() + timeout
         if refusal(self._call("begin_weight_update", timeout)) is not None:
             # a failed update left its session open
-            self._checked("end_weight_update", end - time.monotonic())
-            self._checked("begin_weight_update", end - time.monotonic())
+            self._do("end_weight_update", {}, end - time.monotonic())
+            self._do("begin_weight_update", {}, end - time.monotonic())
 
-    def update_weights(
-        self,
-        payloads: Sequence[bytes],
-        *,
-        load_format: str | None,
-        weight_version: int | str | None,
-        timeout: float,
-    ) -> None:
-        check_payloads(self.name, self.workers, payloads)
-        arguments = {"load_format": load_format, "flush_cache": False}
-        if weight_version is not None:
-            request = _sglang("UpdateWeightsFromTensorReqInput", "managers.io_struct")(
-                serialized_named_tensors=list(payloads),
-                weight_version=str(weight_version),
-                **arguments,
-            )
+    def _update(self, payloads: Sequence[bytes], settings: dict[str, Any], timeout: float) -> None:
+        if "weight_version" in settings:
+            form = _sglang("UpdateWeightsFromTensorReqInput", "managers.io_struct")
+            request = form(serialized_named_tensors=list(payloads), **settings)
             self._request("update_weights_from_tensor", request, timeout)
             return
         tensors: list[Any]
-        if load_format == FLATTENED_BUCKET:  # taken as one payload per worker
+        if settings["load_format"] == FLATTENED_BUCKET:  # taken as one payload per worker
             tensors = [base64.b64encode(data).decode() for data in payloads]
         else:
             from wsync.messages import payload
@@ -79,17 +66,16 @@ class SglangHandle(LocalHandle):
                 "model_executor.model_runner",
             )
             tensors = [(name, form(values=values)) for name, values in payload.per_worker(payloads)]
-        self._checked("update_weights_from_tensor", timeout, named_tensors=tensors, **arguments)
+        self._do("update_weights_from_tensor", {"named_tensors": tensors, **settings}, timeout)
 
-    def update_weights_from_disk(
-        self, path: str, *, weight_version: int | str | None, timeout: float
-    ) -> None:
+    def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
+        if method != "update_weights_from_disk":
+            return super()._do(method, arguments, timeout)
         form = _sglang("UpdateWeightFromDiskReqInput", "managers.io_struct")
-        arguments = disk_arguments(path, weight_version)
+        told = dict(arguments)
         if "flush_cache" in inspect.signature(form).parameters:
-            arguments["flush_cache"] = False
-        request = form(**arguments)
-        self._request("update_weights_from_disk", request, timeout)
+            told["flush_cache"] = False
+        self._request(method, form(**told), timeout)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         raise UnsupportedError(
@@ -98,12 +84,10 @@ class SglangHandle(LocalHandle):
 
     def resume(self, timeout: float) -> None:
         if hasattr(self._engine, "end_weight_update"):
-            self._checked("end_weight_update", timeout)
+            self._do("end_weight_update", {}, timeout)
 
     def model_info(self, timeout: float) -> dict[str, Any]:
-        if hasattr(self._engine, "get_model_info"):
-            return super().model_info(timeout)
-        return dict(self._call("get_server_info", timeout))
+        return super().model_info(timeout) or self.server_info(timeout)
 
     def _request(self, method: str, request: Any, timeout: float) -> None:
         engine: Any = self._engine

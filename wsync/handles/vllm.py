@@ -56,11 +56,6 @@ class VllmHandle(LocalHandle):
                 f"engine {self.name}: has {self.workers} workers, not {workers}"
             )
 
-    def identity(self, timeout: float) -> dict[str, Any]:
-        """The processes of the workers, and which models they have."""
-        found = self._run(self._vllm.describe, "wsync_describe", timeout)
-        return {f"worker {each['rank']}": each.get("instance") for each in found}
-
     def _count(self, timeout: float) -> int:
         try:
             found = self._run(self._vllm.describe, "wsync_describe", timeout)
@@ -180,8 +175,15 @@ class _Engine:
         return False, "vLLM engines are not updated through the disk"
 
     def model_info(self) -> dict[str, Any]:
-        versions = {each["weight_version"] for each in self.describe()}
-        return {"weight_version": versions.pop() if len(versions) == 1 else None}
+        """The version, where the workers have one; instance: their processes, and which models
+        they have."""
+        found = self.describe()
+        versions = {each["weight_version"] for each in found}
+        instances = [each["instance"] for each in found if each.get("instance")]
+        return {
+            "weight_version": versions.pop() if len(versions) == 1 else None,
+            **({"instance": " ".join(instances)} if instances else {}),
+        }
 
     def describe(self) -> list[dict[str, Any]]:
         """What every worker says of itself."""

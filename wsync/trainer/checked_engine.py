@@ -1,40 +1,34 @@
-"""One engine in a trainer's updates: whose they are, and whether it still is the one that took
-them on."""
+"""A handle that checks whether its engine is still the one that was paused for an update."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from wsync._core import RemoteError
+from wsync.handles.answers import identity_of
 from wsync.handles.base import EngineHandle
 from wsync.machine.deadline import left
 
 
-@runtime_checkable
-class Knows(Protocol):
-    """What a handle has beyond EngineHandle, as far as its engine offers it."""
-
-    def identity(self, timeout: float) -> Mapping[str, Any]:
-        """What another engine, or the same one started again, would say differently."""
-
-
 class CheckedEngine:
-    """An engine's handle, for the updates of one connection; an EngineHandle itself.
+    """A handle that checks its engine, for the updates of one connection; an EngineHandle itself.
 
     `pause` begins an update.  It makes up an id, which goes with every request of the update to an
-    engine that can tell by it what is late, repeated or another trainer's (handles with `during`);
-    and it notes which engine this is.  A version is said to the same one alone, and is believed
-    when the engine reports it.
+    engine that can tell by it what is late, repeated or another trainer's (handles with `during`).
+    It also notes which engine this is, and the version that it reports.  A version is given only
+    to the same engine, and only while it reports the same version; it is believed when the engine
+    reports it.
     """
 
     def __init__(self, engine: EngineHandle) -> None:
         self.name = engine.name
         self.workers = engine.workers
         self._engine = self._during = engine
-        self._who: dict[str, Any] = {}
+        self._identity: dict[str, Any] = {}
+        self._before: object = None  # the version that the engine had when it was paused
         self._version: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -53,7 +47,8 @@ class CheckedEngine:
         self._during = told or self._engine
         self._version = None
         self._during.pause(mode, timeout)
-        self._who = self._identity(end)
+        found = self._ask(end)
+        self._identity, self._before = identity_of(found), found.get("weight_version")
 
     def flush(self, timeout: float) -> None:
         self._during.flush(timeout)
@@ -66,25 +61,22 @@ class CheckedEngine:
         weight_version: int | str | None,
         timeout: float,
     ) -> None:
-        end = time.monotonic() + timeout
-        self._say(weight_version, end)
+        remaining = self._give(weight_version, time.monotonic() + timeout)
         self._during.update_weights(
-            payloads, load_format=load_format, weight_version=weight_version, timeout=left(end)
+            payloads, load_format=load_format, weight_version=weight_version, timeout=remaining
         )
 
     def update_weights_from_disk(
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
-        end = time.monotonic() + timeout
-        self._say(weight_version, end)
+        remaining = self._give(weight_version, time.monotonic() + timeout)
         during: Any = self._during
-        during.update_weights_from_disk(path, weight_version=weight_version, timeout=left(end))
+        during.update_weights_from_disk(path, weight_version=weight_version, timeout=remaining)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        end = time.monotonic() + timeout
-        self._say(arguments.get("weight_version"), end)
+        remaining = self._give(arguments.get("weight_version"), time.monotonic() + timeout)
         during: Any = self._during
-        during.call(method, arguments, left(end))
+        during.call(method, arguments, remaining)
 
     def verify(self, timeout: float) -> None:
         """Before the engine goes on.
@@ -92,9 +84,7 @@ class CheckedEngine:
         Raises:
             RemoteError: it is not the one that took the update on, or does not have it.
         """
-        end = time.monotonic() + timeout
-        self._check_identity(end)
-        info = self.model_info(left(end)) or {}
+        info = self._check_identity(time.monotonic() + timeout)
         if info.get("consistent") is False:
             raise RemoteError(f"engine {self.name}: {info.get('reason') or 'inconsistent'}")
         version = info.get("weight_version", self._version)
@@ -112,23 +102,37 @@ class CheckedEngine:
     def model_info(self, timeout: float) -> dict[str, Any]:
         return self._during.model_info(timeout)
 
-    def _say(self, version: int | str | None, end: float) -> None:
+    def _give(self, version: int | str | None, end: float) -> float:
+        """Before a request that gives the engine a version; the time that is left for it."""
         if version is not None:
+            found = self._check_identity(end)
+            now = found.get("weight_version")
+            if self._version is None and None not in (now, self._before) and now != self._before:
+                raise RemoteError(
+                    f"engine {self.name}: reports weight version {now} and had {self._before} when "
+                    "it was paused for this update: it was restarted, or another trainer updates it"
+                )
             self._version = str(version)
-            self._check_identity(end)
+        return left(end)
 
-    def _check_identity(self, end: float) -> None:
-        now = self._identity(end)
-        for what, before in self._who.items():
-            if now.get(what) != before:
+    def _check_identity(self, end: float) -> dict[str, Any]:
+        """What the engine says of itself.  RemoteError if it is another one."""
+        found = self._ask(end)
+        identity = identity_of(found)
+        for what, before in self._identity.items():
+            if identity.get(what) != before:
                 raise RemoteError(
                     f"engine {self.name}: is not the one that was paused for this update: {what} "
-                    f"was {before!r} and is {now.get(what)!r}"
+                    f"was {before!r} and is {identity.get(what)!r}"
                 )
+        return found
 
-    def _identity(self, end: float) -> dict[str, Any]:
-        engine = self._engine
-        return dict(engine.identity(left(end)) or {}) if isinstance(engine, Knows) else {}
+    def _ask(self, end: float) -> dict[str, Any]:
+        """What the engine says of itself, in one request where that tells its instance."""
+        found = self._during.model_info(left(end)) or {}
+        if "instance" not in found and hasattr(self._during, "server_info"):
+            found = {**(self._during.server_info(left(end)) or {}), **found}
+        return found
 
 
 def checked_engines(engines: Sequence[EngineHandle]) -> list[CheckedEngine]:

@@ -192,9 +192,6 @@ class WorkersEngine:
         """This handle, for the requests of one update."""
         return _During(self, update)
 
-    def identity(self, timeout: float) -> dict[str, Any]:
-        return {"instance": self._instance}
-
     # --- the handle -------------------------------------------------------------------------
 
     def pause(self, mode: str, timeout: float) -> None:
