@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -502,7 +503,7 @@ def test_pieces_are_all_of_a_checkpoint(nbytes: int, tmp_path: Path) -> None:
 
 
 class CutsShort:
-    """In place of a receiver; something else cuts a file while it is loaded."""
+    """In place of a receiver's state; something else cuts a file while it is loaded."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -523,6 +524,6 @@ def test_a_file_that_is_cut_short_while_it_is_loaded_is_an_error(tmp_path: Path)
         builder.add_tensors(list(own), _core.describe(list(own.values()), list(own)))
         return Boxes(builder.build(), list(own.values()))
 
-    receiver: Any = CutsShort(tmp_path / "model.safetensors")
+    receiver: Any = SimpleNamespace(state=CutsShort(tmp_path / "model.safetensors"))
     with pytest.raises(wsync.LayoutError, match=r"model\.safetensors: was written to .*it ends at"):
         disk.load(tmp_path, targets, receiver, timeout=60)

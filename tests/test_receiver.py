@@ -112,7 +112,7 @@ def test_tensors_are_copied_by_name_update_after_update(start: Start) -> None:
     assert handled.result(SECONDS) == (True, "update 2 since the trainer connected")
     check(module, weights)
     assert pointers == {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
-    assert (receiver.consistent, receiver.reason, receiver.update) == (True, "", 2)
+    assert (receiver.consistent, receiver.state.reason, receiver.state.update) == (True, "", 2)
 
 
 def test_parameters_may_move_between_updates(start: Start) -> None:
@@ -360,7 +360,7 @@ def test_a_failed_load_reaches_the_trainer_and_a_later_update_heals(start: Start
         trainer.update(1, tiny_weights(1))
     success, text = handled.result(SECONDS)
     assert (success, receiver.consistent) == (False, False)
-    assert text in receiver.reason
+    assert text in receiver.state.reason
     accepted, why = receiver.handle(trainer.control(1, "close"))
     assert (accepted, "inconsistent" in why) == (False, True)
     module.keep_from = 99
@@ -369,7 +369,7 @@ def test_a_failed_load_reaches_the_trainer_and_a_later_update_heals(start: Start
     again.accept()
     again.update(2, tiny_weights(2))
     assert handled.result(SECONDS) == (True, "update 2 since the trainer connected")
-    assert (receiver.consistent, receiver.reason) == (True, "")
+    assert (receiver.consistent, receiver.state.reason) == (True, "")
     check(module, tiny_weights(2))
 
 
@@ -394,7 +394,7 @@ def test_a_trainer_that_gives_up_or_dies_leaves_an_inconsistent_worker(
     assert not success
     assert text in answer
     assert not receiver.consistent
-    assert answer in receiver.reason
+    assert answer in receiver.state.reason
 
 
 def test_an_abort_before_the_first_round_leaves_the_old_weights_in_place(start: Start) -> None:
@@ -481,7 +481,7 @@ def test_a_late_version_of_another_trainer_is_refused(start: Start) -> None:
         True,
         "update 1 since the trainer connected",
     )
-    with receiver.replacing("loading a checkpoint"):
+    with receiver.state.replacing("loading a checkpoint"):
         pass
     assert not receiver.handle(second.control(1, "close"))[0]
 
@@ -500,8 +500,8 @@ def test_a_worker_takes_part_in_one_update_at_a_time(start: Start) -> None:
     handled = start(receiver, trainer.control(1))
     trainer.accept()
     assert receiver.handle(trainer.control(1)) == (False, "worker 0: another update is running")
-    with pytest.raises(StateError, match="worker 0: another update is running"):
-        with receiver.replacing("loading a checkpoint"):
+    with pytest.raises(StateError, match="another update is running"):
+        with receiver.state.replacing("loading a checkpoint"):
             pass
     trainer.update(1, tiny_weights(1))
     assert handled.result(SECONDS)[0]
@@ -509,15 +509,15 @@ def test_a_worker_takes_part_in_one_update_at_a_time(start: Start) -> None:
 
 def test_a_worker_whose_weights_were_replaced_in_part_says_so_until_all_are() -> None:
     receiver = Receiver(ModuleLoader(Tiny()))
-    with pytest.raises(SystemCallError), receiver.replacing("loading /shared/run7"):
+    with pytest.raises(SystemCallError), receiver.state.replacing("loading /shared/run7"):
         raise SystemCallError("file 3: Input/output error")
     assert not receiver.consistent
-    assert receiver.reason == (
+    assert receiver.state.reason == (
         "the weights are inconsistent: loading /shared/run7: file 3: Input/output error"
     )
-    with receiver.replacing("loading /shared/run7"):
+    with receiver.state.replacing("loading /shared/run7"):
         pass
-    assert (receiver.consistent, receiver.reason) == (True, "")
+    assert (receiver.consistent, receiver.state.reason) == (True, "")
 
 
 def test_weights_are_in_trouble_until_somebody_says_their_version(start: Start) -> None:

@@ -130,7 +130,7 @@ def test_the_watcher_knows_a_mixture_from_another_version(
     look = next(iter(watcher.look()))
     assert (look.verdict, look.label, look.held) == ("mislabelled", 2, 3)
     assert f"'{name}': 3" in look.details
-    engine.receiver.lose("of a test")
+    engine.receiver.state.lose("of a test")
     assert seen() == [("refused", -1, -1), ("info", 2, -1)]
 
 

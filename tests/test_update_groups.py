@@ -21,11 +21,8 @@ import wsync
 from wsync import _core
 from wsync.demo.engines.process import ProcessEngine
 from wsync.demo.engines.transformers import Engine
-from wsync.engine.buckets import Repeated
 from wsync.engine.groups import UpdateGroups
-from wsync.engine.loaders import ModuleLoader
-from wsync.engine.receiver import Receiver
-from wsync.engine.update_state import UpdateState
+from wsync.engine.update_state import Repeated
 from wsync.exchange.choose import Transport
 from wsync.exchange.collectives import Collectives
 from wsync.exchange.groups import Store, UpdateGroup
@@ -140,32 +137,6 @@ def test_a_worker_is_in_the_groups_of_one_connection() -> None:
             groups.destroy(name)
 
 
-def test_buckets_of_two_trainers_are_never_one_update() -> None:
-    """Mine, theirs, mine: both tensors have come, from two trainers."""
-    module = torch.nn.Module()
-    for name in "ab":
-        module.register_buffer(name, torch.zeros(3))
-    receiver = Receiver(ModuleLoader(module))
-
-    def load(name: str, origin: str) -> bool:
-        with receiver.buckets.loading([name], {"a": "a", "b": "b"}, origin):
-            pass
-        return receiver.consistent
-
-    receiver.buckets.begin()
-    assert not load("a", "0a")
-    with pytest.raises(wsync.StateError, match="by another group: two trainers may be at work"):
-        load("b", "0b")
-    with pytest.raises(wsync.StateError, match="two trainers may be at work"):
-        load("b", "0a")  # nobody knows whose the next one is
-    assert not receiver.consistent
-    receiver.buckets.begin(named=True)
-    assert [load("a", "0b"), load("b", "0b")] == [False, True]
-    with pytest.raises(wsync.StateError, match="the request was repeated"):
-        load("b", "0b")
-    assert receiver.consistent
-
-
 @pytest.mark.parametrize("why", ["turn", "dtype"])
 def test_a_worker_that_does_not_take_a_bucket_leaves_its_group(why: str) -> None:
     """The bucket was sent all the same, and would pass for the next one."""
@@ -189,68 +160,6 @@ def test_a_worker_that_does_not_take_a_bucket_leaves_its_group(why: str) -> None
         assert "in none of that name" in text
     assert engine.weight_version == "default"
     assert module.a.tolist() == [0.0] * 3
-
-
-def test_a_bucket_that_is_let_in_as_another_update_begins_is_none_of_its() -> None:
-    module = torch.nn.Module()
-    for name in "ab":
-        module.register_buffer(name, torch.zeros(3))
-    receiver = Receiver(ModuleLoader(module))
-    buckets = receiver.buckets
-    begins = threading.Thread(target=buckets.begin, args=(True,))
-
-    class Names(list[str]):
-        """Of which the update that pauses comes in the middle."""
-
-        def __iter__(self) -> Iterator[str]:
-            if whole and not begins.ident:
-                begins.start()
-                begins.join(0.5)  # it has come, or waits
-            whole.append(True)
-            return super().__iter__()
-
-    def load(names: list[str]) -> bool:
-        with buckets.request(), buckets.loading(names, {"a": "a", "b": "b"}):
-            pass
-        return receiver.consistent
-
-    whole: list[bool] = []  # what `loading` looks at first
-    buckets.begin(named=True)
-    load(["a"])
-    with contextlib.suppress(wsync.StateError):
-        load(Names("b"))
-    begins.join(PATIENCE)
-    assert [load(["a"]), load(["b"])] == [False, True]
-
-
-def test_a_request_is_of_the_update_whose_turn_it_was_found_to_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    module = torch.nn.Module()
-    for name in "ab":
-        module.register_buffer(name, torch.zeros(3))
-    receiver = Receiver(ModuleLoader(module))
-    turns, buckets = UpdateState(receiver), receiver.buckets
-    begins = threading.Thread(target=turns.begin, args=("0b",))
-    request = buckets.request
-
-    def pauses_first() -> contextlib.AbstractContextManager[None]:
-        begins.start()
-        begins.join(0.5)  # it has come, or waits
-        return request()
-
-    def load(name: str, update: str) -> bool:
-        with turns.request(update, None), buckets.loading([name], {"a": "a", "b": "b"}):
-            pass
-        return receiver.consistent
-
-    turns.begin("0a")
-    load("a", "0a")
-    with monkeypatch.context() as patch, contextlib.suppress(wsync.StateError):
-        patch.setattr(buckets, "request", pauses_first)
-        load("b", "0a")
-    begins.join(PATIENCE)
-    assert [load("a", "0b"), load("b", "0b")] == [False, True]
 
 
 def test_a_worker_stays_in_the_group_of_a_bucket_that_is_announced_twice() -> None:

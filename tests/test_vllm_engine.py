@@ -180,9 +180,9 @@ def test_weights_that_an_update_has_left_half_way_have_no_version() -> None:
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
     worker.parallel_config = SimpleNamespace(data_parallel_size=1, world_size=1)
     side = worker._wsync_state()
-    side.version = "6"
+    side.receiver.state.weight_version = "6"
     assert json.loads(worker.wsync_describe())["weight_version"] == "6"
-    side.receiver.lose("update 7 is running")
+    side.receiver.state.lose("update 7 is running")
     assert json.loads(worker.wsync_describe())["weight_version"] is None
 
 

@@ -42,8 +42,9 @@ class WorkerExtension:
         parallel = self.parallel_config
         many = parallel.data_parallel_size > 1
         alone = getattr(parallel, "data_parallel_external_lb", False)
-        state: _Side | None = self.__dict__.get("_wsync")
-        version = None if state is None or state.receiver.trouble else state.version
+        side: _Side | None = self.__dict__.get("_wsync")
+        whole = side is not None and not side.receiver.trouble
+        version = side.receiver.state.weight_version if side and whole else None
         return json.dumps(
             {
                 "rank": self.rank,
@@ -81,14 +82,10 @@ class _Side:
         self.model = model
         self.loader = VllmLoader(model, worker.vllm_config, worker.model_config, worker.device)
         self.receiver = Receiver(self.loader, worker=worker.rank)
-        self.version: str | None = None
 
     def update(self, message: str, version: str | None) -> list[Any]:
         wait_for_device(self.model)
-        success, text = self.receiver.handle(message.encode())
-        if success and version is not None:
-            self.version = version
-        return [success, text]
+        return list(self.receiver.handle(message.encode(), version=version))
 
 
 def _model(runner: Any) -> torch.nn.Module:

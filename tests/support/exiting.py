@@ -111,7 +111,7 @@ def engine(path: str, phase: str, how: str) -> None:
             good, answer = True, {"version": "default"}
             if what == "update":
                 good, answer = receiver.handle(payload.control_bytes(payload.load(argument[0][0])))
-                if receiver.update == 1:
+                if receiver.state.update == 1:
                     loader.fault = receiver.fault = ending
             pipe.send((good, answer))
 

@@ -263,9 +263,9 @@ class _Receiver(Receiver):
             self.route = ""
         return _Phased(super()._connect(message), self.fault)
 
-    def _close(self, message: Control) -> tuple[bool, str]:
+    def _close(self, message: Control, version: str | None) -> tuple[bool, str]:
         self.fault.at("close")
-        return super()._close(message)
+        return super()._close(message, version)
 
 
 def _handle(receiver: Receiver, data: bytes) -> tuple[bool, str]:
@@ -296,10 +296,10 @@ def run_worker(rank: int, pipe: Connection) -> None:
             if what == "update":
                 good, answer = _handle(receiver, argument)
             elif what == "reason":
-                answer = "" if receiver.consistent else receiver.reason
+                answer = "" if receiver.consistent else receiver.state.reason
             elif what == "held":
                 names = [tensor.numpy().tobytes() for tensor in tensors]
-                answer = (names, receiver.consistent, receiver.update)
+                answer = (names, receiver.consistent, receiver.state.update)
             elif what == "arm":
                 loader.fault = receiver.fault = Fault(*argument)
             elif what == "route":

@@ -49,7 +49,7 @@ def load(
         stored, pieces = checkpoint.pieces(_PIECE_NBYTES)
         reading = _Reading(Route(stored, layout), pieces, threads)
         try:
-            with receiver.replacing(f"loading {os.fspath(folder)}"):
+            with receiver.state.replacing(f"loading {os.fspath(folder)}"):
                 reading.run(
                     lambda piece, into: checkpoint.read(descriptors, piece, into),
                     destinations,

@@ -15,7 +15,7 @@ import torch
 from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, StateError
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.dtypes import dtype_of
-from wsync.engine.buckets import Repeated
+from wsync.engine.update_state import Repeated
 from wsync.exchange.groups import UpdateGroup, connection_of, device_of
 from wsync.machine.lanes import Lane, result
 from wsync.messages.control import FLATTENED_BUCKET

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from wsync._core import Device, Importer, Layout, ProtocolError, StateError, WsyncError, host
-from wsync.engine.buckets import Buckets
+from wsync._core import (
+    Device,
+    Importer,
+    InvalidArgumentError,
+    Layout,
+    ProtocolError,
+    WsyncError,
+    host,
+)
 from wsync.engine.learn.deadline import learning
 from wsync.engine.loaders import Confirms, Describes, Learner, Loader, Receipt
+from wsync.engine.update_state import UpdateState
 from wsync.machine.device import await_torch, follow_torch
 from wsync.machine.trace import Trace
 from wsync.messages.channel import is_remote
@@ -35,89 +40,58 @@ class Receiver:
     The session with the trainer rank, its ring and its manifest stay attached between updates;
     a message with another session id replaces it.
 
-    consistent: False from the first byte loaded until the update commits; a worker whose update
-    failed stays inconsistent, `reason` says why, until a later update commits.
-    trouble: why an engine must not generate, or ""; also between an update's commit and the closing
-    message, whose request says which version the weights are.
-    update: number of the last committed update, or None.
-    buckets: for weights that come in requests of their own.
-    request: what an engine calls the request that it has this worker carry out; weights: the
-    request that last replaced all weights, which tells whether the workers of one engine hold
-    the same.
+    state: whose update it is, what of it has come, and whether the weights are those of one.
     """
 
     def __init__(self, loader: Loader, *, worker: int = 0) -> None:
+        self.state = UpdateState()
         self._loader = loader
         self._worker = worker
-        self._session = self._committed = ""
+        self._session = ""
         self._importer: Session | None = None
         self._teacher: Session | None = None  # until the session that came of it is under way
         self._generation = -1
-        self._busy = threading.Lock()
-        self._ways = {"open": self._open, "close": self._close, "inspect": self._inspect}
         self._trace = Trace.wanted("engine", worker)
-        self.buckets = Buckets(self)
-        self.consistent = True
-        self.reason = ""
-        self._unnamed = ""
-        self.update: int | None = None
-        self.request = self.weights = 0
         self.receipt: Receipt | None = None
 
     @property
+    def consistent(self) -> bool:
+        return self.state.consistent
+
+    @property
     def trouble(self) -> str:
-        if self.consistent:
-            return self._unnamed
-        return self.reason or "the weights are inconsistent"
+        """Why the engine must not generate, or ""."""
+        return self.state.trouble
 
-    def handle(self, control: bytes | None) -> tuple[bool, str]:
-        """Does what a control message says; (success, text).  None, which is what
-        wsync.messages.payload.control_bytes makes of other payloads, is refused."""
-        if control is None:
-            return False, f"worker {self._worker}: the payload is not a control message"
+    def handle(
+        self, control: bytes | None, *, version: str | None = None, update: str | None = None
+    ) -> tuple[bool, str]:
+        """Does what a control message says; (success, text).
+
+        control: None, which is what wsync.messages.payload.control_bytes makes of other payloads,
+        is refused.  version: what the request around a close calls the weights, where the engine
+        tells.  update: the id of the update that the request belongs to, "" if it has none; None
+        where the engine does not know of ids.
+        """
         try:
+            if control is None:
+                raise ProtocolError("the payload is not a control message")
             message = Control.from_bytes(control)
-        except ProtocolError as error:
+            if version is not None and message.op != "close":
+                raise InvalidArgumentError(
+                    f"weight_version {version} with {message.op!r}: it comes with the closing "
+                    "message"
+                )
+            if update is not None and message.op != "inspect":
+                self.state.check(update)
+            with self.state.only():
+                if message.op == "open":
+                    return self._open(message)
+                if message.op == "close":
+                    return self._close(message, version)
+                return self._inspect(message)
+        except WsyncError as error:
             return False, f"worker {self._worker}: {error}"
-        if not self._busy.acquire(blocking=False):
-            return False, f"worker {self._worker}: another update is running"
-        try:
-            return self._ways[message.op](message)
-        finally:
-            self._busy.release()
-
-    def restored(self, unnamed: str = "") -> None:
-        """Says that every weight has been replaced; `unnamed`, that they have no version yet."""
-        self._committed, self._unnamed = "", unnamed
-        self.consistent, self.reason, self.weights = True, "", self.request
-
-    def lose(self, why: str) -> None:
-        """Says that the weights are not those of one update any more."""
-        self.consistent, self.reason = False, f"the weights are inconsistent: {why}"
-
-    @contextmanager
-    def replacing(self, what: str) -> Iterator[None]:
-        """Around the replacement of every weight by other means than an update; if the block
-        fails the worker is inconsistent.  StateError while an update runs."""
-        self.buckets.forget()
-        with self.writing(what):
-            yield
-            self.restored()
-
-    @contextmanager
-    def writing(self, what: str) -> Iterator[None]:
-        """Around what writes to some of the weights: the worker is inconsistent until `restored`.
-        StateError while an update runs."""
-        if not self._busy.acquire(blocking=False):
-            raise StateError(f"worker {self._worker}: another update is running")
-        try:
-            self.lose(what)
-            yield
-        except BaseException as error:
-            self.reason += f": {error}"
-            raise
-        finally:
-            self._busy.release()
 
     def close(self) -> None:
         """Gives up the session."""
@@ -134,31 +108,15 @@ class Receiver:
         self.close()
         return True
 
-    def _close(self, message: Control) -> tuple[bool, str]:
-        """The request around a close carries the weight version: refusing it keeps an engine
-        from taking on the version of an update that it does not have."""
-        if not self.consistent:
-            return False, f"worker {self._worker}: {self.reason}"
-        if self.update != message.update:
-            last = "none" if self.update is None else self.update
-            return False, (
-                f"worker {self._worker}: {_nth(message.update)} was not committed here, "
-                f"the last one is {last}"
-            )
-        if self._committed != message.session:
-            # trainers count from 1: a late word of one that is gone would fit another's update
-            return False, (
-                f"worker {self._worker}: the weights have been replaced by others after "
-                f"{_nth(message.update)}"
-            )
-        self._unnamed = ""
+    def _close(self, message: Control, version: str | None) -> tuple[bool, str]:
+        self.state.close(message.session, message.update, version)
         return True, _nth(message.update)
 
     def _inspect(self, message: Control) -> tuple[bool, str]:
         learnt = self._loader.facts() if isinstance(self._loader, Describes) else {}
         facts = {
             "worker": self._worker,
-            "update": self.update,
+            "update": self.state.update,
             "consistent": not self.trouble,
             "inconsistency": self.trouble,
             "loader": type(self._loader).__name__,
@@ -172,7 +130,7 @@ class Receiver:
         return True, "inspected"
 
     def _open(self, message: Control) -> tuple[bool, str]:
-        self.buckets.forget()
+        self.state.end_buckets()
         try:
             self._run(message)
         except Exception as error:
@@ -183,7 +141,7 @@ class Receiver:
                 self._importer.fail(said)  # the trainer knows who it is
             self.close()
             if not self.consistent:
-                self.reason = f"the weights are inconsistent: {text}"
+                self.state.lose(text)
             return False, text
         return True, _nth(message.update)
 
@@ -207,8 +165,8 @@ class Receiver:
         importer.verdict(timeout)
         if isinstance(self._loader, Confirms):
             self._loader.confirm()
-        self.restored(f"update {update} is complete, but nobody has said its version yet")
-        self.update, self.receipt, self._committed = update, receipt, message.session
+        self.state.commit(message.session, update)
+        self.receipt = receipt
 
     def _load(self, importer: Session, update: int, rounds: int, timeout: float) -> Receipt:
         """Takes all rounds.  A loader's stream waits for the data itself: this thread hands it
@@ -223,7 +181,7 @@ class Receiver:
                 stream.trace(rounds)
         for round in range(rounds):
             importer.take(round, stream, timeout)
-            self.lose(f"{_nth(update)} is running")
+            self.state.lose(f"{_nth(update)} is running")
             if self._trace is not None and stream is None:
                 with self._trace.span("load", round):
                     self._loader.load(round)
@@ -263,7 +221,8 @@ class Receiver:
         address, _, model = teacher.manifest.partition(b"\n")
         with learning(message.deadline):
             blob = self._loader.learn(
-                Layout.from_bytes(model), lambda: self.lose(f"{_nth(message.update)} is running")
+                Layout.from_bytes(model),
+                lambda: self.state.lose(f"{_nth(message.update)} is running"),
             )
         # the trainer listens to the teacher's session until this one has come
         self._teacher = teacher

@@ -1,156 +1,401 @@
-"""Whose update an engine takes, where several trainers may talk to it."""
+"""The state of updates at one engine worker: which one it is, what of it has come, and whether the
+weights are those of one update.
+
+A trainer makes up an id for each update and sends it with each request (see
+wsync.messages.control.UPDATE_HEADER).  slime's and SGLang's own trainers send none; an id is then
+"", and a pause is all that tells one update from the next.
+
+States of an update:
+
+    NONE      the engine was not paused, or has continued
+    BEGUN     the engine was paused for it; no bucket has come
+    PARTIAL   some buckets have come
+    COMPLETE  buckets have brought every tensor
+    ENDED     no more buckets of it are taken; what replaces every weight at once is
+
+States of the weights:
+
+    WHOLE     those of one update, called `weight_version`
+    UNNAMED   those of one update that was committed; its closing message has not come
+    LOST      not those of one update
+
+    event             update becomes       weights become      refused
+    begin             BEGUN                                     the id has ended
+      with id, again  (stays)
+      no id, again    BEGUN or ENDED                            (see `begin`)
+    bucket            PARTIAL, COMPLETE    LOST, WHOLE          NONE, ENDED; another update's turn;
+                                                                not this update's (see `admit`)
+    every tensor at   COMPLETE, or stays   WHOLE                another update's turn
+      once            NONE or ENDED
+    a request fails   ENDED                (LOST if it wrote)
+    replacing, open   ENDED                LOST, then WHOLE     something is being written
+      its commit                           UNNAMED
+    close                                  WHOLE                LOST; another update's commit
+    regroup, no id    ENDED if buckets
+                      have come
+    rename                                                      not WHOLE; another update's turn
+    go_on             NONE                                      not WHOLE; another update's turn
+
+Whatever is refused changes nothing, except that a bucket that shows that two trainers without ids
+are at work ends the update.
+"""
 
 from __future__ import annotations
 
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
 
-from wsync._core import InvalidArgumentError, StateError
-from wsync.messages.control import Control
-
-if TYPE_CHECKING:
-    from wsync.engine.receiver import Receiver
+from wsync._core import InvalidArgumentError, StateError, WsyncError
 
 _ID: Final = re.compile(r"[0-9a-f]{1,64}")
 _REMEMBERED: Final = 1024
-_CROWDED: Final = (
-    "the engine was paused again before it continued: two trainers may be at work, and this "
-    "request does not say to whose update it belongs"
-)
 UNKNOWN_VERSION: Final = "unknown"
 """What weights are called that came without a version."""
 
+# every refusal of this module
+REFUSALS: Final = {
+    "bad id": "update id {id!r}: 1 to 64 lower-case hex digits",
+    "late pause": "update {id} has ended; this pause comes late",
+    "ended": "update {id} has ended: another trainer has paused or continued the engine{now}",
+    "not paused": "this engine was not paused for update {id}: it may have been restarted{now}",
+    "no id": "the engine was paused for update {id}, and this request does not say that it belongs "
+    "to it; pause first",
+    "busy": "another update is running",
+    "no version": "version {version} is not taken on: {trouble}",
+    "unpaused": "an update in several requests begins with a pause, and ends when every tensor has "
+    "come, with a failure, another pause, a continue, or another way of updating",
+    "contested": "the engine was paused again before it continued: two trainers may be at work, "
+    "and this request does not say to whose update it belongs",
+    "abandoned": "weight_version {version}: the engine was paused again before that update was "
+    "complete; buckets are taken that say another version",
+    "meanwhile": "the engine was paused for another update while this bucket was received",
+    "repeated": "{what} in this update: the request was repeated",
+    "two trainers": "{what}: two trainers may be at work",
+    "inconsistent": "the weights are inconsistent: {why}",
+    "not committed": "update {number} since the trainer connected was not committed here, the last "
+    "one is {last}",
+    "replaced": "the weights have been replaced by others after update {number} since the trainer "
+    "connected",
+    "unnamed": "update {number} is complete, but nobody has said its version yet",
+}
+
+
+class Refused(StateError):
+    """A bucket that is none of the update's, which goes on without it; nothing was written."""
+
+
+class Repeated(Refused):
+    """A bucket that the update has brought before, in a request that has been answered."""
+
+
+class Phase(Enum):
+    """Of an update; see above."""
+
+    NONE = "none"
+    BEGUN = "begun"
+    PARTIAL = "partial"
+    COMPLETE = "complete"
+    ENDED = "ended"
+
+
+@dataclass(eq=False, slots=True)
+class _Update:
+    """One update at this worker.  Another one is another object."""
+
+    id: str | None = None  # None: the engine was not paused
+    ended: str = REFUSALS["unpaused"]  # why no bucket is taken, or ""
+    abandoned: frozenset[str] = frozenset()  # versions of others, whose trainers may go on
+    heard: set[str | None] = field(default_factory=set)  # versions that its buckets said
+    origin: str | None = None
+    came: set[str] = field(default_factory=set)
+    missing: set[str] | None = None  # before the first bucket
+    version: str | None = None
+
+    @property
+    def phase(self) -> Phase:
+        if self.ended:
+            return Phase.NONE if self.id is None else Phase.ENDED
+        if self.missing is None:
+            return Phase.BEGUN
+        return Phase.PARTIAL if self.missing else Phase.COMPLETE
+
+    def end(self, why: str = REFUSALS["unpaused"]) -> None:
+        self.ended, self.origin, self.version = why, None, None
+        self.came, self.missing = set(), None
+
 
 class UpdateState:
-    """The update that an engine was paused for, until it continues, and the version of its weights.
-
-    A trainer makes up an id for each update, and says it with everything that it asks for.  Of
-    those that say none (`update` is "", as slime's and SGLang's own), a pause is all that can be
-    seen; where a second one pauses before the engine has continued, nothing tells whose a later
-    request is.
+    """The state machine above, from any thread.
 
     weight_version: changes only with all weights of one update.
+    consistent: False from the first byte written until all weights are those of one update.
+    reason: why they are not, or "".
+    update: number of the last update that was committed by a control message, or None.
+    request: what an engine calls the request that it has this worker carry out; weights: the
+    request that last replaced all weights, which tells whether the workers of one engine hold
+    the same.
     """
 
-    def __init__(self, receiver: Receiver, weight_version: str = "default") -> None:
-        self.weight_version = weight_version
-        self._receiver = receiver
-        self._lock = threading.Lock()
-        self._now: str | None = None
-        self._ended: deque[str] = deque(maxlen=_REMEMBERED)
+    def __init__(self) -> None:
+        self.weight_version = "default"
+        self.consistent = True
+        self.reason = ""
+        self.update: int | None = None
+        self.request = self.weights = 0
+        self._busy = threading.Lock()
+        self._lock = threading.RLock()  # a pause may come while a bucket is let in
+        self._now = _Update()
+        self._past: deque[str] = deque(maxlen=_REMEMBERED)
+        self._committed = ""  # the session that the weights came by
+        self._unnamed = ""
+        self._serving: _Update | None = None  # that the request under way is of
+        self._said: str | None = None  # the version that this request says
+
+    @property
+    def phase(self) -> Phase:
+        return self._now.phase
+
+    @property
+    def trouble(self) -> str:
+        """Why the engine must not generate, or ""."""
+        if self.consistent:
+            return self._unnamed
+        return self.reason or "the weights are inconsistent"
+
+    # --- whose turn it is ---------------------------------------------------------------------
 
     def begin(self, update: str) -> None:
-        """The engine is paused for an update.  StateError for one that has ended."""
-        _check_id(update)
+        """The engine is paused for an update.
+
+        Where two trainers without ids have paused, nothing tells whose a later bucket is, except
+        the version that it says: the later update takes buckets of a version that none of the
+        earlier one has said, if each of these has said one.
+        """
+        self._check_id(update)
         with self._lock:
-            if update and update == self._now:
+            now = self._now
+            if update and update == now.id:
                 return
-            if update in self._ended:
-                raise StateError(f"update {update} has ended; this pause comes late")
-            crowded = update == self._now
-            self._end()
-            self._now = update
-            if crowded:
-                self._receiver.buckets.forget(_CROWDED)
+            if update in self._past:
+                raise _refusal("late pause", id=update)
+            self._pass(_Update(update, ""))
+            if update or now.id is None or now.id:
+                return
+            versions = {version for version in now.heard if version is not None}
+            if versions and len(versions) == len(now.heard):
+                self._now.abandoned = now.abandoned | versions
             else:
-                self._receiver.buckets.begin(named=bool(update))
+                self._now.end(REFUSALS["contested"])
 
     def go_on(self, update: str) -> bool:
-        """The engine is to continue: False if this update's trainer has had it do so before.
-        StateError while the weights are inconsistent or have no version yet, and where it is
-        another update's turn."""
-        _check_id(update)
+        """The engine is to continue: False if this update's trainer has had it do so before."""
+        self._check_id(update)
         with self._lock:
-            if update and update != self._now:
-                if self._now is None and update in self._ended:
-                    return False
-                raise StateError(self._not_now(update))
-            self._check_whole()
-            self._end()
-            self._receiver.buckets.forget()
+            if update and self._now.id is None and update in self._past:
+                return False
+            if update:
+                self._check_turn(update)
+            self.check_whole()
+            self._pass(_Update())
             return True
 
-    @contextmanager
-    def request(self, update: str, version: str | None) -> Iterator[None]:
-        """Around one request's weights; names them once they are all here."""
-        receiver = self._receiver
-        with ExitStack() as serving:
-            with self._taking(update):
-                serving.enter_context(receiver.buckets.request())
-            receiver.buckets.saying = version
-            yield
-            if not receiver.trouble:
-                said = receiver.buckets.version if version is None else version
-                self.weight_version = UNKNOWN_VERSION if said is None else said
-            elif update and version is not None:  # said with the last request alone
-                raise StateError(f"version {version} is not taken on: {receiver.trouble}")
+    def check(self, update: str) -> None:
+        """StateError if it is another update's turn."""
+        self._check_id(update)
+        with self._lock:
+            self._check_turn(update)
 
-    def steer(self, control: bytes | None, version: str | None, update: str) -> tuple[bool, str]:
-        """Has the receiver handle a control message.  Only a close comes with a version."""
-        op = "" if control is None else Control.from_bytes(control).op
-        if version is not None and op in ("open", "inspect"):
-            raise InvalidArgumentError(
-                f"weight_version {version} with {op!r}: it comes with the closing message"
-            )
-        if op != "inspect":
-            self.check(update)
-        success, text = self._receiver.handle(control)
-        if success and op == "close":
-            self.weight_version = UNKNOWN_VERSION if version is None else version
-        return success, text
-
-    def regroup(self, update: str) -> None:
-        """A process group is made or left: on nobody's behalf, and between two buckets, another
-        trainer's."""
-        if not update:
-            self._receiver.buckets.part()
+    def check_whole(self) -> None:
+        """StateError where the weights are not those of one update."""
+        if self.trouble:
+            raise StateError(self.trouble)
 
     def rename(self, version: str, update: str) -> None:
-        """Calls the weights something else.  StateError where they are not those of one update."""
+        """Calls the weights something else."""
         self.check(update)
-        self._check_whole()
+        self.check_whole()
         self.weight_version = version
 
-    def check(self, update: str) -> None:
-        """Before anything is written: StateError if another update's turn it is."""
-        with self._taking(update):
-            pass
+    def regroup(self, update: str) -> None:
+        """A process group is made or left.  Without an id, and between two buckets, it may be
+        another trainer's."""
+        with self._lock:
+            if not update and self._now.came:
+                self._now.end()
+
+    def _pass(self, to: _Update) -> None:
+        if self._now.id:
+            self._past.append(self._now.id)
+        self._now = to
+
+    def _check_id(self, update: str) -> None:
+        if update and not _ID.fullmatch(update):
+            raise _refusal("bad id", InvalidArgumentError, id=update[:80])
+
+    def _check_turn(self, update: str) -> None:
+        current = self._now.id
+        if update and update != current:
+            now = f", which now waits for update {current}" if current else ""
+            raise _refusal("ended" if update in self._past else "not paused", id=update, now=now)
+        if not update and current:
+            raise _refusal("no id", id=current)
+
+    # --- weights in requests ------------------------------------------------------------------
 
     @contextmanager
-    def _taking(self, update: str) -> Iterator[None]:
-        """The same, and no other update begins within the block."""
-        _check_id(update)
+    def serving(self, update: str, version: str | None) -> Iterator[None]:
+        """Around one request's weights.  They are called `version` once all are here; if the block
+        fails, its update has ended, but not one that began meanwhile."""
+        self._check_id(update)
         with self._lock:
-            if update and update != self._now:
-                raise StateError(self._not_now(update))
-            if not update and self._now:
-                raise StateError(
-                    f"the engine was paused for update {self._now}, and this request does not say "
-                    "that it belongs to it; pause first"
-                )
+            self._check_turn(update)
+            self._serving = mine = self._now
+            self._said = version
+        try:
             yield
+            if not self.trouble:
+                said = mine.version if version is None else version
+                self.weight_version = UNKNOWN_VERSION if said is None else said
+            elif update and version is not None:  # sent only with the last request
+                raise _refusal("no version", version=version, trouble=self.trouble)
+        except Refused:
+            raise
+        except BaseException:
+            mine.end()
+            raise
+        finally:
+            self._serving = self._said = None
 
-    def _check_whole(self) -> None:
-        if self._receiver.trouble:
-            raise StateError(self._receiver.trouble)
+    @contextmanager
+    def loading(
+        self, names: Collection[str], tensors: Mapping[str, str], origin: str = ""
+    ) -> Iterator[frozenset[str]]:
+        """Around what writes a bucket to the weights; gives the names that the update has brought
+        before.
 
-    def _end(self) -> None:
-        if self._now:
-            self._ended.append(self._now)
-        self._now = None
+        names: what the bucket brings; tensors: the tensor that each name stands for, of all that
+        an update has to bring; origin: the connection that the bucket came by, where that is
+        known.
+        """
+        with self._lock:
+            whole, now = self.admit(names, tensors, origin), self._now
+            if now.missing is None or whole:
+                now.came, now.missing, now.version = set(), set(tensors.values()), None
+            now.origin = origin
+            now.version = self._said if now.version is None else now.version
+            now.heard.add(self._said)
+            came, missing = now.came, now.missing
+        with self.writing("a bucket is being loaded"):
+            yield frozenset(came)
+            came.update(names)
+            missing.difference_update(tensors[name] for name in names if name in tensors)
+            if missing:
+                self.lose(
+                    f"an update in buckets has yet to bring {len(missing)} tensors, "
+                    f"{min(missing)} among them"
+                )
+            elif self._now.missing is missing:
+                self.restored()
 
-    def _not_now(self, update: str) -> str:
-        if update in self._ended:
-            what = f"update {update} has ended: another trainer has paused or continued the engine"
+    def admit(self, names: Collection[str], tensors: Mapping[str, str], origin: str = "") -> bool:
+        """What `loading` asks first, for those who must know before they receive a bucket; whether
+        it brings every tensor.  Refused, before anything is written, if it is not the update's."""
+        now, said = self._now, self._said
+        whole = set(tensors.values()) <= {tensors[name] for name in names if name in tensors}
+        if self._serving not in (None, now):
+            raise _refusal("meanwhile", Refused)
+        if whole and (now.ended or not now.id):
+            return True
+        if now.ended:
+            raise Refused(now.ended)
+        if now.abandoned and (said is None or said in now.abandoned):
+            raise _refusal("abandoned", Refused, version=said)
+        kind: type[Refused] = Refused
+        again = next((name for name in names if name in now.came), None)
+        if again is not None:
+            kind = Repeated
+            what = f"{again} has come before"
+        elif now.origin not in (None, origin):
+            what = "a bucket comes by another group"
+        elif said is not None and now.version not in (None, said):
+            what = f"weight_version {said} after {now.version}"
         else:
-            what = f"this engine was not paused for update {update}: it may have been restarted"
-        return what + (f", which now waits for update {self._now}" if self._now else "")
+            return whole
+        if now.id:
+            raise _refusal("repeated", kind, what=what)
+        now.end(REFUSALS["two trainers"].format(what=what))
+        raise Refused(now.ended)
+
+    # --- the weights --------------------------------------------------------------------------
+
+    def lose(self, why: str) -> None:
+        """The weights are not those of one update any more."""
+        self.consistent, self.reason = False, REFUSALS["inconsistent"].format(why=why)
+
+    def restored(self) -> None:
+        """Every weight has been replaced."""
+        self._committed = self._unnamed = ""
+        self.consistent, self.reason, self.weights = True, "", self.request
+
+    def commit(self, session: str, number: int) -> None:
+        """Every weight has been replaced by an update whose closing message is to come."""
+        self.restored()
+        self.update, self._committed = number, session
+        self._unnamed = REFUSALS["unnamed"].format(number=number)
+
+    def close(self, session: str, number: int, version: str | None) -> None:
+        """The closing message of an update.  StateError if the weights are not that update's:
+        trainers count from 1, and a late message of one that is gone would fit another's."""
+        if not self.consistent:
+            raise StateError(self.trouble)
+        if self.update != number:
+            last = "none" if self.update is None else self.update
+            raise _refusal("not committed", number=number, last=last)
+        if self._committed != session:
+            raise _refusal("replaced", number=number)
+        self._unnamed = ""
+        self.weight_version = UNKNOWN_VERSION if version is None else version
+
+    @contextmanager
+    def replacing(self, what: str) -> Iterator[None]:
+        """Around the replacement of every weight by other means than an update."""
+        with self.writing(what):
+            self.end_buckets()
+            yield
+            self.restored()
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Around what writes to some of the weights: they are LOST until `restored`."""
+        with self.only():
+            try:
+                self.lose(what)
+                yield
+            except BaseException as error:
+                self.reason += f": {error}"
+                raise
+
+    @contextmanager
+    def only(self) -> Iterator[None]:
+        """Around what must be alone with the weights.  StateError where something else is."""
+        if not self._busy.acquire(blocking=False):
+            raise _refusal("busy")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def end_buckets(self) -> None:
+        """No more buckets are taken in this update: there is another way of updating."""
+        with self._lock:
+            self._now.end()
 
 
-def _check_id(update: str) -> None:
-    if update and not _ID.fullmatch(update):
-        raise InvalidArgumentError(f"update id {update[:80]!r}: 1 to 64 lower-case hex digits")
+def _refusal(text: str, kind: type[WsyncError] = StateError, **values: object) -> WsyncError:
+    return kind(REFUSALS[text].format(**values))

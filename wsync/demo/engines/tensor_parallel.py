@@ -168,7 +168,7 @@ class _Worker(ModelWorker):
     def answer(self, what: str, argument: Any) -> Any:
         if what == "disk":
             folder, timeout, version, update = argument
-            with self.turns.request(update, version):
+            with self.state.serving(update, version):
                 return disk.load(folder, self._targets, self.receiver, timeout=timeout)
         if what == "logits":
             logits = self.model.logits(argument).float().contiguous()

@@ -36,7 +36,6 @@ from wsync.engine.destination import Destination, aliases, check_owned, same_byt
 from wsync.engine.groups import BROADCAST_SECONDS, UpdateGroups
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.receiver import Receiver
-from wsync.engine.update_state import UpdateState
 from wsync.exchange.groups import connection_of
 from wsync.messages import payload
 from wsync.messages.control import FLATTENED_BUCKET, LOAD_FORMAT
@@ -95,7 +94,8 @@ class Engine:
         self.instance = uuid.uuid4().hex
         self.gate = Gate()
         self.receiver = Receiver(ModuleLoader(model, ignore=ignore, threads=threads))
-        self.turns = UpdateState(self.receiver, weight_version)
+        self.state = self.receiver.state
+        self.state.weight_version = weight_version
         self._ignore = frozenset(ignore)
         self._threads = threads
         self._groups = UpdateGroups()
@@ -104,7 +104,7 @@ class Engine:
 
     @property
     def weight_version(self) -> str:
-        return self.turns.weight_version
+        return self.state.weight_version
 
     # --- generation -------------------------------------------------------------------------
 
@@ -175,19 +175,18 @@ class Engine:
         return rows
 
     def check_consistent(self) -> None:
-        if self.receiver.trouble:
-            raise StateError(self.receiver.trouble)
+        self.state.check_whole()
 
     def pause(self, mode: str, timeout: float, update: str = "") -> None:
         """As Gate.pause; what trainers begin an update with, and say its id."""
-        self.gate.pause(mode, timeout, lambda: self.turns.begin(update))
+        self.gate.pause(mode, timeout, lambda: self.state.begin(update))
 
     def resume(self, timeout: float, update: str = "") -> None:
         """Refused while the weights are inconsistent or have no version yet, and to a trainer whose
         update has been ended by another one's."""
-        if not self.receiver.consistent and self.receiver.reason:
-            self.check_consistent()  # at once, whatever a bucket that does not come holds up
-        self.gate.resume(timeout, lambda: self.turns.go_on(update))
+        if not self.state.consistent:
+            self.state.check_whole()  # at once, whatever a bucket that does not come holds up
+        self.gate.resume(timeout, lambda: self.state.go_on(update))
 
     def _check_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
         vocab = int(self.model.config.vocab_size)
@@ -228,7 +227,7 @@ class Engine:
             if load_format == LOAD_FORMAT:
                 control = payload.control_bytes(content)
                 with self.gate.update(timeout):
-                    return self.turns.steer(control, weight_version, update)
+                    return self.receiver.handle(control, version=weight_version, update=update)
             with self._turn(update, weight_version, flush_cache, timeout):
                 self._load(content, load_format)
         except WsyncError as error:
@@ -242,7 +241,7 @@ class Engine:
         self, update: str, weight_version: str | None, flush_cache: bool, timeout: float
     ) -> Iterator[None]:
         """Around one request's weights."""
-        with self.gate.update(timeout), self.turns.request(update, weight_version):
+        with self.gate.update(timeout), self.state.serving(update, weight_version):
             if flush_cache:
                 self.gate.flush()
             yield
@@ -250,7 +249,7 @@ class Engine:
     def set_version(self, version: str, timeout: float, update: str = "") -> None:
         """Calls the weights something else.  StateError where they are not those of one update."""
         with self.gate.update(timeout):
-            self.turns.rename(version, update)
+            self.state.rename(version, update)
 
     def update_weights_from_disk(
         self,
@@ -289,7 +288,7 @@ class Engine:
     ) -> tuple[bool, str]:
         """Joins a process group for updates; see wsync.engine.groups."""
         try:
-            self.turns.regroup(update)
+            self.state.regroup(update)
             self._groups.init(meeting=timeout, timeout=self._broadcast_seconds, **group)
         except Exception as error:
             return False, f"Failed to initialize custom process group: {error}."
@@ -297,7 +296,7 @@ class Engine:
 
     def destroy_weights_update_group(self, group_name: str, update: str = "") -> tuple[bool, str]:
         try:
-            self.turns.regroup(update)
+            self.state.regroup(update)
             self._groups.destroy(group_name)
         except WsyncError as error:
             return False, str(error)
@@ -320,7 +319,7 @@ class Engine:
                 self._turn(update, weight_version, flush_cache, timeout),
             ):
                 # before the broadcast, which would be another request's
-                self.receiver.buckets.admit(what["names"], self._wanted(), connection_of(group))
+                self.state.admit(what["names"], self._wanted(), connection_of(group))
                 self._copy(receive(**what), connection_of(group))
         except Exception as error:
             return False, f"Failed to update parameter online: {error}."
@@ -357,7 +356,7 @@ class Engine:
         target = Destination(filled, [state[name] for name in filled])
         check_owned(self.model, filled, target.tensors)
         target.layout().check_apart(target.buffers())
-        with self.receiver.buckets.loading(names, wanted, origin) as came, torch.no_grad():
+        with self.state.loading(names, wanted, origin) as came, torch.no_grad():
             for name, tensor in _once(pairs, state, first, came):
                 state[name].copy_(tensor)
             target.check()
@@ -390,8 +389,8 @@ class Engine:
             "weight_version": self.weight_version,
             "model_type": config.model_type,
             "architectures": config.architectures or [type(self.model).__name__],
-            "consistent": not self.receiver.trouble,
-            "reason": self.receiver.trouble,
+            "consistent": not self.state.trouble,
+            "reason": self.state.trouble,
             "instance": self.instance,
         }
 

@@ -32,7 +32,6 @@ from wsync.demo.engines.child import Child
 from wsync.engine.groups import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
-from wsync.engine.update_state import UpdateState
 from wsync.exchange.groups import connection_of
 from wsync.handles.answers import seconds
 from wsync.machine.deadline import left
@@ -53,31 +52,31 @@ class ModelWorker:
     def __init__(self, loader: Loader, *, rank: int = 0) -> None:
         self.rank = rank
         self.receiver = Receiver(loader, worker=rank)
-        self.turns = UpdateState(self.receiver)
+        self.state = self.receiver.state
         self._groups = UpdateGroups(rank)
 
     def count(self, request: int) -> None:
         """Is told the number of the next question, which all workers of an engine are asked."""
-        self.receiver.request = request
+        self.state.request = request
 
     def answer(self, what: str, argument: Any) -> Any:
         """The answer to one question; an exception becomes the text of a failure."""
         if what == "update":
             return self._update(*argument)
         if what == "state":
-            return self.receiver.trouble, self.receiver.weights, self.turns.weight_version
+            return self.state.trouble, self.state.weights, self.state.weight_version
         if what == "init_weights_update_group":
-            self.turns.regroup(argument.pop("update"))
+            self.state.regroup(argument.pop("update"))
             return self._groups.init(meeting=left(argument.pop("end")), **argument)
         if what == "destroy_weights_update_group":
-            self.turns.regroup(argument.pop("update"))
+            self.state.regroup(argument.pop("update"))
             return self._groups.destroy(**argument)
         if what == "update_weights_from_distributed":
             return self._broadcast(**argument)
         if what == "pause":
-            return self.turns.begin(argument)
+            return self.state.begin(argument)
         if what == "resume":
-            return self.turns.go_on(argument)
+            return self.state.go_on(argument)
         if what in ("ping", "start"):
             return None
         raise InvalidArgumentError(f"unknown question {what!r}")
@@ -94,9 +93,9 @@ class ModelWorker:
         self, *, update: str, version: str | None, end: float, names: Sequence[str], **what: Any
     ) -> None:
         group = what["group_name"]
-        with self._groups.announced(group) as receive, self.turns.request(update, version):
+        with self._groups.announced(group) as receive, self.state.serving(update, version):
             # before the broadcast, which would be another request's
-            self.receiver.buckets.admit(names, self._tensors(), connection_of(group))
+            self.state.admit(names, self._tensors(), connection_of(group))
             weights = receive(timeout=left(end), names=names, **what)
             self._take(weights, connection_of(group))
 
@@ -105,7 +104,7 @@ class ModelWorker:
 
     def _take(self, weights: Named, origin: str = "") -> None:
         names = [name for name, _ in weights]
-        with self.receiver.buckets.loading(names, self._tensors(), origin):
+        with self.state.loading(names, self._tensors(), origin):
             self.load_weights(weights)
 
     def _update(
@@ -113,7 +112,8 @@ class ModelWorker:
     ) -> str:
         content: Any = payload.load(data)
         if load_format == control.LOAD_FORMAT:
-            success, text = self.turns.steer(payload.control_bytes(content), version, update)
+            told = payload.control_bytes(content)
+            success, text = self.receiver.handle(told, version=version, update=update)
             if not success:
                 raise RemoteError(text)
             return text
@@ -125,7 +125,7 @@ class ModelWorker:
             ).reconstruct_tensors()
         elif load_format is not None:
             raise InvalidArgumentError(f"unknown load_format {load_format!r}")
-        with self.turns.request(update, version):
+        with self.state.serving(update, version):
             self._take(list(content))
         return "Success"
 
