@@ -22,12 +22,10 @@ static PyObject *raise_for(PyObject *self, const wsync_error_t *err)
 static wsync_layout_builder_t *get_builder(PyObject *self)
 {
     wsync_layout_builder_t *builder = ((BuilderObject *)self)->builder;
-    wsync_error_t err = {0};
 
     if (builder == NULL) {
-        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "LayoutBuilder",
-                         "build() is running in another thread");
-        (void)raise_for(self, &err);
+        (void)wsync_py_fail(wsync_py_type_state(Py_TYPE(self)), WSYNC_ERR_STATE,
+                            "LayoutBuilder", "build() is running in another thread");
     }
     return builder;
 }
@@ -35,7 +33,6 @@ static wsync_layout_builder_t *get_builder(PyObject *self)
 static PyObject *builder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"rank", NULL};
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     BuilderObject *self;
     long long value = 0;
     uint32_t rank;
@@ -45,7 +42,7 @@ static PyObject *builder_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         wsync_py_read_u32(value, "rank", &rank) < 0) {
         return NULL;
     }
-    self = (BuilderObject *)allocate(type, 0);
+    self = (BuilderObject *)wsync_py_alloc(type);
     if (self == NULL) {
         return NULL;
     }
@@ -59,12 +56,8 @@ static PyObject *builder_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 
 static void builder_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     wsync_layout_builder_destroy(((BuilderObject *)self)->builder);
-    release(self);
-    Py_DECREF(type);
+    wsync_py_free(self);
 }
 
 static const char *read_text(PyObject *self, PyObject *object, const char *what)
@@ -89,9 +82,8 @@ static int read_tensor(PyObject *self, PyObject *name_object, const char *dtype,
     if (wsync_dtype_from_name(dtype, &tensor->dtype, &err) != WSYNC_OK) {
         const wsync_error_t cause = err;
 
-        (void)wsync_fail(&err, cause.status, 0, cause.origin, "%.256s: %.256s", name,
-                         cause.message);
-        (void)raise_for(self, &err);
+        (void)wsync_py_fail(wsync_py_type_state(Py_TYPE(self)), cause.status, cause.origin,
+                            "%.256s: %.256s", name, cause.message);
         return -1;
     }
     return 0;
@@ -446,9 +438,9 @@ static int add_maps(PyObject *self, const parameter_t *parameter, PyObject *maps
         if (compose(builder, parameter, &tensor, &map, total, &err) != WSYNC_OK) {
             const wsync_error_t cause = err;
 
-            (void)wsync_fail(&err, cause.status, 0, cause.origin, "%.256s: %.500s",
-                             parameter->origin, cause.message);
-            (void)raise_for(self, &err);
+            (void)wsync_py_fail(wsync_py_type_state(Py_TYPE(self)), cause.status,
+                                cause.origin, "%.256s: %.500s", parameter->origin,
+                                cause.message);
             return -1;
         }
     }
@@ -527,21 +519,18 @@ static PyObject *builder_build(PyObject *self, PyObject *Py_UNUSED(ignored))
     return wsync_py_layout_new(wsync_py_type_state(Py_TYPE(self)), layout);
 }
 
-#define WITH_KEYWORDS(function) \
-    ((PyCFunction)(void (*)(void))(function)), METH_VARARGS | METH_KEYWORDS
-
 static PyMethodDef builder_methods[] = {
-    {"add_tensors", WITH_KEYWORDS(builder_add_tensors),
+    {"add_tensors", WSYNC_PY_KEYWORDS(builder_add_tensors),
      "add_tensors($self, names, tensors, groups=None)\n--\n\n"
      "Buffer i holds the whole tensor names[i], as tensors[i] describes it."},
-    {"add_tensor", WITH_KEYWORDS(builder_add_tensor),
+    {"add_tensor", WSYNC_PY_KEYWORDS(builder_add_tensor),
      "add_tensor($self, name, dtype, shape, group=0)\n--\n\n"
      "Makes a tensor known without adding a shard."},
-    {"add_shard", WITH_KEYWORDS(builder_add_shard),
+    {"add_shard", WSYNC_PY_KEYWORDS(builder_add_shard),
      "add_shard($self, name, dtype, shape, start, extent, buffer, offset, strides,\n"
      "          origin='', group=0)\n--\n\n"
      "One box; offset and strides in bytes."},
-    {"add_parameter", WITH_KEYWORDS(builder_add_parameter),
+    {"add_parameter", WSYNC_PY_KEYWORDS(builder_add_parameter),
      "add_parameter($self, origin, buffer, dtype, strides, regions, maps)\n--\n\n"
      "Composes the regions of a local parameter (element strides) with the maps from the\n"
      "full parameter to target tensors.  Returns the number of local elements mapped."},
@@ -558,14 +547,5 @@ static PyType_Slot builder_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec builder_spec = {
-    .name = "wsync._core.LayoutBuilder",
-    .basicsize = sizeof(BuilderObject),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = builder_slots,
-};
-
-int wsync_py_register_builder(PyObject *module)
-{
-    return wsync_py_add_type(module, &builder_spec, NULL);
-}
+const wsync_py_type_t wsync_py_type_LayoutBuilder = {
+    "wsync._core.LayoutBuilder", sizeof(BuilderObject), 0, builder_slots, NULL, NULL};

@@ -19,15 +19,10 @@ static PyObject *checksum(PyObject *module, PyObject *data)
     return PyLong_FromUnsignedLongLong(sum);
 }
 
-static PyMethodDef checksum_functions[] = {
+PyMethodDef wsync_py_functions_checksum[] = {
     {"checksum", checksum, METH_O,
      "checksum(data, /)\n--\n\n"
      "64-bit checksum of a contiguous buffer (FNV-style over 8-byte words); 0 is never\n"
      "returned."},
     {NULL, NULL, 0, NULL},
 };
-
-int wsync_py_register_checksum(PyObject *module)
-{
-    return PyModule_AddFunctions(module, checksum_functions);
-}

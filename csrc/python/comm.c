@@ -47,7 +47,6 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 {
     static char *keywords[] = {"rank",      "ranks",  "staging_nbytes",
                                "directory", "device", NULL};
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     const char *directory = NULL;
     wsync_py_device_arg_t device = {wsync_py_type_state(type), wsync_device_host()};
     uint64_t staging_nbytes = 0;
@@ -71,7 +70,7 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     if (status != WSYNC_OK) {
         return wsync_py_raise(wsync_py_type_state(type), &err);
     }
-    self = (ExchangeObject *)allocate(type, 0);
+    self = (ExchangeObject *)wsync_py_alloc(type);
     if (self == NULL) {
         wsync_shared_comm_ops()->destroy(comm);
         return NULL;
@@ -85,8 +84,6 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 
 static void exchange_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     ExchangeObject *self = (ExchangeObject *)object;
 
     if (self->comm != NULL) {
@@ -95,8 +92,7 @@ static void exchange_dealloc(PyObject *object)
         Py_END_ALLOW_THREADS
     }
     Py_CLEAR(self->plan);
-    release(object);
-    Py_DECREF(type);
+    wsync_py_free(object);
 }
 
 static PyObject *exchange_address(PyObject *object, void *closure)
@@ -128,13 +124,9 @@ static const char **read_addresses(const ExchangeObject *self, PyObject *tuple)
     const char **addresses;
 
     if (count != (Py_ssize_t)self->rank_count) {
-        wsync_error_t err = {0};
-
-        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, exchange_name,
-                         "connect: %zd addresses for %u ranks", count,
-                         (unsigned)self->rank_count);
-        (void)wsync_py_raise(state, &err);
-        return NULL;
+        return wsync_py_fail(state, WSYNC_ERR_INVALID, exchange_name,
+                             "connect: %zd addresses for %u ranks", count,
+                             (unsigned)self->rank_count);
     }
     addresses = (const char **)calloc((size_t)count, sizeof(*addresses));
     if (addresses == NULL) {
@@ -411,25 +403,19 @@ static PyType_Slot exchange_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec exchange_spec = {
-    .name = "wsync._core.SharedExchange",
-    .basicsize = sizeof(ExchangeObject),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = exchange_slots,
-};
-
-int wsync_py_register_comm(PyObject *module)
+static int add_name(PyObject *Py_UNUSED(module), PyTypeObject *type)
 {
-    PyTypeObject *type = NULL;
-    PyObject *name = NULL;
-    int result;
+    PyObject *name = PyUnicode_FromString(wsync_shared_comm_ops()->name);
+    const int result =
+        name != NULL ? PyObject_SetAttrString((PyObject *)type, "name", name) : -1;
 
-    if (wsync_py_add_type(module, &exchange_spec, &type) < 0) {
-        return -1;
-    }
-    name = PyUnicode_FromString(wsync_shared_comm_ops()->name);
-    result = name != NULL ? PyObject_SetAttrString((PyObject *)type, "name", name) : -1;
     Py_XDECREF(name);
-    Py_DECREF(type);
     return result;
 }
+
+const wsync_py_type_t wsync_py_type_SharedExchange = {"wsync._core.SharedExchange",
+                                                      sizeof(ExchangeObject),
+                                                      0,
+                                                      exchange_slots,
+                                                      NULL,
+                                                      add_name};

@@ -9,7 +9,6 @@ const char *wsync_py_read_text(ModuleState *state, PyObject *object, const char 
     const char *text = NULL;
     const char *odd = NULL;
     PyObject *shown = NULL;
-    wsync_error_t err = {0};
 
     if (!PyUnicode_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s: not a string: %R", what, object);
@@ -27,9 +26,8 @@ const char *wsync_py_read_text(ModuleState *state, PyObject *object, const char 
     shown = PyObject_ASCII(object);
     text = shown != NULL ? PyUnicode_AsUTF8AndSize(shown, NULL) : NULL;
     if (text != NULL) {
-        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "text", "%s: %.256s has a %s", what,
-                         text, odd);
-        (void)wsync_py_raise(state, &err);
+        (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "text", "%s: %.256s has a %s", what,
+                            text, odd);
     }
     Py_XDECREF(shown);
     return NULL;

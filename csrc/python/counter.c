@@ -53,7 +53,7 @@ static PyObject *count_down(PyObject *module, PyObject *args)
     return PyBool_FromLong(lowered);
 }
 
-static PyMethodDef counter_functions[] = {
+PyMethodDef wsync_py_functions_counter[] = {
     {"count_down", count_down, METH_VARARGS,
      "count_down(counter, least, /)\n--\n\n"
      "Takes 1 from an integer of 4 or 8 bytes that other processes change too, unless it "
@@ -61,8 +61,3 @@ static PyMethodDef counter_functions[] = {
      "`least` or less; whether it did."},
     {NULL, NULL, 0, NULL},
 };
-
-int wsync_py_register_counter(PyObject *module)
-{
-    return PyModule_AddFunctions(module, counter_functions);
-}

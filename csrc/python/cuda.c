@@ -89,8 +89,7 @@ int wsync_py_convert_device(PyObject *object, void *argument)
 
 PyObject *wsync_py_device_wrap(ModuleState *state, const wsync_device_ops_t *ops)
 {
-    allocfunc alloc = (allocfunc)PyType_GetSlot(state->type_Device, Py_tp_alloc);
-    DeviceObject *self = (DeviceObject *)alloc(state->type_Device, 0);
+    DeviceObject *self = (DeviceObject *)wsync_py_alloc(state->type_Device);
 
     if (self != NULL) {
         self->ops = ops;
@@ -100,11 +99,7 @@ PyObject *wsync_py_device_wrap(ModuleState *state, const wsync_device_ops_t *ops
 
 static void device_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
-    release(object);
-    Py_DECREF(type);
+    wsync_py_free(object);
 }
 
 static PyObject *device_get_name(PyObject *object, void *Py_UNUSED(closure))
@@ -156,12 +151,12 @@ static PyType_Slot device_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec device_spec = {
-    .name = "wsync._core.Device",
-    .basicsize = sizeof(DeviceObject),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = device_slots,
-};
+const wsync_py_type_t wsync_py_type_Device = {"wsync._core.Device",
+                                              sizeof(DeviceObject),
+                                              Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                              device_slots,
+                                              NULL,
+                                              NULL};
 
 static PyObject *host(PyObject *module, PyObject *unused)
 {
@@ -239,10 +234,9 @@ static PyObject *gpu(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     if (!parse_uuid(text, &uuid)) {
-        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "gpu",
-                         "'%.64s' is no UUID of a GPU: \"GPU-\" and 32 hexadecimal digits",
-                         text);
-        return wsync_py_raise(state, &err);
+        return wsync_py_fail(
+            state, WSYNC_ERR_INVALID, "gpu",
+            "'%.64s' is no UUID of a GPU: \"GPU-\" and 32 hexadecimal digits", text);
     }
     tuple = libraries != NULL ? PySequence_Tuple(libraries) : PyTuple_New(0);
     paths = tuple != NULL ? read_paths(state, tuple) : NULL;
@@ -395,9 +389,9 @@ static PyObject *host_register(PyObject *module, PyObject *args, PyObject *kwarg
     return status == WSYNC_OK ? registration_wrap(&made) : wsync_py_raise(state, &err);
 }
 
-static PyMethodDef cuda_functions[] = {
+PyMethodDef wsync_py_functions_cuda[] = {
     {"host", host, METH_NOARGS, "host()\n--\n\nThe host as a device."},
-    {"gpu", (PyCFunction)(void (*)(void))gpu, METH_VARARGS | METH_KEYWORDS,
+    {"gpu", WSYNC_PY_KEYWORDS(gpu),
      "gpu(uuid, libraries=(), cache=None)\n--\n\n"
      "A GPU of this process, with its kernels compiled and loaded.\n\n"
      "libraries: paths at which NVRTC may lie; cache: folder for compiled kernels.\n"
@@ -406,20 +400,9 @@ static PyMethodDef cuda_functions[] = {
      "cuda_devices()\n--\n\n"
      "(version, [(uuid, name, bytes, (major, minor)), ...]) of the GPUs that this process\n"
      "sees.  UnsupportedError says why there is none to use."},
-    {"host_register", (PyCFunction)(void (*)(void))host_register,
-     METH_VARARGS | METH_KEYWORDS,
+    {"host_register", WSYNC_PY_KEYWORDS(host_register),
      "host_register(address, nbytes, device, owner)\n--\n\n"
      "Has a GPU reach memory of the host for as long as the result lives, which keeps\n"
      "owner.  Nothing to do for the host as the device."},
     {NULL, NULL, 0, NULL},
 };
-
-int wsync_py_register_cuda(PyObject *module)
-{
-    ModuleState *state = wsync_py_state(module);
-
-    if (PyModule_AddFunctions(module, cuda_functions) < 0) {
-        return -1;
-    }
-    return wsync_py_add_type(module, &device_spec, &state->type_Device);
-}

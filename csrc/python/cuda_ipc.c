@@ -13,8 +13,7 @@ typedef struct IpcMemoryObject {
 
 static PyObject *wrap(PyTypeObject *type, wsync_cuda_ipc_t *memory)
 {
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    PyObject *self = alloc(type, 0);
+    PyObject *self = wsync_py_alloc(type);
 
     if (self == NULL) {
         wsync_cuda_ipc_destroy(memory);
@@ -68,10 +67,9 @@ static PyObject *ipc_memory_open(PyObject *module, PyObject *args, PyObject *kwa
         return NULL;
     }
     if (nbytes != (Py_ssize_t)sizeof(handle)) {
-        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "IpcMemory.open",
-                         "a handle of GPU memory is %zu bytes, this one is %lld",
-                         sizeof(handle), (long long)nbytes);
-        return wsync_py_raise(state, &err);
+        return wsync_py_fail(state, WSYNC_ERR_INVALID, "IpcMemory.open",
+                             "a handle of GPU memory is %zu bytes, this one is %lld",
+                             sizeof(handle), (long long)nbytes);
     }
     memcpy(&handle, bytes, sizeof(handle));
     Py_BEGIN_ALLOW_THREADS
@@ -98,14 +96,10 @@ static void shut(IpcMemoryObject *self)
 
 static void ipc_memory_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     if (((IpcMemoryObject *)object)->memory != NULL) {
         shut((IpcMemoryObject *)object);
     }
-    release(object);
-    Py_DECREF(type);
+    wsync_py_free(object);
 }
 
 static PyObject *ipc_memory_close(PyObject *object, PyObject *unused)
@@ -121,10 +115,8 @@ static const wsync_cuda_ipc_t *get_memory(PyObject *object)
     const wsync_cuda_ipc_t *memory = ((IpcMemoryObject *)object)->memory;
 
     if (memory == NULL) {
-        wsync_error_t err = {0};
-
-        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "IpcMemory", "the memory is closed");
-        (void)wsync_py_raise(wsync_py_type_state(Py_TYPE(object)), &err);
+        (void)wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
+                            "IpcMemory", "the memory is closed");
     }
     return memory;
 }
@@ -163,12 +155,6 @@ static PyMethodDef ipc_memory_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMethodDef ipc_memory_open_method = {
-    "open", (PyCFunction)(void (*)(void))ipc_memory_open, METH_VARARGS | METH_KEYWORDS,
-    "open(ordinal, handle)\n--\n\n"
-    "What another process's handle stands for, whole.\n\n"
-    "StateError in the process that made it, PeerClosedError if it is there no more."};
-
 static PyGetSetDef ipc_memory_getset[] = {
     {"address", ipc_memory_get_address, NULL, "On the GPU, in this process.", NULL},
     {"nbytes", ipc_memory_get_nbytes, NULL, "Size in bytes, of all of it.", NULL},
@@ -190,19 +176,14 @@ static PyType_Slot ipc_memory_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec ipc_memory_spec = {
-    .name = "wsync._core.IpcMemory",
-    .basicsize = sizeof(IpcMemoryObject),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = ipc_memory_slots,
+static PyMethodDef ipc_memory_statics[] = {
+    {"open", WSYNC_PY_KEYWORDS(ipc_memory_open),
+     "open(ordinal, handle)\n--\n\n"
+     "What another process's handle stands for, whole.\n\n"
+     "StateError in the process that made it, PeerClosedError if it is there no more."},
+    {NULL, NULL, 0, NULL},
 };
 
-int wsync_py_register_cuda_ipc(PyObject *module)
-{
-    ModuleState *state = wsync_py_state(module);
-
-    if (wsync_py_add_type(module, &ipc_memory_spec, &state->type_IpcMemory) < 0) {
-        return -1;
-    }
-    return wsync_py_add_static(module, state->type_IpcMemory, &ipc_memory_open_method);
-}
+const wsync_py_type_t wsync_py_type_IpcMemory = {
+    "wsync._core.IpcMemory", sizeof(IpcMemoryObject), 0,
+    ipc_memory_slots,        ipc_memory_statics,      NULL};

@@ -37,7 +37,6 @@ __attribute__((format(printf, 5, 6))) static int fail_tensor(const describer_t *
                                                              wsync_status_t status,
                                                              const char *format, ...)
 {
-    wsync_error_t err = {0};
     char what[WSYNC_ERROR_MESSAGE_NBYTES];
     PyObject *name = NULL;
     PyObject *type = PyType_GetName(Py_TYPE(tensor));
@@ -58,9 +57,8 @@ __attribute__((format(printf, 5, 6))) static int fail_tensor(const describer_t *
     }
     name_text = name != NULL ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
     if (name_text != NULL && type_text != NULL) {
-        (void)wsync_fail(&err, status, 0, "describe", "%s (%s): %s", name_text, type_text,
-                         what);
-        (void)wsync_py_raise(describer->state, &err);
+        (void)wsync_py_fail(describer->state, status, "describe", "%s (%s): %s", name_text,
+                            type_text, what);
     }
     Py_XDECREF(name);
     Py_XDECREF(type);
@@ -641,12 +639,9 @@ static int describer_init(describer_t *describer, PyObject *names, Py_ssize_t co
         return -1;
     }
     if (PyTuple_Size(describer->names) != count) {
-        wsync_error_t err = {0};
-
-        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "describe",
-                         "%zd tensors but %zd names", count,
-                         PyTuple_Size(describer->names));
-        (void)wsync_py_raise(describer->state, &err);
+        (void)wsync_py_fail(describer->state, WSYNC_ERR_INVALID, "describe",
+                            "%zd tensors but %zd names", count,
+                            PyTuple_Size(describer->names));
         return -1;
     }
     return 0;
@@ -690,16 +685,11 @@ cleanup:
     return (PyObject *)table;
 }
 
-static PyMethodDef describe_functions[] = {
-    {"describe", (PyCFunction)(void (*)(void))describe, METH_VARARGS | METH_KEYWORDS,
+PyMethodDef wsync_py_functions_describe[] = {
+    {"describe", WSYNC_PY_KEYWORDS(describe),
      "describe(tensors, names=None, gpu=False)\n--\n\n"
      "Describes torch tensors without copying; names are for error messages.  With gpu "
      "they\n"
      "may lie on a GPU, all of those on the same one."},
     {NULL, NULL, 0, NULL},
 };
-
-int wsync_py_register_describe(PyObject *module)
-{
-    return PyModule_AddFunctions(module, describe_functions);
-}

@@ -30,8 +30,7 @@ static int to_uint64(PyObject *object, void *result)
 PyObject *wsync_py_memory_wrap(ModuleState *state, const wsync_device_ops_t *ops,
                                wsync_memory_t *memory)
 {
-    allocfunc alloc = (allocfunc)PyType_GetSlot(state->type_Memory, Py_tp_alloc);
-    PyObject *self = alloc(state->type_Memory, 0);
+    PyObject *self = wsync_py_alloc(state->type_Memory);
 
     if (self == NULL) {
         ops->memory_destroy(memory);
@@ -94,8 +93,6 @@ static PyObject *memory_from_fd(PyObject *module, PyObject *args, PyObject *kwar
 static void memory_dealloc(PyObject *object)
 {
     MemoryObject *self = (MemoryObject *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
     if (self->memory != NULL) {
         /* A driver may wait for its device, and that for a thread of this process. */
@@ -103,20 +100,18 @@ static void memory_dealloc(PyObject *object)
             self->ops->memory_destroy(self->memory);
         Py_END_ALLOW_THREADS
     }
-    release(object);
-    Py_DECREF(type);
+    wsync_py_free(object);
 }
 
 static PyObject *memory_fileno(PyObject *object, PyObject *unused)
 {
     const MemoryObject *self = (MemoryObject *)object;
     const int fd = self->ops->memory_fd(self->memory);
-    wsync_error_t err = {0};
 
     (void)unused;
     if (fd < 0) {
-        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "fileno", "the memory is parked");
-        return wsync_py_raise(wsync_py_type_state(Py_TYPE(object)), &err);
+        return wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
+                             "fileno", "the memory is parked");
     }
     return PyLong_FromLong(fd);
 }
@@ -174,14 +169,6 @@ static PyMethodDef memory_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMethodDef memory_from_fd_method = {
-    "from_fd", (PyCFunction)(void (*)(void))memory_from_fd, METH_VARARGS | METH_KEYWORDS,
-    "from_fd(fd, nbytes, device=None)\n--\n\nMaps memory that another process made; fd is "
-    "duplicated.\n\n"
-    "PeerRefusedError if it is not sealed against a change of size, InvalidArgumentError "
-    "if\n"
-    "its size is not nbytes."};
-
 static PyGetSetDef memory_getset[] = {
     {"address", memory_get_address, NULL, "Where the memory is mapped in this process.",
      NULL},
@@ -206,12 +193,18 @@ static PyType_Slot memory_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec memory_spec = {
-    .name = "wsync._core.Memory",
-    .basicsize = sizeof(MemoryObject),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = memory_slots,
+static PyMethodDef memory_statics[] = {
+    {"from_fd", WSYNC_PY_KEYWORDS(memory_from_fd),
+     "from_fd(fd, nbytes, device=None)\n--\n\nMaps memory that another process made; fd is "
+     "duplicated.\n\n"
+     "PeerRefusedError if it is not sealed against a change of size, InvalidArgumentError "
+     "if\n"
+     "its size is not nbytes."},
+    {NULL, NULL, 0, NULL},
 };
+
+const wsync_py_type_t wsync_py_type_Memory = {
+    "wsync._core.Memory", sizeof(MemoryObject), 0, memory_slots, memory_statics, NULL};
 
 /* --- Event -----------------------------------------------------------------------------
  */
@@ -220,7 +213,6 @@ static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"memory", "offset", NULL};
     ModuleState *state = wsync_py_type_state(type);
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     PyObject *memory;
     EventObject *self;
     uint64_t offset;
@@ -233,16 +225,13 @@ static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     nbytes = ((MemoryObject *)memory)->ops->memory_nbytes(((MemoryObject *)memory)->memory);
     if (offset % sizeof(uint64_t) != 0 || nbytes < sizeof(uint64_t) ||
         offset > nbytes - sizeof(uint64_t)) {
-        wsync_error_t err = {0};
-
-        (void)wsync_fail(
-            &err, WSYNC_ERR_INVALID, 0, "Event",
+        return wsync_py_fail(
+            state, WSYNC_ERR_INVALID, "Event",
             "event at offset %llu is not an aligned 64-bit word of a memory of "
             "%llu bytes",
             (unsigned long long)offset, (unsigned long long)nbytes);
-        return wsync_py_raise(state, &err);
     }
-    self = (EventObject *)alloc(type, 0);
+    self = (EventObject *)wsync_py_alloc(type);
     if (self == NULL) {
         return NULL;
     }
@@ -255,12 +244,8 @@ static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void event_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     Py_XDECREF((PyObject *)((EventObject *)object)->memory);
-    release(object);
-    Py_DECREF(type);
+    wsync_py_free(object);
 }
 
 typedef struct event_wait {
@@ -301,7 +286,7 @@ static PyObject *event_get_value(PyObject *object, void *unused)
 }
 
 static PyMethodDef event_methods[] = {
-    {"wait", (PyCFunction)(void (*)(void))event_wait_until, METH_VARARGS | METH_KEYWORDS,
+    {"wait", WSYNC_PY_KEYWORDS(event_wait_until),
      "wait($self, value, timeout, check=None)\n--\n\n"
      "Waits until the event is at least value; DeadlineError after timeout seconds."},
     {NULL, NULL, 0, NULL},
@@ -323,12 +308,8 @@ static PyType_Slot event_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec event_spec = {
-    .name = "wsync._core.Event",
-    .basicsize = sizeof(EventObject),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = event_slots,
-};
+const wsync_py_type_t wsync_py_type_Event = {
+    "wsync._core.Event", sizeof(EventObject), 0, event_slots, NULL, NULL};
 
 /* --- BufferTable -----------------------------------------------------------------------
  */
@@ -336,8 +317,7 @@ static PyType_Spec event_spec = {
 /* A table with room for count spans, all zero. */
 static BufferTableObject *buffers_alloc(ModuleState *state, size_t count, PyObject *owner)
 {
-    allocfunc alloc = (allocfunc)PyType_GetSlot(state->type_BufferTable, Py_tp_alloc);
-    BufferTableObject *self = (BufferTableObject *)alloc(state->type_BufferTable, 0);
+    BufferTableObject *self = (BufferTableObject *)wsync_py_alloc(state->type_BufferTable);
 
     if (self == NULL) {
         return NULL;
@@ -372,7 +352,6 @@ PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_device_ops_t *
 static int parse_span(ModuleState *state, PyObject *item, size_t index, wsync_span_t *span)
 {
     PyObject *pair = PySequence_Tuple(item);
-    wsync_error_t err = {0};
     uint64_t address;
     uint64_t end;
     int result = -1;
@@ -387,10 +366,10 @@ static int parse_span(ModuleState *state, PyObject *item, size_t index, wsync_sp
                to_uint64(PyTuple_GetItem(pair, 1), &span->nbytes)) {
         if ((address == 0 && span->nbytes > 0) ||
             __builtin_add_overflow(address, span->nbytes, &end) || end > UINTPTR_MAX) {
-            (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "BufferTable",
-                             "span %zu: %llu bytes at address 0x%llx", index,
-                             (unsigned long long)span->nbytes, (unsigned long long)address);
-            (void)wsync_py_raise(state, &err);
+            (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "BufferTable",
+                                "span %zu: %llu bytes at address 0x%llx", index,
+                                (unsigned long long)span->nbytes,
+                                (unsigned long long)address);
         } else {
             span->data = PyLong_AsVoidPtr(PyTuple_GetItem(pair, 0));
             result = 0;
@@ -435,14 +414,12 @@ static int fail_unmapped(ModuleState *state, const TensorTableObject *table, siz
                          ? PyObject_Str(PyTuple_GetItem(table->names, (Py_ssize_t)index))
                          : PyUnicode_FromFormat("tensor %zu", index);
     const char *text = name != NULL ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
-    wsync_error_t err = {0};
 
     if (text != NULL) {
-        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "BufferTable",
-                         "%s: no memory of GPU %d lies at its address %p, as when an "
-                         "allocator (torch_memory_saver) has paused and not resumed",
-                         text, table->gpu, row->data);
-        (void)wsync_py_raise(state, &err);
+        (void)wsync_py_fail(state, WSYNC_ERR_STATE, "BufferTable",
+                            "%s: no memory of GPU %d lies at its address %p, as when an "
+                            "allocator (torch_memory_saver) has paused and not resumed",
+                            text, table->gpu, row->data);
     }
     Py_XDECREF(name);
     return -1;
@@ -535,14 +512,10 @@ static int buffers_clear(PyObject *object)
 
 static void buffers_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     PyObject_GC_UnTrack(object);
     (void)buffers_clear(object);
     free(((BufferTableObject *)object)->spans);
-    release(object);
-    Py_DECREF(type);
+    wsync_py_free(object);
 }
 
 static Py_ssize_t buffers_length(PyObject *object)
@@ -562,12 +535,6 @@ static PyObject *buffers_item(PyObject *object, Py_ssize_t index)
                          (unsigned long long)self->spans[index].nbytes);
 }
 
-static PyMethodDef buffers_of_method = {
-    "of", (PyCFunction)(void (*)(void))buffers_of, METH_VARARGS | METH_KEYWORDS,
-    "of(tensors, owner=None)\n--\n\n"
-    "Span i covers what tensors[i] describes, and is kept alive with the table.\n\n"
-    "StateError names a tensor whose memory on a GPU is not there now."};
-
 static PyType_Slot buffers_slots[] = {
     {Py_tp_doc,
      "BufferTable(spans, owner=None)\n--\n\n"
@@ -582,22 +549,15 @@ static PyType_Slot buffers_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec buffers_spec = {
-    .name = "wsync._core.BufferTable",
-    .basicsize = sizeof(BufferTableObject),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = buffers_slots,
+static PyMethodDef buffers_statics[] = {
+    {"of", WSYNC_PY_KEYWORDS(buffers_of),
+     "of(tensors, owner=None)\n--\n\n"
+     "Span i covers what tensors[i] describes, and is kept alive with the table.\n\n"
+     "StateError names a tensor whose memory on a GPU is not there now."},
+    {NULL, NULL, 0, NULL},
 };
 
-int wsync_py_register_device(PyObject *module)
-{
-    ModuleState *state = wsync_py_state(module);
-
-    if (wsync_py_add_type(module, &memory_spec, &state->type_Memory) < 0 ||
-        wsync_py_add_type(module, &event_spec, &state->type_Event) < 0 ||
-        wsync_py_add_type(module, &buffers_spec, &state->type_BufferTable) < 0 ||
-        wsync_py_add_static(module, state->type_Memory, &memory_from_fd_method) < 0) {
-        return -1;
-    }
-    return wsync_py_add_static(module, state->type_BufferTable, &buffers_of_method);
-}
+const wsync_py_type_t wsync_py_type_BufferTable = {
+    "wsync._core.BufferTable", sizeof(BufferTableObject),
+    Py_TPFLAGS_HAVE_GC,        buffers_slots,
+    buffers_statics,           NULL};

@@ -2,6 +2,8 @@
  * Exceptions: one class per status code, made from the table in core/status.h. */
 #include "python/module.h"
 
+#include <stdarg.h>
+#include <stdio.h>
 #include <string.h>
 
 typedef struct error_class {
@@ -112,4 +114,21 @@ PyObject *wsync_py_raise(ModuleState *state, const wsync_error_t *err)
     Py_XDECREF(native);
     Py_XDECREF(origin);
     return NULL;
+}
+
+void *wsync_py_fail(ModuleState *state, wsync_status_t status, const char *origin,
+                    const char *format, ...)
+{
+    wsync_error_t err = {.status = status, .origin = origin};
+    va_list arguments;
+
+    va_start(arguments, format);
+    (void)vsnprintf(err.message, sizeof(err.message), format, arguments);
+    va_end(arguments);
+    return wsync_py_raise(state, &err);
+}
+
+PyObject *wsync_py_none(ModuleState *state, wsync_status_t status, const wsync_error_t *err)
+{
+    return status == WSYNC_OK ? Py_NewRef(Py_None) : wsync_py_raise(state, err);
 }

@@ -44,7 +44,6 @@ static int exporter_wait(ExporterObject *self, wsync_py_step_func_t step,
 static PyObject *exporter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"directory", NULL};
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     const char *directory = NULL;
     wsync_exporter_t *exporter = NULL;
     wsync_error_t err = {0};
@@ -60,7 +59,7 @@ static PyObject *exporter_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     if (status != WSYNC_OK) {
         return wsync_py_raise(wsync_py_type_state(type), &err);
     }
-    self = (ExporterObject *)allocate(type, 0);
+    self = (ExporterObject *)wsync_py_alloc(type);
     if (self == NULL) {
         wsync_exporter_destroy(exporter);
         return NULL;
@@ -85,12 +84,8 @@ static void exporter_release(ExporterObject *self)
 
 static void exporter_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     exporter_release((ExporterObject *)object);
-    release(object);
-    Py_DECREF(type);
+    wsync_py_free(object);
 }
 
 static PyObject *exporter_address(PyObject *object, void *closure)
@@ -278,10 +273,7 @@ static PyObject *exporter_look(PyObject *object, PyObject *unused)
         status = wsync_exporter_look(self->exporter, &err);
     Py_END_ALLOW_THREADS
     wsync_py_guard_leave(&self->guard);
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(state, &err);
-    }
-    Py_RETURN_NONE;
+    return wsync_py_none(state, status, &err);
 }
 
 static wsync_status_t step_post(void *context, int timeout_ms, wsync_error_t *err)
@@ -495,14 +487,5 @@ static PyType_Slot exporter_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec exporter_spec = {
-    .name = "wsync._core.Exporter",
-    .basicsize = sizeof(ExporterObject),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = exporter_slots,
-};
-
-int wsync_py_register_exporter(PyObject *module)
-{
-    return wsync_py_add_type(module, &exporter_spec, NULL);
-}
+const wsync_py_type_t wsync_py_type_Exporter = {
+    "wsync._core.Exporter", sizeof(ExporterObject), 0, exporter_slots, NULL, NULL};

@@ -48,10 +48,7 @@ static PyObject *reserve_file(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
         status = wsync_host_file_reserve(&file, &err);
     Py_END_ALLOW_THREADS
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(wsync_py_state(module), &err);
-    }
-    Py_RETURN_NONE;
+    return wsync_py_none(wsync_py_state(module), status, &err);
 }
 
 static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
@@ -115,20 +112,15 @@ cleanup:
     return result;
 }
 
-static PyMethodDef file_functions[] = {
+PyMethodDef wsync_py_functions_file[] = {
     {"reserve_file", reserve_file, METH_VARARGS,
      "reserve_file(name, descriptor, nbytes, /)\n--\n\n"
      "Makes a new file nbytes long and takes the space on its device, where the file\n"
      "system can."},
-    {"write_files", (PyCFunction)(void (*)(void))write_files, METH_VARARGS | METH_KEYWORDS,
+    {"write_files", WSYNC_PY_KEYWORDS(write_files),
      "write_files(route, first, last, sources, files)\n--\n\n"
      "Runs the copies of source buffers [first, last) of a route with files for\n"
      "destinations, in this thread, without the GIL.  files: (name, descriptor, nbytes).\n"
      "Returns the bytes written."},
     {NULL, NULL, 0, NULL},
 };
-
-int wsync_py_register_file(PyObject *module)
-{
-    return PyModule_AddFunctions(module, file_functions);
-}

@@ -4,11 +4,8 @@
 int wsync_py_guard_enter(ModuleState *state, wsync_py_guard_t *guard, const char *name)
 {
     if (guard->closed || guard->busy) {
-        wsync_error_t err = {0};
-
-        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, name, "%s %s", name,
-                         guard->closed ? "is closed" : "is in use by another call");
-        (void)wsync_py_raise(state, &err);
+        (void)wsync_py_fail(state, WSYNC_ERR_STATE, name, "%s %s", name,
+                            guard->closed ? "is closed" : "is in use by another call");
         return -1;
     }
     guard->busy = true;

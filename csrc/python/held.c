@@ -96,7 +96,7 @@ static PyObject *held_tensors(PyObject *self, PyObject *module)
     return found;
 }
 
-static PyMethodDef held_functions[] = {
+PyMethodDef wsync_py_functions_held[] = {
     {"held_tensors", held_tensors, METH_O,
      "held_tensors(module, /)\n--\n\n"
      "(names, tensors): every parameter and buffer of a torch module and of the modules in "
@@ -106,8 +106,3 @@ static PyMethodDef held_functions[] = {
      "and tensors are the same objects, every tensor has the path that it had."},
     {NULL, NULL, 0, NULL},
 };
-
-int wsync_py_register_held(PyObject *module)
-{
-    return PyModule_AddFunctions(module, held_functions);
-}

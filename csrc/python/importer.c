@@ -72,7 +72,6 @@ static wsync_importer_t *connect_importer(ModuleState *state, const char *addres
 static PyObject *importer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"address", "blob", "timeout", "device", NULL};
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     const char *address = NULL;
     Py_buffer blob;
     double timeout = 0.0;
@@ -90,7 +89,7 @@ static PyObject *importer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     if (importer == NULL) {
         return NULL;
     }
-    self = (ImporterObject *)allocate(type, 0);
+    self = (ImporterObject *)wsync_py_alloc(type);
     if (self == NULL) {
         wsync_importer_destroy(importer);
         return NULL;
@@ -113,15 +112,12 @@ static void importer_release(ImporterObject *self)
 
 static void importer_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     ImporterObject *self = (ImporterObject *)object;
 
     importer_release(self);
     Py_CLEAR(self->ring);
     Py_CLEAR(self->manifest);
-    release(object);
-    Py_DECREF(type);
+    wsync_py_free(object);
 }
 
 /* Makes the Python objects of a new attach; the old ones live on in whoever holds them. */
@@ -350,11 +346,9 @@ static PyObject *importer_generation(PyObject *object, void *closure)
 static PyObject *give_attached(PyObject *object, PyObject *value, const char *what)
 {
     if (value == NULL) {
-        wsync_error_t err = {0};
-
-        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, importer_name,
-                         "%s: no update has begun on this Importer", what);
-        return wsync_py_raise(wsync_py_type_state(Py_TYPE(object)), &err);
+        return wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
+                             importer_name, "%s: no update has begun on this Importer",
+                             what);
     }
     return Py_NewRef(value);
 }
@@ -383,7 +377,7 @@ static PyMethodDef importer_methods[] = {
     METHOD(take,
            "take($self, round, stream, timeout, check=None)\n--\n\n"
            "Has the stream wait until a round lies in the ring (None: waits here)."),
-    {"wait", (PyCFunction)(void (*)(void))importer_wait_round, METH_VARARGS | METH_KEYWORDS,
+    {"wait", WSYNC_PY_KEYWORDS(importer_wait_round),
      "wait($self, round, timeout, check=None)\n--\n\n"
      "Waits here until a round that was taken lies in the ring."},
     METHOD(done,
@@ -422,14 +416,5 @@ static PyType_Slot importer_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec importer_spec = {
-    .name = "wsync._core.Importer",
-    .basicsize = sizeof(ImporterObject),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = importer_slots,
-};
-
-int wsync_py_register_importer(PyObject *module)
-{
-    return wsync_py_add_type(module, &importer_spec, NULL);
-}
+const wsync_py_type_t wsync_py_type_Importer = {
+    "wsync._core.Importer", sizeof(ImporterObject), 0, importer_slots, NULL, NULL};

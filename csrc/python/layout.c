@@ -12,8 +12,7 @@
 PyObject *wsync_py_layout_new(ModuleState *state, wsync_layout_t *layout)
 {
     PyTypeObject *type = state->type_Layout;
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    LayoutObject *object = (LayoutObject *)allocate(type, 0);
+    LayoutObject *object = (LayoutObject *)wsync_py_alloc(type);
 
     if (object == NULL) {
         wsync_layout_destroy(layout);
@@ -25,13 +24,9 @@ PyObject *wsync_py_layout_new(ModuleState *state, wsync_layout_t *layout)
 
 static void layout_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     free((void *)((LayoutObject *)self)->by_buffer);
     wsync_layout_destroy(((LayoutObject *)self)->layout);
-    release(self);
-    Py_DECREF(type);
+    wsync_py_free(self);
 }
 
 /* Shards lie in one array, by tensor: within a buffer addresses keep that order. */
@@ -318,10 +313,7 @@ static PyObject *layout_check_apart(PyObject *self, PyObject *args, PyObject *kw
         status = wsync_layout_check_apart(((LayoutObject *)self)->layout, table->spans,
                                           table->count, &err);
     Py_END_ALLOW_THREADS
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(state, &err);
-    }
-    Py_RETURN_NONE;
+    return wsync_py_none(state, status, &err);
 }
 
 static PyObject *layout_tensor_count(PyObject *self, void *Py_UNUSED(closure))
@@ -350,42 +342,29 @@ static PyObject *layout_shard_nbytes(PyObject *self, void *Py_UNUSED(closure))
         wsync_layout_shard_nbytes(((LayoutObject *)self)->layout));
 }
 
-#define WITH_KEYWORDS(function) \
-    ((PyCFunction)(void (*)(void))(function)), METH_VARARGS | METH_KEYWORDS
-
 static PyMethodDef layout_methods[] = {
     {"to_bytes", layout_to_bytes, METH_NOARGS,
      "to_bytes($self)\n--\n\nThe one encoding of this layout."},
     {"names", layout_names, METH_NOARGS,
      "names($self)\n--\n\nNames of all tensors, in order."},
-    {"find", WITH_KEYWORDS(layout_find),
+    {"find", WSYNC_PY_KEYWORDS(layout_find),
      "find($self, name)\n--\n\nIndex of a tensor, or -1."},
-    {"tensor", WITH_KEYWORDS(layout_tensor),
+    {"tensor", WSYNC_PY_KEYWORDS(layout_tensor),
      "tensor($self, index)\n--\n\n(name, dtype, shape, group)"},
-    {"shards", WITH_KEYWORDS(layout_shards),
+    {"shards", WSYNC_PY_KEYWORDS(layout_shards),
      "shards($self, index)\n--\n\n"
      "The tensor's shards: (rank, buffer, offset, start, extent, strides in bytes, "
      "origin)."},
-    {"buffer_count", WITH_KEYWORDS(layout_buffer_count),
+    {"buffer_count", WSYNC_PY_KEYWORDS(layout_buffer_count),
      "buffer_count($self, rank=0)\n--\n\n"
      "One more than the largest buffer index that a rank uses."},
-    {"check_apart", WITH_KEYWORDS(layout_check_apart),
+    {"check_apart", WSYNC_PY_KEYWORDS(layout_check_apart),
      "check_apart($self, buffers)\n--\n\n"
      "Checks that no byte belongs to two shards when buffer i lies at buffers[i]; spans "
      "of\n"
      "the table may share memory.  LayoutError names the two tensors."},
     {NULL, NULL, 0, NULL},
 };
-
-static PyMethodDef from_bytes_method = {
-    "from_bytes", WITH_KEYWORDS(layout_from_bytes),
-    "from_bytes(data)\n--\n\n"
-    "Parses what to_bytes() made.  ProtocolError names the byte that is wrong."};
-
-static PyMethodDef merge_method = {
-    "merge", WITH_KEYWORDS(layout_merge),
-    "merge(layouts)\n--\n\n"
-    "The union of layouts.  LayoutError names the tensor and the two ranks that disagree."};
 
 static PyGetSetDef layout_getset[] = {
     {"tensor_count", layout_tensor_count, NULL, "Number of tensors.", NULL},
@@ -409,20 +388,17 @@ static PyType_Slot layout_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec layout_spec = {
-    .name = "wsync._core.Layout",
-    .basicsize = sizeof(LayoutObject),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = layout_slots,
+static PyMethodDef layout_statics[] = {
+    {"from_bytes", WSYNC_PY_KEYWORDS(layout_from_bytes),
+     "from_bytes(data)\n--\n\n"
+     "Parses what to_bytes() made.  ProtocolError names the byte that is wrong."},
+    {"merge", WSYNC_PY_KEYWORDS(layout_merge),
+     "merge(layouts)\n--\n\n"
+     "The union of layouts.  LayoutError names the tensor and the two ranks that "
+     "disagree."},
+    {NULL, NULL, 0, NULL},
 };
 
-int wsync_py_register_layout(PyObject *module)
-{
-    ModuleState *state = wsync_py_state(module);
-
-    if (wsync_py_add_type(module, &layout_spec, &state->type_Layout) < 0 ||
-        wsync_py_add_static(module, state->type_Layout, &from_bytes_method) < 0) {
-        return -1;
-    }
-    return wsync_py_add_static(module, state->type_Layout, &merge_method);
-}
+const wsync_py_type_t wsync_py_type_Layout = {
+    "wsync._core.Layout", sizeof(LayoutObject), Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    layout_slots,         layout_statics,       NULL};

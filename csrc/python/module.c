@@ -20,34 +20,40 @@ ModuleState *wsync_py_type_state(PyTypeObject *type)
     return PyType_GetModuleState(type);
 }
 
-int wsync_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
+PyObject *wsync_py_alloc(PyTypeObject *type)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
-
-    if (type == NULL) {
-        return -1;
-    }
-    if (PyModule_AddType(module, (PyTypeObject *)type) < 0) {
-        Py_DECREF(type);
-        return -1;
-    }
-    if (slot != NULL) {
-        *slot = (PyTypeObject *)type; /* moved into the module state */
-    } else {
-        Py_DECREF(type);
-    }
-    return 0;
+    return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
 }
 
-int wsync_py_add_static(PyObject *module, PyTypeObject *type, PyMethodDef *method)
+void wsync_py_free(PyObject *self)
 {
-    PyObject *function = PyCFunction_NewEx(method, module, NULL);
-    int result = -1;
+    PyTypeObject *type = Py_TYPE(self);
 
-    if (function != NULL) {
-        result = PyObject_SetAttrString((PyObject *)type, method->ml_name, function);
-        Py_DECREF(function);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static int add_type(PyObject *module, const wsync_py_type_t *made, PyTypeObject **slot)
+{
+    PyType_Spec spec = {.name = made->name,
+                        .basicsize = (int)made->nbytes,
+                        .flags = Py_TPFLAGS_DEFAULT | made->flags,
+                        .slots = made->slots};
+    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
+    int result = type != NULL ? PyModule_AddType(module, (PyTypeObject *)type) : -1;
+
+    for (PyMethodDef *method = made->statics;
+         result == 0 && method != NULL && method->ml_name != NULL; method++) {
+        PyObject *function = PyCFunction_NewEx(method, module, NULL);
+
+        result =
+            function != NULL ? PyObject_SetAttrString(type, method->ml_name, function) : -1;
+        Py_XDECREF(function);
     }
+    if (result == 0 && made->finish != NULL) {
+        result = made->finish(module, (PyTypeObject *)type);
+    }
+    *slot = (PyTypeObject *)type; /* moved into the module state */
     return result;
 }
 
@@ -104,6 +110,19 @@ int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
 static int module_exec(PyObject *module)
 {
     ModuleState *state = wsync_py_state(module);
+    const struct {
+        const wsync_py_type_t *made;
+        PyTypeObject **slot;
+    } types[] = {
+#define LIST_TYPE(name) {&wsync_py_type_##name, &state->type_##name},
+        WSYNC_TYPE_MAP(LIST_TYPE)
+#undef LIST_TYPE
+    };
+    PyMethodDef *const functions[] = {
+#define LIST_FUNCTIONS(name) wsync_py_functions_##name,
+        WSYNC_FUNCTIONS_MAP(LIST_FUNCTIONS)
+#undef LIST_FUNCTIONS
+    };
 
     if (wsync_py_add_errors(module) < 0) {
         return -1;
@@ -113,12 +132,16 @@ static int module_exec(PyObject *module)
     if (state->dtype_codes == NULL || state->exchange_apis == NULL) {
         return -1;
     }
-#define CALL_REGISTER(name)                     \
-    if (wsync_py_register_##name(module) < 0) { \
-        return -1;                              \
+    for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++) {
+        if (add_type(module, types[i].made, types[i].slot) < 0) {
+            return -1;
+        }
     }
-    WSYNC_REGISTER_MAP(CALL_REGISTER)
-#undef CALL_REGISTER
+    for (size_t i = 0; i < sizeof(functions) / sizeof(functions[0]); i++) {
+        if (PyModule_AddFunctions(module, functions[i]) < 0) {
+            return -1;
+        }
+    }
     return PyModule_AddStringConstant(module, "__version__", WSYNC_VERSION);
 }
 

@@ -9,10 +9,11 @@
 
 #include "core/status.h"
 
-/* Types that other files need to recognise or make: one slot of the module state each. */
+/* The module's types: each has a slot of the module state. */
 #define WSYNC_TYPE_MAP(X) \
     X(TensorTable)        \
     X(Layout)             \
+    X(LayoutBuilder)      \
     X(Plan)               \
     X(Device)             \
     X(Route)              \
@@ -20,7 +21,41 @@
     X(Event)              \
     X(Stream)             \
     X(BufferTable)        \
-    X(IpcMemory)
+    X(ViewPool)           \
+    X(IpcMemory)          \
+    X(Exporter)           \
+    X(Importer)           \
+    X(SharedExchange)
+
+/* Files that define functions of the module. */
+#define WSYNC_FUNCTIONS_MAP(X) \
+    X(describe)                \
+    X(held)                    \
+    X(checksum)                \
+    X(counter)                 \
+    X(cuda)                    \
+    X(pack)                    \
+    X(file)
+
+/* What a type is made from: one constant in the type's file. */
+typedef struct wsync_py_type {
+    const char *name; /* "wsync._core.Route" */
+    size_t nbytes;    /* of an object */
+    unsigned flags;   /* besides Py_TPFLAGS_DEFAULT */
+    PyType_Slot *slots;
+    /* Static methods, or NULL.  They get the module as their first argument: METH_STATIC
+     * functions cannot reach the module state in the Limited API. */
+    PyMethodDef *statics;
+    /* Adds what else belongs to the type, or NULL.  Returns 0, or -1 with an exception. */
+    int (*finish)(PyObject *module, PyTypeObject *type);
+} wsync_py_type_t;
+
+#define WSYNC_DECLARE_TYPE(name) extern const wsync_py_type_t wsync_py_type_##name;
+WSYNC_TYPE_MAP(WSYNC_DECLARE_TYPE)
+#undef WSYNC_DECLARE_TYPE
+#define WSYNC_DECLARE_FUNCTIONS(name) extern PyMethodDef wsync_py_functions_##name[];
+WSYNC_FUNCTIONS_MAP(WSYNC_DECLARE_FUNCTIONS)
+#undef WSYNC_DECLARE_FUNCTIONS
 
 typedef struct ModuleState {
     PyObject *base_error; /* wsync.WsyncError */
@@ -36,20 +71,29 @@ typedef struct ModuleState {
 } ModuleState;
 
 ModuleState *wsync_py_state(PyObject *module);
-/* State from a type made by wsync_py_add_type; borrowed for the type's life. */
+/* State from one of the module's types; borrowed for the type's life. */
 ModuleState *wsync_py_type_state(PyTypeObject *type);
 
-/* Adds a function to a type as a static method that gets the module as its first argument:
- * METH_STATIC functions cannot reach the module state in the Limited API.  *method must be
- * static. */
-int wsync_py_add_static(PyObject *module, PyTypeObject *type, PyMethodDef *method);
+/* The entry of a PyMethodDef for a function that takes keywords. */
+#define WSYNC_PY_KEYWORDS(function) \
+    ((PyCFunction)(void (*)(void))(function)), METH_VARARGS | METH_KEYWORDS
+
+/* A new object of a type, all zero behind its head; NULL with an exception. */
+PyObject *wsync_py_alloc(PyTypeObject *type);
+/* The end of every tp_dealloc: frees the object and lets go of its type. */
+void wsync_py_free(PyObject *self);
 
 /* Raises the Python class of err->status with .status, .native and .origin; returns NULL.
  */
 PyObject *wsync_py_raise(ModuleState *state, const wsync_error_t *err);
-
-/* Makes a heap type, adds it to the module and stores it in *slot (NULL allowed). */
-int wsync_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
+/* The same for an error that is found in csrc/python; NULL fits every pointer. */
+__attribute__((format(printf, 4, 5))) void *wsync_py_fail(ModuleState *state,
+                                                          wsync_status_t status,
+                                                          const char *origin,
+                                                          const char *format, ...);
+/* None, or what wsync_py_raise returns if `status` is not WSYNC_OK. */
+PyObject *wsync_py_none(ModuleState *state, wsync_status_t status,
+                        const wsync_error_t *err);
 
 int wsync_py_add_errors(PyObject *module);
 
@@ -60,31 +104,5 @@ typedef wsync_status_t (*wsync_py_step_func_t)(void *context, int timeout_ms,
                                                wsync_error_t *err);
 int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
                   double timeout, PyObject *check);
-
-/* One function a file: adds the file's types to the module. */
-#define WSYNC_REGISTER_MAP(X) \
-    X(tensors)                \
-    X(describe)               \
-    X(held)                   \
-    X(device)                 \
-    X(stream)                 \
-    X(checksum)               \
-    X(counter)                \
-    X(cuda)                   \
-    X(cuda_ipc)               \
-    X(exporter)               \
-    X(importer)               \
-    X(comm)                   \
-    X(layout)                 \
-    X(builder)                \
-    X(route)                  \
-    X(plan)                   \
-    X(views)                  \
-    X(pack)                   \
-    X(file)
-
-#define WSYNC_DECLARE_REGISTER(name) int wsync_py_register_##name(PyObject *module);
-WSYNC_REGISTER_MAP(WSYNC_DECLARE_REGISTER)
-#undef WSYNC_DECLARE_REGISTER
 
 #endif

@@ -137,11 +137,8 @@ static int read_offsets(ModuleState *state, packing_t *packing, PyObject *sequen
         return -1;
     }
     if (PyTuple_Size(tuple) != count) {
-        wsync_error_t err = {0};
-
-        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "pack", "%zd tensors but %zd offsets",
-                         count, PyTuple_Size(tuple));
-        (void)wsync_py_raise(state, &err);
+        (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "pack", "%zd tensors but %zd offsets",
+                            count, PyTuple_Size(tuple));
         goto cleanup;
     }
     packing->count = count > 0 ? (size_t)count : 0;
@@ -225,16 +222,11 @@ cleanup:
     return result;
 }
 
-static PyMethodDef pack_functions[] = {
-    {"pack", (PyCFunction)(void (*)(void))pack, METH_VARARGS | METH_KEYWORDS,
+PyMethodDef wsync_py_functions_pack[] = {
+    {"pack", WSYNC_PY_KEYWORDS(pack),
      "pack(tensors, address, nbytes, offsets, stream=<unset>)\n--\n\n"
      "Copies tensor i, contiguous, to address + offsets[i]: in this thread, without the "
      "GIL,\n"
      "or on a stream.  What lies at address must stay until that has passed."},
     {NULL, NULL, 0, NULL},
 };
-
-int wsync_py_register_pack(PyObject *module)
-{
-    return PyModule_AddFunctions(module, pack_functions);
-}

@@ -197,7 +197,6 @@ static int spec_init(ModuleState *state, PyObject *args, PyObject *kwargs,
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     ModuleState *state = wsync_py_type_state(type);
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     plan_spec_t parsed = {.spec = {0}};
     PlanObject *self = NULL;
     wsync_error_t err = {0};
@@ -206,7 +205,7 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (spec_init(state, args, kwargs, &parsed) < 0) {
         goto cleanup;
     }
-    self = (PlanObject *)allocate(type, 0);
+    self = (PlanObject *)wsync_py_alloc(type);
     if (self == NULL) {
         goto cleanup;
     }
@@ -225,12 +224,8 @@ cleanup:
 
 static void plan_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     wsync_plan_destroy(((PlanObject *)self)->plan);
-    release(self);
-    Py_DECREF(type);
+    wsync_py_free(self);
 }
 
 /* --- reading -------------------------------------------------------------------------- */
@@ -431,25 +426,22 @@ static PyObject *plan_manifest(PyObject *self, PyObject *args, PyObject *kwargs)
     return wsync_py_layout_new(state, manifest);
 }
 
-#define WITH_KEYWORDS(function) \
-    ((PyCFunction)(void (*)(void))(function)), METH_VARARGS | METH_KEYWORDS
-
 static PyMethodDef plan_methods[] = {
-    {"ring_nbytes", WITH_KEYWORDS(plan_ring_nbytes),
+    {"ring_nbytes", WSYNC_PY_KEYWORDS(plan_ring_nbytes),
      "ring_nbytes($self, worker)\n--\n\nBytes of a worker's ring."},
-    {"slot", WITH_KEYWORDS(plan_slot),
+    {"slot", WSYNC_PY_KEYWORDS(plan_slot),
      "slot($self, worker, round)\n--\n\n"
      "Where the round lies in the worker's ring: (offset, nbytes, wait_round).  It may be\n"
      "written once the worker has finished wait_round (-1: at once)."},
-    {"messages", WITH_KEYWORDS(plan_messages),
+    {"messages", WSYNC_PY_KEYWORDS(plan_messages),
      "messages($self, round)\n--\n\n"
      "What this rank sends or receives: (source, peers, send_offset, recv_offset, "
      "nbytes)."},
-    {"copies", WITH_KEYWORDS(plan_copies),
+    {"copies", WSYNC_PY_KEYWORDS(plan_copies),
      "copies($self, round, phase)\n--\n\nThis rank's copies of PACK, LOCAL or UNPACK."},
-    {"copy_count", WITH_KEYWORDS(plan_copy_count),
+    {"copy_count", WSYNC_PY_KEYWORDS(plan_copy_count),
      "copy_count($self, round, phase)\n--\n\nHow many copies that are."},
-    {"manifest", WITH_KEYWORDS(plan_manifest),
+    {"manifest", WSYNC_PY_KEYWORDS(plan_manifest),
      "manifest($self, worker)\n--\n\n"
      "The layout of the worker's ring: rank 0, buffer = round, offsets from the start of\n"
      "the ring, boxes contiguous, dtypes as delivered."},
@@ -483,21 +475,14 @@ static PyType_Slot plan_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec plan_type_spec = {
-    .name = "wsync._core.Plan",
-    .basicsize = sizeof(PlanObject),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = plan_slots,
-};
-
-int wsync_py_register_plan(PyObject *module)
+static int add_phases(PyObject *module, PyTypeObject *Py_UNUSED(type))
 {
-    ModuleState *state = wsync_py_state(module);
-
-    if (wsync_py_add_type(module, &plan_type_spec, &state->type_Plan) < 0 ||
-        PyModule_AddIntConstant(module, "PACK", WSYNC_PHASE_PACK) < 0 ||
+    if (PyModule_AddIntConstant(module, "PACK", WSYNC_PHASE_PACK) < 0 ||
         PyModule_AddIntConstant(module, "LOCAL", WSYNC_PHASE_LOCAL) < 0) {
         return -1;
     }
     return PyModule_AddIntConstant(module, "UNPACK", WSYNC_PHASE_UNPACK);
 }
+
+const wsync_py_type_t wsync_py_type_Plan = {
+    "wsync._core.Plan", sizeof(PlanObject), 0, plan_slots, NULL, add_phases};

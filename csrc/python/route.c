@@ -11,7 +11,6 @@ static PyObject *route_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"source", "destination", NULL};
     ModuleState *state = wsync_py_type_state(type);
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     PyObject *source;
     PyObject *destination;
     RouteObject *self;
@@ -23,7 +22,7 @@ static PyObject *route_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                      &destination)) {
         return NULL;
     }
-    self = (RouteObject *)allocate(type, 0);
+    self = (RouteObject *)wsync_py_alloc(type);
     if (self == NULL) {
         return NULL;
     }
@@ -41,12 +40,8 @@ static PyObject *route_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void route_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     wsync_route_destroy(((RouteObject *)self)->route);
-    release(self);
-    Py_DECREF(type);
+    wsync_py_free(self);
 }
 
 static PyObject *route_buffer_count(PyObject *self, void *Py_UNUSED(closure))
@@ -97,13 +92,10 @@ static PyObject *route_nbytes(PyObject *self, PyObject *args, PyObject *kwargs)
     return PyLong_FromUnsignedLongLong(wsync_copies_nbytes(copies, count));
 }
 
-#define WITH_KEYWORDS(function) \
-    ((PyCFunction)(void (*)(void))(function)), METH_VARARGS | METH_KEYWORDS
-
 static PyMethodDef route_methods[] = {
-    {"copies", WITH_KEYWORDS(route_copies),
+    {"copies", WSYNC_PY_KEYWORDS(route_copies),
      "copies($self, buffer)\n--\n\nThe copies that read one source buffer."},
-    {"nbytes", WITH_KEYWORDS(route_nbytes),
+    {"nbytes", WSYNC_PY_KEYWORDS(route_nbytes),
      "nbytes($self, buffer)\n--\n\nBytes that those copies write."},
     {NULL, NULL, 0, NULL},
 };
@@ -125,16 +117,5 @@ static PyType_Slot route_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec route_spec = {
-    .name = "wsync._core.Route",
-    .basicsize = sizeof(RouteObject),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = route_slots,
-};
-
-int wsync_py_register_route(PyObject *module)
-{
-    ModuleState *state = wsync_py_state(module);
-
-    return wsync_py_add_type(module, &route_spec, &state->type_Route);
-}
+const wsync_py_type_t wsync_py_type_Route = {
+    "wsync._core.Route", sizeof(RouteObject), 0, route_slots, NULL, NULL};

@@ -98,19 +98,13 @@ static bool reserve_holds(StreamObject *self)
 
 wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *self)
 {
-    wsync_error_t err = {0};
-
     prune(self); /* may run Python code that closes the stream */
     if (self->stream == NULL) {
-        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "Stream", "the stream is closed");
-        (void)wsync_py_raise(state, &err);
-        return NULL;
+        return wsync_py_fail(state, WSYNC_ERR_STATE, "Stream", "the stream is closed");
     }
     if (!reserve_holds(self)) {
-        (void)wsync_fail(&err, WSYNC_ERR_NO_MEMORY, 0, "Stream",
-                         "no memory to hold what the stream uses");
-        (void)wsync_py_raise(state, &err);
-        return NULL;
+        return wsync_py_fail(state, WSYNC_ERR_NO_MEMORY, "Stream",
+                             "no memory to hold what the stream uses");
     }
     self->users++;
     return self->stream;
@@ -124,16 +118,13 @@ void wsync_py_stream_leave(StreamObject *self)
 wsync_stream_t *wsync_py_stream_enter_for(ModuleState *state, StreamObject *self,
                                           const wsync_device_ops_t *ops, const char *what)
 {
-    wsync_error_t err = {0};
     char own[DEVICE_TEXT_NBYTES];
     char other[DEVICE_TEXT_NBYTES];
 
     if (ops != NULL && self->ops != ops) {
-        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "Stream",
-                         "%s is on %s, the stream on %s", what, device_text(ops, other),
-                         device_text(self->ops, own));
-        (void)wsync_py_raise(state, &err);
-        return NULL;
+        return wsync_py_fail(state, WSYNC_ERR_INVALID, "Stream",
+                             "%s is on %s, the stream on %s", what, device_text(ops, other),
+                             device_text(self->ops, own));
     }
     return wsync_py_stream_enter(state, self);
 }
@@ -199,7 +190,6 @@ static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     static char *names[] = {"threads", "device", NULL};
     ModuleState *state = wsync_py_type_state(type);
     wsync_py_device_arg_t device = {state, wsync_device_host()};
-    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     StreamObject *self = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
@@ -209,7 +199,7 @@ static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                                      wsync_py_convert_device, &device)) {
         return NULL;
     }
-    self = (StreamObject *)alloc(type, 0);
+    self = (StreamObject *)wsync_py_alloc(type);
     if (self == NULL) {
         return NULL;
     }
@@ -256,24 +246,18 @@ static int stream_clear(PyObject *object)
 static void stream_dealloc(PyObject *object)
 {
     StreamObject *self = (StreamObject *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
     PyObject_GC_UnTrack(object);
     shut(self);
     Py_XDECREF(self->labels);
     free(self->holds);
-    release(object);
-    Py_DECREF(type);
+    wsync_py_free(object);
 }
 
 static int fail_range(ModuleState *state, const char *what, long long index, size_t count)
 {
-    wsync_error_t err = {0};
-
-    (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "Stream.copy", "%s %lld of %zu", what,
-                     index, count);
-    (void)wsync_py_raise(state, &err);
+    (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "Stream.copy", "%s %lld of %zu", what,
+                        index, count);
     return -1;
 }
 
@@ -367,15 +351,13 @@ int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_ops_t *op
                        const char *call)
 {
     char text[DEVICE_TEXT_NBYTES];
-    wsync_error_t err = {0};
 
     if (gpu < 0 || gpu == ops->identity().ordinal) {
         return 0;
     }
-    (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, call,
-                     "memory of GPU %d is copied on a stream of it, not on %s", gpu,
-                     device_text(ops, text));
-    (void)wsync_py_raise(state, &err);
+    (void)wsync_py_fail(state, WSYNC_ERR_INVALID, call,
+                        "memory of GPU %d is copied on a stream of it, not on %s", gpu,
+                        device_text(ops, text));
     return -1;
 }
 
@@ -538,38 +520,34 @@ static PyObject *stream_trace(PyObject *object, PyObject *args)
 static PyObject *stream_close(PyObject *object, PyObject *unused)
 {
     StreamObject *self = (StreamObject *)object;
-    wsync_error_t err = {0};
 
     (void)unused;
     if (self->users > 0) {
-        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "Stream.close",
-                         "%u calls of other threads use the stream: join them before "
-                         "close()",
-                         self->users);
-        return wsync_py_raise(wsync_py_type_state(Py_TYPE(object)), &err);
+        return wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
+                             "Stream.close",
+                             "%u calls of other threads use the stream: join them before "
+                             "close()",
+                             self->users);
     }
     if (self->closing) { /* and needs what the stream holds until it is through */
-        (void)wsync_fail(&err, WSYNC_ERR_STATE, 0, "Stream.close",
-                         "another thread is closing the stream");
-        return wsync_py_raise(wsync_py_type_state(Py_TYPE(object)), &err);
+        return wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
+                             "Stream.close", "another thread is closing the stream");
     }
     shut(self);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef stream_methods[] = {
-    {"copy", (PyCFunction)(void (*)(void))stream_copy, METH_VARARGS | METH_KEYWORDS,
+    {"copy", WSYNC_PY_KEYWORDS(stream_copy),
      "copy($self, copies, index, phase, sources, destinations)\n--\n\n"
      "Enqueues the copies of a plan's round and phase, or of a route's buffer (phase\n"
      "ignored).  Returns the bytes written.  Everything is kept alive until the stream "
      "has\n"
      "passed."},
-    {"record", (PyCFunction)(void (*)(void))wsync_py_stream_record,
-     METH_VARARGS | METH_KEYWORDS,
+    {"record", WSYNC_PY_KEYWORDS(wsync_py_stream_record),
      "record($self, event, value)\n--\n\n"
      "Enqueues: set the event once everything enqueued before has happened."},
-    {"wait", (PyCFunction)(void (*)(void))wsync_py_stream_wait,
-     METH_VARARGS | METH_KEYWORDS,
+    {"wait", WSYNC_PY_KEYWORDS(wsync_py_stream_wait),
      "wait($self, event, value)\n--\n\n"
      "Enqueues: what follows starts once the event is at least value."},
     {"follow", wsync_py_stream_follow, METH_VARARGS,
@@ -579,14 +557,13 @@ static PyMethodDef stream_methods[] = {
     {"lead", wsync_py_stream_lead, METH_VARARGS,
      "lead($self, other, /)\n--\n\n"
      "Has another stream of the GPU wait for what is enqueued here.  Nothing on the host."},
-    {"abandon", (PyCFunction)(void (*)(void))stream_abandon, METH_VARARGS | METH_KEYWORDS,
+    {"abandon", WSYNC_PY_KEYWORDS(stream_abandon),
      "abandon($self, timeout=60.0)\n--\n\n"
      "Drops what has not begun, gives up waiting for events, and returns when nothing of\n"
      "what was enqueued runs any more.  The stream can be used again.  False if a GPU has\n"
      "not come to that within timeout seconds (at most 60): what was enqueued then keeps\n"
      "all that it uses."},
-    {"synchronize", (PyCFunction)(void (*)(void))stream_synchronize,
-     METH_VARARGS | METH_KEYWORDS,
+    {"synchronize", WSYNC_PY_KEYWORDS(stream_synchronize),
      "synchronize($self, timeout, check=None)\n--\n\n"
      "Waits for what is enqueued; DeadlineError after timeout seconds."},
     {"trace", stream_trace, METH_VARARGS,
@@ -626,16 +603,9 @@ static PyType_Slot stream_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec stream_spec = {
-    .name = "wsync._core.Stream",
-    .basicsize = sizeof(StreamObject),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = stream_slots,
-};
-
-int wsync_py_register_stream(PyObject *module)
-{
-    ModuleState *state = wsync_py_state(module);
-
-    return wsync_py_add_type(module, &stream_spec, &state->type_Stream);
-}
+const wsync_py_type_t wsync_py_type_Stream = {"wsync._core.Stream",
+                                              sizeof(StreamObject),
+                                              Py_TPFLAGS_HAVE_GC,
+                                              stream_slots,
+                                              NULL,
+                                              NULL};

@@ -37,10 +37,7 @@ static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwarg
         status = enqueue(stream, ((EventObject *)event)->event, value, &err);
     Py_END_ALLOW_THREADS
     wsync_py_stream_leave(self);
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(state, &err);
-    }
-    Py_RETURN_NONE;
+    return wsync_py_none(state, status, &err);
 }
 
 PyObject *wsync_py_stream_record(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -83,10 +80,7 @@ static PyObject *order_streams(PyObject *object, PyObject *args, const char *for
         status = enqueue(stream, other, &err);
     Py_END_ALLOW_THREADS
     wsync_py_stream_leave(self);
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(state, &err);
-    }
-    Py_RETURN_NONE;
+    return wsync_py_none(state, status, &err);
 }
 
 PyObject *wsync_py_stream_follow(PyObject *object, PyObject *args)

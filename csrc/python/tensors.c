@@ -68,15 +68,11 @@ static int table_clear(PyObject *self)
 
 static void table_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     PyObject_GC_UnTrack(self);
     (void)table_clear(self);
     free(((TensorTableObject *)self)->rows);
     Py_XDECREF(((TensorTableObject *)self)->names);
-    release(self);
-    Py_DECREF(type);
+    wsync_py_free(self);
 }
 
 static Py_ssize_t table_length(PyObject *self)
@@ -143,12 +139,9 @@ static PyObject *table_offsets(PyObject *self, PyTypeObject *cls, PyObject *cons
         return NULL;
     }
     if (alignment == 0 || (alignment & (alignment - 1)) != 0 || alignment > MAX_ALIGNMENT) {
-        wsync_error_t err = {0};
-
-        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "offsets",
-                         "alignment %llu is not a power of two up to %d", alignment,
-                         (int)MAX_ALIGNMENT);
-        return wsync_py_raise(wsync_py_type_state(cls), &err);
+        return wsync_py_fail(wsync_py_type_state(cls), WSYNC_ERR_INVALID, "offsets",
+                             "alignment %llu is not a power of two up to %d", alignment,
+                             (int)MAX_ALIGNMENT);
     }
     starts = PyList_New(table->count);
     for (Py_ssize_t i = 0; starts != NULL && i < table->count; i++) {
@@ -225,14 +218,11 @@ static PyObject *table_form(PyObject *self, PyTypeObject *cls, PyObject *const *
 
 int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table)
 {
-    wsync_error_t err = {0};
-
     if (table->owners != NULL) {
         return 0;
     }
-    (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "TensorTable",
-                     "a table's form() does not say where tensors lie");
-    (void)wsync_py_raise(state, &err);
+    (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "TensorTable",
+                        "a table's form() does not say where tensors lie");
     return -1;
 }
 
@@ -282,18 +272,18 @@ static PyType_Slot table_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec table_spec = {
-    .name = "wsync._core.TensorTable",
-    .basicsize = sizeof(TensorTableObject),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = table_slots,
-};
+const wsync_py_type_t wsync_py_type_TensorTable = {
+    "wsync._core.TensorTable",
+    sizeof(TensorTableObject),
+    Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    table_slots,
+    NULL,
+    NULL};
 
 TensorTableObject *wsync_py_table_new(ModuleState *state, Py_ssize_t count)
 {
     PyTypeObject *type = state->type_TensorTable;
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    TensorTableObject *table = (TensorTableObject *)allocate(type, 0);
+    TensorTableObject *table = (TensorTableObject *)wsync_py_alloc(type);
 
     if (table == NULL) {
         return NULL;
@@ -307,11 +297,4 @@ TensorTableObject *wsync_py_table_new(ModuleState *state, Py_ssize_t count)
     table->count = count;
     table->gpu = -1;
     return table;
-}
-
-int wsync_py_register_tensors(PyObject *module)
-{
-    ModuleState *state = wsync_py_state(module);
-
-    return wsync_py_add_type(module, &table_spec, &state->type_TensorTable);
 }

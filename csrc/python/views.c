@@ -143,20 +143,19 @@ static int tensor_nbytes(ModuleState *state, const wsync_tensor_t *tensor, uint6
 {
     int64_t total = (int64_t)wsync_dtype_nbytes(tensor->dtype);
     bool empty = false;
-    wsync_error_t err = {0};
 
     for (uint32_t i = 0; i < tensor->ndim; i++) {
         if (tensor->shape[i] < 0) {
-            (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "view", "%s: dim %u: extent %lld",
-                             tensor->name, (unsigned)i, (long long)tensor->shape[i]);
-            return fail(state, &err);
+            (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "view", "%s: dim %u: extent %lld",
+                                tensor->name, (unsigned)i, (long long)tensor->shape[i]);
+            return -1;
         }
         empty = empty || tensor->shape[i] == 0;
         if (__builtin_mul_overflow(total, tensor->shape[i] > 0 ? tensor->shape[i] : 1,
                                    &total)) {
-            (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "view", "%s: more than 2^63 bytes",
-                             tensor->name);
-            return fail(state, &err);
+            (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "view",
+                                "%s: more than 2^63 bytes", tensor->name);
+            return -1;
         }
     }
     *nbytes = empty ? 0 : (uint64_t)total;
@@ -177,18 +176,16 @@ static PyObject *make_view(ModuleState *state, const DLPackExchangeAPI *api,
         return NULL;
     }
     if (offset > size || nbytes > size - offset) {
-        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "view",
-                         "%s: %llu bytes at offset %llu of a memory of %llu", tensor->name,
-                         (unsigned long long)nbytes, (unsigned long long)offset,
-                         (unsigned long long)size);
-        return wsync_py_raise(state, &err);
+        return wsync_py_fail(state, WSYNC_ERR_INVALID, "view",
+                             "%s: %llu bytes at offset %llu of a memory of %llu",
+                             tensor->name, (unsigned long long)nbytes,
+                             (unsigned long long)offset, (unsigned long long)size);
     }
     if (offset % item != 0) {
-        (void)wsync_fail(&err, WSYNC_ERR_INVALID, 0, "view",
-                         "%s: offset %llu is not a multiple of %s's %zu bytes",
-                         tensor->name, (unsigned long long)offset,
-                         wsync_dtype_name(tensor->dtype), item);
-        return wsync_py_raise(state, &err);
+        return wsync_py_fail(state, WSYNC_ERR_INVALID, "view",
+                             "%s: offset %llu is not a multiple of %s's %zu bytes",
+                             tensor->name, (unsigned long long)offset,
+                             wsync_dtype_name(tensor->dtype), item);
     }
     if (pool->ops->memory_pin(pool->memory, &err) != WSYNC_OK) {
         return wsync_py_raise(state, &err);
@@ -217,13 +214,10 @@ static const DLPackExchangeAPI *find_importer(ModuleState *state, PyObject *like
         api = NULL;
     }
     if (api == NULL && !PyErr_Occurred()) {
-        wsync_error_t err = {0};
-
-        (void)wsync_fail(
-            &err, WSYNC_ERR_UNSUPPORTED, 0, "view",
+        (void)wsync_py_fail(
+            state, WSYNC_ERR_UNSUPPORTED, "view",
             "views need a tensor type with DLPack's C exchange API: torch 2.10 "
             "or newer");
-        (void)wsync_py_raise(state, &err);
     }
     return api;
 }
@@ -245,10 +239,9 @@ static int read_request(ModuleState *state, const char *dtype, PyObject *shape,
         goto cleanup;
     }
     if (ndim > WSYNC_MAX_NDIM) {
-        (void)wsync_fail(&err, WSYNC_ERR_UNSUPPORTED, 0, "view",
-                         "%zd dimensions, at most %d are supported", ndim,
-                         (int)WSYNC_MAX_NDIM);
-        (void)fail(state, &err);
+        (void)wsync_py_fail(state, WSYNC_ERR_UNSUPPORTED, "view",
+                            "%zd dimensions, at most %d are supported", ndim,
+                            (int)WSYNC_MAX_NDIM);
         goto cleanup;
     }
     tensor->ndim = (uint32_t)ndim;
@@ -387,7 +380,6 @@ static PyObject *pool_live(PyObject *self, void *Py_UNUSED(closure))
 static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"memory", NULL};
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     ModuleState *state = wsync_py_type_state(type);
     PyObject *memory = NULL;
     ViewPoolObject *self = NULL;
@@ -396,7 +388,7 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                      state->type_Memory, &memory)) {
         return NULL;
     }
-    self = (ViewPoolObject *)allocate(type, 0);
+    self = (ViewPoolObject *)wsync_py_alloc(type);
     if (self == NULL) {
         return NULL;
     }
@@ -410,12 +402,8 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void pool_dealloc(PyObject *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
     pool_release(((ViewPoolObject *)self)->pool);
-    release(self);
-    Py_DECREF(type);
+    wsync_py_free(self);
 }
 
 static PyMethodDef pool_methods[] = {
@@ -448,14 +436,5 @@ static PyType_Slot pool_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec pool_spec = {
-    .name = "wsync._core.ViewPool",
-    .basicsize = sizeof(ViewPoolObject),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = pool_slots,
-};
-
-int wsync_py_register_views(PyObject *module)
-{
-    return wsync_py_add_type(module, &pool_spec, NULL);
-}
+const wsync_py_type_t wsync_py_type_ViewPool = {
+    "wsync._core.ViewPool", sizeof(ViewPoolObject), 0, pool_slots, NULL, NULL};
