@@ -176,7 +176,7 @@ static PyType_Slot ipc_memory_slots[] = {
     {0, NULL},
 };
 
-static PyMethodDef ipc_memory_statics[] = {
+static PyMethodDef ipc_memory_static_methods[] = {
     {"open", WSYNC_PY_KEYWORDS(ipc_memory_open),
      "open(ordinal, handle)\n--\n\n"
      "What another process's handle stands for, whole.\n\n"
@@ -185,5 +185,5 @@ static PyMethodDef ipc_memory_statics[] = {
 };
 
 const wsync_py_type_t wsync_py_type_IpcMemory = {
-    "wsync._core.IpcMemory", sizeof(IpcMemoryObject), 0,
-    ipc_memory_slots,        ipc_memory_statics,      NULL};
+    "wsync._core.IpcMemory", sizeof(IpcMemoryObject),   0,
+    ipc_memory_slots,        ipc_memory_static_methods, NULL};

@@ -193,7 +193,7 @@ static PyType_Slot memory_slots[] = {
     {0, NULL},
 };
 
-static PyMethodDef memory_statics[] = {
+static PyMethodDef memory_static_methods[] = {
     {"from_fd", WSYNC_PY_KEYWORDS(memory_from_fd),
      "from_fd(fd, nbytes, device=None)\n--\n\nMaps memory that another process made; fd is "
      "duplicated.\n\n"
@@ -204,7 +204,8 @@ static PyMethodDef memory_statics[] = {
 };
 
 const wsync_py_type_t wsync_py_type_Memory = {
-    "wsync._core.Memory", sizeof(MemoryObject), 0, memory_slots, memory_statics, NULL};
+    "wsync._core.Memory", sizeof(MemoryObject),  0,
+    memory_slots,         memory_static_methods, NULL};
 
 /* --- Event -----------------------------------------------------------------------------
  */
@@ -549,7 +550,7 @@ static PyType_Slot buffers_slots[] = {
     {0, NULL},
 };
 
-static PyMethodDef buffers_statics[] = {
+static PyMethodDef buffers_static_methods[] = {
     {"of", WSYNC_PY_KEYWORDS(buffers_of),
      "of(tensors, owner=None)\n--\n\n"
      "Span i covers what tensors[i] describes, and is kept alive with the table.\n\n"
@@ -560,4 +561,4 @@ static PyMethodDef buffers_statics[] = {
 const wsync_py_type_t wsync_py_type_BufferTable = {
     "wsync._core.BufferTable", sizeof(BufferTableObject),
     Py_TPFLAGS_HAVE_GC,        buffers_slots,
-    buffers_statics,           NULL};
+    buffers_static_methods,    NULL};

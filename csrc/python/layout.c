@@ -388,7 +388,7 @@ static PyType_Slot layout_slots[] = {
     {0, NULL},
 };
 
-static PyMethodDef layout_statics[] = {
+static PyMethodDef layout_static_methods[] = {
     {"from_bytes", WSYNC_PY_KEYWORDS(layout_from_bytes),
      "from_bytes(data)\n--\n\n"
      "Parses what to_bytes() made.  ProtocolError names the byte that is wrong."},
@@ -400,5 +400,5 @@ static PyMethodDef layout_statics[] = {
 };
 
 const wsync_py_type_t wsync_py_type_Layout = {
-    "wsync._core.Layout", sizeof(LayoutObject), Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    layout_slots,         layout_statics,       NULL};
+    "wsync._core.Layout", sizeof(LayoutObject),  Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    layout_slots,         layout_static_methods, NULL};

@@ -42,7 +42,7 @@ static int add_type(PyObject *module, const wsync_py_type_t *made, PyTypeObject 
     PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
     int result = type != NULL ? PyModule_AddType(module, (PyTypeObject *)type) : -1;
 
-    for (PyMethodDef *method = made->statics;
+    for (PyMethodDef *method = made->static_methods;
          result == 0 && method != NULL && method->ml_name != NULL; method++) {
         PyObject *function = PyCFunction_NewEx(method, module, NULL);
 

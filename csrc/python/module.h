@@ -45,7 +45,7 @@ typedef struct wsync_py_type {
     PyType_Slot *slots;
     /* Static methods, or NULL.  They get the module as their first argument: METH_STATIC
      * functions cannot reach the module state in the Limited API. */
-    PyMethodDef *statics;
+    PyMethodDef *static_methods;
     /* Adds what else belongs to the type, or NULL.  Returns 0, or -1 with an exception. */
     int (*finish)(PyObject *module, PyTypeObject *type);
 } wsync_py_type_t;
