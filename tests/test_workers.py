@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.stopping import Stopping
 
 import wsync
 from wsync.demo.engines.process import ProcessEngine
@@ -37,17 +39,30 @@ def test_a_worker_that_has_ended_is_named() -> None:
                 engine.flush(60.0)
 
 
+def test_an_answer_that_comes_half_costs_the_timeout() -> None:
+    with ProcessEngine({"w": ((8,), torch.float32)}, worker=Stopping) as engine:
+        status = Path(f"/proc/{engine.pids[0]}/stat")
+        while status.read_text().rpartition(")")[2].split()[0] != "T":
+            with pytest.raises(wsync.DeadlineError, match="weights: worker 0: no answer within"):
+                engine.weights(timeout=0.5)
+        with pytest.raises(wsync.DeadlineError, match="weights: worker 0: no answer within"):
+            engine.weights(timeout=0.5)
+        os.kill(engine.pids[0], signal.SIGCONT)
+        engine.fill(7)  # the rest of that answer comes first, and is dropped
+
+
 def test_the_version_is_the_workers_whoever_waited_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers come after the deadline, and nobody reads them."""
     with ProcessEngine({"w": ((8,), torch.float32)}) as engine:
-        collect = engine._collect
+        call = engine._call
 
-        def late(where: str, *more: Any) -> None:
-            if ": update" in where:
-                raise wsync.DeadlineError(where)
-            collect(where, *more)
+        def late(what: str, *more: Any) -> Any:
+            answers = call(what, *more)
+            if what == "update":
+                raise wsync.DeadlineError(what)
+            return answers
 
-        monkeypatch.setattr(engine, "_collect", late)
+        monkeypatch.setattr(engine, "_call", late)
         content = payload.named_tensors([("w", torch.ones(8))])
         with pytest.raises(wsync.DeadlineError):
             engine.update_weights([content], load_format=None, weight_version=7, timeout=60.0)

@@ -8,15 +8,15 @@ closes.
 import contextlib
 import functools
 import os
+import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextvars import ContextVar
 from multiprocessing.connection import Connection, Pipe
-from multiprocessing.connection import wait as wait_for
 from typing import Any, Final, Self
 
 import torch
@@ -39,7 +39,7 @@ from wsync.machine.lanes import Lane
 from wsync.machine.owner import Owner
 from wsync.messages import control, payload
 
-_POLL_SECONDS: Final = 0.2
+_CLOSE_SECONDS: Final = 10.0
 _update: ContextVar[str] = ContextVar("wsync update", default="")
 """The id of the update that a call of an engine belongs to, "" if it has none."""
 _OF_UPDATES: Final = ("pause", "resume", "update_weights", "update_weights_from_disk", "call")
@@ -151,19 +151,16 @@ class WorkersEngine:
     ) -> None:
         self.name = name
         self._owner = Owner()
-        self._path = tuple(path)
         self.workers = len(settings)
         self.weight_version = "default"
         self._instance = uuid.uuid4().hex
         self.paused = False
         self._lock = threading.RLock()
         self._sequence = 0
-        self._children: list[Child] = []
-        self._pipes: list[Connection[Any, Any]] = []
-        self._lanes: list[Lane] = []  # a worker that is busy or stopped does not read
+        self._processes: list[_Process] = []
         try:
             for rank in range(self.workers):
-                self._start(rank)
+                self._processes.append(_Process(name, rank, path))
             self._call("start", [(worker, dict(each)) for each in settings], timeout)
         except BaseException:
             self.close()
@@ -177,16 +174,12 @@ class WorkersEngine:
 
     @property
     def pids(self) -> list[int]:
-        return [child.pid for child in self._children]
+        return [process.pid for process in self._processes]
 
     def close(self) -> None:
         """Ends the workers."""
-        for lane in self._lanes:
-            lane.close()
-        for pipe in self._pipes:
-            pipe.close()
-        for child in self._children:
-            child.close()
+        for process in self._processes:
+            process.close()
 
     def during(self, update: str) -> Any:
         """This handle, for the requests of one update."""
@@ -286,26 +279,6 @@ class WorkersEngine:
 
     # --- the workers ------------------------------------------------------------------------
 
-    def _start(self, rank: int) -> None:
-        ours, theirs = Pipe()
-        environment = {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            # gloo over the loopback interface: the workers are on this host
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-            # a worker's class is found where this process found it
-            "PYTHONPATH": os.pathsep.join([*self._path, *filter(None, sys.path)]),
-        }
-        with theirs:
-            child = Child(
-                [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno())],
-                f"{self.name} worker {rank}",
-                environment=environment,
-                pass_fds=[theirs.fileno()],
-            )
-        self._children.append(child)
-        self._pipes.append(ours)
-        self._lanes.append(Lane("wsync-ask"))
-
     def _check_consistent(self, timeout: float) -> None:
         info = self.model_info(timeout)
         if not info["consistent"]:
@@ -315,26 +288,21 @@ class WorkersEngine:
         """Asks every worker and returns their answers.  Fails with the first that fails, dies
         or is late; answers that come after that are dropped."""
         where = f"engine {self.name}: {what}"
-        deadline = time.monotonic() + timeout
+        end = time.monotonic() + timeout
         with self._alone(what, timeout):
             self._sequence += 1
             told = arguments or [None] * self.workers
             asked = [
-                lane.submit(functools.partial(pipe.send, (self._sequence, deadline, what, told[i])))
-                for i, (lane, pipe) in enumerate(zip(self._lanes, self._pipes, strict=True))
+                process.ask(where, (self._sequence, end, what, argument))
+                for process, argument in zip(self._processes, told, strict=True)
             ]
-            answers: dict[int, Any] = {}
-            while len(answers) < self.workers:
-                missing = [rank for rank in range(self.workers) if rank not in answers]
-                if time.monotonic() >= deadline:
-                    late = ", ".join(map(str, missing))
-                    raise DeadlineError(
-                        f"{where}: worker {late}: no answer within {seconds(timeout)}"
-                    )
-                for rank in missing:
-                    self._check_asked(where, rank, asked[rank])
-                self._collect(where, missing, answers, deadline - time.monotonic())
-            return [answers[rank] for rank in range(self.workers)]
+            done, late = wait(asked, left(end), FIRST_EXCEPTION)
+            for answer in done:
+                answer.result()
+            if late:
+                ranks = ", ".join(str(rank) for rank, answer in enumerate(asked) if answer in late)
+                raise DeadlineError(f"{where}: worker {ranks}: no answer within {seconds(timeout)}")
+            return [answer.result() for answer in asked]
 
     @contextlib.contextmanager
     def _alone(self, what: str, timeout: float) -> Iterator[None]:
@@ -348,38 +316,59 @@ class WorkersEngine:
         finally:
             self._lock.release()
 
-    def _check_asked(self, where: str, rank: int, asked: Future[None]) -> None:
-        """Raises why a question did not go out."""
-        error = asked.exception() if asked.done() else None
-        if isinstance(error, OSError):
-            raise self._gone(where, rank) from error
-        if error is not None:
-            raise error
 
-    def _collect(
-        self, where: str, missing: Sequence[int], answers: dict[int, Any], remaining: float
-    ) -> None:
-        pipes = {self._pipes[rank]: rank for rank in missing}
-        for ready in wait_for(list(pipes), min(max(remaining, 0.0), _POLL_SECONDS)):
-            assert isinstance(ready, Connection)
-            rank = pipes[ready]
-            try:
-                sequence, success, answer = ready.recv()
-            except (EOFError, OSError) as error:
-                raise self._gone(where, rank) from error
-            if sequence != self._sequence:
-                continue  # of a call that was given up
-            if not success:
-                raise RemoteError(f"{where}: {answer}")
-            answers[rank] = answer
+class _Process(Child):
+    """A worker's process.  A thread of its own asks it, one question after another: a process that
+    is busy or stopped neither reads nor writes."""
 
-    def _gone(self, where: str, rank: int) -> PeerClosedError:
-        child = self._children[rank]
-        with contextlib.suppress(Exception):
-            child.process.wait(1.0)
-        return PeerClosedError(
-            f"{where}: worker {rank} ended with {child.process.poll()}: {child.log()}"
-        )
+    def __init__(self, engine: str, rank: int, path: Sequence[str]) -> None:
+        self._worker = f"worker {rank}"
+        self._pipe, theirs = Pipe()
+        environment = {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # gloo over the loopback interface: the workers are on this host
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            # a worker's class is found where this process found it
+            "PYTHONPATH": os.pathsep.join([*path, *filter(None, sys.path)]),
+        }
+        with theirs:
+            super().__init__(
+                [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno())],
+                f"{engine} {self._worker}",
+                environment=environment,
+                pass_fds=[theirs.fileno()],
+            )
+        self._lane = Lane("wsync-ask")
+
+    def ask(self, where: str, question: tuple[int, float, str, Any]) -> Future[Any]:
+        """The answer to (number, deadline, what, argument), however late it comes."""
+        return self._lane.submit(functools.partial(self._ask, where, question))
+
+    def _ask(self, where: str, question: tuple[int, float, str, Any]) -> Any:
+        if time.monotonic() > question[1]:
+            raise DeadlineError(f"{where}: {self._worker} was busy until nobody waited any more")
+        try:
+            self._pipe.send(question)
+            success, answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
+            status = self.process.poll()
+            raise PeerClosedError(
+                f"{where}: {self._worker} ended with {status}: {self.log()}"
+            ) from error
+        if not success:
+            raise RemoteError(f"{where}: {answer}")
+        return answer
+
+    def close(self) -> None:
+        super().close()
+        if not self._owner:  # a forked process has no such thread
+            self._pipe.close()
+            return
+        closed = self._lane.submit(self._pipe.close)  # which reads until the process has ended
+        self._lane.close()
+        wait([closed], _CLOSE_SECONDS)
 
 
 class _During:
@@ -407,6 +396,7 @@ class _During:
 def serve(descriptor: int) -> None:
     """A worker's main loop: until its parent closes the pipe."""
     torch.set_num_threads(1)
+    os.set_inheritable(descriptor, False)  # a process that outlives this one is not to hold it
     pipe: Connection[Any, Any] = Connection(descriptor)
     worker: ModelWorker | None = None
     while True:
@@ -422,10 +412,10 @@ def serve(descriptor: int) -> None:
                 worker, argument = make(**settings), None
             assert worker is not None
             worker.count(sequence)
-            reply = (sequence, True, worker.answer(what, argument))
+            reply = (True, worker.answer(what, argument))
         except WsyncError as error:
-            reply = (sequence, False, str(error))
+            reply = (False, str(error))
         except Exception as error:
             who = "worker" if worker is None else f"worker {worker.rank}"
-            reply = (sequence, False, f"{who}: {type(error).__name__}: {error}")
+            reply = (False, f"{who}: {type(error).__name__}: {error}")
         pipe.send(reply)
