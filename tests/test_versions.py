@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,30 @@ def test_only_what_has_a_hidden_name_is_removed(tmp_path: Path) -> None:
     write(root, 2, keep=None)
     assert everything(root) == {"latest", "weight_v000001", "weight_v000002"}
     assert mine.is_dir()
+
+
+def test_a_note_that_cannot_be_written_anew_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it names would stay for ever otherwise."""
+    write(tmp_path, 1)
+    died(tmp_path)
+    noted = (tmp_path / versions._UNFINISHED).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as patched:
+        patched.setattr(versions, "_remove", lambda _: False)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            with pytest.raises(wsync.SystemCallError), Versions(tmp_path, None, 2).writing():
+                pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (tmp_path / versions._UNFINISHED).read_bytes() == noted
+        with Versions(tmp_path, None, 2).writing():
+            pass
+        assert (tmp_path / versions._UNFINISHED).read_bytes() == noted
+    write(tmp_path, 2)
+    assert everything(tmp_path) == {"latest", "weight_v000002"}
 
 
 @pytest.mark.parametrize("name", [".lock", ".wsync-unfinished"])

@@ -21,7 +21,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,14 +168,16 @@ class Versions:
         with system_calls(path):
             if not os.path.lexists(path):
                 return
-            with os.fdopen(_open(path), "r+b") as file:
+            with os.fdopen(_open(path), "rb") as file:
                 noted = map(os.fsdecode, file.read(_MAX_UNFINISHED_NBYTES).split(b"\0"))
-                hidden = [name for name in noted if _HIDDEN.fullmatch(name)]
-                left = [name for name in hidden if not _remove(self.root / name)]
-                file.seek(0)
-                file.truncate()
-                file.write(b"".join(os.fsencode(name) + b"\0" for name in left))
-            if not left:
+            hidden = [name for name in noted if _HIDDEN.fullmatch(name)]
+            left = [name for name in hidden if not _remove(self.root / name)]
+            anew = path.with_name(_UNFINISHED + ".new")  # whoever is killed leaves one of the two
+            if left:
+                _write(anew, left, os.O_TRUNC)
+                anew.replace(path)
+            else:
+                anew.unlink(missing_ok=True)
                 path.unlink()
 
     def _hidden(self, name: str) -> Path:
@@ -183,10 +185,8 @@ class Versions:
         tail = name.removeprefix(_PREFIX)
         hidden = f".{_PREFIX}{tail}.{secrets.token_hex(4)}"
         path = self.root / _UNFINISHED
-        with system_calls(path), os.fdopen(_open(path, os.O_APPEND), "wb") as file:
-            file.write(os.fsencode(hidden) + b"\0")
-            file.flush()
-            os.fsync(file.fileno())
+        with system_calls(path):
+            _write(path, [hidden], os.O_APPEND)
         return self.root / hidden
 
 
@@ -198,6 +198,14 @@ def _open(path: Path, flags: int = 0) -> int:
         os.close(found)
         raise _core.StateError(f"{path}: is no regular file")
     return found
+
+
+def _write(path: Path, names: Sequence[str], flags: int) -> None:
+    """Brings names to the disk."""
+    with os.fdopen(_open(path, flags), "wb") as file:
+        file.write(b"".join(os.fsencode(name) + b"\0" for name in names))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _remove(path: Path) -> bool:
