@@ -130,8 +130,8 @@ def replay(folders: list[str]) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    peer_memory.map_file = without_peers  # type: ignore[assignment]
-    peer_memory.map_descriptor = without_peers  # type: ignore[assignment]
+    peer_memory.read_file = without_peers  # type: ignore[assignment]
+    peer_memory.read_descriptor = without_peers  # type: ignore[assignment]
     if atheris is None:
         replay([argument for argument in sys.argv[1:] if os.path.isdir(argument)])
     atheris.Setup(sys.argv, read)

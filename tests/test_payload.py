@@ -260,6 +260,33 @@ def test_a_shared_file_is_a_file_of_torchs_and_large_enough(
         payload.load(by_file(f"/{shm.name}".encode(), nbytes))
 
 
+def test_a_file_that_is_cut_short_once_it_was_read_is_no_harm(shm: Path) -> None:
+    """Reading beyond the end of a mapped file would kill the process."""
+    shm.write_bytes(bytes(64) + b"x" * 100_000)
+    os.truncate(shm, 64 + 150_000)
+    storage: Any = payload.load(by_file(f"/{shm.name}".encode(), 150_000))
+    os.truncate(shm, 0)
+    child = os.fork()
+    if child == 0:
+        os._exit(bytes(storage) != b"x" * 100_000 + bytes(50_000))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_refused(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = os.preadv
+
+    def cut(descriptor: int, *more: Any) -> int:
+        os.truncate(shm, 64 + 50_000)
+        return read(descriptor, *more)
+
+    shm.write_bytes(bytes(64 + 100_000))
+    monkeypatch.setattr(os, "preadv", cut)
+    with pytest.raises(ProtocolError, match="has 50064 bytes instead of 100064"):
+        payload.load(by_file(f"/{shm.name}".encode(), 100_000))
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -518,8 +518,8 @@ class _Reader(_Values):
         self._end = end
         self._known: dict[tuple[str, str], Any] = {
             (REDUCTIONS, "rebuild_cuda_tensor"): gpu or _refuse_gpu,
-            (REDUCTIONS, "rebuild_storage_filename"): self._map_file,
-            (REDUCTIONS, "rebuild_storage_fd"): self._map_descriptor,
+            (REDUCTIONS, "rebuild_storage_filename"): self._read_file,
+            (REDUCTIONS, "rebuild_storage_fd"): self._read_descriptor,
             ("torch.storage", "_load_from_bytes"): self._load_storage,
             # classes of this pickle's own: nothing it does to them outlives it
             **{
@@ -542,17 +542,17 @@ class _Reader(_Values):
             raise ProtocolError("payload: its storages are larger than the payload")
         return _read_storage(data)
 
-    def _map_file(self, cls: object, manager: object, name: object, nbytes: object) -> object:
+    def _read_file(self, cls: object, manager: object, name: object, nbytes: object) -> object:
         if not isinstance(name, bytes) or type(nbytes) is not int or nbytes < 0:
             raise ProtocolError("payload: a shared storage is not (manager, file, bytes)")
-        return peer_memory.map_file(name, nbytes)
+        return peer_memory.read_file(name, nbytes)
 
-    def _map_descriptor(self, cls: object, descriptor: object, nbytes: object) -> object:
+    def _read_descriptor(self, cls: object, descriptor: object, nbytes: object) -> object:
         """torch's default between related processes: the sender passes a file descriptor."""
         fields = descriptor.fields if isinstance(descriptor, _State) else {}
         if fields.keys() != {"_id"} or type(nbytes) is not int or nbytes < 0:
             raise ProtocolError("payload: a shared storage is not (descriptor, bytes)")
-        return peer_memory.map_descriptor(fields["_id"], nbytes, self._end)
+        return peer_memory.read_descriptor(fields["_id"], nbytes, self._end)
 
 
 @dataclasses.dataclass(frozen=True)

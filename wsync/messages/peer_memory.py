@@ -3,11 +3,13 @@
 torch names a segment by its file (torch/csrc/StorageSharing.cpp), or by an address from which
 `multiprocessing.resource_sharer` passes a descriptor.  Whoever wrote the payload chose these names,
 so only what the same user's torch makes is opened, and of that only what is as large as it is
-said to be: reading beyond the end of a file kills the process.
+said to be.  Its bytes are copied: a file that is mapped kills the process that reads beyond its
+end, and its maker can cut it short at any time.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import multiprocessing
 import os
@@ -18,7 +20,7 @@ import stat
 import struct
 import time
 from multiprocessing.connection import answer_challenge, deliver_challenge
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -56,21 +58,26 @@ def open_file(name: bytes, nbytes: int) -> int:
     return found
 
 
-def map_file(name: bytes, nbytes: int) -> torch.UntypedStorage:
-    """The segment in a file.  The reference that travels with each payload is dropped, but never
-    its maker's: a payload that is read twice must not take the file from under it."""
+def read_file(name: bytes, nbytes: int) -> torch.UntypedStorage:
+    """A copy of the segment in a file.  The reference that travels with each payload is dropped,
+    but never its maker's: a payload that is read twice must not take the file from under it."""
     found = open_file(name, HEADER_NBYTES + nbytes)
     try:
-        mapped = mmap.mmap(found, HEADER_NBYTES + nbytes)
+        copy = _read(found, HEADER_NBYTES, nbytes, f"{SHM}{name.decode()}")
+        # atomic, and so mapped: only a maker that cuts it short in this moment kills this process
+        with (
+            mmap.mmap(found, HEADER_NBYTES) as header,
+            memoryview(header) as whole,
+            whole[:_COUNT_NBYTES] as count,
+        ):
+            _core.count_down(count, 1)
+        return copy
     finally:
         os.close(found)
-    with memoryview(mapped) as whole, whole[:_COUNT_NBYTES] as count:
-        _core.count_down(count, 1)
-    return _storage(mapped, HEADER_NBYTES, nbytes)
 
 
-def map_descriptor(identifier: object, nbytes: int, end: float) -> torch.UntypedStorage:
-    """What multiprocessing's DupFd passes: the address of its maker, and which of its
+def read_descriptor(identifier: object, nbytes: int, end: float) -> torch.UntypedStorage:
+    """A copy of what multiprocessing's DupFd passes: the address of its maker, and which of its
     descriptors.  end: by time.monotonic().
 
     Raises:
@@ -81,19 +88,33 @@ def map_descriptor(identifier: object, nbytes: int, end: float) -> torch.Untyped
     address, number = identifier
     found = _take_descriptor(_sharer(address), number, end)
     try:
-        _check(found, nbytes, f"the descriptor from {address}")
-        if nbytes == 0:
-            return _storage(b"", 0, 0)
-        return _storage(mmap.mmap(found, nbytes), 0, nbytes)
+        what = f"the descriptor from {address}"
+        _check(found, nbytes, what)
+        return _read(found, 0, nbytes, what)
     finally:
         os.close(found)
 
 
-def _storage(data: Any, offset: int, nbytes: int) -> torch.UntypedStorage:
+def _read(descriptor: int, offset: int, nbytes: int, what: str) -> torch.UntypedStorage:
+    """Bytes of a file that is large enough.  Where it has holes, the copy has them, too: a file
+    may be said to be larger than memory."""
     if nbytes == 0:
         return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
-    flat = torch.frombuffer(data, dtype=torch.uint8, offset=offset, count=nbytes)
-    return flat.untyped_storage()
+    copy = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
+    at, end = offset, offset + nbytes
+    with memoryview(copy) as into:
+        while at < end:
+            try:
+                at = os.lseek(descriptor, at, os.SEEK_DATA)
+                hole = os.lseek(descriptor, at, os.SEEK_HOLE)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    raise
+                break  # there is no more data
+            with into[at - offset : min(hole, end) - offset] as part:
+                at += os.preadv(descriptor, [part], at)
+    _check(descriptor, offset + nbytes, what)
+    return torch.frombuffer(copy, dtype=torch.uint8).untyped_storage()
 
 
 def _check(descriptor: int, nbytes: int, what: str) -> None:
