@@ -31,7 +31,8 @@ from wsync.demo.engines.workers import WorkersEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.exchange import groups
 from wsync.exchange.groups import Store, UpdateGroup
-from wsync.exchange.rendezvous import Crossing, Orders
+from wsync.exchange.orders import Orders
+from wsync.exchange.rendezvous import Rendezvous
 from wsync.layout import from_tensors
 from wsync.machine.addresses import own_address
 from wsync.messages.channel import Channel, Door, Frame, knock
@@ -168,7 +169,7 @@ def test_a_trainer_that_is_struck_does_not_hold_an_engine(how: signal.Signals) -
             # the trainer reaches the engine through this process, which goes on
             error = cases.relay(ours, engine, timeout=60)
             assert "worker 0: update 2 since the trainer connected: " in error
-            assert ("took over 5 s" if how == signal.SIGSTOP else "is gone") in error
+            assert ("within 5 s" if how == signal.SIGSTOP else "is gone") in error
             info = engine.model_info(10)
             assert not info["consistent"] and info["weight_version"] == "1"
             options = wsync.Options(**cases.OPTIONS)
@@ -529,10 +530,11 @@ def test_a_meeting_has_a_deadline_of_its_own() -> None:
     """What it leaves of one is none of a collective's."""
     with group_of_two(meeting=1.0, timeout=2.0) as groups:
         # nor does the backend's come first where a collective was started ahead of another one
-        with pytest.raises(wsync.DeadlineError, match="a collective of group g took over 5 s"):
+        with pytest.raises(wsync.DeadlineError, match="of group g did not end within 5 s"):
             groups[0].finish(start(groups[0]), 5.0)
     store = Store(20)
-    alone = Crossing.at("127.0.0.1", store.port, 1).join(0, wsync._core.host(), 7.0, lambda: None)
+    place = Rendezvous("127.0.0.1", store.port, 1)
+    alone = place.join(0, 7.0, lambda: None, device=torch.device("cpu"), greet=True)
     assert alone.timeout == 7.0
     alone.close()
     with pytest.raises(wsync.DeadlineError, match=r"2 members did not meet at .* within 0 s"):
@@ -567,11 +569,11 @@ def test_a_source_broadcasts_from_the_trainers_gpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen.get(threading.get_ident(), 0))
     monkeypatch.setattr(groups, "_make", make)
     remote = Remote((0,), ("http://127.0.0.1:1",), (1,))
-    session = BroadcastSession(0, 0, remote, options=wsync.Options(backend="nccl"))
+    session = BroadcastSession(0, remote, name="g", options=wsync.Options(backend="nccl"))
     source = from_tensors({"a": torch.ones(3)}).layout
     plan = _core.Plan(source, [(whole(source, [0]), True)], [(0, 0)], [0], 0)
     session.attach(plan, _core.host(), 5.0, lambda: None)
-    assert made == [("nccl", "wsync-broadcast")]
+    assert made == [("nccl", "wsync-join")]
     assert session._group is not None and session._group._device == torch.device("cuda", 3)
     assert session._group.timeout == wsync.Options().deadline  # not what the meeting has left
     session.close()

@@ -19,6 +19,7 @@ from support.procs import Ranks, forked, unnamed
 import wsync
 from wsync import _core
 from wsync.exchange.trainers import TrainerGroup
+from wsync.machine.deadline import Deadline
 from wsync.trainer.sessions.broadcast import BroadcastSession, Remote
 from wsync.trainer.sessions.stock import StockSession
 
@@ -79,13 +80,13 @@ def test_a_bucket_that_was_refused_is_seen_in_other_waits() -> None:
 
 
 def test_a_broadcast_that_breaks_off_is_seen_after_the_engine_s_own_words() -> None:
-    session = BroadcastSession(0, 0, Remote(), options=wsync.Options(backend="gloo"))
+    session = BroadcastSession(0, Remote(), name="g", options=wsync.Options(backend="gloo"))
     answer: Future[None] = Future()
     session._sent = [answer]
     session.look()
     answer.set_exception(wsync.PeerClosedError("a member is gone"))
     session.look()
-    session._broken -= 60.0
+    session._verdict = Deadline(0.0)
     with pytest.raises(wsync.PeerClosedError, match="a member is gone"):
         session.look()
     session.close()

@@ -22,6 +22,7 @@ from wsync.checkpoints.files import INDEX, SHARD_NBYTES, Arrangement, arrange, o
 from wsync.checkpoints.versions import Versions, newest
 from wsync.handles.base import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
+from wsync.machine.deadline import LEAVE_SECONDS, Deadline
 from wsync.machine.lanes import Lane, result
 from wsync.options import Options
 from wsync.report import Report
@@ -47,7 +48,6 @@ _NOT_BY_DISK = dict.fromkeys(
     ),
     "updates without a disk (wsync.connect)",
 )
-_BATCH_SECONDS = 2.0  # how long an update that failed waits for those under way
 
 
 @runtime_checkable
@@ -336,7 +336,7 @@ class _Root:
         if self._lane is None:
             self._lane = Lane("wsync-folder")
         called: Future[_T] = self._lane.submit(call)
-        return result(called, self._deadline, self._check, self._late)
+        return result(called, Deadline(self._deadline), self._check, self._late)
 
     def check(self) -> None:
         """Versions.check."""
@@ -356,7 +356,7 @@ class _Root:
             self._given_up = True
             assert self._lane is not None
             last = functools.partial(inner.__exit__, type(error), error, error.__traceback__)
-            wait([self._lane.submit(last)], min(_BATCH_SECONDS, self._deadline))
+            wait([self._lane.submit(last)], min(LEAVE_SECONDS, self._deadline))
             raise
         else:
             self.call(lambda: inner.__exit__(None, None, None))
@@ -413,7 +413,7 @@ class _DiskCalls:
         for (path, _), future in zip(calls, started, strict=True):
             self._check()
             late = f"{path}: the file system did not answer"
-            done(result(future, self._deadline, self._check, late))
+            done(result(future, Deadline(self._deadline), self._check, late))
 
     def end(self, opened: Mapping[str, int]) -> None:
         """Gives up what is queued, and closes the descriptors of files when no call can open or
@@ -425,7 +425,7 @@ class _DiskCalls:
             for descriptor in opened.values():
                 os.close(descriptor)
 
-        if wait(self._started, min(_BATCH_SECONDS, self._deadline)).not_done:
+        if wait(self._started, min(LEAVE_SECONDS, self._deadline)).not_done:
             lane = Lane("wsync-close")
             lane.submit(close)
             lane.close()

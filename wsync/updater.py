@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from wsync.disk import DiskSync
 from wsync.exchange.trainers import together
 from wsync.handles.base import EngineHandle, handle
 from wsync.layout import TrainerLayout
-from wsync.machine.deadline import left
+from wsync.machine.deadline import Deadline
 from wsync.options import Options
 from wsync.sync import Sync
 from wsync.trainer.loop import numbers
@@ -68,6 +67,7 @@ class Updater(abc.ABC):
                 f"weights_getter: a {type(weights_getter).__name__}, where a function is wanted"
             )
         self._args = args
+        self._read_args()
         self.weight_version = 0
         self.update_weight_metrics: dict[str, float] = {}
         self._weights_getter = weights_getter
@@ -85,6 +85,10 @@ class Updater(abc.ABC):
         )
         self._lock: Any = None
         self._sync: Sync | DiskSync | None = None
+
+    def _read_args(self) -> None:
+        """Reads, and checks, what one class takes from args in addition."""
+        return
 
     @abc.abstractmethod
     def _connect(
@@ -120,9 +124,9 @@ class Updater(abc.ABC):
         self.disconnect_rollout_engines()
 
         def handles() -> list[EngineHandle]:
-            end = time.monotonic() + self._options.deadline
+            deadline = Deadline(self._options.deadline)
             return [
-                handle(engine, workers=number, timeout=left(end))
+                handle(engine, workers=number, timeout=deadline.left)
                 for engine, number in zip(rollout_engines, workers, strict=True)
             ]
 
@@ -237,24 +241,8 @@ class UpdateWeightFromDisk(Updater):
     `update_weight_disk_keep_files`: True keeps all versions, else the newest two stay.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        model: Sequence[torch.nn.Module] | TrainerLayout,
-        weights_getter: Callable[[], Mapping[str, torch.Tensor]] | None,
-        *,
-        model_name: str,
-        quantization_config: Mapping[str, Any] | None = None,
-        options: Options | None = None,
-    ) -> None:
-        super().__init__(
-            args,
-            model,
-            weights_getter,
-            model_name=model_name,
-            quantization_config=quantization_config,
-            options=options,
-        )
+    def _read_args(self) -> None:
+        args = self._args
         folder = getattr(args, "update_weight_disk_dir", None)
         if not folder:
             raise _core.InvalidArgumentError(

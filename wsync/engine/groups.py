@@ -1,11 +1,9 @@
 """An engine worker's part in updates over process groups, with SGLang's semantics."""
 
-import functools
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,14 +15,13 @@ from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.dtypes import dtype_of
 from wsync.engine.update_state import Repeated
 from wsync.exchange.groups import UpdateGroup, connection_of, device_of
-from wsync.machine.lanes import Lane, result
+from wsync.exchange.rendezvous import Rendezvous
 from wsync.messages.control import FLATTENED_BUCKET
 
 BROADCAST_SECONDS: Final = 120.0
 """The most that a broadcast may take where an engine is not told otherwise: as many seconds as a
 trainer waits for it by default.  SGLang has no such deadline of its own."""
 _KEPT_NBYTES: Final = 64 << 20
-_SETTLE_SECONDS: Final = 2.0  # our deadline comes before the store's, which says less
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -80,21 +77,14 @@ class UpdateGroups:
             if self._members.setdefault(group_name, mine) is not mine:
                 raise InvalidArgumentError(f"group {group_name}: this worker is in it")
         try:
-            make = functools.partial(
-                UpdateGroup,
-                master_address,
-                master_port,
-                rank=rank_offset + self._rank,
-                size=world_size,
-                name=group_name,
-                backend=backend,
-                timeout=timeout,
-                meeting=meeting + _SETTLE_SECONDS,
+            place = Rendezvous(master_address, master_port, world_size, backend, group_name)
+            mine.group = place.join(
+                rank_offset + self._rank,
+                meeting,
+                lambda: self._check(group_name, mine),
                 device=device_of(backend),  # this thread's
+                collective_timeout=timeout,
             )
-            where = f"{master_address}:{master_port}"
-            late = f"group {group_name}: {world_size} members did not meet at {where}"
-            mine.group = _join(make, meeting, lambda: self._check(group_name, mine), late)
             self._check(group_name, mine)
         except BaseException:
             self._leave(group_name, mine)
@@ -224,23 +214,3 @@ class UpdateGroups:
                 "init_weights_update_group comes first"
             )
         return member
-
-
-def _join(
-    make: Callable[[], UpdateGroup], timeout: float, check: Callable[[], object], late: str
-) -> UpdateGroup:
-    """Waits in this thread while another one makes a group, for the store's calls have no deadline
-    where its host is stopped.  A group that comes late is left."""
-    lane = Lane("wsync-join")
-    joining: Future[UpdateGroup] = lane.submit(make)
-    lane.close()
-    try:
-        return result(joining, timeout, check, late)
-    except BaseException:
-        joining.add_done_callback(_close)
-        raise
-
-
-def _close(joining: Future[UpdateGroup]) -> None:
-    if joining.exception() is None:
-        joining.result().close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from wsync import _core
 from wsync.exchange.base import GroupExchange
-from wsync.exchange.groups import UpdateGroup
-from wsync.exchange.rendezvous import Orders
+from wsync.exchange.groups import UpdateGroup, device_of
+from wsync.exchange.orders import Orders
 from wsync.messages.channel import COUNTS, UPDATE, Frame, knock
 
 
@@ -145,11 +145,10 @@ class RemoteImporter:
         self.manifest = plan.manifest(orders.worker).to_bytes()
         self.ring = _core.Memory(max(plan.ring_nbytes(orders.worker), 1), self._device)
         self._waits = [plan.slot(orders.worker, k)[2] for k in range(plan.round_count)]
-        crossing = orders.crossing
-        self._group = crossing.join(orders.rank, self._device, timeout, self._channel.look)
-        self._exchange = GroupExchange(
-            self._group, crossing.backend, self._device, self._channel.look
-        )
+        look, backend = self._channel.look, orders.rendezvous.backend
+        device = device_of(backend, self._device)
+        self._group = orders.rendezvous.join(orders.rank, timeout, look, device=device, greet=True)
+        self._exchange = GroupExchange(self._group, backend, self._device, look)
         self._plan = plan
 
     def _join_round(self, round: int, timeout: float) -> _core.BufferTable:

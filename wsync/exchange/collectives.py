@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, Final
+from typing import Any
 
 from wsync import _core
-from wsync.machine.deadline import Check
-
-_CHECK_SECONDS: Final = 0.05
-_END_SECONDS: Final = 2.0  # for a backend to let go of its connections
+from wsync.machine.deadline import LEAVE_SECONDS, POLL_SECONDS, Check, Deadline
 
 
 class Collectives:
@@ -59,18 +56,13 @@ class Collectives:
             DeadlineError: it is not complete after `timeout` seconds.
             PeerClosedError: a member is gone.
         """
-        start = time.monotonic()
-        looked, pause = start, 2e-5
+        deadline, look, pause = Deadline(timeout), Deadline(POLL_SECONDS), 2e-5
         while not work.is_completed():
-            now = time.monotonic()
-            if now - looked > _CHECK_SECONDS:
-                looked = now
+            if not look.left:
+                look = Deadline(POLL_SECONDS)
                 if check is not None:
                     check()
-                if now - start > timeout:
-                    raise _core.DeadlineError(
-                        f"a collective of {self._whole} took over {timeout:.0f} s"
-                    )
+                deadline.check(f"a collective of {self._whole} did not end")
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
         # a failed one has ended as well, and keeps no thread of a backend that does not linger
@@ -93,7 +85,7 @@ class Collectives:
         ending = threading.Thread(target=held.clear, daemon=True, name="wsync-group")
         ending.start()
         if not self._underway:
-            ending.join(_END_SECONDS)
+            ending.join(LEAVE_SECONDS)
 
 
 def first_line(error: BaseException) -> str:

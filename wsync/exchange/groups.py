@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import re
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -19,15 +18,14 @@ import torch.distributed as dist
 
 from wsync import _core
 from wsync.exchange.collectives import Collectives, first_line
-from wsync.machine.deadline import Check, left
+from wsync.machine.deadline import LATER_SECONDS, Check, Deadline, look_around
+from wsync.machine.device import has_nccl
 from wsync.machine.environment import variable
 
 _c10d: Any = dist  # exports more than it lists
 
 _AHEAD: Final = 2.0  # a collective is started while the one before it may take its whole time
 _LEAST_SECONDS: Final = 0.1
-_SETTLE_SECONDS: Final = 2.0  # a deadline of ours comes before the backend's own
-_VERDICT_SECONDS: Final = 1.0  # for a member that is gone to be missed elsewhere, with its reason
 _DEVICES: Final = {"gloo": "cpu", "nccl": "cuda"}
 _NAME: Final = re.compile("wsync-([0-9a-f]+)-pp_[0-9]+")
 
@@ -49,15 +47,23 @@ def connection_of(name: str) -> str:
     return found[1] if found else ""
 
 
-def device_of(backend: str) -> torch.device:
-    """What a backend sends from, for the calling thread: of NCCL its current GPU, which in a
-    thread of its own is the first one, whatever the others have chosen.  InvalidArgumentError for
-    another backend."""
+def device_of(backend: str, device: _core.Device | None = None) -> torch.device:
+    """What a backend sends from: of NCCL the GPU `device`, or None: the calling thread's current
+    one, which in a thread of its own is the first, whatever the others have chosen.
+
+    Raises:
+        InvalidArgumentError: for another backend.
+        UnsupportedError: NCCL does not work on the device.
+    """
     if backend not in _DEVICES:
         raise _core.InvalidArgumentError(f"backend {backend!r}: one of {', '.join(_DEVICES)}")
     if _DEVICES[backend] == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if not has_nccl(device):
+        raise _core.UnsupportedError(f"{device!r}: ranks cannot meet by NCCL")
+    return torch.device("cuda", device.ordinal)
 
 
 class Store:
@@ -133,7 +139,7 @@ class UpdateGroup:
                 f"group {name}: {size} members did not meet at {host}:{port} within "
                 f"{patience:.0f} s: {first_line(error)}"
             ) from error
-        group._set_default_timeout(_delta(_AHEAD * timeout + _SETTLE_SECONDS))
+        group._set_default_timeout(_delta(_AHEAD * timeout + LATER_SECONDS))
         self._group = Collectives(
             group,
             whole=f"group {name}",
@@ -163,9 +169,9 @@ class UpdateGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         works = [self._group.start("broadcast", [tensor], options) for tensor in held]
-        end = time.monotonic() + self.timeout
+        deadline = Deadline(self.timeout)
         for work in works:
-            self._group.finish(work, left(end), check)
+            self._group.finish(work, deadline.left, check)
         if self.rank != 0:
             for tensor, received in zip(flat, held, strict=True):
                 if received is not tensor:
@@ -178,19 +184,12 @@ class UpdateGroup:
     def finish(self, work: Any, timeout: float, check: Check | None = None) -> None:
         """Waits for an exchange, and calls `check` meanwhile, which may raise to end that; a member
         that is gone is reported as others say it, if they do."""
-        verdict = None if check is None else functools.partial(_verdict, check)
+        verdict = None if check is None else functools.partial(look_around, check)
         self._group.finish(work, timeout, check, verdict)
 
     def close(self) -> None:
         """Leaves the group; a collective that is stuck keeps nobody but a thread."""
         self._group.close()
-
-
-def _verdict(check: Check) -> None:
-    end = time.monotonic() + _VERDICT_SECONDS
-    while time.monotonic() < end:
-        check()
-        time.sleep(0.02)
 
 
 def _make(backend: str, store: Any, rank: int, size: int, timeout: float) -> Any:

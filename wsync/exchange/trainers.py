@@ -13,7 +13,6 @@ import hashlib
 import json
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -24,14 +23,13 @@ import torch.distributed as dist
 
 from wsync import _core
 from wsync.exchange.collectives import Collectives, first_line
-from wsync.machine.deadline import Check
+from wsync.machine.deadline import VERDICT_SECONDS, Check, Deadline
 from wsync.machine.lanes import Lane
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_VERDICT_SECONDS: Final = 1.0  # for rank 0 to say who is missing
 _STORE_SECONDS: Final = 2.0  # for one answer of the store, where a deadline has passed already
 _GLOO_SECONDS: Final = 10.0
 _STORE_GONE: Final = "the trainer's store cannot be reached: the process that hosts it is gone"
@@ -50,6 +48,8 @@ class TrainerGroup:
     Every rank makes one at the same time.  Without an initialised process group, or with one
     of a single rank, nothing is ever communicated.
 
+    `name`, in hex, is new each time, and the same on all ranks.
+
     Args:
         group: the ranks that take part; None for the default group.
         timeout: seconds after which a collective has failed.
@@ -66,6 +66,7 @@ class TrainerGroup:
         self._gloo: Collectives | None = None
         self._board: _Board | None = None
         self.rank, self.size = 0, 1
+        self.name = secrets.token_hex(8)
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -75,7 +76,7 @@ class TrainerGroup:
         self._lane = Lane("wsync-store")
         try:
             joining = self._lane.submit(functools.partial(self._join, list(members)))
-            gloo, store = _result(joining, timeout + _STORE_SECONDS)
+            gloo, store, self.name = _result(joining, timeout + _STORE_SECONDS)
         except BaseException as error:
             self.closed = True
             self._lane.close()
@@ -86,9 +87,9 @@ class TrainerGroup:
         whole = f"{self.size} trainer ranks"
         self._gloo = Collectives(gloo, whole=whole, member="a trainer rank")
 
-    def _join(self, members: list[int]) -> tuple[Any, Any]:
-        """Meets the others, and connects to them; (gloo group, store of this group alone)."""
-        end = time.monotonic() + self.timeout
+    def _join(self, members: list[int]) -> tuple[Any, Any, str]:
+        """Meets the others, and connects to them; (gloo group, store of this group only, name)."""
+        deadline = Deadline(self.timeout)
         # the default store's own timeout, which calls of the trainer need, is minutes long
         store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()
@@ -101,10 +102,10 @@ class TrainerGroup:
         # a deadline of ours comes before one of gloo's, whose text is that of a broken connection
         timeout = timedelta(seconds=self.timeout + _GLOO_SECONDS)
         try:
-            return dist.ProcessGroupGloo(gloo, self.rank, self.size, timeout), store
+            return dist.ProcessGroupGloo(gloo, self.rank, self.size, timeout), store, name
         except RuntimeError as error:
             _raise(_published(store))  # who has failed since has left, which is what gloo saw
-            if time.monotonic() < end:
+            if deadline.left:
                 raise _core.PeerClosedError(
                     f"a trainer rank is gone: {first_line(error)}"
                 ) from error
@@ -305,7 +306,7 @@ def _meet(store: Any, rank: int, size: int, timeout: float) -> str:
 def _come(store: Any, rank: int, timeout: float) -> str:
     """Leaves a word and waits for the answer of rank 0."""
     key, word = f"rank{rank}", secrets.token_hex(8)
-    store.set_timeout(timedelta(seconds=timeout + _VERDICT_SECONDS))
+    store.set_timeout(timedelta(seconds=timeout + VERDICT_SECONDS))
     store.set(key, word)
     try:
         name, text = json.loads(store.get(word))

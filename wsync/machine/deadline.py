@@ -1,16 +1,56 @@
-"""Time that is left of a deadline, and what is looked at meanwhile."""
+"""When a wait ends, what is looked at meanwhile, and the time limits that nobody chooses."""
 
 import time
 from collections.abc import Callable
 from typing import Final
 
+from wsync._core import DeadlineError
+
 Check = Callable[[], object]
 """What a wait calls again and again: it raises what ends the wait."""
+
+MAX_DEADLINE: Final = 3600.0
+"""The longest deadline that engines and trainers accept."""
+
+POLL_SECONDS: Final = 0.05
+"""Between two looks at what else may end a wait."""
+
+VERDICT_SECONDS: Final = 1.0
+"""For the reason of a failure to arrive, after its effect was seen elsewhere."""
+
+LATER_SECONDS: Final = 2.0
+"""How much later a deadline ends that only guards another one, whose error says more."""
+
+LEAVE_SECONDS: Final = 2.0
+"""For work that a failed or closing update has left under way to end."""
+
+
+class Deadline:
+    """The end of a wait, `seconds` from now."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until then, 0 afterwards."""
+        return max(self._end - time.monotonic(), 0.0)
+
+    def check(self, late: str) -> None:
+        """Raises DeadlineError once it has passed; `late` says what did not happen in time."""
+        if self.left == 0.0:
+            raise DeadlineError(f"{late} within {self.seconds:.0f} s")
+
+
+def look_around(check: Check) -> None:
+    """After a failure was seen: has `check` raise its reason, which may be on its way."""
+    deadline = Deadline(VERDICT_SECONDS)
+    while deadline.left:
+        check()
+        time.sleep(POLL_SECONDS)
 
 
 def left(end: float) -> float:
     """Seconds until a time of time.monotonic()."""
     return max(end - time.monotonic(), 0.0)
-
-
-MAX_DEADLINE: Final = 3600.0

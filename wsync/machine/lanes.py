@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from wsync import _core
-from wsync.machine.deadline import left as left
+from wsync.machine.deadline import POLL_SECONDS, Check, Deadline
 
 _T = TypeVar("_T")
 
 
-def result(future: Future[_T], timeout: float, check: Callable[[], object], late: str) -> _T:
-    """What a call of a Lane returns; DeadlineError that begins with `late` after timeout seconds.
+def result(future: Future[_T], deadline: Deadline, check: Check, late: str) -> _T:
+    """What a call of a Lane returns; DeadlineError that begins with `late` after the deadline.
     `check` is called while this waits."""
-    end = time.monotonic() + timeout
-    while not wait([future], 0.05).done:
+    while not wait([future], POLL_SECONDS).done:
         check()
-        if time.monotonic() > end:
-            raise _core.DeadlineError(f"{late} in {timeout:.0f} s")
+        deadline.check(late)
     return future.result()
 
 
@@ -38,14 +34,22 @@ class Lane:
         self._calls = queue.SimpleQueue()
         threading.Thread(target=_drive, args=(self._calls,), daemon=True, name=name).start()
 
-    def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
+    def submit(self, call: Callable[[], _T]) -> Future[_T]:
+        future: Future[_T] = Future()
         self._calls.put((future, call))
         return future
 
     def close(self) -> None:
         """Ends the thread after what was submitted; returns at once."""
         self._calls.put(None)
+
+
+def start(name: str, call: Callable[[], _T]) -> Future[_T]:
+    """Makes one call in a daemon thread of its own."""
+    lane = Lane(name)
+    future = lane.submit(call)
+    lane.close()
+    return future
 
 
 def _drive(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:

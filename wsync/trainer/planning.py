@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from wsync import _core
 from wsync.dtypes import dtype_of
-from wsync.exchange.rendezvous import Blueprint
+from wsync.exchange.orders import Blueprint
 from wsync.exchange.roster import Trainer, Worker
 from wsync.exchange.trainers import TrainerGroup
 from wsync.machine.device import default, find, release_cached

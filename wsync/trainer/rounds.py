@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import secrets
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wsync import _core
 from wsync.exchange.base import Exchange, GroupExchange
 from wsync.exchange.choose import Transport
-from wsync.exchange.rendezvous import Blueprint, Crossing, Orders
+from wsync.exchange.groups import group_name
+from wsync.exchange.orders import Blueprint, Orders
+from wsync.exchange.rendezvous import Rendezvous
 from wsync.exchange.roster import Trainer, Worker
 from wsync.exchange.trainers import TrainerGroup
 from wsync.handles.base import EngineHandle
 from wsync.machine.addresses import own_address
-from wsync.machine.deadline import Check
+from wsync.machine.deadline import Check, Deadline
 from wsync.machine.device import follow_torch
 from wsync.machine.sweep import sweep
 from wsync.messages.control import LEARN, Control
@@ -26,7 +26,7 @@ from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.planning import Planning
 from wsync.trainer.sessions.base import Session
-from wsync.trainer.sessions.broadcast import BroadcastSession, Meeting, Remote, RemoteEngines
+from wsync.trainer.sessions.broadcast import BroadcastSession, Remote, RemoteEngines
 from wsync.trainer.sessions.local import WorkerSession
 from wsync.trainer.sessions.remote import RemoteSession
 from wsync.trainer.sessions.stock import StockSession
@@ -70,7 +70,8 @@ class Connection:
         self._trainer = trainer
         self._workers = placement.workers
         self._beyond = [worker for worker in placement.workers if worker.rank is not None]
-        self._transport = Transport(group, trainer, options)
+        self._transport = Transport(group, trainer.hosts, options)
+        self._names = placement.names
         self._exchange: Exchange | None = None
         self._options = options
         self._source = source
@@ -85,7 +86,7 @@ class Connection:
             for number, worker in enumerate(self._workers):
                 if worker.home == group.rank:
                     self._sessions.append(self._session(number, placement, engines))
-            self._doors, self._meetings = self._meet(placement.names)
+            self._doors, self._meetings = self._meet()
         except BaseException as error:
             self.abort(str(error))
             raise
@@ -95,7 +96,12 @@ class Connection:
     ) -> Session:
         worker, options = self._workers[number], self._options
         if worker.stage is not None:
-            return BroadcastSession(number, worker.stage, placement.remote, options=options)
+            return BroadcastSession(
+                number,
+                placement.remote,
+                name=group_name(self._group.name, worker.stage),
+                options=options,
+            )
         if worker.rank is not None:
             engine = placement.names[worker.engine]
             host = own_address([engine])
@@ -140,52 +146,38 @@ class Connection:
             address=address,
         )
 
-    def _meet(self, names: Sequence[str]) -> tuple[dict[int, tuple[str, str]], dict[int, Meeting]]:
+    def _meet(self) -> tuple[dict[int, tuple[str, str]], dict[int, Rendezvous]]:
         """Session and address of every worker that runs wsync's receiver, and where the engines
-        meet each source, by the worker's number; and where all ranks of the exchange meet."""
+        meet each source, by the worker's number."""
         doors = {
             session.worker: (session.id, session.address)
             for session in self._sessions
             if isinstance(session, WorkerSession)
         }
         meetings = {
-            session.worker: dataclasses.asdict(session.meeting)
+            session.worker: dataclasses.asdict(session.rendezvous)
             for session in self._sessions
             if isinstance(session, BroadcastSession)
         }
-        crossing = None
-        if self._beyond and self._group.rank == 0:
-            host = own_address([names[worker.engine] for worker in self._beyond])
-            crossing = self._transport.invite(host, self._group.size + len(self._beyond))
-        # new each time: an engine may be left in groups of a trainer that is gone
-        mine = [doors, meetings, crossing and dataclasses.asdict(crossing), secrets.token_hex(8)]
-        parts = self._group.all_gather(json.dumps(mine).encode())
+        parts = self._group.all_gather(json.dumps([doors, meetings]).encode())
         everyone = [json.loads(part) for part in parts]
-        if self._beyond:
-            self._transport.crossing = Crossing(**everyone[0][2])
-        met = {
-            int(n): Meeting(**{**m, "connection": everyone[0][3]})
-            for _, meetings, *_ in everyone
-            for n, m in meetings.items()
-        }
-        for session in self._sessions:
-            if isinstance(session, BroadcastSession):
-                session.meeting = met[session.worker]
-        known = {int(n): (i, where) for doors, *_ in everyone for n, (i, where) in doors.items()}
+        met = {int(n): Rendezvous(**m) for _, meetings in everyone for n, m in meetings.items()}
+        known = {int(n): (i, where) for doors, _ in everyone for n, (i, where) in doors.items()}
         return known, met
 
     def attach(self, check: Check) -> None:
         """Waits for the workers, plans with what they keep, and hands them their rings."""
         # who does not come is named before those who have come give up
-        left = _countdown(_PUNCTUAL * self._options.deadline)
-        blobs = {s.worker: s.accept(left(), check) for s in self._sessions}
-        self._teach(blobs, left, check)
+        deadline = Deadline(_PUNCTUAL * self._options.deadline)
+        blobs = {s.worker: s.accept(deadline.left, check) for s in self._sessions}
+        self._teach(blobs, deadline, check)
         planning = Planning(
             self._group, self._trainer, self._workers, self._sessions, self._options
         )
         layouts, device, crowded = planning.gather(blobs, self._source)
         self._stream = _core.Stream(self._options.threads, device)
-        self._transport.use(device, crowded)
+        remote = [self._names[worker.engine] for worker in self._beyond]
+        self._transport.choose(device, crowded, remote)
         blueprint, plan = planning.fit(layouts, device)
         self._order(blueprint, plan)
         numbers = sorted(self._meetings)
@@ -193,16 +185,16 @@ class Connection:
             # not before all this: an engine that joins does not wait for workers that learn
             self._remote.join([self._meetings[number] for number in numbers])
         spans = [(0, 0)] * len(self._workers)
-        left = _countdown(self._options.deadline)
+        deadline = Deadline(self._options.deadline)
         for session in self._sessions:
-            spans[session.worker] = session.attach(plan, device, left(), check)
+            spans[session.worker] = session.attach(plan, device, deadline.left, check)
         if self._remote is not None:
-            self._remote.attach(plan, numbers, left(), check)
+            self._remote.attach(plan, numbers, deadline.left, check)
         self._rings = _core.BufferTable(spans, owner=list(self._sessions))
         self._exchange = self._transport.open(plan, check)
         self.plan = plan
 
-    def _teach(self, blobs: dict[int, bytes], left: Callable[[], float], check: Check) -> None:
+    def _teach(self, blobs: dict[int, bytes], deadline: Deadline, check: Check) -> None:
         """Has the workers that asked for it learn, all at once."""
         pupils = [
             session
@@ -212,9 +204,9 @@ class Connection:
         if pupils:
             model = names_of(self._trainer.model).to_bytes()
             for session in pupils:
-                session.teach(model, left(), check)
+                session.teach(model, deadline.left, check)
             for session in pupils:
-                blobs[session.worker] = session.learnt(left(), check)
+                blobs[session.worker] = session.learnt(deadline.left, check)
 
     def run(
         self,
@@ -282,19 +274,19 @@ class Connection:
 
     def prepared(self, check: Check) -> None:
         """Waits until all workers of this rank hold every byte."""
-        left = _countdown(self._options.deadline)
+        deadline = Deadline(self._options.deadline)
         for session in self._sessions:
-            session.prepared(left(), check)
+            session.prepared(deadline.left, check)
         if self._remote is not None:
-            self._remote.prepared(left(), check)
+            self._remote.prepared(deadline.left, check)
 
     def commit(self, check: Check) -> None:
-        left = _countdown(self._options.deadline)
+        deadline = Deadline(self._options.deadline)
         for session in self._sessions:
-            session.commit(left(), check)
+            session.commit(deadline.left, check)
         for session in self._sessions:
             if isinstance(session, WorkerSession):
-                session.park(left(), check)
+                session.park(deadline.left, check)
         if self._options.park and isinstance(self._exchange, GroupExchange):
             self._exchange.park()
 
@@ -356,15 +348,9 @@ class Connection:
         for session in self._sessions:
             if isinstance(session, RemoteSession):
                 rank = blueprint.workers[session.worker][1]
-                crossing = self._transport.crossing
-                assert crossing is not None
-                session.orders = Orders(session.worker, rank, plan.fingerprint, crossing, blueprint)
-
-
-def _countdown(timeout: float) -> Callable[[], float]:
-    """Seconds left of `timeout`: what waits for one session after another has one end."""
-    end = time.monotonic() + timeout
-    return lambda: max(end - time.monotonic(), 0.0)
+                place = self._transport.rendezvous
+                assert place is not None
+                session.orders = Orders(session.worker, rank, plan.fingerprint, place, blueprint)
 
 
 def names_of(model: _core.Layout) -> _core.Layout:

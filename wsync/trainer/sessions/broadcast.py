@@ -9,8 +9,8 @@ two broadcasts can wait for each other.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,18 @@ import torch
 
 from wsync import _core
 from wsync.dtypes import dtype_of
-from wsync.exchange.groups import Store, UpdateGroup, default_backend, device_of, group_name
+from wsync.exchange.groups import Store, UpdateGroup, default_backend, device_of
+from wsync.exchange.rendezvous import Rendezvous
 from wsync.handles.base import EngineHandle
 from wsync.machine.addresses import own_address
-from wsync.machine.deadline import Check, left
+from wsync.machine.deadline import (
+    LATER_SECONDS,
+    LEAVE_SECONDS,
+    VERDICT_SECONDS,
+    Check,
+    Deadline,
+    look_around,
+)
 from wsync.machine.device import staging
 from wsync.machine.lanes import Lane, result
 from wsync.messages.control import FLATTENED_BUCKET
@@ -35,8 +43,6 @@ from wsync.trainer.sessions.base import BucketSession
 
 _LOCK_SECONDS = 0.1
 _LOCK_ANSWER_SECONDS = 30.0
-_FAREWELL_SECONDS = 2.0  # for engines to leave their groups
-_VERDICT_SECONDS = 1.0  # for rank 0 to hear from an engine what a broadcast that breaks is about
 
 
 @dataclass(frozen=True)
@@ -83,50 +89,27 @@ def buckets(plan: _core.Plan, worker: int) -> list[list[Entry]]:
     return found
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where the members of a source's group meet.
-
-    connection: one for all sources, so that engines can tell a trainer's groups from another's.
-    """
-
-    stage: int
-    host: str
-    port: int
-    size: int
-    backend: str
-    connection: str = "0"
-
-    @property
-    def name(self) -> str:
-        return group_name(self.connection, self.stage)
-
-
 class BroadcastSession(BucketSession):
     """A source's side: the rounds of its stage, broadcast to all remote engines at once.
 
     A bucket is free again when its broadcast has ended: the engines have it then, loaded or not.
     """
 
-    def __init__(self, worker: int, stage: int, remote: Remote, *, options: Options) -> None:
+    def __init__(self, worker: int, remote: Remote, *, name: str, options: Options) -> None:
         super().__init__(worker, "wsync-broadcast")
         self._options = options
         self._remote = remote
         self._store = Store(options.deadline)
-        self.meeting = Meeting(
-            stage=stage,
-            host=own_address(remote.names),
-            port=self._store.port,
-            size=1 + sum(remote.workers),
-            backend=default_backend() if options.backend == "auto" else options.backend,
-        )
-        # the trainer's: the lane's thread has none of its own
-        self._device = device_of(self.meeting.backend)
+        backend = default_backend() if options.backend == "auto" else options.backend
+        self._device = device_of(backend)
+        size = 1 + sum(remote.workers)
+        host = own_address(remote.names)
+        self.rendezvous = Rendezvous(host, self._store.port, size, backend, name)
         self._group: UpdateGroup | None = None
         self._ring = torch.empty(0, dtype=torch.uint8)
         self._tight = torch.empty(0, dtype=torch.uint8)
         self._buckets: list[list[Entry]] = []
-        self._broken = math.inf  # when a broadcast was first seen to have broken off
+        self._verdict: Deadline | None = None  # once a broadcast was seen to have broken off
 
     def attach(
         self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check
@@ -135,24 +118,15 @@ class BroadcastSession(BucketSession):
         self._ring = staging(max(plan.ring_nbytes(self.worker), 1), device)
         self._buckets = buckets(plan, self.worker)
         self._waits = [plan.slot(self.worker, k)[2] for k in range(plan.round_count)]
-        meeting = self.meeting
-        joining = self._lane.submit(
-            lambda: UpdateGroup(
-                "localhost",
-                meeting.port,
-                rank=0,
-                size=meeting.size,
-                name=meeting.name,
-                backend=meeting.backend,
-                timeout=self._options.deadline,
-                meeting=timeout,
-                device=self._device,
-            )
-        )
+        here = dataclasses.replace(self.rendezvous, host="localhost")
         try:
-            # the group has a deadline of its own, a little later
-            late = f"group {meeting.name}: no answer"
-            self._group = result(joining, timeout + 3.0, check, late)
+            self._group = here.join(
+                0,
+                timeout,
+                check,
+                device=self._device,
+                collective_timeout=self._options.deadline,
+            )
         except _core.DeadlineError as error:
             raise _core.DeadlineError(f"{error}; wanted: {self._remote}") from error
         return self._ring.data_ptr(), self._ring.numel()
@@ -160,12 +134,10 @@ class BroadcastSession(BucketSession):
     def wait(self, round: int, timeout: float, check: Check) -> None:
         try:
             # the broadcast has a deadline of its own
-            result(self._sent[round], timeout + 1.0, check, f"bucket {round} was not taken")
+            late = Deadline(timeout + LATER_SECONDS)
+            result(self._sent[round], late, check, f"bucket {round} was not taken")
         except _core.PeerClosedError:
-            end = time.monotonic() + _VERDICT_SECONDS
-            while time.monotonic() < end:
-                check()
-                time.sleep(0.02)
+            look_around(check)
             raise
 
     def look(self) -> None:
@@ -174,9 +146,8 @@ class BroadcastSession(BucketSession):
         try:
             super().look()
         except _core.PeerClosedError:
-            now = time.monotonic()
-            self._broken = min(self._broken, now)
-            if now > self._broken + _VERDICT_SECONDS:
+            self._verdict = self._verdict or Deadline(VERDICT_SECONDS)
+            if not self._verdict.left:
                 raise
 
     def close(self) -> None:
@@ -246,20 +217,20 @@ class RemoteEngines:
             offset += workers
         self._lock = None if lock is None else _Lock(lock)
         self._options = options
-        self._meetings: list[Meeting] = []
+        self._meetings: list[Rendezvous] = []
         self._joining: Calls | None = None
-        self._rounds: list[list[tuple[Meeting, list[Entry]]]] = []
+        self._rounds: list[list[tuple[Rendezvous, list[Entry]]]] = []
         self._last = -1
         self._version = ""
         self._answers: list[tuple[str, int, Future[None]]] = []
         self._given_up = threading.Event()
         self._lanes = {index: Lane("wsync-remote") for index, _ in self._engines}
 
-    def join(self, meetings: Sequence[Meeting]) -> None:
+    def join(self, meetings: Sequence[Rendezvous]) -> None:
         """Has every engine join every source's group, in the same order, for joining blocks."""
         self._meetings = list(meetings)
         # a source whose group does not come about says why before engines are given up
-        end = time.monotonic() + self._options.request_deadline
+        deadline = Deadline(self._options.request_deadline)
 
         def join(index: int, engine: EngineHandle) -> None:
             for meeting in meetings:
@@ -271,7 +242,7 @@ class RemoteEngines:
                     "group_name": meeting.name,
                     "backend": meeting.backend,
                 }
-                _call(engine, "init_weights_update_group", arguments, left(end))
+                _call(engine, "init_weights_update_group", arguments, deadline.left)
 
         self._joining = Calls(self._engines, join)
 
@@ -324,10 +295,9 @@ class RemoteEngines:
 
     def prepared(self, timeout: float, check: Check) -> None:
         """Waits until every engine has loaded every bucket."""
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         for name, round, answer in self._answers:
-            left = end - time.monotonic()
-            result(answer, left, check, f"engine {name}: bucket {round} was not loaded")
+            result(answer, deadline, check, f"engine {name}: bucket {round} was not loaded")
         self._release()
 
     def abort(self) -> None:
@@ -351,11 +321,11 @@ class RemoteEngines:
             for meeting in meetings:
                 arguments = {"group_name": meeting.name}
                 with contextlib.suppress(_core.RemoteError):  # it had not come so far
-                    _call(engine, "destroy_weights_update_group", arguments, _FAREWELL_SECONDS)
+                    _call(engine, "destroy_weights_update_group", arguments, LEAVE_SECONDS)
 
         # an engine's handle may lack the call, and this is no place to say so
         with contextlib.suppress(Exception):
-            Calls(self._engines, leave).join(_FAREWELL_SECONDS)
+            Calls(self._engines, leave).join(LEAVE_SECONDS)
 
     def _tell(self, engine: EngineHandle, arguments: Mapping[str, Any]) -> None:
         if self._given_up.is_set():
@@ -381,28 +351,26 @@ class _Lock:
         self._lane = Lane("wsync-lock")  # an actor may never answer, and another lock waits
 
     def acquire(self, timeout: float, check: Check) -> None:
-        end = time.monotonic() + timeout
-        late = f"rollout_engine_lock: held by somebody else for {timeout:.0f} s; no answer"
+        deadline = Deadline(timeout)
+        late = "rollout_engine_lock: held by somebody else, and not released"
         while not self._held:
             asked = self._lane.submit(functools.partial(self._call, "acquire"))
             try:
-                self._held = bool(result(asked, left(end), check, late))
+                self._held = bool(result(asked, deadline, check, late))
             except BaseException:
                 asked.add_done_callback(self._give_back)
                 raise
             check()
-            if not self._held and time.monotonic() > end:
-                raise _core.DeadlineError(
-                    f"rollout_engine_lock: held by somebody else for {timeout:.0f} s"
-                )
             if not self._held:
+                deadline.check(late)
                 time.sleep(_LOCK_SECONDS)
 
     def release(self) -> None:
         if self._held:
             self._held = False
             released = self._lane.submit(functools.partial(self._call, "release"))
-            result(released, _LOCK_ANSWER_SECONDS, _nothing, "rollout_engine_lock: no answer")
+            wait = Deadline(_LOCK_ANSWER_SECONDS)
+            result(released, wait, _nothing, "rollout_engine_lock: no answer")
 
     def close(self) -> None:
         self._lane.close()

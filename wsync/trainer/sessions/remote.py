@@ -1,6 +1,6 @@
 """Sessions with remote workers that run wsync's receiver: control alone, over TCP.
 
-Their rounds travel in the plan's exchange, of which each is a rank (see wsync.exchange.rendezvous).
+Their rounds travel in the plan's exchange, of which each is a rank (see wsync.exchange.orders).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from wsync import _core
-from wsync.exchange.rendezvous import Orders
+from wsync.exchange.orders import Orders
 from wsync.machine.deadline import Check, left
 from wsync.messages.channel import COUNTS, UPDATE, Channel, Door, Frame
 from wsync.trainer.sessions.base import Span

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -12,7 +11,7 @@ from wsync import _core
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.dtypes import dtype_of
 from wsync.handles.base import EngineHandle
-from wsync.machine.deadline import Check, left
+from wsync.machine.deadline import Check, Deadline
 from wsync.machine.lanes import result
 from wsync.messages import payload
 from wsync.messages.control import FLATTENED_BUCKET
@@ -98,19 +97,19 @@ class StockSession(BucketSession):
         self._version = version
 
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         super().acquire(round, stream, timeout, check)
         assert self._ring is not None
         offset, nbytes, _ = self._slots[round]
         try:
-            self._ring.acquire(offset, nbytes, left(end), check)
+            self._ring.acquire(offset, nbytes, deadline.left, check)
         except _core.DeadlineError as error:
             raise _core.DeadlineError(f"engine {self._engine.name}: {error}") from None
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         """Waits until the request of a round has been answered."""
         late = f"engine {self._engine.name}: bucket {round} was not loaded"
-        result(self._sent[round], timeout, check, late)
+        result(self._sent[round], Deadline(timeout), check, late)
 
     def close(self) -> None:
         super().close()

@@ -1,0 +1,123 @@
+"""What a remote worker is told, so that it makes the plan that the trainer ranks have made.
+
+A remote worker that runs wsync's receiver is one more rank of the plan's exchange: it has no
+shard of the model, and the bucket that its boxes go to is its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from wsync import _core
+from wsync.exchange.rendezvous import Rendezvous
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """What a plan is made of, but for the rank; the arguments of `_core.Plan`."""
+
+    source: _core.Layout
+    destinations: Sequence[tuple[_core.Layout, bool]]
+    workers: Sequence[tuple[int, int]]
+    hosts: Sequence[int]
+    round_nbytes: int
+    ring_nbytes: int
+
+    @functools.cached_property
+    def layouts(self) -> list[bytes]:
+        """The source's, and the destinations'."""
+        return [self.source.to_bytes(), *(layout.to_bytes() for layout, _ in self.destinations)]
+
+    def plan(self, rank: int) -> _core.Plan:
+        return _core.Plan(
+            self.source,
+            self.destinations,
+            self.workers,
+            self.hosts,
+            rank,
+            round_nbytes=self.round_nbytes,
+            ring_nbytes=self.ring_nbytes,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Orders:
+    """What one remote worker is told: its number among the plan's workers, its rank, the plan,
+    its fingerprint, and where the ranks meet."""
+
+    worker: int
+    rank: int
+    fingerprint: int
+    rendezvous: Rendezvous
+    blueprint: Blueprint
+
+    def to_bytes(self) -> bytes:
+        """A line of JSON, the source layout and the destinations'."""
+        blueprint = self.blueprint
+        fields = {
+            "worker": self.worker,
+            "rank": self.rank,
+            "fingerprint": self.fingerprint,
+            "rendezvous": dataclasses.asdict(self.rendezvous),
+            "sizes": [len(layout) for layout in blueprint.layouts],
+            "whole": [whole for _, whole in blueprint.destinations],
+            "workers": list(blueprint.workers),
+            "hosts": list(blueprint.hosts),
+            "round_nbytes": blueprint.round_nbytes,
+            "ring_nbytes": blueprint.ring_nbytes,
+        }
+        return json.dumps(fields).encode() + b"\n" + b"".join(blueprint.layouts)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Orders:
+        """Raises ProtocolError or LayoutError for what `to_bytes` does not make."""
+        head, _, body = data.partition(b"\n")
+        try:
+            fields = json.loads(head)
+            source, *layouts = _cut(body, fields["sizes"])
+            blueprint = Blueprint(
+                _core.Layout.from_bytes(source),
+                [
+                    (_core.Layout.from_bytes(layout), bool(whole))
+                    for layout, whole in zip(layouts, fields["whole"], strict=True)
+                ],
+                [(_number(kind), _number(home)) for kind, home in fields["workers"]],
+                [_number(host) for host in fields["hosts"]],
+                _number(fields["round_nbytes"]),
+                _number(fields["ring_nbytes"]),
+            )
+            told = fields["rendezvous"]
+            host, backend, name = (str(told[key]) for key in ("host", "backend", "name"))
+            port, size = _number(told["port"]), _number(told["size"])
+            if backend not in ("gloo", "nccl"):
+                raise ValueError(f"backend {backend!r}")
+            rendezvous = Rendezvous(host, port, size, backend, name)
+            worker, rank = _number(fields["worker"]), _number(fields["rank"])
+            if blueprint.workers[worker][1] != rank or size != len(blueprint.hosts):
+                raise ValueError(f"worker {worker} is not rank {rank} of {size}")
+            return Orders(worker, rank, _number(fields["fingerprint"]), rendezvous, blueprint)
+        except _core.WsyncError:
+            raise
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise _core.ProtocolError(f"the trainer's plan: {what[:120]}") from error
+
+
+def _cut(body: bytes, sizes: Sequence[Any]) -> list[bytes]:
+    parts, at = [], 0
+    for size in sizes:
+        parts.append(body[at : at + _number(size)])
+        at += size
+    if at != len(body):
+        raise ValueError(f"{len(body)} bytes of layouts instead of {at}")
+    return parts
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no number from 0")
+    return value
