@@ -23,7 +23,6 @@ from wsync._core import (
 )
 from wsync.dtypes import dtype_of
 from wsync.engine.destination import MissingError, listed
-from wsync.engine.learn import summary
 from wsync.engine.learn.module import Area, Held, SharedError
 from wsync.engine.learn.prove import add_boxes, prove, rehearse
 from wsync.engine.learn.recorder import (
@@ -207,7 +206,7 @@ class RecordedLoader:
         module = type(self._module).__name__
         if self.recording is None:
             return {"module": module, "unlearnt": self.reason or "no trainer has connected yet"}
-        return {"module": module, **summary.describe(self.recording, self._model)}
+        return {"module": module, **self.recording.describe(self._model)}
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._router = None

@@ -7,12 +7,12 @@ import itertools
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from wsync._core import BufferTable, LayoutError, checksum
-from wsync.dtypes import dtype_of
 from wsync.engine.learn.regions import Move
 
 # (path, dtype, shape, strides in elements, area, byte offset in it)
@@ -37,11 +37,8 @@ class Area:
         return Area(start, start + storage.nbytes(), weakref.ref(tensor), path)
 
     def view(self, dtype: torch.dtype, offset: int, shape: Any, strides: Any) -> torch.Tensor:
-        """Elements at a byte offset; shape and strides in elements."""
-        tensor = _there(self.path, self.reference)
-        empty = torch.empty(0, dtype=dtype, device=tensor.device)
-        storage = tensor.untyped_storage()
-        return empty.set_(storage, offset // dtype.itemsize, tuple(shape), tuple(strides))
+        """As `view`, of its storage."""
+        return view(_there(self.path, self.reference), dtype, offset, shape, strides)
 
     def bytes(self) -> torch.Tensor:
         return self.view(torch.uint8, 0, (self.end - self.start,), (1,))
@@ -49,9 +46,22 @@ class Area:
     def sums(self, moves: Iterable[Move]) -> list[int]:
         """Checksums of what moves write to, whose destinations count from the area's start."""
         data = self.bytes()
-        return [
-            checksum(region(data, move).contiguous().cpu().reshape(-1).numpy()) for move in moves
-        ]
+        return [sum_of(region(data, move)) for move in moves]
+
+
+def view(
+    tensor: torch.Tensor, dtype: torch.dtype, offset: int, shape: Any, strides: Any
+) -> torch.Tensor:
+    """Elements at a byte offset of a tensor's storage; shape and strides in elements."""
+    empty = torch.empty(0, dtype=dtype, device=tensor.device)
+    storage = tensor.untyped_storage()
+    return empty.set_(storage, offset // dtype.itemsize, tuple(shape), tuple(strides))
+
+
+def sum_of(tensor: torch.Tensor) -> int:
+    """A checksum of a tensor's values."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return checksum(data.cpu().numpy())
 
 
 def region(data: torch.Tensor, move: Move) -> torch.Tensor:
@@ -167,6 +177,10 @@ class Held:
         number = self._order[place]
         return number if address < self.areas[number].end else -1
 
+    @cached_property
+    def _names(self) -> AreaNames:
+        return AreaNames(self.facts)
+
     def spans(self) -> list[tuple[int, int]]:
         return [(area.start, area.end - area.start) for area in self.areas]
 
@@ -175,22 +189,12 @@ class Held:
 
     def name(self, number: int, offset: int) -> str:
         """The tensor that a byte of an area belongs to."""
-        found = self.areas[number].path
-        for path, dtype, shape, strides, area, start in self.facts:
-            item = dtype_of(dtype).itemsize
-            reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) * item + item
-            if area == number and start <= offset < start + reach:
-                found = path
-        return found
+        return self._names.at(number, offset)[-1]
 
     def sums(self, paths: Collection[str]) -> dict[str, int]:
         """Checksums of tensors."""
-        found = {}
-        for fact, tensor in zip(self.facts, self.tensors, strict=True):
-            if fact[0] in paths:
-                data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-                found[fact[0]] = checksum(data.numpy())
-        return found
+        named = zip(self.facts, self.tensors, strict=True)
+        return {fact[0]: sum_of(tensor) for fact, tensor in named if fact[0] in paths}
 
     def difference(self, facts: list[Fact]) -> str:
         """How the tensors differ from what they were; "" where they only moved."""
@@ -205,6 +209,27 @@ class Held:
                 return f"{path} was {_text(fact)} and is {_text(now[path])}"
         new = next((path for path in now if path not in before), "")
         return f"{new} is new" if new else "the tensors are in another order"
+
+
+class AreaNames:
+    """Names of the tensors that areas consist of."""
+
+    def __init__(self, facts: Iterable[Fact]) -> None:
+        self._areas: dict[int, list[tuple[int, str]]] = {}
+        for path, _, _, _, area, offset in facts:
+            self._areas.setdefault(area, []).append((offset, path))
+        for found in self._areas.values():
+            found.sort(key=lambda place: place[0])
+
+    def known(self, area: int) -> bool:
+        return area in self._areas
+
+    def at(self, area: int, offset: int) -> list[str]:
+        """The tensors that a byte belongs to, of those that begin at one place; in order."""
+        found = self._areas[area]
+        end = max(bisect.bisect_right(found, offset, key=lambda place: place[0]), 1)
+        first = bisect.bisect_left(found, found[end - 1][0], key=lambda place: place[0])
+        return [path for _, path in found[first:end]]
 
 
 def seen(tensor: torch.Tensor) -> Seen:
@@ -268,16 +293,12 @@ class Kept:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._parts = [
-            (slot, {n: t for n, t in slot.items() if isinstance(t, torch.Tensor) or t is None})
+            (slot, {n: t for n, t in slot.items() if isinstance(t, torch.Tensor | None)})
             for part in module.modules()
             for slot in slots(part)
         ]
-        self._data = [
-            (tensor, tensor.detach())
-            for _, tensors in self._parts
-            for tensor in tensors.values()
-            if isinstance(tensor, torch.Tensor)
-        ]
+        bound = (tensor for _, tensors in self._parts for tensor in tensors.values())
+        self._data = [(tensor, tensor.detach()) for tensor in bound if tensor is not None]
 
     def restore(self) -> list[str]:
         """Binds everything as it was; the names that had been bound to other tensors."""

@@ -5,8 +5,8 @@ Dispatch modes do not see raw kernels, pointers and numpy; their bytes are found
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Final
 
 import torch
 
@@ -48,8 +48,26 @@ def prove(
         raise RecordingError(f"while loading, {difference}")
     _check_gaps(held, recording, before)
     pieces = recording.by_area()
+
+    def replay(areas: Set[int]) -> None:
+        shapes = {name: shape for name, _, shape, _, _ in model.tensors}
+        builder = LayoutBuilder()
+        for area in sorted(areas):
+            add_boxes(builder, area, pieces.get(area, ()), recording, shapes)
+        route = Route(model.layout, builder.build())
+        if route.buffer_count:
+            follow_torch(stream)
+            sources = BufferTable([(model.address, model.nbytes)], model)
+            stream.copy(route, 0, 0, sources, held.table())
+        stream.synchronize(_TIMEOUT)
+        if recording.fallback:
+            rehearse(load, model, frozenset(recording.fallback))
+        for transfer in (*recording.fills, *recording.copies):
+            if transfer.area in areas:
+                transfer.run(held.areas)
+
     for areas in _batches(held, recording):
-        _compare(held, areas, recording, _Rerun(load, model, recording, pieces, stream))
+        _compare(held, areas, recording, replay)
     if recording.fallback:
         _check_gaps(held, recording, before)
 
@@ -77,41 +95,6 @@ def rehearse(load: LoadWeights, model: Rehearsal, names: frozenset[str] | None =
     check()
 
 
-class _Rerun:
-    """Does to some areas what a replay does."""
-
-    def __init__(
-        self,
-        load: LoadWeights,
-        model: Rehearsal,
-        recording: Recording,
-        pieces: dict[int, list[tuple[str, Box]]],
-        stream: Stream,
-    ) -> None:
-        self._load = load
-        self._model = model
-        self._recording = recording
-        self._pieces = pieces
-        self._stream = stream
-        self._shapes = {name: shape for name, _, shape, _, _ in model.tensors}
-
-    def __call__(self, held: Held, areas: Set[int]) -> None:
-        builder = LayoutBuilder()
-        for area in sorted(areas):
-            add_boxes(builder, area, self._pieces.get(area, ()), self._recording, self._shapes)
-        route = Route(self._model.layout, builder.build())
-        sources = BufferTable([(self._model.address, self._model.nbytes)], self._model)
-        if route.buffer_count:
-            follow_torch(self._stream)
-            self._stream.copy(route, 0, 0, sources, held.table())
-        self._stream.synchronize(_TIMEOUT)
-        if self._recording.fallback:
-            rehearse(self._load, self._model, frozenset(self._recording.fallback))
-        for transfer in (*self._recording.fills, *self._recording.copies):
-            if transfer.area in areas:
-                transfer.run(held.areas)
-
-
 def add_boxes(
     builder: LayoutBuilder,
     area: int,
@@ -127,7 +110,10 @@ def add_boxes(
         )
 
 
-def _compare(held: Held, areas: Set[int], recording: Recording, rerun: Any) -> None:
+def _compare(
+    held: Held, areas: Set[int], recording: Recording, replay: Callable[[Set[int]], None]
+) -> None:
+    """Poisons areas, replays, and compares them with what they held; puts that back on errors."""
     expected = {area: held.areas[area].bytes().clone() for area in areas}
     try:
         for area, wanted in expected.items():
@@ -136,10 +122,11 @@ def _compare(held: Held, areas: Set[int], recording: Recording, rerun: Any) -> N
             found.bitwise_not_()
             for move in recording.gaps.get(area, ()):
                 region(found, move).copy_(region(wanted, move))
-        rerun(held, areas)
+        replay(areas)
         for area, wanted in expected.items():
             found = held.areas[area].bytes()
-            for start in _outside(held, area, found, wanted):
+            start = _first_difference(held, area, found, wanted)
+            if start is not None:
                 raise RecordingError(
                     f"{held.name(area, start)}: byte {start} of its storage is {int(found[start])} "
                     f"after a replay, load_weights makes it {int(wanted[start])}"
@@ -150,10 +137,12 @@ def _compare(held: Held, areas: Set[int], recording: Recording, rerun: Any) -> N
         raise
 
 
-def _outside(held: Held, area: int, found: torch.Tensor, wanted: torch.Tensor) -> Iterator[int]:
-    """Bytes that differ, of tensors; others of the storage are nobody's and are put back."""
+def _first_difference(
+    held: Held, area: int, found: torch.Tensor, wanted: torch.Tensor
+) -> int | None:
+    """The first byte of the area's tensors that differs.  Bytes of no tensor are put back."""
     if torch.equal(found, wanted):
-        return
+        return None
     mine = torch.zeros_like(found, dtype=torch.bool)
     for _, dtype, shape, strides, number, offset in held.facts:
         if number == area:
@@ -162,8 +151,9 @@ def _outside(held: Held, area: int, found: torch.Tensor, wanted: torch.Tensor) -
             mine.as_strided((*shape, item), steps, offset).fill_(True)
     differing = (found != wanted) & mine
     if differing.any():
-        yield int(differing.nonzero()[0])
+        return int(differing.nonzero()[0])
     found.copy_(torch.where(mine, found, wanted))
+    return None
 
 
 def _batches(held: Held, recording: Recording) -> Iterator[set[int]]:

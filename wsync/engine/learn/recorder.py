@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -20,7 +22,7 @@ import torch
 from wsync._core import LayoutError
 from wsync.dtypes import dtype_of
 from wsync.engine.learn.deadline import check
-from wsync.engine.learn.module import Area, Fact, Held, Kept, region
+from wsync.engine.learn.module import Area, AreaNames, Fact, Held, Kept, region, view
 from wsync.engine.learn.regions import (
     Box,
     Move,
@@ -29,10 +31,9 @@ from wsync.engine.learn.regions import (
     apart,
     boxes,
     common,
+    common_nbytes,
     compose,
-    interleaved,
     minus,
-    overlap,
     without,
 )
 from wsync.engine.learn.stand_ins import Rehearsal
@@ -104,9 +105,7 @@ class Transfer:
         if self.keep is None:
             source = areas[self.source_area].view(first, move.source, shape, strides)
         else:
-            flat = torch.empty(0, dtype=first, device=self.keep.device)
-            storage = self.keep.untyped_storage()
-            source = flat.set_(storage, move.source // first.itemsize, shape, strides)
+            source = view(self.keep, first, move.source, shape, strides)
         for dtype in self.dtypes[1:-1]:
             source = source.to(dtype)
         target.copy_(source)
@@ -211,6 +210,49 @@ class Recording:
                 found.setdefault(piece.area, []).append((name, piece.box))
         return found
 
+    def describe(self, model: Sequence[tuple[str, str, tuple[int, ...], int]]) -> dict[str, Any]:
+        """The fields of wsync.inspection.WorkerReport that a recording of a model's tensors
+        (name, dtype, shape, group) knows; plain values."""
+        names = AreaNames(self.facts)
+        tensors: list[dict[str, Any]] = []
+        model_nbytes = kept = 0
+        for name, dtype, shape, _ in model:
+            item = dtype_of(dtype).itemsize
+            nbytes = math.prod(shape) * item
+            model_nbytes += nbytes
+            if name in self.fallback:
+                kept += nbytes
+            pieces = self.pieces.get(name)
+            if not pieces:
+                continue
+            # narrowing is done before anything is sent, widening afterwards
+            sent = min(item, dtype_of(self.kept[name]).itemsize)
+            kept += sum(math.prod(piece.box.extent) for piece in pieces) * sent
+            boxes = [
+                {
+                    "into": names.at(piece.area, piece.box.address)[0],
+                    "start": list(piece.box.start),
+                    "extent": list(piece.box.extent),
+                }
+                for piece in pieces
+                if names.known(piece.area)  # others are there to be compared
+            ]
+            facts = {"name": name, "dtype": dtype, "shape": list(shape), "boxes": boxes}
+            tensors.append({**facts, "kept_as": self.kept[name]})
+        return {
+            "unlearnt": "",
+            "model_tensors": len(model),
+            "model_nbytes": model_nbytes,
+            "kept_nbytes": kept,
+            "fills": len(self.fills),
+            "copies": len(self.copies),
+            "fallbacks": dict(self.fallback),
+            "skipped": list(self.skipped),
+            "twins": [[twin.name, twin.other] for twin in self.twins],
+            "unwritten": [list(pair) for pair in self.unwritten],
+            "tensors": tensors,
+        }
+
 
 def _key(transfer: Transfer) -> Any:
     values = None if transfer.keep is None else transfer.keep.cpu().numpy().tobytes()
@@ -283,17 +325,13 @@ def unseen(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> list
     tracer = Tracer(held, model, opaque=names)
     with contextlib.suppress(RecordingError):
         _trace(module, load, model, tracer, names)
-    return [
-        fact[0]
-        for fact in held.facts
-        if fact[0] in held.parameters
-        and not _touched(_whole(fact, held.areas[fact[4]].start), tracer.writes[fact[4]])
-    ]
-
-
-def _touched(whole: Move, writes: list[Write]) -> bool:
-    low, high = whole.span()
-    return any(write.move.span()[0] < high and low < write.move.span()[1] for write in writes)
+    found = []
+    for fact in held.facts:
+        low, high = _whole(fact, held.areas[fact[4]].start).span()
+        spans = (write.move.span() for write in tracer.writes[fact[4]])
+        if fact[0] in held.parameters and not any(a < high and low < b for a, b in spans):
+            found.append(fact[0])
+    return found
 
 
 def _try_alone(
@@ -310,7 +348,7 @@ def _try_alone(
         start = held.areas[area].start
         for gap in gaps:
             place = replace(gap, destination=gap.destination + start)
-            if any(overlap(place, write.move) for write in tracer.writes[area]):
+            if any(common_nbytes(place, write.move) for write in tracer.writes[area]):
                 path = held.name(area, gap.destination)
                 raise RecordingError(f"{path} is written when it is given {min(names)} alone")
 
@@ -405,7 +443,7 @@ class _Analysis:
             for j in active:
                 first, second = min(i, j), max(i, j)
                 later = writes[second].move
-                if interleaved(writes[first].move, later):
+                if all_apart((writes[first].move, later)):
                     continue
                 try:
                     self._note_lost(area, writes[first], parts[first], writes[second])
@@ -414,11 +452,8 @@ class _Analysis:
                     path = self._held.areas[area].path
                     raise RecordingError(f"{path}: it is written over in parts: {error}") from None
             active.append(i)
-        return [
-            Write(move, w.kind, w.dtypes, w.clock, w.names, w.reason, w.keep)
-            for w, moves in zip(writes, parts, strict=True)
-            for move in moves
-        ]
+        left = zip(writes, parts, strict=True)
+        return [replace(write, move=move) for write, moves in left for move in moves]
 
     def _note_lost(self, area: int, first: Write, parts: list[Move], second: Write) -> None:
         """Notes what one tensor of the model has brought where another is written over it."""
@@ -427,14 +462,10 @@ class _Analysis:
         if not mine or not others or mine <= others:
             return
         move = second.move
-        read = Move(
-            move.destination,
-            move.destination,
-            tuple((n, d, d) for n, _, d in move.dims),
-            *(move.into, move.into),
-        )
+        dims = tuple((n, d, d) for n, _, d in move.dims)
+        read = Move(move.destination, move.destination, dims, move.into, move.into)
         for part in parts:
-            for found in compose(read, part)[0] if overlap(part, move) else ():
+            for found in compose(read, part)[0] if common_nbytes(part, move) else ():
                 self._lost.append((area, replace(first, move=found), min(others - mine)))
 
     def _add_twins(self) -> None:
@@ -518,7 +549,7 @@ class _Analysis:
     def _add_copy(self, area: int, write: Write) -> None:
         """A copy of a held tensor can wait until the end if that is not written meanwhile."""
         source = self._held.find(write.move.source)
-        read = write.move.turned()
+        read = write.move.reversed()
         earlier = [read]  # what another load has left
         later = False
         for time, other in zip(
@@ -527,7 +558,7 @@ class _Analysis:
             if time < write.clock:
                 earlier = [part for move in earlier for part in without(move, other.move)]
             else:
-                later = later or overlap(read, other.move)
+                later = later or common_nbytes(read, other.move) > 0
         if later:
             text = f"{self._place(area, write.move)}: a copy of what is written over later"
             if earlier:
@@ -597,9 +628,7 @@ class _Analysis:
         whole = _whole(("", *wholes.pop()), self._held.areas[area].start)
         low, high = whole.span()
         inside = all(low <= w.move.span()[0] and w.move.span()[1] <= high for w in writes)
-        nbytes = sum(w.move.count * w.move.into for w in writes)
-        dense = high - low == whole.count * whole.into
-        return inside and dense and nbytes == high - low
+        return inside and high - low == whole.nbytes == sum(w.move.nbytes for w in writes)
 
     def _find_gaps(self, area: int) -> None:
         """Parts of the area's tensors that nobody writes."""
@@ -629,7 +658,7 @@ class _Analysis:
         itself is not."""
         for area, seen in self._tracer.looked.items():
             for move in seen:
-                if any(overlap(move, write.move) for write in self._tracer.writes[area]):
+                if any(common_nbytes(move, write.move) for write in self._tracer.writes[area]):
                     path = self._place(area, move)
                     raise RecordingError(f"it looks at values of {path}, and then replaces them")
             gaps = self.recording.gaps.get(area, [])
@@ -637,18 +666,15 @@ class _Analysis:
 
     def _list_unwritten(self) -> None:
         for area, moves in self.recording.gaps.items():
-            counts: dict[str, int] = {}
+            counts = Counter[str]()
             for move in moves:
-                path = self._held.name(area, move.destination)
-                counts[path] = counts.get(path, 0) + move.count * move.into
+                counts[self._held.name(area, move.destination)] += move.nbytes
             self.recording.unwritten += counts.items()
 
     def _list_lacking(self) -> None:
         for fact in self._held.facts:
-            whole, nbytes = _whole(fact, 0), 0
-            for gap in self.recording.gaps.get(fact[4], ()):
-                left = without(gap, whole)
-                nbytes += gap.count * gap.into - sum(part.count * part.into for part in left)
+            gaps = self.recording.gaps.get(fact[4], ())
+            nbytes = sum(common_nbytes(gap, _whole(fact, 0)) for gap in gaps)
             if nbytes and fact[0] in self._held.parameters:
                 self.recording.lacking[fact[0]] = nbytes
 

@@ -9,6 +9,7 @@ grid's coordinates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -38,17 +39,19 @@ class Move:
 
     @property
     def count(self) -> int:
-        count = 1
-        for extent, _, _ in self.dims:
-            count *= extent
-        return count
+        return math.prod(extent for extent, _, _ in self.dims)
 
-    def turned(self) -> Move:
+    @property
+    def nbytes(self) -> int:
+        """Of the destination."""
+        return self.count * self.into
+
+    def reversed(self) -> Move:
         """The same elements the other way round."""
         dims = tuple((n, d, s) for n, s, d in self.dims)
         return Move(self.destination, self.source, dims, self.into, self.item)
 
-    def is_still(self) -> bool:
+    def is_noop(self) -> bool:
         """Whether every element stays where it is."""
         steps = all(n == 1 or s == d for n, s, d in self.dims)
         return self.source == self.destination and self.item == self.into and steps
@@ -115,15 +118,13 @@ def with_item(move: Move, item: int) -> Move:
     """The same bytes as elements of another size at the source."""
     if item == move.item:
         return move
-    if move.item == move.into and item < move.item and move.item % item == 0:
-        inner = (move.item // item, item, item)
-        return coalesced(replace(move, dims=(*move.dims, inner), item=item, into=item))
     move = coalesced(move)
-    if move.item == move.into and move.dims and move.dims[-1][1:] == (move.item, move.item):
-        nbytes = move.dims[-1][0] * move.item
-        if nbytes % item == 0:
-            dims = (*move.dims[:-1], (nbytes // item, item, item))
-            return coalesced(replace(move, dims=dims, item=item, into=item))
+    outer, nbytes = move.dims, move.item
+    if outer and outer[-1][1:] == (move.item, move.item):
+        outer, nbytes = outer[:-1], nbytes * outer[-1][0]
+    if move.item == move.into and nbytes % item == 0:
+        dims = (*outer, (nbytes // item, item, item))
+        return coalesced(replace(move, dims=dims, item=item, into=item))
     raise UnexpressedError(f"elements of {move.item} bytes read as {item}")
 
 
@@ -140,7 +141,7 @@ def cut(move: Move, grid: Grid) -> tuple[list[Cell], list[Move]]:
         if len(inside) + len(outside) + len(todo) > _PARTS:
             raise UnexpressedError(f"over {_PARTS} parts")
         part = todo.pop()
-        low, high = part.source, part.turned().span()[1]
+        low, high = part.source, part.reversed().span()[1]
         if high <= grid.base or low >= grid.end:
             outside.append(part)
             continue
@@ -202,12 +203,8 @@ def _divided(
     if carries and extent % steps == 0 and digit < steps:
         row = extent // steps
         if count % row == 0:
-            dims = list(part.dims)
-            dims[dim : dim + 1] = [
-                (count // row, stride * row, destination * row),
-                (row, stride, destination),
-            ]
-            return [replace(part, dims=tuple(dims))]
+            outer = (count // row, stride * row, destination * row)
+            return [_with_dims(part, dim, outer, (row, stride, destination))]
         if count > row:
             return _split(part, dim, count - count % row)
     return _split(part, dim, min(room, count - 1))
@@ -220,7 +217,7 @@ def _halved(part: Move, grid: Grid) -> list[Move]:
     count, stride, _ = part.dims[0]
     if stride == 0:
         return []
-    inner = part.turned().span()[1] - part.source - (count - 1) * stride
+    inner = part.reversed().span()[1] - part.source - (count - 1) * stride
     below = (grid.base - part.source - inner) // stride + 1
     if 0 < below < count:
         return _split(part, 0, below)
@@ -235,27 +232,24 @@ def _split(part: Move, dim: int, at: int) -> list[Move]:
     """The first `at` steps of a dimension, and the others."""
     count, source, destination = part.dims[dim]
 
-    def taken(start: int, extent: int) -> Move:
-        dims = list(part.dims)
-        dims[dim] = (extent, source, destination)
-        return coalesced(
-            Move(
-                part.source + start * source,
-                part.destination + start * destination,
-                tuple(dims),
-                part.item,
-                part.into,
-            )
-        )
+    rest = replace(part, source=part.source + at * source)
+    rest = replace(rest, destination=part.destination + at * destination)
+    return [
+        coalesced(_with_dims(rest, dim, (count - at, source, destination))),
+        coalesced(_with_dims(part, dim, (at, source, destination))),
+    ]
 
-    return [taken(at, count - at), taken(0, at)]
+
+def _with_dims(part: Move, dim: int, *dims: Dim) -> Move:
+    """A part with others in the place of one dimension."""
+    return replace(part, dims=(*part.dims[:dim], *dims, *part.dims[dim + 1 :]))
 
 
 def compose(read: Move, write: Move) -> tuple[list[Move], list[Move]]:
     """What a read finds of an earlier write: moves from the write's source to the read's
     destination, and the parts of the read that the write has not touched."""
     if read.item < write.into:
-        write = with_item(write.turned(), read.item).turned()
+        write = with_item(write.reversed(), read.item).reversed()
     ordered = sorted((d for d in write.dims if d[0] != 1), key=lambda d: -d[2])
     grid = Grid.of(write.destination, [(n, d) for n, _, d in ordered], write.into)
     read = with_item(read, write.into)
@@ -269,67 +263,43 @@ def compose(read: Move, write: Move) -> tuple[list[Move], list[Move]]:
     return moves, rest
 
 
-def interleaved(one: Move, other: Move) -> bool:
-    """Whether two moves surely write to different memory though their spans meet: both go in
-    steps of one size, and their runs lie side by side in it."""
-    strides = [d for move in (one, other) for n, _, d in move.dims if n > 1 and d]
-    for step in sorted(set(strides), reverse=True):
-        first, second = _phase(one, step), _phase(other, step)
-        if first is None or second is None:
-            continue
-        (a, n), (b, m) = first, second
-        if (b - a) % step >= n and (a - b) % step >= m:
-            return True
-    return False
-
-
 def all_apart(moves: Sequence[Move]) -> bool:
-    """Whether moves surely write to different memory, each two of them, because all go in steps
-    of one size; False says nothing."""
-    steps = {d for n, _, d in moves[0].dims if n > 1 and d} if moves else set()
+    """Whether moves surely write to different memory, each two of them, though their spans meet:
+    all go in steps of one size, and their runs lie side by side in it.  False says nothing."""
+    steps = {d for move in moves[:2] for n, _, d in move.dims if n > 1 and d}
     return len(moves) < 2 or any(_in_turn(moves, step) for step in steps)
 
 
 def _in_turn(moves: Sequence[Move], step: int) -> bool:
-    runs: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []  # where in a step, and up to where
     for move in moves:
-        phase = _phase(move, step)
-        if phase is None:
+        reach = move.into + sum((n - 1) * d for n, _, d in move.dims if d % step)
+        if reach > step:  # it does not repeat with the step
             return False
-        runs.append(phase)
+        runs.append((move.destination % step, move.destination % step + reach))
     runs.sort()
-    following = [*(start for start, _ in runs[1:]), runs[0][0] + step]
-    return all(run[0] + run[1] <= start for run, start in zip(runs, following, strict=True))
-
-
-def _phase(move: Move, step: int) -> tuple[int, int] | None:
-    """Where a move's runs lie in a step, and how long they are, if they repeat with it."""
-    reach = move.into
-    for extent, _, stride in move.dims:
-        if stride % step:
-            reach += (extent - 1) * stride
-    return (move.destination % step, reach) if reach <= step else None
+    runs.append((runs[0][0] + step, 0))
+    return all(one[1] <= two[0] for one, two in pairwise(runs))
 
 
 def without(earlier: Move, later: Move) -> list[Move]:
     """What is left of a move when another has written over its destination."""
     low, high = earlier.span()
     start, end = later.span()
-    if high <= start or end <= low or interleaved(earlier, later):
+    if high <= start or end <= low or all_apart((earlier, later)):
         return [earlier]
-    turned = earlier.turned()
-    target = later.turned()
-    item = min(turned.item, target.item)
+    back = earlier.reversed()
+    target = later.reversed()
+    item = min(back.item, target.item)
     target = with_item(target, item)
     grid = Grid.of(target.source, [(n, s) for n, s, _ in target.dims], item)
-    _, rest = cut(with_item(turned, item), grid)
-    return [part.turned() for part in rest]
+    _, rest = cut(with_item(back, item), grid)
+    return [part.reversed() for part in rest]
 
 
-def overlap(one: Move, other: Move) -> bool:
-    """Whether two moves write to the same memory."""
-    left = without(one, other)
-    return sum(part.count * part.into for part in left) < one.count * one.into
+def common_nbytes(one: Move, other: Move) -> int:
+    """How many bytes two moves both write to."""
+    return one.nbytes - sum(part.nbytes for part in without(one, other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,12 +323,8 @@ def boxes(move: Move, base: int, shape: Sequence[int], item: int) -> list[Box]:
     Raises UnexpressedError where they are too many, or reach beyond the tensor.
     """
     axes = [axis for axis, extent in enumerate(shape) if extent != 1]
-    strides: list[int] = []
-    stride = item
-    for axis in reversed(axes):
-        strides.insert(0, stride)
-        stride *= shape[axis]
-    grid = Grid(base, tuple(shape[a] for a in axes), tuple(strides), item)
+    strides = tuple(item * math.prod(shape[axis + 1 :]) for axis in axes)
+    grid = Grid(base, tuple(shape[a] for a in axes), strides, item)
     cells, rest = cut(with_item(move, item), grid)
     if rest:
         raise UnexpressedError("it reaches beyond the tensor")

@@ -304,7 +304,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         source = source.expand(destination.shape)
         read = _read(source, destination.data_ptr(), _steps(destination), destination.dtype)
-        if source.dtype == destination.dtype and read.is_still():
+        if source.dtype == destination.dtype and read.is_noop():
             return
         found = self._resolve(read, source, destination.dtype)
         for write in found:
@@ -336,8 +336,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> list[Write]:
         """Reads of memory that holds its values, which are kept as they are now."""
         storage = tensor.untyped_storage()
-        turned = [move.turned().span() for move in moves]
-        low, high = min(start for start, _ in turned), max(end for _, end in turned)
+        spans = [move.reversed().span() for move in moves]
+        low, high = min(start for start, _ in spans), max(end for _, end in spans)
         empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         keep = empty.set_(storage, low - storage.data_ptr(), (high - low,), (1,)).clone()
         shift = keep.data_ptr() - low
