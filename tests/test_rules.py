@@ -198,21 +198,6 @@ def test_three_dimensional_experts():
     assert (share == full[2:, [2, 5]]).all()
 
 
-def test_tensors_that_stay_together():
-    from wsync.families.tables import Family
-
-    rules = (
-        Rule("l.{layer}.q_down", "q h", Target("{layer}.q_a", "q h", together="latent")),
-        Rule("l.{layer}.kv_down", "kv h", Target("{layer}.kv_a", "kv h", together="latent")),
-        Rule("l.{layer}.o", "h", Target("{layer}.o", "h")),
-    )
-    family = Family("made_up", rules)
-    (piece,) = rules[0].expand({"q": 2, "h": 3}).pieces
-    assert family.group(piece.together, 0) == 1
-    assert family.group(piece.together, 5) == 6
-    assert family.group("", 5) == 0
-
-
 @given(st.data())
 def test_any_product_and_concatenation(data):
     """Random views of one dimension, read in another order, against numpy's transpose."""

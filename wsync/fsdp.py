@@ -15,7 +15,6 @@ Formats: `torch.distributed.tensor` and `torch.distributed.fsdp` of torch 2.6 to
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,10 +22,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.families.rules import Expansion, Rule, ShardPlacement
+from wsync.families.rules import Expansion, Rule, ShardPlacement, regions_of
 from wsync.families.tables import Family, runtime_family
-from wsync.layout import TrainerLayout, by_plain_name, global_name, position
-from wsync.module_tensors import Slot, Slots, two_tensors
+from wsync.layout import (
+    TrainerLayout,
+    by_plain_name,
+    chosen,
+    contiguous_strides,
+    global_name,
+    position,
+)
+from wsync.module_tensors import Slot, Slots, homes_of, two_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,16 +154,9 @@ class _Reader:
             known = by_plain_name(tensors, plain_name, some)
             if tied:
                 known.pop(TIED, None)
-            names: Iterable[str] = known
-            if some is not None:
-                names = some
-                missing = [name for name in names if name not in known]
-                if missing:
-                    raise _core.LayoutError(
-                        f"{missing[0]}: not among the {len(known)} weights given "
-                        f"({len(missing)} of {len(names)} missing)"
-                    )
-            return [part for name in names for part in self._parts(name, known[name])]
+            names = list(known if some is None else some)
+            given = zip(names, chosen(known, names), strict=True)
+            return [part for name, tensor in given for part in self._parts(name, tensor)]
 
         return read
 
@@ -211,7 +210,7 @@ class _Reader:
                 runs = _cut(name, shape, places)
                 extents = tuple(sum(extent for _, extent in part) for part in runs)
                 _check_local(name, tensor._local_tensor, extents)
-                regions = _regions(runs)
+                regions = regions_of(runs)
             self._placed[key] = regions
         return regions
 
@@ -234,22 +233,19 @@ def _slots(module: Any, flats: Sequence[tuple[str, Any]], tied: bool) -> Iterato
         )
     }
     seen: set[int] = set()
-    for path, owner in module.named_modules():
-        for home in (owner._parameters, owner._buffers):
-            for key, tensor in home.items():
-                if tensor is None or id(tensor) in flat:
-                    continue
-                if home is owner._buffers and key in owner._non_persistent_buffers_set:
-                    continue
-                full = f"{path}.{key}" if path else key
-                name = plain_name(full)
-                if tied and name == TIED and id(tensor) not in seen:
-                    raise _core.LayoutError(
-                        f"{name}: a parameter of its own, but the configuration says tied "
-                        "embeddings: wrap both in one FSDP unit"
-                    )
-                seen.add(id(tensor))
-                yield Slot(name, home, key, full)
+    for owner, home, key, full in homes_of(module):
+        tensor, name = home[key], plain_name(full)
+        if id(tensor) in flat:
+            continue
+        if home is owner._buffers and key in owner._non_persistent_buffers_set:
+            continue
+        if tied and name == TIED and id(tensor) not in seen:
+            raise _core.LayoutError(
+                f"{name}: a parameter of its own, but the configuration says tied "
+                "embeddings: wrap both in one FSDP unit"
+            )
+        seen.add(id(tensor))
+        yield Slot(name, home, key, full)
 
 
 def _check_names(names: Iterable[str], flats: Sequence[tuple[str, Any]]) -> None:
@@ -318,24 +314,6 @@ def _slice(runs: Runs, start: int, extent: int) -> Iterator[tuple[int, int]]:
         start -= count
 
 
-def _regions(runs: Sequence[Runs]) -> Regions:
-    """Boxes of a parameter and where each starts in the local tensor."""
-    local = []
-    for part in runs:
-        joined: list[tuple[int, int, int]] = []
-        for start, extent in part:
-            if joined and joined[-1][0] + joined[-1][1] == start:
-                first, count, at = joined[-1]
-                joined[-1] = (first, count + extent, at)
-            elif extent:
-                joined.append((start, extent, sum(count for _, count, _ in joined)))
-        local.append(joined)
-    return tuple(
-        (tuple(c[0] for c in choice), tuple(c[1] for c in choice), tuple(c[2] for c in choice))
-        for choice in itertools.product(*local)
-    )
-
-
 def _check_local(name: str, tensor: Any, extents: Shape) -> None:
     if tuple(tensor.shape) != extents:
         raise _core.LayoutError(
@@ -376,8 +354,7 @@ def _flat_parts(prefix: str, handle: Any, tied: bool) -> Iterator[_Part]:
                 # the boxes' strides end in 1, so the last axis counts from the buffer's start
                 local = (0,) * (len(shape) - 1) + (info.offset_in_shard + at - first,)
                 regions.append((start, extent, local))
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        yield _Part(name, tensor, shape, tuple(regions), strides)
+        yield _Part(name, tensor, shape, tuple(regions), contiguous_strides(shape))
 
 
 def _boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape, int]]:
@@ -415,39 +392,21 @@ class _Names:
     def maps(self, part: _Part) -> list[_core.Map]:
         """Where a parameter's elements go; only those maps that its regions meet."""
         found = self._family.match(part.name) if self._family is not None else None
-        if found is None:
+        if self._family is None or found is None:
             self._check_fused(part)
             zeros = (0,) * len(part.shape)
             axes = tuple(range(len(part.shape)))
             return [(part.name, "", part.shape, zeros, zeros, part.shape, axes, 0)]
         rule, numbers = found
-        expansion = self._expand(rule, part)
+        expansion = self._expand(self._family, rule, part)
         placement = ShardPlacement(part.shape, part.regions)
-        return [
-            (
-                piece.name.format(**numbers),
-                "",
-                piece.shape,
-                piece.target_start,
-                piece.source_start,
-                piece.extent,
-                piece.axes,
-                0,
-            )
-            for piece in expansion.pieces
-            if placement.meets(piece)
-        ]
+        return [piece.map(numbers) for piece in expansion.pieces if placement.meets(piece)]
 
-    def _expand(self, rule: Rule, part: _Part) -> Expansion:
+    def _expand(self, family: Family, rule: Rule, part: _Part) -> Expansion:
         expansion = self._expansions.get(id(rule))
         if expansion is None:
-            try:
-                expansion = self._expansions[id(rule)] = rule.expand(self._sizes)
-            except KeyError as error:
-                raise _core.LayoutError(
-                    f"{part.name}: the configuration does not give the size {error.args[0]!r}, "
-                    f"which the family {self._kind!r} needs for it"
-                ) from None
+            expansion = family.expand(rule, part.name, self._sizes)
+            self._expansions[id(rule)] = expansion
         if expansion.shape != part.shape:
             raise _core.LayoutError(
                 f"{part.name}: shape {part.shape} != {expansion.shape} of the configuration"

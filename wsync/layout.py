@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,22 @@ def by_plain_name(
             other = next(n for n, known in given if known is found[short] and plain(n) == short)
             raise two_tensors(name, other, short)
     return found
+
+
+def chosen(known: Mapping[str, _T], names: Sequence[str]) -> list[_T]:
+    """The tensors of these names; LayoutError where one is missing."""
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise _core.LayoutError(
+            f"{missing[0]}: not among the {len(known)} weights given "
+            f"({len(missing)} of {len(names)} missing)"
+        )
+    return [known[name] for name in names]
+
+
+def contiguous_strides(shape: Sequence[int], item: int = 1) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements, or in bytes of `item` each."""
+    return tuple(item * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 @dataclass(frozen=True)
@@ -110,14 +127,7 @@ class TrainerLayout:
         known = by_plain_name(weights, global_name, {*wanted, *others.values()})
         if not any(name in known for name in others):
             wanted = [others.get(name, name) for name in wanted]
-        try:
-            return [known[name] for name in wanted]
-        except KeyError:
-            missing = [name for name in wanted if name not in known]
-            raise _core.LayoutError(
-                f"{missing[0]}: not among the {len(known)} weights given "
-                f"({len(missing)} of {len(self.names)} missing)"
-            ) from None
+        return chosen(known, wanted)
 
 
 def _laid_out(tensor: Tensor, row: _Row, form: _Row) -> Tensor:

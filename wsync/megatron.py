@@ -14,16 +14,17 @@ tensors, has no layout here: its tensors can go through `wsync.layout.from_tenso
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.families.rules import Cut, Expansion, Piece, Rule, ShardPlacement
+from wsync.families.rules import Cut, Expansion, Rule, ShardPlacement
 from wsync.families.tables import FIELDS, Model, read_model
-from wsync.layout import TrainerLayout, global_name, position
-from wsync.module_tensors import Slot, Slots
+from wsync.layout import TrainerLayout, contiguous_strides, global_name, position
+from wsync.module_tensors import Slot, Slots, homes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,21 +56,13 @@ class Ranks:
 
         if not state.model_parallel_is_initialized():
             return Ranks()
-        return Ranks(
-            Cut(
-                state.get_tensor_model_parallel_rank(),
-                state.get_tensor_model_parallel_world_size(),
-            ),
-            Cut(
-                state.get_expert_tensor_parallel_rank(),
-                state.get_expert_tensor_parallel_world_size(),
-            ),
-            Cut(
-                state.get_expert_model_parallel_rank(),
-                state.get_expert_model_parallel_world_size(),
-            ),
-            state.get_pipeline_model_parallel_rank(),
-        )
+
+        def cut(kind: str) -> Cut:
+            rank = getattr(state, f"get_{kind}_parallel_rank")()
+            return Cut(rank, getattr(state, f"get_{kind}_parallel_world_size")())
+
+        stage = state.get_pipeline_model_parallel_rank()
+        return Ranks(cut("tensor_model"), cut("expert_tensor"), cut("expert_model"), stage)
 
 
 def layout(
@@ -145,24 +138,18 @@ def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot
     for stage, chunk in enumerate(chunks):
         numbers = _layer_numbers(chunk, stage if len(chunks) > 1 else None)
         for path, module in chunk.named_modules():
-            _check_tied(path, module, spec)
-            for home in (module._parameters, module._buffers):
-                for key, tensor in home.items():
-                    if tensor is None or (home is module._buffers and "expert_bias" not in key):
-                        continue
-                    full = f"{path}.{key}" if path else key
-                    name = _global(global_name(full), numbers, spec, ranks)
-                    if not (spec.tied and name == OUTPUT):
-                        yield Slot(name, home, key, full, stage)
-
-
-def _check_tied(path: str, module: Module, spec: Model) -> None:
-    shared = getattr(module, "share_embeddings_and_output_weights", None)
-    if isinstance(shared, bool) and shared != spec.tied:
-        raise _core.LayoutError(
-            f"{path or 'model'}: share_embeddings_and_output_weights is {shared}, "
-            f"but the configuration says tied embeddings: {spec.tied}"
-        )
+            shared = getattr(module, "share_embeddings_and_output_weights", None)
+            if isinstance(shared, bool) and shared != spec.tied:
+                raise _core.LayoutError(
+                    f"{path or 'model'}: share_embeddings_and_output_weights is {shared}, "
+                    f"but the configuration says tied embeddings: {spec.tied}"
+                )
+        for module, home, key, full in homes_of(chunk):
+            if home is module._buffers and "expert_bias" not in key:
+                continue
+            name = _global(global_name(full), numbers, spec, ranks)
+            if not (spec.tied and name == OUTPUT):
+                yield Slot(name, home, key, full, stage)
 
 
 def _layer_numbers(chunk: Module, stage: int | None) -> dict[int, int]:
@@ -233,7 +220,6 @@ class _Reader:
     def __init__(self, spec: Model, ranks: Ranks) -> None:
         self.spec = spec
         self.ranks = ranks
-        self._expansions: dict[tuple[int, int], Expansion] = {}
         self._plans: dict[tuple[int, tuple[int, ...], bool], _Plan] = {}
 
     def read(
@@ -247,10 +233,8 @@ class _Reader:
                 raise _core.LayoutError(
                     f"{name}: {kind} {numbers[kind]}, but the configuration has {limit} {size}"
                 )
-        duplicated = (
-            getattr(tensor, "tensor_model_parallel", None) is False
-            or getattr(tensor, "parallel_mode", None) == "duplicated"
-        )
+        duplicated = getattr(tensor, "tensor_model_parallel", None) is False
+        duplicated |= getattr(tensor, "parallel_mode", None) == "duplicated"
         key = (id(rule), shape, duplicated)
         plan = self._plans.get(key)
         if plan is None:
@@ -260,22 +244,7 @@ class _Reader:
             _check_attributes(name, tensor, plan, cut.ranks)
         if rule.stored is not None:
             strides = _view_strides(name, plan, shape, strides)
-        family, layer = self.spec.family, numbers.get("layer", 0)
-        names = {text: text.format(**numbers) for text in plan.names}
-        maps: list[_core.Map] = [
-            (
-                names[piece.name],
-                "",
-                piece.shape,
-                piece.target_start,
-                piece.source_start,
-                piece.extent,
-                piece.axes,
-                family.group(piece.together, layer) if piece.together else 0,
-            )
-            for piece in plan.pieces
-        ]
-        return plan.placement.regions, maps, strides
+        return plan.placement.regions, [piece.map(numbers) for piece in plan.pieces], strides
 
     def _cut(self, rule: Rule) -> Cut:
         return self.ranks.expert_tensor if ".mlp.experts." in rule.name else self.ranks.tensor
@@ -307,16 +276,7 @@ class _Reader:
 
     def _expand(self, rule: Rule, name: str, shape: tuple[int, ...], ranks: int) -> Expansion:
         """The rule with this model's sizes; an inferred axis takes what the known ones leave."""
-        found = self._expansions.get((id(rule), 0))
-        if found is None:
-            try:
-                found = self._expansions[(id(rule), 0)] = rule.expand(self.spec.sizes)
-            except KeyError as error:
-                fields = " or ".join(FIELDS.get(error.args[0], error.args))
-                raise _core.LayoutError(
-                    f"{name}: the configuration does not give {fields}, which the family "
-                    f"{self.spec.family.name!r} needs for it"
-                ) from None
+        found = self.spec.family.expand(rule, name, self.spec.sizes)
         dimension = rule.inferred_dimension()
         if dimension < 0 or len(shape) <= dimension:
             return found
@@ -337,49 +297,26 @@ class _Plan:
         self.rule = expansion.rule
         self.placement = placement
         self.duplicated = duplicated
-        self.pieces: tuple[Piece, ...] = tuple(p for p in expansion.pieces if placement.meets(p))
-        self.names = {piece.name for piece in self.pieces}
-        changed = [
-            dimension
-            for dimension, (a, b) in enumerate(
-                zip(
-                    _stored(self.rule, placement.shape),
-                    _stored(self.rule, expansion.place(_ALONE, _ALONE).shape),
-                    strict=True,
-                )
-            )
-            if a != b
-        ]
-        self.cut_dimensions = changed
+        self.pieces = [piece for piece in expansion.pieces if placement.meets(piece)]
+        whole = _stored(self.rule, expansion.place(_ALONE, _ALONE).shape)
+        extents = zip(_stored(self.rule, placement.shape), whole, strict=True)
+        self.cut_dimensions = [axis for axis, (a, b) in enumerate(extents) if a != b]
 
 
 def _stored(rule: Rule, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that Megatron gives a parameter whose view has `shape`."""
     if rule.stored is None:
         return shape
-    sizes = []
-    for dimensions in rule.stored:
-        size = 1
-        for dimension in dimensions:
-            size *= shape[dimension]
-        sizes.append(size)
-    return tuple(sizes)
+    return tuple(math.prod(shape[axis] for axis in axes) for axes in rule.stored)
 
 
 def _view_strides(
     name: str, plan: _Plan, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Strides of the rule's view over the contiguous storage of a legacy parameter."""
-
-    def dense(extents: Sequence[int]) -> tuple[int, ...]:
-        found = [1]
-        for extent in reversed(extents[1:]):
-            found.append(found[-1] * extent)
-        return tuple(reversed(found))
-
-    if strides != dense(shape):
+    if strides != contiguous_strides(shape):
         raise _core.LayoutError(f"{name}: strides {strides} of shape {shape} are not contiguous")
-    return dense(plan.placement.shape)
+    return contiguous_strides(plan.placement.shape)
 
 
 def _check_attributes(name: str, tensor: Tensor, plan: _Plan, ranks: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wsync import _core
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["Slot", "Slots"]
+__all__ = ["Slot", "Slots", "homes_of"]
 
 
 class Slot(NamedTuple):
@@ -103,6 +103,15 @@ class Slots:
                 slots.append(slot)
                 tensors.append(tensor)
         return _Found(tuple(slot.name for slot in slots), slots, others, children)
+
+
+def homes_of(root: Module) -> Iterator[tuple[Module, dict[str, Any], str, str]]:
+    """(module, home, key, path) of every parameter and buffer: home[key] is the tensor."""
+    for path, module in root.named_modules():
+        for home in (module._parameters, module._buffers):
+            for key, tensor in home.items():
+                if tensor is not None:
+                    yield module, home, key, f"{path}.{key}" if path else key
 
 
 def two_tensors(one: str, other: str, name: str) -> _core.LayoutError:

@@ -49,6 +49,7 @@ MAX_BOXES = 1 << 20  # far above any real rule; a bound for a mistyped one
 _TOKEN = re.compile(r"\s*(?:(?P<mark>[*@])|(?P<name>[a-z_][a-z0-9_]*)|(?P<other>[()|:?]|\d+))")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _NUMBERED = ("layer", "expert")
+_Shape = tuple[int, ...]
 
 
 class RuleError(ValueError):
@@ -235,15 +236,10 @@ class _View:
             inner = self._product(rest, sizes)
             if any(axis.mark for axis in _axes(rest)):
                 raise RuleError(f"view {self.text!r}: only the first item of a group can be cut")
-            for start, extent in self.parts(first, sizes, cuts):
-                start = base + start * inner
-                extent *= inner
-                if found and sum(found[-1]) == start:
-                    found[-1] = (found[-1][0], found[-1][1] + extent)
-                else:
-                    found.append((start, extent))
+            parts = self.parts(first, sizes, cuts)
+            found += [(base + start * inner, extent * inner) for start, extent in parts]
             base += self.size(first, sizes) * inner
-        return [part for part in found if part[1]]
+        return found
 
 
 @dataclass(frozen=True)
@@ -256,14 +252,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Target:
-    """A Hugging Face tensor that takes elements of a parameter.
-
-    `together`: tensors of one layer with the same label reach an engine in the same round.
-    """
+    """A Hugging Face tensor that takes elements of a parameter."""
 
     name: str
     view: str
-    together: str = ""
 
 
 @dataclass(frozen=True)
@@ -279,7 +271,13 @@ class Piece:
     source_start: tuple[int, ...]
     extent: tuple[int, ...]
     axes: tuple[int, ...]
-    together: str
+
+    def map(self, numbers: Mapping[str, int]) -> _core.Map:
+        """The piece of one parameter, whose name holds these numbers."""
+        return (
+            *(self.name.format(**numbers), "", self.shape, self.target_start),
+            *(self.source_start, self.extent, self.axes, 0),
+        )
 
     def source_box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(start, extent) in the unsharded parameter."""
@@ -308,6 +306,29 @@ class ShardPlacement:
         )
 
 
+def regions_of(
+    held: Sequence[Sequence[tuple[int, int]]],
+) -> tuple[tuple[_Shape, _Shape, _Shape], ...]:
+    """The boxes of a parameter that a local tensor consists of.
+
+    held: for each dimension, (start, extent) of what the tensor has of it, in its own order.
+    """
+    local: list[list[tuple[int, int, int]]] = []
+    for parts in held:
+        joined: list[tuple[int, int, int]] = []
+        for start, extent in parts:
+            if joined and sum(joined[-1][:2]) == start:
+                first, count, at = joined[-1]
+                joined[-1] = (first, count + extent, at)
+            elif extent:
+                joined.append((start, extent, sum(count for _, count, _ in joined)))
+        local.append(joined)
+    return tuple(
+        (tuple(c[0] for c in choice), tuple(c[1] for c in choice), tuple(c[2] for c in choice))
+        for choice in itertools.product(*local)
+    )
+
+
 class Expansion:
     """A rule with all sizes known."""
 
@@ -321,21 +342,8 @@ class Expansion:
         """The share of a rank; raises LayoutError if an axis does not divide."""
         cuts = {"*": tensor, "@": expert or Cut()}
         dimensions = [self._view.parts(item, self._sizes, cuts) for item in self._view.items]
-        local: list[list[tuple[int, int, int]]] = []
-        for parts in dimensions:
-            ends = list(itertools.accumulate((extent for _, extent in parts), initial=0))
-            local.append([(*part, end) for part, end in zip(parts, ends, strict=False)])
-        regions = tuple(
-            (
-                tuple(part[0] for part in choice),
-                tuple(part[1] for part in choice),
-                tuple(part[2] for part in choice),
-            )
-            for choice in itertools.product(*local)
-        )
-        return ShardPlacement(
-            tuple(sum(extent for _, extent in parts) for parts in dimensions), regions
-        )
+        shape = tuple(sum(extent for _, extent in parts) for parts in dimensions)
+        return ShardPlacement(shape, regions_of(dimensions))
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -413,15 +421,7 @@ def _boxes(
         for axis, index in zip(counted, indices, strict=True):
             start[branch.steps[axis].dimension] += index * branch.steps[axis].stride
             origin_start[source.steps[axis].dimension] += index * source.steps[axis].stride
-        yield Piece(
-            name,
-            shape,
-            tuple(start),
-            tuple(origin_start),
-            tuple(extent),
-            tuple(axes),
-            target.together,
-        )
+        yield Piece(name, shape, tuple(start), tuple(origin_start), tuple(extent), tuple(axes))
 
 
 class Rule:

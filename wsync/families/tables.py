@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wsync import _core
-from wsync.families.rules import Rule, Target, key_of
+from wsync.families.rules import Expansion, Rule, Target, key_of
 
 __all__ = ["FAMILIES", "RUNTIME", "Family", "Model", "family_of", "read_model", "runtime_family"]
 
@@ -26,6 +26,11 @@ _HF = "model.layers.{layer}."
 
 def _rename(name: str, view: str, target: str) -> Rule:
     return Rule(name, view, Target(target, re.sub(r"[*]|:\w+", "", view)))
+
+
+def _layer(*rows: tuple[str, str, str]) -> tuple[Rule, ...]:
+    """Parameters of a layer that lie as the tensors of other names do: (name, view, other name)."""
+    return tuple(_rename(_LAYER + name, view, _HF + target) for name, view, target in rows)
 
 
 def _gated(name: str, size: str, target: str, *, kind: str = "weight") -> Rule:
@@ -65,53 +70,41 @@ EMBEDDING: tuple[Rule, ...] = (
 ATTENTION: tuple[Rule, ...] = (
     _qkv("weight"),
     _qkv("bias"),
-    _rename(
-        f"{_LAYER}self_attention.linear_proj.weight",
-        "h *(g n d)",
-        f"{_HF}self_attn.o_proj.weight",
+    *_layer(
+        ("self_attention.linear_proj.weight", "h *(g n d)", "self_attn.o_proj.weight"),
+        ("self_attention.linear_proj.bias", "h", "self_attn.o_proj.bias"),
+        ("self_attention.q_layernorm.weight", "d", "self_attn.q_norm.weight"),
+        ("self_attention.k_layernorm.weight", "d", "self_attn.k_norm.weight"),
+        # One norm, two names: fused into the linear layer by TransformerEngine, else of its own.
+        ("self_attention.linear_qkv.layer_norm_weight", "h", "input_layernorm.weight"),
+        ("input_layernorm.weight", "h", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "h", "post_attention_layernorm.weight"),
+        ("pre_mlp_layernorm.weight", "h", "post_attention_layernorm.weight"),
     ),
-    _rename(f"{_LAYER}self_attention.linear_proj.bias", "h", f"{_HF}self_attn.o_proj.bias"),
-    _rename(f"{_LAYER}self_attention.q_layernorm.weight", "d", f"{_HF}self_attn.q_norm.weight"),
-    _rename(f"{_LAYER}self_attention.k_layernorm.weight", "d", f"{_HF}self_attn.k_norm.weight"),
-    # One norm, two names: fused into the linear layer by TransformerEngine, else of its own.
-    _rename(
-        f"{_LAYER}self_attention.linear_qkv.layer_norm_weight", "h", f"{_HF}input_layernorm.weight"
-    ),
-    _rename(f"{_LAYER}input_layernorm.weight", "h", f"{_HF}input_layernorm.weight"),
-    _rename(
-        f"{_LAYER}mlp.linear_fc1.layer_norm_weight",
-        "h",
-        f"{_HF}post_attention_layernorm.weight",
-    ),
-    _rename(f"{_LAYER}pre_mlp_layernorm.weight", "h", f"{_HF}post_attention_layernorm.weight"),
 )
 
 DENSE_MLP: tuple[Rule, ...] = (
     _gated(f"{_LAYER}mlp.linear_fc1.weight", "ffn", f"{_HF}mlp."),
     _gated(f"{_LAYER}mlp.linear_fc1.bias", "ffn", f"{_HF}mlp.", kind="bias"),
-    _rename(f"{_LAYER}mlp.linear_fc2.weight", "h *ffn", f"{_HF}mlp.down_proj.weight"),
-    _rename(f"{_LAYER}mlp.linear_fc2.bias", "h", f"{_HF}mlp.down_proj.bias"),
+    *_layer(
+        ("mlp.linear_fc2.weight", "h *ffn", "mlp.down_proj.weight"),
+        ("mlp.linear_fc2.bias", "h", "mlp.down_proj.bias"),
+    ),
 )
 
+_EXPERT = f"{_HF}mlp.experts.{{expert}}."
 EXPERTS: tuple[Rule, ...] = (
-    _rename(f"{_LAYER}mlp.router.weight", "experts h", f"{_HF}mlp.gate.weight"),
-    _rename(f"{_LAYER}mlp.router.expert_bias", "experts", f"{_HF}mlp.gate.e_score_correction_bias"),
+    *_layer(
+        ("mlp.router.weight", "experts h", "mlp.gate.weight"),
+        ("mlp.router.expert_bias", "experts", "mlp.gate.e_score_correction_bias"),
+    ),
     *(
         rule
-        for first, second in (
-            ("linear_fc1.weight{expert}", "linear_fc2.weight{expert}"),
-            (
-                "local_experts.{expert}.linear_fc1.weight",
-                "local_experts.{expert}.linear_fc2.weight",
-            ),
-        )
+        for before, after in (("", "{expert}"), ("local_experts.{expert}.", ""))
+        for name in (f"{_LAYER}mlp.experts.{before}linear_fc",)
         for rule in (
-            _gated(f"{_LAYER}mlp.experts.{first}", "moe_ffn", f"{_HF}mlp.experts.{{expert}}."),
-            _rename(
-                f"{_LAYER}mlp.experts.{second}",
-                "h *moe_ffn",
-                f"{_HF}mlp.experts.{{expert}}.down_proj.weight",
-            ),
+            _gated(f"{name}1.weight{after}", "moe_ffn", _EXPERT),
+            _rename(f"{name}2.weight{after}", "h *moe_ffn", f"{_EXPERT}down_proj.weight"),
         )
     ),
     # Legacy grouped experts: one tensor per rank, transposed for each expert.
@@ -132,24 +125,19 @@ EXPERTS: tuple[Rule, ...] = (
 
 
 def _shared_experts(target: str) -> tuple[Rule, ...]:
+    name = "mlp.shared_experts.linear_fc"
     return (
-        _gated(f"{_LAYER}mlp.shared_experts.linear_fc1.weight", "shared_ffn", target),
-        _rename(
-            f"{_LAYER}mlp.shared_experts.linear_fc2.weight",
-            "h *shared_ffn",
-            f"{target}down_proj.weight",
-        ),
+        _gated(f"{_LAYER}{name}1.weight", "shared_ffn", f"{_HF}{target}"),
+        *_layer((f"{name}2.weight", "h *shared_ffn", f"{target}down_proj.weight")),
     )
 
 
 SHARED_EXPERT: tuple[Rule, ...] = (
-    *_shared_experts(f"{_HF}mlp.shared_expert."),
-    _rename(
-        f"{_LAYER}mlp.shared_experts.gate_weight", "one:1 h", f"{_HF}mlp.shared_expert_gate.weight"
-    ),
+    *_shared_experts("mlp.shared_expert."),
+    *_layer(("mlp.shared_experts.gate_weight", "one:1 h", "mlp.shared_expert_gate.weight")),
 )
 # Qwen3's own models have none; the names are those that slime gives them.
-UNGATED_SHARED_EXPERTS = _shared_experts(f"{_HF}mlp.shared_experts.")
+UNGATED_SHARED_EXPERTS = _shared_experts("mlp.shared_experts.")
 
 
 def _fused_experts(
@@ -179,7 +167,6 @@ class Family:
         self._by_key: dict[str, list[Rule]] = {}
         for rule in self.rules:
             self._by_key.setdefault(rule.key, []).append(rule)
-        self._labels = sorted({t.together for rule in self.rules for t in rule.targets} - {""})
 
     def find(self, name: str) -> tuple[Rule, dict[str, int]]:
         """The rule of a global parameter name and the numbers in that name.
@@ -199,17 +186,24 @@ class Family:
                 return rule, numbers
         return None
 
-    def group(self, label: str, layer: int) -> int:
-        """The keep-together group of a label in a layer; 0 for no label."""
-        return 0 if not label else 1 + layer * len(self._labels) + self._labels.index(label)
+    def expand(
+        self, rule: Rule, name: str, sizes: Mapping[str, int], inferred: int = 0
+    ) -> Expansion:
+        """`rule.expand` for a parameter; LayoutError names a size that is not known."""
+        try:
+            return rule.expand(sizes, inferred)
+        except KeyError as error:
+            fields = " or ".join(FIELDS.get(error.args[0], error.args))
+            raise _core.LayoutError(
+                f"{name}: the configuration does not give {fields}, which the family "
+                f"{self.name!r} needs for it"
+            ) from None
 
 
 FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
-        Family("llama", EMBEDDING, ATTENTION, DENSE_MLP),
-        Family("qwen2", EMBEDDING, ATTENTION, DENSE_MLP),
-        Family("qwen3", EMBEDDING, ATTENTION, DENSE_MLP),
+        *(Family(name, EMBEDDING, ATTENTION, DENSE_MLP) for name in ("llama", "qwen2", "qwen3")),
         Family("qwen2_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS, SHARED_EXPERT),
         Family("qwen3_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS, UNGATED_SHARED_EXPERTS),
     )
@@ -225,14 +219,8 @@ RUNTIME: Mapping[str, Family] = {
         *(
             Family(name, _fused_experts())
             for name in (
-                "qwen2_moe",
-                "qwen3_moe",
-                "deepseek_v2",
-                "deepseek_v3",
-                "dots1",
-                "glm4_moe",
-                "glm4_moe_lite",
-                "qwen3_next",
+                *("qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
+                *("dots1", "glm4_moe", "glm4_moe_lite", "qwen3_next"),
             )
         ),
         Family("olmoe", _fused_experts(size="ffn")),

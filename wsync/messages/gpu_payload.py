@@ -31,6 +31,7 @@ from wsync._core import (
     ProtocolError,
     StateError,
 )
+from wsync.layout import contiguous_strides
 from wsync.machine.deadline import Check
 from wsync.messages import payload, peer_memory
 
@@ -350,7 +351,7 @@ class GpuRing:
             (self._file, counter),
             dtype,
             sizes,
-            tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))),
+            contiguous_strides(sizes),
             start,
         )
 
