@@ -51,7 +51,7 @@ typedef struct wsync_comm_ops {
  * nothing is received into staging of one's own.  Built in two steps, so that addresses can
  * be exchanged in between by the caller. */
 /* Begins to listen.  staging_nbytes is the size of one half; rounded up to whole pages. */
-wsync_status_t wsync_shared_comm_create(const wsync_device_ops_t *ops, const char *parent,
+wsync_status_t wsync_shared_comm_create(const wsync_device_t *device, const char *parent,
                                         uint32_t rank, uint32_t rank_count,
                                         uint64_t staging_nbytes, wsync_comm_t **comm,
                                         wsync_error_t *err);

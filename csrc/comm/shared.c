@@ -13,12 +13,16 @@ static uint64_t sequence_of(const wsync_comm_t *self, uint32_t round)
     return self->base + (uint64_t)round + 1;
 }
 
+/* stream NULL: the call has none. */
 static wsync_status_t require_round(const wsync_comm_t *self, const char *call,
                                     uint32_t round, uint32_t next, uint32_t limit,
-                                    wsync_error_t *err)
+                                    const wsync_stream_t *stream, wsync_error_t *err)
 {
-    const wsync_status_t status = wsync_shared_check(self, err);
+    wsync_status_t status = wsync_shared_check(self, err);
 
+    if (status == WSYNC_OK && stream != NULL) {
+        status = wsync_stream_check(stream, self->device, "the exchange", err);
+    }
     if (status != WSYNC_OK) {
         return status;
     }
@@ -121,7 +125,7 @@ static wsync_status_t shared_acquire(wsync_comm_t *comm, uint32_t round, int tim
                                ? comm->next_release + 2
                                : comm->round_count;
     wsync_status_t status =
-        require_round(comm, "acquire", round, comm->next_acquire, limit, err);
+        require_round(comm, "acquire", round, comm->next_acquire, limit, NULL, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -169,8 +173,8 @@ static wsync_status_t shared_spans(wsync_comm_t *comm, uint32_t round, wsync_spa
         const wsync_memory_t *staging = mine ? comm->staging : peer->staging;
         const uint64_t half_nbytes = mine ? comm->half_nbytes : peer->half_nbytes;
 
-        spans[i].data = (uint8_t *)comm->ops->memory_data(staging) + half * half_nbytes +
-                        message->send_offset;
+        spans[i].data =
+            (uint8_t *)staging->data + half * half_nbytes + message->send_offset;
         spans[i].nbytes = message->nbytes;
     }
     return WSYNC_OK;
@@ -182,8 +186,8 @@ static wsync_status_t shared_post(wsync_comm_t *comm, uint32_t round,
     const uint64_t sequence = sequence_of(comm, round);
     const wsync_message_t *messages;
     size_t count = 0;
-    wsync_status_t status =
-        require_round(comm, "post", round, comm->next_post, comm->next_acquire, err);
+    wsync_status_t status = require_round(comm, "post", round, comm->next_post,
+                                          comm->next_acquire, stream, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -212,7 +216,7 @@ static wsync_status_t shared_wait(wsync_comm_t *comm, uint32_t round, int timeou
     const wsync_message_t *messages;
     size_t count = 0;
     wsync_status_t status =
-        require_round(comm, "wait", round, comm->next_wait, comm->next_post, err);
+        require_round(comm, "wait", round, comm->next_wait, comm->next_post, NULL, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -236,8 +240,8 @@ static wsync_status_t shared_release(wsync_comm_t *comm, uint32_t round,
 {
     const wsync_message_t *messages;
     size_t count = 0;
-    wsync_status_t status =
-        require_round(comm, "release", round, comm->next_release, comm->next_wait, err);
+    wsync_status_t status = require_round(comm, "release", round, comm->next_release,
+                                          comm->next_wait, stream, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -288,12 +292,12 @@ static void shared_destroy(wsync_comm_t *comm)
     }
     shared_close(comm);
     for (uint32_t i = 0; comm->peers != NULL && i < comm->rank_count; i++) {
-        comm->ops->memory_destroy(comm->peers[i].staging);
-        comm->ops->memory_destroy(comm->peers[i].control);
+        wsync_memory_destroy(comm->peers[i].staging);
+        wsync_memory_destroy(comm->peers[i].control);
     }
-    comm->ops->memory_destroy(comm->staging);
+    wsync_memory_destroy(comm->staging);
     /* Streams that still have to record retain it. */
-    comm->ops->memory_destroy(comm->control);
+    wsync_memory_destroy(comm->control);
     free(comm->peers);
     free(comm->polled);
     free(comm->marked);

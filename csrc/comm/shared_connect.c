@@ -26,7 +26,7 @@ static wsync_status_t allocate(wsync_comm_t *self, wsync_error_t *err)
     return WSYNC_OK;
 }
 
-wsync_status_t wsync_shared_comm_create(const wsync_device_ops_t *ops, const char *parent,
+wsync_status_t wsync_shared_comm_create(const wsync_device_t *device, const char *parent,
                                         uint32_t rank, uint32_t rank_count,
                                         uint64_t staging_nbytes, wsync_comm_t **comm,
                                         wsync_error_t *err)
@@ -44,7 +44,7 @@ wsync_status_t wsync_shared_comm_create(const wsync_device_ops_t *ops, const cha
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "shared",
                           "no memory for an exchange");
     }
-    self->ops = ops;
+    self->device = device;
     self->rank = rank;
     self->rank_count = rank_count;
     self->half_nbytes =
@@ -57,10 +57,10 @@ wsync_status_t wsync_shared_comm_create(const wsync_device_ops_t *ops, const cha
         status = wsync_token_create(self->token, err);
     }
     if (status == WSYNC_OK) {
-        status = ops->memory_create(2 * self->half_nbytes, &self->staging, err);
+        status = wsync_memory_create(device, 2 * self->half_nbytes, &self->staging, err);
     }
     if (status == WSYNC_OK) {
-        status = ops->control_create(SHARED_CONTROL_NBYTES, &self->control, err);
+        status = wsync_control_create(device, SHARED_CONTROL_NBYTES, &self->control, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_listener_create(parent, &self->listener, err);
@@ -90,8 +90,8 @@ static wsync_frame_t introduce(const wsync_comm_t *self, uint32_t kind)
         .kind = kind,
         .arguments = {self->rank, self->half_nbytes, self->rank_count, SHARED_PURPOSE}};
 
-    frame.fds[0] = self->ops->memory_fd(self->staging);
-    frame.fds[1] = self->ops->memory_fd(self->control);
+    frame.fds[0] = self->staging->fd;
+    frame.fds[1] = self->control->fd;
     frame.fd_count = 2;
     return frame;
 }
@@ -115,13 +115,14 @@ static wsync_status_t take_memory(wsync_comm_t *self, uint32_t rank,
                           (unsigned)frame->fd_count, (unsigned long long)half_nbytes,
                           (unsigned)rank, (unsigned)self->rank_count);
     }
-    status = self->ops->memory_import(frame->fds[0], 2 * half_nbytes, &peer->staging, err);
+    status = wsync_memory_import(self->device, frame->fds[0], 2 * half_nbytes,
+                                 &peer->staging, err);
     if (status != WSYNC_OK) {
         return status;
     }
     peer->half_nbytes = half_nbytes;
-    return self->ops->control_import(frame->fds[1], SHARED_CONTROL_NBYTES, &peer->control,
-                                     err);
+    return wsync_control_import(self->device, frame->fds[1], SHARED_CONTROL_NBYTES,
+                                &peer->control, err);
 }
 
 static wsync_status_t connect_below(wsync_comm_t *self, uint32_t rank, const char *address,

@@ -4,8 +4,8 @@
 #define WSYNC_COMM_SHARED_INTERNAL_H
 
 #include "comm/comm.h"
+#include "device/deadline.h"
 #include "ipc/channel.h"
-#include "ipc/deadline.h"
 
 enum {
     SHARED_WELCOME = 2,  /* rank, half_nbytes; staging, control: the answer to HELLO */
@@ -43,7 +43,7 @@ typedef struct shared_peer {
 } shared_peer_t;
 
 struct wsync_comm {
-    const wsync_device_ops_t *ops;
+    const wsync_device_t *device;
     wsync_listener_t *listener; /* NULL once everybody is connected */
     wsync_memory_t *staging;
     wsync_memory_t *control;

@@ -180,14 +180,14 @@ wsync_status_t wsync_shared_await(wsync_comm_t *comm, uint32_t rank, shared_word
             return fail_timeout(comm, rank, word, round, err);
         }
     }
-    while (comm->ops->event_query(event) < value) {
+    while (wsync_event_query(event) < value) {
         const int slice = wsync_left_ms(deadline_ms, SHARED_SLICE_MS);
 
-        status = comm->ops->event_wait(event, value, slice, err);
+        status = wsync_event_wait(event, value, slice, err);
         if (status == WSYNC_ERR_TIMEOUT) {
             status = wsync_shared_poll(comm, 0, round, err);
             if (status == WSYNC_OK && peer->channel == NULL &&
-                comm->ops->event_query(event) < value) {
+                wsync_event_query(event) < value) {
                 status = fail_gone(comm, rank, round, err);
             } else if (status == WSYNC_OK && slice == 0) {
                 status = fail_timeout(comm, rank, word, round, err);
@@ -242,8 +242,8 @@ wsync_status_t wsync_shared_announce(wsync_comm_t *comm, shared_word_t word, uin
             continue;
         }
         if (!recorded) {
-            status = comm->ops->stream_record(
-                stream, wsync_shared_event(comm->control, word), value, err);
+            status = wsync_stream_record(stream, wsync_shared_event(comm->control, word),
+                                         value, err);
             if (status != WSYNC_OK) {
                 return status;
             }

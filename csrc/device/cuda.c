@@ -1,8 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
- * GPUs and their ops tables. */
+ * GPUs: how they are opened, their contexts, and memory of the host that they reach. */
 #include "device/cuda.h"
 
+#include <inttypes.h>
 #include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "device/kernel_table.h"
@@ -10,54 +13,33 @@
 /* Of memory where the driver does not say: what its allocations are pieces of. */
 enum { LEGACY_GRANULARITY = 2 << 20 };
 
-/* Filled when a GPU is first asked for.  Nothing is released: the driver takes contexts
- * down at the end of the process, in an order that no one knows. */
+/* GPUs that were asked for.  Nothing is released: the driver takes contexts down at the end
+ * of the process, in an order that no one knows. */
 static struct {
     pthread_mutex_t mutex;
-    bool opened[WSYNC_CUDA_MAX_DEVICES];
-    wsync_cuda_device_t devices[WSYNC_CUDA_MAX_DEVICES];
-    _Atomic(wsync_cu_function_t) copy_kernels[WSYNC_CUDA_MAX_DEVICES];
-} table = {.mutex = PTHREAD_MUTEX_INITIALIZER};  // NOLINT(cppcoreguidelines-*)
+    wsync_cuda_device_t *first;
+} opened = {.mutex = PTHREAD_MUTEX_INITIALIZER};  // NOLINT(cppcoreguidelines-*)
 
 static wsync_status_t read_attribute(const wsync_cuda_device_t *device, int attribute,
                                      int *value, wsync_error_t *err)
 {
-    const wsync_cu_result_t code =
-        device->driver->device_get_attribute(value, attribute, device->ordinal);
-
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(device->driver, code, "cuDeviceGetAttribute", err,
-                               "GPU %d (%s)", device->ordinal, device->info.name);
-    }
-    return WSYNC_OK;
+    return wsync_cuda_check(
+        device->driver,
+        device->driver->device_get_attribute(value, attribute, device->base.ordinal),
+        "cuDeviceGetAttribute", err, "%s", device->label);
 }
 
-static wsync_status_t check_attributes(const wsync_cuda_device_t *device,
-                                       wsync_error_t *err)
+/* UNSUPPORTED if the device has not got what the attribute stands for. */
+static wsync_status_t need(const wsync_cuda_device_t *device, int attribute,
+                           const char *what, wsync_error_t *err)
 {
-    static const struct {
-        int attribute;
-        const char *what;
-    } needs[] = {
-        {WSYNC_CU_ATTRIBUTE_HOST_REGISTER, "registered host memory"},
-        {WSYNC_CU_ATTRIBUTE_STREAM_WORDS, "64-bit stream memory operations"},
-    };
+    int value = 0;
+    const wsync_status_t status = read_attribute(device, attribute, &value, err);
 
-    for (size_t i = 0; i < sizeof(needs) / sizeof(needs[0]); i++) {
-        int value = 0;
-        const wsync_status_t status =
-            read_attribute(device, needs[i].attribute, &value, err);
-
-        if (status != WSYNC_OK) {
-            return status;
-        }
-        if (value == 0) {
-            return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_cuda_device",
-                              "GPU %d (%s) has no %s", device->ordinal, device->info.name,
-                              needs[i].what);
-        }
-    }
-    return WSYNC_OK;
+    return status != WSYNC_OK || value != 0
+               ? status
+               : wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_cuda_device",
+                            "%s has no %s", device->label, what);
 }
 
 /* Whether memory can be mapped by wsync and exported as a descriptor, and its granularity.
@@ -67,85 +49,104 @@ static wsync_status_t find_memory_kind(wsync_cuda_device_t *device, wsync_error_
     const wsync_cu_property_t property = {
         .type = WSYNC_CU_ALLOCATION_PINNED,
         .handle_types = WSYNC_CU_HANDLE_FD,
-        .location = {WSYNC_CU_LOCATION_DEVICE, device->ordinal}};
+        .location = {WSYNC_CU_LOCATION_DEVICE, device->base.ordinal}};
     size_t granularity = LEGACY_GRANULARITY;
     int mapped = 0;
     int exported = 0;
-    wsync_cu_result_t code = WSYNC_CU_SUCCESS;
     wsync_status_t status = read_attribute(device, WSYNC_CU_ATTRIBUTE_VMM, &mapped, err);
 
     if (status == WSYNC_OK) {
         status = read_attribute(device, WSYNC_CU_ATTRIBUTE_HANDLE_FD, &exported, err);
     }
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    device->vmm = mapped != 0 && exported != 0;
+    device->vmm = status == WSYNC_OK && mapped != 0 && exported != 0;
     if (device->vmm) {
-        code = device->driver->mem_granularity(&granularity, &property,
-                                               WSYNC_CU_GRANULARITY_MINIMUM);
-    }
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(device->driver, code, "cuMemGetAllocationGranularity", err,
-                               "GPU %d (%s)", device->ordinal, device->info.name);
+        status =
+            wsync_cuda_check(device->driver,
+                             device->driver->mem_granularity(&granularity, &property,
+                                                             WSYNC_CU_GRANULARITY_MINIMUM),
+                             "cuMemGetAllocationGranularity", err, "%s", device->label);
     }
     device->granularity = granularity > 0 ? granularity : 1;
-    return WSYNC_OK;
-}
-
-/* The last step of opening: what was retained is kept. */
-static wsync_status_t retain_context(wsync_cuda_device_t *device, wsync_error_t *err)
-{
-    const wsync_cuda_driver_t *driver = device->driver;
-    const wsync_cu_result_t code =
-        driver->primary_retain(&device->context, device->ordinal);
-
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(driver, code, "cuDevicePrimaryCtxRetain", err, "GPU %d (%s)",
-                               device->ordinal, device->info.name);
-    }
-    return WSYNC_OK;
+    return status;
 }
 
 static wsync_status_t open_device(const wsync_cuda_driver_t *driver, int ordinal,
-                                  wsync_cuda_device_t *device, wsync_error_t *err)
+                                  wsync_cuda_device_t *made, wsync_error_t *err)
 {
-    wsync_cuda_device_t made = {.driver = driver, .ordinal = ordinal};
     int processors = 0;
     int pageable = 0;
     int in_place = 0;
-    wsync_status_t status = wsync_cuda_describe(driver, ordinal, &made.info, err);
+    wsync_status_t status = wsync_cuda_describe(driver, ordinal, &made->info, err);
 
+    made->driver = driver;
+    made->base = (wsync_device_t){.memory_ops = &wsync_cuda_memory_ops,
+                                  .stream_ops = &wsync_cuda_stream_ops,
+                                  .name = "cuda",
+                                  .ordinal = ordinal};
+    memcpy(made->base.uuid, made->info.uuid.bytes, sizeof(made->base.uuid));
+    (void)snprintf(made->label, sizeof(made->label), "GPU %d (%s)", ordinal,
+                   made->info.name);
     if (status == WSYNC_OK) {
-        status = check_attributes(&made, err);
+        status =
+            need(made, WSYNC_CU_ATTRIBUTE_HOST_REGISTER, "registered host memory", err);
     }
     if (status == WSYNC_OK) {
-        status = find_memory_kind(&made, err);
+        status = need(made, WSYNC_CU_ATTRIBUTE_STREAM_WORDS,
+                      "64-bit stream memory operations", err);
     }
     if (status == WSYNC_OK) {
-        status = read_attribute(&made, WSYNC_CU_ATTRIBUTE_PROCESSORS, &processors, err);
+        status = find_memory_kind(made, err);
     }
     if (status == WSYNC_OK) {
-        status = read_attribute(&made, WSYNC_CU_ATTRIBUTE_PAGEABLE, &pageable, err);
+        status = read_attribute(made, WSYNC_CU_ATTRIBUTE_PROCESSORS, &processors, err);
     }
     if (status == WSYNC_OK) {
-        status = read_attribute(&made, WSYNC_CU_ATTRIBUTE_HOST_TABLES, &in_place, err);
+        status = read_attribute(made, WSYNC_CU_ATTRIBUTE_PAGEABLE, &pageable, err);
     }
     if (status == WSYNC_OK) {
-        made.processors = processors > 0 ? (unsigned)processors : 1;
-        /* Without the second one pages move to the device as they are read (HMM), where a
-         * backup of the weights has no room. */
-        made.pageable = pageable != 0 && in_place != 0;
-        status = retain_context(&made, err);
+        status = read_attribute(made, WSYNC_CU_ATTRIBUTE_HOST_TABLES, &in_place, err);
     }
-    if (status == WSYNC_OK) {
-        *device = made;
+    made->processors = processors > 0 ? (unsigned)processors : 1;
+    /* Without the second one pages move to the device as they are read (HMM), where a
+     * backup of the weights has no room. */
+    made->pageable = pageable != 0 && in_place != 0;
+    if (status == WSYNC_OK) { /* the last step: what was retained is kept */
+        status = wsync_cuda_check(driver, driver->primary_retain(&made->context, ordinal),
+                                  "cuDevicePrimaryCtxRetain", err, "%s", made->label);
     }
     return status;
 }
 
-wsync_status_t wsync_cuda_device(int ordinal, const wsync_cuda_device_t **device,
-                                 wsync_error_t *err)
+/* With the mutex. */
+static wsync_status_t find_or_open(const wsync_cuda_driver_t *driver, int ordinal,
+                                   wsync_cuda_device_t **device, wsync_error_t *err)
+{
+    wsync_cuda_device_t *found = opened.first;
+    wsync_status_t status = WSYNC_OK;
+
+    while (found != NULL && found->base.ordinal != ordinal) {
+        found = found->next;
+    }
+    if (found == NULL) {
+        found = calloc(1, sizeof(*found));
+        if (found == NULL) {
+            return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
+                              "no memory for the record of GPU %d", ordinal);
+        }
+        status = open_device(driver, ordinal, found, err);
+        if (status != WSYNC_OK) {
+            free(found);
+            return status;
+        }
+        found->next = opened.first;
+        opened.first = found;
+    }
+    *device = found;
+    return WSYNC_OK;
+}
+
+static wsync_status_t open_once(int ordinal, wsync_cuda_device_t **device,
+                                wsync_error_t *err)
 {
     const wsync_cuda_driver_t *driver = NULL;
     wsync_status_t status = wsync_cuda_driver(&driver, err);
@@ -153,53 +154,44 @@ wsync_status_t wsync_cuda_device(int ordinal, const wsync_cuda_device_t **device
     if (status != WSYNC_OK) {
         return status;
     }
-    if (ordinal < 0 || ordinal >= driver->device_count ||
-        ordinal >= WSYNC_CUDA_MAX_DEVICES) {
+    if (ordinal < 0 || ordinal >= driver->device_count) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_cuda_device",
-                          "GPU %d: this process sees %d, and wsync uses at most %d",
-                          ordinal, driver->device_count, WSYNC_CUDA_MAX_DEVICES);
+                          "GPU %d: this process sees %d", ordinal, driver->device_count);
     }
-    (void)pthread_mutex_lock(&table.mutex);
-    if (!table.opened[ordinal]) {
-        status = open_device(driver, ordinal, &table.devices[ordinal], err);
-        table.opened[ordinal] = status == WSYNC_OK;
-    }
-    (void)pthread_mutex_unlock(&table.mutex);
+    (void)pthread_mutex_lock(&opened.mutex);
+    status = find_or_open(driver, ordinal, device, err);
+    (void)pthread_mutex_unlock(&opened.mutex);
+    return status;
+}
+
+wsync_status_t wsync_cuda_device(int ordinal, const wsync_cuda_device_t **device,
+                                 wsync_error_t *err)
+{
+    wsync_cuda_device_t *found = NULL;
+    const wsync_status_t status = open_once(ordinal, &found, err);
+
     if (status == WSYNC_OK) {
-        *device = &table.devices[ordinal];
+        *device = found;
     }
     return status;
 }
 
-const wsync_cuda_device_t *wsync_cuda_opened(int ordinal)
-{
-    return &table.devices[ordinal];
-}
-
 wsync_status_t wsync_cuda_enter(const wsync_cuda_device_t *device, wsync_error_t *err)
 {
-    wsync_cu_result_t code;
     const wsync_status_t status = wsync_cuda_check_process(device->driver, err);
 
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    code = device->driver->context_push(device->context);
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(device->driver, code, "cuCtxPushCurrent", err,
-                               "the primary context of GPU %d (%s)", device->ordinal,
-                               device->info.name);
-    }
-    return WSYNC_OK;
+    return status != WSYNC_OK
+               ? status
+               : wsync_cuda_check(
+                     device->driver, device->driver->context_push(device->context),
+                     "cuCtxPushCurrent", err, "the primary context of %s", device->label);
 }
 
 bool wsync_cuda_enter_to_free(const wsync_cuda_device_t *device)
 {
     /* Twice: an error that comes once would leak for ever. */
-    if (wsync_cuda_enter(device, NULL) == WSYNC_OK) {
-        return true;
-    }
-    return wsync_cuda_enter(device, NULL) == WSYNC_OK;
+    return wsync_cuda_enter(device, NULL) == WSYNC_OK ||
+           wsync_cuda_enter(device, NULL) == WSYNC_OK;
 }
 
 void wsync_cuda_leave(const wsync_cuda_device_t *device)
@@ -209,52 +201,92 @@ void wsync_cuda_leave(const wsync_cuda_device_t *device)
     (void)device->driver->context_pop(&popped);
 }
 
-/* In the context. */
-static wsync_status_t load_module(const wsync_cuda_device_t *device, const void *image,
-                                  wsync_error_t *err)
+/* In the context, with the mutex. */
+static wsync_status_t load_kernels(wsync_cuda_device_t *device, const void *image,
+                                   wsync_error_t *err)
 {
     const wsync_cuda_driver_t *driver = device->driver;
     wsync_cu_module_t module = NULL;
     wsync_cu_function_t function = NULL;
     const char *call = "cuModuleLoadData";
-    wsync_cu_result_t code = driver->module_load(&module, image);
+    wsync_cu_result_t code;
 
+    if (atomic_load(&device->copy_kernel) != NULL) {
+        return WSYNC_OK;
+    }
+    if (image == NULL) {
+        return wsync_fail(err, WSYNC_ERR_STATE, 0, "wsync_device_cuda",
+                          "%s has no kernels yet", device->label);
+    }
+    code = driver->module_load(&module, image);
     if (code == WSYNC_CU_SUCCESS) {
         call = "cuModuleGetFunction";
         code = driver->module_function(&function, module, WSYNC_KERNEL_NAME);
-        if (code != WSYNC_CU_SUCCESS) {
+        if (code == WSYNC_CU_SUCCESS) {
+            atomic_store(&device->copy_kernel, function);
+        } else {
             (void)driver->module_unload(module);
         }
     }
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(driver, code, call, err, "the kernels of GPU %d (%s)",
-                               device->ordinal, device->info.name);
-    }
-    atomic_store(&table.copy_kernels[device->ordinal], function);
-    return WSYNC_OK;
+    return wsync_cuda_check(driver, code, call, err, "the kernels of %s", device->label);
 }
 
-wsync_status_t wsync_cuda_load_kernels(const wsync_cuda_device_t *device, const void *image,
-                                       wsync_error_t *err)
+wsync_status_t wsync_device_cuda(const wsync_cu_uuid_t *uuid, const void *image,
+                                 const wsync_device_t **device, wsync_error_t *err)
 {
-    wsync_status_t status = wsync_cuda_enter(device, err);
+    const wsync_cuda_driver_t *driver = NULL;
+    wsync_cuda_device_t *found = NULL;
+    wsync_cuda_info_t info;
+    int ordinal = -1;
+    wsync_status_t status = wsync_cuda_driver(&driver, err);
 
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_find(driver, uuid, &ordinal, &info, err);
+    }
+    if (status == WSYNC_OK) {
+        status = open_once(ordinal, &found, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_enter(found, err);
+    }
     if (status != WSYNC_OK) {
         return status;
     }
-    (void)pthread_mutex_lock(&table.mutex);
-    if (wsync_cuda_copy_kernel(device) == NULL) {
-        status = image != NULL ? load_module(device, image, err)
-                               : wsync_fail(err, WSYNC_ERR_STATE, 0, "wsync_device_cuda",
-                                            "GPU %d (%s) has no kernels yet",
-                                            device->ordinal, device->info.name);
+    (void)pthread_mutex_lock(&opened.mutex);
+    status = load_kernels(found, image, err);
+    (void)pthread_mutex_unlock(&opened.mutex);
+    wsync_cuda_leave(found);
+    if (status == WSYNC_OK) {
+        *device = &found->base;
     }
-    (void)pthread_mutex_unlock(&table.mutex);
-    wsync_cuda_leave(device);
     return status;
 }
 
-wsync_cu_function_t wsync_cuda_copy_kernel(const wsync_cuda_device_t *device)
+wsync_status_t wsync_cuda_register(const wsync_cuda_device_t *device, void *data,
+                                   uint64_t nbytes, const char *what, wsync_cu_ptr_t *at,
+                                   wsync_error_t *err)
 {
-    return atomic_load(&table.copy_kernels[device->ordinal]);
+    const wsync_cuda_driver_t *driver = device->driver;
+    const char *call = "cuMemHostRegister";
+    wsync_cu_ptr_t found = 0;
+    wsync_cu_result_t code = driver->host_register(
+        data, (size_t)nbytes, WSYNC_CU_HOST_PORTABLE | WSYNC_CU_HOST_DEVICE_MAP);
+
+    if (code == WSYNC_CU_SUCCESS) {
+        call = "cuMemHostGetDevicePointer";
+        code = driver->host_pointer(&found, data, 0);
+        if (code == WSYNC_CU_SUCCESS) {
+            *at = found;
+        } else {
+            (void)driver->host_unregister(data);
+        }
+    }
+    return wsync_cuda_check(driver, code, call, err,
+                            "%s is to reach %" PRIu64 " bytes of %s", device->label, nbytes,
+                            what);
+}
+
+void wsync_cuda_unregister(const wsync_cuda_device_t *device, void *data)
+{
+    (void)device->driver->host_unregister(data);
 }

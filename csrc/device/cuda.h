@@ -4,46 +4,42 @@
 #ifndef WSYNC_DEVICE_CUDA_H
 #define WSYNC_DEVICE_CUDA_H
 
-#include <stdatomic.h>
-
 #include "device/cuda_driver.h"
 #include "device/device.h"
-#include "device/pins.h"
 
-/* GPUs that one process may see. */
-enum { WSYNC_CUDA_MAX_DEVICES = 16 };
+enum { WSYNC_CUDA_LABEL_NBYTES = WSYNC_CUDA_NAME_NBYTES + 24 };
 
 /* A GPU with its primary context, which is retained for the life of the process: the one
  * that torch uses.  No other context is ever made. */
 typedef struct wsync_cuda_device {
+    wsync_device_t base;
     const wsync_cuda_driver_t *driver;
     wsync_cu_context_t context;
     wsync_cuda_info_t info;
-    wsync_cu_device_t ordinal;
-    unsigned processors;  /* streaming multiprocessors */
-    uint64_t granularity; /* of memory, in bytes */
-    bool vmm;             /* it exports memory as descriptors, and parks it */
-    bool pageable;        /* it reaches all of the host's memory where it lies */
+    char label[WSYNC_CUDA_LABEL_NBYTES]; /* for messages: "GPU 1 (NVIDIA H100)" */
+    unsigned processors;                 /* streaming multiprocessors */
+    uint64_t granularity;                /* of memory, in bytes */
+    bool vmm;      /* it exports memory as descriptors, and parks it */
+    bool pageable; /* it reaches all of the host's memory where it lies */
+    _Atomic(wsync_cu_function_t) copy_kernel; /* wsync_copy; NULL until it is loaded */
+    struct wsync_cuda_device *next;           /* of those that are open */
 } wsync_cuda_device_t;
+
+/* What a device of this backend is. */
+static inline const wsync_cuda_device_t *wsync_cuda_of(const wsync_device_t *device)
+{
+    return (const wsync_cuda_device_t *)(const void *)device;
+}
 
 /* UNSUPPORTED: there is no such GPU, or it cannot do what wsync needs. */
 wsync_status_t wsync_cuda_device(int ordinal, const wsync_cuda_device_t **device,
                                  wsync_error_t *err);
 
-/* The same for whoever has the ops of the GPU: it is open, in a fork as well. */
-const wsync_cuda_device_t *wsync_cuda_opened(int ordinal);
-
-/* Loads the compiled kernels (what wsync_cuda_compile gives; borrowed for the call), unless
- * that has been done: then image may be NULL.  STATE if it has not and is. */
-wsync_status_t wsync_cuda_load_kernels(const wsync_cuda_device_t *device, const void *image,
-                                       wsync_error_t *err);
-/* wsync_copy of the loaded kernels; NULL before. */
-wsync_cu_function_t wsync_cuda_copy_kernel(const wsync_cuda_device_t *device);
-
-/* The backend of the GPU with this UUID, with its kernels loaded.  The table lives as long
- * as the process. */
+/* The GPU with this UUID, with its kernels loaded from image (what wsync_cuda_compile
+ * gives; borrowed for the call) unless they are loaded already: then image may be NULL.
+ * STATE if they are not and it is. */
 wsync_status_t wsync_device_cuda(const wsync_cu_uuid_t *uuid, const void *image,
-                                 const wsync_device_ops_t **ops, wsync_error_t *err);
+                                 const wsync_device_t **device, wsync_error_t *err);
 
 /* Makes the GPU's context current in this thread until leave.  STATE in a fork. */
 wsync_status_t wsync_cuda_enter(const wsync_cuda_device_t *device, wsync_error_t *err);
@@ -60,37 +56,21 @@ wsync_status_t wsync_cuda_register(const wsync_cuda_device_t *device, void *data
                                    wsync_error_t *err);
 void wsync_cuda_unregister(const wsync_cuda_device_t *device, void *data);
 
-/* What wsync_memory_t is on a GPU.  Control memory is host memory (of words.memory) that
- * the device reaches at `at`. */
+/* What wsync_memory_t is on a GPU.  Control memory is host memory that the device reaches
+ * at base.data. */
 typedef struct wsync_cuda_memory {
-    const wsync_cuda_device_t *device;
-    wsync_cu_ptr_t at;
-    uint64_t nbytes;
+    wsync_memory_t base;
+    wsync_cu_ptr_t at;          /* base.data as the driver writes it */
     uint64_t mapped_nbytes;     /* of device memory: a multiple of the granularity */
     bool mapped;                /* device memory lies at `at`, not the addresses alone */
     struct wsync_cuda_ipc *ipc; /* owned: what it is on a device that is not vmm */
-    struct wsync_cuda_memory *next; /* of those that peers have open yet */
-    int fd;                         /* of device memory: owned; -1 while it is parked */
-    atomic_uint references;
-    wsync_pins_t pins;
-    wsync_memory_t *host;       /* owned, of wsync_host_memory_*; NULL: device memory */
+    struct wsync_cuda_memory *next; /* of those that peers still have open */
+    wsync_memory_t *host;           /* owned; NULL: device memory */
     _Atomic uint64_t *recorded; /* of each word, what this process recorded last; owned */
 } wsync_cuda_memory_t;
 
-wsync_status_t wsync_cuda_memory_create(const wsync_cuda_device_t *device, uint64_t nbytes,
-                                        wsync_memory_t **memory, wsync_error_t *err);
-wsync_status_t wsync_cuda_memory_import(const wsync_cuda_device_t *device, int fd,
-                                        uint64_t nbytes, wsync_memory_t **memory,
-                                        wsync_error_t *err);
-void wsync_cuda_memory_retain(wsync_memory_t *memory);
-void wsync_cuda_memory_destroy(wsync_memory_t *memory);
-void *wsync_cuda_memory_data(const wsync_memory_t *memory);
-uint64_t wsync_cuda_memory_nbytes(const wsync_memory_t *memory);
-int wsync_cuda_memory_fd(const wsync_memory_t *memory);
-wsync_status_t wsync_cuda_memory_pin(wsync_memory_t *memory, wsync_error_t *err);
-void wsync_cuda_memory_unpin(wsync_memory_t *memory);
-wsync_status_t wsync_cuda_memory_park(wsync_memory_t *memory, wsync_error_t *err);
-wsync_status_t wsync_cuda_memory_unpark(wsync_memory_t *memory, int fd, wsync_error_t *err);
+extern const wsync_memory_ops_t wsync_cuda_memory_ops;
+extern const wsync_stream_ops_t wsync_cuda_stream_ops;
 
 /* The kind of a device that is not vmm.  Both fill a record that has nothing yet, in the
  * context; after an error, what they have filled is for fini. */
@@ -101,23 +81,8 @@ wsync_status_t wsync_cuda_legacy_adopt(wsync_cuda_memory_t *memory, int fd,
  * back later. */
 bool wsync_cuda_legacy_fini(wsync_cuda_memory_t *memory);
 
-wsync_status_t wsync_cuda_control_create(const wsync_cuda_device_t *device, uint64_t nbytes,
-                                         wsync_memory_t **memory, wsync_error_t *err);
-wsync_status_t wsync_cuda_control_import(const wsync_cuda_device_t *device, int fd,
-                                         uint64_t nbytes, wsync_memory_t **memory,
-                                         wsync_error_t *err);
-/* Takes the words from the device; for wsync_cuda_memory_destroy, in the context. */
-void wsync_cuda_control_fini(wsync_cuda_memory_t *memory);
-
-/* INVALID unless the event is an aligned word of control memory. */
-wsync_status_t wsync_cuda_event_check(wsync_event_t event, wsync_error_t *err);
-/* Sets the word from the host, if it is below. */
-void wsync_cuda_event_set(wsync_event_t event, uint64_t value);
 wsync_cu_ptr_t wsync_cuda_event_address(wsync_event_t event);
 /* What this process recorded last on the word: streams that do note it there. */
 _Atomic uint64_t *wsync_cuda_event_recorded(wsync_event_t event);
-wsync_status_t wsync_cuda_event_wait(wsync_event_t event, uint64_t value, int timeout_ms,
-                                     wsync_error_t *err);
-uint64_t wsync_cuda_event_query(wsync_event_t event);
 
 #endif

@@ -41,7 +41,6 @@ wsync_status_t wsync_cuda_runner_init(wsync_cuda_runner_t *runner,
     wsync_cu_result_t code;
 
     runner->device = device;
-    runner->kernel = wsync_cuda_copy_kernel(device);
     runner->threads = threads;
     runner->spans.device = device;
     code = device->driver->stream_create(&runner->stream, WSYNC_CU_STREAM_NON_BLOCKING);
@@ -51,11 +50,8 @@ wsync_status_t wsync_cuda_runner_init(wsync_cuda_runner_t *runner,
     }
     runner->segments = (wsync_cuda_tables_t){.device = device, .uploads = runner->uploads};
     runner->addresses = (wsync_cuda_tables_t){.device = device, .uploads = runner->uploads};
-    return code == WSYNC_CU_SUCCESS
-               ? WSYNC_OK
-               : wsync_cuda_fail(device->driver, code, "cuStreamCreate", err,
-                                 "a stream of GPU %d (%s)", device->ordinal,
-                                 device->info.name);
+    return wsync_cuda_check(device->driver, code, "cuStreamCreate", err, "a stream of %s",
+                            device->label);
 }
 
 void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner)
@@ -104,11 +100,11 @@ void wsync_cuda_runner_abandon(wsync_cuda_runner_t *runner)
     }
 }
 
-static wsync_status_t fail_call(const wsync_cuda_runner_t *self, wsync_cu_result_t code,
-                                const char *call, wsync_error_t *err)
+static wsync_status_t check(const wsync_cuda_runner_t *self, wsync_cu_result_t code,
+                            const char *call, wsync_error_t *err)
 {
-    return wsync_cuda_fail(self->device->driver, code, call, err, "copies on GPU %d (%s)",
-                           self->device->ordinal, self->device->info.name);
+    return wsync_cuda_check(self->device->driver, code, call, err, "copies on %s",
+                            self->device->label);
 }
 
 /* --- what the device runs ---------------------------------------------------------------
@@ -135,8 +131,7 @@ static wsync_status_t copy_plain(wsync_cuda_runner_t *self, const part_t *part,
         part->sources[copy->source_buffer].at + copy->source_offset,
         copy->row_count * copy->source_item_nbytes, self->stream);
 
-    return code == WSYNC_CU_SUCCESS ? WSYNC_OK
-                                    : fail_call(self, code, "cuMemcpyAsync", err);
+    return check(self, code, "cuMemcpyAsync", err);
 }
 
 static wsync_status_t launch(wsync_cuda_runner_t *self, const part_t *part,
@@ -170,10 +165,10 @@ static wsync_status_t launch(wsync_cuda_runner_t *self, const part_t *part,
                                  .first = segments->list.first,
                                  .count = segments->list.count};
     grid = wsync_segments_grid(&segments->list, self->device->processors);
-    code = self->device->driver->launch_kernel(self->kernel, grid, 1, 1, WSYNC_KERNEL_BLOCK,
-                                               1, 1, 0, self->stream, parameters, NULL);
-    return code == WSYNC_CU_SUCCESS ? WSYNC_OK
-                                    : fail_call(self, code, "cuLaunchKernel", err);
+    code = self->device->driver->launch_kernel(atomic_load(&self->device->copy_kernel),
+                                               grid, 1, 1, WSYNC_KERNEL_BLOCK, 1, 1, 0,
+                                               self->stream, parameters, NULL);
+    return check(self, code, "cuLaunchKernel", err);
 }
 
 static wsync_status_t run_part(wsync_cuda_runner_t *self, const part_t *part,
@@ -204,13 +199,12 @@ static wsync_status_t fail_destination(wsync_cuda_runner_t *self, const wsync_sp
     wsync_cuda_spans_age(&self->spans);
     return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_copy",
                       "destination buffer %" PRIu32 ", %" PRIu64 " bytes at %#" PRIxPTR
-                      ", is pageable memory of the host, which GPU %d (%s) does not reach",
-                      buffer, span->nbytes, (uintptr_t)span->data, self->device->ordinal,
-                      self->device->info.name);
+                      ", is pageable memory of the host, which %s does not reach",
+                      buffer, span->nbytes, (uintptr_t)span->data, self->device->label);
 }
 
 /* Begins to tell direct copies from others: those before copy `index` are direct. */
-static wsync_status_t split(const wsync_cuda_batch_t *batch, size_t index, sorted_t *sorted,
+static wsync_status_t split(const wsync_batch_t *batch, size_t index, sorted_t *sorted,
                             wsync_error_t *err)
 {
     wsync_cuda_load_t *load = calloc(1, sizeof(*load));
@@ -230,7 +224,7 @@ static wsync_status_t split(const wsync_cuda_batch_t *batch, size_t index, sorte
     return WSYNC_OK;
 }
 
-static wsync_status_t sort_copy(wsync_cuda_runner_t *self, const wsync_cuda_batch_t *batch,
+static wsync_status_t sort_copy(wsync_cuda_runner_t *self, const wsync_batch_t *batch,
                                 size_t index, sorted_t *sorted, wsync_error_t *err)
 {
     const wsync_copy_t *copy = &batch->copies[index];
@@ -267,7 +261,7 @@ static wsync_status_t sort_copy(wsync_cuda_runner_t *self, const wsync_cuda_batc
     return WSYNC_OK;
 }
 
-static wsync_status_t sort(wsync_cuda_runner_t *self, const wsync_cuda_batch_t *batch,
+static wsync_status_t sort(wsync_cuda_runner_t *self, const wsync_batch_t *batch,
                            sorted_t *sorted, wsync_error_t *err)
 {
     const size_t count = batch->source_count + batch->destination_count;
@@ -301,7 +295,7 @@ static wsync_status_t sort(wsync_cuda_runner_t *self, const wsync_cuda_batch_t *
 /* --- what is fed ------------------------------------------------------------------------
  */
 
-static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_cuda_batch_t *batch,
+static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_batch_t *batch,
                                const sorted_t *sorted, const wsync_cuda_load_t *load,
                                wsync_error_t *err)
 {
@@ -345,8 +339,8 @@ static wsync_status_t need_feed(wsync_cuda_runner_t *self, wsync_error_t *err)
 }
 
 wsync_status_t wsync_cuda_runner_run(wsync_cuda_runner_t *runner,
-                                     const wsync_cuda_batch_t *batch,
-                                     wsync_cuda_load_t **load, wsync_error_t *err)
+                                     const wsync_batch_t *batch, wsync_cuda_load_t **load,
+                                     wsync_error_t *err)
 {
     sorted_t sorted = {0};
     const uint64_t uploaded = runner->segments.uploaded + runner->addresses.uploaded;

@@ -6,23 +6,13 @@
 #include "device/cuda_feed.h"
 #include "device/cuda_tables.h"
 
-typedef struct wsync_cuda_batch {
-    const wsync_copy_t *copies;
-    size_t count;
-    const wsync_span_t *sources;
-    size_t source_count;
-    const wsync_span_t *destinations;
-    size_t destination_count;
-} wsync_cuda_batch_t;
-
 /* What batches of one stream need and leave behind.  Calls are made in the context and one
  * at a time, but for settle and abandon. */
 typedef struct wsync_cuda_runner {
     const wsync_cuda_device_t *device;
-    wsync_cu_stream_t stream;   /* owned */
-    wsync_cu_function_t kernel; /* wsync_copy */
-    unsigned threads;           /* of the host, to read memory that the device cannot */
-    wsync_cu_stream_t uploads;  /* owned */
+    wsync_cu_stream_t stream;  /* owned */
+    unsigned threads;          /* of the host, to read memory that the device cannot */
+    wsync_cu_stream_t uploads; /* owned */
     wsync_cuda_tables_t segments;
     wsync_cuda_tables_t addresses; /* anew whenever a buffer has moved */
     wsync_cuda_spans_t spans;
@@ -41,8 +31,8 @@ void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner);
  * is the caller's to destroy when the stream has passed; if there is one after an error,
  * part of the batch is enqueued, and the stream must be abandoned first. */
 wsync_status_t wsync_cuda_runner_run(wsync_cuda_runner_t *runner,
-                                     const wsync_cuda_batch_t *batch,
-                                     wsync_cuda_load_t **load, wsync_error_t *err);
+                                     const wsync_batch_t *batch, wsync_cuda_load_t **load,
+                                     wsync_error_t *err);
 
 /* Whether more is kept than should be; trim gives that back, when no batch is under way. */
 bool wsync_cuda_runner_full(const wsync_cuda_runner_t *runner);

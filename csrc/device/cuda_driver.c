@@ -225,9 +225,9 @@ wsync_status_t wsync_cuda_check_process(const wsync_cuda_driver_t *driver,
     return WSYNC_OK;
 }
 
-wsync_status_t wsync_cuda_fail(const wsync_cuda_driver_t *driver, wsync_cu_result_t code,
-                               const char *call, wsync_error_t *err, const char *format,
-                               ...)
+wsync_status_t wsync_cuda_check(const wsync_cuda_driver_t *driver, wsync_cu_result_t code,
+                                const char *call, wsync_error_t *err, const char *format,
+                                ...)
 {
     wsync_status_t status = WSYNC_ERR_DEVICE;
     const char *words = NULL;
@@ -235,6 +235,9 @@ wsync_status_t wsync_cuda_fail(const wsync_cuda_driver_t *driver, wsync_cu_resul
     char attempt[WSYNC_ERROR_MESSAGE_NBYTES / 2];
     va_list arguments;
 
+    if (code == WSYNC_CU_SUCCESS) {
+        return WSYNC_OK;
+    }
     if (code == WSYNC_CU_OUT_OF_MEMORY) {
         status = WSYNC_ERR_NO_MEMORY;
     } else if (code == WSYNC_CU_NOT_SUPPORTED || code == WSYNC_CU_NOT_PERMITTED) {
@@ -285,7 +288,7 @@ wsync_status_t wsync_cuda_describe(const wsync_cuda_driver_t *driver, int ordina
         code = driver->device_get_attribute(&made.minor, WSYNC_CU_ATTRIBUTE_MINOR, device);
     }
     if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(driver, code, call, err, "GPU %d of this process", ordinal);
+        return wsync_cuda_check(driver, code, call, err, "GPU %d of this process", ordinal);
     }
     made.name[WSYNC_CUDA_NAME_NBYTES - 1] = '\0';
     made.nbytes = nbytes;

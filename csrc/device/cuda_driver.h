@@ -247,11 +247,11 @@ wsync_status_t wsync_cuda_driver(const wsync_cuda_driver_t **driver, wsync_error
 wsync_status_t wsync_cuda_check_process(const wsync_cuda_driver_t *driver,
                                         wsync_error_t *err);
 
-/* What was attempted (a format), the call and the driver's own words.  NO_MEMORY,
- * UNSUPPORTED or DEVICE, by the code. */
-wsync_status_t wsync_cuda_fail(const wsync_cuda_driver_t *driver, wsync_cu_result_t code,
-                               const char *call, wsync_error_t *err, const char *format,
-                               ...) __attribute__((format(printf, 5, 6)));
+/* OK if the call has succeeded; else NO_MEMORY, UNSUPPORTED or DEVICE, by the code, with
+ * what was attempted (a format), the call and the driver's own words. */
+wsync_status_t wsync_cuda_check(const wsync_cuda_driver_t *driver, wsync_cu_result_t code,
+                                const char *call, wsync_error_t *err, const char *format,
+                                ...) __attribute__((format(printf, 5, 6)));
 
 enum { WSYNC_CUDA_NAME_NBYTES = 96, WSYNC_CUDA_UUID_NBYTES = 16 };
 

@@ -7,7 +7,6 @@
 #include <stdlib.h>
 
 #include "core/array.h"
-#include "device/host.h"
 
 enum {
     SLOT_ALIGNMENT = 64,
@@ -19,10 +18,10 @@ enum {
 struct wsync_cuda_feed {
     const wsync_cuda_device_t *device;
     wsync_cu_stream_t stream;
-    wsync_stream_t *host;  /* owned, of wsync_host_stream_* */
-    wsync_memory_t *slots; /* owned, of wsync_host_memory_*; registered at `at` */
+    wsync_stream_t *host;  /* owned, of the host */
+    wsync_memory_t *slots; /* owned, of the host; registered at `at` */
     wsync_cu_ptr_t at;
-    wsync_memory_t *words; /* owned, of wsync_cuda_control_create */
+    wsync_memory_t *words; /* owned, control memory of the device */
     wsync_span_t spans[WSYNC_CUDA_FEED_SLOTS];
     uint64_t reached;        /* counts that were enqueued */
     uint64_t begun;          /* `reached` of the present load */
@@ -225,12 +224,11 @@ static wsync_event_t host_word(const wsync_cuda_feed_t *feed, uint64_t offset)
     return (wsync_event_t){.memory = words->host, .offset = offset};
 }
 
-static wsync_status_t fail_call(const wsync_cuda_feed_t *feed, wsync_cu_result_t code,
-                                const char *call, wsync_error_t *err)
+static wsync_status_t check(const wsync_cuda_feed_t *feed, wsync_cu_result_t code,
+                            const char *call, wsync_error_t *err)
 {
-    return wsync_cuda_fail(feed->device->driver, code, call, err,
-                           "copying pageable memory to GPU %d (%s)", feed->device->ordinal,
-                           feed->device->info.name);
+    return wsync_cuda_check(feed->device->driver, code, call, err,
+                            "copying pageable memory to %s", feed->device->label);
 }
 
 /* The slots, and where the device sees them. */
@@ -238,12 +236,13 @@ static wsync_status_t make_slots(wsync_cuda_feed_t *feed, wsync_error_t *err)
 {
     const uint64_t nbytes = (uint64_t)WSYNC_CUDA_FEED_SLOTS * WSYNC_CUDA_FEED_SLOT_NBYTES;
     unsigned char *data;
-    wsync_status_t status = wsync_host_memory_create(nbytes, &feed->slots, err);
+    wsync_status_t status =
+        wsync_memory_create(wsync_device_host(), nbytes, &feed->slots, err);
 
     if (status != WSYNC_OK) {
         return status;
     }
-    data = wsync_host_memory_data(feed->slots);
+    data = feed->slots->data;
     status = wsync_cuda_register(feed->device, data, nbytes, "a ring for pageable memory",
                                  &feed->at, err);
     if (status != WSYNC_OK) {
@@ -269,12 +268,12 @@ wsync_status_t wsync_cuda_feed_create(const wsync_cuda_device_t *device,
     }
     made->device = device;
     made->stream = stream;
-    status = wsync_cuda_control_create(device, WORDS_NBYTES, &made->words, err);
+    status = wsync_control_create(&device->base, WORDS_NBYTES, &made->words, err);
     if (status == WSYNC_OK) {
         status = make_slots(made, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_host_stream_create(threads, &made->host, err);
+        status = wsync_stream_create(wsync_device_host(), threads, &made->host, err);
     }
     if (status != WSYNC_OK) {
         wsync_cuda_feed_destroy(made);
@@ -289,19 +288,19 @@ void wsync_cuda_feed_destroy(wsync_cuda_feed_t *feed)
     if (feed == NULL) {
         return;
     }
-    wsync_host_stream_destroy(feed->host);
+    (void)wsync_stream_destroy(feed->host);
     if (feed->at != 0) {
-        wsync_cuda_unregister(feed->device, wsync_host_memory_data(feed->slots));
+        wsync_cuda_unregister(feed->device, feed->slots->data);
     }
-    wsync_host_memory_destroy(feed->slots);
-    wsync_cuda_memory_destroy(feed->words);
+    wsync_memory_destroy(feed->slots);
+    wsync_memory_destroy(feed->words);
     free(feed);
 }
 
 void wsync_cuda_feed_abandon(wsync_cuda_feed_t *feed)
 {
-    (void)wsync_host_stream_abandon(feed->host, 0);
-    wsync_cuda_event_set(device_word(feed, FILLED_OFFSET), atomic_load(&feed->filled));
+    (void)wsync_stream_abandon(feed->host, 0);
+    wsync_event_set(device_word(feed, FILLED_OFFSET), atomic_load(&feed->filled));
 }
 
 /* Runs in the stream's order, on a thread of the driver. */
@@ -309,19 +308,17 @@ static void count_up(void *argument)
 {
     const wsync_event_t reached = host_word(argument, REACHED_OFFSET);
 
-    wsync_host_event_set(reached, wsync_host_event_query(reached) + 1);
+    wsync_event_set(reached, wsync_event_query(reached) + 1);
 }
 
 static wsync_status_t tell_host(wsync_cuda_feed_t *feed, wsync_error_t *err)
 {
-    const wsync_cu_result_t code =
-        feed->device->driver->launch_host(feed->stream, count_up, feed);
+    const wsync_status_t status =
+        check(feed, feed->device->driver->launch_host(feed->stream, count_up, feed),
+              "cuLaunchHostFunc", err);
 
-    if (code != WSYNC_CU_SUCCESS) {
-        return fail_call(feed, code, "cuLaunchHostFunc", err);
-    }
-    feed->reached++;
-    return WSYNC_OK;
+    feed->reached += status == WSYNC_OK;
+    return status;
 }
 
 wsync_status_t wsync_cuda_feed_begin(wsync_cuda_feed_t *feed, wsync_error_t *err)
@@ -350,25 +347,24 @@ wsync_status_t wsync_cuda_feed_fill(wsync_cuda_feed_t *feed, const wsync_cuda_lo
                                  ? feed->begun
                                  : feed->begun + index - WSYNC_CUDA_FEED_SLOTS + 1;
     wsync_status_t status =
-        wsync_host_stream_wait(feed->host, host_word(feed, REACHED_OFFSET), free_at, err);
+        wsync_stream_wait(feed->host, host_word(feed, REACHED_OFFSET), free_at, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_host_stream_copy(feed->host, load->to_slot + first,
-                                        load->ends[index] - first, sources, source_count,
-                                        &feed->spans[slot], 1, err);
+        status =
+            wsync_stream_copy(feed->host, load->to_slot + first, load->ends[index] - first,
+                              sources, source_count, &feed->spans[slot], 1, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_host_stream_record(feed->host, host_word(feed, FILLED_OFFSET),
-                                          number, err);
+        status =
+            wsync_stream_record(feed->host, host_word(feed, FILLED_OFFSET), number, err);
     }
     if (status == WSYNC_OK) {
-        const wsync_cu_result_t code = feed->device->driver->stream_wait_value(
-            feed->stream, wsync_cuda_event_address(device_word(feed, FILLED_OFFSET)),
-            number, WSYNC_CU_WAIT_GEQ);
-
-        if (code != WSYNC_CU_SUCCESS) {
-            status = fail_call(feed, code, "cuStreamWaitValue64", err);
-        }
+        status = check(
+            feed,
+            feed->device->driver->stream_wait_value(
+                feed->stream, wsync_cuda_event_address(device_word(feed, FILLED_OFFSET)),
+                number, WSYNC_CU_WAIT_GEQ),
+            "cuStreamWaitValue64", err);
     }
     *place = (wsync_cuda_place_t){feed->at + slot * WSYNC_CUDA_FEED_SLOT_NBYTES,
                                   WSYNC_CUDA_PINNED};

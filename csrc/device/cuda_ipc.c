@@ -18,12 +18,9 @@ static wsync_status_t allocate(wsync_cuda_ipc_t *memory, wsync_error_t *err)
     } else {
         memory->at = 0;
     }
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(
-            driver, code, call, err, "%" PRIu64 " bytes of GPU %d (%s) for other processes",
-            memory->nbytes, memory->device->ordinal, memory->device->info.name);
-    }
-    return WSYNC_OK;
+    return wsync_cuda_check(driver, code, call, err,
+                            "%" PRIu64 " bytes of %s for other processes", memory->nbytes,
+                            memory->device->label);
 }
 
 static wsync_status_t fail_open(const wsync_cuda_ipc_t *memory, wsync_cu_result_t code,
@@ -41,14 +38,14 @@ static wsync_status_t fail_open(const wsync_cuda_ipc_t *memory, wsync_cu_result_
     case WSYNC_CU_INVALID_HANDLE:
     case WSYNC_CU_MAP_FAILED:
         return wsync_fail(err, WSYNC_ERR_CLOSED, code, call,
-                          "GPU memory of another process: no such memory on GPU %d (%s): "
+                          "GPU memory of another process: no such memory on %s: "
                           "its owner has ended, has freed it, made it on another GPU, or "
                           "is in another PID namespace",
-                          memory->device->ordinal, memory->device->info.name);
+                          memory->device->label);
     default:
-        return wsync_cuda_fail(memory->device->driver, code, call, err,
-                               "GPU memory of another process, on GPU %d (%s)",
-                               memory->device->ordinal, memory->device->info.name);
+        return wsync_cuda_check(memory->device->driver, code, call, err,
+                                "GPU memory of another process, on %s",
+                                memory->device->label);
     }
 }
 
@@ -66,13 +63,10 @@ static wsync_status_t open_handle(wsync_cuda_ipc_t *memory, wsync_error_t *err)
         return fail_open(memory, code, err);
     }
     code = driver->mem_range(&base, &nbytes, memory->at);
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(driver, code, "cuMemGetAddressRange", err,
-                               "the size of another process's memory on GPU %d (%s)",
-                               memory->device->ordinal, memory->device->info.name);
-    }
     memory->nbytes = nbytes - (size_t)(memory->at - base);
-    return WSYNC_OK;
+    return wsync_cuda_check(driver, code, "cuMemGetAddressRange", err,
+                            "the size of another process's memory on %s",
+                            memory->device->label);
 }
 
 /* Makes the record and has `fill` complete it in the context. */

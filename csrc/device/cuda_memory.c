@@ -1,6 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Device memory: physical memory that a descriptor stands for, mapped at an address of its
- * own.  A mapping holds the memory by itself, so an import survives its exporter. */
+ * own.  A mapping holds the memory by itself, so an import survives its exporter.
+ *
+ * Control memory: host memory that every process maps and registers with its device.
+ * Streams write its words and wait for them with stream memory operations, and the host
+ * reads them.  Interprocess events of the driver would need one PID namespace, know no
+ * numbers, and a stream that waits for a process that died could not be told to go on: a
+ * word is set by whoever gives up. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -9,23 +15,25 @@
 #include <unistd.h>
 
 #include "device/cuda.h"
-#include "device/host.h"
+
+enum { CONTROL_MAX_NBYTES = 1 << 20 };
 
 static wsync_cuda_memory_t *own(wsync_memory_t *memory)
 {
     return (wsync_cuda_memory_t *)(void *)memory;
 }
 
-static const wsync_cuda_memory_t *own_const(const wsync_memory_t *memory)
+static const wsync_cuda_device_t *device_of(const wsync_cuda_memory_t *memory)
 {
-    return (const wsync_cuda_memory_t *)(const void *)memory;
+    return wsync_cuda_of(memory->base.device);
 }
 
 static wsync_cu_property_t exportable(const wsync_cuda_device_t *device)
 {
-    return (wsync_cu_property_t){.type = WSYNC_CU_ALLOCATION_PINNED,
-                                 .handle_types = WSYNC_CU_HANDLE_FD,
-                                 .location = {WSYNC_CU_LOCATION_DEVICE, device->ordinal}};
+    return (wsync_cu_property_t){
+        .type = WSYNC_CU_ALLOCATION_PINNED,
+        .handle_types = WSYNC_CU_HANDLE_FD,
+        .location = {WSYNC_CU_LOCATION_DEVICE, device->base.ordinal}};
 }
 
 /* A record without a mapping; INVALID for a size that cannot be. */
@@ -49,12 +57,8 @@ static wsync_status_t make_record(const wsync_cuda_device_t *device, uint64_t nb
                           "GPU memory of %" PRIu64 " bytes: no memory for its record",
                           nbytes);
     }
-    atomic_init(&made->references, 1);
-    atomic_init(&made->pins, 0);
-    made->device = device;
-    made->nbytes = nbytes;
+    wsync_memory_init(&made->base, &device->base, nbytes);
     made->mapped_nbytes = (nbytes + grain - 1) / grain * grain;
-    made->fd = -1;
     *memory = made;
     return WSYNC_OK;
 }
@@ -64,9 +68,9 @@ static wsync_status_t make_record(const wsync_cuda_device_t *device, uint64_t nb
 static wsync_status_t map_handle(wsync_cuda_memory_t *memory, wsync_cu_handle_t handle,
                                  wsync_error_t *err)
 {
-    const wsync_cuda_driver_t *driver = memory->device->driver;
+    const wsync_cuda_driver_t *driver = device_of(memory)->driver;
     const wsync_cu_access_t access = {
-        .location = {WSYNC_CU_LOCATION_DEVICE, memory->device->ordinal},
+        .location = {WSYNC_CU_LOCATION_DEVICE, memory->base.device->ordinal},
         .flags = WSYNC_CU_ACCESS_READ_WRITE};
     const size_t nbytes = (size_t)memory->mapped_nbytes;
     const char *call = "cuMemAddressReserve";
@@ -76,6 +80,7 @@ static wsync_status_t map_handle(wsync_cuda_memory_t *memory, wsync_cu_handle_t 
 
     if (code == WSYNC_CU_SUCCESS) {
         memory->at = at;
+        memory->base.data = (void *)(uintptr_t)at;
         call = "cuMemMap";
         code = driver->mem_map(at, nbytes, 0, handle, 0);
         memory->mapped = code == WSYNC_CU_SUCCESS;
@@ -84,18 +89,15 @@ static wsync_status_t map_handle(wsync_cuda_memory_t *memory, wsync_cu_handle_t 
         call = "cuMemSetAccess";
         code = driver->mem_set_access(at, nbytes, &access, 1);
     }
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(driver, code, call, err,
-                               "mapping %" PRIu64 " bytes of GPU memory",
-                               memory->mapped_nbytes);
-    }
-    return WSYNC_OK;
+    return wsync_cuda_check(driver, code, call, err,
+                            "mapping %" PRIu64 " bytes of GPU memory",
+                            memory->mapped_nbytes);
 }
 
 /* In the context.  False if the bytes are still mapped, with the reason in *code. */
 static bool unmap(wsync_cuda_memory_t *memory, wsync_cu_result_t *code)
 {
-    const wsync_cuda_driver_t *driver = memory->device->driver;
+    const wsync_cuda_driver_t *driver = device_of(memory)->driver;
     const size_t nbytes = (size_t)memory->mapped_nbytes;
 
     *code = memory->mapped ? driver->mem_unmap(memory->at, nbytes) : WSYNC_CU_SUCCESS;
@@ -114,7 +116,7 @@ static bool unmap(wsync_cuda_memory_t *memory, wsync_cu_result_t *code)
 /* In the context; a stream of its own waits for nobody else's work. */
 static wsync_status_t zero(const wsync_cuda_memory_t *memory, wsync_error_t *err)
 {
-    const wsync_cuda_driver_t *driver = memory->device->driver;
+    const wsync_cuda_driver_t *driver = device_of(memory)->driver;
     const char *call = "cuStreamCreate";
     wsync_cu_stream_t stream = NULL;
     wsync_cu_result_t code = driver->stream_create(&stream, WSYNC_CU_STREAM_NON_BLOCKING);
@@ -133,17 +135,14 @@ static wsync_status_t zero(const wsync_cuda_memory_t *memory, wsync_error_t *err
         }
         (void)driver->stream_destroy(stream);
     }
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(driver, code, call, err, "clearing %" PRIu64 " bytes",
-                               memory->nbytes);
-    }
-    return WSYNC_OK;
+    return wsync_cuda_check(driver, code, call, err, "clearing %" PRIu64 " bytes",
+                            memory->base.nbytes);
 }
 
 static wsync_status_t fail_create(const wsync_cuda_memory_t *memory, wsync_cu_result_t code,
                                   const char *call, wsync_error_t *err)
 {
-    const wsync_cuda_device_t *device = memory->device;
+    const wsync_cuda_device_t *device = device_of(memory);
     size_t left = 0;
     size_t total = 0;
 
@@ -151,20 +150,18 @@ static wsync_status_t fail_create(const wsync_cuda_memory_t *memory, wsync_cu_re
         device->driver->mem_get_info(&left, &total) == WSYNC_CU_SUCCESS) {
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, code, call,
                           "GPU memory of %" PRIu64
-                          " bytes: %zu of %zu bytes of GPU %d "
-                          "(%s) are free",
-                          memory->mapped_nbytes, left, total, device->ordinal,
-                          device->info.name);
+                          " bytes: %zu of %zu bytes of %s are free",
+                          memory->mapped_nbytes, left, total, device->label);
     }
-    return wsync_cuda_fail(device->driver, code, call, err,
-                           "GPU memory of %" PRIu64 " bytes", memory->mapped_nbytes);
+    return wsync_cuda_check(device->driver, code, call, err,
+                            "GPU memory of %" PRIu64 " bytes", memory->mapped_nbytes);
 }
 
 /* Physical memory, its descriptor and its mapping; in the context. */
 static wsync_status_t fill(wsync_cuda_memory_t *memory, wsync_error_t *err)
 {
-    const wsync_cuda_driver_t *driver = memory->device->driver;
-    const wsync_cu_property_t property = exportable(memory->device);
+    const wsync_cuda_driver_t *driver = device_of(memory)->driver;
+    const wsync_cu_property_t property = exportable(device_of(memory));
     wsync_cu_handle_t handle = 0;
     wsync_status_t status;
     wsync_cu_result_t code =
@@ -173,13 +170,13 @@ static wsync_status_t fill(wsync_cuda_memory_t *memory, wsync_error_t *err)
     if (code != WSYNC_CU_SUCCESS) {
         return fail_create(memory, code, "cuMemCreate", err);
     }
-    code = driver->mem_export(&memory->fd, handle, WSYNC_CU_HANDLE_FD, 0);
+    code = driver->mem_export(&memory->base.fd, handle, WSYNC_CU_HANDLE_FD, 0);
     if (code != WSYNC_CU_SUCCESS) {
-        memory->fd = -1;
+        memory->base.fd = -1;
         status = fail_create(memory, code, "cuMemExportToShareableHandle", err);
-    } else if (fcntl(memory->fd, F_SETFD, FD_CLOEXEC) != 0) {
+    } else if (fcntl(memory->base.fd, F_SETFD, FD_CLOEXEC) != 0) {
         status = wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl",
-                            "descriptor %d of GPU memory: fcntl: %s", memory->fd,
+                            "descriptor %d of GPU memory: fcntl: %s", memory->base.fd,
                             strerror(errno));
     } else {
         status = map_handle(memory, handle, err);
@@ -189,9 +186,57 @@ static wsync_status_t fill(wsync_cuda_memory_t *memory, wsync_error_t *err)
     return status;
 }
 
-wsync_status_t wsync_cuda_memory_create(const wsync_cuda_device_t *device, uint64_t nbytes,
-                                        wsync_memory_t **memory, wsync_error_t *err)
+static void close_fd(wsync_cuda_memory_t *memory)
 {
+    if (memory->base.fd >= 0) {
+        (void)close(memory->base.fd);
+        memory->base.fd = -1;
+    }
+}
+
+static void memory_destroy(wsync_memory_t *memory)
+{
+    wsync_cuda_memory_t *self = own(memory);
+    const wsync_cuda_device_t *device = device_of(self);
+
+    if (!wsync_cuda_legacy_fini(self)) {
+        return;
+    }
+    if (self->at != 0 && wsync_cuda_enter_to_free(device)) {
+        wsync_cu_result_t code;
+
+        if (self->host != NULL) {
+            wsync_cuda_unregister(device, self->host->data);
+        } else {
+            (void)unmap(self, &code);
+            (void)device->driver->mem_unreserve(self->at, (size_t)self->mapped_nbytes);
+        }
+        wsync_cuda_leave(device);
+    }
+    if (self->host == NULL) {
+        close_fd(self);
+    }
+    wsync_memory_destroy(self->host);
+    free(self->recorded);
+    free(self);
+}
+
+/* Moves the record (NULL allowed) to *memory, or gives it back after an error. */
+static wsync_status_t hand_over(wsync_cuda_memory_t *made, wsync_status_t status,
+                                wsync_memory_t **memory)
+{
+    if (status == WSYNC_OK) {
+        *memory = &made->base;
+    } else if (made != NULL) {
+        memory_destroy(&made->base);
+    }
+    return status;
+}
+
+static wsync_status_t memory_create(const wsync_device_t *self, uint64_t nbytes,
+                                    wsync_memory_t **memory, wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = wsync_cuda_of(self);
     wsync_cuda_memory_t *made = NULL;
     wsync_status_t status = wsync_cuda_enter(device, err);
 
@@ -202,16 +247,11 @@ wsync_status_t wsync_cuda_memory_create(const wsync_cuda_device_t *device, uint6
     if (made != NULL) {
         status = device->vmm ? fill(made, err) : wsync_cuda_legacy_fill(made, err);
     }
-    if (made != NULL && status == WSYNC_OK) {
+    if (status == WSYNC_OK) {
         status = zero(made, err);
     }
     wsync_cuda_leave(device);
-    if (status != WSYNC_OK) {
-        wsync_cuda_memory_destroy((wsync_memory_t *)(void *)made);
-        return status;
-    }
-    *memory = (wsync_memory_t *)(void *)made;
-    return WSYNC_OK;
+    return hand_over(made, status, memory);
 }
 
 /* Which GPU it is of was settled by UUIDs before: the driver's number of it may be that of
@@ -220,18 +260,18 @@ static wsync_status_t check_place(const wsync_cuda_device_t *device,
                                   wsync_cu_handle_t handle, int fd, wsync_error_t *err)
 {
     wsync_cu_property_t property = {0};
-    const wsync_cu_result_t code = device->driver->mem_properties(&property, handle);
+    const wsync_status_t status = wsync_cuda_check(
+        device->driver, device->driver->mem_properties(&property, handle),
+        "cuMemGetAllocationPropertiesFromHandle", err, "descriptor %d", fd);
 
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(device->driver, code,
-                               "cuMemGetAllocationPropertiesFromHandle", err,
-                               "descriptor %d", fd);
+    if (status != WSYNC_OK) {
+        return status;
     }
     if (property.location.type != WSYNC_CU_LOCATION_DEVICE) {
         return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
                           "descriptor %d holds memory of no GPU (location type %d), not of "
-                          "GPU %d (%s)",
-                          fd, property.location.type, device->ordinal, device->info.name);
+                          "%s",
+                          fd, property.location.type, device->label);
     }
     return WSYNC_OK;
 }
@@ -239,7 +279,7 @@ static wsync_status_t check_place(const wsync_cuda_device_t *device,
 /* Maps what a copy of the descriptor stands for; in the context; err is not NULL. */
 static wsync_status_t adopt(wsync_cuda_memory_t *memory, int borrowed, wsync_error_t *err)
 {
-    const wsync_cuda_driver_t *driver = memory->device->driver;
+    const wsync_cuda_driver_t *driver = device_of(memory)->driver;
     const int fd = fcntl(borrowed, F_DUPFD_CLOEXEC, 3);
     wsync_cu_handle_t handle = 0;
     wsync_cu_result_t code;
@@ -249,17 +289,18 @@ static wsync_status_t adopt(wsync_cuda_memory_t *memory, int borrowed, wsync_err
         return wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl", "descriptor %d: fcntl: %s",
                           borrowed, strerror(errno));
     }
-    memory->fd = fd;
+    memory->base.fd = fd;
     code = driver->mem_import(&handle, (void *)(intptr_t)fd, WSYNC_CU_HANDLE_FD);
     if (code == WSYNC_CU_INVALID_VALUE || code == WSYNC_CU_INVALID_HANDLE) {
         return wsync_fail(err, WSYNC_ERR_REFUSED, code, "cuMemImportFromShareableHandle",
                           "descriptor %d holds no GPU memory", borrowed);
     }
     if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(driver, code, "cuMemImportFromShareableHandle", err,
-                               "importing %" PRIu64 " bytes of GPU memory", memory->nbytes);
+        return wsync_cuda_check(driver, code, "cuMemImportFromShareableHandle", err,
+                                "importing %" PRIu64 " bytes of GPU memory",
+                                memory->base.nbytes);
     }
-    status = check_place(memory->device, handle, borrowed, err);
+    status = check_place(device_of(memory), handle, borrowed, err);
     if (status == WSYNC_OK) {
         status = map_handle(memory, handle, err);
         /* What the driver says of a descriptor that holds less. */
@@ -268,17 +309,17 @@ static wsync_status_t adopt(wsync_cuda_memory_t *memory, int borrowed, wsync_err
             status =
                 wsync_fail(err, WSYNC_ERR_INVALID, WSYNC_CU_INVALID_VALUE, "cuMemMap",
                            "descriptor %d does not hold %" PRIu64 " bytes of GPU memory",
-                           borrowed, memory->nbytes);
+                           borrowed, memory->base.nbytes);
         }
     }
     (void)driver->mem_release(handle);
     return status;
 }
 
-wsync_status_t wsync_cuda_memory_import(const wsync_cuda_device_t *device, int fd,
-                                        uint64_t nbytes, wsync_memory_t **memory,
-                                        wsync_error_t *err)
+static wsync_status_t memory_import(const wsync_device_t *self, int fd, uint64_t nbytes,
+                                    wsync_memory_t **memory, wsync_error_t *err)
 {
+    const wsync_cuda_device_t *device = wsync_cuda_of(self);
     wsync_cuda_memory_t *made = NULL;
     wsync_error_t reason = {0};
     wsync_status_t status = wsync_cuda_enter(device, err);
@@ -295,38 +336,16 @@ wsync_status_t wsync_cuda_memory_import(const wsync_cuda_device_t *device, int f
                              : wsync_cuda_legacy_adopt(made, fd, &reason);
     }
     wsync_cuda_leave(device);
-    if (status != WSYNC_OK) {
-        if (err != NULL) {
-            *err = reason;
-        }
-        wsync_cuda_memory_destroy((wsync_memory_t *)(void *)made);
-        return status;
+    if (status != WSYNC_OK && err != NULL) {
+        *err = reason;
     }
-    *memory = (wsync_memory_t *)(void *)made;
-    return WSYNC_OK;
+    return hand_over(made, status, memory);
 }
 
-static void close_fd(wsync_cuda_memory_t *memory)
-{
-    if (memory->fd >= 0) {
-        (void)close(memory->fd);
-        memory->fd = -1;
-    }
-}
-
-wsync_status_t wsync_cuda_memory_pin(wsync_memory_t *memory, wsync_error_t *err)
-{
-    return wsync_pins_add(&own(memory)->pins, err);
-}
-
-void wsync_cuda_memory_unpin(wsync_memory_t *memory)
-{
-    wsync_pins_drop(&own(memory)->pins);
-}
-
-wsync_status_t wsync_cuda_memory_park(wsync_memory_t *memory, wsync_error_t *err)
+static wsync_status_t memory_park(wsync_memory_t *memory, wsync_error_t *err)
 {
     wsync_cuda_memory_t *self = own(memory);
+    const wsync_cuda_device_t *device = device_of(self);
     wsync_cu_result_t code = WSYNC_CU_SUCCESS;
     wsync_status_t status;
 
@@ -334,45 +353,43 @@ wsync_status_t wsync_cuda_memory_park(wsync_memory_t *memory, wsync_error_t *err
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_memory_park",
                           "control memory cannot be parked");
     }
-    if (!self->device->vmm) {
+    if (!device->vmm) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_memory_park",
-                          "memory of GPU %d (%s) cannot be parked: it has no virtual "
-                          "memory management",
-                          self->device->ordinal, self->device->info.name);
+                          "memory of %s cannot be parked: it has no virtual memory "
+                          "management",
+                          device->label);
     }
-    status = wsync_cuda_enter(self->device, err);
+    status = wsync_cuda_enter(device, err);
     if (status != WSYNC_OK) {
         return status;
     }
-    status = wsync_pins_park(&self->pins, err);
+    status = wsync_pins_park(&memory->pins, err);
     if (status == WSYNC_OK && !unmap(self, &code)) {
-        wsync_pins_unpark(&self->pins);
-        status = wsync_cuda_fail(self->device->driver, code, "cuMemUnmap", err,
-                                 "parking %" PRIu64 " bytes of GPU memory", self->nbytes);
+        wsync_pins_unpark(&memory->pins);
+        status =
+            wsync_cuda_check(device->driver, code, "cuMemUnmap", err,
+                             "parking %" PRIu64 " bytes of GPU memory", memory->nbytes);
     }
     if (status == WSYNC_OK) {
         close_fd(self);
     }
-    wsync_cuda_leave(self->device);
+    wsync_cuda_leave(device_of(self));
     return status;
 }
 
-wsync_status_t wsync_cuda_memory_unpark(wsync_memory_t *memory, int fd, wsync_error_t *err)
+static wsync_status_t memory_unpark(wsync_memory_t *memory, int fd, wsync_error_t *err)
 {
     wsync_cuda_memory_t *self = own(memory);
     wsync_error_t reason = {0};
     wsync_cu_result_t code;
-    wsync_status_t status = wsync_pins_check_parked(&self->pins, err);
+    wsync_status_t status = wsync_cuda_enter(device_of(self), err);
 
-    if (status == WSYNC_OK) {
-        status = wsync_cuda_enter(self->device, err);
-    }
     if (status != WSYNC_OK) {
         return status;
     }
     status = fd < 0 ? fill(self, &reason) : adopt(self, fd, &reason);
     if (status == WSYNC_OK) {
-        wsync_pins_unpark(&self->pins);
+        wsync_pins_unpark(&memory->pins);
     } else {
         (void)unmap(self, &code);
         close_fd(self);
@@ -380,54 +397,92 @@ wsync_status_t wsync_cuda_memory_unpark(wsync_memory_t *memory, int fd, wsync_er
             *err = reason;
         }
     }
-    wsync_cuda_leave(self->device);
+    wsync_cuda_leave(device_of(self));
     return status;
 }
 
-void wsync_cuda_memory_retain(wsync_memory_t *memory)
+/* Moves `host` into a control memory, also on failure. */
+static wsync_status_t register_words(const wsync_cuda_device_t *device,
+                                     wsync_memory_t *host, wsync_memory_t **memory,
+                                     wsync_error_t *err)
 {
-    (void)atomic_fetch_add_explicit(&own(memory)->references, 1, memory_order_relaxed);
-}
+    wsync_cuda_memory_t *made = calloc(1, sizeof(*made));
+    _Atomic uint64_t *recorded =
+        calloc(host->nbytes / sizeof(uint64_t) + 1, sizeof(*recorded));
+    wsync_status_t status;
 
-void wsync_cuda_memory_destroy(wsync_memory_t *memory)
-{
-    wsync_cuda_memory_t *self = memory != NULL ? own(memory) : NULL;
-
-    if (self == NULL ||
-        atomic_fetch_sub_explicit(&self->references, 1, memory_order_acq_rel) != 1 ||
-        !wsync_cuda_legacy_fini(self)) {
-        return;
+    if (made == NULL || recorded == NULL) {
+        free(made);
+        free(recorded);
+        wsync_memory_destroy(host);
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
+                          "no memory for the record of events");
     }
-    if (wsync_cuda_enter_to_free(self->device)) {
-        wsync_cuda_control_fini(self);
-        if (self->host == NULL && self->at != 0) {
-            wsync_cu_result_t code;
+    wsync_memory_init(&made->base, &device->base, host->nbytes);
+    made->base.words = host->words;
+    made->base.fd = host->fd;
+    made->host = host;
+    made->recorded = recorded;
+    status =
+        wsync_cuda_register(device, host->data, host->nbytes, "events", &made->at, err);
+    made->base.data = (void *)(uintptr_t)made->at;
+    return hand_over(made, status, memory);
+}
 
-            (void)unmap(self, &code);
-            (void)self->device->driver->mem_unreserve(self->at,
-                                                      (size_t)self->mapped_nbytes);
-        }
-        wsync_cuda_leave(self->device);
+static wsync_status_t control_create(const wsync_device_t *self, uint64_t nbytes,
+                                     wsync_memory_t **memory, wsync_error_t *err)
+{
+    wsync_memory_t *host = NULL;
+    wsync_status_t status = wsync_cuda_enter(wsync_cuda_of(self), err);
+
+    if (status != WSYNC_OK) {
+        return status;
     }
-    close_fd(self);
-    wsync_host_memory_destroy(self->host);
-    free(self->recorded);
-    free(self);
+    status = nbytes > CONTROL_MAX_NBYTES
+                 ? wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_control_create",
+                              "%" PRIu64 " bytes of events: at most %d", nbytes,
+                              (int)CONTROL_MAX_NBYTES)
+                 : wsync_memory_create(wsync_device_host(), nbytes, &host, err);
+    if (status == WSYNC_OK) {
+        status = register_words(wsync_cuda_of(self), host, memory, err);
+    }
+    wsync_cuda_leave(wsync_cuda_of(self));
+    return status;
 }
 
-void *wsync_cuda_memory_data(const wsync_memory_t *memory)
+static wsync_status_t control_import(const wsync_device_t *self, int fd, uint64_t nbytes,
+                                     wsync_memory_t **memory, wsync_error_t *err)
 {
-    return (void *)(uintptr_t)own_const(memory)->at;
+    wsync_memory_t *host = NULL;
+    wsync_status_t status = wsync_cuda_enter(wsync_cuda_of(self), err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    status = wsync_memory_import(wsync_device_host(), fd, nbytes, &host, err);
+    if (status == WSYNC_OK) {
+        status = register_words(wsync_cuda_of(self), host, memory, err);
+    }
+    wsync_cuda_leave(wsync_cuda_of(self));
+    return status;
 }
 
-uint64_t wsync_cuda_memory_nbytes(const wsync_memory_t *memory)
+wsync_cu_ptr_t wsync_cuda_event_address(wsync_event_t event)
 {
-    return own_const(memory)->nbytes;
+    return own(event.memory)->at + event.offset;
 }
 
-int wsync_cuda_memory_fd(const wsync_memory_t *memory)
+_Atomic uint64_t *wsync_cuda_event_recorded(wsync_event_t event)
 {
-    const wsync_cuda_memory_t *self = own_const(memory);
-
-    return self->host != NULL ? wsync_host_memory_fd(self->host) : self->fd;
+    return &own(event.memory)->recorded[event.offset / sizeof(uint64_t)];
 }
+
+const wsync_memory_ops_t wsync_cuda_memory_ops = {
+    .create = memory_create,
+    .import = memory_import,
+    .control_create = control_create,
+    .control_import = control_import,
+    .destroy = memory_destroy,
+    .park = memory_park,
+    .unpark = memory_unpark,
+};

@@ -42,7 +42,7 @@ static struct {
 /* False while a peer has the memory open. */
 static bool is_closed(const wsync_cuda_memory_t *memory)
 {
-    return memory->fd < 0 || flock(memory->fd, LOCK_EX | LOCK_NB) == 0;
+    return memory->base.fd < 0 || flock(memory->base.fd, LOCK_EX | LOCK_NB) == 0;
 }
 
 /* Gives the memory back, then the lock. */
@@ -51,9 +51,9 @@ static void release(wsync_cuda_memory_t *memory)
     wsync_cuda_ipc_destroy(memory->ipc);
     memory->ipc = NULL;
     memory->at = 0;
-    if (memory->fd >= 0) {
-        (void)close(memory->fd);
-        memory->fd = -1;
+    if (memory->base.fd >= 0) {
+        (void)close(memory->base.fd);
+        memory->base.fd = -1;
     }
 }
 
@@ -83,7 +83,8 @@ bool wsync_cuda_legacy_fini(wsync_cuda_memory_t *memory)
         return true;
     }
     /* A fork shares the locks of its parent, whose the memory is. */
-    if (wsync_cuda_check_process(memory->device->driver, NULL) == WSYNC_OK) {
+    if (wsync_cuda_check_process(wsync_cuda_of(memory->base.device)->driver, NULL) ==
+        WSYNC_OK) {
         sweep();
         if (!memory->ipc->opened && !is_closed(memory)) {
             (void)pthread_mutex_lock(&kept.mutex);
@@ -123,8 +124,9 @@ static wsync_status_t write_note(int fd, const note_t *note, wsync_error_t *err)
 
 wsync_status_t wsync_cuda_legacy_fill(wsync_cuda_memory_t *memory, wsync_error_t *err)
 {
-    const wsync_cuda_device_t *device = memory->device;
-    note_t note = {.magic = MAGIC, .nbytes = memory->nbytes, .uuid = device->info.uuid};
+    const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
+    note_t note = {
+        .magic = MAGIC, .nbytes = memory->base.nbytes, .uuid = device->info.uuid};
     wsync_status_t status;
 
     sweep();
@@ -133,12 +135,13 @@ wsync_status_t wsync_cuda_legacy_fill(wsync_cuda_memory_t *memory, wsync_error_t
         return status;
     }
     memory->at = memory->ipc->at;
+    memory->base.data = (void *)(uintptr_t)memory->at;
     note.handle = memory->ipc->handle;
-    memory->fd = memfd_create("wsync-handle", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (memory->fd < 0) {
+    memory->base.fd = memfd_create("wsync-handle", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (memory->base.fd < 0) {
         return fail_call("memfd_create", err);
     }
-    return write_note(memory->fd, &note, err);
+    return write_note(memory->base.fd, &note, err);
 }
 
 /* The memory's own description of the file: locks are those of a description. */
@@ -172,7 +175,7 @@ static wsync_status_t open_note(int fd, int *own, wsync_error_t *err)
 static wsync_status_t check_note(const wsync_cuda_memory_t *memory, const note_t *note,
                                  wsync_error_t *err)
 {
-    const wsync_cuda_device_t *device = memory->device;
+    const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
 
     if (note->magic != MAGIC) {
         return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
@@ -180,14 +183,14 @@ static wsync_status_t check_note(const wsync_cuda_memory_t *memory, const note_t
     }
     if (memcmp(&note->uuid, &device->info.uuid, sizeof(note->uuid)) != 0) {
         return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "wsync_memory_import",
-                          "the descriptor holds memory of another GPU than GPU %d (%s)",
-                          device->ordinal, device->info.name);
+                          "the descriptor holds memory of another GPU than %s",
+                          device->label);
     }
-    if (note->nbytes != memory->nbytes) {
+    if (note->nbytes != memory->base.nbytes) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
                           "the descriptor holds %" PRIu64
                           " bytes of GPU memory, expected %" PRIu64,
-                          note->nbytes, memory->nbytes);
+                          note->nbytes, memory->base.nbytes);
     }
     return WSYNC_OK;
 }
@@ -196,17 +199,18 @@ static wsync_status_t open_handle(wsync_cuda_memory_t *memory, const wsync_cu_ip
                                   wsync_error_t *err)
 {
     const wsync_status_t status =
-        wsync_cuda_ipc_open(memory->device, handle, &memory->ipc, err);
+        wsync_cuda_ipc_open(wsync_cuda_of(memory->base.device), handle, &memory->ipc, err);
 
     if (status != WSYNC_OK) {
         return status;
     }
     memory->at = memory->ipc->at;
-    if (memory->ipc->nbytes < memory->nbytes) {
+    memory->base.data = (void *)(uintptr_t)memory->at;
+    if (memory->ipc->nbytes < memory->base.nbytes) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
                           "the descriptor stands for %" PRIu64
                           " bytes of GPU memory, expected %" PRIu64,
-                          memory->ipc->nbytes, memory->nbytes);
+                          memory->ipc->nbytes, memory->base.nbytes);
     }
     return WSYNC_OK;
 }
@@ -215,16 +219,16 @@ wsync_status_t wsync_cuda_legacy_adopt(wsync_cuda_memory_t *memory, int fd,
                                        wsync_error_t *err)
 {
     note_t note;
-    wsync_status_t status = open_note(fd, &memory->fd, err);
+    wsync_status_t status = open_note(fd, &memory->base.fd, err);
 
     if (status != WSYNC_OK) {
         return status;
     }
-    if (pread(memory->fd, &note, sizeof(note), 0) != (ssize_t)sizeof(note)) {
+    if (pread(memory->base.fd, &note, sizeof(note), 0) != (ssize_t)sizeof(note)) {
         return fail_call("pread", err);
     }
     status = check_note(memory, &note, err);
-    if (status == WSYNC_OK && flock(memory->fd, LOCK_SH | LOCK_NB) != 0) {
+    if (status == WSYNC_OK && flock(memory->base.fd, LOCK_SH | LOCK_NB) != 0) {
         status = wsync_fail(err, WSYNC_ERR_CLOSED, errno, "flock",
                             "the GPU memory of descriptor %d has been freed", fd);
     }

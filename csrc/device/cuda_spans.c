@@ -54,8 +54,8 @@ static wsync_status_t ask(const wsync_cuda_device_t *device, uintptr_t address,
     if (code == WSYNC_CU_INVALID_VALUE) {
         made = (answer_t){0};
     } else if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(device->driver, code, "cuPointerGetAttributes", err,
-                               "memory at %#" PRIxPTR, address);
+        return wsync_cuda_check(device->driver, code, "cuPointerGetAttributes", err,
+                                "memory at %#" PRIxPTR, address);
     }
     *answer = made;
     return WSYNC_OK;
@@ -96,7 +96,7 @@ static wsync_status_t fail_unmapped(const wsync_cuda_device_t *device,
                       "%" PRIu64 " bytes at %#" PRIxPTR
                       ": no memory of the GPU lies there (GPU %d, %s), as when an "
                       "allocator has paused and not resumed",
-                      span->nbytes, (uintptr_t)span->data, device->ordinal,
+                      span->nbytes, (uintptr_t)span->data, device->base.ordinal,
                       device->info.name);
 }
 

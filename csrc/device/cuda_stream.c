@@ -1,7 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Streams of the driver.  What is enqueued is given to the device at once, so nothing of it
+ * Streams of the driver.  Sources may be any memory: what the device does not reach is
+ * gathered by threads of the host.  Host memory is taken for what it was (pinned or not)
+ * until the stream is seen idle: synchronise or abandon before it becomes other memory.
+ *
+ * What is enqueued is given to the device at once, so nothing of it
  * can be dropped: a stream is abandoned by giving up its waits and letting it run dry. */
-#include "device/cuda_stream.h"
+#include "device/cuda.h"
 
 #include <inttypes.h>
 #include <pthread.h>
@@ -11,11 +15,11 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "core/array.h"
 #include "device/cuda_batch.h"
-#include "device/host.h"
+#include "device/deadline.h"
 
 enum {
-    MAX_THREADS = 64, /* as on the host; a device has its own */
     POLL_MIN_NS = 5 * 1000,
     POLL_MAX_NS = 200 * 1000,
     /* A device that takes longer to run dry has hung: its memory is left alone. */
@@ -44,6 +48,7 @@ typedef struct timed {
  * entries alone: a driver call may block until the device goes on, and the one who gives up
  * its waits must get through. */
 typedef struct cuda_stream {
+    wsync_stream_t base;
     const wsync_cuda_device_t *device;
     wsync_cuda_runner_t runner;
     pthread_mutex_t order;
@@ -64,22 +69,10 @@ static cuda_stream_t *own(wsync_stream_t *stream)
     return (cuda_stream_t *)(void *)stream;
 }
 
-const wsync_cuda_device_t *wsync_cuda_stream_device(wsync_stream_t *stream)
-{
-    return own(stream)->device;
-}
-
-wsync_cu_stream_t wsync_cuda_stream_handle(wsync_stream_t *stream)
-{
-    return own(stream)->runner.stream;
-}
-
 static void forget_entries(cuda_stream_t *self)
 {
     for (size_t i = 0; i < self->count; i++) {
-        if (self->entries[i].event.memory != NULL) {
-            wsync_cuda_memory_destroy(self->entries[i].event.memory);
-        }
+        wsync_memory_destroy(self->entries[i].event.memory);
         wsync_cuda_load_destroy(self->entries[i].load);
     }
     self->count = 0;
@@ -115,7 +108,7 @@ static void give_up_waits(cuda_stream_t *self)
     (void)pthread_mutex_lock(&self->mutex);
     for (size_t i = 0; i < self->count; i++) {
         if (self->entries[i].waits) {
-            wsync_cuda_event_set(self->entries[i].event, self->entries[i].value);
+            wsync_event_set(self->entries[i].event, self->entries[i].value);
         }
     }
     (void)pthread_mutex_unlock(&self->mutex);
@@ -148,7 +141,7 @@ static void free_stream(cuda_stream_t *self)
 /* Until the device has passed everything, or the deadline (NOT_READY); in the context. */
 static wsync_cu_result_t drain(cuda_stream_t *self, int timeout_ms, bool gives_up)
 {
-    const uint64_t deadline = wsync_host_deadline(timeout_ms);
+    const uint64_t deadline = wsync_deadline_ns(timeout_ms);
     struct timespec pause = {.tv_nsec = POLL_MIN_NS};
 
     for (;;) {
@@ -158,7 +151,7 @@ static wsync_cu_result_t drain(cuda_stream_t *self, int timeout_ms, bool gives_u
             give_up_waits(self);
         }
         code = look(self);
-        if (code != WSYNC_CU_NOT_READY || wsync_host_deadline(0) >= deadline) {
+        if (code != WSYNC_CU_NOT_READY || wsync_clock_ns() >= deadline) {
             return code;
         }
         (void)nanosleep(&pause, NULL);
@@ -166,57 +159,47 @@ static wsync_cu_result_t drain(cuda_stream_t *self, int timeout_ms, bool gives_u
     }
 }
 
-static wsync_status_t fail_call(const cuda_stream_t *self, wsync_cu_result_t code,
-                                const char *call, wsync_error_t *err)
+static wsync_status_t check(const cuda_stream_t *self, wsync_cu_result_t code,
+                            const char *call, wsync_error_t *err)
 {
-    return wsync_cuda_fail(self->device->driver, code, call, err, "a stream of GPU %d (%s)",
-                           self->device->ordinal, self->device->info.name);
+    return wsync_cuda_check(self->device->driver, code, call, err, "a stream of %s",
+                            self->device->label);
 }
 
-wsync_status_t wsync_cuda_stream_create(const wsync_cuda_device_t *device, unsigned threads,
-                                        wsync_stream_t **stream, wsync_error_t *err)
+static wsync_status_t stream_create(const wsync_device_t *device, unsigned threads,
+                                    wsync_stream_t **stream, wsync_error_t *err)
 {
-    cuda_stream_t *made = NULL;
+    cuda_stream_t *made = calloc(1, sizeof(*made));
     wsync_status_t status;
 
-    if (threads < 1 || threads > MAX_THREADS) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_stream_create",
-                          "a stream of %u threads: 1 to %d are possible", threads,
-                          (int)MAX_THREADS);
-    }
-    status = wsync_cuda_enter(device, err);
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    made = calloc(1, sizeof(*made));
     if (made == NULL) {
-        wsync_cuda_leave(device);
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc", "no memory for a stream");
     }
-    made->device = device;
+    made->base.device = device;
+    made->device = wsync_cuda_of(device);
+    status = wsync_cuda_enter(made->device, err);
+    if (status != WSYNC_OK) {
+        free(made);
+        return status;
+    }
     (void)pthread_mutex_init(&made->order, NULL);
     (void)pthread_mutex_init(&made->mutex, NULL);
-    status = wsync_cuda_runner_init(&made->runner, device, threads, err);
+    status = wsync_cuda_runner_init(&made->runner, made->device, threads, err);
     if (status != WSYNC_OK) {
         free_stream(made);
+    } else {
+        *stream = &made->base;
     }
-    wsync_cuda_leave(device);
-    if (status == WSYNC_OK) {
-        *stream = (wsync_stream_t *)(void *)made;
-    }
+    wsync_cuda_leave(wsync_cuda_of(device));
     return status;
 }
 
-bool wsync_cuda_stream_destroy(wsync_stream_t *stream)
+static bool stream_destroy(wsync_stream_t *stream)
 {
-    cuda_stream_t *self = stream != NULL ? own(stream) : NULL;
-    const wsync_cuda_device_t *device;
+    cuda_stream_t *self = own(stream);
+    const wsync_cuda_device_t *device = self->device;
     bool dry;
 
-    if (self == NULL) {
-        return true;
-    }
-    device = self->device;
     if (!wsync_cuda_enter_to_free(device)) {
         return true; /* nothing runs without the context, nor in a fork */
     }
@@ -240,12 +223,12 @@ static bool abandon(cuda_stream_t *self, int timeout_ms)
     return dry;
 }
 
-unsigned wsync_cuda_stream_ahead(wsync_stream_t *stream)
+static unsigned stream_ahead(wsync_stream_t *stream)
 {
     return atomic_load(&own(stream)->runner.steady) ? WSYNC_STREAM_AHEAD : 0;
 }
 
-bool wsync_cuda_stream_abandon(wsync_stream_t *stream, int timeout_ms)
+static bool stream_abandon(wsync_stream_t *stream, int timeout_ms)
 {
     cuda_stream_t *self = own(stream);
     bool dry = true;
@@ -257,8 +240,8 @@ bool wsync_cuda_stream_abandon(wsync_stream_t *stream, int timeout_ms)
     return dry;
 }
 
-wsync_status_t wsync_cuda_stream_synchronize(wsync_stream_t *stream, int timeout_ms,
-                                             wsync_error_t *err)
+static wsync_status_t stream_synchronize(wsync_stream_t *stream, int timeout_ms,
+                                         wsync_error_t *err)
 {
     cuda_stream_t *self = own(stream);
     wsync_status_t status = wsync_cuda_enter(self->device, err);
@@ -270,11 +253,8 @@ wsync_status_t wsync_cuda_stream_synchronize(wsync_stream_t *stream, int timeout
     }
     code = drain(self, timeout_ms, false);
     wsync_cuda_leave(self->device);
-    if (code == WSYNC_CU_SUCCESS) {
-        return WSYNC_OK;
-    }
     if (code != WSYNC_CU_NOT_READY) {
-        return fail_call(self, code, "cuStreamQuery", err);
+        return check(self, code, "cuStreamQuery", err);
     }
     (void)pthread_mutex_lock(&self->mutex);
     count = self->count;
@@ -288,6 +268,7 @@ wsync_status_t wsync_cuda_stream_synchronize(wsync_stream_t *stream, int timeout
 static wsync_status_t reserve_entry(cuda_stream_t *self, wsync_error_t *err)
 {
     wsync_status_t status = WSYNC_OK;
+    entry_t *entries;
     bool due;
 
     (void)pthread_mutex_lock(&self->mutex);
@@ -297,17 +278,13 @@ static wsync_status_t reserve_entry(cuda_stream_t *self, wsync_error_t *err)
         (void)look(self);
     }
     (void)pthread_mutex_lock(&self->mutex);
-    if (self->count == self->capacity) {
-        const size_t capacity = self->capacity > 0 ? 2 * self->capacity : LOOK_INTERVAL;
-        entry_t *entries = realloc(self->entries, capacity * sizeof(*entries));
-
-        if (entries == NULL) {
-            status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "realloc",
-                                "no memory for %zu entries of a stream", capacity);
-        } else {
-            self->entries = entries;
-            self->capacity = capacity;
-        }
+    entries = wsync_array_reserve(self->entries, &self->capacity, self->count + 1,
+                                  sizeof(*entries));
+    if (entries != NULL) {
+        self->entries = entries;
+    } else {
+        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "realloc",
+                            "no memory for %zu entries of a stream", self->count + 1);
     }
     (void)pthread_mutex_unlock(&self->mutex);
     return status;
@@ -316,41 +293,55 @@ static wsync_status_t reserve_entry(cuda_stream_t *self, wsync_error_t *err)
 static void add_entry(cuda_stream_t *self, const entry_t *entry)
 {
     if (entry->event.memory != NULL) {
-        wsync_cuda_memory_retain(entry->event.memory);
+        wsync_memory_retain(entry->event.memory);
     }
     (void)pthread_mutex_lock(&self->mutex);
     self->entries[self->count++] = *entry;
     (void)pthread_mutex_unlock(&self->mutex);
 }
 
-wsync_status_t wsync_cuda_stream_record(wsync_stream_t *stream, wsync_event_t event,
-                                        uint64_t value, wsync_error_t *err)
+/* Enqueues a write of the word, or a wait for it.  In the context, in order. */
+static wsync_status_t enqueue_word(cuda_stream_t *self, const entry_t *entry,
+                                   wsync_error_t *err)
+{
+    const wsync_cuda_driver_t *driver = self->device->driver;
+    const wsync_cu_ptr_t at = wsync_cuda_event_address(entry->event);
+    wsync_status_t status = reserve_entry(self, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    status =
+        entry->waits
+            ? check(self,
+                    driver->stream_wait_value(self->runner.stream, at, entry->value,
+                                              WSYNC_CU_WAIT_GEQ),
+                    "cuStreamWaitValue64", err)
+            : check(self,
+                    driver->stream_write_value(self->runner.stream, at, entry->value, 0),
+                    "cuStreamWriteValue64", err);
+    if (status == WSYNC_OK) {
+        add_entry(self, entry);
+    }
+    return status;
+}
+
+static wsync_status_t stream_record(wsync_stream_t *stream, wsync_event_t event,
+                                    uint64_t value, wsync_error_t *err)
 {
     cuda_stream_t *self = own(stream);
-    _Atomic uint64_t *recorded;
-    wsync_status_t status = wsync_cuda_event_check(event, err);
+    _Atomic uint64_t *recorded = wsync_cuda_event_recorded(event);
+    wsync_status_t status = wsync_cuda_enter(self->device, err);
 
-    if (status == WSYNC_OK) {
-        status = wsync_cuda_enter(self->device, err);
-    }
     if (status != WSYNC_OK) {
         return status;
     }
     (void)pthread_mutex_lock(&self->order);
-    recorded = wsync_cuda_event_recorded(event);
     /* The device stores what it is given; so that words only grow, no less is given. */
     if (atomic_load(recorded) < value) {
-        status = reserve_entry(self, err);
+        status = enqueue_word(self, &(entry_t){.event = event, .value = value}, err);
         if (status == WSYNC_OK) {
-            const wsync_cu_result_t code = self->device->driver->stream_write_value(
-                self->runner.stream, wsync_cuda_event_address(event), value, 0);
-
-            if (code == WSYNC_CU_SUCCESS) {
-                atomic_store(recorded, value);
-                add_entry(self, &(entry_t){.event = event, .value = value});
-            } else {
-                status = fail_call(self, code, "cuStreamWriteValue64", err);
-            }
+            atomic_store(recorded, value);
         }
     }
     (void)pthread_mutex_unlock(&self->order);
@@ -358,35 +349,60 @@ wsync_status_t wsync_cuda_stream_record(wsync_stream_t *stream, wsync_event_t ev
     return status;
 }
 
-wsync_status_t wsync_cuda_stream_wait(wsync_stream_t *stream, wsync_event_t event,
-                                      uint64_t value, wsync_error_t *err)
+static wsync_status_t stream_wait(wsync_stream_t *stream, wsync_event_t event,
+                                  uint64_t value, wsync_error_t *err)
 {
     cuda_stream_t *self = own(stream);
-    wsync_status_t status = wsync_cuda_event_check(event, err);
+    wsync_status_t status = wsync_cuda_enter(self->device, err);
 
-    if (status == WSYNC_OK) {
-        status = wsync_cuda_enter(self->device, err);
-    }
     if (status != WSYNC_OK) {
         return status;
     }
     (void)pthread_mutex_lock(&self->order);
-    if (wsync_cuda_event_query(event) < value) {
-        status = reserve_entry(self, err);
-        if (status == WSYNC_OK) {
-            const wsync_cu_result_t code = self->device->driver->stream_wait_value(
-                self->runner.stream, wsync_cuda_event_address(event), value,
-                WSYNC_CU_WAIT_GEQ);
-
-            if (code == WSYNC_CU_SUCCESS) {
-                add_entry(self, &(entry_t){.event = event, .value = value, .waits = true});
-            } else {
-                status = fail_call(self, code, "cuStreamWaitValue64", err);
-            }
-        }
+    if (wsync_event_query(event) < value) {
+        status = enqueue_word(
+            self, &(entry_t){.event = event, .value = value, .waits = true}, err);
     }
     (void)pthread_mutex_unlock(&self->order);
     wsync_cuda_leave(self->device);
+    return status;
+}
+
+/* Has `later` wait for what `earlier` has been given by now.  In the context. */
+static wsync_status_t put_after(const cuda_stream_t *self, wsync_cu_stream_t earlier,
+                                wsync_cu_stream_t later, wsync_error_t *err)
+{
+    const wsync_cuda_driver_t *driver = self->device->driver;
+    wsync_cu_event_t event = NULL;
+    const char *call = "cuEventCreate";
+    wsync_cu_result_t code = driver->event_create(&event, WSYNC_CU_EVENT_DISABLE_TIMING);
+
+    if (code == WSYNC_CU_SUCCESS) {
+        call = "cuEventRecord";
+        code = driver->event_record(event, earlier);
+    }
+    if (code == WSYNC_CU_SUCCESS) {
+        call = "cuStreamWaitEvent";
+        code = driver->stream_wait_event(later, event, 0);
+    }
+    if (event != NULL) {
+        (void)driver->event_destroy(event); /* lives on until it has been waited for */
+    }
+    return wsync_cuda_check(driver, code, call, err, "two streams of %s",
+                            self->device->label);
+}
+
+static wsync_status_t stream_order(wsync_stream_t *stream, void *other, bool leads,
+                                   wsync_error_t *err)
+{
+    const cuda_stream_t *self = own(stream);
+    wsync_status_t status = wsync_cuda_enter(self->device, err);
+
+    if (status == WSYNC_OK) {
+        status = leads ? put_after(self, self->runner.stream, other, err)
+                       : put_after(self, other, self->runner.stream, err);
+        wsync_cuda_leave(self->device);
+    }
     return status;
 }
 
@@ -407,7 +423,7 @@ static wsync_cu_event_t mark(const cuda_stream_t *self, wsync_cu_stream_t stream
 }
 
 /* In the context, in order. */
-static wsync_status_t run_batch(cuda_stream_t *self, const wsync_cuda_batch_t *batch,
+static wsync_status_t run_batch(cuda_stream_t *self, const wsync_batch_t *batch,
                                 wsync_error_t *err)
 {
     const bool timed = self->timed_count < self->trace_capacity;
@@ -441,28 +457,20 @@ static wsync_status_t run_batch(cuda_stream_t *self, const wsync_cuda_batch_t *b
     return status;
 }
 
-wsync_status_t wsync_cuda_stream_copy(wsync_stream_t *stream, const wsync_copy_t *copies,
-                                      size_t count, const wsync_span_t *sources,
-                                      size_t source_count, const wsync_span_t *destinations,
-                                      size_t destination_count, wsync_error_t *err)
+static wsync_status_t stream_copy(wsync_stream_t *stream, const wsync_batch_t *batch,
+                                  wsync_error_t *err)
 {
-    const wsync_cuda_batch_t batch = {copies,       count,        sources,
-                                      source_count, destinations, destination_count};
     cuda_stream_t *self = own(stream);
-    wsync_status_t status = wsync_copies_check(copies, count, sources, source_count,
-                                               destinations, destination_count, err);
+    wsync_status_t status = wsync_cuda_enter(self->device, err);
 
-    if (status == WSYNC_OK) {
-        status = wsync_cuda_enter(self->device, err);
-    }
     if (status != WSYNC_OK) {
         return status;
     }
-    if (wsync_copies_nbytes(copies, count) > 0) {
+    if (wsync_copies_nbytes(batch->copies, batch->count) > 0) {
         (void)pthread_mutex_lock(&self->order);
         status = reserve_entry(self, err);
         if (status == WSYNC_OK) {
-            status = run_batch(self, &batch, err);
+            status = run_batch(self, batch, err);
         }
         (void)pthread_mutex_unlock(&self->order);
     }
@@ -496,13 +504,13 @@ static size_t read_timed(const cuda_stream_t *self, wsync_cu_event_t now, uint64
 /* Whether the device comes to an event in time; in the context. */
 static bool await(const cuda_stream_t *self, wsync_cu_event_t event, int timeout_ms)
 {
-    const uint64_t deadline = wsync_host_deadline(timeout_ms);
+    const uint64_t deadline = wsync_deadline_ns(timeout_ms);
     const struct timespec pause = {.tv_nsec = POLL_MIN_NS};
 
     for (;;) {
         const wsync_cu_result_t code = self->device->driver->event_query(event);
 
-        if (code != WSYNC_CU_NOT_READY || wsync_host_deadline(0) >= deadline) {
+        if (code != WSYNC_CU_NOT_READY || wsync_clock_ns() >= deadline) {
             return code == WSYNC_CU_SUCCESS;
         }
         (void)nanosleep(&pause, NULL);
@@ -521,7 +529,7 @@ static size_t read_trace(cuda_stream_t *self)
     }
     if (now != NULL) {
         if (await(self, now, TRACE_MS)) {
-            count = read_timed(self, now, wsync_host_deadline(0));
+            count = read_timed(self, now, wsync_clock_ns());
         }
         (void)driver->event_destroy(now);
     }
@@ -529,8 +537,8 @@ static size_t read_trace(cuda_stream_t *self)
     return count;
 }
 
-void wsync_cuda_stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next,
-                             size_t capacity, wsync_stream_span_t **spans, size_t *count)
+static void stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next, size_t capacity,
+                         wsync_stream_span_t **spans, size_t *count)
 {
     cuda_stream_t *self = own(stream);
 
@@ -549,3 +557,16 @@ void wsync_cuda_stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next,
     (void)pthread_mutex_unlock(&self->order);
     wsync_cuda_leave(self->device);
 }
+
+const wsync_stream_ops_t wsync_cuda_stream_ops = {
+    .create = stream_create,
+    .destroy = stream_destroy,
+    .copy = stream_copy,
+    .record = stream_record,
+    .wait = stream_wait,
+    .order = stream_order,
+    .ahead = stream_ahead,
+    .abandon = stream_abandon,
+    .synchronize = stream_synchronize,
+    .trace = stream_trace,
+};

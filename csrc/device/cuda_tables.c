@@ -54,8 +54,8 @@ static wsync_status_t reserve(wsync_cuda_tables_t *tables, uint64_t nbytes,
         code = driver->mem_alloc(&made->at, (size_t)made->nbytes);
         if (code != WSYNC_CU_SUCCESS) {
             free(made);
-            return wsync_cuda_fail(driver, code, "cuMemAlloc", err,
-                                   "%" PRIu64 " bytes for tables of copies", wanted);
+            return wsync_cuda_check(driver, code, "cuMemAlloc", err,
+                                    "%" PRIu64 " bytes for tables of copies", wanted);
         }
         made->next = slab;
         slab = made;
@@ -83,11 +83,8 @@ static wsync_status_t upload(const wsync_cuda_tables_t *tables, wsync_cu_ptr_t a
             (void)driver->stream_synchronize(tables->uploads);
         }
     }
-    if (code != WSYNC_CU_SUCCESS) {
-        return wsync_cuda_fail(driver, code, call, err, "uploading a table of %zu bytes",
-                               nbytes);
-    }
-    return WSYNC_OK;
+    return wsync_cuda_check(driver, code, call, err, "uploading a table of %zu bytes",
+                            nbytes);
 }
 
 /* The table that was made of these bytes, or NULL. */

@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,7 +11,6 @@
 #include <unistd.h>
 
 #include "device/host.h"
-#include "device/pins.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -21,14 +19,6 @@
 enum {
     SIZE_SEALS = F_SEAL_SHRINK | F_SEAL_GROW,
     BLOCK_NBYTES = 512, /* of st_blocks */
-};
-
-struct wsync_memory {
-    void *data;
-    uint64_t nbytes;
-    int fd; /* -1 while parked */
-    atomic_uint references;
-    wsync_pins_t pins;
 };
 
 static wsync_status_t fail_call(const char *call, int code, uint64_t nbytes,
@@ -131,12 +121,24 @@ static int populate(void *data, uint64_t nbytes)
     return 0;
 }
 
-/* Moves fd into a new memory object, also on failure. */
-static wsync_status_t map_fd(int fd, uint64_t nbytes, wsync_memory_t **memory,
-                             wsync_error_t *err)
+static void memory_destroy(wsync_memory_t *memory)
 {
-    wsync_status_t status = WSYNC_OK;
+    if (memory->data != NULL) {
+        (void)munmap(memory->data, memory->nbytes);
+    }
+    if (memory->fd >= 0) {
+        (void)close(memory->fd);
+    }
+    free(memory);
+}
+
+/* Moves fd into a new memory object, also on failure. */
+static wsync_status_t map_fd(const wsync_device_t *self, int fd, uint64_t nbytes,
+                             wsync_memory_t **memory, wsync_error_t *err)
+{
     wsync_memory_t *made = malloc(sizeof(*made));
+    wsync_status_t status;
+    void *data;
     int code;
 
     if (made == NULL) {
@@ -145,38 +147,32 @@ static wsync_status_t map_fd(int fd, uint64_t nbytes, wsync_memory_t **memory,
                           "shared memory of %" PRIu64 " bytes: no memory for its record",
                           nbytes);
     }
-    atomic_init(&made->references, 1);
-    atomic_init(&made->pins, 0);
+    wsync_memory_init(made, self, nbytes);
     made->fd = fd;
-    made->nbytes = nbytes;
-    made->data = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (made->data == MAP_FAILED) {
-        made->data = NULL;
+    data = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (data == MAP_FAILED) {
         code = errno;
-        if (code == EPERM || code == EACCES) {
-            status = wsync_fail(err, WSYNC_ERR_REFUSED, code, "mmap",
-                                "descriptor %d cannot be mapped for writing: %s", fd,
-                                strerror(code));
-        } else {
-            status = fail_call("mmap", code, nbytes, err);
+        status = code == EPERM || code == EACCES
+                     ? wsync_fail(err, WSYNC_ERR_REFUSED, code, "mmap",
+                                  "descriptor %d cannot be mapped for writing: %s", fd,
+                                  strerror(code))
+                     : fail_call("mmap", code, nbytes, err);
+    } else {
+        made->data = data;
+        made->words = data;
+        code = populate(data, nbytes);
+        if (code == 0) {
+            *memory = made;
+            return WSYNC_OK;
         }
-        goto cleanup;
-    }
-    code = populate(made->data, nbytes);
-    if (code != 0) {
         status = fail_call("madvise", code, nbytes, err);
-        goto cleanup;
     }
-    *memory = made;
-    made = NULL;
-
-cleanup:
-    wsync_host_memory_destroy(made);
+    memory_destroy(made);
     return status;
 }
 
-wsync_status_t wsync_host_memory_create(uint64_t nbytes, wsync_memory_t **memory,
-                                        wsync_error_t *err)
+static wsync_status_t memory_create(const wsync_device_t *self, uint64_t nbytes,
+                                    wsync_memory_t **memory, wsync_error_t *err)
 {
     wsync_status_t status = WSYNC_OK;
     const uint64_t available = wsync_host_memory_available("");
@@ -216,7 +212,7 @@ wsync_status_t wsync_host_memory_create(uint64_t nbytes, wsync_memory_t **memory
         status = fail_call("fcntl", errno, nbytes, err);
         goto cleanup;
     }
-    status = map_fd(fd, nbytes, memory, err);
+    status = map_fd(self, fd, nbytes, memory, err);
     fd = -1; /* moved */
 
 cleanup:
@@ -226,8 +222,8 @@ cleanup:
     return status;
 }
 
-wsync_status_t wsync_host_memory_import(int fd, uint64_t nbytes, wsync_memory_t **memory,
-                                        wsync_error_t *err)
+static wsync_status_t memory_import(const wsync_device_t *self, int fd, uint64_t nbytes,
+                                    wsync_memory_t **memory, wsync_error_t *err)
 {
     struct stat info;
     int own;
@@ -267,41 +263,10 @@ wsync_status_t wsync_host_memory_import(int fd, uint64_t nbytes, wsync_memory_t 
     if (own < 0) {
         return fail_call("fcntl", errno, nbytes, err);
     }
-    return map_fd(own, nbytes, memory, err);
+    return map_fd(self, own, nbytes, memory, err);
 }
 
-void wsync_host_memory_retain(wsync_memory_t *memory)
-{
-    (void)atomic_fetch_add_explicit(&memory->references, 1, memory_order_relaxed);
-}
-
-void wsync_host_memory_destroy(wsync_memory_t *memory)
-{
-    /* Acquire and release: what other threads did with the mapping comes before munmap. */
-    if (memory == NULL ||
-        atomic_fetch_sub_explicit(&memory->references, 1, memory_order_acq_rel) != 1) {
-        return;
-    }
-    if (memory->data != NULL) {
-        (void)munmap(memory->data, memory->nbytes);
-    }
-    if (memory->fd >= 0) {
-        (void)close(memory->fd);
-    }
-    free(memory);
-}
-
-wsync_status_t wsync_host_memory_pin(wsync_memory_t *memory, wsync_error_t *err)
-{
-    return wsync_pins_add(&memory->pins, err);
-}
-
-void wsync_host_memory_unpin(wsync_memory_t *memory)
-{
-    wsync_pins_drop(&memory->pins);
-}
-
-wsync_status_t wsync_host_memory_park(wsync_memory_t *memory, wsync_error_t *err)
+static wsync_status_t memory_park(wsync_memory_t *memory, wsync_error_t *err)
 {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     const wsync_status_t status = wsync_pins_park(&memory->pins, err);
@@ -320,15 +285,13 @@ wsync_status_t wsync_host_memory_park(wsync_memory_t *memory, wsync_error_t *err
     return WSYNC_OK;
 }
 
-wsync_status_t wsync_host_memory_unpark(wsync_memory_t *memory, int fd, wsync_error_t *err)
+static wsync_status_t memory_unpark(wsync_memory_t *memory, int fd, wsync_error_t *err)
 {
     wsync_memory_t *made = NULL;
-    wsync_status_t status = wsync_pins_check_parked(&memory->pins, err);
+    wsync_status_t status =
+        fd < 0 ? memory_create(memory->device, memory->nbytes, &made, err)
+               : memory_import(memory->device, fd, memory->nbytes, &made, err);
 
-    if (status == WSYNC_OK) {
-        status = fd < 0 ? wsync_host_memory_create(memory->nbytes, &made, err)
-                        : wsync_host_memory_import(fd, memory->nbytes, &made, err);
-    }
     if (made == NULL) {
         return status;
     }
@@ -342,21 +305,16 @@ wsync_status_t wsync_host_memory_unpark(wsync_memory_t *memory, int fd, wsync_er
         made->data = NULL;
         wsync_pins_unpark(&memory->pins);
     }
-    wsync_host_memory_destroy(made);
+    memory_destroy(made);
     return status;
 }
 
-void *wsync_host_memory_data(const wsync_memory_t *memory)
-{
-    return memory->data;
-}
-
-uint64_t wsync_host_memory_nbytes(const wsync_memory_t *memory)
-{
-    return memory->nbytes;
-}
-
-int wsync_host_memory_fd(const wsync_memory_t *memory)
-{
-    return memory->fd;
-}
+const wsync_memory_ops_t wsync_host_memory_ops = {
+    .create = memory_create,
+    .import = memory_import,
+    .control_create = memory_create,
+    .control_import = memory_import,
+    .destroy = memory_destroy,
+    .park = memory_park,
+    .unpark = memory_unpark,
+};

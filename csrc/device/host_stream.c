@@ -10,11 +10,11 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "device/deadline.h"
 #include "device/host.h"
 #include "device/host_copy.h"
 
 enum {
-    MAX_THREADS = 64,
     /* Some 50 us of copying: small enough to share a batch evenly, large enough that taking
      * one under the mutex does not show. */
     PIECE_WORK = 1024 * 1024,
@@ -42,8 +42,8 @@ typedef struct entry {
 
 /* All fields but the first block are guarded by mutex.  Workers hold it except while they
  * run a piece; an entry is freed by whoever finishes its last piece. */
-struct wsync_stream {
-    pthread_t *threads;
+typedef struct host_stream {
+    wsync_stream_t base;
     unsigned thread_count; /* running threads */
     pid_t pid;             /* threads do not survive a fork */
 
@@ -60,31 +60,37 @@ struct wsync_stream {
     wsync_stream_span_t *trace; /* owned; NULL: batches are not noted */
     size_t trace_capacity;
     size_t trace_count;
-};
+    pthread_t threads[];
+} host_stream_t;
+
+static host_stream_t *own(wsync_stream_t *stream)
+{
+    return (host_stream_t *)(void *)stream;
+}
 
 /* Whether a wait is to give up.  Not for one who holds the mutex. */
-static bool gives_up(wsync_stream_t *stream)
+static bool gives_up(host_stream_t *self)
 {
     bool result;
 
-    (void)pthread_mutex_lock(&stream->mutex);
-    result = stream->stopping || stream->abandoners > 0;
-    (void)pthread_mutex_unlock(&stream->mutex);
+    (void)pthread_mutex_lock(&self->mutex);
+    result = self->stopping || self->abandoners > 0;
+    (void)pthread_mutex_unlock(&self->mutex);
     return result;
 }
 
 /* False if the entry is a wait that was given up. */
-static bool run_piece(wsync_stream_t *stream, const entry_t *entry, uint64_t piece,
+static bool run_piece(host_stream_t *self, const entry_t *entry, uint64_t piece,
                       wsync_host_cursor_t *cursor)
 {
     switch (entry->kind) {
     case ENTRY_RECORD:
-        wsync_host_event_set(entry->event, entry->value);
+        wsync_event_set(entry->event, entry->value);
         return true;
     case ENTRY_WAIT:
-        while (wsync_host_event_wait(entry->event, entry->value, WAIT_SLICE_MS, NULL) !=
+        while (wsync_event_wait(entry->event, entry->value, WAIT_SLICE_MS, NULL) !=
                WSYNC_OK) {
-            if (gives_up(stream)) {
+            if (gives_up(self)) {
                 return false;
             }
         }
@@ -100,111 +106,111 @@ static bool run_piece(wsync_stream_t *stream, const entry_t *entry, uint64_t pie
 static void free_entry(entry_t *entry)
 {
     if (entry->kind != ENTRY_COPY) {
-        wsync_host_memory_destroy(entry->event.memory);
+        wsync_memory_destroy(entry->event.memory);
     }
     free(entry);
 }
 
 /* Takes everything behind the head off the queue, and the head too unless it has begun. */
-static void drop_rest(wsync_stream_t *stream)
+static void drop_rest(host_stream_t *self)
 {
-    entry_t *head = stream->head;
+    entry_t *head = self->head;
     entry_t *rest = head;
 
     if (head != NULL && head->taken > 0) {
         rest = head->next;
         head->next = NULL;
         head->pieces = head->taken; /* no more of it is handed out */
-        stream->tail = head;
+        self->tail = head;
     } else {
-        stream->head = NULL;
-        stream->tail = NULL;
+        self->head = NULL;
+        self->tail = NULL;
     }
     while (rest != NULL) {
         entry_t *next = rest->next;
 
         free_entry(rest);
-        stream->passed++;
+        self->passed++;
         rest = next;
     }
-    (void)pthread_cond_broadcast(&stream->idle);
+    (void)pthread_cond_broadcast(&self->idle);
 }
 
 /* Notes when the head ran, if that is wanted. */
-static void note_head(wsync_stream_t *stream)
+static void note_head(host_stream_t *self)
 {
-    const entry_t *entry = stream->head;
+    const entry_t *entry = self->head;
 
-    if (entry->begun_ns > 0 && stream->trace_count < stream->trace_capacity) {
-        stream->trace[stream->trace_count++] =
-            (wsync_stream_span_t){entry->begun_ns, wsync_host_deadline(0)};
+    if (entry->begun_ns > 0 && self->trace_count < self->trace_capacity) {
+        self->trace[self->trace_count++] =
+            (wsync_stream_span_t){entry->begun_ns, wsync_clock_ns()};
     }
 }
 
 /* Takes the finished head off the queue. */
-static void pass_head(wsync_stream_t *stream)
+static void pass_head(host_stream_t *self)
 {
-    entry_t *entry = stream->head;
+    entry_t *entry = self->head;
 
-    note_head(stream);
-    stream->head = entry->next;
-    if (stream->head == NULL) {
-        stream->tail = NULL;
+    note_head(self);
+    self->head = entry->next;
+    if (self->head == NULL) {
+        self->tail = NULL;
     }
-    stream->passed++;
+    self->passed++;
     free_entry(entry);
-    (void)pthread_cond_broadcast(&stream->idle);
-    if (stream->head != NULL && stream->head->pieces > 1) {
-        (void)pthread_cond_broadcast(&stream->work);
+    (void)pthread_cond_broadcast(&self->idle);
+    if (self->head != NULL && self->head->pieces > 1) {
+        (void)pthread_cond_broadcast(&self->work);
     }
 }
 
 static void *worker_main(void *argument)
 {
-    wsync_stream_t *stream = argument;
+    host_stream_t *self = argument;
     wsync_host_cursor_t cursor = {0};
     uint64_t place = UINT64_MAX; /* the entry that the cursor belongs to */
 
-    (void)pthread_mutex_lock(&stream->mutex);
+    (void)pthread_mutex_lock(&self->mutex);
     for (;;) {
-        entry_t *entry = stream->head;
+        entry_t *entry = self->head;
         uint64_t piece;
         bool kept;
 
-        if (entry == NULL && stream->stopping) {
+        if (entry == NULL && self->stopping) {
             break;
         }
         if (entry == NULL || entry->taken == entry->pieces) {
-            (void)pthread_cond_wait(&stream->work, &stream->mutex);
+            (void)pthread_cond_wait(&self->work, &self->mutex);
             continue;
         }
-        if (place != stream->passed) {
-            place = stream->passed;
+        if (place != self->passed) {
+            place = self->passed;
             cursor = (wsync_host_cursor_t){0};
         }
-        if (stream->trace != NULL && entry->taken == 0 && entry->kind == ENTRY_COPY) {
-            entry->begun_ns = wsync_host_deadline(0);
+        if (self->trace != NULL && entry->taken == 0 && entry->kind == ENTRY_COPY) {
+            entry->begun_ns = wsync_clock_ns();
         }
         piece = entry->taken++;
-        (void)pthread_mutex_unlock(&stream->mutex);
-        kept = run_piece(stream, entry, piece, &cursor);
-        (void)pthread_mutex_lock(&stream->mutex);
+        (void)pthread_mutex_unlock(&self->mutex);
+        kept = run_piece(self, entry, piece, &cursor);
+        (void)pthread_mutex_lock(&self->mutex);
         if (!kept) {
-            drop_rest(stream);
+            drop_rest(self);
         }
         entry->finished++;
         if (entry->finished == entry->pieces) {
-            pass_head(stream);
+            pass_head(self);
         }
     }
     /* The others may be asleep with nothing left to wake them. */
-    (void)pthread_cond_broadcast(&stream->work);
-    (void)pthread_mutex_unlock(&stream->mutex);
+    (void)pthread_cond_broadcast(&self->work);
+    (void)pthread_mutex_unlock(&self->mutex);
     return NULL;
 }
 
 /* Starts one worker with all signals blocked: they are the main thread's business. */
-static int start_worker(wsync_stream_t *stream, pthread_t *thread)
+static int start_worker(host_stream_t *self, pthread_t *thread)
 {
     sigset_t all;
     sigset_t before;
@@ -212,273 +218,241 @@ static int start_worker(wsync_stream_t *stream, pthread_t *thread)
 
     (void)sigfillset(&all);
     (void)pthread_sigmask(SIG_SETMASK, &all, &before);
-    code = pthread_create(thread, NULL, worker_main, stream);
+    code = pthread_create(thread, NULL, worker_main, self);
     (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
     return code;
 }
 
-static int init_sync(wsync_stream_t *stream)
+/* Without an error check: on Linux these only fill in the structures. */
+static void init_sync(host_stream_t *self)
 {
     pthread_condattr_t attributes;
-    int code = pthread_condattr_init(&attributes);
 
-    if (code != 0) {
-        return code;
-    }
+    (void)pthread_condattr_init(&attributes);
     (void)pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    code = pthread_mutex_init(&stream->mutex, NULL);
-    if (code != 0) {
-        goto cleanup;
-    }
-    code = pthread_cond_init(&stream->work, NULL);
-    if (code != 0) {
-        (void)pthread_mutex_destroy(&stream->mutex);
-        goto cleanup;
-    }
-    code = pthread_cond_init(&stream->idle, &attributes);
-    if (code != 0) {
-        (void)pthread_cond_destroy(&stream->work);
-        (void)pthread_mutex_destroy(&stream->mutex);
-    }
-
-cleanup:
+    (void)pthread_mutex_init(&self->mutex, NULL);
+    (void)pthread_cond_init(&self->work, NULL);
+    (void)pthread_cond_init(&self->idle, &attributes);
     (void)pthread_condattr_destroy(&attributes);
-    return code;
 }
 
-wsync_status_t wsync_host_stream_create(unsigned threads, wsync_stream_t **stream,
-                                        wsync_error_t *err)
+static bool stream_destroy(wsync_stream_t *stream)
 {
-    wsync_status_t status = WSYNC_OK;
-    wsync_stream_t *made = NULL;
-    int code;
+    host_stream_t *self = own(stream);
 
-    if (threads < 1 || threads > MAX_THREADS) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_stream_create",
-                          "a stream of %u threads: 1 to %d are possible", threads,
-                          (int)MAX_THREADS);
-    }
-    made = calloc(1, sizeof(*made));
-    if (made != NULL) {
-        made->threads = calloc(threads, sizeof(*made->threads));
-    }
-    if (made == NULL || made->threads == NULL) {
-        free(made);
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                          "no memory for a stream of %u threads", threads);
-    }
-    made->pid = getpid();
-    code = init_sync(made);
-    if (code != 0) {
-        free(made->threads);
-        free(made);
-        return wsync_fail(err, WSYNC_ERR_OS, code, "pthread_cond_init",
-                          "stream of %u threads: %s", threads, strerror(code));
-    }
-    for (unsigned i = 0; i < threads; i++) {
-        code = start_worker(made, &made->threads[i]);
-        if (code != 0) {
-            status = wsync_fail(err, WSYNC_ERR_OS, code, "pthread_create",
-                                "pthread_create: thread %u of %u of a stream: %s", i + 1,
-                                threads, strerror(code));
-            goto cleanup;
-        }
-        made->thread_count++;
-    }
-    *stream = made;
-    made = NULL;
-
-cleanup:
-    wsync_host_stream_destroy(made);
-    return status;
-}
-
-bool wsync_host_stream_destroy(wsync_stream_t *stream)
-{
     /* In a fork: the threads are the parent's, and the mutex may be held for ever. */
-    if (stream == NULL || stream->pid != getpid()) {
+    if (self->pid != getpid()) {
         return true;
     }
-    (void)pthread_mutex_lock(&stream->mutex);
-    stream->stopping = true;
-    (void)pthread_cond_broadcast(&stream->work);
-    (void)pthread_mutex_unlock(&stream->mutex);
-    for (unsigned i = 0; i < stream->thread_count; i++) {
-        (void)pthread_join(stream->threads[i], NULL);
+    (void)pthread_mutex_lock(&self->mutex);
+    self->stopping = true;
+    (void)pthread_cond_broadcast(&self->work);
+    (void)pthread_mutex_unlock(&self->mutex);
+    for (unsigned i = 0; i < self->thread_count; i++) {
+        (void)pthread_join(self->threads[i], NULL);
     }
-    (void)pthread_cond_destroy(&stream->idle);
-    (void)pthread_cond_destroy(&stream->work);
-    (void)pthread_mutex_destroy(&stream->mutex);
-    free(stream->trace);
-    free(stream->threads);
-    free(stream);
+    (void)pthread_cond_destroy(&self->idle);
+    (void)pthread_cond_destroy(&self->work);
+    (void)pthread_mutex_destroy(&self->mutex);
+    free(self->trace);
+    free(self);
     return true;
 }
 
-static wsync_status_t check_process(const wsync_stream_t *stream, wsync_error_t *err)
+static wsync_status_t stream_create(const wsync_device_t *device, unsigned threads,
+                                    wsync_stream_t **stream, wsync_error_t *err)
+{
+    host_stream_t *made = calloc(1, sizeof(*made) + threads * sizeof(made->threads[0]));
+
+    if (made == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
+                          "no memory for a stream of %u threads", threads);
+    }
+    made->base.device = device;
+    made->pid = getpid();
+    init_sync(made);
+    while (made->thread_count < threads) {
+        const int code = start_worker(made, &made->threads[made->thread_count]);
+
+        if (code != 0) {
+            const unsigned number = made->thread_count + 1;
+
+            (void)stream_destroy(&made->base);
+            return wsync_fail(err, WSYNC_ERR_OS, code, "pthread_create",
+                              "pthread_create: thread %u of %u of a stream: %s", number,
+                              threads, strerror(code));
+        }
+        made->thread_count++;
+    }
+    *stream = &made->base;
+    return WSYNC_OK;
+}
+
+static wsync_status_t check_process(const host_stream_t *self, wsync_error_t *err)
 {
     const pid_t pid = getpid();
 
-    if (stream->pid != pid) {
+    if (self->pid != pid) {
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "wsync_stream",
                           "the stream was made in process %ld and does not run in its fork "
                           "%ld",
-                          (long)stream->pid, (long)pid);
+                          (long)self->pid, (long)pid);
     }
     return WSYNC_OK;
 }
 
 /* Copies `entry` to the end of the queue. */
-static wsync_status_t enqueue(wsync_stream_t *stream, const entry_t *entry,
-                              wsync_error_t *err)
+static wsync_status_t enqueue(host_stream_t *self, const entry_t *entry, wsync_error_t *err)
 {
-    entry_t *made;
-    const wsync_status_t status = check_process(stream, err);
+    entry_t *made = malloc(sizeof(*made));
 
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    made = malloc(sizeof(*made));
     if (made == NULL) {
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
                           "no memory for an entry of a stream");
     }
     *made = *entry;
-    (void)pthread_mutex_lock(&stream->mutex);
-    if (stream->tail != NULL) {
-        stream->tail->next = made;
+    if (made->kind != ENTRY_COPY) {
+        wsync_memory_retain(made->event.memory);
+    }
+    (void)pthread_mutex_lock(&self->mutex);
+    if (self->tail != NULL) {
+        self->tail->next = made;
     } else {
-        stream->head = made;
+        self->head = made;
     }
-    stream->tail = made;
-    stream->enqueued++;
-    if (stream->head == made) { /* else whoever passes the head goes on with it */
-        (void)(made->pieces > 1 ? pthread_cond_broadcast(&stream->work)
-                                : pthread_cond_signal(&stream->work));
+    self->tail = made;
+    self->enqueued++;
+    if (self->head == made) { /* else whoever passes the head goes on with it */
+        (void)(made->pieces > 1 ? pthread_cond_broadcast(&self->work)
+                                : pthread_cond_signal(&self->work));
     }
-    (void)pthread_mutex_unlock(&stream->mutex);
+    (void)pthread_mutex_unlock(&self->mutex);
     return WSYNC_OK;
 }
 
-wsync_status_t wsync_host_stream_copy(wsync_stream_t *stream, const wsync_copy_t *copies,
-                                      size_t count, const wsync_span_t *sources,
-                                      size_t source_count, const wsync_span_t *destinations,
-                                      size_t destination_count, wsync_error_t *err)
+static wsync_status_t stream_copy(wsync_stream_t *stream, const wsync_batch_t *batch,
+                                  wsync_error_t *err)
 {
-    entry_t entry = {0};
-    const wsync_status_t status = wsync_copies_check(copies, count, sources, source_count,
-                                                     destinations, destination_count, err);
+    entry_t entry = {.list = wsync_host_list(batch->copies, batch->count, batch->sources,
+                                             batch->destinations)};
+    const wsync_status_t status = check_process(own(stream), err);
 
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    entry.list = wsync_host_list(copies, count, sources, destinations);
     entry.pieces = entry.list.work / PIECE_WORK + (entry.list.work % PIECE_WORK != 0);
-    if (entry.pieces == 0) {
-        return check_process(stream, err);
-    }
-    return enqueue(stream, &entry, err);
+    return status == WSYNC_OK && entry.pieces > 0 ? enqueue(own(stream), &entry, err)
+                                                  : status;
 }
 
 static wsync_status_t enqueue_event(wsync_stream_t *stream, entry_kind_t kind,
                                     wsync_event_t event, uint64_t value, wsync_error_t *err)
 {
     const entry_t entry = {.kind = kind, .event = event, .value = value, .pieces = 1};
-    wsync_status_t status = wsync_host_event_check(event, err);
+    const wsync_status_t status = check_process(own(stream), err);
 
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    wsync_host_memory_retain(event.memory);
-    status = enqueue(stream, &entry, err);
-    if (status != WSYNC_OK) {
-        wsync_host_memory_destroy(event.memory);
-    }
-    return status;
+    return status == WSYNC_OK ? enqueue(own(stream), &entry, err) : status;
 }
 
-wsync_status_t wsync_host_stream_record(wsync_stream_t *stream, wsync_event_t event,
-                                        uint64_t value, wsync_error_t *err)
+static wsync_status_t stream_record(wsync_stream_t *stream, wsync_event_t event,
+                                    uint64_t value, wsync_error_t *err)
 {
     return enqueue_event(stream, ENTRY_RECORD, event, value, err);
 }
 
-wsync_status_t wsync_host_stream_wait(wsync_stream_t *stream, wsync_event_t event,
-                                      uint64_t value, wsync_error_t *err)
+static wsync_status_t stream_wait(wsync_stream_t *stream, wsync_event_t event,
+                                  uint64_t value, wsync_error_t *err)
 {
     return enqueue_event(stream, ENTRY_WAIT, event, value, err);
 }
 
-void wsync_host_stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next,
-                             size_t capacity, wsync_stream_span_t **spans, size_t *count)
+static void stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next, size_t capacity,
+                         wsync_stream_span_t **spans, size_t *count)
 {
+    host_stream_t *self = own(stream);
+
     *spans = NULL;
     *count = 0;
-    if (stream->pid != getpid()) {
+    if (self->pid != getpid()) {
         free(next); /* nothing runs in a fork */
         return;
     }
-    (void)pthread_mutex_lock(&stream->mutex);
-    *spans = stream->trace;
-    *count = stream->trace_count;
-    stream->trace = next;
-    stream->trace_capacity = next != NULL ? capacity : 0;
-    stream->trace_count = 0;
-    (void)pthread_mutex_unlock(&stream->mutex);
+    (void)pthread_mutex_lock(&self->mutex);
+    *spans = self->trace;
+    *count = self->trace_count;
+    self->trace = next;
+    self->trace_capacity = next != NULL ? capacity : 0;
+    self->trace_count = 0;
+    (void)pthread_mutex_unlock(&self->mutex);
 }
 
-unsigned wsync_host_stream_ahead(wsync_stream_t *stream)
+static bool stream_abandon(wsync_stream_t *stream, int timeout_ms)
 {
-    (void)stream;
-    return WSYNC_STREAM_AHEAD;
-}
-
-bool wsync_host_stream_abandon(wsync_stream_t *stream, int timeout_ms)
-{
+    host_stream_t *self = own(stream);
     uint64_t target;
 
     (void)timeout_ms; /* a piece of a copy is all there is to wait for */
-    if (stream->pid != getpid()) {
+    if (self->pid != getpid()) {
         return true; /* nothing runs in a fork */
     }
-    (void)pthread_mutex_lock(&stream->mutex);
-    target = stream->enqueued;
-    stream->abandoners++;
-    drop_rest(stream);
-    while (stream->passed < target) {
-        (void)pthread_cond_wait(&stream->idle, &stream->mutex);
+    (void)pthread_mutex_lock(&self->mutex);
+    target = self->enqueued;
+    self->abandoners++;
+    drop_rest(self);
+    while (self->passed < target) {
+        (void)pthread_cond_wait(&self->idle, &self->mutex);
     }
-    stream->abandoners--;
-    (void)pthread_mutex_unlock(&stream->mutex);
+    self->abandoners--;
+    (void)pthread_mutex_unlock(&self->mutex);
     return true;
 }
 
-wsync_status_t wsync_host_stream_synchronize(wsync_stream_t *stream, int timeout_ms,
-                                             wsync_error_t *err)
+static wsync_status_t stream_synchronize(wsync_stream_t *stream, int timeout_ms,
+                                         wsync_error_t *err)
 {
-    const uint64_t deadline = wsync_host_deadline(timeout_ms);
+    host_stream_t *self = own(stream);
+    const uint64_t deadline = wsync_deadline_ns(timeout_ms);
     const struct timespec until = {
         .tv_sec = (time_t)(deadline / 1000000000),
         .tv_nsec = (long)(deadline % 1000000000),
     };
-    wsync_status_t status = check_process(stream, err);
+    wsync_status_t status = check_process(self, err);
     uint64_t target;
     int code = 0;
 
     if (status != WSYNC_OK) {
         return status;
     }
-    (void)pthread_mutex_lock(&stream->mutex);
-    target = stream->enqueued;
-    while (stream->passed < target && code != ETIMEDOUT) {
-        code = pthread_cond_timedwait(&stream->idle, &stream->mutex, &until);
+    (void)pthread_mutex_lock(&self->mutex);
+    target = self->enqueued;
+    while (self->passed < target && code != ETIMEDOUT) {
+        code = pthread_cond_timedwait(&self->idle, &self->mutex, &until);
     }
-    if (stream->passed < target) {
+    if (self->passed < target) {
         /* No time in the text: callers wait in slices. */
         status = wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "wsync_stream_synchronize",
                             "%" PRIu64 " entries of the stream are not done",
-                            target - stream->passed);
+                            target - self->passed);
     }
-    (void)pthread_mutex_unlock(&stream->mutex);
+    (void)pthread_mutex_unlock(&self->mutex);
     return status;
+}
+
+static const wsync_stream_ops_t stream_ops = {
+    .create = stream_create,
+    .destroy = stream_destroy,
+    .copy = stream_copy,
+    .record = stream_record,
+    .wait = stream_wait,
+    .abandon = stream_abandon,
+    .synchronize = stream_synchronize,
+    .trace = stream_trace,
+};
+
+const wsync_device_t *wsync_device_host(void)
+{
+    static const wsync_device_t host = {.memory_ops = &wsync_host_memory_ops,
+                                        .stream_ops = &stream_ops,
+                                        .name = "host",
+                                        .wakes = true,
+                                        .ordinal = -1};
+
+    return &host;
 }

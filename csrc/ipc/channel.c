@@ -9,8 +9,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "device/deadline.h"
 #include "ipc/channel_internal.h"
-#include "ipc/deadline.h"
 #include "ipc/frame.h"
 
 enum { CONNECT_RETRY_MS = 5 };

@@ -142,9 +142,7 @@ void wsync_exporter_destroy(wsync_exporter_t *exporter)
 {
     if (exporter != NULL) {
         wsync_listener_destroy(exporter->listener);
-        if (exporter->ring != NULL) {
-            exporter->link.ops->memory_destroy(exporter->ring);
-        }
+        wsync_memory_destroy(exporter->ring);
         wsync_link_fini(&exporter->link);
         free(exporter);
     }
@@ -216,32 +214,24 @@ static const char *device_text(const uint8_t *uuid, char *text, size_t nbytes)
 }
 
 /* The control memory is of the ring's device, which has to be the worker's. */
-static wsync_status_t settle_device(wsync_exporter_t *self, const wsync_device_ops_t *ops,
+static wsync_status_t settle_device(wsync_exporter_t *self, const wsync_device_t *device,
                                     wsync_error_t *err)
 {
-    const wsync_device_identity_t ring = ops->identity();
     char here[64];
     char there[64];
-    wsync_status_t status;
 
-    if (memcmp(ring.uuid, self->worker_uuid, sizeof(ring.uuid)) != 0) {
+    if (memcmp(device->uuid, self->worker_uuid, sizeof(device->uuid)) != 0) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "session",
                           "attach: a ring on %s, but the worker is on %s",
-                          device_text(ring.uuid, here, sizeof(here)),
+                          device_text(device->uuid, here, sizeof(here)),
                           device_text(self->worker_uuid, there, sizeof(there)));
     }
-    if (self->link.control != NULL) {
-        return WSYNC_OK;
-    }
-    status = ops->control_create(SESSION_CONTROL_NBYTES, &self->link.control, err);
-    if (status == WSYNC_OK) {
-        self->link.ops = ops;
-    }
-    return status;
+    return self->link.control != NULL ? WSYNC_OK
+                                      : wsync_control_create(device, SESSION_CONTROL_NBYTES,
+                                                             &self->link.control, err);
 }
 
-wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter,
-                                     const wsync_device_ops_t *ops, wsync_memory_t *ring,
+wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t *ring,
                                      const uint8_t *manifest, size_t nbytes, int timeout_ms,
                                      wsync_error_t *err)
 {
@@ -258,28 +248,28 @@ wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter,
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session", "attach: %s",
                           state_text(exporter));
     }
-    if (ops->memory_fd(ring) < 0) {
+    if (ring->fd < 0) {
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session", "attach: the ring is parked");
     }
     status = wsync_link_drain(&exporter->link, awaited, err);
     if (status != WSYNC_OK) {
         return wsync_link_settle(&exporter->link, status, err);
     }
-    status = settle_device(exporter, ops, err);
+    status = settle_device(exporter, ring->device, err);
     if (status == WSYNC_OK) {
         status = wsync_blob_create(manifest, nbytes, &fd, err);
     }
     if (status != WSYNC_OK) {
         return status; /* nothing was sent: the session is as it was */
     }
-    frame.arguments[0] = ops->memory_nbytes(ring);
+    frame.arguments[0] = ring->nbytes;
     frame.arguments[1] = nbytes;
-    frame.fds[0] = ops->memory_fd(ring);
+    frame.fds[0] = ring->fd;
     frame.fds[1] = fd;
     frame.fd_count = 2;
     if (!exporter->control_sent) {
         frame.arguments[2] = SESSION_CONTROL_NBYTES;
-        frame.fds[2] = ops->memory_fd(exporter->link.control);
+        frame.fds[2] = exporter->link.control->fd;
         frame.fd_count = 3;
     }
     status = wsync_link_send(&exporter->link, &frame, timeout_ms, awaited, err);
@@ -287,8 +277,8 @@ wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter,
     if (status == WSYNC_OK) {
         exporter->control_sent = true;
         exporter->state = EXPORTER_ATTACHED;
-        ops->memory_retain(ring);
-        ops->memory_destroy(exporter->ring);
+        wsync_memory_retain(ring);
+        wsync_memory_destroy(exporter->ring);
         exporter->ring = ring;
     }
     return wsync_link_settle(&exporter->link, status, err);
@@ -299,7 +289,6 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
                                     wsync_error_t *err)
 {
     const wsync_awaited_t awaited = {"room for the begin", -1};
-    const wsync_device_ops_t *ops = exporter->link.ops;
     const bool parked = exporter->state == EXPORTER_PARKED;
     wsync_frame_t frame = {.kind = SESSION_BEGIN,
                            .arguments = {update, round_count, exporter->link.base}};
@@ -318,14 +307,14 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
     status = wsync_link_drain(&exporter->link, awaited, err);
     if (status == WSYNC_OK && parked) {
         /* Not parked here: it was tried in vain, or this is the second try of a send. */
-        const wsync_status_t unparked = ops->memory_fd(exporter->ring) >= 0
+        const wsync_status_t unparked = exporter->ring->fd >= 0
                                             ? WSYNC_OK
-                                            : ops->memory_unpark(exporter->ring, -1, err);
+                                            : wsync_memory_unpark(exporter->ring, -1, err);
 
         if (unparked != WSYNC_OK) {
             return unparked;
         }
-        frame.fds[0] = ops->memory_fd(exporter->ring);
+        frame.fds[0] = exporter->ring->fd;
         frame.fd_count = 1;
     }
     if (status == WSYNC_OK) {
@@ -371,6 +360,9 @@ wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_r
 {
     wsync_status_t status = require(exporter, "acquire", EXPORTER_UPDATING, err);
 
+    if (status == WSYNC_OK) {
+        status = wsync_link_check_stream(&exporter->link, stream, err);
+    }
     if (status != WSYNC_OK) {
         return status;
     }
@@ -403,7 +395,7 @@ uint32_t wsync_exporter_loaded(const wsync_exporter_t *exporter)
     if (exporter->done_count == 0) {
         return 0;
     }
-    word = link->ops->event_query(wsync_link_event(link, SESSION_DONE_OFFSET));
+    word = wsync_event_query(wsync_link_event(link, SESSION_DONE_OFFSET));
     if (word >= exporter->done_value) {
         return exporter->done_count;
     }
@@ -420,6 +412,9 @@ wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
     const uint64_t value = link->base + (uint64_t)round + 1;
     wsync_status_t status = require(exporter, "post", EXPORTER_UPDATING, err);
 
+    if (status == WSYNC_OK) {
+        status = wsync_link_check_stream(link, stream, err);
+    }
     if (status != WSYNC_OK) {
         return status;
     }
@@ -431,8 +426,8 @@ wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
     status = wsync_link_drain(link, awaited, err);
     /* Recorded first: the frame must not announce a word that nobody will write. */
     if (status == WSYNC_OK && !exporter->post_recorded) {
-        status = link->ops->stream_record(
-            stream, wsync_link_event(link, SESSION_READY_OFFSET), value, err);
+        status = wsync_stream_record(stream, wsync_link_event(link, SESSION_READY_OFFSET),
+                                     value, err);
         if (status == WSYNC_OK) {
             exporter->post_recorded = true;
         }
@@ -524,7 +519,7 @@ wsync_status_t wsync_exporter_park(wsync_exporter_t *exporter, int timeout_ms,
         return wsync_fail(err, WSYNC_ERR_REFUSED, 0, "session",
                           "the worker keeps the ring: %s", exporter->refusal);
     }
-    if (link->ops->memory_park(exporter->ring, &reason) != WSYNC_OK && status == WSYNC_OK) {
+    if (wsync_memory_park(exporter->ring, &reason) != WSYNC_OK && status == WSYNC_OK) {
         return wsync_fail(err, WSYNC_ERR_REFUSED, reason.native, "session",
                           "the trainer keeps its side of the ring: %s", reason.message);
     }

@@ -9,6 +9,7 @@
 
 struct wsync_importer {
     wsync_link_t link;
+    const wsync_device_t *device;
     wsync_memory_t *ring; /* NULL before the first attach */
     uint8_t *manifest;
     size_t manifest_nbytes;
@@ -29,7 +30,6 @@ struct wsync_importer {
 static wsync_status_t take_attach(wsync_importer_t *self, const wsync_frame_t *frame,
                                   wsync_error_t *err)
 {
-    const wsync_device_ops_t *ops = self->link.ops;
     const bool first = self->link.control == NULL;
     wsync_memory_t *control = NULL;
     wsync_memory_t *ring = NULL;
@@ -43,20 +43,22 @@ static wsync_status_t take_attach(wsync_importer_t *self, const wsync_frame_t *f
     }
     status = wsync_blob_read(frame->fds[1], frame->arguments[1], &manifest, err);
     if (status == WSYNC_OK && first) {
-        status = ops->control_import(frame->fds[2], SESSION_CONTROL_NBYTES, &control, err);
+        status = wsync_control_import(self->device, frame->fds[2], SESSION_CONTROL_NBYTES,
+                                      &control, err);
     }
     if (status == WSYNC_OK) {
-        status = ops->memory_import(frame->fds[0], frame->arguments[0], &ring, err);
+        status = wsync_memory_import(self->device, frame->fds[0], frame->arguments[0],
+                                     &ring, err);
     }
     if (status != WSYNC_OK) {
-        ops->memory_destroy(control);
+        wsync_memory_destroy(control);
         free(manifest);
         return status;
     }
     if (first) {
         self->link.control = control;
     }
-    ops->memory_destroy(self->ring);
+    wsync_memory_destroy(self->ring);
     free(self->manifest);
     self->ring = ring;
     self->manifest = manifest;
@@ -68,8 +70,7 @@ static wsync_status_t take_attach(wsync_importer_t *self, const wsync_frame_t *f
 static wsync_status_t take_begin(wsync_importer_t *self, const wsync_frame_t *frame,
                                  wsync_error_t *err)
 {
-    const wsync_device_ops_t *ops = self->link.ops;
-    const bool parked = self->generation > 0 && ops->memory_fd(self->ring) < 0;
+    const bool parked = self->generation > 0 && self->ring->fd < 0;
     wsync_status_t status = WSYNC_OK;
 
     if (self->updating || self->generation == 0 ||
@@ -78,7 +79,7 @@ static wsync_status_t take_begin(wsync_importer_t *self, const wsync_frame_t *fr
         return wsync_link_unexpected(&self->link, frame, err);
     }
     if (parked) {
-        status = ops->memory_unpark(self->ring, frame->fds[0], err);
+        status = wsync_memory_unpark(self->ring, frame->fds[0], err);
     }
     if (status == WSYNC_OK) {
         self->update = frame->arguments[0];
@@ -130,12 +131,11 @@ static bool is_hungry(const void *owner)
     return !self->begun && !self->committed;
 }
 
-wsync_status_t wsync_importer_create(const wsync_device_ops_t *ops, const char *path,
+wsync_status_t wsync_importer_create(const wsync_device_t *device, const char *path,
                                      const uint8_t token[WSYNC_TOKEN_NBYTES],
                                      const uint8_t *blob, size_t nbytes, int timeout_ms,
                                      wsync_importer_t **importer, wsync_error_t *err)
 {
-    const wsync_device_identity_t identity = ops->identity();
     wsync_frame_t hello = {.arguments = {nbytes, 0, 0, SESSION_PURPOSE}};
     wsync_importer_t *self = calloc(1, sizeof(*self));
     int fd = -1;
@@ -145,8 +145,8 @@ wsync_status_t wsync_importer_create(const wsync_device_ops_t *ops, const char *
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
                           "no memory for an importer");
     }
-    memcpy(&hello.arguments[1], identity.uuid, sizeof(identity.uuid));
-    self->link.ops = ops;
+    memcpy(&hello.arguments[1], device->uuid, sizeof(device->uuid));
+    self->device = device;
     self->link.peer = "trainer";
     self->link.handle = handle_frame;
     self->link.hungry = is_hungry;
@@ -176,7 +176,7 @@ cleanup:
 void wsync_importer_destroy(wsync_importer_t *importer)
 {
     if (importer != NULL) {
-        importer->link.ops->memory_destroy(importer->ring);
+        wsync_memory_destroy(importer->ring);
         wsync_link_fini(&importer->link);
         free(importer->manifest);
         free(importer);
@@ -259,6 +259,9 @@ wsync_status_t wsync_importer_take(wsync_importer_t *importer, uint32_t round,
     wsync_status_t status = require_round(importer, "take", round, importer->next_take,
                                           importer->round_count, err);
 
+    if (status == WSYNC_OK) {
+        status = wsync_link_check_stream(link, stream, err);
+    }
     if (status != WSYNC_OK) {
         return status;
     }
@@ -308,13 +311,16 @@ wsync_status_t wsync_importer_done(wsync_importer_t *importer, uint32_t round,
     wsync_status_t status = require_round(importer, "done", round, importer->next_done,
                                           importer->next_take, err);
 
+    if (status == WSYNC_OK) {
+        status = wsync_link_check_stream(link, stream, err);
+    }
     if (status != WSYNC_OK) {
         return status;
     }
     status = wsync_link_drain(link, awaited, err);
     if (status == WSYNC_OK && stream != NULL && !importer->done_recorded) {
-        status = link->ops->stream_record(
-            stream, wsync_link_event(link, SESSION_DONE_OFFSET), value, err);
+        status = wsync_stream_record(stream, wsync_link_event(link, SESSION_DONE_OFFSET),
+                                     value, err);
         if (status == WSYNC_OK) {
             importer->done_recorded = true;
         }
@@ -369,7 +375,7 @@ static void park(wsync_importer_t *self)
     wsync_error_t err = {0};
     wsync_frame_t frame = {.kind = SESSION_PARKED, .arguments = {1}};
 
-    if (self->link.ops->memory_park(self->ring, &err) != WSYNC_OK) {
+    if (wsync_memory_park(self->ring, &err) != WSYNC_OK) {
         frame.arguments[0] = 0;
         wsync_link_write(&frame, err.message);
     }

@@ -8,8 +8,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "device/deadline.h"
 #include "ipc/channel_internal.h"
-#include "ipc/deadline.h"
 
 enum {
     LISTEN_BACKLOG = 128,

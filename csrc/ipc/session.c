@@ -31,6 +31,14 @@ wsync_status_t wsync_link_check(const wsync_link_t *link, wsync_error_t *err)
     return WSYNC_OK;
 }
 
+wsync_status_t wsync_link_check_stream(const wsync_link_t *link,
+                                       const wsync_stream_t *stream, wsync_error_t *err)
+{
+    return stream == NULL
+               ? WSYNC_OK
+               : wsync_stream_check(stream, link->control->device, "the session", err);
+}
+
 void wsync_link_end(wsync_link_t *link, const char *reason)
 {
     if (!link->ended) {
@@ -185,15 +193,15 @@ wsync_status_t wsync_link_wait_word(wsync_link_t *link, uint64_t offset, uint64_
 {
     const wsync_event_t event = wsync_link_event(link, offset);
 
-    while (link->ops->event_query(event) < value) {
+    while (wsync_event_query(event) < value) {
         const int slice = wsync_left_ms(deadline_ms, SESSION_WORD_SLICE_MS);
-        wsync_status_t status = link->ops->event_wait(event, value, slice, err);
+        wsync_status_t status = wsync_event_wait(event, value, slice, err);
 
         if (status != WSYNC_ERR_TIMEOUT) {
             return status;
         }
         status = wsync_link_drain(link, awaited, err);
-        if (status == WSYNC_ERR_CLOSED && link->ops->event_query(event) >= value) {
+        if (status == WSYNC_ERR_CLOSED && wsync_event_query(event) >= value) {
             return WSYNC_OK; /* the last thing the peer did */
         }
         if (status != WSYNC_OK) {
@@ -215,10 +223,10 @@ wsync_status_t wsync_link_order(wsync_link_t *link, wsync_stream_t *stream, uint
     if (stream == NULL) {
         return wsync_link_wait_word(link, offset, value, deadline_ms, awaited, err);
     }
-    if (link->ops->event_query(wsync_link_event(link, offset)) >= value) {
+    if (wsync_event_query(wsync_link_event(link, offset)) >= value) {
         return WSYNC_OK;
     }
-    ahead = link->ops->stream_ahead(stream);
+    ahead = wsync_stream_ahead(stream);
     if (value > ahead) {
         const wsync_status_t status =
             wsync_link_wait_word(link, offset, value - ahead, deadline_ms, awaited, err);
@@ -227,7 +235,7 @@ wsync_status_t wsync_link_order(wsync_link_t *link, wsync_stream_t *stream, uint
             return status;
         }
     }
-    return link->ops->stream_wait(stream, wsync_link_event(link, offset), value, err);
+    return wsync_stream_wait(stream, wsync_link_event(link, offset), value, err);
 }
 
 void wsync_link_farewell(wsync_link_t *link, uint32_t kind, const char *text)
@@ -247,8 +255,6 @@ void wsync_link_fini(wsync_link_t *link)
 {
     wsync_channel_destroy(link->channel);
     link->channel = NULL;
-    if (link->control != NULL) {
-        link->ops->memory_destroy(link->control);
-        link->control = NULL;
-    }
+    wsync_memory_destroy(link->control);
+    link->control = NULL;
 }

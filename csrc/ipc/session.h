@@ -28,7 +28,8 @@
  * Rounds are posted, taken and done in order, each on one stream a session: what a stream
  * records for a round also vouches for the rounds before it.  With streams on both sides no
  * host thread waits for data: both run ahead by as many rounds as the ring has slots, 64 at
- * most.  One thread at a time may use a session. */
+ * most.  A stream of another device than the ring's is INVALID, and changes nothing.  One
+ * thread at a time may use a session. */
 #ifndef WSYNC_IPC_SESSION_H
 #define WSYNC_IPC_SESSION_H
 
@@ -61,11 +62,10 @@ wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
                                      uint8_t **blob, size_t *nbytes, wsync_error_t *err);
 /* The device that the worker is on (all zero: the host), once it has been accepted. */
 const uint8_t *wsync_exporter_worker_uuid(const wsync_exporter_t *exporter);
-/* Sends ring and manifest (copied into a sealed memfd).  The exporter retains the ring, of
- * `ops`, until the next attach or destroy.  INVALID names both devices if it is not on the
+/* Sends ring and manifest (copied into a sealed memfd).  The exporter retains the ring
+ * until the next attach or destroy.  INVALID names both devices if it is not on the
  * worker's, STATE if it is parked. */
-wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter,
-                                     const wsync_device_ops_t *ops, wsync_memory_t *ring,
+wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t *ring,
                                      const uint8_t *manifest, size_t nbytes, int timeout_ms,
                                      wsync_error_t *err);
 /* INVALID beyond WSYNC_SESSION_MAX_ROUNDS.  Unparks a ring that is parked; if that fails,
@@ -106,7 +106,7 @@ wsync_status_t wsync_exporter_park(wsync_exporter_t *exporter, int timeout_ms,
 void wsync_exporter_abort(wsync_exporter_t *exporter, const char *text);
 
 /* Connects and shows token and blob (copied into a sealed memfd). */
-wsync_status_t wsync_importer_create(const wsync_device_ops_t *ops, const char *path,
+wsync_status_t wsync_importer_create(const wsync_device_t *device, const char *path,
                                      const uint8_t token[WSYNC_TOKEN_NBYTES],
                                      const uint8_t *blob, size_t nbytes, int timeout_ms,
                                      wsync_importer_t **importer, wsync_error_t *err);

@@ -6,7 +6,7 @@
 
 #include <stdbool.h>
 
-#include "ipc/deadline.h"
+#include "device/deadline.h"
 #include "ipc/session.h"
 
 /* Frames of a session; what is not named is zero. */
@@ -41,8 +41,7 @@ typedef struct wsync_awaited {
 } wsync_awaited_t;
 
 typedef struct wsync_link {
-    const wsync_device_ops_t *ops; /* NULL as long as there is no control memory */
-    wsync_channel_t *channel;      /* NULL before there is a peer and after the end */
+    wsync_channel_t *channel; /* NULL before there is a peer and after the end */
     wsync_memory_t *control;
     const char *peer; /* "worker", "trainer" */
     uint64_t base;    /* rounds of all earlier updates */
@@ -58,6 +57,9 @@ typedef struct wsync_link {
 
 /* STATE if the session has ended. */
 wsync_status_t wsync_link_check(const wsync_link_t *link, wsync_error_t *err);
+/* INVALID for a stream (NULL: none) of another device than the session's. */
+wsync_status_t wsync_link_check_stream(const wsync_link_t *link,
+                                       const wsync_stream_t *stream, wsync_error_t *err);
 /* Notes the end unless `status` is OK or TIMEOUT; returns it.  Calls that were refused
  * before they changed anything (STATE, INVALID) do not come here. */
 wsync_status_t wsync_link_settle(wsync_link_t *link, wsync_status_t status,

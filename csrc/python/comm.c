@@ -15,9 +15,9 @@
 typedef struct ExchangeObject {
     PyObject_HEAD
     const wsync_comm_ops_t *ops;
-    const wsync_device_ops_t *device; /* of the staging */
-    wsync_comm_t *comm;               /* owned */
-    PyObject *plan;                   /* owned; the one that began last */
+    const wsync_device_t *device; /* of the staging */
+    wsync_comm_t *comm;           /* owned */
+    PyObject *plan;               /* owned; the one that began last */
     uint32_t rank_count;
     wsync_py_guard_t guard;
 } ExchangeObject;
@@ -64,7 +64,7 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_shared_comm_create(device.ops, directory, rank, ranks,
+        status = wsync_shared_comm_create(device.device, directory, rank, ranks,
                                           staging_nbytes, &comm, &err);
     Py_END_ALLOW_THREADS
     if (status != WSYNC_OK) {
@@ -76,7 +76,7 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return NULL;
     }
     self->ops = wsync_shared_comm_ops();
-    self->device = device.ops;
+    self->device = device.device;
     self->comm = comm;
     self->rank_count = ranks;
     return (PyObject *)self;
@@ -314,8 +314,7 @@ static PyObject *enqueue(PyObject *object, PyObject *args, PyObject *kwargs,
                                      &call.round, state->type_Stream, &stream)) {
         return NULL;
     }
-    call.stream = wsync_py_stream_enter_for(
-        state, (StreamObject *)stream, ((ExchangeObject *)object)->device, "the exchange");
+    call.stream = wsync_py_stream_enter(state, (StreamObject *)stream);
     if (call.stream == NULL) {
         return NULL;
     }

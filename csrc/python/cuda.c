@@ -10,10 +10,10 @@
 #include "python/device.h"
 #include "python/guard.h"
 
-/* Immutable.  Tables of ops live as long as the process. */
+/* Immutable.  Devices live as long as the process. */
 typedef struct DeviceObject {
     PyObject_HEAD
-    const wsync_device_ops_t *ops;
+    const wsync_device_t *device;
 } DeviceObject;
 
 /* --- UUIDs ------------------------------------------------------------------------------
@@ -83,16 +83,16 @@ int wsync_py_convert_device(PyObject *object, void *argument)
                      (PyObject *)Py_TYPE(object));
         return 0;
     }
-    device->ops = ((DeviceObject *)object)->ops;
+    device->device = ((DeviceObject *)object)->device;
     return 1;
 }
 
-PyObject *wsync_py_device_wrap(ModuleState *state, const wsync_device_ops_t *ops)
+PyObject *wsync_py_device_wrap(ModuleState *state, const wsync_device_t *device)
 {
     DeviceObject *self = (DeviceObject *)wsync_py_alloc(state->type_Device);
 
     if (self != NULL) {
-        self->ops = ops;
+        self->device = device;
     }
     return (PyObject *)self;
 }
@@ -104,21 +104,20 @@ static void device_dealloc(PyObject *object)
 
 static PyObject *device_get_name(PyObject *object, void *Py_UNUSED(closure))
 {
-    return PyUnicode_FromString(((DeviceObject *)object)->ops->name);
+    return PyUnicode_FromString(((DeviceObject *)object)->device->name);
 }
 
 static PyObject *device_get_uuid(PyObject *object, void *Py_UNUSED(closure))
 {
-    const wsync_device_identity_t identity = ((DeviceObject *)object)->ops->identity();
     char text[WSYNC_PY_UUID_NBYTES];
 
-    wsync_py_uuid_format(identity.uuid, text);
+    wsync_py_uuid_format(((DeviceObject *)object)->device->uuid, text);
     return PyUnicode_FromString(text);
 }
 
 static PyObject *device_get_ordinal(PyObject *object, void *Py_UNUSED(closure))
 {
-    return PyLong_FromLong(((DeviceObject *)object)->ops->identity().ordinal);
+    return PyLong_FromLong(((DeviceObject *)object)->device->ordinal);
 }
 
 static PyObject *device_repr(PyObject *object)
@@ -169,7 +168,7 @@ static PyObject *host(PyObject *module, PyObject *unused)
 
 /* Without the GIL: compiling takes seconds. */
 static wsync_status_t open_gpu(const wsync_cu_uuid_t *uuid, wsync_compile_spec_t *spec,
-                               const wsync_device_ops_t **ops, wsync_error_t *err)
+                               const wsync_device_t **device, wsync_error_t *err)
 {
     wsync_kernel_image_t image = {0};
     const wsync_cuda_driver_t *driver = NULL;
@@ -180,7 +179,7 @@ static wsync_status_t open_gpu(const wsync_cu_uuid_t *uuid, wsync_compile_spec_t
     if (status == WSYNC_OK) {
         status = wsync_cuda_find(driver, uuid, &ordinal, &info, err);
     }
-    if (status == WSYNC_OK && wsync_device_cuda(uuid, NULL, ops, NULL) == WSYNC_OK) {
+    if (status == WSYNC_OK && wsync_device_cuda(uuid, NULL, device, NULL) == WSYNC_OK) {
         return WSYNC_OK; /* its kernels are loaded */
     }
     if (status == WSYNC_OK) {
@@ -189,7 +188,7 @@ static wsync_status_t open_gpu(const wsync_cu_uuid_t *uuid, wsync_compile_spec_t
         status = wsync_cuda_compile(spec, &image, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_device_cuda(uuid, image.data, ops, err);
+        status = wsync_device_cuda(uuid, image.data, device, err);
     }
     wsync_kernel_image_fini(&image);
     return status;
@@ -219,7 +218,7 @@ static PyObject *gpu(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"uuid", "libraries", "cache", NULL};
     ModuleState *state = wsync_py_state(module);
-    const wsync_device_ops_t *ops = NULL;
+    const wsync_device_t *device = NULL;
     wsync_compile_spec_t spec = {0};
     wsync_cu_uuid_t uuid;
     wsync_error_t err = {0};
@@ -247,11 +246,11 @@ static PyObject *gpu(PyObject *module, PyObject *args, PyObject *kwargs)
     spec.libraries = paths;
     spec.library_count = (size_t)PyTuple_Size(tuple);
     Py_BEGIN_ALLOW_THREADS
-        status = open_gpu(&uuid, &spec, &ops, &err);
+        status = open_gpu(&uuid, &spec, &device, &err);
     Py_END_ALLOW_THREADS
     free((void *)paths);
     Py_DECREF(tuple);
-    return status == WSYNC_OK ? wsync_py_device_wrap(state, ops)
+    return status == WSYNC_OK ? wsync_py_device_wrap(state, device)
                               : wsync_py_raise(state, &err);
 }
 
@@ -374,10 +373,10 @@ static PyObject *host_register(PyObject *module, PyObject *args, PyObject *kwarg
     if (PyErr_Occurred() != NULL) {
         return NULL;
     }
-    if (device.ops == wsync_device_host()) {
+    if (device.device == wsync_device_host()) {
         return Py_NewRef(made.owner);
     }
-    made.device = wsync_cuda_opened(device.ops->identity().ordinal);
+    made.device = wsync_cuda_of(device.device);
     Py_BEGIN_ALLOW_THREADS
         status = wsync_cuda_enter(made.device, &err);
         if (status == WSYNC_OK) {

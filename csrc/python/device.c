@@ -27,16 +27,14 @@ static int to_uint64(PyObject *object, void *result)
 /* --- Memory ----------------------------------------------------------------------------
  */
 
-PyObject *wsync_py_memory_wrap(ModuleState *state, const wsync_device_ops_t *ops,
-                               wsync_memory_t *memory)
+PyObject *wsync_py_memory_wrap(ModuleState *state, wsync_memory_t *memory)
 {
     PyObject *self = wsync_py_alloc(state->type_Memory);
 
     if (self == NULL) {
-        ops->memory_destroy(memory);
+        wsync_memory_destroy(memory);
         return NULL;
     }
-    ((MemoryObject *)self)->ops = ops;
     ((MemoryObject *)self)->memory = memory;
     return self;
 }
@@ -57,13 +55,13 @@ static PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = (control ? device.ops->control_create : device.ops->memory_create)(
-            nbytes, &memory, &err);
+        status = (control ? wsync_control_create : wsync_memory_create)(
+            device.device, nbytes, &memory, &err);
     Py_END_ALLOW_THREADS
     if (status != WSYNC_OK) {
         return wsync_py_raise(state, &err);
     }
-    return wsync_py_memory_wrap(state, device.ops, memory);
+    return wsync_py_memory_wrap(state, memory);
 }
 
 static PyObject *memory_from_fd(PyObject *module, PyObject *args, PyObject *kwargs)
@@ -82,12 +80,12 @@ static PyObject *memory_from_fd(PyObject *module, PyObject *args, PyObject *kwar
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = device.ops->memory_import(fd, nbytes, &memory, &err);
+        status = wsync_memory_import(device.device, fd, nbytes, &memory, &err);
     Py_END_ALLOW_THREADS
     if (status != WSYNC_OK) {
         return wsync_py_raise(state, &err);
     }
-    return wsync_py_memory_wrap(state, device.ops, memory);
+    return wsync_py_memory_wrap(state, memory);
 }
 
 static void memory_dealloc(PyObject *object)
@@ -97,7 +95,7 @@ static void memory_dealloc(PyObject *object)
     if (self->memory != NULL) {
         /* A driver may wait for its device, and that for a thread of this process. */
         Py_BEGIN_ALLOW_THREADS
-            self->ops->memory_destroy(self->memory);
+            wsync_memory_destroy(self->memory);
         Py_END_ALLOW_THREADS
     }
     wsync_py_free(object);
@@ -106,7 +104,7 @@ static void memory_dealloc(PyObject *object)
 static PyObject *memory_fileno(PyObject *object, PyObject *unused)
 {
     const MemoryObject *self = (MemoryObject *)object;
-    const int fd = self->ops->memory_fd(self->memory);
+    const int fd = self->memory->fd;
 
     (void)unused;
     if (fd < 0) {
@@ -121,7 +119,7 @@ static PyObject *memory_get_address(PyObject *object, void *unused)
     const MemoryObject *self = (MemoryObject *)object;
 
     (void)unused;
-    return PyLong_FromVoidPtr(self->ops->memory_data(self->memory));
+    return PyLong_FromVoidPtr(self->memory->data);
 }
 
 static PyObject *memory_get_nbytes(PyObject *object, void *unused)
@@ -129,7 +127,7 @@ static PyObject *memory_get_nbytes(PyObject *object, void *unused)
     const MemoryObject *self = (MemoryObject *)object;
 
     (void)unused;
-    return PyLong_FromUnsignedLongLong(self->ops->memory_nbytes(self->memory));
+    return PyLong_FromUnsignedLongLong(self->memory->nbytes);
 }
 
 static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
@@ -138,18 +136,17 @@ static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
     wsync_error_t err = {0};
 
     view->obj = NULL;
-    if (self->ops != wsync_device_host()) {
+    if (self->memory->device != wsync_device_host()) {
         PyErr_SetString(PyExc_BufferError, "memory of a GPU has no buffer on the host");
         return -1;
     }
-    if (self->ops->memory_pin(self->memory, &err) != WSYNC_OK) {
+    if (wsync_memory_pin(self->memory, &err) != WSYNC_OK) {
         PyErr_SetString(PyExc_BufferError, err.message);
         return -1;
     }
-    if (PyBuffer_FillInfo(view, object, self->ops->memory_data(self->memory),
-                          (Py_ssize_t)self->ops->memory_nbytes(self->memory), 0,
-                          flags) < 0) {
-        self->ops->memory_unpin(self->memory);
+    if (PyBuffer_FillInfo(view, object, self->memory->data,
+                          (Py_ssize_t)self->memory->nbytes, 0, flags) < 0) {
+        wsync_memory_unpin(self->memory);
         return -1;
     }
     return 0;
@@ -160,7 +157,7 @@ static void memory_releasebuffer(PyObject *object, Py_buffer *view)
     const MemoryObject *self = (MemoryObject *)object;
 
     (void)view;
-    self->ops->memory_unpin(self->memory);
+    wsync_memory_unpin(self->memory);
 }
 
 static PyMethodDef memory_methods[] = {
@@ -216,21 +213,16 @@ static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     ModuleState *state = wsync_py_type_state(type);
     PyObject *memory;
     EventObject *self;
-    uint64_t offset;
-    uint64_t nbytes;
+    wsync_event_t event = {0};
+    wsync_error_t err = {0};
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&:Event", names, state->type_Memory,
-                                     &memory, to_uint64, &offset)) {
+                                     &memory, to_uint64, &event.offset)) {
         return NULL;
     }
-    nbytes = ((MemoryObject *)memory)->ops->memory_nbytes(((MemoryObject *)memory)->memory);
-    if (offset % sizeof(uint64_t) != 0 || nbytes < sizeof(uint64_t) ||
-        offset > nbytes - sizeof(uint64_t)) {
-        return wsync_py_fail(
-            state, WSYNC_ERR_INVALID, "Event",
-            "event at offset %llu is not an aligned 64-bit word of a memory of "
-            "%llu bytes",
-            (unsigned long long)offset, (unsigned long long)nbytes);
+    event.memory = ((MemoryObject *)memory)->memory;
+    if (wsync_event_check(event, &err) != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
     }
     self = (EventObject *)wsync_py_alloc(type);
     if (self == NULL) {
@@ -238,8 +230,7 @@ static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     Py_INCREF(memory);
     self->memory = (MemoryObject *)memory;
-    self->event.memory = self->memory->memory;
-    self->event.offset = offset;
+    self->event = event;
     return (PyObject *)self;
 }
 
@@ -258,8 +249,7 @@ static wsync_status_t event_step(void *context, int timeout_ms, wsync_error_t *e
 {
     const event_wait_t *wait = context;
 
-    return wait->event->memory->ops->event_wait(wait->event->event, wait->value, timeout_ms,
-                                                err);
+    return wsync_event_wait(wait->event->event, wait->value, timeout_ms, err);
 }
 
 static PyObject *event_wait_until(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -283,7 +273,7 @@ static PyObject *event_get_value(PyObject *object, void *unused)
     const EventObject *self = (EventObject *)object;
 
     (void)unused;
-    return PyLong_FromUnsignedLongLong(self->memory->ops->event_query(self->event));
+    return PyLong_FromUnsignedLongLong(wsync_event_query(self->event));
 }
 
 static PyMethodDef event_methods[] = {
@@ -335,13 +325,13 @@ static BufferTableObject *buffers_alloc(ModuleState *state, size_t count, PyObje
     return self;
 }
 
-PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_device_ops_t *ops,
+PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_device_t *device,
                                   const wsync_span_t *spans, size_t count, PyObject *owner)
 {
     BufferTableObject *self = buffers_alloc(state, count, owner);
 
     if (self != NULL) {
-        self->gpu = ops->identity().ordinal;
+        self->gpu = device->ordinal;
     }
     if (self != NULL && count > 0) {
         memcpy(self->spans, spans, count * sizeof(*spans));

@@ -15,7 +15,6 @@
 
 typedef struct MemoryObject {
     PyObject_HEAD
-    const wsync_device_ops_t *ops;
     wsync_memory_t *memory; /* owned; never NULL, mapped as long as the object lives */
 } MemoryObject;
 
@@ -41,7 +40,7 @@ typedef struct stream_hold {
 
 typedef struct StreamObject {
     PyObject_HEAD
-    const wsync_device_ops_t *ops;
+    const wsync_device_t *device;
     wsync_stream_t *stream;   /* owned; NULL once closed */
     wsync_memory_t *progress; /* owned; word 0 is the last mark that the stream passed */
     uint64_t mark;            /* last mark that was enqueued */
@@ -58,46 +57,40 @@ enum { WSYNC_PY_UUID_NBYTES = 48 };
 /* "GPU-" and the digits in groups, as nvidia-smi writes a GPU's UUID; "" for the host. */
 void wsync_py_uuid_format(const uint8_t *uuid, char text[WSYNC_PY_UUID_NBYTES]);
 
-/* "O&" converter to const wsync_device_ops_t *: a Device, or None for the host.  Needs the
+/* "O&" converter to const wsync_device_t *: a Device, or None for the host.  Needs the
  * module state beside it, so the argument is a wsync_py_device_arg_t. */
 typedef struct wsync_py_device_arg {
     const ModuleState *state;
-    const wsync_device_ops_t *ops;
+    const wsync_device_t *device;
 } wsync_py_device_arg_t;
 int wsync_py_convert_device(PyObject *object, void *argument);
 
-PyObject *wsync_py_device_wrap(ModuleState *state, const wsync_device_ops_t *ops);
+PyObject *wsync_py_device_wrap(ModuleState *state, const wsync_device_t *device);
 
 /* A Memory object; memory is moved into it, also on failure. */
-PyObject *wsync_py_memory_wrap(ModuleState *state, const wsync_device_ops_t *ops,
-                               wsync_memory_t *memory);
+PyObject *wsync_py_memory_wrap(ModuleState *state, wsync_memory_t *memory);
 
 /* A BufferTable of memory of a device; spans are copied, owner (NULL allowed) gets a new
  * reference. */
-PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_device_ops_t *ops,
+PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_device_t *device,
                                   const wsync_span_t *spans, size_t count, PyObject *owner);
 
 /* Between these two the stream cannot be closed and may be used without the GIL.  enter
  * raises StateError and returns NULL if the stream is closed, NoMemoryError if there is no
  * room for what will be held. */
 wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *self);
-/* The same for work with `what`, which is of the device `ops` (NULL: of none yet):
- * InvalidArgumentError if the stream is of another one, whose structures are others. */
-wsync_stream_t *wsync_py_stream_enter_for(ModuleState *state, StreamObject *self,
-                                          const wsync_device_ops_t *ops, const char *what);
 void wsync_py_stream_leave(StreamObject *self);
 
-/* enter_for of an argument that may be None, which gives NULL.  Raises and returns -1 if
- * the object is neither, closed, or of another device. */
+/* enter of an argument that may be None, which gives NULL.  Raises and returns -1 if the
+ * object is neither, or closed. */
 int wsync_py_stream_enter_any(ModuleState *state, PyObject *object,
-                              const wsync_device_ops_t *ops, const char *what,
                               wsync_stream_t **stream);
 void wsync_py_stream_leave_any(PyObject *object);
 
 /* Raises InvalidArgumentError and returns -1 if memory is on a GPU (gpu, or -1: not known)
  * that is not the device whose streams or threads are to copy it: those of the host cannot
  * read what a GPU holds, nor one GPU what another does. */
-int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_ops_t *ops,
+int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_t *device,
                        const char *call);
 
 /* Call after something was enqueued that borrows from `owner`: keeps owner alive until the

@@ -18,7 +18,6 @@ typedef struct ExporterObject {
 /* One call's arguments and results, for a step without the GIL. */
 typedef struct exporter_call {
     wsync_exporter_t *exporter;
-    const wsync_device_ops_t *ops; /* of the ring */
     wsync_memory_t *ring;
     wsync_stream_t *stream;
     const uint8_t *data;
@@ -154,8 +153,8 @@ static wsync_status_t step_attach(void *context, int timeout_ms, wsync_error_t *
 {
     exporter_call_t *call = context;
 
-    return wsync_exporter_attach(call->exporter, call->ops, call->ring, call->data,
-                                 call->nbytes, timeout_ms, err);
+    return wsync_exporter_attach(call->exporter, call->ring, call->data, call->nbytes,
+                                 timeout_ms, err);
 }
 
 static PyObject *exporter_attach(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -175,7 +174,6 @@ static PyObject *exporter_attach(PyObject *object, PyObject *args, PyObject *kwa
                                      &check)) {
         return NULL;
     }
-    call.ops = ((MemoryObject *)ring)->ops;
     call.ring = ((MemoryObject *)ring)->memory;
     call.data = manifest.buf;
     call.nbytes = (size_t)manifest.len;
@@ -213,14 +211,6 @@ static PyObject *exporter_begin(PyObject *object, PyObject *args, PyObject *kwar
     Py_RETURN_NONE;
 }
 
-/* The device of the session; NULL before attach, when it has no use for a stream. */
-static const wsync_device_ops_t *exporter_ops(PyObject *object)
-{
-    const PyObject *ring = ((ExporterObject *)object)->ring;
-
-    return ring != NULL ? ((const MemoryObject *)ring)->ops : NULL;
-}
-
 static wsync_status_t step_acquire(void *context, int timeout_ms, wsync_error_t *err)
 {
     exporter_call_t *call = context;
@@ -242,8 +232,7 @@ static PyObject *exporter_acquire(PyObject *object, PyObject *args, PyObject *kw
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LOd|O:acquire", keywords, &wait_round,
                                      &stream, &timeout, &check) ||
-        wsync_py_stream_enter_any(state, stream, exporter_ops(object), "the session",
-                                  &call.stream) < 0) {
+        wsync_py_stream_enter_any(state, stream, &call.stream) < 0) {
         return NULL;
     }
     call.wait_round = wait_round;
@@ -298,8 +287,7 @@ static PyObject *exporter_post(PyObject *object, PyObject *args, PyObject *kwarg
                                      &stream, &timeout, &check)) {
         return NULL;
     }
-    call.stream = wsync_py_stream_enter_for(state, (StreamObject *)stream,
-                                            exporter_ops(object), "the session");
+    call.stream = wsync_py_stream_enter(state, (StreamObject *)stream);
     if (call.stream == NULL) {
         return NULL;
     }

@@ -8,7 +8,6 @@
 
 typedef struct ImporterObject {
     PyObject_HEAD
-    const wsync_device_ops_t *ops;
     wsync_importer_t *importer; /* owned; NULL once closed */
     PyObject *ring;      /* owned Memory; shares the importer's ring and outlives it */
     PyObject *manifest;  /* owned bytes */
@@ -18,7 +17,7 @@ typedef struct ImporterObject {
 
 /* One call's arguments and results, for a step without the GIL. */
 typedef struct importer_call {
-    const wsync_device_ops_t *ops;
+    const wsync_device_t *device;
     wsync_importer_t *importer;
     wsync_stream_t *stream;
     const char *path;
@@ -44,18 +43,18 @@ static wsync_status_t step_create(void *context, int timeout_ms, wsync_error_t *
 {
     importer_call_t *call = context;
 
-    return wsync_importer_create(call->ops, call->path, call->token, call->data,
+    return wsync_importer_create(call->device, call->path, call->token, call->data,
                                  call->nbytes, timeout_ms, &call->importer, err);
 }
 
 static wsync_importer_t *connect_importer(ModuleState *state, const char *address,
                                           const Py_buffer *blob, double timeout,
-                                          const wsync_device_ops_t *ops)
+                                          const wsync_device_t *device)
 {
     uint8_t token[WSYNC_TOKEN_NBYTES];
     char path[WSYNC_PATH_NBYTES];
     wsync_error_t err = {0};
-    importer_call_t call = {.ops = ops, .path = path, .token = token};
+    importer_call_t call = {.device = device, .path = path, .token = token};
 
     call.data = blob->buf;
     call.nbytes = (size_t)blob->len;
@@ -84,7 +83,7 @@ static PyObject *importer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return NULL;
     }
     importer =
-        connect_importer(wsync_py_type_state(type), address, &blob, timeout, device.ops);
+        connect_importer(wsync_py_type_state(type), address, &blob, timeout, device.device);
     PyBuffer_Release(&blob);
     if (importer == NULL) {
         return NULL;
@@ -95,7 +94,6 @@ static PyObject *importer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return NULL;
     }
     self->importer = importer;
-    self->ops = device.ops;
     return (PyObject *)self;
 }
 
@@ -123,7 +121,6 @@ static void importer_dealloc(PyObject *object)
 /* Makes the Python objects of a new attach; the old ones live on in whoever holds them. */
 static int refresh(ImporterObject *self)
 {
-    const wsync_device_ops_t *ops = self->ops;
     const uint64_t generation = wsync_importer_generation(self->importer);
     wsync_memory_t *memory = wsync_importer_ring(self->importer);
     size_t nbytes = 0;
@@ -138,9 +135,8 @@ static int refresh(ImporterObject *self)
     if (manifest == NULL) {
         return -1;
     }
-    ops->memory_retain(memory);
-    ring =
-        wsync_py_memory_wrap(wsync_py_type_state(Py_TYPE((PyObject *)self)), ops, memory);
+    wsync_memory_retain(memory);
+    ring = wsync_py_memory_wrap(wsync_py_type_state(Py_TYPE((PyObject *)self)), memory);
     if (ring == NULL) {
         Py_DECREF(manifest);
         return -1;
@@ -196,8 +192,7 @@ static PyObject *run_on_stream(PyObject *object, PyObject *args, PyObject *kwarg
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, wsync_py_convert_u32,
                                      &call.round, &stream, &timeout, &check) ||
-        wsync_py_stream_enter_any(state, stream, ((ImporterObject *)object)->ops,
-                                  "the session", &call.stream) < 0) {
+        wsync_py_stream_enter_any(state, stream, &call.stream) < 0) {
         return NULL;
     }
     result = importer_wait((ImporterObject *)object, step, &call, timeout, check);

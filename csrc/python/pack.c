@@ -184,7 +184,7 @@ static PyObject *pack(PyObject *module, PyObject *args, PyObject *kwargs)
         wsync_py_table_readable(state, (TensorTableObject *)table) < 0 ||
         wsync_py_check_gpu(
             state, ((TensorTableObject *)table)->gpu,
-            stream != NULL ? ((StreamObject *)stream)->ops : wsync_device_host(),
+            stream != NULL ? ((StreamObject *)stream)->device : wsync_device_host(),
             "pack") < 0) {
         return NULL;
     }

@@ -19,19 +19,7 @@ enum {
     GPU_BATCHES_PER_MARK = 64,
     /* How long a GPU may take to run dry. */
     DRAIN_S = 60,
-    DEVICE_TEXT_NBYTES = 32,
 };
-
-static const char *device_text(const wsync_device_ops_t *ops, char text[DEVICE_TEXT_NBYTES])
-{
-    const int ordinal = ops->identity().ordinal;
-
-    if (ordinal < 0) {
-        return "the host";
-    }
-    (void)snprintf(text, DEVICE_TEXT_NBYTES, "GPU %d", ordinal);
-    return text;
-}
 
 static wsync_event_t progress_event(const StreamObject *self)
 {
@@ -54,15 +42,15 @@ static void drop_holds(StreamObject *self, uint64_t passed)
 static void prune(StreamObject *self)
 {
     if (self->hold_count > 0 && self->progress != NULL) {
-        drop_holds(self, self->ops->event_query(progress_event(self)));
+        drop_holds(self, wsync_event_query(progress_event(self)));
     }
 }
 
 /* Has the stream record the next mark.  Where that fails the holds wait for a later one. */
 static void enqueue_mark(StreamObject *self)
 {
-    if (self->ops->stream_record(self->stream, progress_event(self), self->mark + 1,
-                                 NULL) == WSYNC_OK) {
+    if (wsync_stream_record(self->stream, progress_event(self), self->mark + 1, NULL) ==
+        WSYNC_OK) {
         self->mark++;
         self->unmarked = 0;
     }
@@ -72,7 +60,7 @@ static void enqueue_mark(StreamObject *self)
 static void mark_batch(StreamObject *self)
 {
     self->unmarked++;
-    if (self->ops->identity().ordinal < 0 || self->unmarked >= GPU_BATCHES_PER_MARK) {
+    if (self->device->ordinal < 0 || self->unmarked >= GPU_BATCHES_PER_MARK) {
         enqueue_mark(self);
     }
 }
@@ -115,23 +103,7 @@ void wsync_py_stream_leave(StreamObject *self)
     self->users--;
 }
 
-wsync_stream_t *wsync_py_stream_enter_for(ModuleState *state, StreamObject *self,
-                                          const wsync_device_ops_t *ops, const char *what)
-{
-    char own[DEVICE_TEXT_NBYTES];
-    char other[DEVICE_TEXT_NBYTES];
-
-    if (ops != NULL && self->ops != ops) {
-        return wsync_py_fail(state, WSYNC_ERR_INVALID, "Stream",
-                             "%s is on %s, the stream on %s", what, device_text(ops, other),
-                             device_text(self->ops, own));
-    }
-    return wsync_py_stream_enter(state, self);
-}
-
-int wsync_py_stream_enter_any(ModuleState *state, PyObject *object,
-                              const wsync_device_ops_t *ops, const char *what,
-                              wsync_stream_t **stream)
+int wsync_py_stream_enter_any(ModuleState *state, PyObject *object, wsync_stream_t **stream)
 {
     *stream = NULL;
     if (object == Py_None) {
@@ -142,7 +114,7 @@ int wsync_py_stream_enter_any(ModuleState *state, PyObject *object,
                      (PyObject *)Py_TYPE(object));
         return -1;
     }
-    *stream = wsync_py_stream_enter_for(state, (StreamObject *)object, ops, what);
+    *stream = wsync_py_stream_enter(state, (StreamObject *)object);
     return *stream != NULL ? 0 : -1;
 }
 
@@ -172,7 +144,7 @@ static void shut(StreamObject *self)
     self->closing = true;
     if (stream != NULL) {
         Py_BEGIN_ALLOW_THREADS
-            dry = self->ops->stream_destroy(stream);
+            dry = wsync_stream_destroy(stream);
         Py_END_ALLOW_THREADS
     }
     if (!dry) {
@@ -181,7 +153,7 @@ static void shut(StreamObject *self)
     self->closing = false;
     drop_holds(self, UINT64_MAX);
     if (progress != NULL) {
-        self->ops->memory_destroy(progress);
+        wsync_memory_destroy(progress);
     }
 }
 
@@ -203,12 +175,12 @@ static PyObject *stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (self == NULL) {
         return NULL;
     }
-    self->ops = device.ops;
+    self->device = device.device;
     Py_BEGIN_ALLOW_THREADS
-        status = self->ops->control_create(PROGRESS_NBYTES, &self->progress, &err);
+        status = wsync_control_create(self->device, PROGRESS_NBYTES, &self->progress, &err);
         if (status == WSYNC_OK) {
-            status = self->ops->stream_create(threads > 0 ? (unsigned)threads : 0,
-                                              &self->stream, &err);
+            status = wsync_stream_create(self->device, threads > 0 ? (unsigned)threads : 0,
+                                         &self->stream, &err);
         }
     Py_END_ALLOW_THREADS
     if (status != WSYNC_OK) {
@@ -323,9 +295,9 @@ PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = self->ops->stream_copy(stream, batch->copies, batch->count, batch->sources,
-                                        batch->source_count, batch->destinations,
-                                        batch->destination_count, &err);
+        status = wsync_stream_copy(stream, batch->copies, batch->count, batch->sources,
+                                   batch->source_count, batch->destinations,
+                                   batch->destination_count, &err);
         if (status == WSYNC_OK) {
             nbytes = wsync_copies_nbytes(batch->copies, batch->count);
         }
@@ -347,17 +319,17 @@ PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
     return PyLong_FromUnsignedLongLong(nbytes);
 }
 
-int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_ops_t *ops,
+int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_t *device,
                        const char *call)
 {
-    char text[DEVICE_TEXT_NBYTES];
+    char text[WSYNC_DEVICE_TEXT_NBYTES];
 
-    if (gpu < 0 || gpu == ops->identity().ordinal) {
+    if (gpu < 0 || gpu == device->ordinal) {
         return 0;
     }
     (void)wsync_py_fail(state, WSYNC_ERR_INVALID, call,
                         "memory of GPU %d is copied on a stream of it, not on %s", gpu,
-                        device_text(ops, text));
+                        wsync_device_text(device, text));
     return -1;
 }
 
@@ -365,7 +337,7 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"copies", "index", "phase", "sources", "destinations", NULL};
     ModuleState *state = wsync_py_type_state(Py_TYPE(object));
-    const wsync_device_ops_t *ops = ((StreamObject *)object)->ops;
+    const wsync_device_t *device = ((StreamObject *)object)->device;
     wsync_py_batch_t batch = {0};
     PyObject *sources;
     PyObject *destinations;
@@ -373,9 +345,9 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLiO!O!:copy", names, &batch.owners[0],
                                      &batch.index, &batch.phase, state->type_BufferTable,
                                      &sources, state->type_BufferTable, &destinations) ||
-        wsync_py_check_gpu(state, ((BufferTableObject *)sources)->gpu, ops, "Stream.copy") <
-            0 ||
-        wsync_py_check_gpu(state, ((BufferTableObject *)destinations)->gpu, ops,
+        wsync_py_check_gpu(state, ((BufferTableObject *)sources)->gpu, device,
+                           "Stream.copy") < 0 ||
+        wsync_py_check_gpu(state, ((BufferTableObject *)destinations)->gpu, device,
                            "Stream.copy") < 0 ||
         find_copies(state, &batch) < 0) {
         return NULL;
@@ -412,7 +384,7 @@ static PyObject *stream_abandon(PyObject *object, PyObject *args, PyObject *kwar
      */
     mark = ++self->mark;
     Py_BEGIN_ALLOW_THREADS
-        dry = self->ops->stream_abandon(stream, timeout > 0 ? (int)(timeout * 1000) : 0);
+        dry = wsync_stream_abandon(stream, timeout > 0 ? (int)(timeout * 1000) : 0);
     Py_END_ALLOW_THREADS
     wsync_py_stream_leave(self);
     if (dry) {
@@ -431,7 +403,7 @@ static wsync_status_t synchronize_step(void *context, int timeout_ms, wsync_erro
 {
     const StreamObject *self = context;
 
-    return self->ops->stream_synchronize(self->stream, timeout_ms, err);
+    return wsync_stream_synchronize(self->stream, timeout_ms, err);
 }
 
 static PyObject *stream_synchronize(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -508,7 +480,7 @@ static PyObject *stream_trace(PyObject *object, PyObject *args)
             return PyErr_Occurred() != NULL ? NULL : wsync_py_raise(state, &err);
         }
     }
-    self->ops->stream_trace(self->stream, next, capacity, &spans, &count);
+    wsync_stream_trace(self->stream, next, capacity, &spans, &count);
     wsync_py_stream_leave(self);
     list = trace_list(self->labels, spans, count);
     free(spans);
@@ -581,7 +553,7 @@ static PyMethodDef stream_methods[] = {
 static PyObject *stream_get_device(PyObject *object, void *Py_UNUSED(closure))
 {
     return wsync_py_device_wrap(wsync_py_type_state(Py_TYPE(object)),
-                                ((StreamObject *)object)->ops);
+                                ((StreamObject *)object)->device);
 }
 
 static PyGetSetDef stream_getset[] = {

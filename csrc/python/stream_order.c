@@ -27,8 +27,7 @@ static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwarg
     if (value == (unsigned long long)-1 && PyErr_Occurred() != NULL) {
         return NULL;
     }
-    stream = wsync_py_stream_enter_for(state, self, ((EventObject *)event)->memory->ops,
-                                       "the event");
+    stream = wsync_py_stream_enter(state, self);
     if (stream == NULL) {
         return NULL;
     }
@@ -42,14 +41,12 @@ static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwarg
 
 PyObject *wsync_py_stream_record(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    return enqueue_event(object, args, kwargs, "O!O:record",
-                         ((StreamObject *)object)->ops->stream_record);
+    return enqueue_event(object, args, kwargs, "O!O:record", wsync_stream_record);
 }
 
 PyObject *wsync_py_stream_wait(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    return enqueue_event(object, args, kwargs, "O!O:wait",
-                         ((StreamObject *)object)->ops->stream_wait);
+    return enqueue_event(object, args, kwargs, "O!O:wait", wsync_stream_wait);
 }
 
 /* follow and lead: `enqueue` is the device's, `format` that of the argument. */
@@ -85,12 +82,10 @@ static PyObject *order_streams(PyObject *object, PyObject *args, const char *for
 
 PyObject *wsync_py_stream_follow(PyObject *object, PyObject *args)
 {
-    return order_streams(object, args, "O:follow",
-                         ((StreamObject *)object)->ops->stream_follow);
+    return order_streams(object, args, "O:follow", wsync_stream_follow);
 }
 
 PyObject *wsync_py_stream_lead(PyObject *object, PyObject *args)
 {
-    return order_streams(object, args, "O:lead",
-                         ((StreamObject *)object)->ops->stream_lead);
+    return order_streams(object, args, "O:lead", wsync_stream_lead);
 }

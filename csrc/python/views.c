@@ -45,7 +45,6 @@ DLDataType wsync_py_dlpack_dtype(wsync_dtype_t dtype)
 typedef struct view_pool {
     atomic_size_t references; /* the ViewPool object, and one a view */
     atomic_size_t live;
-    const wsync_device_ops_t *ops;
     wsync_memory_t *memory; /* counted */
 } view_pool_t;
 
@@ -63,9 +62,8 @@ static view_pool_t *pool_create(const MemoryObject *memory)
     if (pool != NULL) {
         atomic_init(&pool->references, 1);
         atomic_init(&pool->live, 0);
-        pool->ops = memory->ops;
         pool->memory = memory->memory;
-        pool->ops->memory_retain(pool->memory);
+        wsync_memory_retain(pool->memory);
     }
     return pool;
 }
@@ -74,7 +72,7 @@ static void pool_release(view_pool_t *pool)
 {
     if (pool != NULL &&
         atomic_fetch_sub_explicit(&pool->references, 1, memory_order_acq_rel) == 1) {
-        pool->ops->memory_destroy(pool->memory);
+        wsync_memory_destroy(pool->memory);
         free(pool);
     }
 }
@@ -85,7 +83,7 @@ static void view_delete(DLManagedTensorVersioned *managed)
 
     /* release: whoever sees the count fall also sees that the bytes were read */
     (void)atomic_fetch_sub_explicit(&view->pool->live, 1, memory_order_release);
-    view->pool->ops->memory_unpin(view->pool->memory);
+    wsync_memory_unpin(view->pool->memory);
     pool_release(view->pool);
     free(view);
 }
@@ -109,10 +107,10 @@ static view_t *view_create(view_pool_t *pool, const wsync_tensor_t *tensor, uint
     view->managed.version = (DLPackVersion){DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
     view->managed.manager_ctx = view;
     view->managed.deleter = view_delete;
-    dl->data = (char *)pool->ops->memory_data(pool->memory) + offset;
-    dl->device = pool->ops == wsync_device_host()
+    dl->data = (char *)pool->memory->data + offset;
+    dl->device = pool->memory->device->ordinal < 0
                      ? (DLDevice){kDLCPU, 0}
-                     : (DLDevice){kDLCUDA, pool->ops->identity().ordinal};
+                     : (DLDevice){kDLCUDA, pool->memory->device->ordinal};
     dl->ndim = (int32_t)tensor->ndim;
     dl->dtype = dlpack_dtypes[tensor->dtype];
     dl->shape = view->shape;
@@ -165,7 +163,7 @@ static int tensor_nbytes(ModuleState *state, const wsync_tensor_t *tensor, uint6
 static PyObject *make_view(ModuleState *state, const DLPackExchangeAPI *api,
                            view_pool_t *pool, const wsync_tensor_t *tensor, uint64_t offset)
 {
-    const uint64_t size = pool->ops->memory_nbytes(pool->memory);
+    const uint64_t size = pool->memory->nbytes;
     const size_t item = wsync_dtype_nbytes(tensor->dtype);
     wsync_error_t err = {0};
     uint64_t nbytes = 0;
@@ -187,12 +185,12 @@ static PyObject *make_view(ModuleState *state, const DLPackExchangeAPI *api,
                              tensor->name, (unsigned long long)offset,
                              wsync_dtype_name(tensor->dtype), item);
     }
-    if (pool->ops->memory_pin(pool->memory, &err) != WSYNC_OK) {
+    if (wsync_memory_pin(pool->memory, &err) != WSYNC_OK) {
         return wsync_py_raise(state, &err);
     }
     view = view_create(pool, tensor, offset);
     if (view == NULL) {
-        pool->ops->memory_unpin(pool->memory);
+        wsync_memory_unpin(pool->memory);
         return PyErr_NoMemory();
     }
     /* the importer owns the view from here on, also when it fails */

@@ -19,7 +19,7 @@ enum {
     MAX_ROUNDS = 32,
 };
 
-static inline const wsync_device_ops_t *device(void)
+static inline const wsync_device_t *device(void)
 {
     return test_device();
 }
@@ -105,7 +105,7 @@ static inline void make_duo(duo_t *duo, uint64_t staging_nbytes)
                 &duo->comms[r], &err),
             err);
     }
-    CHECK_OK(device()->stream_create(1, &duo->stream, &err), err);
+    CHECK_OK(wsync_stream_create(device(), 1, &duo->stream, &err), err);
 }
 
 static inline void connect_duo(duo_t *duo)
@@ -147,7 +147,7 @@ static inline void close_duo(duo_t *duo)
         ops()->destroy(duo->comms[r]);
         wsync_plan_destroy(duo->plans[r]);
     }
-    device()->stream_destroy(duo->stream);
+    wsync_stream_destroy(duo->stream);
 }
 
 static inline void send_of(duo_t *duo, int r, uint32_t round)

@@ -63,14 +63,14 @@ static inline wsync_memory_t *make_memory(const wsync_cuda_device_t *device,
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_cuda_memory_create(device, nbytes, &memory, &err), err);
+    CHECK_OK(wsync_memory_create(&device->base, nbytes, &memory, &err), err);
     return memory;
 }
 
 /* Device addresses of the fake are addresses of the process. */
 static inline unsigned char *bytes_of(const wsync_memory_t *memory)
 {
-    return wsync_cuda_memory_data(memory);
+    return memory->data;
 }
 
 static inline void *fake_symbol(const char *name)

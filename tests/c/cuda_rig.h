@@ -14,47 +14,47 @@ enum {
     RING = WSYNC_CUDA_FEED_SLOT_NBYTES * WSYNC_CUDA_FEED_SLOTS,
 };
 
-static inline const wsync_device_ops_t *gpu(void)
+static inline const wsync_device_t *gpu(void)
 {
     CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
     return test_device();
 }
 
-static inline wsync_memory_t *make_buffer(const wsync_device_ops_t *ops, uint64_t nbytes)
+static inline wsync_memory_t *make_buffer(const wsync_device_t *ops, uint64_t nbytes)
 {
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(ops->memory_create(nbytes, &memory, &err), err);
+    CHECK_OK(wsync_memory_create(ops, nbytes, &memory, &err), err);
     return memory;
 }
 
-static inline wsync_memory_t *make_control(const wsync_device_ops_t *ops)
+static inline wsync_memory_t *make_control(const wsync_device_t *ops)
 {
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(ops->control_create(4096, &memory, &err), err);
+    CHECK_OK(wsync_control_create(ops, 4096, &memory, &err), err);
     return memory;
 }
 
-static inline wsync_stream_t *make_stream(const wsync_device_ops_t *ops)
+static inline wsync_stream_t *make_stream(const wsync_device_t *ops)
 {
     wsync_stream_t *stream = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(ops->stream_create(2, &stream, &err), err);
+    CHECK_OK(wsync_stream_create(ops, 2, &stream, &err), err);
     return stream;
 }
 
-static inline wsync_span_t span_of(const wsync_device_ops_t *ops, wsync_memory_t *memory)
+static inline wsync_span_t span_of(wsync_memory_t *memory)
 {
-    return (wsync_span_t){ops->memory_data(memory), ops->memory_nbytes(memory)};
+    return (wsync_span_t){memory->data, memory->nbytes};
 }
 
 /* A GPU, a stream of it, and memory on it that copies write to. */
 typedef struct rig {
-    const wsync_device_ops_t *ops;
+    const wsync_device_t *ops;
     const wsync_cuda_device_t *device;
     wsync_stream_t *stream;
     wsync_memory_t *control;
@@ -72,15 +72,15 @@ static inline rig_t make_rig(uint64_t nbytes)
     rig.stream = make_stream(rig.ops);
     rig.control = make_control(rig.ops);
     rig.memory = make_buffer(rig.ops, nbytes);
-    rig.target = span_of(rig.ops, rig.memory);
+    rig.target = span_of(rig.memory);
     return rig;
 }
 
 static inline void end_rig(const rig_t *rig)
 {
-    rig->ops->stream_destroy(rig->stream);
-    rig->ops->memory_destroy(rig->control);
-    rig->ops->memory_destroy(rig->memory);
+    wsync_stream_destroy(rig->stream);
+    wsync_memory_destroy(rig->control);
+    wsync_memory_destroy(rig->memory);
 }
 
 static inline void pin(const rig_t *rig, void *data, size_t nbytes)
@@ -125,8 +125,8 @@ static inline void enqueue(const rig_t *rig, const wsync_copy_t *copies, size_t 
 {
     wsync_error_t err = {0};
 
-    CHECK_OK(rig->ops->stream_copy(rig->stream, copies, count, sources, source_count,
-                                   &rig->target, 1, &err),
+    CHECK_OK(wsync_stream_copy(rig->stream, copies, count, sources, source_count,
+                               &rig->target, 1, &err),
              err);
 }
 
@@ -134,7 +134,7 @@ static inline void synchronize(const rig_t *rig)
 {
     wsync_error_t err = {0};
 
-    CHECK_OK(rig->ops->stream_synchronize(rig->stream, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_stream_synchronize(rig->stream, PATIENT_MS, &err), err);
 }
 
 /* Whether the target holds what the processor makes of the same copies. */

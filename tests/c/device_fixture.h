@@ -17,9 +17,9 @@ static inline bool on_host(void)
     return name == NULL || strcmp(name, "host") == 0;
 }
 
-static inline const wsync_device_ops_t *test_device(void)
+static inline const wsync_device_t *test_device(void)
 {
-    const wsync_device_ops_t *ops = NULL;
+    const wsync_device_t *device = NULL;
     wsync_cu_uuid_t uuid;
     wsync_error_t err = {0};
 
@@ -29,8 +29,8 @@ static inline const wsync_device_ops_t *test_device(void)
     CHECK_EQ(setenv("WSYNC_CUDA_LIB", FAKECUDA_PATH, 1), 0);
     memset(uuid.bytes, 0xfa, sizeof(uuid.bytes)); /* the fake's first GPU */
     uuid.bytes[15] = 0;
-    CHECK_OK(wsync_device_cuda(&uuid, "kernels", &ops, &err), err);
-    return ops;
+    CHECK_OK(wsync_device_cuda(&uuid, "kernels", &device, &err), err);
+    return device;
 }
 
 #endif

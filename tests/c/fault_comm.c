@@ -94,7 +94,7 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
     wsync_plan_t *const *plans = context;
     wsync_comm_t *comms[2] = {NULL, NULL};
     wsync_stream_t *stream = NULL;
-    wsync_status_t status = wsync_device_host()->stream_create(1, &stream, err);
+    wsync_status_t status = wsync_stream_create(wsync_device_host(), 1, &stream, err);
 
     if (status == WSYNC_OK) {
         status = meet(comms, err);
@@ -106,13 +106,12 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
     if (stream != NULL) {
         wsync_error_t ignored;
 
-        CHECK_OK(wsync_device_host()->stream_synchronize(stream, PATIENT_MS, &ignored),
-                 ignored);
+        CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
     }
     for (int r = 0; r < 2; r++) {
         wsync_shared_comm_ops()->destroy(comms[r]);
     }
-    wsync_device_host()->stream_destroy(stream);
+    wsync_stream_destroy(stream);
     return status;
 }
 

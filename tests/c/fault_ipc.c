@@ -16,16 +16,16 @@ typedef struct attempt {
 
 static wsync_status_t meet(attempt_t *a, wsync_error_t *err)
 {
-    const wsync_device_ops_t *ops = wsync_device_host();
+    const wsync_device_t *device = wsync_device_host();
     const char *parent = fault.directory[0] != '\0' ? fault.directory : NULL;
     size_t nbytes = 0;
-    wsync_status_t status = ops->memory_create(RING_NBYTES, &a->rings[0], err);
+    wsync_status_t status = wsync_memory_create(device, RING_NBYTES, &a->rings[0], err);
 
     if (status == WSYNC_OK) {
-        status = ops->memory_create(2 * RING_NBYTES, &a->rings[1], err);
+        status = wsync_memory_create(device, 2 * RING_NBYTES, &a->rings[1], err);
     }
     if (status == WSYNC_OK) {
-        status = ops->stream_create(1, &a->stream, err);
+        status = wsync_stream_create(device, 1, &a->stream, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_exporter_create(parent, &a->exporter, err);
@@ -33,7 +33,7 @@ static wsync_status_t meet(attempt_t *a, wsync_error_t *err)
     }
     if (status == WSYNC_OK) {
         status = wsync_importer_create(
-            ops, wsync_exporter_path(a->exporter), wsync_exporter_token(a->exporter),
+            device, wsync_exporter_path(a->exporter), wsync_exporter_token(a->exporter),
             (const uint8_t *)"blob", 4, PATIENT_MS, &a->importer, err);
         CHECK((status == WSYNC_OK) == (a->importer != NULL));
     }
@@ -51,9 +51,8 @@ static wsync_status_t begin(attempt_t *a, int update, wsync_error_t *err)
     wsync_status_t status = WSYNC_OK;
 
     if (update != 1) {
-        status =
-            wsync_exporter_attach(a->exporter, wsync_device_host(), a->rings[update / 2],
-                                  (const uint8_t *)"manifest", 8, PATIENT_MS, err);
+        status = wsync_exporter_attach(a->exporter, a->rings[update / 2],
+                                       (const uint8_t *)"manifest", 8, PATIENT_MS, err);
     }
     if (status == WSYNC_OK) {
         status =
@@ -124,10 +123,8 @@ static wsync_status_t commit(attempt_t *a, bool parked, wsync_error_t *err)
 /* Whatever has failed, each side can be told, and both can be destroyed. */
 static void close_both(attempt_t *a, bool aborted)
 {
-    const wsync_device_ops_t *ops = wsync_device_host();
-
     if (a->stream != NULL) {
-        (void)ops->stream_abandon(a->stream, PATIENT_MS);
+        (void)wsync_stream_abandon(a->stream, PATIENT_MS);
     }
     if (aborted && a->exporter != NULL) {
         wsync_exporter_abort(a->exporter, "given up");
@@ -137,9 +134,9 @@ static void close_both(attempt_t *a, bool aborted)
     }
     wsync_importer_destroy(a->importer);
     wsync_exporter_destroy(a->exporter);
-    ops->stream_destroy(a->stream);
-    ops->memory_destroy(a->rings[0]);
-    ops->memory_destroy(a->rings[1]);
+    wsync_stream_destroy(a->stream);
+    wsync_memory_destroy(a->rings[0]);
+    wsync_memory_destroy(a->rings[1]);
     free(a->blob);
 }
 

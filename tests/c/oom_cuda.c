@@ -10,53 +10,53 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
 {
     static const wsync_copy_t copy = {
         .row_count = 64, .source_item_nbytes = 1, .destination_item_nbytes = 1};
-    const wsync_device_ops_t *ops = context;
+    const wsync_device_t *ops = context;
     wsync_memory_t *memory = NULL;
     wsync_memory_t *import = NULL;
     wsync_memory_t *control = NULL;
     wsync_memory_t *peer = NULL;
     wsync_stream_t *stream = NULL;
     wsync_error_t ignored = {0};
-    wsync_status_t status = ops->memory_create(NBYTES, &memory, err);
+    wsync_status_t status = wsync_memory_create(ops, NBYTES, &memory, err);
 
     if (status == WSYNC_OK) {
-        status = ops->memory_import(ops->memory_fd(memory), NBYTES, &import, err);
+        status = wsync_memory_import(ops, memory->fd, NBYTES, &import, err);
     }
     if (status == WSYNC_OK) {
-        status = ops->control_create(NBYTES, &control, err);
+        status = wsync_control_create(ops, NBYTES, &control, err);
     }
     if (status == WSYNC_OK) {
-        status = ops->control_import(ops->memory_fd(control), NBYTES, &peer, err);
+        status = wsync_control_import(ops, control->fd, NBYTES, &peer, err);
     }
     if (status == WSYNC_OK) {
-        status = ops->stream_create(1, &stream, err);
+        status = wsync_stream_create(ops, 1, &stream, err);
     }
     if (status == WSYNC_OK) {
-        const wsync_span_t source = {ops->memory_data(memory), NBYTES};
-        const wsync_span_t destination = {(char *)ops->memory_data(import) + 64, 64};
+        const wsync_span_t source = {memory->data, NBYTES};
+        const wsync_span_t destination = {(char *)import->data + 64, 64};
 
         memset(source.data, 7, 64);
         memset(destination.data, 0, 64);
-        status = ops->stream_copy(stream, &copy, 1, &source, 1, &destination, 1, err);
-        CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
+        status = wsync_stream_copy(stream, &copy, 1, &source, 1, &destination, 1, err);
+        CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
         CHECK_EQ(*(char *)destination.data, status == WSYNC_OK ? 7 : 0);
     }
     if (status == WSYNC_OK) {
-        status = ops->stream_record(stream, (wsync_event_t){control, 8}, 1, err);
+        status = wsync_stream_record(stream, (wsync_event_t){control, 8}, 1, err);
     }
-    ops->stream_destroy(stream);
+    wsync_stream_destroy(stream);
     if (status == WSYNC_OK) {
-        status = ops->memory_park(memory, err);
+        status = wsync_memory_park(memory, err);
     }
     if (status == WSYNC_OK) {
-        status = ops->memory_unpark(memory, -1, err);
+        status = wsync_memory_unpark(memory, -1, err);
     }
     CHECK(peer == NULL || status != WSYNC_OK ||
-          ops->event_query((wsync_event_t){peer, 8}) == 1);
-    ops->memory_destroy(memory);
-    ops->memory_destroy(import);
-    ops->memory_destroy(control);
-    ops->memory_destroy(peer);
+          wsync_event_query((wsync_event_t){peer, 8}) == 1);
+    wsync_memory_destroy(memory);
+    wsync_memory_destroy(import);
+    wsync_memory_destroy(control);
+    wsync_memory_destroy(peer);
     return status;
 }
 
@@ -73,7 +73,7 @@ static wsync_status_t attempt_ipc(void *context, wsync_error_t *err)
 
 TEST(allocations)
 {
-    const wsync_device_ops_t *ops;
+    const wsync_device_t *ops;
 
     CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
     ops = test_device();
@@ -95,37 +95,37 @@ static wsync_status_t feed(void *context, wsync_error_t *err)
          .destination_item_nbytes = 1},
     };
     static char pageable[NBYTES];
-    const wsync_device_ops_t *ops = context;
+    const wsync_device_t *ops = context;
     wsync_memory_t *memory = NULL;
     wsync_stream_t *stream = NULL;
     wsync_error_t ignored = {0};
-    wsync_status_t status = ops->memory_create(2 * NBYTES, &memory, err);
+    wsync_status_t status = wsync_memory_create(ops, 2 * NBYTES, &memory, err);
 
     if (status == WSYNC_OK) {
-        status = ops->stream_create(1, &stream, err);
+        status = wsync_stream_create(ops, 1, &stream, err);
     }
     if (status == WSYNC_OK) {
-        char *data = ops->memory_data(memory);
+        char *data = memory->data;
         const wsync_span_t sources[2] = {{pageable, NBYTES}, {data + NBYTES, NBYTES}};
         const wsync_span_t destination = {data, NBYTES};
 
         memset(pageable, 7, NBYTES);
         memset(data + NBYTES, 7, NBYTES);
-        status = ops->stream_copy(stream, copies, 2, sources, 2, &destination, 1, err);
+        status = wsync_stream_copy(stream, copies, 2, sources, 2, &destination, 1, err);
         if (status != WSYNC_OK) {
             memset(pageable, 8, NBYTES);
         }
-        CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
+        CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
         CHECK(status != WSYNC_OK || (data[0] == 7 && data[NBYTES - 1] == 7));
     }
-    ops->stream_destroy(stream);
-    ops->memory_destroy(memory);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(memory);
     return status;
 }
 
 TEST(allocations_of_copies_from_pageable_memory)
 {
-    const wsync_device_ops_t *ops;
+    const wsync_device_t *ops;
 
     CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
     ops = test_device();

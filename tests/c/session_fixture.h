@@ -23,7 +23,7 @@ typedef struct session {
     wsync_stream_t *stream;
 } session_t;
 
-static inline const wsync_device_ops_t *ops(void)
+static inline const wsync_device_t *device(void)
 {
     return test_device();
 }
@@ -34,8 +34,8 @@ static inline session_t open_session(void)
     wsync_error_t err = {0};
 
     CHECK_OK(wsync_exporter_create(NULL, &s.exporter, &err), err);
-    CHECK_OK(ops()->memory_create(RING_NBYTES, &s.ring, &err), err);
-    CHECK_OK(ops()->stream_create(1, &s.stream, &err), err);
+    CHECK_OK(wsync_memory_create(device(), RING_NBYTES, &s.ring, &err), err);
+    CHECK_OK(wsync_stream_create(device(), 1, &s.stream, &err), err);
     return s;
 }
 
@@ -45,10 +45,11 @@ static inline void connect_session(session_t *s)
     size_t nbytes = 0;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_importer_create(
-                 ops(), wsync_exporter_path(s->exporter), wsync_exporter_token(s->exporter),
-                 (const uint8_t *)"layout", 6, PATIENT_MS, &s->importer, &err),
-             err);
+    CHECK_OK(
+        wsync_importer_create(device(), wsync_exporter_path(s->exporter),
+                              wsync_exporter_token(s->exporter), (const uint8_t *)"layout",
+                              6, PATIENT_MS, &s->importer, &err),
+        err);
     CHECK_OK(wsync_exporter_accept(s->exporter, PATIENT_MS, &blob, &nbytes, &err), err);
     CHECK_EQ(nbytes, 6);
     CHECK(memcmp(blob, "layout", 6) == 0);
@@ -59,8 +60,8 @@ static inline void attach_session(session_t *s)
 {
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_exporter_attach(s->exporter, ops(), s->ring, (const uint8_t *)"manifest",
-                                   8, PATIENT_MS, &err),
+    CHECK_OK(wsync_exporter_attach(s->exporter, s->ring, (const uint8_t *)"manifest", 8,
+                                   PATIENT_MS, &err),
              err);
 }
 
@@ -91,8 +92,8 @@ static inline void close_session(session_t *s)
 {
     wsync_importer_destroy(s->importer);
     wsync_exporter_destroy(s->exporter);
-    ops()->stream_destroy(s->stream);
-    ops()->memory_destroy(s->ring);
+    wsync_stream_destroy(s->stream);
+    wsync_memory_destroy(s->ring);
 }
 
 #endif

@@ -31,8 +31,8 @@ static inline void starve(void)
         return;
     }
     while (status == WSYNC_OK && count < STARVE_BLOCKS) {
-        status = test_device()->memory_create(STARVE_BLOCK_NBYTES, &starve_blocks[count++],
-                                              NULL);
+        status = wsync_memory_create(test_device(), STARVE_BLOCK_NBYTES,
+                                     &starve_blocks[count++], NULL);
     }
     CHECK(status == WSYNC_OK || status == WSYNC_ERR_NO_MEMORY);
 }
@@ -43,7 +43,7 @@ static inline void starve_no_more(void)
 
     CHECK_EQ(setrlimit(RLIMIT_FSIZE, &any), 0);
     for (int i = 0; i < STARVE_BLOCKS; i++) {
-        test_device()->memory_destroy(starve_blocks[i]);
+        wsync_memory_destroy(starve_blocks[i]);
         starve_blocks[i] = NULL;
     }
 }

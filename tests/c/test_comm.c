@@ -71,9 +71,9 @@ static void enqueue(member_t *m, const wsync_plan_t *plan, uint32_t round,
     const wsync_span_t *sources = phase == WSYNC_PHASE_UNPACK ? messages : &m->buffer;
     const wsync_span_t *destinations = phase == WSYNC_PHASE_PACK ? messages : m->rings;
 
-    CHECK_OK(device()->stream_copy(m->stream, copies, count, sources,
-                                   phase == WSYNC_PHASE_UNPACK ? 64 : 1, destinations,
-                                   phase == WSYNC_PHASE_PACK ? 64 : workers, &err),
+    CHECK_OK(wsync_stream_copy(m->stream, copies, count, sources,
+                               phase == WSYNC_PHASE_UNPACK ? 64 : 1, destinations,
+                               phase == WSYNC_PHASE_PACK ? 64 : workers, &err),
              err);
 }
 
@@ -95,7 +95,7 @@ static void send_round(member_t *m, wsync_comm_t *comm, const wsync_plan_t *plan
 static void update_rank(member_t *m, wsync_comm_t *comm, const wsync_plan_t *plan,
                         uint64_t update)
 {
-    uint16_t *values = device()->memory_data(m->parameters);
+    uint16_t *values = m->parameters->data;
     const uint32_t rounds = wsync_plan_round_count(plan);
     wsync_error_t err = {0};
 
@@ -118,10 +118,9 @@ static void update_rank(member_t *m, wsync_comm_t *comm, const wsync_plan_t *pla
         enqueue(m, plan, round, WSYNC_PHASE_UNPACK);
         CHECK_OK(ops()->release(comm, round, m->stream, &err), err);
     }
-    CHECK_OK(device()->stream_synchronize(m->stream, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_stream_synchronize(m->stream, PATIENT_MS, &err), err);
     if (m->rank < m->world->worker_count) {
-        check_ring(plan, m->rank, m->world->rank_count, update,
-                   device()->memory_data(m->ring));
+        check_ring(plan, m->rank, m->world->rank_count, update, m->ring->data);
     }
 }
 
@@ -136,19 +135,20 @@ static void *run_rank(void *context)
                                     world->round_nbytes * 3 / 4);
     wsync_error_t err = {0};
 
-    CHECK_OK(device()->memory_create(2ULL * TENSORS * PART, &m->parameters, &err), err);
-    CHECK_OK(device()->memory_create(1 << 20, &m->ring, &err), err);
-    CHECK_OK(device()->stream_create(1, &m->stream, &err), err);
-    m->buffer = (wsync_span_t){device()->memory_data(m->parameters), 2ULL * TENSORS * PART};
-    m->rings[m->rank] = (wsync_span_t){device()->memory_data(m->ring), 1 << 20};
+    CHECK_OK(wsync_memory_create(device(), 2ULL * TENSORS * PART, &m->parameters, &err),
+             err);
+    CHECK_OK(wsync_memory_create(device(), 1 << 20, &m->ring, &err), err);
+    CHECK_OK(wsync_stream_create(device(), 1, &m->stream, &err), err);
+    m->buffer = (wsync_span_t){m->parameters->data, 2ULL * TENSORS * PART};
+    m->rings[m->rank] = (wsync_span_t){m->ring->data, 1 << 20};
     CHECK_OK(wsync_shared_comm_connect(comm, world->addresses, PATIENT_MS, &err), err);
     for (uint64_t update = 0; update < UPDATES; update++) {
         update_rank(m, comm, update % 2 ? finer : plan, update);
     }
     ops()->destroy(comm); /* others may still be reading their last round */
-    device()->stream_destroy(m->stream);
-    device()->memory_destroy(m->parameters);
-    device()->memory_destroy(m->ring);
+    wsync_stream_destroy(m->stream);
+    wsync_memory_destroy(m->parameters);
+    wsync_memory_destroy(m->ring);
     wsync_plan_destroy(plan);
     wsync_plan_destroy(finer);
     return NULL;
@@ -343,18 +343,17 @@ TEST(plans_of_more_ranks_are_refused)
 TEST(records_that_a_stream_has_dropped_hold_nothing_up)
 {
     duo_t duo = open_duo();
-    const int page = device()->memory_fd(duo.comms[0]->control);
+    const int page = duo.comms[0]->control->fd;
     wsync_memory_t *gate = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(device()->control_create(64, &gate, &err), err);
-    CHECK_OK(device()->stream_wait(duo.stream, (wsync_event_t){.memory = gate}, 1, &err),
-             err);
+    CHECK_OK(wsync_control_create(device(), 64, &gate, &err), err);
+    CHECK_OK(wsync_stream_wait(duo.stream, (wsync_event_t){.memory = gate}, 1, &err), err);
     send_of(&duo, 0, 0);
-    (void)device()->stream_abandon(duo.stream, PATIENT_MS);
+    (void)wsync_stream_abandon(duo.stream, PATIENT_MS);
     close_duo(&duo);
     CHECK_EQ(fcntl(page, F_GETFD), -1);
-    device()->memory_destroy(gate);
+    wsync_memory_destroy(gate);
 }
 
 TEST(missing_ranks_are_named)

@@ -135,10 +135,9 @@ static wsync_channel_t *raw_rank(wsync_comm_t *comm, wsync_frame_t hello,
 
 static wsync_frame_t hello_of(const wsync_memory_t *staging, const wsync_memory_t *control)
 {
-    return (wsync_frame_t){
-        .arguments = {1, 4096, 2, SHARED_PURPOSE},
-        .fds = {device()->memory_fd(staging), device()->memory_fd(control)},
-        .fd_count = 2};
+    return (wsync_frame_t){.arguments = {1, 4096, 2, SHARED_PURPOSE},
+                           .fds = {staging->fd, control->fd},
+                           .fd_count = 2};
 }
 
 TEST(introductions_are_checked)
@@ -147,8 +146,8 @@ TEST(introductions_are_checked)
     wsync_memory_t *control = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(device()->memory_create(8192, &staging, &err), err);
-    CHECK_OK(device()->control_create(4096, &control, &err), err);
+    CHECK_OK(wsync_memory_create(device(), 8192, &staging, &err), err);
+    CHECK_OK(wsync_control_create(device(), 4096, &control, &err), err);
     for (int i = 0; i < 9; i++) {
         wsync_frame_t hello = hello_of(staging, control);
         wsync_status_t expected = WSYNC_ERR_PROTOCOL;
@@ -189,8 +188,8 @@ TEST(introductions_are_checked)
         wsync_channel_destroy(raw_rank(comm, hello, expected, &err));
         ops()->destroy(comm);
     }
-    device()->memory_destroy(staging);
-    device()->memory_destroy(control);
+    wsync_memory_destroy(staging);
+    wsync_memory_destroy(control);
 }
 
 TEST(announcements_are_checked)
@@ -209,9 +208,9 @@ TEST(announcements_are_checked)
     wsync_plan_t *plan = make_plan(0, 2, 2, 4096);
     wsync_error_t err = {0};
 
-    CHECK_OK(device()->memory_create(8192, &staging, &err), err);
-    CHECK_OK(device()->control_create(4096, &control, &err), err);
-    CHECK_OK(device()->stream_create(1, &stream, &err), err);
+    CHECK_OK(wsync_memory_create(device(), 8192, &staging, &err), err);
+    CHECK_OK(wsync_control_create(device(), 4096, &control, &err), err);
+    CHECK_OK(wsync_stream_create(device(), 1, &stream, &err), err);
     for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
         wsync_channel_t *channel;
         wsync_comm_t *comm = NULL;
@@ -228,7 +227,7 @@ TEST(announcements_are_checked)
         ops()->destroy(comm);
     }
     wsync_plan_destroy(plan);
-    device()->stream_destroy(stream);
-    device()->memory_destroy(staging);
-    device()->memory_destroy(control);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(staging);
+    wsync_memory_destroy(control);
 }

@@ -25,17 +25,17 @@ TEST(created_memory_is_zeroed_and_cannot_be_parked)
     wsync_memory_t *memory = make_memory(device, NBYTES);
     wsync_error_t err = {0};
 
-    CHECK_EQ(wsync_cuda_memory_nbytes(memory), NBYTES);
+    CHECK_EQ(memory->nbytes, NBYTES);
     for (size_t i = 0; i < NBYTES; i++) {
         CHECK_EQ(bytes_of(memory)[i], 0);
     }
-    CHECK((fcntl(wsync_cuda_memory_fd(memory), F_GETFD) & FD_CLOEXEC) != 0);
-    CHECK_EQ(wsync_cuda_memory_park(memory, &err), WSYNC_ERR_UNSUPPORTED);
+    CHECK((fcntl(memory->fd, F_GETFD) & FD_CLOEXEC) != 0);
+    CHECK_EQ(wsync_memory_park(memory, &err), WSYNC_ERR_UNSUPPORTED);
     CHECK_HAS(err.message, "Fake GPU 0) cannot be parked: it has no virtual memory");
     bytes_of(memory)[0] = 1;
-    CHECK_EQ(wsync_cuda_memory_unpark(memory, -1, &err), WSYNC_ERR_STATE);
-    CHECK(wsync_cuda_memory_fd(memory) >= 0);
-    wsync_cuda_memory_destroy(memory);
+    CHECK_EQ(wsync_memory_unpark(memory, -1, &err), WSYNC_ERR_STATE);
+    CHECK(memory->fd >= 0);
+    wsync_memory_destroy(memory);
     check_clean();
 }
 
@@ -45,7 +45,7 @@ static wsync_memory_t *hear_memory(int socket)
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_cuda_memory_import(open_legacy(0), fd, NBYTES, &memory, &err), err);
+    CHECK_OK(wsync_memory_import(&open_legacy(0)->base, fd, NBYTES, &memory, &err), err);
     (void)close(fd);
     return memory;
 }
@@ -59,7 +59,7 @@ static void import_main(int socket)
     nudge(socket);
     await_nudge(socket); /* the exporter has let go of its own */
     CHECK_EQ(bytes_of(memory)[0], 8);
-    wsync_cuda_memory_destroy(memory);
+    wsync_memory_destroy(memory);
     check_clean();
     nudge(socket);
     await_nudge(socket);
@@ -73,17 +73,17 @@ TEST(memory_is_freed_when_no_peer_has_it_open)
     wsync_memory_t *memory = make_memory(device, NBYTES);
 
     bytes_of(memory)[NBYTES - 1] = 42;
-    say_fd(peer.socket, wsync_cuda_memory_fd(memory));
+    say_fd(peer.socket, memory->fd);
     await_nudge(peer.socket);
     CHECK_EQ(bytes_of(memory)[0], 7);
     bytes_of(memory)[0] = 8;
-    wsync_cuda_memory_destroy(memory);
+    wsync_memory_destroy(memory);
     CHECK_EQ(fake_census().allocated, 1);
     memory = make_memory(device, NBYTES);
     CHECK_EQ(fake_census().allocated, 2);
     nudge(peer.socket);
     await_nudge(peer.socket); /* it has closed it */
-    wsync_cuda_memory_destroy(memory);
+    wsync_memory_destroy(memory);
     check_clean();
     nudge(peer.socket);
     peer_end(peer);
@@ -94,7 +94,7 @@ static void export_main(int socket)
     wsync_memory_t *memory = make_memory(open_legacy(0), NBYTES);
 
     bytes_of(memory)[1] = 9;
-    say_fd(socket, wsync_cuda_memory_fd(memory));
+    say_fd(socket, memory->fd);
     (void)pause();
 }
 
@@ -106,7 +106,7 @@ TEST(an_exporter_that_is_killed_leaves_what_can_be_closed)
     CHECK_EQ(bytes_of(memory)[1], 9);
     CHECK_EQ(kill(peer.pid, SIGKILL), 0);
     CHECK_EQ(waitpid(peer.pid, NULL, 0), peer.pid);
-    wsync_cuda_memory_destroy(memory);
+    wsync_memory_destroy(memory);
     check_clean();
 }
 
@@ -123,11 +123,11 @@ TEST(an_importer_that_is_killed_holds_nothing)
     const wsync_cuda_device_t *device = open_legacy(0);
     wsync_memory_t *memory = make_memory(device, NBYTES);
 
-    say_fd(peer.socket, wsync_cuda_memory_fd(memory));
+    say_fd(peer.socket, memory->fd);
     await_nudge(peer.socket);
     CHECK_EQ(kill(peer.pid, SIGKILL), 0);
     CHECK_EQ(waitpid(peer.pid, NULL, 0), peer.pid);
-    wsync_cuda_memory_destroy(memory);
+    wsync_memory_destroy(memory);
     check_clean();
 }
 
@@ -156,17 +156,18 @@ static void refuse_main(int socket)
 
     for (int i = 0; i < BAD_FDS; i++) {
         fd = hear_fd(socket);
-        CHECK_EQ(wsync_cuda_memory_import(device, fd, NBYTES, &memory, &err),
+        CHECK_EQ(wsync_memory_import(&device->base, fd, NBYTES, &memory, &err),
                  expected[i].status);
         CHECK_HAS(err.message, expected[i].part);
         (void)close(fd);
     }
     fd = hear_fd(socket);
-    CHECK_EQ(wsync_cuda_memory_import(device, fd, NBYTES + 1, &memory, &err),
+    CHECK_EQ(wsync_memory_import(&device->base, fd, NBYTES + 1, &memory, &err),
              WSYNC_ERR_INVALID);
     CHECK_HAS(err.message, "holds 100001 bytes of GPU memory, expected 100002");
     fake_fail("cuIpcOpenMemHandle", 0, WSYNC_CU_MAP_FAILED); /* an owner in its end */
-    CHECK_EQ(wsync_cuda_memory_import(device, fd, NBYTES, &memory, &err), WSYNC_ERR_CLOSED);
+    CHECK_EQ(wsync_memory_import(&device->base, fd, NBYTES, &memory, &err),
+             WSYNC_ERR_CLOSED);
     CHECK_HAS(err.message, "no such memory on GPU 0 (Fake GPU 0): its owner has ended");
     CHECK(memory == NULL);
     check_clean();
@@ -199,20 +200,19 @@ TEST(descriptors_of_something_else_are_refused)
     say_fd(peer.socket, make_fd(8, all));
     say_fd(peer.socket, make_fd(96, all));
     memory = make_memory(open_legacy(1), NBYTES);
-    say_fd(peer.socket, wsync_cuda_memory_fd(memory));
-    wsync_cuda_memory_destroy(memory);
+    say_fd(peer.socket, memory->fd);
+    wsync_memory_destroy(memory);
     memory = make_memory(device, NBYTES);
-    fd = dup(wsync_cuda_memory_fd(memory));
-    wsync_cuda_memory_destroy(memory);
+    fd = dup(memory->fd);
+    wsync_memory_destroy(memory);
     say_fd(peer.socket, fd);
     memory = make_memory(device, NBYTES);
-    say_fd(peer.socket, wsync_cuda_memory_fd(memory));
+    say_fd(peer.socket, memory->fd);
     await_nudge(peer.socket);
-    CHECK_EQ(
-        wsync_cuda_memory_import(device, wsync_cuda_memory_fd(memory), NBYTES, &none, &err),
-        WSYNC_ERR_STATE); /* the driver opens nothing in the process that made it */
-    CHECK_EQ(wsync_cuda_memory_import(device, -1, NBYTES, &none, &err), WSYNC_ERR_OS);
-    wsync_cuda_memory_destroy(memory);
+    CHECK_EQ(wsync_memory_import(&device->base, memory->fd, NBYTES, &none, &err),
+             WSYNC_ERR_STATE); /* the driver opens nothing in the process that made it */
+    CHECK_EQ(wsync_memory_import(&device->base, -1, NBYTES, &none, &err), WSYNC_ERR_OS);
+    wsync_memory_destroy(memory);
     peer_end(peer);
     check_clean();
 }
@@ -232,10 +232,10 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
     wsync_memory_t *memory = NULL;
     const wsync_status_t status =
         origin->fd < 0
-            ? wsync_cuda_memory_create(origin->device, NBYTES, &memory, err)
-            : wsync_cuda_memory_import(origin->device, origin->fd, NBYTES, &memory, err);
+            ? wsync_memory_create(&origin->device->base, NBYTES, &memory, err)
+            : wsync_memory_import(&origin->device->base, origin->fd, NBYTES, &memory, err);
 
-    wsync_cuda_memory_destroy(memory);
+    wsync_memory_destroy(memory);
     return status;
 }
 
@@ -257,9 +257,9 @@ TEST(each_call_fails_in_turn)
 
     CHECK(fail_in_turn(attempt, &origin, WSYNC_CU_LAUNCH_FAILED, 0) >= 3);
     memory = make_memory(origin.device, NBYTES);
-    say_fd(peer.socket, wsync_cuda_memory_fd(memory));
+    say_fd(peer.socket, memory->fd);
     await_nudge(peer.socket);
-    wsync_cuda_memory_destroy(memory);
+    wsync_memory_destroy(memory);
     check_clean();
     peer_end(peer);
 }
@@ -267,9 +267,9 @@ TEST(each_call_fails_in_turn)
 /* --- sessions ---------------------------------------------------------------------------
  */
 
-static const wsync_device_ops_t *open_ops(void)
+static const wsync_device_t *open_ops(void)
 {
-    const wsync_device_ops_t *ops = NULL;
+    const wsync_device_t *ops = NULL;
     wsync_error_t err = {0};
 
     CHECK_OK(wsync_device_cuda(&open_legacy(0)->info.uuid, "kernels", &ops, &err), err);
@@ -278,7 +278,7 @@ static const wsync_device_ops_t *open_ops(void)
 
 static void work_main(int socket)
 {
-    const wsync_device_ops_t *ops = open_ops();
+    const wsync_device_t *ops = open_ops();
     const wsync_receipt_t receipt = {0};
     char path[WSYNC_PATH_NBYTES];
     uint8_t token[WSYNC_TOKEN_NBYTES];
@@ -298,7 +298,7 @@ static void work_main(int socket)
             const unsigned char *ring;
 
             CHECK_OK(wsync_importer_take(importer, round, NULL, PATIENT_MS, &err), err);
-            ring = ops->memory_data(wsync_importer_ring(importer));
+            ring = wsync_importer_ring(importer)->data;
             CHECK_EQ(ring[NBYTES - 1], update * 16 + round);
             CHECK_OK(wsync_importer_done(importer, round, NULL, PATIENT_MS, &err), err);
         }
@@ -312,7 +312,7 @@ static void work_main(int socket)
 TEST(sessions_keep_a_ring_that_cannot_be_parked)
 {
     const peer_t peer = peer_start(work_main);
-    const wsync_device_ops_t *ops = open_ops();
+    const wsync_device_t *ops = open_ops();
     wsync_exporter_t *exporter = NULL;
     wsync_memory_t *ring = NULL;
     wsync_stream_t *stream = NULL;
@@ -323,14 +323,14 @@ TEST(sessions_keep_a_ring_that_cannot_be_parked)
     char path[WSYNC_PATH_NBYTES] = "";
 
     CHECK_OK(wsync_exporter_create(NULL, &exporter, &err), err);
-    CHECK_OK(ops->memory_create(NBYTES, &ring, &err), err);
-    CHECK_OK(ops->stream_create(1, &stream, &err), err);
+    CHECK_OK(wsync_memory_create(ops, NBYTES, &ring, &err), err);
+    CHECK_OK(wsync_stream_create(ops, 1, &stream, &err), err);
     (void)snprintf(path, sizeof(path), "%s", wsync_exporter_path(exporter));
     say(peer.socket, path, sizeof(path));
     say(peer.socket, wsync_exporter_token(exporter), WSYNC_TOKEN_NBYTES);
     CHECK_OK(wsync_exporter_accept(exporter, PATIENT_MS, &blob, &nbytes, &err), err);
     free(blob);
-    CHECK_OK(wsync_exporter_attach(exporter, ops, ring, NULL, 0, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_exporter_attach(exporter, ring, NULL, 0, PATIENT_MS, &err), err);
     for (uint64_t update = 0; update < UPDATES; update++) {
         CHECK_OK(wsync_exporter_begin(exporter, update, ROUNDS, PATIENT_MS, &err), err);
         for (uint32_t round = 0; round < ROUNDS; round++) {
@@ -348,8 +348,8 @@ TEST(sessions_keep_a_ring_that_cannot_be_parked)
                   "cannot be parked");
     }
     wsync_exporter_destroy(exporter);
-    ops->stream_destroy(stream);
+    wsync_stream_destroy(stream);
     peer_end(peer);
-    ops->memory_destroy(ring);
+    wsync_memory_destroy(ring);
     check_clean();
 }

@@ -12,7 +12,7 @@ static wsync_memory_t *make_control(const wsync_cuda_device_t *device)
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_cuda_control_create(device, CONTROL_NBYTES, &memory, &err), err);
+    CHECK_OK(wsync_control_create(&device->base, CONTROL_NBYTES, &memory, &err), err);
     return memory;
 }
 
@@ -23,8 +23,8 @@ static void check_refused(const wsync_cuda_device_t *device, int fd, uint64_t nb
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_EQ(wsync_cuda_memory_import(device, fd, nbytes, &memory, &err), status);
-    CHECK_EQ(wsync_cuda_memory_import(device, fd, nbytes, &memory, NULL), status);
+    CHECK_EQ(wsync_memory_import(&device->base, fd, nbytes, &memory, &err), status);
+    CHECK_EQ(wsync_memory_import(&device->base, fd, nbytes, &memory, NULL), status);
     CHECK(memory == NULL);
     CHECK_EQ(err.status, status);
     CHECK_HAS(err.message, part);
@@ -53,16 +53,16 @@ TEST(created_memory_is_zeroed_and_has_its_size)
     const wsync_cuda_device_t *device = open_device(0);
     wsync_memory_t *memory = make_memory(device, NBYTES);
 
-    CHECK_EQ(wsync_cuda_memory_nbytes(memory), NBYTES);
+    CHECK_EQ(memory->nbytes, NBYTES);
     for (size_t i = 0; i < NBYTES; i++) {
         CHECK_EQ(bytes_of(memory)[i], 0);
     }
-    CHECK((fcntl(wsync_cuda_memory_fd(memory), F_GETFD) & FD_CLOEXEC) != 0);
-    wsync_cuda_memory_retain(memory);
-    wsync_cuda_memory_destroy(memory);
+    CHECK((fcntl(memory->fd, F_GETFD) & FD_CLOEXEC) != 0);
+    wsync_memory_retain(memory);
+    wsync_memory_destroy(memory);
     bytes_of(memory)[0] = 1;
-    wsync_cuda_memory_destroy(memory);
-    wsync_cuda_memory_destroy(NULL);
+    wsync_memory_destroy(memory);
+    wsync_memory_destroy(NULL);
     check_clean();
 }
 
@@ -74,15 +74,16 @@ TEST(sizes_that_cannot_be_are_refused)
 
     choose_fake("WSYNC_FAKE_CUDA_MEMORY", "6291456");
     device = open_device(0);
-    CHECK_EQ(wsync_cuda_memory_create(device, 0, &memory, &err), WSYNC_ERR_INVALID);
-    CHECK_EQ(wsync_cuda_memory_create(device, UINT64_MAX, &memory, &err),
+    CHECK_EQ(wsync_memory_create(&device->base, 0, &memory, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(wsync_memory_create(&device->base, UINT64_MAX, &memory, &err),
              WSYNC_ERR_NO_MEMORY);
-    CHECK_EQ(wsync_cuda_memory_create(device, 7000000, &memory, &err), WSYNC_ERR_NO_MEMORY);
+    CHECK_EQ(wsync_memory_create(&device->base, 7000000, &memory, &err),
+             WSYNC_ERR_NO_MEMORY);
     CHECK_HAS(err.message,
               "GPU memory of 8388608 bytes: 6291456 of 6291456 bytes of GPU 0 "
               "(Fake GPU 0) are free");
-    CHECK_EQ(wsync_cuda_control_create(device, 0, &memory, &err), WSYNC_ERR_INVALID);
-    CHECK_EQ(wsync_cuda_control_create(device, 1ULL << 40, &memory, &err),
+    CHECK_EQ(wsync_control_create(&device->base, 0, &memory, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(wsync_control_create(&device->base, 1ULL << 40, &memory, &err),
              WSYNC_ERR_INVALID);
     CHECK(memory == NULL);
     check_clean();
@@ -95,14 +96,14 @@ static void import_main(int socket)
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_cuda_memory_import(device, fd, NBYTES, &memory, &err), err);
+    CHECK_OK(wsync_memory_import(&device->base, fd, NBYTES, &memory, &err), err);
     (void)close(fd);
     CHECK_EQ(bytes_of(memory)[NBYTES - 1], 42);
     bytes_of(memory)[0] = 7;
     nudge(socket);
     await_nudge(socket); /* the exporter has destroyed its own */
     CHECK_EQ(bytes_of(memory)[0], 8);
-    wsync_cuda_memory_destroy(memory);
+    wsync_memory_destroy(memory);
     check_clean();
 }
 
@@ -113,11 +114,11 @@ TEST(an_import_sees_what_the_peer_writes_and_survives_it)
     wsync_memory_t *memory = make_memory(device, NBYTES);
 
     bytes_of(memory)[NBYTES - 1] = 42;
-    say_fd(peer.socket, wsync_cuda_memory_fd(memory));
+    say_fd(peer.socket, memory->fd);
     await_nudge(peer.socket);
     CHECK_EQ(bytes_of(memory)[0], 7);
     bytes_of(memory)[0] = 8;
-    wsync_cuda_memory_destroy(memory);
+    wsync_memory_destroy(memory);
     check_clean();
     nudge(peer.socket);
     peer_end(peer);
@@ -134,10 +135,10 @@ static void second_main(int socket)
     choose_fake("WSYNC_FAKE_CUDA_FIRST", "1");
     device = open_device(0);
     CHECK_EQ(device->info.uuid.bytes[15], 1);
-    CHECK_OK(wsync_cuda_memory_import(device, fd, NBYTES, &memory, &err), err);
+    CHECK_OK(wsync_memory_import(&device->base, fd, NBYTES, &memory, &err), err);
     (void)close(fd);
     bytes_of(memory)[0] = 7;
-    wsync_cuda_memory_destroy(memory);
+    wsync_memory_destroy(memory);
     check_clean();
 }
 
@@ -148,10 +149,10 @@ TEST(processes_number_one_gpu_differently)
 
     choose_fake("WSYNC_FAKE_CUDA_DEVICES", "2");
     memory = make_memory(open_device(1), NBYTES);
-    say_fd(peer.socket, wsync_cuda_memory_fd(memory));
+    say_fd(peer.socket, memory->fd);
     peer_end(peer);
     CHECK_EQ(bytes_of(memory)[0], 7);
-    wsync_cuda_memory_destroy(memory);
+    wsync_memory_destroy(memory);
     check_clean();
 }
 
@@ -168,10 +169,10 @@ TEST(imports_of_something_else_are_refused)
     check_refused(device, file, NBYTES, WSYNC_ERR_REFUSED, "holds no GPU memory");
     check_refused(device, -1, NBYTES, WSYNC_ERR_OS, "descriptor -1");
     memory = make_memory(device, NBYTES);
-    check_refused(device, wsync_cuda_memory_fd(memory), (uint64_t)1 << 22,
-                  WSYNC_ERR_INVALID, "does not hold 4194304 bytes");
-    check_refused(device, wsync_cuda_memory_fd(memory), 0, WSYNC_ERR_INVALID, "0 bytes");
-    wsync_cuda_memory_destroy(memory);
+    check_refused(device, memory->fd, (uint64_t)1 << 22, WSYNC_ERR_INVALID,
+                  "does not hold 4194304 bytes");
+    check_refused(device, memory->fd, 0, WSYNC_ERR_INVALID, "0 bytes");
+    wsync_memory_destroy(memory);
     check_clean();
 }
 
@@ -187,18 +188,18 @@ TEST(a_fork_has_no_gpu_and_takes_nothing_away)
         wsync_memory_t *mine = NULL;
         wsync_error_t err = {0};
 
-        CHECK_EQ(wsync_cuda_memory_create(device, NBYTES, &mine, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(wsync_memory_create(&device->base, NBYTES, &mine, &err), WSYNC_ERR_STATE);
         CHECK_HAS(err.message, "fork");
-        CHECK_EQ(wsync_cuda_control_create(device, 64, &mine, &err), WSYNC_ERR_STATE);
-        wsync_cuda_memory_destroy(memory);
-        wsync_cuda_memory_destroy(control);
+        CHECK_EQ(wsync_control_create(&device->base, 64, &mine, &err), WSYNC_ERR_STATE);
+        wsync_memory_destroy(memory);
+        wsync_memory_destroy(control);
         _exit(0);
     }
     CHECK_EQ(waitpid(child, &status, 0), child);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
     bytes_of(memory)[0] = 1;
-    wsync_cuda_memory_destroy(memory);
-    wsync_cuda_memory_destroy(control);
+    wsync_memory_destroy(memory);
+    wsync_memory_destroy(control);
     check_clean();
 }
 
@@ -211,22 +212,22 @@ TEST(events_are_words_of_control_memory)
     const wsync_event_t event = {control, 128};
     wsync_error_t err = {0};
 
-    CHECK_EQ(wsync_cuda_event_check((wsync_event_t){memory, 0}, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(wsync_event_check((wsync_event_t){memory, 0}, &err), WSYNC_ERR_INVALID);
     CHECK_HAS(err.message, "events are words of control memory");
     for (size_t i = 0; i < sizeof(offsets) / sizeof(offsets[0]); i++) {
-        CHECK_EQ(wsync_cuda_event_wait((wsync_event_t){control, offsets[i]}, 1, 0, &err),
+        CHECK_EQ(wsync_event_wait((wsync_event_t){control, offsets[i]}, 1, 0, &err),
                  WSYNC_ERR_INVALID);
         CHECK_HAS(err.message, "4096 bytes");
     }
-    CHECK_EQ(wsync_cuda_memory_park(control, &err), WSYNC_ERR_UNSUPPORTED);
-    CHECK_EQ(wsync_cuda_event_query(event), 0);
-    CHECK_EQ(wsync_cuda_event_wait(event, 1, 10, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_EQ(wsync_memory_park(control, &err), WSYNC_ERR_UNSUPPORTED);
+    CHECK_EQ(wsync_event_query(event), 0);
+    CHECK_EQ(wsync_event_wait(event, 1, 10, &err), WSYNC_ERR_TIMEOUT);
     CHECK_HAS(err.message, "offset 128 is 0, waited for 1");
-    wsync_cuda_event_set(event, 3);
-    wsync_cuda_event_set(event, 2);
-    CHECK_OK(wsync_cuda_event_wait(event, 3, 0, &err), err);
-    wsync_cuda_memory_destroy(control);
-    wsync_cuda_memory_destroy(memory);
+    wsync_event_set(event, 3);
+    wsync_event_set(event, 2);
+    CHECK_OK(wsync_event_wait(event, 3, 0, &err), err);
+    wsync_memory_destroy(control);
+    wsync_memory_destroy(memory);
     check_clean();
 }
 
@@ -238,13 +239,13 @@ static void control_main(int socket)
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_EQ(wsync_cuda_control_import(device, fd, CONTROL_NBYTES + 8, &memory, &err),
+    CHECK_EQ(wsync_control_import(&device->base, fd, CONTROL_NBYTES + 8, &memory, &err),
              WSYNC_ERR_INVALID);
-    CHECK_OK(wsync_cuda_control_import(device, fd, CONTROL_NBYTES, &control, &err), err);
+    CHECK_OK(wsync_control_import(&device->base, fd, CONTROL_NBYTES, &control, &err), err);
     (void)close(fd);
-    CHECK_OK(wsync_cuda_event_wait((wsync_event_t){control, 8}, 5, PATIENT_MS, &err), err);
-    wsync_cuda_event_set((wsync_event_t){control, 16}, 6);
-    wsync_cuda_memory_destroy(control);
+    CHECK_OK(wsync_event_wait((wsync_event_t){control, 8}, 5, PATIENT_MS, &err), err);
+    wsync_event_set((wsync_event_t){control, 16}, 6);
+    wsync_memory_destroy(control);
     check_clean();
 }
 
@@ -260,14 +261,14 @@ TEST(a_stream_s_word_reaches_another_process)
     wsync_error_t err = {0};
 
     CU(cu->stream_create(&stream, WSYNC_CU_STREAM_NON_BLOCKING));
-    say_fd(peer.socket, wsync_cuda_memory_fd(control));
+    say_fd(peer.socket, control->fd);
     CU(cu->stream_write_value(stream, wsync_cuda_event_address(event), 5, 0));
     CU(cu->stream_wait_value(stream, wsync_cuda_event_address((wsync_event_t){control, 16}),
                              6, WSYNC_CU_WAIT_GEQ));
     CU(cu->stream_synchronize(stream));
-    CHECK_OK(wsync_cuda_event_wait((wsync_event_t){control, 16}, 6, 0, &err), err);
+    CHECK_OK(wsync_event_wait((wsync_event_t){control, 16}, 6, 0, &err), err);
     CU(cu->stream_destroy(stream));
-    wsync_cuda_memory_destroy(control);
+    wsync_memory_destroy(control);
     peer_end(peer);
 }
 
@@ -277,13 +278,13 @@ TEST(a_stream_s_word_reaches_another_process)
 /* What has failed once is as it was, and succeeds the second time. */
 static wsync_status_t unpark(wsync_memory_t *memory, int fd, wsync_error_t *err)
 {
-    const wsync_status_t status = wsync_cuda_memory_unpark(memory, fd, err);
+    const wsync_status_t status = wsync_memory_unpark(memory, fd, err);
 
     if (status != WSYNC_OK) {
-        CHECK_EQ(wsync_cuda_memory_fd(memory), -1);
-        CHECK_OK(wsync_cuda_memory_unpark(memory, fd, NULL), *err);
+        CHECK_EQ(memory->fd, -1);
+        CHECK_OK(wsync_memory_unpark(memory, fd, NULL), *err);
     }
-    CHECK(wsync_cuda_memory_fd(memory) >= 0);
+    CHECK(memory->fd >= 0);
     bytes_of(memory)[NBYTES - 1] = 1;
     return status;
 }
@@ -295,35 +296,34 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
     wsync_memory_t *import = NULL;
     wsync_memory_t *control = NULL;
     wsync_memory_t *peer = NULL;
-    wsync_status_t status = wsync_cuda_memory_create(device, NBYTES, &memory, err);
+    wsync_status_t status = wsync_memory_create(&device->base, NBYTES, &memory, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_cuda_memory_import(device, wsync_cuda_memory_fd(memory), NBYTES,
-                                          &import, err);
+        status = wsync_memory_import(&device->base, memory->fd, NBYTES, &import, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_cuda_control_create(device, CONTROL_NBYTES, &control, err);
+        status = wsync_control_create(&device->base, CONTROL_NBYTES, &control, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_cuda_control_import(device, wsync_cuda_memory_fd(control),
-                                           CONTROL_NBYTES, &peer, err);
+        status =
+            wsync_control_import(&device->base, control->fd, CONTROL_NBYTES, &peer, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_cuda_memory_park(import, err);
+        status = wsync_memory_park(import, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_cuda_memory_park(memory, err);
+        status = wsync_memory_park(memory, err);
     }
     if (status == WSYNC_OK) {
         status = unpark(memory, -1, err);
     }
     if (status == WSYNC_OK) {
-        status = unpark(import, wsync_cuda_memory_fd(memory), err);
+        status = unpark(import, memory->fd, err);
     }
-    wsync_cuda_memory_destroy(memory);
-    wsync_cuda_memory_destroy(import);
-    wsync_cuda_memory_destroy(control);
-    wsync_cuda_memory_destroy(peer);
+    wsync_memory_destroy(memory);
+    wsync_memory_destroy(import);
+    wsync_memory_destroy(control);
+    wsync_memory_destroy(peer);
     return status;
 }
 

@@ -11,7 +11,7 @@ enum { RING_NBYTES = 1 << 16, SLOT = 4096, SLOTS = 2, ROUNDS = 5 };
 static int patience_ms = PATIENT_MS;
 
 typedef struct update {
-    const wsync_device_ops_t *ops;
+    const wsync_device_t *device;
     wsync_memory_t *weights; /* kept from attempt to attempt */
     wsync_memory_t *parameters;
     wsync_exporter_t *exporter;
@@ -30,9 +30,9 @@ static wsync_copy_t slot_copy(uint32_t from, uint32_t to)
                           .destination_item_nbytes = 1};
 }
 
-static wsync_span_t span_of(const update_t *u, wsync_memory_t *memory)
+static wsync_span_t span_of(wsync_memory_t *memory)
 {
-    return (wsync_span_t){u->ops->memory_data(memory), u->ops->memory_nbytes(memory)};
+    return (wsync_span_t){memory->data, memory->nbytes};
 }
 
 static wsync_status_t open_both(update_t *u, wsync_error_t *err)
@@ -42,17 +42,17 @@ static wsync_status_t open_both(update_t *u, wsync_error_t *err)
     wsync_status_t status = wsync_exporter_create(NULL, &u->exporter, err);
 
     if (status == WSYNC_OK) {
-        status = u->ops->memory_create(RING_NBYTES, &u->ring, err);
+        status = wsync_memory_create(u->device, RING_NBYTES, &u->ring, err);
     }
     if (status == WSYNC_OK) {
-        status = u->ops->stream_create(1, &u->packing, err);
+        status = wsync_stream_create(u->device, 1, &u->packing, err);
     }
     if (status == WSYNC_OK) {
-        status = u->ops->stream_create(1, &u->loading, err);
+        status = wsync_stream_create(u->device, 1, &u->loading, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_importer_create(
-            u->ops, wsync_exporter_path(u->exporter), wsync_exporter_token(u->exporter),
+            u->device, wsync_exporter_path(u->exporter), wsync_exporter_token(u->exporter),
             (const uint8_t *)"layout", 6, patience_ms, &u->importer, err);
     }
     if (status == WSYNC_OK) {
@@ -67,7 +67,7 @@ static wsync_status_t begin_both(update_t *u, uint64_t number, wsync_error_t *er
     uint64_t update = 0;
     uint32_t count = 0;
     wsync_status_t status = number > 1 ? WSYNC_OK
-                                       : wsync_exporter_attach(u->exporter, u->ops, u->ring,
+                                       : wsync_exporter_attach(u->exporter, u->ring,
                                                                (const uint8_t *)"manifest",
                                                                8, patience_ms, err);
 
@@ -85,9 +85,9 @@ static wsync_status_t run_round(update_t *u, uint32_t round, wsync_error_t *err)
     /* Borrowed by the streams until they have run dry, which is before these change. */
     static wsync_copy_t packs[ROUNDS];
     static wsync_copy_t loads[ROUNDS];
-    const wsync_span_t weights = span_of(u, u->weights);
-    const wsync_span_t parameters = span_of(u, u->parameters);
-    const wsync_span_t sent = span_of(u, u->ring);
+    const wsync_span_t weights = span_of(u->weights);
+    const wsync_span_t parameters = span_of(u->parameters);
+    const wsync_span_t sent = span_of(u->ring);
     wsync_span_t taken;
     wsync_status_t status =
         wsync_exporter_acquire(u->exporter, round < SLOTS ? -1 : (int64_t)round - SLOTS,
@@ -97,7 +97,7 @@ static wsync_status_t run_round(update_t *u, uint32_t round, wsync_error_t *err)
     loads[round] = slot_copy(round % SLOTS, round);
     if (status == WSYNC_OK) {
         status =
-            u->ops->stream_copy(u->packing, &packs[round], 1, &weights, 1, &sent, 1, err);
+            wsync_stream_copy(u->packing, &packs[round], 1, &weights, 1, &sent, 1, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_exporter_post(u->exporter, round, u->packing, patience_ms, err);
@@ -106,9 +106,9 @@ static wsync_status_t run_round(update_t *u, uint32_t round, wsync_error_t *err)
         status = wsync_importer_take(u->importer, round, u->loading, patience_ms, err);
     }
     if (status == WSYNC_OK) {
-        taken = span_of(u, wsync_importer_ring(u->importer));
-        status = u->ops->stream_copy(u->loading, &loads[round], 1, &taken, 1, &parameters,
-                                     1, err);
+        taken = span_of(wsync_importer_ring(u->importer));
+        status =
+            wsync_stream_copy(u->loading, &loads[round], 1, &taken, 1, &parameters, 1, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_importer_done(u->importer, round, u->loading, patience_ms, err);
@@ -143,16 +143,16 @@ static wsync_status_t commit_both(update_t *u, wsync_error_t *err)
 static void close_both(update_t *u)
 {
     if (u->packing != NULL) {
-        (void)u->ops->stream_abandon(u->packing, PATIENT_MS);
+        (void)wsync_stream_abandon(u->packing, PATIENT_MS);
     }
     if (u->loading != NULL) {
-        (void)u->ops->stream_abandon(u->loading, PATIENT_MS);
+        (void)wsync_stream_abandon(u->loading, PATIENT_MS);
     }
     wsync_importer_destroy(u->importer);
     wsync_exporter_destroy(u->exporter);
-    u->ops->stream_destroy(u->packing);
-    u->ops->stream_destroy(u->loading);
-    u->ops->memory_destroy(u->ring);
+    wsync_stream_destroy(u->packing);
+    wsync_stream_destroy(u->loading);
+    wsync_memory_destroy(u->ring);
     u->importer = NULL;
     u->exporter = NULL;
     u->packing = NULL;
@@ -164,7 +164,7 @@ static wsync_status_t run_update(update_t *u, uint64_t number, wsync_error_t *er
 {
     wsync_status_t status;
 
-    memset(u->ops->memory_data(u->parameters), 0, ROUNDS * SLOT);
+    memset(u->parameters->data, 0, ROUNDS * SLOT);
     status = begin_both(u, number, err);
     for (uint32_t round = 0; status == WSYNC_OK && round < ROUNDS; round++) {
         status = run_round(u, round, err);
@@ -175,12 +175,11 @@ static wsync_status_t run_update(update_t *u, uint64_t number, wsync_error_t *er
     /* The words have said so already, but through two mappings of one page, which no
      * sanitizer knows to be one. */
     if (status == WSYNC_OK) {
-        status = u->ops->stream_synchronize(u->loading, patience_ms, err);
+        status = wsync_stream_synchronize(u->loading, patience_ms, err);
     }
     /* What was committed is there. */
     CHECK(status != WSYNC_OK ||
-          memcmp(u->ops->memory_data(u->parameters), u->ops->memory_data(u->weights),
-                 (size_t)ROUNDS * SLOT) == 0);
+          memcmp(u->parameters->data, u->weights->data, (size_t)ROUNDS * SLOT) == 0);
     return status;
 }
 
@@ -203,11 +202,11 @@ static void make_weights(update_t *u)
 
     CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
     CHECK_EQ(setenv("WSYNC_FAKE_CUDA_DELAY_US", "20", 1), 0);
-    u->ops = test_device();
-    CHECK_OK(u->ops->memory_create(ROUNDS * SLOT, &u->weights, &err), err);
-    CHECK_OK(u->ops->memory_create(ROUNDS * SLOT, &u->parameters, &err), err);
+    u->device = test_device();
+    CHECK_OK(wsync_memory_create(u->device, ROUNDS * SLOT, &u->weights, &err), err);
+    CHECK_OK(wsync_memory_create(u->device, ROUNDS * SLOT, &u->parameters, &err), err);
     for (size_t i = 0; i < ROUNDS * SLOT; i++) {
-        ((unsigned char *)u->ops->memory_data(u->weights))[i] = (unsigned char)(i * 7 >> 3);
+        ((unsigned char *)u->weights->data)[i] = (unsigned char)(i * 7 >> 3);
     }
 }
 
@@ -217,8 +216,8 @@ TEST(an_update_survives_no_failing_call_and_leaves_nothing)
 
     make_weights(&u);
     CHECK(fail_in_turn(attempt, &u, WSYNC_CU_LAUNCH_FAILED, 0) > 40);
-    u.ops->memory_destroy(u.weights);
-    u.ops->memory_destroy(u.parameters);
+    wsync_memory_destroy(u.weights);
+    wsync_memory_destroy(u.parameters);
 }
 
 /* An update in a process of its own, whose GPU is lost at a call; says which. */
@@ -244,8 +243,8 @@ static void lose_main(int socket)
         CHECK(status == WSYNC_ERR_TIMEOUT || err.native == WSYNC_CU_LAUNCH_FAILED);
         found = 'r';
     }
-    u.ops->memory_destroy(u.weights);
-    u.ops->memory_destroy(u.parameters);
+    wsync_memory_destroy(u.weights);
+    wsync_memory_destroy(u.parameters);
     say(socket, &found, 1);
 }
 
@@ -267,22 +266,22 @@ TEST(a_gpu_that_is_lost_is_an_error_and_holds_nobody_up)
 
 TEST(a_ring_on_another_device_than_the_worker_s_is_refused)
 {
-    const wsync_device_ops_t *host = wsync_device_host();
+    const wsync_device_t *host = wsync_device_host();
     wsync_memory_t *ring = NULL;
     update_t u = {0};
     wsync_error_t err = {0};
 
     CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
-    u.ops = test_device();
+    u.device = test_device();
     CHECK_OK(open_both(&u, &err), err);
-    CHECK(memcmp(wsync_exporter_worker_uuid(u.exporter), u.ops->identity().uuid,
+    CHECK(memcmp(wsync_exporter_worker_uuid(u.exporter), u.device->uuid,
                  WSYNC_DEVICE_UUID_NBYTES) == 0);
-    CHECK_OK(host->memory_create(RING_NBYTES, &ring, &err), err);
-    CHECK_EQ(wsync_exporter_attach(u.exporter, host, ring, NULL, 0, PATIENT_MS, &err),
+    CHECK_OK(wsync_memory_create(host, RING_NBYTES, &ring, &err), err);
+    CHECK_EQ(wsync_exporter_attach(u.exporter, ring, NULL, 0, PATIENT_MS, &err),
              WSYNC_ERR_INVALID);
     CHECK_HAS(err.message, "a ring on the host, but the worker is on the GPU with a UUID");
     /* Nothing was sent: the right ring can still be attached. */
     CHECK_OK(begin_both(&u, 1, &err), err);
     close_both(&u);
-    host->memory_destroy(ring);
+    wsync_memory_destroy(ring);
 }

@@ -16,7 +16,7 @@ TEST(every_kind_of_source_gives_the_bytes_of_the_host)
     }
     free(sources[0].data);
     memory = make_buffer(rig.ops, NBYTES);
-    sources[0].data = rig.ops->memory_data(memory);
+    sources[0].data = memory->data;
     fill(sources[0].data, NBYTES, 0);
     pin(&rig, sources[1].data, NBYTES);
     /* 2 is pageable; 3 is pinned in part, 4 in two parts, 5 within a larger range. */
@@ -39,7 +39,7 @@ TEST(every_kind_of_source_gives_the_bytes_of_the_host)
     unpin(&rig, sources[4].data);
     unpin(&rig, sources[3].data);
     unpin(&rig, sources[1].data);
-    rig.ops->memory_destroy(memory);
+    wsync_memory_destroy(memory);
     end_rig(&rig);
     free((char *)sources[5].data - 4096);
     for (int i = 1; i < 5; i++) {
@@ -158,16 +158,16 @@ TEST(sources_are_read_when_the_stream_comes_to_them)
     wsync_stream_t *other = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(rig.ops->stream_create(1, &other, &err), err);
-    CHECK_OK(rig.ops->stream_wait(rig.stream, ready, 1, &err), err);
+    CHECK_OK(wsync_stream_create(rig.ops, 1, &other, &err), err);
+    CHECK_OK(wsync_stream_wait(rig.stream, ready, 1, &err), err);
     enqueue(&rig, &whole, 1, &source, 1);
-    CHECK_OK(rig.ops->stream_record(rig.stream, done, 1, &err), err);
-    CHECK_EQ(rig.ops->stream_synchronize(rig.stream, 20, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_OK(wsync_stream_record(rig.stream, done, 1, &err), err);
+    CHECK_EQ(wsync_stream_synchronize(rig.stream, 20, &err), WSYNC_ERR_TIMEOUT);
     fill(source.data, source.nbytes, 7);
-    CHECK_OK(rig.ops->stream_record(other, ready, 1, &err), err);
-    CHECK_OK(rig.ops->event_wait(done, 1, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_stream_record(other, ready, 1, &err), err);
+    CHECK_OK(wsync_event_wait(done, 1, PATIENT_MS, &err), err);
     check_target(&rig, &whole, 1, &source);
-    rig.ops->stream_destroy(other);
+    wsync_stream_destroy(other);
     end_rig(&rig);
     free(source.data);
 }
@@ -178,7 +178,7 @@ TEST(a_stream_that_is_destroyed_finishes_what_it_was_given)
     const wsync_span_t source = new_source(RING + SLOT, 8);
 
     enqueue(&rig, &whole, 1, &source, 1);
-    rig.ops->stream_destroy(rig.stream);
+    wsync_stream_destroy(rig.stream);
     rig.stream = NULL;
     check_target(&rig, &whole, 1, &source);
     end_rig(&rig);
@@ -197,13 +197,13 @@ TEST(an_abandoned_stream_lets_go_of_its_sources)
 
         if (i % 2 == 0) {
             CHECK_OK(
-                rig.ops->stream_wait(rig.stream, (wsync_event_t){rig.control, 0}, i, &err),
+                wsync_stream_wait(rig.stream, (wsync_event_t){rig.control, 0}, i, &err),
                 err);
         }
         enqueue(&rig, &whole, 1, &lost, 1);
         enqueue(&rig, &whole, 1, &lost, 1);
         (void)usleep((useconds_t)(i * 500));
-        (void)rig.ops->stream_abandon(rig.stream, PATIENT_MS);
+        (void)wsync_stream_abandon(rig.stream, PATIENT_MS);
         free(lost.data);
         check_copies(&rig, &whole, 1, &source, 1);
     }

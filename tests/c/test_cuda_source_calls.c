@@ -19,21 +19,21 @@ TEST(a_round_from_pinned_memory_is_one_wait_one_launch_one_record)
     wsync_error_t err = {0};
 
     pin(&rig, source.data, NBYTES);
-    CHECK_OK(rig.ops->stream_create(1, &other, &err), err);
+    CHECK_OK(wsync_stream_create(rig.ops, 1, &other, &err), err);
     for (uint64_t round = 1; round <= 3; round++) {
         const off_t before = lseek(fd, 0, SEEK_END);
 
-        CHECK_OK(rig.ops->stream_wait(rig.stream, ready, round, &err), err);
+        CHECK_OK(wsync_stream_wait(rig.stream, ready, round, &err), err);
         enqueue(&rig, shapes, SHAPES, &source, 1);
-        CHECK_OK(rig.ops->stream_record(rig.stream, done, round, &err), err);
+        CHECK_OK(wsync_stream_record(rig.stream, done, round, &err), err);
         read_calls(fd, before, text);
         if (round > 1) {
             CHECK_STR(text, "cuStreamWaitValue64 cuLaunchKernel cuStreamWriteValue64 ");
         }
-        CHECK_OK(rig.ops->stream_record(other, ready, round, &err), err);
-        CHECK_OK(rig.ops->event_wait(done, round, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_stream_record(other, ready, round, &err), err);
+        CHECK_OK(wsync_event_wait(done, round, PATIENT_MS, &err), err);
     }
-    rig.ops->stream_destroy(other);
+    wsync_stream_destroy(other);
     end_rig(&rig);
     unpin(&rig, source.data);
     free(source.data);
@@ -106,14 +106,14 @@ TEST(a_destination_must_be_in_reach_of_the_device)
     wsync_error_t err = {0};
 
     fill(source.data, NBYTES, 16);
-    CHECK_EQ(rig.ops->stream_copy(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
+    CHECK_EQ(wsync_stream_copy(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
              WSYNC_ERR_UNSUPPORTED);
     (void)snprintf(place, sizeof(place), "destination buffer 1, %d bytes at %#zx", NBYTES,
                    (size_t)(uintptr_t)destinations[1].data);
     CHECK_HAS(err.message, place);
     CHECK_HAS(err.message, "pageable");
     pin(&rig, destinations[1].data, NBYTES);
-    CHECK_OK(rig.ops->stream_copy(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
+    CHECK_OK(wsync_stream_copy(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
              err);
     synchronize(&rig);
     CHECK(memcmp(source.data, destinations[1].data, 1000) == 0);
@@ -138,24 +138,22 @@ TEST(memory_that_is_gone_from_its_address_is_an_error)
     choose_fake("WSYNC_FAKE_CUDA_RESERVED", "1");
     rig = make_rig(NBYTES);
     paused = make_buffer(rig.ops, NBYTES);
-    source = span_of(rig.ops, paused);
+    source = span_of(paused);
     (void)snprintf(place, sizeof(place), "%d bytes at %#zx", NBYTES,
                    (size_t)(uintptr_t)source.data);
     for (int i = 0; i < 2; i++) {
         fill(source.data, NBYTES, 19);
         check_copies(&rig, &run, 1, &source, 1);
-        CHECK_OK(rig.ops->memory_park(paused, &err), err);
-        CHECK_EQ(
-            rig.ops->stream_copy(rig.stream, &run, 1, &source, 1, &rig.target, 1, &err),
-            WSYNC_ERR_STATE);
+        CHECK_OK(wsync_memory_park(paused, &err), err);
+        CHECK_EQ(wsync_stream_copy(rig.stream, &run, 1, &source, 1, &rig.target, 1, &err),
+                 WSYNC_ERR_STATE);
         CHECK_HAS(err.message, place);
         CHECK_HAS(err.message, "no memory of the GPU lies there");
-        CHECK_EQ(
-            rig.ops->stream_copy(rig.stream, &run, 1, &rig.target, 1, &source, 1, &err),
-            WSYNC_ERR_STATE);
-        CHECK_OK(rig.ops->memory_unpark(paused, -1, &err), err);
+        CHECK_EQ(wsync_stream_copy(rig.stream, &run, 1, &rig.target, 1, &source, 1, &err),
+                 WSYNC_ERR_STATE);
+        CHECK_OK(wsync_memory_unpark(paused, -1, &err), err);
     }
-    rig.ops->memory_destroy(paused);
+    wsync_memory_destroy(paused);
     end_rig(&rig);
 }
 
@@ -196,7 +194,7 @@ TEST(managed_memory_is_the_device_s)
 
     fill(rig.target.data, NBYTES, 22);
     declare(managed.data, NBYTES);
-    CHECK_OK(rig.ops->stream_copy(rig.stream, &run, 1, &rig.target, 1, &managed, 1, &err),
+    CHECK_OK(wsync_stream_copy(rig.stream, &run, 1, &rig.target, 1, &managed, 1, &err),
              err);
     synchronize(&rig);
     CHECK(memcmp(rig.target.data, managed.data, NBYTES) == 0);
@@ -298,11 +296,11 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
     };
     const rig_t *rig = context;
     const wsync_event_t done = {rig->control, 0};
-    const uint64_t next = rig->ops->event_query(done) + 1;
+    const uint64_t next = wsync_event_query(done) + 1;
     void *data[2];
     wsync_span_t sources[2][2];
     wsync_stream_t *stream = NULL;
-    wsync_status_t status = rig->ops->stream_create(2, &stream, err);
+    wsync_status_t status = wsync_stream_create(rig->ops, 2, &stream, err);
 
     for (int i = 0; i < 2; i++) {
         data[i] = calloc(1, SLOT + NBYTES);
@@ -310,28 +308,28 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
         sources[i][0] = (wsync_span_t){data[i], SLOT + NBYTES};
         sources[i][1] = rig->target;
         if (status == WSYNC_OK) {
-            status = rig->ops->stream_copy(stream, copies, 2, sources[i], 2, &rig->target,
-                                           1, err);
+            status =
+                wsync_stream_copy(stream, copies, 2, sources[i], 2, &rig->target, 1, err);
             if (status != WSYNC_OK) { /* nobody reads it any more */
                 memset(data[i], 0, SLOT + NBYTES);
             }
         }
     }
     if (status == WSYNC_OK) {
-        status = rig->ops->stream_record(stream, done, next, err);
+        status = wsync_stream_record(stream, done, next, err);
     }
     if (status == WSYNC_OK) {
-        status = rig->ops->stream_synchronize(stream, PATIENT_MS, err);
+        status = wsync_stream_synchronize(stream, PATIENT_MS, err);
     }
     if (status == WSYNC_OK) {
         CHECK(memcmp(rig->target.data, data[1], SLOT + 1000) == 0);
     }
     if (stream != NULL) {
-        (void)rig->ops->stream_abandon(stream, PATIENT_MS);
+        (void)wsync_stream_abandon(stream, PATIENT_MS);
     }
     free(data[0]);
     free(data[1]);
-    rig->ops->stream_destroy(stream);
+    wsync_stream_destroy(stream);
     return status;
 }
 

@@ -5,37 +5,37 @@
 
 TEST(copies_are_those_of_the_host)
 {
-    const wsync_device_ops_t *ops = gpu();
-    const wsync_device_ops_t *host = wsync_device_host();
-    wsync_memory_t *from = make_buffer(ops, NBYTES);
-    wsync_memory_t *to = make_buffer(ops, NBYTES);
+    const wsync_device_t *device = gpu();
+    const wsync_device_t *host = wsync_device_host();
+    wsync_memory_t *from = make_buffer(device, NBYTES);
+    wsync_memory_t *to = make_buffer(device, NBYTES);
     wsync_memory_t *expected = make_buffer(host, NBYTES);
-    wsync_stream_t *stream = make_stream(ops);
+    wsync_stream_t *stream = make_stream(device);
     wsync_stream_t *reference = make_stream(host);
-    const wsync_span_t source = span_of(ops, from);
-    const wsync_span_t destination = span_of(ops, to);
-    const wsync_span_t wanted = span_of(host, expected);
+    const wsync_span_t source = span_of(from);
+    const wsync_span_t destination = span_of(to);
+    const wsync_span_t wanted = span_of(expected);
     wsync_error_t err = {0};
 
     fill(source.data, NBYTES, 1);
     for (int count = 1; count <= SHAPES; count++) {
         memset(destination.data, 0, NBYTES);
         memset(wanted.data, 0, NBYTES);
-        CHECK_OK(ops->stream_copy(stream, shapes, (size_t)count, &source, 1, &destination,
-                                  1, &err),
+        CHECK_OK(wsync_stream_copy(stream, shapes, (size_t)count, &source, 1, &destination,
+                                   1, &err),
                  err);
-        CHECK_OK(host->stream_copy(reference, shapes, (size_t)count, &source, 1, &wanted, 1,
+        CHECK_OK(wsync_stream_copy(reference, shapes, (size_t)count, &source, 1, &wanted, 1,
                                    &err),
                  err);
-        CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &err), err);
-        CHECK_OK(host->stream_synchronize(reference, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_stream_synchronize(reference, PATIENT_MS, &err), err);
         CHECK(memcmp(destination.data, wanted.data, NBYTES) == 0);
     }
-    ops->stream_destroy(stream);
-    host->stream_destroy(reference);
-    ops->memory_destroy(from);
-    ops->memory_destroy(to);
-    host->memory_destroy(expected);
+    wsync_stream_destroy(stream);
+    wsync_stream_destroy(reference);
+    wsync_memory_destroy(from);
+    wsync_memory_destroy(to);
+    wsync_memory_destroy(expected);
 }
 
 /* --- what is asked of the driver
@@ -46,14 +46,14 @@ TEST(a_round_is_one_wait_one_launch_one_record)
     char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
     const int fd = open_log(path);
-    const wsync_device_ops_t *ops = gpu();
-    wsync_memory_t *from = make_buffer(ops, NBYTES);
-    wsync_memory_t *to = make_buffer(ops, NBYTES);
-    wsync_memory_t *control = make_control(ops);
-    wsync_stream_t *peer = make_stream(ops);
-    wsync_stream_t *stream = make_stream(ops);
-    const wsync_span_t source = span_of(ops, from);
-    const wsync_span_t destination = span_of(ops, to);
+    const wsync_device_t *device = gpu();
+    wsync_memory_t *from = make_buffer(device, NBYTES);
+    wsync_memory_t *to = make_buffer(device, NBYTES);
+    wsync_memory_t *control = make_control(device);
+    wsync_stream_t *peer = make_stream(device);
+    wsync_stream_t *stream = make_stream(device);
+    const wsync_span_t source = span_of(from);
+    const wsync_span_t destination = span_of(to);
     const wsync_event_t ready = {control, 0};
     const wsync_event_t done = {control, 64};
     wsync_error_t err = {0};
@@ -61,11 +61,11 @@ TEST(a_round_is_one_wait_one_launch_one_record)
     for (uint64_t round = 1; round <= 3; round++) {
         const off_t before = lseek(fd, 0, SEEK_END);
 
-        CHECK_OK(ops->stream_wait(stream, ready, round, &err), err);
+        CHECK_OK(wsync_stream_wait(stream, ready, round, &err), err);
         CHECK_OK(
-            ops->stream_copy(stream, shapes, SHAPES, &source, 1, &destination, 1, &err),
+            wsync_stream_copy(stream, shapes, SHAPES, &source, 1, &destination, 1, &err),
             err);
-        CHECK_OK(ops->stream_record(stream, done, round, &err), err);
+        CHECK_OK(wsync_stream_record(stream, done, round, &err), err);
         read_calls(fd, before, text);
         if (round ==
             1) { /* the tables of the plan, and the addresses: both sides' differ */
@@ -73,14 +73,14 @@ TEST(a_round_is_one_wait_one_launch_one_record)
         } else {
             CHECK_STR(text, "cuStreamWaitValue64 cuLaunchKernel cuStreamWriteValue64 ");
         }
-        CHECK_OK(ops->stream_record(peer, ready, round, &err), err);
-        CHECK_OK(ops->event_wait(done, round, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_stream_record(peer, ready, round, &err), err);
+        CHECK_OK(wsync_event_wait(done, round, PATIENT_MS, &err), err);
     }
-    ops->stream_destroy(stream);
-    ops->stream_destroy(peer);
-    ops->memory_destroy(control);
-    ops->memory_destroy(from);
-    ops->memory_destroy(to);
+    wsync_stream_destroy(stream);
+    wsync_stream_destroy(peer);
+    wsync_memory_destroy(control);
+    wsync_memory_destroy(from);
+    wsync_memory_destroy(to);
     (void)unlink(path);
     (void)close(fd);
 }
@@ -91,32 +91,32 @@ TEST(moved_buffers_are_bound_anew)
     char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
     const int fd = open_log(path);
-    const wsync_device_ops_t *ops = gpu();
-    wsync_memory_t *buffers[3] = {make_buffer(ops, NBYTES), make_buffer(ops, NBYTES),
-                                  make_buffer(ops, NBYTES)};
-    wsync_stream_t *stream = make_stream(ops);
-    const wsync_span_t source = span_of(ops, buffers[0]);
+    const wsync_device_t *device = gpu();
+    wsync_memory_t *buffers[3] = {make_buffer(device, NBYTES), make_buffer(device, NBYTES),
+                                  make_buffer(device, NBYTES)};
+    wsync_stream_t *stream = make_stream(device);
+    const wsync_span_t source = span_of(buffers[0]);
     off_t before;
     wsync_error_t err = {0};
 
     fill(source.data, NBYTES, 1);
     for (int i = 1; i < 3; i++) {
-        const wsync_span_t destination = span_of(ops, buffers[i]);
+        const wsync_span_t destination = span_of(buffers[i]);
 
         before = lseek(fd, 0, SEEK_END);
         CHECK_OK(
-            ops->stream_copy(stream, shapes, SHAPES, &source, 1, &destination, 1, &err),
+            wsync_stream_copy(stream, shapes, SHAPES, &source, 1, &destination, 1, &err),
             err);
     }
     read_calls(fd, before, text);
     CHECK_STR(
         text,
         "cuPointerGetAttributes cuMemcpyHtoDAsync cuStreamSynchronize cuLaunchKernel ");
-    CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &err), err);
-    CHECK(memcmp(ops->memory_data(buffers[1]), ops->memory_data(buffers[2]), NBYTES) == 0);
-    ops->stream_destroy(stream);
+    CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
+    CHECK(memcmp(buffers[1]->data, buffers[2]->data, NBYTES) == 0);
+    wsync_stream_destroy(stream);
     for (int i = 0; i < 3; i++) {
-        ops->memory_destroy(buffers[i]);
+        wsync_memory_destroy(buffers[i]);
     }
     (void)unlink(path);
     (void)close(fd);
@@ -126,29 +126,29 @@ TEST(moved_buffers_are_bound_anew)
 TEST(addresses_of_buffers_that_move_for_ever_are_not_kept)
 {
     enum { BUFFERS = 1 << 16, UPDATES = 100 };
-    const wsync_device_ops_t *ops = gpu();
-    wsync_memory_t *from = make_buffer(ops, NBYTES);
-    wsync_memory_t *to = make_buffer(ops, NBYTES);
-    wsync_stream_t *stream = make_stream(ops);
-    const wsync_span_t destination = span_of(ops, to);
+    const wsync_device_t *device = gpu();
+    wsync_memory_t *from = make_buffer(device, NBYTES);
+    wsync_memory_t *to = make_buffer(device, NBYTES);
+    wsync_stream_t *stream = make_stream(device);
+    const wsync_span_t destination = span_of(to);
     wsync_span_t *sources = calloc(BUFFERS, sizeof(*sources));
     wsync_error_t err = {0};
 
     CHECK(sources != NULL);
-    fill(ops->memory_data(from), NBYTES, 1);
-    sources[0] = span_of(ops, from);
+    fill(from->data, NBYTES, 1);
+    sources[0] = span_of(from);
     for (uintptr_t i = 0; i < UPDATES; i++) {
         sources[1].data = (void *)(i + 1); /* no copy names it */
-        CHECK_OK(ops->stream_copy(stream, shapes, SHAPES, sources, BUFFERS, &destination, 1,
-                                  &err),
+        CHECK_OK(wsync_stream_copy(stream, shapes, SHAPES, sources, BUFFERS, &destination,
+                                   1, &err),
                  err);
-        CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
         CHECK(fake_census().allocated < 16); /* each holds some updates' addresses */
     }
-    ops->stream_destroy(stream);
+    wsync_stream_destroy(stream);
     CHECK_EQ(fake_census().allocated, 0);
-    ops->memory_destroy(from);
-    ops->memory_destroy(to);
+    wsync_memory_destroy(from);
+    wsync_memory_destroy(to);
     free(sources);
 }
 
@@ -159,68 +159,66 @@ TEST(a_long_run_goes_to_a_copy_engine)
     char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
     const int fd = open_log(path);
-    const wsync_device_ops_t *ops = gpu();
-    wsync_memory_t *from = make_buffer(ops, NBYTES);
-    wsync_memory_t *to = make_buffer(ops, NBYTES);
-    wsync_stream_t *stream = make_stream(ops);
-    const wsync_span_t source = span_of(ops, from);
-    const wsync_span_t destination = span_of(ops, to);
+    const wsync_device_t *device = gpu();
+    wsync_memory_t *from = make_buffer(device, NBYTES);
+    wsync_memory_t *to = make_buffer(device, NBYTES);
+    wsync_stream_t *stream = make_stream(device);
+    const wsync_span_t source = span_of(from);
+    const wsync_span_t destination = span_of(to);
     const off_t before = lseek(fd, 0, SEEK_END);
     wsync_error_t err = {0};
 
     fill(source.data, NBYTES, 1);
-    CHECK_OK(ops->stream_copy(stream, &run, 1, &source, 1, &destination, 1, &err), err);
+    CHECK_OK(wsync_stream_copy(stream, &run, 1, &source, 1, &destination, 1, &err), err);
     read_calls(fd, before, text);
     CHECK_STR(text, "cuPointerGetAttributes cuPointerGetAttributes cuMemcpyAsync ");
-    CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
     CHECK(memcmp(source.data, destination.data, NBYTES) == 0);
-    ops->stream_destroy(stream);
-    ops->memory_destroy(from);
-    ops->memory_destroy(to);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(from);
+    wsync_memory_destroy(to);
     (void)unlink(path);
     (void)close(fd);
 }
 
 TEST(a_gpu_without_kernels_or_of_another_uuid_is_no_backend)
 {
-    const wsync_device_ops_t *ops = NULL;
+    const wsync_device_t *device = NULL;
     wsync_cu_uuid_t uuid = {{0xde, 0xad, 0xbe, 0xef}};
     wsync_error_t err = {0};
 
     choose_fake(NULL, NULL);
-    CHECK_EQ(wsync_device_cuda(&uuid, "kernels", &ops, &err), WSYNC_ERR_UNSUPPORTED);
+    CHECK_EQ(wsync_device_cuda(&uuid, "kernels", &device, &err), WSYNC_ERR_UNSUPPORTED);
     CHECK_HAS(err.message, "none of the 1 GPUs");
     CHECK_HAS(err.message, "deadbeef");
     memset(uuid.bytes, 0xfa, sizeof(uuid.bytes));
     uuid.bytes[15] = 0;
-    CHECK_EQ(wsync_device_cuda(&uuid, NULL, &ops, &err), WSYNC_ERR_STATE);
+    CHECK_EQ(wsync_device_cuda(&uuid, NULL, &device, &err), WSYNC_ERR_STATE);
     CHECK_HAS(err.message, "no kernels yet");
-    CHECK(ops == NULL);
-    CHECK_OK(wsync_device_cuda(&uuid, "kernels", &ops, &err), err);
-    CHECK_OK(wsync_device_cuda(&uuid, NULL, &ops, &err), err);
-    CHECK_STR(ops->name, "cuda");
+    CHECK(device == NULL);
+    CHECK_OK(wsync_device_cuda(&uuid, "kernels", &device, &err), err);
+    CHECK_OK(wsync_device_cuda(&uuid, NULL, &device, &err), err);
+    CHECK_STR(device->name, "cuda");
 }
 
 TEST(a_fork_has_the_identity_of_its_gpu_and_no_use_of_it)
 {
-    const wsync_device_ops_t *ops = gpu();
-    const wsync_device_identity_t identity = ops->identity();
+    const wsync_device_t *device = gpu();
+    const int ordinal = device->ordinal;
     int status = 0;
     const pid_t child = fork();
 
     if (child == 0) {
-        const wsync_device_identity_t seen = ops->identity();
         wsync_memory_t *memory = NULL;
         wsync_stream_t *stream = NULL;
         wsync_error_t err = {0};
 
-        CHECK(memcmp(seen.uuid, identity.uuid, sizeof(seen.uuid)) == 0);
-        CHECK_EQ(seen.ordinal, identity.ordinal);
-        CHECK_EQ(ops->memory_create(NBYTES, &memory, &err), WSYNC_ERR_STATE);
-        CHECK_EQ(ops->memory_import(0, NBYTES, &memory, &err), WSYNC_ERR_STATE);
-        CHECK_EQ(ops->control_create(NBYTES, &memory, &err), WSYNC_ERR_STATE);
-        CHECK_EQ(ops->control_import(0, NBYTES, &memory, &err), WSYNC_ERR_STATE);
-        CHECK_EQ(ops->stream_create(1, &stream, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(device->ordinal, ordinal);
+        CHECK_EQ(wsync_memory_create(device, NBYTES, &memory, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(wsync_memory_import(device, 0, NBYTES, &memory, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(wsync_control_create(device, NBYTES, &memory, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(wsync_control_import(device, 0, NBYTES, &memory, &err), WSYNC_ERR_STATE);
+        CHECK_EQ(wsync_stream_create(device, 1, &stream, &err), WSYNC_ERR_STATE);
         CHECK_HAS(err.message, "fork");
         _exit(0);
     }
@@ -236,24 +234,24 @@ enum { ROUNDS = 40 };
 /* Doubles as both sides: `mine` is recorded when the other's word has the round before. */
 static void play(int socket, bool first)
 {
-    const wsync_device_ops_t *ops = gpu();
+    const wsync_device_t *device = gpu();
     wsync_memory_t *control = NULL;
     wsync_memory_t *buffer = NULL;
-    wsync_stream_t *stream = make_stream(ops);
+    wsync_stream_t *stream = make_stream(device);
     wsync_error_t err = {0};
 
     if (first) {
-        control = make_control(ops);
-        buffer = make_buffer(ops, NBYTES);
-        fill(ops->memory_data(buffer), NBYTES, 1);
-        say_fd(socket, ops->memory_fd(control));
-        say_fd(socket, ops->memory_fd(buffer));
+        control = make_control(device);
+        buffer = make_buffer(device, NBYTES);
+        fill(buffer->data, NBYTES, 1);
+        say_fd(socket, control->fd);
+        say_fd(socket, buffer->fd);
     } else {
         const int words = hear_fd(socket);
         const int fd = hear_fd(socket);
 
-        CHECK_OK(ops->control_import(words, 4096, &control, &err), err);
-        CHECK_OK(ops->memory_import(fd, NBYTES, &buffer, &err), err);
+        CHECK_OK(wsync_control_import(device, words, 4096, &control, &err), err);
+        CHECK_OK(wsync_memory_import(device, fd, NBYTES, &buffer, &err), err);
         (void)close(words);
         (void)close(fd);
     }
@@ -264,22 +262,21 @@ static void play(int socket, bool first)
                                    .row_count = 4096,
                                    .source_item_nbytes = 1,
                                    .destination_item_nbytes = 1};
-        const wsync_span_t span = span_of(ops, buffer);
+        const wsync_span_t span = span_of(buffer);
 
-        CHECK_OK(ops->stream_wait(stream, (wsync_event_t){control, first ? 64 : 0},
-                                  round - 1, &err),
+        CHECK_OK(wsync_stream_wait(stream, (wsync_event_t){control, first ? 64 : 0},
+                                   round - 1, &err),
                  err);
-        CHECK_OK(ops->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
-        CHECK_OK(ops->stream_record(stream, (wsync_event_t){control, first ? 0 : 64}, round,
-                                    &err),
+        CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+        CHECK_OK(wsync_stream_record(stream, (wsync_event_t){control, first ? 0 : 64},
+                                     round, &err),
                  err);
     }
-    CHECK_OK(ops->event_wait((wsync_event_t){control, 64}, ROUNDS, PATIENT_MS, &err), err);
-    CHECK(memcmp((char *)ops->memory_data(buffer) + ROUNDS * 4096, ops->memory_data(buffer),
-                 4096) == 0);
-    ops->stream_destroy(stream);
-    ops->memory_destroy(buffer);
-    ops->memory_destroy(control);
+    CHECK_OK(wsync_event_wait((wsync_event_t){control, 64}, ROUNDS, PATIENT_MS, &err), err);
+    CHECK(memcmp((char *)buffer->data + ROUNDS * 4096, buffer->data, 4096) == 0);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(buffer);
+    wsync_memory_destroy(control);
 }
 
 static void second_main(int socket)
@@ -299,12 +296,12 @@ TEST(streams_of_two_processes_take_turns_without_the_host)
  * and ahead of what it is given afterwards. */
 TEST(streams_of_others_are_followed_and_led)
 {
-    const wsync_device_ops_t *ops = gpu();
+    const wsync_device_t *device = gpu();
     const wsync_cuda_driver_t *driver = enter_device(0);
-    wsync_memory_t *buffer = make_buffer(ops, NBYTES);
-    wsync_memory_t *control = make_control(ops);
-    wsync_stream_t *stream = make_stream(ops);
-    const wsync_span_t span = span_of(ops, buffer);
+    wsync_memory_t *buffer = make_buffer(device, NBYTES);
+    wsync_memory_t *control = make_control(device);
+    wsync_stream_t *stream = make_stream(device);
+    const wsync_span_t span = span_of(buffer);
     const uintptr_t at = (uintptr_t)span.data;
     const wsync_copy_t copy = {.source_offset = 4096,
                                .destination_offset = 8192,
@@ -321,31 +318,31 @@ TEST(streams_of_others_are_followed_and_led)
     CU(driver->stream_wait_value(other, wsync_cuda_event_address(gate), 1,
                                  WSYNC_CU_WAIT_GEQ));
     CU(driver->memcpy_async(at + 4096, at, 4096, other));
-    CHECK_OK(ops->stream_follow(stream, other, &err), err);
-    CHECK_OK(ops->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
-    CHECK_OK(ops->stream_lead(stream, other, &err), err);
+    CHECK_OK(wsync_stream_follow(stream, other, &err), err);
+    CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+    CHECK_OK(wsync_stream_lead(stream, other, &err), err);
     CU(driver->memcpy_async(at + 12288, at + 8192, 4096, other));
     CHECK_EQ(driver->stream_query(other), WSYNC_CU_NOT_READY);
-    CHECK_EQ(ops->stream_synchronize(stream, 50, &err), WSYNC_ERR_TIMEOUT);
-    wsync_cuda_event_set(gate, 1);
+    CHECK_EQ(wsync_stream_synchronize(stream, 50, &err), WSYNC_ERR_TIMEOUT);
+    wsync_event_set(gate, 1);
     CU(driver->stream_synchronize(other));
     CHECK(memcmp(span.data, (char *)span.data + 12288, 4096) == 0);
     CU(driver->stream_destroy(other));
-    ops->stream_destroy(stream);
-    ops->memory_destroy(buffer);
-    ops->memory_destroy(control);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(buffer);
+    wsync_memory_destroy(control);
 }
 
 /* What a stream that does not run dry uses is used yet: somebody else's stream keeps it. */
 TEST(a_stream_that_does_not_run_dry_says_so)
 {
     static wsync_stream_t *lost; /* never freed, and not lost to who looks for leaks */
-    const wsync_device_ops_t *ops = gpu();
+    const wsync_device_t *device = gpu();
     const wsync_cuda_driver_t *driver = enter_device(0);
-    wsync_memory_t *buffer = make_buffer(ops, NBYTES);
-    wsync_memory_t *control = make_control(ops);
-    wsync_stream_t *stream = make_stream(ops);
-    const wsync_span_t span = span_of(ops, buffer);
+    wsync_memory_t *buffer = make_buffer(device, NBYTES);
+    wsync_memory_t *control = make_control(device);
+    wsync_stream_t *stream = make_stream(device);
+    const wsync_span_t span = span_of(buffer);
     const wsync_copy_t copy = {.destination_offset = 8192,
                                .row_count = 4096,
                                .source_item_nbytes = 1,
@@ -354,34 +351,34 @@ TEST(a_stream_that_does_not_run_dry_says_so)
     wsync_cu_stream_t other = NULL;
     wsync_error_t err = {0};
 
-    lost = make_stream(ops);
+    lost = make_stream(device);
     fill(span.data, NBYTES, 1);
     CU(driver->stream_create(&other, WSYNC_CU_STREAM_NON_BLOCKING));
     CU(driver->stream_wait_value(other, wsync_cuda_event_address(gate), 1,
                                  WSYNC_CU_WAIT_GEQ));
-    CHECK_OK(ops->stream_follow(stream, other, &err), err);
-    CHECK_OK(ops->stream_follow(lost, other, &err), err);
-    CHECK_OK(ops->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
-    CHECK(!ops->stream_abandon(stream, 20));
-    CHECK(!ops->stream_abandon(lost, 20));
-    CHECK(!ops->stream_destroy(lost));
-    wsync_cuda_event_set(gate, 1);
+    CHECK_OK(wsync_stream_follow(stream, other, &err), err);
+    CHECK_OK(wsync_stream_follow(lost, other, &err), err);
+    CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+    CHECK(!wsync_stream_abandon(stream, 20));
+    CHECK(!wsync_stream_abandon(lost, 20));
+    CHECK(!wsync_stream_destroy(lost));
+    wsync_event_set(gate, 1);
     CU(driver->stream_synchronize(other));
-    CHECK_OK(ops->stream_synchronize(stream, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
     CHECK(memcmp(span.data, (char *)span.data + 8192, 4096) == 0);
-    CHECK(ops->stream_abandon(stream, 0));
+    CHECK(wsync_stream_abandon(stream, 0));
     CU(driver->stream_destroy(other));
-    CHECK(ops->stream_destroy(stream));
-    ops->memory_destroy(buffer);
-    ops->memory_destroy(control);
+    CHECK(wsync_stream_destroy(stream));
+    wsync_memory_destroy(buffer);
+    wsync_memory_destroy(control);
 }
 
 static void vanish_main(int socket)
 {
-    const wsync_device_ops_t *ops = gpu();
-    wsync_memory_t *control = make_control(ops);
+    const wsync_device_t *device = gpu();
+    wsync_memory_t *control = make_control(device);
 
-    say_fd(socket, ops->memory_fd(control));
+    say_fd(socket, control->fd);
     await_nudge(socket);
 }
 
@@ -389,20 +386,20 @@ static void vanish_main(int socket)
 TEST(a_wait_for_a_dead_process_ends_with_the_stream)
 {
     const peer_t peer = peer_start(vanish_main);
-    const wsync_device_ops_t *ops = gpu();
+    const wsync_device_t *device = gpu();
     const int fd = hear_fd(peer.socket);
     wsync_memory_t *control = NULL;
-    wsync_stream_t *stream = make_stream(ops);
+    wsync_stream_t *stream = make_stream(device);
     wsync_error_t err = {0};
 
-    CHECK_OK(ops->control_import(fd, 4096, &control, &err), err);
+    CHECK_OK(wsync_control_import(device, fd, 4096, &control, &err), err);
     (void)close(fd);
-    CHECK_OK(ops->stream_wait(stream, (wsync_event_t){control, 0}, 1, &err), err);
-    ops->memory_destroy(control);
+    CHECK_OK(wsync_stream_wait(stream, (wsync_event_t){control, 0}, 1, &err), err);
+    wsync_memory_destroy(control);
     nudge(peer.socket);
     peer_end(peer);
-    CHECK_EQ(ops->stream_synchronize(stream, 20, &err), WSYNC_ERR_TIMEOUT);
-    ops->stream_destroy(stream);
+    CHECK_EQ(wsync_stream_synchronize(stream, 20, &err), WSYNC_ERR_TIMEOUT);
+    wsync_stream_destroy(stream);
 }
 
 /* --- each driver call fails in turn
@@ -410,7 +407,7 @@ TEST(a_wait_for_a_dead_process_ends_with_the_stream)
 
 /* Buffers that are kept from attempt to attempt. */
 typedef struct sides {
-    const wsync_device_ops_t *ops;
+    const wsync_device_t *device;
     wsync_span_t source;
     wsync_span_t destination;
 } sides_t;
@@ -418,54 +415,54 @@ typedef struct sides {
 static wsync_status_t attempt(void *context, wsync_error_t *err)
 {
     const sides_t *sides = context;
-    const wsync_device_ops_t *ops = sides->ops;
+    const wsync_device_t *device = sides->device;
     wsync_stream_t *stream = NULL;
     wsync_memory_t *control = NULL;
     wsync_stream_span_t *spans = NULL;
     size_t count = 0;
     wsync_error_t ignored = {0};
-    wsync_status_t status = ops->control_create(4096, &control, err);
+    wsync_status_t status = wsync_control_create(device, 4096, &control, err);
 
     if (status == WSYNC_OK) {
-        status = ops->stream_create(1, &stream, err);
+        status = wsync_stream_create(device, 1, &stream, err);
     }
     if (status == WSYNC_OK) {
-        ops->stream_trace(stream, calloc(4, sizeof(*spans)), 4, &spans, &count);
+        wsync_stream_trace(stream, calloc(4, sizeof(*spans)), 4, &spans, &count);
         CHECK(spans == NULL && count == 0);
-        status = ops->stream_copy(stream, shapes, SHAPES, &sides->source, 1,
-                                  &sides->destination, 1, err);
+        status = wsync_stream_copy(stream, shapes, SHAPES, &sides->source, 1,
+                                   &sides->destination, 1, err);
     }
     if (status == WSYNC_OK) {
-        status = ops->stream_record(stream, (wsync_event_t){control, 0}, 1, err);
+        status = wsync_stream_record(stream, (wsync_event_t){control, 0}, 1, err);
     }
     if (status == WSYNC_OK) {
-        status = ops->stream_wait(stream, (wsync_event_t){control, 8}, 1, err);
+        status = wsync_stream_wait(stream, (wsync_event_t){control, 8}, 1, err);
     }
     if (status == WSYNC_OK) {
-        status = ops->stream_synchronize(stream, 1, err);
+        status = wsync_stream_synchronize(stream, 1, err);
         CHECK(status != WSYNC_OK);
         status = status == WSYNC_ERR_TIMEOUT ? WSYNC_OK : status;
     }
     if (stream != NULL) {
-        (void)ops->stream_abandon(stream, PATIENT_MS);
-        ops->stream_trace(stream, NULL, 0, &spans, &count);
+        (void)wsync_stream_abandon(stream, PATIENT_MS);
+        wsync_stream_trace(stream, NULL, 0, &spans, &count);
         CHECK(count <= 1);
         free(spans);
-        (void)ops->stream_synchronize(stream, PATIENT_MS, &ignored);
+        (void)wsync_stream_synchronize(stream, PATIENT_MS, &ignored);
     }
-    ops->stream_destroy(stream);
-    ops->memory_destroy(control);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(control);
     return status;
 }
 
 TEST(each_call_fails_in_turn)
 {
-    const wsync_device_ops_t *ops = gpu();
-    wsync_memory_t *from = make_buffer(ops, NBYTES);
-    wsync_memory_t *to = make_buffer(ops, NBYTES);
-    sides_t sides = {ops, span_of(ops, from), span_of(ops, to)};
+    const wsync_device_t *device = gpu();
+    wsync_memory_t *from = make_buffer(device, NBYTES);
+    wsync_memory_t *to = make_buffer(device, NBYTES);
+    sides_t sides = {device, span_of(from), span_of(to)};
 
     CHECK(fail_in_turn(attempt, &sides, WSYNC_CU_LAUNCH_FAILED, 0) > 12);
-    ops->memory_destroy(from);
-    ops->memory_destroy(to);
+    wsync_memory_destroy(from);
+    wsync_memory_destroy(to);
 }

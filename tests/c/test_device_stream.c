@@ -11,7 +11,7 @@ static wsync_memory_t *make_memory(void)
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(test_device()->control_create(NBYTES, &memory, &err), err);
+    CHECK_OK(wsync_control_create(test_device(), NBYTES, &memory, &err), err);
     return memory;
 }
 
@@ -21,14 +21,13 @@ static wsync_memory_t *make_buffer(uint64_t nbytes)
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(test_device()->memory_create(nbytes, &memory, &err), err);
+    CHECK_OK(wsync_memory_create(test_device(), nbytes, &memory, &err), err);
     return memory;
 }
 
 static wsync_span_t span_of(wsync_memory_t *memory)
 {
-    return (wsync_span_t){test_device()->memory_data(memory),
-                          test_device()->memory_nbytes(memory)};
+    return (wsync_span_t){memory->data, memory->nbytes};
 }
 
 static wsync_stream_t *make_stream(unsigned threads)
@@ -36,7 +35,7 @@ static wsync_stream_t *make_stream(unsigned threads)
     wsync_stream_t *stream = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(test_device()->stream_create(threads, &stream, &err), err);
+    CHECK_OK(wsync_stream_create(test_device(), threads, &stream, &err), err);
     return stream;
 }
 
@@ -52,45 +51,42 @@ static wsync_copy_t slow_copy(int64_t times)
 
 TEST(events_wait_until_their_value)
 {
-    const wsync_device_ops_t *ops = test_device();
     wsync_memory_t *memory = make_memory();
     wsync_stream_t *stream = make_stream(1);
     const wsync_event_t event = {memory, 128};
     wsync_error_t err = {0};
 
-    CHECK_EQ(ops->event_query(event), 0);
-    CHECK_OK(ops->event_wait(event, 0, 0, &err), err);
-    CHECK_EQ(ops->event_wait(event, 1, 0, &err), WSYNC_ERR_TIMEOUT);
-    CHECK_EQ(ops->event_wait(event, 1, 20, &err), WSYNC_ERR_TIMEOUT);
-    CHECK_EQ(ops->event_wait(event, 1, -5, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_EQ(wsync_event_query(event), 0);
+    CHECK_OK(wsync_event_wait(event, 0, 0, &err), err);
+    CHECK_EQ(wsync_event_wait(event, 1, 0, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_EQ(wsync_event_wait(event, 1, 20, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_EQ(wsync_event_wait(event, 1, -5, &err), WSYNC_ERR_TIMEOUT);
     CHECK_HAS(err.message, "offset 128 is 0, waited for 1");
-    CHECK_OK(ops->stream_record(stream, event, 3, &err), err);
-    CHECK_OK(ops->event_wait(event, 3, DEADLINE_MS, &err), err);
-    CHECK_OK(ops->event_wait(event, 2, 0, &err), err);
-    CHECK_EQ(ops->event_wait(event, 4, 0, &err), WSYNC_ERR_TIMEOUT);
-    ops->stream_destroy(stream);
-    ops->memory_destroy(memory);
+    CHECK_OK(wsync_stream_record(stream, event, 3, &err), err);
+    CHECK_OK(wsync_event_wait(event, 3, DEADLINE_MS, &err), err);
+    CHECK_OK(wsync_event_wait(event, 2, 0, &err), err);
+    CHECK_EQ(wsync_event_wait(event, 4, 0, &err), WSYNC_ERR_TIMEOUT);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(memory);
 }
 
 TEST(events_only_grow)
 {
-    const wsync_device_ops_t *ops = test_device();
     wsync_memory_t *memory = make_memory();
     wsync_stream_t *stream = make_stream(2);
     const wsync_event_t event = {memory, 0};
     wsync_error_t err = {0};
 
-    CHECK_OK(ops->stream_record(stream, event, 9, &err), err);
-    CHECK_OK(ops->stream_record(stream, event, 4, &err), err);
-    CHECK_OK(ops->stream_synchronize(stream, DEADLINE_MS, &err), err);
-    CHECK_EQ(ops->event_query(event), 9);
-    ops->stream_destroy(stream);
-    ops->memory_destroy(memory);
+    CHECK_OK(wsync_stream_record(stream, event, 9, &err), err);
+    CHECK_OK(wsync_stream_record(stream, event, 4, &err), err);
+    CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
+    CHECK_EQ(wsync_event_query(event), 9);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(memory);
 }
 
 TEST(events_outside_their_memory_are_refused)
 {
-    const wsync_device_ops_t *ops = test_device();
     wsync_memory_t *memory = make_memory();
     wsync_stream_t *stream = make_stream(1);
     const uint64_t offsets[] = {4, NBYTES - 4, NBYTES, UINT64_MAX - 7};
@@ -99,12 +95,12 @@ TEST(events_outside_their_memory_are_refused)
     for (size_t i = 0; i < sizeof(offsets) / sizeof(offsets[0]); i++) {
         const wsync_event_t event = {memory, offsets[i]};
 
-        CHECK_EQ(ops->stream_record(stream, event, 1, &err), WSYNC_ERR_INVALID);
-        CHECK_EQ(ops->event_wait(event, 1, 0, &err), WSYNC_ERR_INVALID);
+        CHECK_EQ(wsync_stream_record(stream, event, 1, &err), WSYNC_ERR_INVALID);
+        CHECK_EQ(wsync_event_wait(event, 1, 0, &err), WSYNC_ERR_INVALID);
         CHECK_HAS(err.message, "4096 bytes");
     }
-    ops->stream_destroy(stream);
-    ops->memory_destroy(memory);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(memory);
 }
 
 typedef struct waiter {
@@ -117,15 +113,13 @@ static void *wait_main(void *argument)
 {
     waiter_t *waiter = argument;
 
-    waiter->status =
-        test_device()->event_wait(waiter->event, waiter->value, DEADLINE_MS, NULL);
+    waiter->status = wsync_event_wait(waiter->event, waiter->value, DEADLINE_MS, NULL);
     return NULL;
 }
 
 /* The futex sees 32 bits: values whose low halves are equal must work as well. */
 TEST(waiters_wake_for_values_beyond_32_bits)
 {
-    const wsync_device_ops_t *ops = test_device();
     wsync_memory_t *memory = make_memory();
     wsync_stream_t *stream = make_stream(1);
     wsync_error_t err = {0};
@@ -139,14 +133,14 @@ TEST(waiters_wake_for_values_beyond_32_bits)
             waiters[t] = (waiter_t){event, (i + 1) << 32, WSYNC_ERR_STATE};
             CHECK_EQ(pthread_create(&threads[t], NULL, wait_main, &waiters[t]), 0);
         }
-        CHECK_OK(ops->stream_record(stream, event, (i + 1) << 32, &err), err);
+        CHECK_OK(wsync_stream_record(stream, event, (i + 1) << 32, &err), err);
         for (int t = 0; t < 3; t++) {
             CHECK_EQ(pthread_join(threads[t], NULL), 0);
             CHECK_EQ(waiters[t].status, WSYNC_OK);
         }
     }
-    ops->stream_destroy(stream);
-    ops->memory_destroy(memory);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(memory);
 }
 
 TEST(thread_counts_are_checked)
@@ -154,16 +148,15 @@ TEST(thread_counts_are_checked)
     wsync_stream_t *stream = NULL;
     wsync_error_t err = {0};
 
-    CHECK_EQ(test_device()->stream_create(0, &stream, &err), WSYNC_ERR_INVALID);
-    CHECK_EQ(test_device()->stream_create(100000, &stream, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(wsync_stream_create(test_device(), 0, &stream, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(wsync_stream_create(test_device(), 100000, &stream, &err), WSYNC_ERR_INVALID);
     CHECK_HAS(err.message, "100000 threads");
     CHECK(stream == NULL);
-    test_device()->stream_destroy(NULL);
+    wsync_stream_destroy(NULL);
 }
 
 TEST(copies_out_of_bounds_enqueue_nothing)
 {
-    const wsync_device_ops_t *ops = test_device();
     wsync_stream_t *stream = make_stream(1);
     wsync_memory_t *from = make_buffer(64);
     wsync_memory_t *to = make_buffer(64);
@@ -177,29 +170,28 @@ TEST(copies_out_of_bounds_enqueue_nothing)
 
     memset(source.data, 1, 64);
     copies[1].source_offset = 33;
-    CHECK_EQ(ops->stream_copy(stream, copies, 2, &source, 1, &destination, 1, &err),
+    CHECK_EQ(wsync_stream_copy(stream, copies, 2, &source, 1, &destination, 1, &err),
              WSYNC_ERR_INVALID);
     copies[1].source_offset = 0;
     copies[1].destination_offset = 33;
-    CHECK_EQ(ops->stream_copy(stream, copies, 2, &source, 1, &destination, 1, &err),
+    CHECK_EQ(wsync_stream_copy(stream, copies, 2, &source, 1, &destination, 1, &err),
              WSYNC_ERR_INVALID);
     copies[1].destination_offset = 0;
     copies[1].source_buffer = 1;
-    CHECK_EQ(ops->stream_copy(stream, copies, 2, &source, 1, &destination, 1, &err),
+    CHECK_EQ(wsync_stream_copy(stream, copies, 2, &source, 1, &destination, 1, &err),
              WSYNC_ERR_INVALID);
-    CHECK_OK(ops->stream_copy(stream, copies, 0, &source, 1, &destination, 1, &err), err);
-    CHECK_OK(ops->stream_synchronize(stream, DEADLINE_MS, &err), err);
+    CHECK_OK(wsync_stream_copy(stream, copies, 0, &source, 1, &destination, 1, &err), err);
+    CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
     for (size_t i = 0; i < 64; i++) {
         CHECK_EQ(((unsigned char *)destination.data)[i], 0);
     }
-    ops->stream_destroy(stream);
-    ops->memory_destroy(from);
-    ops->memory_destroy(to);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(from);
+    wsync_memory_destroy(to);
 }
 
 TEST(synchronize_ends_at_its_deadline)
 {
-    const wsync_device_ops_t *ops = test_device();
     wsync_stream_t *stream = make_stream(1);
     wsync_memory_t *from = make_buffer(1024);
     wsync_memory_t *to = make_buffer(1024);
@@ -209,28 +201,27 @@ TEST(synchronize_ends_at_its_deadline)
     wsync_status_t status;
     wsync_error_t err = {0};
 
-    CHECK_OK(ops->stream_synchronize(stream, 0, &err), err);
+    CHECK_OK(wsync_stream_synchronize(stream, 0, &err), err);
     /* More and more work, until it is more than this thread's pause before the call. */
     do {
         CHECK(copy.extent[0] < INT64_C(1) << 32);
         copy.extent[0] *= 2;
-        CHECK_OK(ops->stream_copy(stream, &copy, 1, &source, 1, &destination, 1, &err),
+        CHECK_OK(wsync_stream_copy(stream, &copy, 1, &source, 1, &destination, 1, &err),
                  err);
-        status = ops->stream_synchronize(stream, 1, &err);
+        status = wsync_stream_synchronize(stream, 1, &err);
     } while (status == WSYNC_OK);
     CHECK_EQ(status, WSYNC_ERR_TIMEOUT);
     CHECK_HAS(err.message, "1 entries");
-    CHECK_OK(ops->stream_synchronize(stream, DEADLINE_MS, &err), err);
-    ops->stream_destroy(stream);
-    ops->memory_destroy(from);
-    ops->memory_destroy(to);
+    CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(from);
+    wsync_memory_destroy(to);
 }
 
 /* Entry i adds to what entry i - 1 left: any other order gives another result. */
 static void check_order(unsigned threads)
 {
     enum { ROUNDS = 300, LENGTH = 8192 };
-    const wsync_device_ops_t *ops = test_device();
     wsync_memory_t *memory = make_memory();
     wsync_stream_t *stream = make_stream(threads);
     wsync_memory_t *buffer = make_buffer((ROUNDS + 1) * LENGTH * sizeof(uint64_t));
@@ -250,16 +241,16 @@ static void check_order(unsigned threads)
                                    .row_count = nbytes,
                                    .source_item_nbytes = 1,
                                    .destination_item_nbytes = 1};
-        CHECK_OK(ops->stream_copy(stream, &copies[i], 1, &span, 1, &span, 1, &err), err);
-        CHECK_OK(ops->stream_record(stream, (wsync_event_t){memory, 0}, i + 1, &err), err);
+        CHECK_OK(wsync_stream_copy(stream, &copies[i], 1, &span, 1, &span, 1, &err), err);
+        CHECK_OK(wsync_stream_record(stream, (wsync_event_t){memory, 0}, i + 1, &err), err);
     }
-    CHECK_OK(ops->event_wait((wsync_event_t){memory, 0}, ROUNDS, DEADLINE_MS, &err), err);
+    CHECK_OK(wsync_event_wait((wsync_event_t){memory, 0}, ROUNDS, DEADLINE_MS, &err), err);
     for (size_t i = 0; i < LENGTH; i++) {
         CHECK_EQ(cells[(size_t)ROUNDS * LENGTH + i], i + 1);
     }
-    ops->stream_destroy(stream);
-    ops->memory_destroy(memory);
-    ops->memory_destroy(buffer);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(memory);
+    wsync_memory_destroy(buffer);
     free(copies);
 }
 
@@ -276,7 +267,6 @@ TEST(four_threads_run_in_order)
 static void check_destroy(unsigned threads)
 {
     enum { ENTRIES = 20, LENGTH = 3 * 1024 * 1024 };
-    const wsync_device_ops_t *ops = test_device();
     wsync_memory_t *memory = make_memory();
     wsync_stream_t *stream = make_stream(threads);
     wsync_memory_t *from = make_buffer(LENGTH);
@@ -289,18 +279,18 @@ static void check_destroy(unsigned threads)
 
     memset(source.data, 3, LENGTH);
     for (uint64_t i = 0; i < ENTRIES; i++) {
-        CHECK_OK(ops->stream_copy(stream, &copy, 1, &source, 1, &destination, 1, &err),
+        CHECK_OK(wsync_stream_copy(stream, &copy, 1, &source, 1, &destination, 1, &err),
                  err);
-        CHECK_OK(ops->stream_record(stream, (wsync_event_t){memory, 8 * i}, 1, &err), err);
+        CHECK_OK(wsync_stream_record(stream, (wsync_event_t){memory, 8 * i}, 1, &err), err);
     }
-    ops->stream_destroy(stream);
+    wsync_stream_destroy(stream);
     for (uint64_t i = 0; i < ENTRIES; i++) {
-        CHECK_EQ(ops->event_query((wsync_event_t){memory, 8 * i}), 1);
+        CHECK_EQ(wsync_event_query((wsync_event_t){memory, 8 * i}), 1);
     }
     CHECK(memcmp(source.data, destination.data, LENGTH) == 0);
-    ops->memory_destroy(memory);
-    ops->memory_destroy(from);
-    ops->memory_destroy(to);
+    wsync_memory_destroy(memory);
+    wsync_memory_destroy(from);
+    wsync_memory_destroy(to);
 }
 
 TEST(destroy_finishes_what_is_queued)
@@ -312,14 +302,13 @@ TEST(destroy_finishes_what_is_queued)
 TEST(idle_streams_end)
 {
     for (int i = 0; i < 50; i++) {
-        test_device()->stream_destroy(make_stream(1 + (unsigned)i % 4));
+        wsync_stream_destroy(make_stream(1 + (unsigned)i % 4));
     }
 }
 
 /* What is queued behind a wait starts with its event, whoever sets that. */
 TEST(streams_wait_for_events)
 {
-    const wsync_device_ops_t *ops = test_device();
     wsync_memory_t *memory = make_memory();
     wsync_stream_t *first = make_stream(1);
     wsync_stream_t *second = make_stream(3);
@@ -328,95 +317,91 @@ TEST(streams_wait_for_events)
     const wsync_event_t outside = {memory, NBYTES};
     wsync_error_t err = {0};
 
-    CHECK_EQ(ops->stream_wait(second, outside, 1, &err), WSYNC_ERR_INVALID);
-    CHECK_OK(ops->stream_wait(second, ready, 2, &err), err);
-    CHECK_OK(ops->stream_record(second, done, 1, &err), err);
-    CHECK_EQ(ops->stream_synchronize(second, 20, &err), WSYNC_ERR_TIMEOUT);
-    CHECK_OK(ops->stream_record(first, ready, 1, &err), err);
-    CHECK_OK(ops->stream_synchronize(first, DEADLINE_MS, &err), err);
-    CHECK_EQ(ops->event_wait(done, 1, 20, &err), WSYNC_ERR_TIMEOUT);
-    CHECK_OK(ops->stream_record(first, ready, 2, &err), err);
-    CHECK_OK(ops->event_wait(done, 1, DEADLINE_MS, &err), err);
-    ops->stream_destroy(first);
-    ops->stream_destroy(second);
-    ops->memory_destroy(memory);
+    CHECK_EQ(wsync_stream_wait(second, outside, 1, &err), WSYNC_ERR_INVALID);
+    CHECK_OK(wsync_stream_wait(second, ready, 2, &err), err);
+    CHECK_OK(wsync_stream_record(second, done, 1, &err), err);
+    CHECK_EQ(wsync_stream_synchronize(second, 20, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_OK(wsync_stream_record(first, ready, 1, &err), err);
+    CHECK_OK(wsync_stream_synchronize(first, DEADLINE_MS, &err), err);
+    CHECK_EQ(wsync_event_wait(done, 1, 20, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_OK(wsync_stream_record(first, ready, 2, &err), err);
+    CHECK_OK(wsync_event_wait(done, 1, DEADLINE_MS, &err), err);
+    wsync_stream_destroy(first);
+    wsync_stream_destroy(second);
+    wsync_memory_destroy(memory);
 }
 
 /* An abandoned wait is over, and the stream goes on with what comes later.  The event's
  * memory is kept for as long as the stream looks at it. */
 TEST(abandoned_streams_give_up_their_waits)
 {
-    const wsync_device_ops_t *ops = test_device();
     wsync_memory_t *gone = make_memory();
     wsync_memory_t *memory = make_memory();
     wsync_stream_t *stream = make_stream(2);
     const wsync_event_t event = {memory, 0};
     wsync_error_t err = {0};
 
-    CHECK(ops->stream_abandon(stream, DEADLINE_MS));
-    CHECK_OK(ops->stream_wait(stream, (wsync_event_t){gone, 0}, 1, &err), err);
-    CHECK_OK(ops->stream_record(stream, event, 7, &err), err);
-    ops->memory_destroy(gone);
-    CHECK(ops->stream_abandon(stream, DEADLINE_MS));
-    CHECK_OK(ops->stream_synchronize(stream, 0, &err), err);
-    CHECK_OK(ops->stream_record(stream, event, 8, &err), err);
-    CHECK_OK(ops->event_wait(event, 8, DEADLINE_MS, &err), err);
-    ops->stream_destroy(stream);
-    ops->memory_destroy(memory);
+    CHECK(wsync_stream_abandon(stream, DEADLINE_MS));
+    CHECK_OK(wsync_stream_wait(stream, (wsync_event_t){gone, 0}, 1, &err), err);
+    CHECK_OK(wsync_stream_record(stream, event, 7, &err), err);
+    wsync_memory_destroy(gone);
+    CHECK(wsync_stream_abandon(stream, DEADLINE_MS));
+    CHECK_OK(wsync_stream_synchronize(stream, 0, &err), err);
+    CHECK_OK(wsync_stream_record(stream, event, 8, &err), err);
+    CHECK_OK(wsync_event_wait(event, 8, DEADLINE_MS, &err), err);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(memory);
 }
 
 TEST(a_traced_stream_says_when_each_batch_ran)
 {
-    const wsync_device_ops_t *ops = test_device();
     wsync_memory_t *memory = make_memory();
     wsync_stream_t *stream = make_stream(2);
     wsync_stream_span_t *spans = NULL;
     wsync_memory_t *buffer = make_buffer(1024);
     const wsync_copy_t copy = slow_copy(4096); /* several pieces */
-    const wsync_span_t span = {ops->memory_data(buffer), 1024};
+    const wsync_span_t span = {buffer->data, 1024};
     wsync_error_t err = {0};
     size_t count = 9;
 
-    CHECK_OK(ops->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
-    CHECK_OK(ops->stream_synchronize(stream, DEADLINE_MS, &err), err);
-    ops->stream_trace(stream, calloc(2, sizeof(*spans)), 2, &spans, &count);
+    CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+    CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
+    wsync_stream_trace(stream, calloc(2, sizeof(*spans)), 2, &spans, &count);
     CHECK(spans == NULL && count == 0);
     for (int i = 0; i < 3; i++) {
-        CHECK_OK(ops->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
-        CHECK_OK(ops->stream_record(stream, (wsync_event_t){memory, 2048}, 1, &err), err);
+        CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+        CHECK_OK(wsync_stream_record(stream, (wsync_event_t){memory, 2048}, 1, &err), err);
     }
-    CHECK_OK(ops->stream_synchronize(stream, DEADLINE_MS, &err), err);
-    ops->stream_trace(stream, NULL, 0, &spans, &count);
+    CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
+    wsync_stream_trace(stream, NULL, 0, &spans, &count);
     CHECK_EQ(count, 2);
     CHECK(spans[0].begin < spans[0].end && spans[0].end <= spans[1].begin);
     free(spans);
-    ops->stream_trace(stream, calloc(2, sizeof(*spans)), 2, &spans, &count);
+    wsync_stream_trace(stream, calloc(2, sizeof(*spans)), 2, &spans, &count);
     CHECK(spans == NULL && count == 0);
-    ops->stream_destroy(stream);
-    ops->memory_destroy(buffer);
-    ops->memory_destroy(memory);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(buffer);
+    wsync_memory_destroy(memory);
 }
 
 TEST(destroying_a_stream_gives_up_its_waits)
 {
-    const wsync_device_ops_t *ops = test_device();
     wsync_memory_t *memory = make_memory();
     wsync_stream_t *stream = make_stream(2);
     const wsync_event_t event = {memory, 0};
     wsync_error_t err = {0};
 
-    CHECK_OK(ops->stream_record(stream, event, 1, &err), err);
-    CHECK_OK(ops->stream_wait(stream, event, 5, &err), err);
-    CHECK_OK(ops->stream_record(stream, event, 9, &err), err);
-    ops->stream_destroy(stream);
-    CHECK(ops->event_query(event) >= 1);
-    ops->memory_destroy(memory);
+    CHECK_OK(wsync_stream_record(stream, event, 1, &err), err);
+    CHECK_OK(wsync_stream_wait(stream, event, 5, &err), err);
+    CHECK_OK(wsync_stream_record(stream, event, 9, &err), err);
+    wsync_stream_destroy(stream);
+    CHECK(wsync_event_query(event) >= 1);
+    wsync_memory_destroy(memory);
 }
 
 /* A fork inherits the object but not the threads: calls say so, destroy does not hang. */
 TEST(streams_do_not_run_in_a_fork)
 {
-    const wsync_device_ops_t *ops = test_device();
     wsync_memory_t *memory = make_memory();
     wsync_stream_t *stream = make_stream(2);
     int status = 0;
@@ -425,17 +410,17 @@ TEST(streams_do_not_run_in_a_fork)
     if (child == 0) {
         wsync_error_t err = {0};
 
-        CHECK_EQ(ops->stream_record(stream, (wsync_event_t){memory, 0}, 1, &err),
+        CHECK_EQ(wsync_stream_record(stream, (wsync_event_t){memory, 0}, 1, &err),
                  WSYNC_ERR_STATE);
         CHECK_HAS(err.message, "fork");
-        CHECK_EQ(ops->stream_copy(stream, NULL, 0, NULL, 0, NULL, 0, &err),
+        CHECK_EQ(wsync_stream_copy(stream, NULL, 0, NULL, 0, NULL, 0, &err),
                  WSYNC_ERR_STATE);
-        CHECK_EQ(ops->stream_synchronize(stream, DEADLINE_MS, &err), WSYNC_ERR_STATE);
-        ops->stream_destroy(stream);
+        CHECK_EQ(wsync_stream_synchronize(stream, DEADLINE_MS, &err), WSYNC_ERR_STATE);
+        wsync_stream_destroy(stream);
         _exit(0);
     }
     CHECK_EQ(waitpid(child, &status, 0), child);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    ops->stream_destroy(stream);
-    ops->memory_destroy(memory);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(memory);
 }

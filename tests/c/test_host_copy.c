@@ -443,23 +443,23 @@ TEST(empty_copies_touch_nothing)
 
 static void check_stream(unsigned threads)
 {
-    const wsync_device_ops_t *ops = wsync_device_host();
+    const wsync_device_t *device = wsync_device_host();
     random_state_t random = {threads};
     wsync_stream_t *stream = NULL;
     fixture_t fixture;
     wsync_error_t err;
 
     fixture_init(&fixture);
-    CHECK_OK(ops->stream_create(threads, &stream, &err), err);
+    CHECK_OK(wsync_stream_create(device, threads, &stream, &err), err);
     for (int round = 0; round < 40; round++) {
         fixture_draw(&fixture, &random);
-        CHECK_OK(ops->stream_copy(stream, fixture.copies, fixture.count, &fixture.source, 1,
-                                  &fixture.destination, 1, &err),
+        CHECK_OK(wsync_stream_copy(stream, fixture.copies, fixture.count, &fixture.source,
+                                   1, &fixture.destination, 1, &err),
                  err);
-        CHECK_OK(ops->stream_synchronize(stream, 60000, &err), err);
+        CHECK_OK(wsync_stream_synchronize(stream, 60000, &err), err);
         fixture_compare(&fixture, round);
     }
-    ops->stream_destroy(stream);
+    wsync_stream_destroy(stream);
     fixture_fini(&fixture);
 }
 

@@ -20,7 +20,7 @@ static wsync_memory_t *make(void)
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_device_host()->memory_create(NBYTES, &memory, &err), err);
+    CHECK_OK(wsync_memory_create(wsync_device_host(), NBYTES, &memory, &err), err);
     return memory;
 }
 
@@ -30,7 +30,7 @@ static void check_refused(int fd, uint64_t nbytes, wsync_status_t status, const 
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_EQ(wsync_device_host()->memory_import(fd, nbytes, &memory, &err), status);
+    CHECK_EQ(wsync_memory_import(wsync_device_host(), fd, nbytes, &memory, &err), status);
     CHECK(memory == NULL);
     CHECK_EQ(err.status, status);
     CHECK_HAS(err.message, part);
@@ -49,76 +49,73 @@ static int make_fd(int seals)
 
 TEST(create_gives_zeroed_memory)
 {
-    const wsync_device_ops_t *ops = wsync_device_host();
     wsync_memory_t *memory = make();
-    const unsigned char *data = ops->memory_data(memory);
+    const unsigned char *data = memory->data;
 
-    CHECK_EQ(ops->memory_nbytes(memory), NBYTES);
+    CHECK_EQ(memory->nbytes, NBYTES);
     for (size_t i = 0; i < NBYTES; i++) {
         CHECK_EQ(data[i], 0);
     }
-    ops->memory_destroy(memory);
-    ops->memory_destroy(NULL);
+    wsync_memory_destroy(memory);
+    wsync_memory_destroy(NULL);
 }
 
 TEST(created_memory_keeps_its_size_for_ever)
 {
-    const wsync_device_ops_t *ops = wsync_device_host();
     wsync_memory_t *memory = make();
-    const int fd = ops->memory_fd(memory);
+    const int fd = memory->fd;
 
     CHECK(ftruncate(fd, 1) != 0 && errno == EPERM);
     CHECK(ftruncate(fd, NBYTES + 1) != 0 && errno == EPERM);
     CHECK((fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0);
-    ops->memory_destroy(memory);
+    wsync_memory_destroy(memory);
 }
 
 TEST(create_refuses_sizes_that_cannot_be)
 {
-    const wsync_device_ops_t *ops = wsync_device_host();
+    const wsync_device_t *device = wsync_device_host();
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_EQ(ops->memory_create(0, &memory, &err), WSYNC_ERR_INVALID);
-    CHECK_EQ(ops->memory_create(1ULL << 60, &memory, &err), WSYNC_ERR_NO_MEMORY);
+    CHECK_EQ(wsync_memory_create(device, 0, &memory, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(wsync_memory_create(device, 1ULL << 60, &memory, &err), WSYNC_ERR_NO_MEMORY);
     CHECK_HAS(err.message, "1152921504606846976");
-    CHECK_EQ(ops->memory_create(UINT64_MAX, &memory, &err), WSYNC_ERR_NO_MEMORY);
+    CHECK_EQ(wsync_memory_create(device, UINT64_MAX, &memory, &err), WSYNC_ERR_NO_MEMORY);
     CHECK_HAS(err.message, "18446744073709551615");
     CHECK(memory == NULL);
 }
 
 TEST(import_sees_what_the_peer_writes)
 {
-    const wsync_device_ops_t *ops = wsync_device_host();
+    const wsync_device_t *device = wsync_device_host();
     wsync_memory_t *memory = make();
     wsync_memory_t *peer = NULL;
     wsync_error_t err = {0};
-    unsigned char *data = ops->memory_data(memory);
+    unsigned char *data = memory->data;
     unsigned char *seen;
 
     data[NBYTES - 1] = 42;
-    CHECK_OK(ops->memory_import(ops->memory_fd(memory), NBYTES, &peer, &err), err);
-    seen = ops->memory_data(peer);
+    CHECK_OK(wsync_memory_import(device, memory->fd, NBYTES, &peer, &err), err);
+    seen = peer->data;
     CHECK(seen != data);
     CHECK_EQ(seen[NBYTES - 1], 42);
     seen[0] = 7;
     CHECK_EQ(data[0], 7);
-    ops->memory_destroy(memory);
+    wsync_memory_destroy(memory);
     CHECK_EQ(seen[0], 7); /* an import survives the exporter */
-    ops->memory_destroy(peer);
+    wsync_memory_destroy(peer);
 }
 
 TEST(memory_lives_until_the_last_reference)
 {
-    const wsync_device_ops_t *ops = wsync_device_host();
     wsync_memory_t *memory = make();
-    unsigned char *data = ops->memory_data(memory);
+    unsigned char *data = memory->data;
 
-    ops->memory_retain(memory);
-    ops->memory_destroy(memory);
+    wsync_memory_retain(memory);
+    wsync_memory_destroy(memory);
     data[0] = 1;
-    CHECK_EQ(*(unsigned char *)ops->memory_data(memory), 1);
-    ops->memory_destroy(memory);
+    CHECK_EQ(*(unsigned char *)memory->data, 1);
+    wsync_memory_destroy(memory);
 }
 
 TEST(import_refuses_what_is_not_a_memfd)
@@ -165,8 +162,8 @@ TEST(import_refuses_another_size)
     check_refused(fd, NBYTES + 1, WSYNC_ERR_INVALID, "expected 100002");
     check_refused(fd, 0, WSYNC_ERR_INVALID, "expected 0");
     check_refused(fd, UINT64_MAX, WSYNC_ERR_INVALID, "100001 bytes");
-    CHECK_OK(wsync_device_host()->memory_import(fd, NBYTES, &memory, &err), err);
-    wsync_device_host()->memory_destroy(memory);
+    CHECK_OK(wsync_memory_import(wsync_device_host(), fd, NBYTES, &memory, &err), err);
+    wsync_memory_destroy(memory);
     (void)close(fd);
 }
 
@@ -212,7 +209,7 @@ static int lowest_free_fd(void)
 
 TEST(failing_calls_leave_no_descriptor)
 {
-    const wsync_device_ops_t *ops = wsync_device_host();
+    const wsync_device_t *device = wsync_device_host();
     const int fd = make_fd(F_SEAL_SHRINK | F_SEAL_GROW);
     const int before = lowest_free_fd();
     const struct rlimit few = {(rlim_t)before, (rlim_t)before + 64};
@@ -223,14 +220,14 @@ TEST(failing_calls_leave_no_descriptor)
     wsync_error_t err = {0};
 
     CHECK_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
-    CHECK_EQ(ops->memory_create(NBYTES, &memory, &err), WSYNC_ERR_OS);
+    CHECK_EQ(wsync_memory_create(device, NBYTES, &memory, &err), WSYNC_ERR_OS);
     CHECK_EQ(err.native, EMFILE);
-    CHECK_EQ(ops->memory_import(fd, NBYTES, &memory, &err), WSYNC_ERR_OS);
+    CHECK_EQ(wsync_memory_import(device, fd, NBYTES, &memory, &err), WSYNC_ERR_OS);
     CHECK_EQ(setrlimit(RLIMIT_NOFILE, &enough), 0);
 
     CHECK(signal(SIGXFSZ, SIG_IGN) != SIG_ERR);
     CHECK_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
-    CHECK_EQ(ops->memory_create(NBYTES, &memory, &err), WSYNC_ERR_NO_MEMORY);
+    CHECK_EQ(wsync_memory_create(device, NBYTES, &memory, &err), WSYNC_ERR_NO_MEMORY);
     CHECK_HAS(err.message, "100001 bytes");
     CHECK_EQ(setrlimit(RLIMIT_FSIZE, &any), 0);
 

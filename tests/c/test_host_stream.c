@@ -10,7 +10,7 @@ static wsync_memory_t *make_memory(void)
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_device_host()->control_create(NBYTES, &memory, &err), err);
+    CHECK_OK(wsync_control_create(wsync_device_host(), NBYTES, &memory, &err), err);
     return memory;
 }
 
@@ -19,13 +19,12 @@ static wsync_stream_t *make_stream(unsigned threads)
     wsync_stream_t *stream = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_device_host()->stream_create(threads, &stream, &err), err);
+    CHECK_OK(wsync_stream_create(wsync_device_host(), threads, &stream, &err), err);
     return stream;
 }
 
 TEST(events_wake_another_process)
 {
-    const wsync_device_ops_t *ops = wsync_device_host();
     wsync_memory_t *memory = make_memory();
     const wsync_event_t there = {memory, 0};
     const wsync_event_t here = {memory, 64};
@@ -39,11 +38,11 @@ TEST(events_wake_another_process)
         const wsync_event_t mine = child == 0 ? there : here;
         const wsync_event_t other = child == 0 ? here : there;
 
-        CHECK_OK(ops->stream_record(stream, mine, i, &err), err);
-        CHECK_OK(ops->event_wait(other, i, DEADLINE_MS, &err), err);
+        CHECK_OK(wsync_stream_record(stream, mine, i, &err), err);
+        CHECK_OK(wsync_event_wait(other, i, DEADLINE_MS, &err), err);
     }
-    ops->stream_destroy(stream);
-    ops->memory_destroy(memory);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(memory);
     if (child != 0) {
         CHECK_EQ(waitpid(child, &status, 0), child);
         CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
@@ -53,30 +52,28 @@ TEST(events_wake_another_process)
 /* A device has been given what is enqueued; a host stream has not, and drops it. */
 TEST(abandoned_streams_drop_what_has_not_begun)
 {
-    const wsync_device_ops_t *ops = wsync_device_host();
     wsync_memory_t *memory = make_memory();
     wsync_stream_t *stream = make_stream(2);
     const wsync_event_t event = {memory, 0};
     wsync_error_t err = {0};
 
-    CHECK_OK(ops->stream_wait(stream, (wsync_event_t){memory, 64}, 1, &err), err);
-    CHECK_OK(ops->stream_record(stream, event, 7, &err), err);
-    CHECK(ops->stream_abandon(stream, DEADLINE_MS));
-    CHECK_OK(ops->stream_synchronize(stream, 0, &err), err);
-    CHECK_EQ(ops->event_query(event), 0);
-    CHECK_EQ(ops->event_query((wsync_event_t){memory, 64}), 0);
-    CHECK_OK(ops->stream_record(stream, event, 3, &err), err);
-    CHECK_OK(ops->event_wait(event, 3, DEADLINE_MS, &err), err);
-    CHECK_OK(ops->stream_wait(stream, event, 5, &err), err);
-    CHECK_OK(ops->stream_record(stream, event, 9, &err), err);
-    ops->stream_destroy(stream);
-    CHECK_EQ(ops->event_query(event), 3);
-    ops->memory_destroy(memory);
+    CHECK_OK(wsync_stream_wait(stream, (wsync_event_t){memory, 64}, 1, &err), err);
+    CHECK_OK(wsync_stream_record(stream, event, 7, &err), err);
+    CHECK(wsync_stream_abandon(stream, DEADLINE_MS));
+    CHECK_OK(wsync_stream_synchronize(stream, 0, &err), err);
+    CHECK_EQ(wsync_event_query(event), 0);
+    CHECK_EQ(wsync_event_query((wsync_event_t){memory, 64}), 0);
+    CHECK_OK(wsync_stream_record(stream, event, 3, &err), err);
+    CHECK_OK(wsync_event_wait(event, 3, DEADLINE_MS, &err), err);
+    CHECK_OK(wsync_stream_wait(stream, event, 5, &err), err);
+    CHECK_OK(wsync_stream_record(stream, event, 9, &err), err);
+    wsync_stream_destroy(stream);
+    CHECK_EQ(wsync_event_query(event), 3);
+    wsync_memory_destroy(memory);
 }
 
 TEST(abandoned_copies_end_with_the_piece_they_are_at)
 {
-    const wsync_device_ops_t *ops = wsync_device_host();
     wsync_memory_t *memory = make_memory();
     wsync_stream_t *stream = make_stream(2);
     const wsync_event_t event = {memory, NBYTES - 8};
@@ -85,15 +82,15 @@ TEST(abandoned_copies_end_with_the_piece_they_are_at)
                                .destination_item_nbytes = 1,
                                .ndim = 1,
                                .extent = {INT64_C(1) << 40}}; /* hours */
-    const wsync_span_t span = {ops->memory_data(memory), 1024};
+    const wsync_span_t span = {memory->data, 1024};
     wsync_error_t err = {0};
 
-    CHECK_OK(ops->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
-    CHECK_OK(ops->stream_record(stream, event, 1, &err), err);
-    CHECK_EQ(ops->stream_synchronize(stream, 20, &err), WSYNC_ERR_TIMEOUT);
-    CHECK(ops->stream_abandon(stream, DEADLINE_MS));
-    CHECK_OK(ops->stream_synchronize(stream, 0, &err), err);
-    CHECK_EQ(ops->event_query(event), 0);
-    ops->stream_destroy(stream);
-    ops->memory_destroy(memory);
+    CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+    CHECK_OK(wsync_stream_record(stream, event, 1, &err), err);
+    CHECK_EQ(wsync_stream_synchronize(stream, 20, &err), WSYNC_ERR_TIMEOUT);
+    CHECK(wsync_stream_abandon(stream, DEADLINE_MS));
+    CHECK_OK(wsync_stream_synchronize(stream, 0, &err), err);
+    CHECK_EQ(wsync_event_query(event), 0);
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(memory);
 }

@@ -19,7 +19,7 @@ static void *work(void *context)
     wsync_stream_t *stream = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(ops()->stream_create(1, &stream, &err), err);
+    CHECK_OK(wsync_stream_create(device(), 1, &stream, &err), err);
     for (uint64_t i = 0; i < UPDATES; i++) {
         const uint64_t *ring;
         uint64_t update = 0;
@@ -32,7 +32,7 @@ static void *work(void *context)
         CHECK_EQ(wsync_importer_generation(s->importer), 1 + i / 2);
         CHECK(memcmp(wsync_importer_manifest(s->importer, &nbytes), "manifest", 8) == 0);
         CHECK_EQ(nbytes, 8);
-        ring = ops()->memory_data(wsync_importer_ring(s->importer));
+        ring = wsync_importer_ring(s->importer)->data;
         for (uint32_t round = 0; round < count; round++) {
             CHECK_OK(wsync_importer_take(s->importer, round, NULL, PATIENT_MS, &err), err);
             for (size_t word = 0; word < SLOT_WORDS; word++) {
@@ -49,7 +49,7 @@ static void *work(void *context)
                  err);
         CHECK_OK(wsync_importer_verdict(s->importer, PATIENT_MS, &err), err);
     }
-    ops()->stream_destroy(stream);
+    wsync_stream_destroy(stream);
     return NULL;
 }
 
@@ -61,8 +61,8 @@ TEST(every_round_of_every_update_arrives)
     wsync_error_t err = {0};
     pthread_t worker;
 
-    CHECK_OK(ops()->memory_create(RING_NBYTES, &buffer, &err), err);
-    values = ops()->memory_data(buffer);
+    CHECK_OK(wsync_memory_create(device(), RING_NBYTES, &buffer, &err), err);
+    values = buffer->data;
     connect_session(&s);
     CHECK_EQ(pthread_create(&worker, NULL, work, &s), 0);
     for (uint64_t i = 0; i < UPDATES; i++) {
@@ -71,8 +71,8 @@ TEST(every_round_of_every_update_arrives)
         wsync_receipt_t receipt = {0};
 
         if (i % 2 == 0) {
-            ops()->memory_destroy(s.ring);
-            CHECK_OK(ops()->memory_create(RING_NBYTES, &s.ring, &err), err);
+            wsync_memory_destroy(s.ring);
+            CHECK_OK(wsync_memory_create(device(), RING_NBYTES, &s.ring, &err), err);
             attach_session(&s);
         }
         CHECK_OK(wsync_exporter_begin(s.exporter, update, count, PATIENT_MS, &err), err);
@@ -84,7 +84,7 @@ TEST(every_round_of_every_update_arrives)
                 .source_item_nbytes = 8,
                 .destination_item_nbytes = 8};
             const wsync_span_t from = {values, RING_NBYTES};
-            const wsync_span_t to = {ops()->memory_data(s.ring), RING_NBYTES};
+            const wsync_span_t to = {s.ring->data, RING_NBYTES};
 
             CHECK_OK(
                 wsync_exporter_acquire(
@@ -94,10 +94,10 @@ TEST(every_round_of_every_update_arrives)
             for (size_t word = 0; word < SLOT_WORDS; word++) {
                 values[round % SLOTS * SLOT_WORDS + word] = value_of(update, round, word);
             }
-            CHECK_OK(ops()->stream_copy(s.stream, &copy, 1, &from, 1, &to, 1, &err), err);
+            CHECK_OK(wsync_stream_copy(s.stream, &copy, 1, &from, 1, &to, 1, &err), err);
             CHECK_OK(wsync_exporter_post(s.exporter, round, s.stream, PATIENT_MS, &err),
                      err);
-            CHECK_OK(ops()->stream_synchronize(s.stream, PATIENT_MS, &err), err);
+            CHECK_OK(wsync_stream_synchronize(s.stream, PATIENT_MS, &err), err);
         }
         CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &receipt, &err), err);
         CHECK_EQ(receipt.tensor_count, 11);
@@ -106,7 +106,7 @@ TEST(every_round_of_every_update_arrives)
         CHECK_OK(wsync_exporter_commit(s.exporter, false, PATIENT_MS, &err), err);
     }
     CHECK_EQ(pthread_join(worker, NULL), 0);
-    ops()->memory_destroy(buffer);
+    wsync_memory_destroy(buffer);
     close_session(&s);
 }
 
@@ -143,8 +143,7 @@ TEST(calls_out_of_order_change_nothing)
     uint64_t update = 0;
     uint32_t count = 0;
 
-    CHECK_STATE(wsync_exporter_attach(s.exporter, ops(), s.ring, NULL, 0, SOON_MS, &err),
-                err);
+    CHECK_STATE(wsync_exporter_attach(s.exporter, s.ring, NULL, 0, SOON_MS, &err), err);
     CHECK_STATE(wsync_exporter_begin(s.exporter, 1, 1, SOON_MS, &err), err);
     connect_session(&s);
     CHECK_STATE(wsync_exporter_accept(s.exporter, SOON_MS, &blob, &nbytes, &err), err);
@@ -163,8 +162,7 @@ TEST(calls_out_of_order_change_nothing)
     begin_session(&s, 1, 2);
     CHECK_STATE(wsync_importer_begin(s.importer, SOON_MS, &update, &count, &err), err);
     CHECK_STATE(wsync_exporter_begin(s.exporter, 2, 1, SOON_MS, &err), err);
-    CHECK_STATE(wsync_exporter_attach(s.exporter, ops(), s.ring, NULL, 0, SOON_MS, &err),
-                err);
+    CHECK_STATE(wsync_exporter_attach(s.exporter, s.ring, NULL, 0, SOON_MS, &err), err);
     CHECK_STATE(wsync_exporter_acquire(s.exporter, 0, NULL, SOON_MS, &err), err);
     CHECK_STATE(wsync_exporter_acquire(s.exporter, -2, NULL, SOON_MS, &err), err);
     CHECK_STATE(wsync_exporter_post(s.exporter, 1, s.stream, SOON_MS, &err), err);
@@ -271,7 +269,7 @@ static wsync_status_t call_at(session_t *s, int place, wsync_error_t *err)
 
     switch (place) {
     case AT_ATTACH:
-        return wsync_exporter_attach(s->exporter, ops(), s->ring, NULL, 0, PATIENT_MS, err);
+        return wsync_exporter_attach(s->exporter, s->ring, NULL, 0, PATIENT_MS, err);
     case AT_BEGIN:
         return wsync_exporter_begin(s->exporter, 1, 1, PATIENT_MS, err);
     case AT_ACQUIRE:
@@ -316,14 +314,14 @@ static wsync_stream_t *steady_stream(wsync_memory_t *memory)
                                .source_item_nbytes = 1,
                                .destination_offset = 64,
                                .destination_item_nbytes = 1};
-    const wsync_span_t span = {ops()->memory_data(memory), ops()->memory_nbytes(memory)};
+    const wsync_span_t span = {memory->data, memory->nbytes};
     wsync_stream_t *stream = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(ops()->stream_create(1, &stream, &err), err);
+    CHECK_OK(wsync_stream_create(device(), 1, &stream, &err), err);
     for (int i = 0; i < 2; i++) {
-        CHECK_OK(ops()->stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
-        CHECK_OK(ops()->stream_synchronize(stream, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+        CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
     }
     return stream;
 }
@@ -338,11 +336,11 @@ TEST(no_call_waits_for_data_where_there_are_streams)
     wsync_receipt_t received;
     wsync_error_t err = {0};
 
-    ops()->stream_destroy(s.stream);
+    wsync_stream_destroy(s.stream);
     s.stream = steady_stream(s.ring);
-    CHECK_OK(ops()->stream_create(1, &keeper, &err), err);
-    CHECK_OK(ops()->control_create(64, &gate, &err), err);
-    CHECK_OK(ops()->stream_wait(s.stream, (wsync_event_t){gate, 0}, 1, &err), err);
+    CHECK_OK(wsync_stream_create(device(), 1, &keeper, &err), err);
+    CHECK_OK(wsync_control_create(device(), 64, &gate, &err), err);
+    CHECK_OK(wsync_stream_wait(s.stream, (wsync_event_t){gate, 0}, 1, &err), err);
     for (uint32_t round = 0; round < 2; round++) {
         CHECK_OK(wsync_exporter_acquire(s.exporter, (int64_t)round - 1, s.stream,
                                         PATIENT_MS, &err),
@@ -356,15 +354,15 @@ TEST(no_call_waits_for_data_where_there_are_streams)
     CHECK_HAS(err.message, "round 0");
     CHECK_EQ(wsync_exporter_acquire(s.exporter, 1, NULL, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
     CHECK_HAS(err.message, "the end of round 1");
-    CHECK_OK(ops()->stream_record(keeper, (wsync_event_t){gate, 0}, 1, &err), err);
+    CHECK_OK(wsync_stream_record(keeper, (wsync_event_t){gate, 0}, 1, &err), err);
     CHECK_OK(wsync_importer_wait(s.importer, 1, PATIENT_MS, &err), err);
     CHECK_OK(wsync_exporter_acquire(s.exporter, 1, NULL, PATIENT_MS, &err), err);
     CHECK_EQ(wsync_exporter_loaded(s.exporter), 2);
     CHECK_OK(wsync_importer_prepared(s.importer, &receipt, PATIENT_MS, &err), err);
     CHECK_OK(wsync_exporter_prepared(s.exporter, PATIENT_MS, &received, &err), err);
-    ops()->stream_destroy(loading);
-    ops()->stream_destroy(keeper);
-    ops()->memory_destroy(gate);
+    wsync_stream_destroy(loading);
+    wsync_stream_destroy(keeper);
+    wsync_memory_destroy(gate);
     close_session(&s);
 }
 
@@ -379,11 +377,11 @@ TEST(hosts_run_ahead_by_so_many_rounds_and_no_more)
     wsync_memory_t *gate = NULL;
     wsync_error_t err = {0};
 
-    ops()->stream_destroy(s.stream);
+    wsync_stream_destroy(s.stream);
     s.stream = steady_stream(s.ring);
-    CHECK_OK(ops()->stream_create(1, &keeper, &err), err);
-    CHECK_OK(ops()->control_create(64, &gate, &err), err);
-    CHECK_OK(ops()->stream_wait(s.stream, (wsync_event_t){gate, 0}, 1, &err), err);
+    CHECK_OK(wsync_stream_create(device(), 1, &keeper, &err), err);
+    CHECK_OK(wsync_control_create(device(), 64, &gate, &err), err);
+    CHECK_OK(wsync_stream_wait(s.stream, (wsync_event_t){gate, 0}, 1, &err), err);
     for (uint32_t round = 0; round < AHEAD; round++) {
         CHECK_OK(wsync_exporter_post(s.exporter, round, s.stream, PATIENT_MS, &err), err);
         CHECK_OK(wsync_importer_take(s.importer, round, loading, PATIENT_MS, &err), err);
@@ -394,14 +392,14 @@ TEST(hosts_run_ahead_by_so_many_rounds_and_no_more)
     CHECK_OK(wsync_exporter_post(s.exporter, AHEAD, s.stream, PATIENT_MS, &err), err);
     CHECK_EQ(wsync_importer_take(s.importer, AHEAD, loading, SOON_MS, &err),
              WSYNC_ERR_TIMEOUT);
-    CHECK_OK(ops()->stream_record(keeper, (wsync_event_t){gate, 0}, 1, &err), err);
+    CHECK_OK(wsync_stream_record(keeper, (wsync_event_t){gate, 0}, 1, &err), err);
     /* The trainer's stream now waits for the end of a round that has come. */
     CHECK_OK(wsync_importer_take(s.importer, AHEAD, loading, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_done(s.importer, AHEAD, loading, PATIENT_MS, &err), err);
     CHECK_OK(wsync_exporter_acquire(s.exporter, AHEAD, NULL, PATIENT_MS, &err), err);
-    ops()->stream_destroy(loading);
-    ops()->stream_destroy(keeper);
-    ops()->memory_destroy(gate);
+    wsync_stream_destroy(loading);
+    wsync_stream_destroy(keeper);
+    wsync_memory_destroy(gate);
     close_session(&s);
 }
 
@@ -411,10 +409,10 @@ TEST(no_new_stream_of_a_gpu_runs_ahead)
     session_t s = open_session();
     wsync_stream_t *steady = steady_stream(s.ring);
 
-    CHECK_EQ(ops()->stream_ahead(s.stream),
-             ops() == wsync_device_host() ? WSYNC_STREAM_AHEAD : 0);
-    CHECK_EQ(ops()->stream_ahead(steady), WSYNC_STREAM_AHEAD);
-    ops()->stream_destroy(steady);
+    CHECK_EQ(wsync_stream_ahead(s.stream),
+             device() == wsync_device_host() ? WSYNC_STREAM_AHEAD : 0);
+    CHECK_EQ(wsync_stream_ahead(steady), WSYNC_STREAM_AHEAD);
+    wsync_stream_destroy(steady);
     close_session(&s);
 }
 
@@ -538,8 +536,8 @@ TEST(a_killed_worker_is_named)
 
         CHECK_EQ(read(address[0], text, sizeof(text)), sizeof(text));
         CHECK_EQ(read(address[0], token, sizeof(token)), sizeof(token));
-        CHECK_OK(wsync_importer_create(ops(), text, token, NULL, 0, PATIENT_MS, &s.importer,
-                                       &err),
+        CHECK_OK(wsync_importer_create(device(), text, token, NULL, 0, PATIENT_MS,
+                                       &s.importer, &err),
                  err);
         CHECK_OK(wsync_importer_begin(s.importer, PATIENT_MS, &update, &count, &err), err);
         CHECK_OK(wsync_importer_take(s.importer, 0, NULL, PATIENT_MS, &err), err);

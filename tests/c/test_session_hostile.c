@@ -13,7 +13,7 @@ static wsync_channel_t *raw_worker(session_t *s)
     uint8_t *blob = NULL;
     size_t nbytes = 0;
 
-    memcpy(&hello.arguments[1], ops()->identity().uuid, WSYNC_DEVICE_UUID_NBYTES);
+    memcpy(&hello.arguments[1], device()->uuid, WSYNC_DEVICE_UUID_NBYTES);
     CHECK_OK(wsync_blob_create((const uint8_t *)"abc", 3, &hello.fds[0], &err), err);
     CHECK_OK(wsync_channel_connect(wsync_exporter_path(s->exporter),
                                    wsync_exporter_token(s->exporter), &hello, PATIENT_MS,
@@ -168,26 +168,25 @@ static raw_trainer_t open_trainer(void)
     wsync_error_t err = {0};
 
     CHECK_OK(wsync_listener_create(NULL, &t.listener, &err), err);
-    CHECK_OK(wsync_importer_create(ops(), wsync_listener_path(t.listener), token, NULL, 0,
-                                   PATIENT_MS, &t.importer, &err),
+    CHECK_OK(wsync_importer_create(device(), wsync_listener_path(t.listener), token, NULL,
+                                   0, PATIENT_MS, &t.importer, &err),
              err);
     CHECK_OK(wsync_listener_accept(t.listener, token, PATIENT_MS, &t.channel, &hello, NULL,
                                    &err),
              err);
     wsync_frame_fini(&hello);
-    CHECK_OK(ops()->memory_create(RING_NBYTES, &t.ring, &err), err);
-    CHECK_OK(ops()->control_create(SESSION_CONTROL_NBYTES, &t.control, &err), err);
+    CHECK_OK(wsync_memory_create(device(), RING_NBYTES, &t.ring, &err), err);
+    CHECK_OK(wsync_control_create(device(), SESSION_CONTROL_NBYTES, &t.control, &err), err);
     CHECK_OK(wsync_blob_create((const uint8_t *)"abc", 3, &t.manifest, &err), err);
     return t;
 }
 
 static wsync_frame_t attach_frame(const raw_trainer_t *t)
 {
-    return (wsync_frame_t){
-        .kind = SESSION_ATTACH,
-        .arguments = {RING_NBYTES, 3, SESSION_CONTROL_NBYTES},
-        .fds = {ops()->memory_fd(t->ring), t->manifest, ops()->memory_fd(t->control)},
-        .fd_count = 3};
+    return (wsync_frame_t){.kind = SESSION_ATTACH,
+                           .arguments = {RING_NBYTES, 3, SESSION_CONTROL_NBYTES},
+                           .fds = {t->ring->fd, t->manifest, t->control->fd},
+                           .fd_count = 3};
 }
 
 static void close_trainer(raw_trainer_t *t)
@@ -195,8 +194,8 @@ static void close_trainer(raw_trainer_t *t)
     wsync_importer_destroy(t->importer);
     wsync_channel_destroy(t->channel);
     wsync_listener_destroy(t->listener);
-    ops()->memory_destroy(t->ring);
-    ops()->memory_destroy(t->control);
+    wsync_memory_destroy(t->ring);
+    wsync_memory_destroy(t->control);
     (void)close(t->manifest);
 }
 
@@ -343,15 +342,15 @@ TEST(descriptors_of_a_hostile_trainer_are_refused)
         wsync_error_t err = {0};
 
         CHECK_EQ(ftruncate(loose, RING_NBYTES), 0);
-        frame.fds[0] = i == 3 ? loose : ops()->memory_fd(t.ring);
+        frame.fds[0] = i == 3 ? loose : t.ring->fd;
         frame.fds[1] = loose;
         frame.fd_count = i == 1 ? 0 : i == 2 ? 2 : 1; /* else with, where not parked */
         raw_send(t.channel, frame);
         CHECK_EQ(wsync_importer_begin(t.importer, PATIENT_MS, &update, &count, &err),
                  expected[i]);
         if (i == 4) {
-            *(char *)ops()->memory_data(t.ring) = 5;
-            CHECK_EQ(*(char *)ops()->memory_data(wsync_importer_ring(t.importer)), 5);
+            *(char *)t.ring->data = 5;
+            CHECK_EQ(*(char *)wsync_importer_ring(t.importer)->data, 5);
         }
         (void)close(loose);
         close_trainer(&t);

@@ -13,17 +13,17 @@ static void move(session_t *s, uint64_t update, int value)
     wsync_error_t err = {0};
 
     begin_session(s, update, 1);
-    memset(ops()->memory_data(s->ring), value, RING_NBYTES);
+    memset(s->ring->data, value, RING_NBYTES);
     CHECK_OK(wsync_exporter_post(s->exporter, 0, s->stream, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_take(s->importer, 0, NULL, PATIENT_MS, &err), err);
     taken = wsync_importer_ring(s->importer);
     for (size_t i = 0; i < RING_NBYTES; i++) {
-        CHECK_EQ(((unsigned char *)ops()->memory_data(taken))[i], value);
+        CHECK_EQ(((unsigned char *)taken->data)[i], value);
     }
     CHECK_OK(wsync_importer_done(s->importer, 0, NULL, PATIENT_MS, &err), err);
     CHECK_OK(wsync_importer_prepared(s->importer, &receipt, PATIENT_MS, &err), err);
     CHECK_OK(wsync_exporter_prepared(s->exporter, PATIENT_MS, &receipt, &err), err);
-    CHECK_OK(ops()->stream_synchronize(s->stream, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_stream_synchronize(s->stream, PATIENT_MS, &err), err);
 }
 
 static void commit(session_t *s)
@@ -40,8 +40,8 @@ static void park(session_t *s)
     commit(s);
     CHECK_OK(wsync_importer_verdict(s->importer, PATIENT_MS, &err), err);
     CHECK_OK(wsync_exporter_park(s->exporter, PATIENT_MS, &err), err);
-    CHECK_EQ(ops()->memory_fd(s->ring), -1);
-    CHECK_EQ(ops()->memory_fd(wsync_importer_ring(s->importer)), -1);
+    CHECK_EQ(s->ring->fd, -1);
+    CHECK_EQ(wsync_importer_ring(s->importer)->fd, -1);
 }
 
 static session_t attached_session(void)
@@ -65,16 +65,15 @@ static session_t parked_session(void)
 TEST(rings_lie_where_they_were_in_every_update)
 {
     session_t s = attached_session();
-    const void *ours = ops()->memory_data(s.ring);
+    const void *ours = s.ring->data;
     const void *theirs = NULL;
     wsync_error_t err = {0};
 
     for (uint64_t update = 1; update < 6; update++) {
         move(&s, update, (int)update);
-        CHECK(ops()->memory_data(s.ring) == ours);
-        CHECK(theirs == NULL ||
-              ops()->memory_data(wsync_importer_ring(s.importer)) == theirs);
-        theirs = ops()->memory_data(wsync_importer_ring(s.importer));
+        CHECK(s.ring->data == ours);
+        CHECK(theirs == NULL || wsync_importer_ring(s.importer)->data == theirs);
+        theirs = wsync_importer_ring(s.importer)->data;
         CHECK_EQ(wsync_importer_generation(s.importer), 1);
         if (update == 3) { /* not parked for once */
             CHECK_OK(wsync_exporter_commit(s.exporter, false, PATIENT_MS, &err), err);
@@ -91,11 +90,11 @@ TEST(a_new_ring_takes_the_place_of_a_parked_one)
     session_t s = parked_session();
     wsync_error_t err = {0};
 
-    CHECK_EQ(wsync_exporter_attach(s.exporter, ops(), s.ring, NULL, 0, PATIENT_MS, &err),
+    CHECK_EQ(wsync_exporter_attach(s.exporter, s.ring, NULL, 0, PATIENT_MS, &err),
              WSYNC_ERR_STATE);
     CHECK_HAS(err.message, "the ring is parked");
-    ops()->memory_destroy(s.ring);
-    CHECK_OK(ops()->memory_create(RING_NBYTES, &s.ring, &err), err);
+    wsync_memory_destroy(s.ring);
+    CHECK_OK(wsync_memory_create(device(), RING_NBYTES, &s.ring, &err), err);
     attach_session(&s);
     move(&s, 2, 2);
     park(&s);
@@ -112,16 +111,16 @@ TEST(a_ring_that_is_looked_at_stays_on_both_sides)
 
     move(&s, 1, 1);
     theirs = wsync_importer_ring(s.importer);
-    CHECK_OK(ops()->memory_pin(theirs, &err), err);
+    CHECK_OK(wsync_memory_pin(theirs, &err), err);
     commit(&s);
     CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
     CHECK_EQ(wsync_exporter_park(s.exporter, PATIENT_MS, &err), WSYNC_ERR_REFUSED);
     CHECK_HAS(err.message,
               "the worker keeps the ring: the memory cannot be parked: 1 view");
-    CHECK(ops()->memory_fd(s.ring) >= 0 && ops()->memory_fd(theirs) >= 0);
-    CHECK_EQ(*(unsigned char *)ops()->memory_data(theirs), 1);
+    CHECK(s.ring->fd >= 0 && theirs->fd >= 0);
+    CHECK_EQ(*(unsigned char *)theirs->data, 1);
     move(&s, 2, 2);
-    ops()->memory_unpin(theirs);
+    wsync_memory_unpin(theirs);
     park(&s);
     move(&s, 3, 3);
     close_session(&s);
@@ -133,15 +132,15 @@ TEST(a_trainer_that_looks_at_the_ring_keeps_its_side)
     wsync_error_t err = {0};
 
     move(&s, 1, 1);
-    CHECK_OK(ops()->memory_pin(s.ring, &err), err);
+    CHECK_OK(wsync_memory_pin(s.ring, &err), err);
     commit(&s);
     CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
     CHECK_EQ(wsync_exporter_park(s.exporter, PATIENT_MS, &err), WSYNC_ERR_REFUSED);
     CHECK_HAS(err.message, "the trainer keeps its side of the ring: ");
-    CHECK(ops()->memory_fd(s.ring) >= 0);
-    CHECK_EQ(ops()->memory_fd(wsync_importer_ring(s.importer)), -1);
+    CHECK(s.ring->fd >= 0);
+    CHECK_EQ(wsync_importer_ring(s.importer)->fd, -1);
     move(&s, 2, 2);
-    ops()->memory_unpin(s.ring);
+    wsync_memory_unpin(s.ring);
     park(&s);
     close_session(&s);
 }
@@ -157,8 +156,7 @@ TEST(calls_out_of_order_change_nothing)
     commit(&s);
     CHECK_STATE(wsync_exporter_commit(s.exporter, true, SOON_MS, &err), err);
     CHECK_STATE(wsync_exporter_begin(s.exporter, 2, 1, SOON_MS, &err), err);
-    CHECK_STATE(wsync_exporter_attach(s.exporter, ops(), s.ring, NULL, 0, SOON_MS, &err),
-                err);
+    CHECK_STATE(wsync_exporter_attach(s.exporter, s.ring, NULL, 0, SOON_MS, &err), err);
     CHECK_EQ(wsync_exporter_park(s.exporter, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
     CHECK_HAS(err.message, "while the parking of the ring of worker (pid ");
     CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
@@ -215,7 +213,7 @@ TEST(a_worker_that_dies_takes_nothing_of_the_update_with_it)
         } else if (place == AFTER_VERDICT) {
             CHECK_OK(wsync_exporter_park(s.exporter, PATIENT_MS, &err), err);
         }
-        CHECK_EQ(ops()->memory_fd(s.ring) < 0, place < AFTER_BEGIN);
+        CHECK_EQ(s.ring->fd < 0, place < AFTER_BEGIN);
         if (place == BEFORE_VERDICT) {
             CHECK_EQ(wsync_exporter_begin(s.exporter, 2, 1, SOON_MS, &err),
                      WSYNC_ERR_STATE);
@@ -249,7 +247,7 @@ TEST(a_trainer_that_dies_leaves_a_committed_update)
         if (parked == 0) {
             CHECK_OK(wsync_importer_verdict(s.importer, PATIENT_MS, &err), err);
         }
-        CHECK_EQ(ops()->memory_fd(wsync_importer_ring(s.importer)), -1);
+        CHECK_EQ(wsync_importer_ring(s.importer)->fd, -1);
         CHECK(wsync_importer_begin(s.importer, PATIENT_MS, &update, &count, &err) !=
               WSYNC_OK);
         CHECK_HAS(err.message, "closed the connection");

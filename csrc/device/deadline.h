@@ -1,20 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Milliseconds that are left of a timeout, for loops around poll. */
-#ifndef WSYNC_IPC_DEADLINE_H
-#define WSYNC_IPC_DEADLINE_H
+ * What is left of a timeout, on CLOCK_MONOTONIC.  A negative timeout is one that has
+ * passed. */
+#ifndef WSYNC_DEVICE_DEADLINE_H
+#define WSYNC_DEVICE_DEADLINE_H
 
 #include <stdint.h>
 #include <time.h>
 
-static inline int64_t wsync_clock_ms(void)
+static inline uint64_t wsync_clock_ns(void)
 {
     struct timespec now;
 
     (void)clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
-/* A negative timeout is one that has passed. */
+static inline uint64_t wsync_deadline_ns(int timeout_ms)
+{
+    return wsync_clock_ns() + (timeout_ms > 0 ? (uint64_t)timeout_ms * 1000000 : 0);
+}
+
+static inline int64_t wsync_clock_ms(void)
+{
+    return (int64_t)(wsync_clock_ns() / 1000000);
+}
+
 static inline int64_t wsync_deadline_ms(int timeout_ms)
 {
     return wsync_clock_ms() + (timeout_ms > 0 ? timeout_ms : 0);
