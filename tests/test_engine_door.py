@@ -5,7 +5,7 @@ import base64
 import json
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch
 from support import tiny_qwen3
 from transformers import AutoModelForCausalLM
 
+from wsync.demo.engines import request_bodies
 from wsync.demo.engines.transformers import create_app
 from wsync.messages.control import LOAD_FORMAT
 
 KEY = {"Authorization": "Bearer k"}
+JSON = {**KEY, "Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,27 @@ def test_no_path_but_healths_own_is_open(app: Any, path: str) -> None:
 
 
 # --- bodies ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_is_bounded_as_a_whole(
+    app: Any, monkeypatch: pytest.MonkeyPatch, announced: bool
+) -> None:
+    monkeypatch.setattr(request_bodies, "MAX_NBYTES", 1000)
+
+    def content(count: int) -> Any:
+        text = json.dumps({"input_ids": [1] * count}).encode()
+        return text if announced else parts(text)
+
+    async def parts(text: bytes) -> AsyncIterator[bytes]:
+        for at in range(0, len(text), 100):
+            yield text[at : at + 100]
+
+    answer = ask(app, "POST", "/wsync/logits", content=content(1000), headers=JSON)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"] == "body: more than the 1000 bytes that are taken"
+    assert ask(app, "POST", "/wsync/logits", content=content(10), headers=JSON).status_code == 200
+
 
 BIG = 2**63
 GROUP = {

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import FastAPI, Header, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wsync._core import StateError, WsyncError, __version__
+from wsync.demo.engines import request_bodies
 from wsync.demo.engines.gate import PAUSE_MODES
 from wsync.demo.engines.request_bodies import (
     Abort,
@@ -74,7 +76,8 @@ def build_app(engine: "Engine", *, api_key: str | None = None) -> FastAPI:
 
 
 def _add_rules(app: FastAPI, api_key: str | None) -> None:
-    """Authorization, and SGLang's codes for errors."""
+    """Authorization, a bound of bodies, and SGLang's codes for errors."""
+    app.add_middleware(_BodyLimit)
 
     @app.middleware("http")
     async def authorize(
@@ -98,12 +101,36 @@ def _add_rules(app: FastAPI, api_key: str | None) -> None:
         return _error(f"{where}: {unknown if first['type'] == 'extra_forbidden' else first['msg']}")
 
     @app.exception_handler(400)
+    @app.exception_handler(413)
     async def unreadable(request: Request, error: HTTPException) -> Response:
-        return _error(f"body: {error.detail}")
+        return _error(f"body: {error.detail}", error.status_code)
 
     @app.exception_handler(WsyncError)
     async def failed(request: Request, error: WsyncError) -> Response:
         return _error(str(error))
+
+
+class _BodyLimit:
+    """Has whoever reads a body that is too large fail, at once where its length is announced."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        most = request_bodies.MAX_NBYTES
+        count = int(dict(scope.get("headers", ())).get(b"content-length", 0))
+        if count <= most:
+            count = 0
+
+        async def counted() -> Message:
+            nonlocal count
+            message = await receive()
+            count += len(message.get("body", b""))
+            if count > most:
+                raise HTTPException(413, f"more than the {most} bytes that are taken")
+            return message
+
+        await self._app(scope, counted, send)
 
 
 def _add_information(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
@@ -323,8 +350,8 @@ def _outcome(success: bool, message: str, **more: Any) -> Response:
     return JSONResponse(body, 200 if success else 400)
 
 
-def _error(message: str) -> Response:
-    return JSONResponse({"error": {"message": _plain(message)}}, 400)
+def _error(message: str, status: int = 400) -> Response:
+    return JSONResponse({"error": {"message": _plain(message)}}, status)
 
 
 def _plain(text: str) -> str:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+MAX_NBYTES = 2 << 30
+"""Of a whole body: it is read into memory before anything else is known of it."""
 _MOST = 2**63 - 1  # what a tensor's sizes can be
 _TOKENS = 2**31 - 1
 _UNSET: Final[tuple[object, ...]] = (None, [], {})
