@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,13 @@ class Deaf(ThreadEngine):
         super().__init__([])
         self.workers = 1
         self.model = model
+        self.paused = False
+
+    def pause(self, mode: str, timeout: float) -> None:
+        self.paused = True
+
+    def resume(self, timeout: float) -> None:
+        self.paused = False
 
     def update_weights(
         self,
@@ -93,3 +101,48 @@ def test_a_model_without_its_vision_tower_is_refused_unless_that_is_to_stay(
         sync.update(version=2)
     assert engine.version == "2"
     assert torch.equal(engine.model.visual.weight, before)
+
+
+def test_a_version_is_not_given_where_a_worker_refuses_after_the_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WSYNC_KEEP", "visual.*")
+    engine = Deaf(Model())
+
+    def refuse(_: Any) -> None:
+        raise wsync.StateError("the module has changed")
+
+    with wsync.connect({"weight": torch.ones(16, 8)}, engines=[engine], options=OPTIONS) as sync:
+        sync.update(version=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(sglang.SglangLoader, "confirm", refuse)
+            with pytest.raises(WsyncError, match="the module has changed"):
+                sync.update(version=2)
+        assert (engine.version, engine.paused) == ("1", True)
+        sync.update(version=3)
+    assert (engine.version, engine.paused) == ("3", False)
+
+
+def test_the_trainer_is_told_what_a_worker_says_to_the_closing_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang takes the version all the same."""
+    monkeypatch.setenv("WSYNC_KEEP", "visual.*")
+    engine = Deaf(Model())
+    with wsync.connect({"weight": torch.ones(16, 8)}, engines=[engine], options=OPTIONS) as sync:
+        sync.update(version=1)
+        state = engine.model._wsync.receiver.state
+
+        def replace_first(session: str, number: int, version: str | None) -> None:
+            with state.replacing("loading a checkpoint"):
+                pass
+            type(state).close(state, session, number, version)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(state, "close", replace_first)
+            patch.setattr(state, "_busy", threading.RLock())
+            with pytest.raises(WsyncError, match="have been replaced by others after update 2"):
+                sync.update(version=2)
+        assert engine.paused
+        sync.update(version=3)
+    assert (engine.version, engine.paused) == ("3", False)

@@ -329,18 +329,21 @@ class Sync(Updates):
         """Ends the opening requests, records the version, and lets generation go on."""
 
         def still_there() -> None:
-            # an engine that was started again may have taken the version all the same
+            # an engine does not hear what its workers refuse after the commit, or may have been
+            # started again: before it is given the version, and before any engine continues
             self._group.barrier()
             connection.look()
             self._group.barrier()
 
         if self._group.rank != 0 or self._opened is None:
             still_there()
+            still_there()
             return
         timeout = self.options.deadline
         end = time.monotonic() + timeout
         self._opened.join(timeout, self._group.check)
         self._opened = None
+        still_there()
         closing = self._closing
         stock = {worker.engine for worker in self._placement.workers if worker.stock}
         stock.update(self._placement.remote.engines)

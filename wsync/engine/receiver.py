@@ -12,6 +12,7 @@ from wsync._core import (
     InvalidArgumentError,
     Layout,
     ProtocolError,
+    StateError,
     WsyncError,
     host,
 )
@@ -109,7 +110,13 @@ class Receiver:
         return True
 
     def _close(self, message: Control, version: str | None) -> tuple[bool, str]:
-        self.state.close(message.session, message.update, version)
+        try:
+            self.state.close(message.session, message.update, version)
+        except StateError as error:
+            # SGLang takes the version all the same: the trainer is told, and leaves it paused
+            if message.update == self.state.update:
+                self.fail(message, str(error))
+            raise
         return True, _nth(message.update)
 
     def _inspect(self, message: Control) -> tuple[bool, str]:
