@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -17,10 +17,11 @@ from wsync._core import (
     RemoteError,
     UnsupportedError,
 )
-from wsync.handles.base import EngineHandle, handle
+from wsync.handles.base import EngineHandle, handle, send_control
 from wsync.handles.http import HttpHandle
 from wsync.handles.local import LocalHandle, RayHandle
-from wsync.messages.control import LOAD_FORMAT
+from wsync.messages import payload
+from wsync.messages.control import LOAD_FORMAT, Control
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -348,3 +349,20 @@ def test_a_ray_actor_is_driven_by_remote_calls() -> None:
             update(engine, 30)
     finally:
         ray.shutdown()
+
+
+def test_a_control_message_reaches_a_vllm_engine_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only SGLang takes it as a pickled tensor."""
+
+    class Llm:
+        seen: ClassVar[list[Any]] = []
+
+        def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+            facts = {"rank": 0, "workers": 1, "engines": 1, "weight_version": None}
+            self.seen.append((method, *args))
+            return [json.dumps(facts) if method == "wsync_describe" else [True, "good"]]
+
+    monkeypatch.setattr(payload, "control", None)
+    message = Control(op="close", session="0a", update=3, deadline=5.0)
+    send_control(handle(Llm()), [message], weight_version=7, timeout=5)
+    assert Llm.seen[-1] == ("wsync_update", [message.to_bytes().decode()], "7")

@@ -27,7 +27,7 @@ from wsync._core import (
     UnsupportedError,
     WsyncError,
 )
-from wsync.handles.base import EngineHandle, handle
+from wsync.handles.base import EngineHandle, handle, send_control
 from wsync.messages.control import LOAD_FORMAT, Control
 from wsync.trainer.requests import Calls
 
@@ -103,8 +103,6 @@ def inspect(
 
 
 def _ask(engine: EngineHandle, end: float) -> list[WorkerReport]:
-    from wsync.messages import payload
-
     with contextlib.ExitStack() as doors:
         exporters = [Exporter(None) for _ in range(engine.workers)]
         for exporter in exporters:
@@ -114,12 +112,9 @@ def _ask(engine: EngineHandle, end: float) -> list[WorkerReport]:
             Control(op="inspect", session="0", update=0, deadline=left, address=door.address)
             for door in exporters
         ]
-        payloads = [payload.control(message.to_bytes()) for message in messages]
 
         def ask(_: int, engine: EngineHandle) -> None:
-            engine.update_weights(
-                payloads, load_format=LOAD_FORMAT, weight_version=None, timeout=left
-            )
+            send_control(engine, messages, weight_version=None, timeout=left)
 
         asking = Calls([(0, engine)], ask)
         found = []

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core
 from wsync.exchange.roster import Trainer, Worker, assign_homes
 from wsync.exchange.trainers import host_identity
-from wsync.handles.base import EngineHandle, handles_of
+from wsync.handles.base import EngineHandle, handles_of, send_control
 from wsync.machine.deadline import left
 from wsync.machine.device import of
 from wsync.machine.trace import Trace
-from wsync.messages.control import LOAD_FORMAT
+from wsync.messages.control import LOAD_FORMAT, Control
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.checked_engine import CheckedEngine, checked_engines
@@ -66,7 +66,7 @@ class Sync(Updates):
         self._pausing: Calls | None = None
         self._opened: Calls | None = None
         self._handover = Handover()
-        self._closing: dict[int, list[bytes]] = {}
+        self._closing: dict[int, list[Control]] = {}
         self._paused = False  # the engines, by the last update
         self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
@@ -281,28 +281,22 @@ class Sync(Updates):
             if self._group.rank == 0:
                 self._request(requests)
 
-    def _requests(self, connection: Connection) -> dict[int, list[bytes]]:
+    def _requests(self, connection: Connection) -> dict[int, list[Control]]:
         """What the opening request carries for each worker, by engine; and the closing one's."""
-        from wsync.messages import payload
-
-        by_engine: dict[int, list[bytes]] = {}
+        by_engine: dict[int, list[Control]] = {}
         self._closing = {}
         for number, worker in enumerate(self._placement.workers):
             if not worker.stock:
                 opening = connection.opening(number, self._updates)
                 closing = dataclasses.replace(opening, op="close", address="")
                 for told, message in ((by_engine, opening), (self._closing, closing)):
-                    told.setdefault(worker.engine, []).append(payload.control(message.to_bytes()))
+                    told.setdefault(worker.engine, []).append(message)
         return by_engine
 
-    def _request(self, requests: dict[int, list[bytes]]) -> None:
+    def _request(self, requests: dict[int, list[Control]]) -> None:
         def open_engine(index: int, engine: EngineHandle) -> None:
-            engine.update_weights(
-                requests[index],
-                load_format=LOAD_FORMAT,
-                weight_version=None,
-                timeout=self.options.request_deadline,
-            )
+            timeout = self.options.request_deadline
+            send_control(engine, requests[index], weight_version=None, timeout=timeout)
 
         numbered = [item for item in enumerate(self._visits) if item[0] in requests]
         self._opened = Calls(numbered, open_engine)
@@ -350,12 +344,7 @@ class Sync(Updates):
 
         def close(index: int, engine: EngineHandle, remaining: Callable[[], float]) -> None:
             if index not in stock:
-                engine.update_weights(
-                    closing[index],
-                    load_format=LOAD_FORMAT,
-                    weight_version=version,
-                    timeout=remaining(),
-                )
+                send_control(engine, closing[index], weight_version=version, timeout=remaining())
 
         self._handover.take_on(
             version,

@@ -57,7 +57,11 @@ class ApiHandle(ABC):
             )
         # SGLang's own flush inside an update asserts that the engine is idle, and the assertion
         # ends the server
-        settings = {"load_format": load_format, "flush_cache": False, **_version(weight_version)}
+        settings = {
+            "load_format": load_format,
+            "flush_cache": False,
+            **version_argument(weight_version),
+        }
         self._update(payloads, settings, timeout)
 
     def _update(self, payloads: Sequence[bytes], settings: dict[str, Any], timeout: float) -> None:
@@ -68,7 +72,7 @@ class ApiHandle(ABC):
     def update_weights_from_disk(
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
-        arguments = {"model_path": path, **_version(weight_version)}
+        arguments = {"model_path": path, **version_argument(weight_version)}
         self._do("update_weights_from_disk", arguments, timeout)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
@@ -86,5 +90,5 @@ class ApiHandle(ABC):
         return self._info(("server_info", "get_server_info"), timeout)
 
 
-def _version(version: int | str | None) -> dict[str, str]:
+def version_argument(version: int | str | None) -> dict[str, str]:
     return {} if version is None else {"weight_version": str(version)}

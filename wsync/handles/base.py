@@ -20,6 +20,7 @@ from wsync._core import InvalidArgumentError
 from wsync.handles.http import HttpHandle
 from wsync.handles.local import LocalHandle, RayHandle
 from wsync.handles.sglang import SglangHandle
+from wsync.messages.control import LOAD_FORMAT, Control
 
 
 @runtime_checkable
@@ -56,6 +57,27 @@ class EngineHandle(Protocol):
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         """What the engine says of its model; has "weight_version" where the engine knows it."""
+
+
+def send_control(
+    engine: EngineHandle,
+    messages: Sequence[Control],
+    *,
+    weight_version: int | str | None,
+    timeout: float,
+) -> None:
+    """One request with a control message for each worker: as they are to a handle with a method of
+    this name, else as the payloads of a weight-update request."""
+    own = getattr(engine, "send_control", None)
+    if own is not None:
+        own(messages, weight_version=weight_version, timeout=timeout)
+        return
+    from wsync.messages import payload
+
+    payloads = [payload.control(message.to_bytes()) for message in messages]
+    engine.update_weights(
+        payloads, load_format=LOAD_FORMAT, weight_version=weight_version, timeout=timeout
+    )
 
 
 def handle(

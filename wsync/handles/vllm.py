@@ -17,9 +17,10 @@ from typing import Any, Final
 
 from wsync._core import InvalidArgumentError, RemoteError, UnsupportedError
 from wsync.handles.answers import engine_text, json_or_text
+from wsync.handles.api import version_argument
 from wsync.handles.http import HttpHandle
 from wsync.handles.local import LocalHandle
-from wsync.messages.control import LOAD_FORMAT, agree
+from wsync.messages.control import LOAD_FORMAT, Control
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
 _PATIENCE_SECONDS: Final = 3600.0
@@ -55,6 +56,13 @@ class VllmHandle(LocalHandle):
             raise InvalidArgumentError(
                 f"engine {self.name}: has {self.workers} workers, not {workers}"
             )
+
+    def send_control(
+        self, messages: Sequence[Control], *, weight_version: int | str | None, timeout: float
+    ) -> None:
+        """One call of all workers; see wsync.handles.base.send_control."""
+        told = [message.to_bytes().decode() for message in messages]
+        self._do("update", {"messages": told, **version_argument(weight_version)}, timeout)
 
     def _count(self, timeout: float) -> int:
         try:
@@ -149,27 +157,17 @@ class _Engine:
         elif self._sleeps():
             self._call("wake_up", tags=["scheduling"])
 
-    def update_weights_from_tensor(
-        self,
-        serialized_named_tensors: Sequence[str],
-        load_format: str | None,
-        flush_cache: bool,
-        weight_version: str | None = None,
-    ) -> Any:
-        from wsync.messages import payload
-
-        controls = [payload.control_bytes(payload.load(text)) for text in serialized_named_tensors]
-        agree(controls)
-        messages = [control.decode() for control in controls if control is not None]
-        if load_format != LOAD_FORMAT or len(messages) != len(controls):
-            return False, f"vLLM takes no weights in requests; load_format is {load_format!r}"
-        for answer in self._ask("wsync_update", messages, weight_version):
+    def update(self, messages: Sequence[str], weight_version: str | None = None) -> Any:
+        for answer in self._ask("wsync_update", list(messages), weight_version):
             good = isinstance(answer, list | tuple) and len(answer) == 2
             if not good or answer[0] is not True:
                 return False, str(answer[1] if good else answer)
         if weight_version is not None and self._has("update_weight_version"):
             self._call("update_weight_version", new_version=weight_version)
         return True, "Success"
+
+    def update_weights_from_tensor(self, load_format: str | None, **_: Any) -> Any:
+        return False, f"vLLM takes no weights in requests; load_format is {load_format!r}"
 
     def update_weights_from_disk(self, **_: Any) -> Any:
         return False, "vLLM engines are not updated through the disk"

@@ -9,8 +9,9 @@ from typing import Any
 
 from wsync._core import RemoteError
 from wsync.handles.answers import identity_of
-from wsync.handles.base import EngineHandle
+from wsync.handles.base import EngineHandle, send_control
 from wsync.machine.deadline import left
+from wsync.messages.control import Control
 
 
 class CheckedEngine:
@@ -65,6 +66,12 @@ class CheckedEngine:
         self._during.update_weights(
             payloads, load_format=load_format, weight_version=weight_version, timeout=remaining
         )
+
+    def send_control(
+        self, messages: Sequence[Control], *, weight_version: int | str | None, timeout: float
+    ) -> None:
+        remaining = self._give(weight_version, time.monotonic() + timeout)
+        send_control(self._during, messages, weight_version=weight_version, timeout=remaining)
 
     def update_weights_from_disk(
         self, path: str, *, weight_version: int | str | None, timeout: float
