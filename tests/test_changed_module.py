@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
 import itertools
 import threading
@@ -419,6 +420,94 @@ def test_an_attribute_of_many_values_that_load_weights_goes_by_is_noticed(
             sync.update(draw(3))
         sync.update(draw(4))
     found = module.a.clone(), module.b.clone()
+    module.load_weights(list(draw(4).items()))
+    assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)
+
+
+class Config:
+    """As those of transformers."""
+
+    def __init__(self) -> None:
+        self.text = {"first": 0}
+
+    def to_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(vars(self))
+
+
+@dataclasses.dataclass
+class Settings:
+    first: int = 0
+
+
+def in_order(data: torch.Tensor, tensor: torch.Tensor) -> None:
+    data.copy_(tensor)
+
+
+def turned(data: torch.Tensor, tensor: torch.Tensor) -> None:
+    data.copy_(tensor.flip(0))
+
+
+def rolled(first: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    return lambda data, tensor: data.copy_(tensor[rows(first)])
+
+
+class Indirect(Loading):
+    """Goes by objects of its own, and by attributes of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.settings = Config(), Settings()
+        self.by_name = dict(self.named_parameters())
+        self.mode = ""
+        self.a.first = 0  # type: ignore[attr-defined]
+        self.a.weight_loader = in_order  # type: ignore[attr-defined]
+        self.b.weight_loader = rolled(0)  # type: ignore[attr-defined]
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        self.mode = self.mode or "plain"
+        first = self.config.text["first"] + self.settings.first
+        for name, tensor in pairs:
+            target = self.by_name[name]
+            found = tensor[rows(first + getattr(target, "first", 0))]
+            if getattr(target, "backwards", self.mode == "backwards") or target.requires_grad:
+                found = found.flip(1)
+            target.weight_loader(target.data, found)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda m: m.config.text.update(first=3), "config, which"),
+        (lambda m: setattr(m.settings, "first", 3), "settings, which"),
+        (lambda m: setattr(m.a, "first", 3), "a.first, which load_weights goes by, was 0 and is 3"),
+        (lambda m: setattr(m.b, "backwards", True), "b.backwards, which .* was absent and is True"),
+        (lambda m: delattr(m.a, "first"), "a.first, which load_weights goes by, was 0 and is abs"),
+        (lambda m: m.a.requires_grad_(), "a.requires_grad, which"),
+        (lambda m: setattr(m.a, "weight_loader", turned), "a.weight_loader, which"),
+        (lambda m: setattr(m.b, "weight_loader", rolled(2)), "b.weight_loader, which"),
+        (lambda m: setattr(m, "mode", "backwards"), "mode, which .* was 'plain' and is 'backw"),
+        (lambda m: setattr(m, "a", parameter(m.a.data)), "a.first, which .* was 0 and is absent"),
+    ],
+)
+def test_what_load_weights_reads_of_parameters_and_configurations_is_noticed(
+    change: Callable[[Any], object], text: str
+) -> None:
+    module = Indirect()
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        module.a.unread = module.config.text.get("unread")  # type: ignore[attr-defined]
+        module.b.data = module.b.data.clone()
+        sync.update(draw(2))
+        assert loader.reason == ""
+        change(module)
+        module.by_name = dict(module.named_parameters())
+        if "weight_loader" not in vars(module.a):
+            module.a.weight_loader = in_order  # type: ignore[attr-defined]
+        with pytest.raises(WsyncError, match=text):
+            sync.update(draw(3))
+        sync.update(draw(4))
+    found = module.a.detach().clone(), module.b.detach().clone()
     module.load_weights(list(draw(4).items()))
     assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)
 

@@ -10,19 +10,10 @@ from typing import Any, Final
 
 import torch
 
-from wsync._core import (
-    BufferTable,
-    Device,
-    Layout,
-    LayoutBuilder,
-    LayoutError,
-    Memory,
-    NoMemoryError,
-    StateError,
-    Stream,
-)
+from wsync import _core
 from wsync.dtypes import dtype_of
 from wsync.engine.destination import MissingError, listed
+from wsync.engine.learn.attributes import Attribute, attributes_read
 from wsync.engine.learn.module import Area, Held, SharedError
 from wsync.engine.learn.prove import add_boxes, prove, rehearse
 from wsync.engine.learn.recorder import (
@@ -34,7 +25,6 @@ from wsync.engine.learn.recorder import (
     unseen,
 )
 from wsync.engine.learn.stand_ins import Rehearsal
-from wsync.engine.learn.tracer import flags_read
 from wsync.engine.loaders import (
     LoadWeights,
     Losing,
@@ -87,7 +77,7 @@ class RecordedLoader:
     ) -> None:
         method = load_weights if load_weights is not None else getattr(module, "load_weights", None)
         if method is None:
-            raise LayoutError(f"{type(module).__name__} has no load_weights to learn from")
+            raise _core.LayoutError(f"{type(module).__name__} has no load_weights to learn from")
         self.recording: Recording | None = None
         self.reason = ""
         self._module = module
@@ -96,10 +86,10 @@ class RecordedLoader:
         self._needed = needed
         self._after = after
         self._device = device.find(device.of_module(module) or device.wanted())
-        self._stream = Stream(threads, self._device)
+        self._stream = _core.Stream(threads, self._device)
         self._model: _Model = []
         self._set_aside: _Model = []  # of it, what the module's own loader loads
-        self._layout: Layout | None = None
+        self._layout: _core.Layout | None = None
         self._went_by: object = None
         self._doubtful: list[str] = []  # parameters that the module's own loader may not load
         self._sums: dict[str, int] = {}  # theirs, before the update
@@ -111,17 +101,17 @@ class RecordedLoader:
         self._loaded: set[int] = set()
 
     @property
-    def device(self) -> Device:
+    def device(self) -> _core.Device:
         return self._plain.device if self.recording is None else self._device
 
     @property
-    def stream(self) -> Stream | None:
+    def stream(self) -> _core.Stream | None:
         return self._plain.stream if self.recording is None else self._stream
 
     def blob(self) -> bytes:
         return LEARN
 
-    def learn(self, model: Layout, losing: Losing = keeps) -> bytes:
+    def learn(self, model: _core.Layout, losing: Losing = keeps) -> bytes:
         """Learns what the module keeps of a model's tensors; a blob that says it.
 
         The module's weights are lost, unless this model has been learnt before.
@@ -144,7 +134,12 @@ class RecordedLoader:
         except (ClashError, SharedError) as error:
             self.reason = str(error)
             raise
-        except (RecordingError, LayoutError, NoMemoryError, torch.OutOfMemoryError) as error:
+        except (
+            RecordingError,
+            _core.LayoutError,
+            _core.NoMemoryError,
+            torch.OutOfMemoryError,
+        ) as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
             _log.warning("%s; whole tensors go through its load_weights", self.reason)
             self._doubtful = self._find_doubtful(model)
@@ -180,11 +175,11 @@ class RecordedLoader:
     def _stays(self, path: str) -> bool:
         return any(fnmatch.fnmatchcase(path, pattern.strip()) for pattern in self._ignore)
 
-    def _find_doubtful(self, model: Layout) -> list[str]:
+    def _find_doubtful(self, model: _core.Layout) -> list[str]:
         """Parameters that load_weights, which cannot be learnt, was not seen to load."""
         try:
             return unseen(self._module, self._load, Rehearsal(model))
-        except (LayoutError, NoMemoryError) as error:
+        except (_core.LayoutError, _core.NoMemoryError) as error:
             _log.warning("what load_weights loads is not known: %s", error)
             return []
 
@@ -208,7 +203,7 @@ class RecordedLoader:
             return {"module": module, "unlearnt": self.reason or "no trainer has connected yet"}
         return {"module": module, **self.recording.describe(self._model)}
 
-    def attach(self, ring: Memory, manifest: Layout) -> None:
+    def attach(self, ring: _core.Memory, manifest: _core.Layout) -> None:
         self._router = None
         if self.recording is None or self._layout is None:
             self._plain.attach(ring, manifest)
@@ -234,7 +229,7 @@ class RecordedLoader:
         ]
         further = [*self._shadows, *(tensor for _, tensor in self._staged)]
         spans = held.spans() + [(t.data_ptr(), t.nbytes) for t in further]
-        router.bind(BufferTable(spans, (held.memory(), further)))
+        router.bind(_core.BufferTable(spans, (held.memory(), further)))
         self._held = held
         self._loaded = set()
 
@@ -283,7 +278,7 @@ class RecordedLoader:
         """StateError where the module does not hold any more what the update was written to."""
         if not held.current():
             change = Held(self._module).difference(held.facts)
-            raise StateError(
+            raise _core.StateError(
                 f"{type(self._module).__name__} has changed while the update ran: "
                 f"{change or 'tensors were replaced'}"
             )
@@ -296,7 +291,7 @@ class RecordedLoader:
         for twin, shadow in zip(recording.twins, shadows, strict=True):
             if twin.differs(held.areas, shadow):
                 where = held.name(twin.area, twin.move.destination)
-                raise LayoutError(
+                raise _core.LayoutError(
                     f"{where}: {twin.name} and {twin.other} are both loaded there, and bring "
                     "different values"
                 )
@@ -313,7 +308,7 @@ class RecordedLoader:
         change = change or self._stale(recording, held)
         if change:
             self._model = []
-            raise StateError(
+            raise _core.StateError(
                 f"{type(self._module).__name__} has changed since it was learnt: {change}; "
                 "the next update learns it anew"
             )
@@ -325,13 +320,13 @@ class RecordedLoader:
             return "load_weights goes by something outside the module that has other values"
         return recording.stale(held)
 
-    def _record(self, layout: Layout) -> Recording:
-        with flags_read(self._module) as flags:
-            recording = self._watch(layout)
-        recording.guard(flags)
+    def _record(self, layout: _core.Layout) -> Recording:
+        with attributes_read(self._module) as attributes:
+            recording = self._watch(layout, attributes)
+        recording.guard(attributes)
         return recording
 
-    def _watch(self, layout: Layout) -> Recording:
+    def _watch(self, layout: _core.Layout, attributes: list[Attribute]) -> Recording:
         model = Rehearsal(layout)
         try:
             recording = record(self._module, self._load, model)
@@ -344,14 +339,16 @@ class RecordedLoader:
         if 2 * aside > model.nbytes:
             name, reason = next(iter(recording.fallback.items()))
             raise RecordingError(f"most of it is no copy; {name}: {reason}")
+        # what the first load has set may stay as it is from then on
+        attributes[:] = [attribute.renewed() for attribute in attributes]
         # other values: what a hidden write has left while recording must not look right
         prove(self._module, self._load, Rehearsal(layout, seed=1), recording, self._stream)
         return recording
 
-    def _destination(self, recording: Recording) -> Layout:
+    def _destination(self, recording: Recording) -> _core.Layout:
         """The module's boxes; buffers are areas, and then tensors that are kept for the loader."""
         shapes = {name: shape for name, _, shape, _ in self._model}
-        builder = LayoutBuilder()
+        builder = _core.LayoutBuilder()
         for area, pieces in sorted(recording.by_area().items()):
             add_boxes(builder, area, pieces, recording, shapes)
         count = len(Held(self._module).areas) + len(recording.twins)
@@ -373,5 +370,5 @@ class RecordedLoader:
 
     def _attached(self) -> Router:
         if self._router is None:
-            raise StateError("no ring is attached")
+            raise _core.StateError("no ring is attached")
         return self._router

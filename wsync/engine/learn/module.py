@@ -269,14 +269,10 @@ def _tensors(
 def _outline(part: torch.nn.Module) -> tuple[list[int], list[tuple[str, int]]]:
     """Changes when tensors or modules come or go, and when a name stands for another module."""
     tensors = [
-        sum(isinstance(value, torch.Tensor) and _there_is(value) for value in slot.values())
+        sum(isinstance(t, torch.Tensor) and _usable(t) and t.numel() > 0 for t in slot.values())
         for slot in slots(part)
     ]
     return tensors, [(name, id(child)) for name, child in part._modules.items()]
-
-
-def _there_is(tensor: torch.Tensor) -> bool:
-    return _usable(tensor) and tensor.numel() > 0
 
 
 def slots(part: torch.nn.Module) -> tuple[dict[str, Any], ...]:

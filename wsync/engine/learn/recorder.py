@@ -21,6 +21,7 @@ import torch
 
 from wsync._core import LayoutError
 from wsync.dtypes import dtype_of
+from wsync.engine.learn.attributes import Attribute
 from wsync.engine.learn.deadline import check
 from wsync.engine.learn.module import Area, AreaNames, Fact, Held, Kept, region, view
 from wsync.engine.learn.regions import (
@@ -42,7 +43,6 @@ from wsync.engine.learn.tracer import (
     CONSTANT,
     HELD,
     SOURCE,
-    Flag,
     Outside,
     ReadsValuesError,
     Tracer,
@@ -144,7 +144,7 @@ class Recording:
     looked: checksums of the gaps of areas whose values the loader looked at: it may do something
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
     copies, into the memory of twins.  outside: what it read that is neither the module's nor the
-    model's, and checksums of that; flags: attributes that it read.  Both from `guard` on.
+    model's, and checksums of that; attributes: those that it read.  Both from `guard` on.
     """
 
     facts: list[Fact]
@@ -163,18 +163,19 @@ class Recording:
     twins: list[Twin] = field(default_factory=list)
     shadow_copies: list[Transfer] = field(default_factory=list)
     outside: list[tuple[Outside, int]] = field(default_factory=list)
-    flags: list[Flag] = field(default_factory=list)
+    attributes: list[Attribute] = field(default_factory=list)
 
-    def guard(self, flags: Sequence[Flag]) -> None:
-        """From here on, what the loader went by is to stay as it is, if it is there yet.
+    def guard(self, attributes: Sequence[Attribute]) -> None:
+        """From here on, what the loader went by is to stay as it is, if it is still there.
 
-        flags: attributes that it read; those that it changes itself are left alone.
+        attributes: those that it read, before a further load; those that this has changed are left
+        alone.
 
         Raises:
             RecordingError: a load changes it.
         """
         gc.collect()
-        self.flags = [flag for flag in flags if not flag.differs()]
+        self.attributes = [each for each in attributes if not each.difference()]
         found = [(outside, outside.sum(), sum) for outside, sum in self.outside]
         if any(now is not None and now != sum for _, now, sum in found):
             raise RecordingError("it goes by values outside the module, which it changes")
@@ -184,8 +185,8 @@ class Recording:
         """Which values that the loader goes by are others now; "" where none are."""
         if any(outside.sum() != sum for outside, sum in self.outside):
             return "values outside the module, which load_weights goes by, are others or are gone"
-        for flag in self.flags:
-            if difference := flag.differs():
+        for attribute in self.attributes:
+            if difference := attribute.difference():
                 return difference
         for area, sums in self.looked.items():
             if held.areas[area].sums(self.gaps[area]) != sums:

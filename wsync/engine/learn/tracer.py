@@ -9,8 +9,6 @@ the model's tensors are not there to be looked at; which of the module's were lo
 from __future__ import annotations
 
 import bisect
-import enum
-import reprlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -157,21 +155,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet = func.overloadpacket
         if func.is_view or packet in _VIEWS or packet in _SHAPES:
             return func(*args, **kwargs)
-        self._note_outside(func, args, kwargs)
+        tensors = _tensors((args, kwargs))
+        changed = _changed(func, args, kwargs)
+        copies = packet in _COPIES
+        for tensor in tensors:
+            if not copies or all(tensor is not other for other in changed):
+                self.read_outside(tensor)
         handler = None if self._opaque or "out" in kwargs else _HANDLERS.get(packet)
         try:
             if handler is not None:
                 return handler(self, func, *args, **kwargs)
         except UnexpressedError:
             pass  # a movement of too many parts is as good as a computation
-        return self._other(func, args, kwargs)
-
-    def _note_outside(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        written = {id(tensor) for tensor in _changed(func, args, kwargs)}
-        for tensor in leaves:
-            if id(tensor) not in written or func.overloadpacket not in _COPIES:
-                self.read_outside(tensor)
+        return self._other(func, args, kwargs, tensors, changed)
 
     def read_outside(self, tensor: torch.Tensor) -> None:
         """Notes a tensor that others may change when the load is over."""
@@ -354,11 +350,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- everything else
 
-    def _other(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        changed = _changed(func, args, kwargs)
+    def _other(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        changed: list[torch.Tensor],
+    ) -> Any:
         known = [tensor for tensor in tensors if self._symbolic(tensor)]
-        held = any(self._held.find(t.data_ptr()) >= 0 for t in changed if t.numel())
+        held = any(map(self.held, changed))
         names = frozenset().union(self._opaque, *(self._names(tensor) for tensor in known))
         packet = func.overloadpacket
         reason = f"{packet.__name__}"
@@ -381,7 +382,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves = tree_leaves(answer)
         if known and any(not isinstance(leaf, torch.Tensor) for leaf in leaves if leaf is not None):
             self.refuse(names, reason)
-        for tensor in changed or [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]:
+        for tensor in changed or _tensors(leaves):
             if known:
                 self.taint(tensor, names, reason)
             else:
@@ -407,9 +408,9 @@ class _Elsewhere(TorchDispatchMode):
         kwargs = kwargs or {}
         tracer = self._tracer()
         if tracer is not None:
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
-                    tracer.elsewhere = tracer.elsewhere or tracer.moves(leaf)
+            for tensor in _tensors((args, kwargs)):
+                if tensor.layout == torch.strided:
+                    tracer.elsewhere = tracer.elsewhere or tracer.moves(tensor)
         return func(*args, **kwargs)
 
 
@@ -465,8 +466,12 @@ def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tor
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            found += _tensors(value)
     return found
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 # -- operators that move data: (tracer, operator, its arguments) -> its result
@@ -602,119 +607,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-_PLAIN: Final = (
-    *(bool, int, float, complex, str, bytes, type(None)),
-    *(range, slice, enum.Enum, torch.dtype, torch.device),
-)
-# what every module has, and Held knows of
-_OWN: Final = vars(torch.nn.Module()).keys() - {"training"}
-_DEPTH: Final = 8  # of containers in containers
-
-
-class _Absent(enum.Enum):
-    """What an attribute is that is not there, and a value that is not compared."""
-
-    ABSENT = "absent"
-    OTHER = "other"
-
-    def __repr__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """An attribute of a module that is plain (a number, a word, None, an array of numpy, or a
-    container of such), the value that was read, and how it reads."""
-
-    part: weakref.ref[torch.nn.Module]
-    name: str
-    value: Any
-    text: str
-
-    def differs(self) -> str:
-        """How it is another now, or ""."""
-        part = self.part()
-        if part is None:
-            return ""  # other modules are noticed as such
-        now = getattr(part, self.name, _Absent.ABSENT)
-        value = _frozen(now)
-        if value == self.value:
-            return ""
-        text = type(now).__name__ if value is _Absent.OTHER else reprlib.repr(now)
-        return f"{self.name}, which load_weights goes by, was {self.text} and is {text}"
-
-
-def _frozen(value: Any, depth: int = 0) -> Any:
-    """What equals another one's if the values are the same, and does not change with them;
-    OTHER for what cannot be told.  Of such things in a container, the types are compared."""
-    kind = type(value)
-    if isinstance(value, _PLAIN):
-        return kind, value
-    if depth == _DEPTH:
-        return _Absent.OTHER
-    if isinstance(value, list | tuple):
-        return kind, tuple(_inner(each, depth) for each in tuple(value))
-    if isinstance(value, set | frozenset):
-        return kind, frozenset(_inner(each, depth) for each in tuple(value))
-    if isinstance(value, dict):
-        pairs = list(value.items())
-        return kind, tuple((_inner(k, depth), _inner(v, depth)) for k, v in pairs)
-    dtype = getattr(value, "dtype", None) if kind.__module__ == "numpy" else None
-    if dtype is not None and not dtype.hasobject:
-        return kind, str(dtype), value.shape, value.tobytes()
-    return _Absent.OTHER
-
-
-def _inner(value: Any, depth: int) -> Any:
-    found = _frozen(value, depth + 1)
-    return type(value) if found is _Absent.OTHER else found
-
-
-@contextmanager
-def flags_read(module: torch.nn.Module) -> Iterator[list[Flag]]:
-    """The plain attributes of the module and its parts that this thread reads in the block, with
-    the values that they had first, and those that it looks for in vain.  Those of other objects
-    (a configuration) are not seen."""
-    mine = threading.get_ident()
-    parts = {id(part): part for part in module.modules()}
-    seen: set[tuple[int, str]] = set()
-    found: list[Flag] = []
-    find = torch.nn.Module.__getattribute__
-
-    def note(part: torch.nn.Module, name: str, value: Any) -> None:
-        key = (id(part), name)
-        if (
-            threading.get_ident() != mine
-            or key[0] not in parts
-            or key in seen
-            or name in _OWN
-            or name.startswith("__")
-        ):
-            return
-        seen.add(key)
-        frozen = _frozen(value)
-        if frozen is not _Absent.OTHER:
-            found.append(Flag(weakref.ref(part), name, frozen, reprlib.repr(value)))
-
-    def read(part: torch.nn.Module, name: str) -> Any:
-        try:
-            value = find(part, name)
-        except AttributeError:
-            # a tensor or a part of its own, or what somebody else makes up, is found next
-            note(part, name, _Absent.ABSENT)
-            raise
-        note(part, name, value)
-        return value
-
-    with _flags:
-        torch.nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
-        try:
-            yield found
-        finally:
-            del torch.nn.Module.__getattribute__
-
-
-_flags = threading.RLock()
 _one_at_a_time = threading.Lock()
 
 

@@ -1,0 +1,197 @@
+"""Attributes that load_weights reads, and whether they have changed since.
+
+Seen are those of the module, of its parts and of its parameters whose values are plain: numbers,
+words, None, enumerations, dtypes, arrays of numpy, functions by their code, containers of such, and
+configurations (objects with to_dict, dataclasses) by what they hold.  Of anything else in a
+container, and of anything deeper than a few containers, the type is compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import reprlib
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+# values that cannot change while they are the same object
+_ATOMS: Final = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(range, slice, enum.Enum, torch.dtype, torch.device),
+)
+# what every module has, and Held knows of
+_OWN: Final = vars(torch.nn.Module()).keys() - {"training"}
+_DEPTH: Final = 8  # of containers in containers
+
+
+class _Absent(enum.Enum):
+    """What an attribute is that is not there, and a value that is not compared."""
+
+    ABSENT = "absent"
+    OTHER = "other"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attribute:
+    """An attribute of a module, or of its parameter of that name, as it was.
+
+    frozen: see `_freeze`.  atom: the value itself, where it cannot change.
+    """
+
+    module: weakref.ref[torch.nn.Module]
+    parameter: str
+    name: str
+    frozen: Any
+    atom: Any
+    text: str
+
+    @staticmethod
+    def of(module: torch.nn.Module, parameter: str, name: str, value: Any) -> Attribute:
+        return Attribute(weakref.ref(module), parameter, name, *_forms(value))
+
+    def renewed(self) -> Attribute:
+        """As it is now."""
+        owner = self._owner()
+        if owner is None:
+            return self
+        forms = _forms(getattr(owner, self.name, _Absent.ABSENT))
+        return Attribute(self.module, self.parameter, self.name, *forms)
+
+    def difference(self) -> str:
+        """How it is another now, or "".  Nothing is said where its owner is gone: that is noticed
+        as such."""
+        owner = self._owner()
+        if owner is None:
+            return ""
+        value = getattr(owner, self.name, _Absent.ABSENT)
+        if value is self.atom or (frozen := _freeze(value)) == self.frozen:
+            return ""
+        name = f"{self.parameter}.{self.name}" if self.parameter else self.name
+        text = type(value).__name__ if frozen is _Absent.OTHER else _words(value)
+        if text == self.text:
+            text = "another"
+        return f"{name}, which load_weights goes by, was {self.text} and is {text}"
+
+    def _owner(self) -> torch.nn.Module | torch.nn.Parameter | None:
+        module = self.module()
+        if module is None or not self.parameter:
+            return module
+        return module._parameters.get(self.parameter)
+
+
+def _forms(value: Any) -> tuple[Any, Any, str]:
+    """An Attribute's frozen, atom and text."""
+    return _freeze(value), value if isinstance(value, _ATOMS) else _Absent, _words(value)
+
+
+class _Words(reprlib.Repr):
+    """Never the values of tensors: a recording would take that for the loader's doing."""
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        if isinstance(value, _ATOMS):
+            return super().repr_instance(value, level)
+        return f"a {type(value).__name__}"
+
+
+_words: Final = _Words().repr
+
+
+def _freeze(value: Any, depth: int = 0) -> Any:
+    """What equals another one's if the values are the same, and does not change with them;
+    OTHER for what cannot be told.  Of such things in a container, the types are compared."""
+    kind = type(value)
+    if isinstance(value, _ATOMS):
+        return kind, value
+    if depth == _DEPTH or isinstance(value, torch.nn.Module | torch.Tensor):
+        return _Absent.OTHER
+    if isinstance(value, list | tuple):
+        return kind, tuple(_inner(each, depth) for each in tuple(value))
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(_inner(each, depth) for each in tuple(value))
+    if isinstance(value, dict):
+        pairs = list(value.items())
+        return kind, tuple((_inner(k, depth), _inner(v, depth)) for k, v in pairs)
+    if isinstance(value, types.FunctionType | types.MethodType):
+        cells = value.__closure__ or ()
+        return kind, value.__code__, tuple(_inner(cell.cell_contents, depth) for cell in cells)
+    if dataclasses.is_dataclass(kind) or hasattr(kind, "to_dict"):
+        return kind, _inner(getattr(value, "__dict__", None), depth)
+    dtype = getattr(value, "dtype", None) if kind.__module__ == "numpy" else None
+    if dtype is not None and not dtype.hasobject:
+        return kind, str(dtype), value.shape, value.tobytes()
+    return _Absent.OTHER
+
+
+def _inner(value: Any, depth: int) -> Any:
+    found = _freeze(value, depth + 1)
+    return type(value) if found is _Absent.OTHER else found
+
+
+@contextmanager
+def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
+    """The attributes that this thread reads in the block, with the values that they had first, and
+    those that it looks for in vain."""
+    mine = threading.get_ident()
+    # the object itself, too: of a parameter that is freed, another may get the address
+    owners: dict[int, tuple[Any, torch.nn.Module, str]] = {}
+    for part in module.modules():
+        owners[id(part)] = (part, part, "")
+        for name, parameter in part._parameters.items():
+            owners.setdefault(id(parameter), (parameter, part, name))
+    seen: set[tuple[int, str]] = set()
+    found: list[Attribute] = []
+
+    def note(owner: Any, name: str, value: Any) -> None:
+        key = (id(owner), name)
+        if (
+            threading.get_ident() != mine
+            or key in seen
+            or key[0] not in owners
+            or name in _OWN
+            or name.startswith("__")
+        ):
+            return
+        seen.add(key)
+        _, part, parameter = owners[key[0]]
+        own = value is _Absent.ABSENT or name in owner.__dict__ or name == "requires_grad"
+        if own or not (parameter or callable(value)):
+            attribute = Attribute.of(part, parameter, name, value)
+            if attribute.frozen is not _Absent.OTHER:
+                found.append(attribute)
+
+    def reading(kind: type) -> Any:
+        find: Any = kind.__getattribute__
+
+        def read(owner: Any, name: str) -> Any:
+            try:
+                value = find(owner, name)
+            except AttributeError:
+                # a tensor or a part of its own, or what somebody else makes up, is found next
+                note(owner, name, _Absent.ABSENT)
+                raise
+            note(owner, name, value)
+            return value
+
+        return read
+
+    kinds: tuple[Any, ...] = (torch.nn.Module, torch.nn.Parameter)
+    with _patching:
+        for kind in kinds:
+            kind.__getattribute__ = reading(kind)
+        try:
+            yield found
+        finally:
+            for kind in kinds:
+                del kind.__getattribute__
+
+
+_patching = threading.RLock()
