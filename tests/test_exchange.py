@@ -166,8 +166,8 @@ def test_a_stopped_rank_ends_the_wait_with_the_deadline() -> None:
     try:
         assert world.hear(1) == "stopping"
         assert world.hear(0) == (
-            f"DeadlineError: deadline passed in round {ROUND} while rank 1 "
-            f"(pid {world.pid(1)}) was awaited to send"
+            f"DeadlineError: deadline passed while the data of round {ROUND} of rank 1 "
+            f"(pid {world.pid(1)}) was awaited"
         )
     finally:
         world.close()

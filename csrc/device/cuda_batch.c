@@ -107,8 +107,7 @@ static wsync_status_t check(const wsync_cuda_runner_t *self, wsync_cu_result_t c
                             self->device->label);
 }
 
-/* --- what the device runs ---------------------------------------------------------------
- */
+/* --- what the device runs --- */
 
 /* One long run, as the exchange has them: a copy engine moves it, which leaves the
  * multiprocessors to others.  (Pageable memory it would move only while the host waits.) */
@@ -180,8 +179,7 @@ static wsync_status_t run_part(wsync_cuda_runner_t *self, const part_t *part,
     return is_plain(part) ? copy_plain(self, part, err) : launch(self, part, err);
 }
 
-/* --- whose memory it is -----------------------------------------------------------------
- */
+/* --- whose memory it is --- */
 
 /* Asks for a place that is not known yet. */
 static wsync_status_t resolve(wsync_cuda_runner_t *self, const wsync_span_t *span,
@@ -292,8 +290,7 @@ static wsync_status_t sort(wsync_cuda_runner_t *self, const wsync_batch_t *batch
     return status;
 }
 
-/* --- what is fed ------------------------------------------------------------------------
- */
+/* --- what is fed --- */
 
 static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_batch_t *batch,
                                const sorted_t *sorted, const wsync_cuda_load_t *load,

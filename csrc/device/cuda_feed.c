@@ -28,8 +28,7 @@ struct wsync_cuda_feed {
     _Atomic uint64_t filled; /* slots that were given to the host */
 };
 
-/* --- loads ------------------------------------------------------------------------------
- */
+/* --- loads --- */
 
 void wsync_cuda_load_destroy(wsync_cuda_load_t *load)
 {
@@ -209,8 +208,7 @@ wsync_status_t wsync_cuda_load_append(wsync_cuda_load_t *load, const wsync_copy_
     return status;
 }
 
-/* --- the ring ---------------------------------------------------------------------------
- */
+/* --- the ring --- */
 
 static wsync_event_t device_word(const wsync_cuda_feed_t *feed, uint64_t offset)
 {

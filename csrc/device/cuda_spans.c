@@ -133,8 +133,7 @@ static wsync_status_t classify(const wsync_cuda_device_t *device, const wsync_sp
     return status;
 }
 
-/* --- ranges of a device -----------------------------------------------------------------
- */
+/* --- ranges of a device --- */
 
 /* The first range that ends beyond an address. */
 static size_t range_after(const range_t *ranges, size_t count, uintptr_t address)
@@ -216,8 +215,7 @@ wsync_status_t wsync_cuda_find_unmapped(const wsync_cuda_device_t *device,
     return status;
 }
 
-/* --- all spans --------------------------------------------------------------------------
- */
+/* --- all spans --- */
 
 /* Where the span's answer is, or would be; there is room. */
 static known_t *seek(known_t *known, size_t capacity, const wsync_span_t *span)

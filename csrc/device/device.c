@@ -31,8 +31,7 @@ const char *wsync_device_text(const wsync_device_t *device,
     return text;
 }
 
-/* --- memory ----------------------------------------------------------------------------
- */
+/* --- memory --- */
 
 void wsync_memory_init(wsync_memory_t *memory, const wsync_device_t *device,
                        uint64_t nbytes)
@@ -103,8 +102,7 @@ wsync_status_t wsync_memory_unpark(wsync_memory_t *memory, int fd, wsync_error_t
                               : status;
 }
 
-/* --- streams ---------------------------------------------------------------------------
- */
+/* --- streams --- */
 
 wsync_status_t wsync_stream_create(const wsync_device_t *self, unsigned threads,
                                    wsync_stream_t **stream, wsync_error_t *err)
@@ -220,8 +218,7 @@ void wsync_stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next, size_
     stream->device->stream_ops->trace(stream, next, capacity, spans, count);
 }
 
-/* --- events ----------------------------------------------------------------------------
- */
+/* --- events --- */
 
 static uint64_t *event_word(wsync_event_t event)
 {

@@ -19,6 +19,8 @@ typedef enum exporter_state {
 
 struct wsync_exporter {
     wsync_link_t link;
+    wsync_ending_t ending;
+    uint64_t base; /* rounds of all earlier updates */
     wsync_listener_t *listener;
     wsync_memory_t *ring; /* counted; NULL before the first attach */
     exporter_state_t state;
@@ -33,7 +35,7 @@ struct wsync_exporter {
     uint8_t worker_uuid[WSYNC_DEVICE_UUID_NBYTES];
     uint8_t token[WSYNC_TOKEN_NBYTES];
     char path[WSYNC_PATH_NBYTES];
-    char refusal[600]; /* why the worker has not parked */
+    char refusal[WSYNC_LINK_TEXT_NBYTES]; /* why the worker has not parked */
 };
 
 static const char *state_text(const wsync_exporter_t *self)
@@ -58,7 +60,7 @@ static const char *state_text(const wsync_exporter_t *self)
 static wsync_status_t require(const wsync_exporter_t *self, const char *call,
                               exporter_state_t state, wsync_error_t *err)
 {
-    const wsync_status_t status = wsync_link_check(&self->link, err);
+    const wsync_status_t status = wsync_ending_check(&self->ending, err);
 
     if (status == WSYNC_OK && self->state != state) {
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session", "%s: %s", call,
@@ -76,7 +78,7 @@ static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_erro
             self->done_count < self->next_post && frame->arguments[1] <= 1) {
             self->done_count++;
             if (frame->arguments[1] == 0) {
-                self->done_value = self->link.base + self->done_count;
+                self->done_value = self->base + self->done_count;
             }
             return WSYNC_OK;
         }
@@ -92,17 +94,10 @@ static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_erro
     if (self->state == EXPORTER_PARKING && frame->fd_count == 0 &&
         frame->kind == SESSION_PARKED && frame->arguments[0] <= 1) {
         self->state = frame->arguments[0] == 1 ? EXPORTER_PARKED : EXPORTER_ATTACHED;
-        wsync_link_read(frame, self->refusal, sizeof(self->refusal));
+        wsync_link_read(frame, self->refusal);
         return WSYNC_OK;
     }
     return wsync_link_unexpected(&self->link, frame, err);
-}
-
-/* No frame waits for a call of its own. */
-static bool is_hungry(const void *owner)
-{
-    (void)owner;
-    return true;
 }
 
 wsync_status_t wsync_exporter_create(const char *parent, wsync_exporter_t **exporter,
@@ -115,10 +110,9 @@ wsync_status_t wsync_exporter_create(const char *parent, wsync_exporter_t **expo
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "session",
                           "no memory for an exporter");
     }
-    self->link.peer = "worker";
-    self->link.handle = handle_frame;
-    self->link.hungry = is_hungry;
-    self->link.owner = self;
+    self->ending.name = "session";
+    self->link = (wsync_link_t){
+        .peer = "worker", .name = "session", .owner = self, .handle = handle_frame};
     self->state = EXPORTER_LISTENING;
     status = wsync_token_create(self->token, err);
     if (status != WSYNC_OK) {
@@ -143,7 +137,8 @@ void wsync_exporter_destroy(wsync_exporter_t *exporter)
     if (exporter != NULL) {
         wsync_listener_destroy(exporter->listener);
         wsync_memory_destroy(exporter->ring);
-        wsync_link_fini(&exporter->link);
+        wsync_link_close(&exporter->link);
+        wsync_memory_destroy(exporter->link.control);
         free(exporter);
     }
 }
@@ -179,7 +174,7 @@ wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
     if (status != WSYNC_OK) {
         return status;
     }
-    exporter->link.channel = channel;
+    wsync_link_open(&exporter->link, channel);
     if (hello.arguments[3] != SESSION_PURPOSE || hello.fd_count != 1) {
         status = wsync_link_unexpected(&exporter->link, &hello, err);
     } else {
@@ -195,7 +190,7 @@ wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
         wsync_listener_destroy(exporter->listener);
         exporter->listener = NULL;
     } else {
-        wsync_link_end(&exporter->link, err != NULL ? err->message : "hello refused");
+        (void)wsync_ending_note_failure(&exporter->ending, status, err);
     }
     wsync_frame_fini(&hello);
     return status;
@@ -238,7 +233,7 @@ wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t 
     const wsync_awaited_t awaited = {"room for the attach", -1};
     wsync_frame_t frame = {.kind = SESSION_ATTACH};
     int fd = -1;
-    wsync_status_t status = wsync_link_check(&exporter->link, err);
+    wsync_status_t status = wsync_ending_check(&exporter->ending, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -253,7 +248,7 @@ wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t 
     }
     status = wsync_link_drain(&exporter->link, awaited, err);
     if (status != WSYNC_OK) {
-        return wsync_link_settle(&exporter->link, status, err);
+        return wsync_ending_note_failure(&exporter->ending, status, err);
     }
     status = settle_device(exporter, ring->device, err);
     if (status == WSYNC_OK) {
@@ -281,7 +276,7 @@ wsync_status_t wsync_exporter_attach(wsync_exporter_t *exporter, wsync_memory_t 
         wsync_memory_destroy(exporter->ring);
         exporter->ring = ring;
     }
-    return wsync_link_settle(&exporter->link, status, err);
+    return wsync_ending_note_failure(&exporter->ending, status, err);
 }
 
 wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
@@ -291,7 +286,7 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
     const wsync_awaited_t awaited = {"room for the begin", -1};
     const bool parked = exporter->state == EXPORTER_PARKED;
     wsync_frame_t frame = {.kind = SESSION_BEGIN,
-                           .arguments = {update, round_count, exporter->link.base}};
+                           .arguments = {update, round_count, exporter->base}};
     wsync_status_t status =
         require(exporter, "begin", parked ? EXPORTER_PARKED : EXPORTER_ATTACHED, err);
 
@@ -328,7 +323,7 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
         exporter->post_recorded = false;
         exporter->prepared = false;
     }
-    return wsync_link_settle(&exporter->link, status, err);
+    return wsync_ending_note_failure(&exporter->ending, status, err);
 }
 
 static wsync_status_t await_done(wsync_exporter_t *self, int64_t wait_round,
@@ -339,13 +334,12 @@ static wsync_status_t await_done(wsync_exporter_t *self, int64_t wait_round,
     wsync_status_t status = wsync_link_drain(&self->link, awaited, err);
 
     while (status == WSYNC_OK && (int64_t)self->done_count <= wait_round) {
-        status =
-            wsync_link_pump(&self->link, wsync_left_ms(deadline, INT_MAX), awaited, err);
+        status = wsync_link_pump(&self->link, deadline, awaited, err);
     }
     if (status == WSYNC_OK && wait_round >= 0) {
         /* done_value may belong to a later round: rounds end in order, so that is only
          * later, never wrong. */
-        const uint64_t value = self->link.base + (uint64_t)wait_round + 1;
+        const uint64_t value = self->base + (uint64_t)wait_round + 1;
 
         status = wsync_link_order(&self->link, stream, SESSION_DONE_OFFSET,
                                   self->done_value < value ? self->done_value : value,
@@ -361,7 +355,9 @@ wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_r
     wsync_status_t status = require(exporter, "acquire", EXPORTER_UPDATING, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_link_check_stream(&exporter->link, stream, err);
+        status = stream != NULL ? wsync_stream_check(stream, exporter->link.control->device,
+                                                     "the session", err)
+                                : WSYNC_OK;
     }
     if (status != WSYNC_OK) {
         return status;
@@ -372,34 +368,33 @@ wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_r
                           (long long)wait_round, (unsigned)exporter->next_post);
     }
     status = await_done(exporter, wait_round, stream, timeout_ms, err);
-    return wsync_link_settle(&exporter->link, status, err);
+    return wsync_ending_note_failure(&exporter->ending, status, err);
 }
 
 wsync_status_t wsync_exporter_look(wsync_exporter_t *exporter, wsync_error_t *err)
 {
     const wsync_awaited_t awaited = {"another process", -1};
-    wsync_status_t status = wsync_link_check(&exporter->link, err);
+    wsync_status_t status = wsync_ending_check(&exporter->ending, err);
 
     if (status != WSYNC_OK || exporter->state == EXPORTER_LISTENING) {
         return status;
     }
     status = wsync_link_drain(&exporter->link, awaited, err);
-    return wsync_link_settle(&exporter->link, status, err);
+    return wsync_ending_note_failure(&exporter->ending, status, err);
 }
 
 uint32_t wsync_exporter_loaded(const wsync_exporter_t *exporter)
 {
-    const wsync_link_t *link = &exporter->link;
     uint64_t word;
 
     if (exporter->done_count == 0) {
         return 0;
     }
-    word = wsync_event_query(wsync_link_event(link, SESSION_DONE_OFFSET));
+    word = wsync_event_query(wsync_link_event(&exporter->link, SESSION_DONE_OFFSET));
     if (word >= exporter->done_value) {
         return exporter->done_count;
     }
-    return word > link->base ? (uint32_t)(word - link->base) : 0;
+    return word > exporter->base ? (uint32_t)(word - exporter->base) : 0;
 }
 
 wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
@@ -409,11 +404,13 @@ wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
     wsync_link_t *link = &exporter->link;
     const wsync_awaited_t awaited = {"room for round", round};
     const wsync_frame_t frame = {.kind = SESSION_ROUND, .arguments = {round}};
-    const uint64_t value = link->base + (uint64_t)round + 1;
+    const uint64_t value = exporter->base + (uint64_t)round + 1;
     wsync_status_t status = require(exporter, "post", EXPORTER_UPDATING, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_link_check_stream(link, stream, err);
+        status = stream != NULL ? wsync_stream_check(stream, exporter->link.control->device,
+                                                     "the session", err)
+                                : WSYNC_OK;
     }
     if (status != WSYNC_OK) {
         return status;
@@ -439,7 +436,7 @@ wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
         exporter->post_recorded = false;
         exporter->next_post++;
     }
-    return wsync_link_settle(link, status, err);
+    return wsync_ending_note_failure(&exporter->ending, status, err);
 }
 
 wsync_status_t wsync_exporter_prepared(wsync_exporter_t *exporter, int timeout_ms,
@@ -459,8 +456,7 @@ wsync_status_t wsync_exporter_prepared(wsync_exporter_t *exporter, int timeout_m
     }
     status = wsync_link_drain(&exporter->link, awaited, err);
     while (status == WSYNC_OK && !exporter->prepared) {
-        status = wsync_link_pump(&exporter->link, wsync_left_ms(deadline, INT_MAX), awaited,
-                                 err);
+        status = wsync_link_pump(&exporter->link, deadline, awaited, err);
     }
     if (status == WSYNC_OK) {
         status = await_done(exporter, (int64_t)exporter->round_count - 1, NULL,
@@ -469,7 +465,7 @@ wsync_status_t wsync_exporter_prepared(wsync_exporter_t *exporter, int timeout_m
     if (status == WSYNC_OK) {
         *receipt = exporter->receipt;
     }
-    return wsync_link_settle(&exporter->link, status, err);
+    return wsync_ending_note_failure(&exporter->ending, status, err);
 }
 
 wsync_status_t wsync_exporter_commit(wsync_exporter_t *exporter, bool park, int timeout_ms,
@@ -491,10 +487,10 @@ wsync_status_t wsync_exporter_commit(wsync_exporter_t *exporter, bool park, int 
         status = wsync_link_send(&exporter->link, &frame, timeout_ms, awaited, err);
     }
     if (status == WSYNC_OK) {
-        exporter->link.base += exporter->round_count;
+        exporter->base += exporter->round_count;
         exporter->state = park ? EXPORTER_PARKING : EXPORTER_ATTACHED;
     }
-    return wsync_link_settle(&exporter->link, status, err);
+    return wsync_ending_note_failure(&exporter->ending, status, err);
 }
 
 wsync_status_t wsync_exporter_park(wsync_exporter_t *exporter, int timeout_ms,
@@ -510,7 +506,7 @@ wsync_status_t wsync_exporter_park(wsync_exporter_t *exporter, int timeout_ms,
         return status;
     }
     while (status == WSYNC_OK && exporter->state == EXPORTER_PARKING) {
-        status = wsync_link_pump(link, wsync_left_ms(deadline, INT_MAX), awaited, err);
+        status = wsync_link_pump(link, deadline, awaited, err);
     }
     if (status == WSYNC_ERR_TIMEOUT) {
         return status;
@@ -523,12 +519,13 @@ wsync_status_t wsync_exporter_park(wsync_exporter_t *exporter, int timeout_ms,
         return wsync_fail(err, WSYNC_ERR_REFUSED, reason.native, "session",
                           "the trainer keeps its side of the ring: %s", reason.message);
     }
-    return wsync_link_settle(link, status, err);
+    return wsync_ending_note_failure(&exporter->ending, status, err);
 }
 
 void wsync_exporter_abort(wsync_exporter_t *exporter, const char *text)
 {
-    wsync_link_farewell(&exporter->link, SESSION_ABORT, text);
+    wsync_link_close_with(&exporter->link, SESSION_ABORT, text);
+    wsync_ending_note(&exporter->ending, text);
     wsync_listener_destroy(exporter->listener);
     exporter->listener = NULL;
 }

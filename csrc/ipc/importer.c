@@ -9,6 +9,8 @@
 
 struct wsync_importer {
     wsync_link_t link;
+    wsync_ending_t ending;
+    uint64_t base; /* rounds of all earlier updates */
     const wsync_device_t *device;
     wsync_memory_t *ring; /* NULL before the first attach */
     uint8_t *manifest;
@@ -75,7 +77,7 @@ static wsync_status_t take_begin(wsync_importer_t *self, const wsync_frame_t *fr
 
     if (self->updating || self->generation == 0 ||
         frame->arguments[1] > WSYNC_SESSION_MAX_ROUNDS ||
-        frame->arguments[2] != self->link.base || frame->fd_count != (parked ? 1U : 0U)) {
+        frame->arguments[2] != self->base || frame->fd_count != (parked ? 1U : 0U)) {
         return wsync_link_unexpected(&self->link, frame, err);
     }
     if (parked) {
@@ -124,7 +126,7 @@ static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_erro
 
 /* Frames of the next update wait in the socket until this one's verdict has been seen, and
  * those of an attach until somebody asks for the next update. */
-static bool is_hungry(const void *owner)
+static bool can_accept(const void *owner)
 {
     const wsync_importer_t *self = owner;
 
@@ -138,6 +140,7 @@ wsync_status_t wsync_importer_create(const wsync_device_t *device, const char *p
 {
     wsync_frame_t hello = {.arguments = {nbytes, 0, 0, SESSION_PURPOSE}};
     wsync_importer_t *self = calloc(1, sizeof(*self));
+    wsync_channel_t *channel = NULL;
     int fd = -1;
     wsync_status_t status;
 
@@ -147,23 +150,24 @@ wsync_status_t wsync_importer_create(const wsync_device_t *device, const char *p
     }
     memcpy(&hello.arguments[1], device->uuid, sizeof(device->uuid));
     self->device = device;
-    self->link.peer = "trainer";
-    self->link.handle = handle_frame;
-    self->link.hungry = is_hungry;
-    self->link.owner = self;
+    self->ending.name = "session";
+    self->link = (wsync_link_t){.peer = "trainer",
+                                .name = "session",
+                                .owner = self,
+                                .handle = handle_frame,
+                                .can_accept = can_accept};
     status = wsync_blob_create(blob, nbytes, &fd, err);
     if (status != WSYNC_OK) {
         goto cleanup;
     }
     hello.fds[0] = fd;
     hello.fd_count = 1;
-    status =
-        wsync_channel_connect(path, token, &hello, timeout_ms, &self->link.channel, err);
-    if (status != WSYNC_OK) {
-        goto cleanup;
+    status = wsync_channel_connect(path, token, &hello, timeout_ms, &channel, err);
+    if (status == WSYNC_OK) {
+        wsync_link_open(&self->link, channel);
+        *importer = self;
+        self = NULL;
     }
-    *importer = self;
-    self = NULL;
 
 cleanup:
     if (fd >= 0) {
@@ -177,7 +181,8 @@ void wsync_importer_destroy(wsync_importer_t *importer)
 {
     if (importer != NULL) {
         wsync_memory_destroy(importer->ring);
-        wsync_link_fini(&importer->link);
+        wsync_link_close(&importer->link);
+        wsync_memory_destroy(importer->link.control);
         free(importer->manifest);
         free(importer);
     }
@@ -189,7 +194,7 @@ wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
 {
     const int64_t deadline = wsync_deadline_ms(timeout_ms);
     const wsync_awaited_t awaited = {"the next update", -1};
-    wsync_status_t status = wsync_link_check(&importer->link, err);
+    wsync_status_t status = wsync_ending_check(&importer->ending, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -200,15 +205,14 @@ wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
                           (unsigned long long)importer->update);
     }
     while (status == WSYNC_OK && !importer->begun) {
-        status = wsync_link_pump(&importer->link, wsync_left_ms(deadline, INT_MAX), awaited,
-                                 err);
+        status = wsync_link_pump(&importer->link, deadline, awaited, err);
     }
     if (status == WSYNC_OK) {
         importer->begun = false;
         *update = importer->update;
         *round_count = importer->round_count;
     }
-    return wsync_link_settle(&importer->link, status, err);
+    return wsync_ending_note_failure(&importer->ending, status, err);
 }
 
 uint64_t wsync_importer_generation(const wsync_importer_t *importer)
@@ -232,7 +236,7 @@ static wsync_status_t require_round(const wsync_importer_t *self, const char *ca
                                     uint32_t round, uint32_t next, uint32_t limit,
                                     wsync_error_t *err)
 {
-    const wsync_status_t status = wsync_link_check(&self->link, err);
+    const wsync_status_t status = wsync_ending_check(&self->ending, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -260,23 +264,26 @@ wsync_status_t wsync_importer_take(wsync_importer_t *importer, uint32_t round,
                                           importer->round_count, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_link_check_stream(link, stream, err);
+        status = stream != NULL ? wsync_stream_check(stream, importer->link.control->device,
+                                                     "the session", err)
+                                : WSYNC_OK;
     }
     if (status != WSYNC_OK) {
         return status;
     }
     status = wsync_link_drain(link, awaited, err);
     while (status == WSYNC_OK && importer->announced <= round) {
-        status = wsync_link_pump(link, wsync_left_ms(deadline, INT_MAX), awaited, err);
+        status = wsync_link_pump(link, deadline, awaited, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_link_order(link, stream, SESSION_READY_OFFSET,
-                                  link->base + (uint64_t)round + 1, deadline, awaited, err);
+        status =
+            wsync_link_order(link, stream, SESSION_READY_OFFSET,
+                             importer->base + (uint64_t)round + 1, deadline, awaited, err);
     }
     if (status == WSYNC_OK) {
         importer->next_take++;
     }
-    return wsync_link_settle(link, status, err);
+    return wsync_ending_note_failure(&importer->ending, status, err);
 }
 
 wsync_status_t wsync_importer_wait(wsync_importer_t *importer, uint32_t round,
@@ -293,10 +300,10 @@ wsync_status_t wsync_importer_wait(wsync_importer_t *importer, uint32_t round,
     status = wsync_link_drain(link, awaited, err);
     if (status == WSYNC_OK) {
         status = wsync_link_wait_word(link, SESSION_READY_OFFSET,
-                                      link->base + (uint64_t)round + 1,
+                                      importer->base + (uint64_t)round + 1,
                                       wsync_deadline_ms(timeout_ms), awaited, err);
     }
-    return wsync_link_settle(link, status, err);
+    return wsync_ending_note_failure(&importer->ending, status, err);
 }
 
 wsync_status_t wsync_importer_done(wsync_importer_t *importer, uint32_t round,
@@ -307,12 +314,14 @@ wsync_status_t wsync_importer_done(wsync_importer_t *importer, uint32_t round,
     const wsync_awaited_t awaited = {"room for the end of round", round};
     const wsync_frame_t frame = {.kind = SESSION_DONE,
                                  .arguments = {round, stream == NULL ? 1 : 0}};
-    const uint64_t value = link->base + (uint64_t)round + 1;
+    const uint64_t value = importer->base + (uint64_t)round + 1;
     wsync_status_t status = require_round(importer, "done", round, importer->next_done,
                                           importer->next_take, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_link_check_stream(link, stream, err);
+        status = stream != NULL ? wsync_stream_check(stream, importer->link.control->device,
+                                                     "the session", err)
+                                : WSYNC_OK;
     }
     if (status != WSYNC_OK) {
         return status;
@@ -332,7 +341,7 @@ wsync_status_t wsync_importer_done(wsync_importer_t *importer, uint32_t round,
         importer->done_recorded = false;
         importer->next_done++;
     }
-    return wsync_link_settle(link, status, err);
+    return wsync_ending_note_failure(&importer->ending, status, err);
 }
 
 wsync_status_t wsync_importer_prepared(wsync_importer_t *importer,
@@ -344,7 +353,7 @@ wsync_status_t wsync_importer_prepared(wsync_importer_t *importer,
     const wsync_frame_t frame = {
         .kind = SESSION_PREPARED,
         .arguments = {receipt->tensor_count, receipt->nbytes, receipt->checksum}};
-    wsync_status_t status = wsync_link_check(link, err);
+    wsync_status_t status = wsync_ending_check(&importer->ending, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -365,7 +374,7 @@ wsync_status_t wsync_importer_prepared(wsync_importer_t *importer,
     if (status == WSYNC_OK) {
         importer->prepared_sent = true;
     }
-    return wsync_link_settle(link, status, err);
+    return wsync_ending_note_failure(&importer->ending, status, err);
 }
 
 /* The update is committed: what goes wrong here is for the next one to find out. */
@@ -379,9 +388,9 @@ static void park(wsync_importer_t *self)
         frame.arguments[0] = 0;
         wsync_link_write(&frame, err.message);
     }
-    if (wsync_link_send(&self->link, &frame, SESSION_FAREWELL_MS, awaited, &err) !=
+    if (wsync_link_send(&self->link, &frame, SESSION_PARKED_MS, awaited, &err) !=
         WSYNC_OK) {
-        wsync_link_farewell(&self->link, SESSION_FAILED, err.message);
+        wsync_importer_fail(self, err.message);
     }
 }
 
@@ -391,7 +400,7 @@ wsync_status_t wsync_importer_verdict(wsync_importer_t *importer, int timeout_ms
     wsync_link_t *link = &importer->link;
     const int64_t deadline = wsync_deadline_ms(timeout_ms);
     const wsync_awaited_t awaited = {"the commit", -1};
-    wsync_status_t status = wsync_link_check(link, err);
+    wsync_status_t status = wsync_ending_check(&importer->ending, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -401,20 +410,21 @@ wsync_status_t wsync_importer_verdict(wsync_importer_t *importer, int timeout_ms
                           "verdict: this worker has not said that it is prepared");
     }
     while (status == WSYNC_OK && !importer->committed) {
-        status = wsync_link_pump(link, wsync_left_ms(deadline, INT_MAX), awaited, err);
+        status = wsync_link_pump(link, deadline, awaited, err);
     }
     if (status == WSYNC_OK) {
         importer->committed = false;
         importer->updating = false;
-        link->base += importer->round_count;
+        importer->base += importer->round_count;
         if (importer->park_asked) {
             park(importer);
         }
     }
-    return wsync_link_settle(link, status, err);
+    return wsync_ending_note_failure(&importer->ending, status, err);
 }
 
 void wsync_importer_fail(wsync_importer_t *importer, const char *text)
 {
-    wsync_link_farewell(&importer->link, SESSION_FAILED, text);
+    wsync_link_close_with(&importer->link, SESSION_FAILED, text);
+    wsync_ending_note(&importer->ending, text);
 }

@@ -14,7 +14,6 @@
  * of spans keeps alive, so that streams may still run over them. */
 typedef struct ExchangeObject {
     PyObject_HEAD
-    const wsync_comm_ops_t *ops;
     const wsync_device_t *device; /* of the staging */
     wsync_comm_t *comm;           /* owned */
     PyObject *plan;               /* owned; the one that began last */
@@ -24,7 +23,6 @@ typedef struct ExchangeObject {
 
 /* One call's arguments, for a step without the GIL. */
 typedef struct exchange_call {
-    const wsync_comm_ops_t *ops;
     wsync_comm_t *comm;
     const wsync_plan_t *plan;
     const char **addresses;
@@ -37,7 +35,6 @@ static const char exchange_name[] = "SharedExchange";
 static int exchange_wait(ExchangeObject *self, wsync_py_step_func_t step,
                          exchange_call_t *call, double timeout, PyObject *check)
 {
-    call->ops = self->ops;
     call->comm = self->comm;
     return wsync_py_guarded_wait(wsync_py_type_state(Py_TYPE((PyObject *)self)),
                                  &self->guard, exchange_name, step, call, timeout, check);
@@ -64,18 +61,17 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_shared_comm_create(device.device, directory, rank, ranks,
-                                          staging_nbytes, &comm, &err);
+        status = wsync_comm_create(device.device, directory, rank, ranks, staging_nbytes,
+                                   &comm, &err);
     Py_END_ALLOW_THREADS
     if (status != WSYNC_OK) {
         return wsync_py_raise(wsync_py_type_state(type), &err);
     }
     self = (ExchangeObject *)wsync_py_alloc(type);
     if (self == NULL) {
-        wsync_shared_comm_ops()->destroy(comm);
+        wsync_comm_destroy(comm);
         return NULL;
     }
-    self->ops = wsync_shared_comm_ops();
     self->device = device.device;
     self->comm = comm;
     self->rank_count = ranks;
@@ -88,7 +84,7 @@ static void exchange_dealloc(PyObject *object)
 
     if (self->comm != NULL) {
         Py_BEGIN_ALLOW_THREADS
-            self->ops->destroy(self->comm);
+            wsync_comm_destroy(self->comm);
         Py_END_ALLOW_THREADS
     }
     Py_CLEAR(self->plan);
@@ -98,22 +94,20 @@ static void exchange_dealloc(PyObject *object)
 static PyObject *exchange_address(PyObject *object, void *closure)
 {
     (void)closure;
-    return PyUnicode_DecodeFSDefault(
-        wsync_shared_comm_address(((ExchangeObject *)object)->comm));
+    return PyUnicode_DecodeFSDefault(wsync_comm_address(((ExchangeObject *)object)->comm));
 }
 
 static PyObject *exchange_nbytes(PyObject *object, void *closure)
 {
     (void)closure;
-    return PyLong_FromUnsignedLongLong(
-        wsync_shared_comm_nbytes(((ExchangeObject *)object)->comm));
+    return PyLong_FromUnsignedLongLong(wsync_comm_nbytes(((ExchangeObject *)object)->comm));
 }
 
 static wsync_status_t step_connect(void *context, int timeout_ms, wsync_error_t *err)
 {
     exchange_call_t *call = context;
 
-    return wsync_shared_comm_connect(call->comm, call->addresses, timeout_ms, err);
+    return wsync_comm_connect(call->comm, call->addresses, timeout_ms, err);
 }
 
 /* Borrows the texts of a tuple; NULL with an exception set. */
@@ -179,7 +173,7 @@ static wsync_status_t step_begin(void *context, int timeout_ms, wsync_error_t *e
     exchange_call_t *call = context;
 
     (void)timeout_ms;
-    return call->ops->begin(call->comm, call->plan, err);
+    return wsync_comm_begin(call->comm, call->plan, err);
 }
 
 static PyObject *exchange_begin(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -206,7 +200,7 @@ static wsync_status_t step_acquire(void *context, int timeout_ms, wsync_error_t 
 {
     exchange_call_t *call = context;
 
-    return call->ops->acquire(call->comm, call->round, timeout_ms, err);
+    return wsync_comm_acquire(call->comm, call->round, timeout_ms, err);
 }
 
 static PyObject *exchange_acquire(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -228,7 +222,7 @@ static wsync_status_t step_wait(void *context, int timeout_ms, wsync_error_t *er
 {
     exchange_call_t *call = context;
 
-    return call->ops->wait(call->comm, call->round, timeout_ms, err);
+    return wsync_comm_wait(call->comm, call->round, timeout_ms, err);
 }
 
 static PyObject *exchange_wait_round(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -273,7 +267,7 @@ static PyObject *exchange_spans(PyObject *object, PyObject *args, PyObject *kwar
         (void)PyErr_NoMemory();
         goto cleanup;
     }
-    status = self->ops->spans(self->comm, round, spans, count, &err);
+    status = wsync_comm_spans(self->comm, round, spans, count, &err);
     table = status == WSYNC_OK
                 ? wsync_py_buffers_create(state, self->device, spans, count, object)
                 : wsync_py_raise(state, &err);
@@ -289,7 +283,7 @@ static wsync_status_t step_post(void *context, int timeout_ms, wsync_error_t *er
     exchange_call_t *call = context;
 
     (void)timeout_ms;
-    return call->ops->post(call->comm, call->round, call->stream, err);
+    return wsync_comm_post(call->comm, call->round, call->stream, err);
 }
 
 static wsync_status_t step_release(void *context, int timeout_ms, wsync_error_t *err)
@@ -297,7 +291,7 @@ static wsync_status_t step_release(void *context, int timeout_ms, wsync_error_t 
     exchange_call_t *call = context;
 
     (void)timeout_ms;
-    return call->ops->release(call->comm, call->round, call->stream, err);
+    return wsync_comm_release(call->comm, call->round, call->stream, err);
 }
 
 /* post and release: something about a round, when a stream gets here. */
@@ -348,7 +342,7 @@ static PyObject *exchange_close(PyObject *object, PyObject *unused)
         }
         self->guard.closed = true;
         Py_BEGIN_ALLOW_THREADS
-            self->ops->close(self->comm);
+            wsync_comm_close(self->comm);
         Py_END_ALLOW_THREADS
         wsync_py_guard_leave(&self->guard);
     }
@@ -404,7 +398,7 @@ static PyType_Slot exchange_slots[] = {
 
 static int add_name(PyObject *Py_UNUSED(module), PyTypeObject *type)
 {
-    PyObject *name = PyUnicode_FromString(wsync_shared_comm_ops()->name);
+    PyObject *name = PyUnicode_FromString("shared");
     const int result =
         name != NULL ? PyObject_SetAttrString((PyObject *)type, "name", name) : -1;
 

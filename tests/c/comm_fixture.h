@@ -3,7 +3,7 @@
 #ifndef WSYNC_TESTS_COMM_FIXTURE_H
 #define WSYNC_TESTS_COMM_FIXTURE_H
 
-#include "comm/shared_internal.h"
+#include "comm/comm_internal.h"
 #include "device_fixture.h"
 #include "layouts.h"
 
@@ -22,11 +22,6 @@ enum {
 static inline const wsync_device_t *device(void)
 {
     return test_device();
-}
-
-static inline const wsync_comm_ops_t *ops(void)
-{
-    return wsync_shared_comm_ops();
 }
 
 static inline void tensor_name(uint32_t tensor, char name[16])
@@ -98,20 +93,19 @@ static inline void make_duo(duo_t *duo, uint64_t staging_nbytes)
     for (uint32_t r = 0; r < 2; r++) {
         duo->plans[r] = make_plan(r, 2, 2, 4096);
         CHECK(wsync_plan_round_count(duo->plans[r]) > 4);
-        CHECK_OK(
-            wsync_shared_comm_create(
-                device(), NULL, r, 2,
-                staging_nbytes ? staging_nbytes : wsync_plan_send_nbytes(duo->plans[r]),
-                &duo->comms[r], &err),
-            err);
+        CHECK_OK(wsync_comm_create(device(), NULL, r, 2,
+                                   staging_nbytes ? staging_nbytes
+                                                  : wsync_plan_send_nbytes(duo->plans[r]),
+                                   &duo->comms[r], &err),
+                 err);
     }
     CHECK_OK(wsync_stream_create(device(), 1, &duo->stream, &err), err);
 }
 
 static inline void connect_duo(duo_t *duo)
 {
-    const char *addresses[2] = {wsync_shared_comm_address(duo->comms[0]),
-                                wsync_shared_comm_address(duo->comms[1])};
+    const char *addresses[2] = {wsync_comm_address(duo->comms[0]),
+                                wsync_comm_address(duo->comms[1])};
     wsync_status_t status[2] = {WSYNC_ERR_TIMEOUT, WSYNC_ERR_TIMEOUT};
     wsync_error_t err = {0};
 
@@ -120,7 +114,7 @@ static inline void connect_duo(duo_t *duo)
 
         CHECK(i < 1000);
         if (status[r] == WSYNC_ERR_TIMEOUT) {
-            status[r] = wsync_shared_comm_connect(duo->comms[r], addresses, SOON_MS, &err);
+            status[r] = wsync_comm_connect(duo->comms[r], addresses, SOON_MS, &err);
         }
         if (status[r] != WSYNC_OK && status[r] != WSYNC_ERR_TIMEOUT) {
             FAIL("rank %d: %s", r, err.message);
@@ -136,7 +130,7 @@ static inline duo_t open_duo(void)
     make_duo(&duo, 0);
     connect_duo(&duo);
     for (int r = 0; r < 2; r++) {
-        CHECK_OK(ops()->begin(duo.comms[r], duo.plans[r], &err), err);
+        CHECK_OK(wsync_comm_begin(duo.comms[r], duo.plans[r], &err), err);
     }
     return duo;
 }
@@ -144,7 +138,7 @@ static inline duo_t open_duo(void)
 static inline void close_duo(duo_t *duo)
 {
     for (int r = 0; r < 2; r++) {
-        ops()->destroy(duo->comms[r]);
+        wsync_comm_destroy(duo->comms[r]);
         wsync_plan_destroy(duo->plans[r]);
     }
     wsync_stream_destroy(duo->stream);
@@ -154,16 +148,16 @@ static inline void send_of(duo_t *duo, int r, uint32_t round)
 {
     wsync_error_t err = {0};
 
-    CHECK_OK(ops()->acquire(duo->comms[r], round, PATIENT_MS, &err), err);
-    CHECK_OK(ops()->post(duo->comms[r], round, duo->stream, &err), err);
+    CHECK_OK(wsync_comm_acquire(duo->comms[r], round, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_comm_post(duo->comms[r], round, duo->stream, &err), err);
 }
 
 static inline void receive_of(duo_t *duo, int r, uint32_t round)
 {
     wsync_error_t err = {0};
 
-    CHECK_OK(ops()->wait(duo->comms[r], round, PATIENT_MS, &err), err);
-    CHECK_OK(ops()->release(duo->comms[r], round, duo->stream, &err), err);
+    CHECK_OK(wsync_comm_wait(duo->comms[r], round, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_comm_release(duo->comms[r], round, duo->stream, &err), err);
 }
 
 #endif

@@ -46,17 +46,17 @@ static wsync_status_t meet(wsync_comm_t *comms[2], wsync_error_t *err)
 
     for (uint32_t r = 0; r < 2; r++) {
         const wsync_status_t created =
-            wsync_shared_comm_create(wsync_device_host(), parent, r, 2, 64, &comms[r], err);
+            wsync_comm_create(wsync_device_host(), parent, r, 2, 64, &comms[r], err);
 
         CHECK((created == WSYNC_OK) == (comms[r] != NULL));
         if (created != WSYNC_OK) {
             return created;
         }
-        addresses[r] = wsync_shared_comm_address(comms[r]);
+        addresses[r] = wsync_comm_address(comms[r]);
     }
     for (int i = 1; status[0] != WSYNC_OK || status[1] != WSYNC_OK; i++) {
         if (status[i & 1] == WSYNC_ERR_TIMEOUT) {
-            status[i & 1] = wsync_shared_comm_connect(comms[i & 1], addresses, 5, err);
+            status[i & 1] = wsync_comm_connect(comms[i & 1], addresses, 5, err);
         }
         if (status[i & 1] != WSYNC_OK && status[i & 1] != WSYNC_ERR_TIMEOUT) {
             return status[i & 1];
@@ -68,22 +68,21 @@ static wsync_status_t meet(wsync_comm_t *comms[2], wsync_error_t *err)
 static wsync_status_t exchange(wsync_comm_t *comms[2], wsync_plan_t *const plans[2],
                                wsync_stream_t *stream, wsync_error_t *err)
 {
-    const wsync_comm_ops_t *ops = wsync_shared_comm_ops();
     wsync_status_t status = WSYNC_OK;
 
     for (int r = 0; r < 2 && status == WSYNC_OK; r++) {
-        status = ops->begin(comms[r], plans[r], err);
+        status = wsync_comm_begin(comms[r], plans[r], err);
         if (status == WSYNC_OK) {
-            status = ops->acquire(comms[r], 0, PATIENT_MS, err);
+            status = wsync_comm_acquire(comms[r], 0, PATIENT_MS, err);
         }
         if (status == WSYNC_OK) {
-            status = ops->post(comms[r], 0, stream, err);
+            status = wsync_comm_post(comms[r], 0, stream, err);
         }
     }
     for (int r = 0; r < 2 && status == WSYNC_OK; r++) {
-        status = ops->wait(comms[r], 0, PATIENT_MS, err);
+        status = wsync_comm_wait(comms[r], 0, PATIENT_MS, err);
         if (status == WSYNC_OK) {
-            status = ops->release(comms[r], 0, stream, err);
+            status = wsync_comm_release(comms[r], 0, stream, err);
         }
     }
     return status;
@@ -109,7 +108,7 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
         CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
     }
     for (int r = 0; r < 2; r++) {
-        wsync_shared_comm_ops()->destroy(comms[r]);
+        wsync_comm_destroy(comms[r]);
     }
     wsync_stream_destroy(stream);
     return status;

@@ -84,12 +84,12 @@ static void send_round(member_t *m, wsync_comm_t *comm, const wsync_plan_t *plan
     wsync_error_t err = {0};
     size_t count = 0;
 
-    CHECK_OK(ops()->acquire(comm, round, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_comm_acquire(comm, round, PATIENT_MS, &err), err);
     (void)wsync_plan_messages(plan, round, &count);
     CHECK(count <= 64);
-    CHECK_OK(ops()->spans(comm, round, m->spans[round], count, &err), err);
+    CHECK_OK(wsync_comm_spans(comm, round, m->spans[round], count, &err), err);
     enqueue(m, plan, round, WSYNC_PHASE_PACK);
-    CHECK_OK(ops()->post(comm, round, m->stream, &err), err);
+    CHECK_OK(wsync_comm_post(comm, round, m->stream, &err), err);
 }
 
 static void update_rank(member_t *m, wsync_comm_t *comm, const wsync_plan_t *plan,
@@ -105,7 +105,7 @@ static void update_rank(member_t *m, wsync_comm_t *comm, const wsync_plan_t *pla
             values[t * PART + i] = value_of(update, m->rank, t, i);
         }
     }
-    CHECK_OK(ops()->begin(comm, plan, &err), err);
+    CHECK_OK(wsync_comm_begin(comm, plan, &err), err);
     for (uint32_t round = 0; round < rounds; round++) {
         if (round == 0) {
             send_round(m, comm, plan, 0);
@@ -114,9 +114,9 @@ static void update_rank(member_t *m, wsync_comm_t *comm, const wsync_plan_t *pla
             send_round(m, comm, plan, round + 1); /* ahead of what is received */
         }
         enqueue(m, plan, round, WSYNC_PHASE_LOCAL);
-        CHECK_OK(ops()->wait(comm, round, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_comm_wait(comm, round, PATIENT_MS, &err), err);
         enqueue(m, plan, round, WSYNC_PHASE_UNPACK);
-        CHECK_OK(ops()->release(comm, round, m->stream, &err), err);
+        CHECK_OK(wsync_comm_release(comm, round, m->stream, &err), err);
     }
     CHECK_OK(wsync_stream_synchronize(m->stream, PATIENT_MS, &err), err);
     if (m->rank < m->world->worker_count) {
@@ -141,11 +141,11 @@ static void *run_rank(void *context)
     CHECK_OK(wsync_stream_create(device(), 1, &m->stream, &err), err);
     m->buffer = (wsync_span_t){m->parameters->data, 2ULL * TENSORS * PART};
     m->rings[m->rank] = (wsync_span_t){m->ring->data, 1 << 20};
-    CHECK_OK(wsync_shared_comm_connect(comm, world->addresses, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_comm_connect(comm, world->addresses, PATIENT_MS, &err), err);
     for (uint64_t update = 0; update < UPDATES; update++) {
         update_rank(m, comm, update % 2 ? finer : plan, update);
     }
-    ops()->destroy(comm); /* others may still be reading their last round */
+    wsync_comm_destroy(comm); /* others may still be reading their last round */
     wsync_stream_destroy(m->stream);
     wsync_memory_destroy(m->parameters);
     wsync_memory_destroy(m->ring);
@@ -167,11 +167,10 @@ static void run_world(uint32_t rank_count, uint32_t worker_count)
         wsync_plan_t *plan = make_plan(r, rank_count, worker_count, world.round_nbytes);
 
         CHECK(wsync_plan_round_count(plan) > 4);
-        CHECK_OK(
-            wsync_shared_comm_create(device(), NULL, r, rank_count,
-                                     wsync_plan_send_nbytes(plan), &world.comms[r], &err),
-            err);
-        world.addresses[r] = wsync_shared_comm_address(world.comms[r]);
+        CHECK_OK(wsync_comm_create(device(), NULL, r, rank_count,
+                                   wsync_plan_send_nbytes(plan), &world.comms[r], &err),
+                 err);
+        world.addresses[r] = wsync_comm_address(world.comms[r]);
         wsync_plan_destroy(plan);
     }
     for (uint32_t r = 0; r < rank_count; r++) {
@@ -207,16 +206,16 @@ TEST(waits_end_with_the_deadline_and_go_on)
     wsync_error_t err = {0};
 
     send_of(&duo, 0, 0);
-    CHECK_EQ(ops()->wait(duo.comms[0], 0, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
-    CHECK_HAS(err.message, "round 0 while rank 1 (pid ");
+    CHECK_EQ(wsync_comm_wait(duo.comms[0], 0, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_HAS(err.message, "the data of round 0 of rank 1 (pid ");
     send_of(&duo, 1, 0);
     send_of(&duo, 0, 1);
     receive_of(&duo, 0, 0);
     /* Rank 1 has not read round 0, whose half round 2 would overwrite. */
-    CHECK_EQ(ops()->acquire(duo.comms[0], 2, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
-    CHECK_HAS(err.message, "to read what it was sent");
+    CHECK_EQ(wsync_comm_acquire(duo.comms[0], 2, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_HAS(err.message, "the release of round 2 of rank 1 (pid ");
     receive_of(&duo, 1, 0);
-    CHECK_OK(ops()->acquire(duo.comms[0], 2, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_comm_acquire(duo.comms[0], 2, PATIENT_MS, &err), err);
     close_duo(&duo);
 }
 
@@ -238,13 +237,13 @@ TEST(halves_are_guarded_from_one_update_to_the_next)
     send_of(&duo, 1, last);
     receive_of(&duo, 0, last);
     /* Rank 0 is through and begins again; rank 1 still reads the last round. */
-    CHECK_OK(ops()->begin(duo.comms[0], duo.plans[0], &err), err);
+    CHECK_OK(wsync_comm_begin(duo.comms[0], duo.plans[0], &err), err);
     send_of(&duo, 0, 0);
-    CHECK_EQ(ops()->begin(duo.comms[1], duo.plans[1], &err), WSYNC_ERR_STATE);
+    CHECK_EQ(wsync_comm_begin(duo.comms[1], duo.plans[1], &err), WSYNC_ERR_STATE);
     CHECK_HAS(err.message, "has not ended");
-    CHECK_EQ(ops()->acquire(duo.comms[0], 1, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_EQ(wsync_comm_acquire(duo.comms[0], 1, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
     receive_of(&duo, 1, last);
-    CHECK_OK(ops()->acquire(duo.comms[0], 1, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_comm_acquire(duo.comms[0], 1, PATIENT_MS, &err), err);
     close_duo(&duo);
 }
 
@@ -261,33 +260,34 @@ TEST(calls_out_of_order_change_nothing)
 
     make_duo(&duo, 0);
     comm = duo.comms[0];
-    STATE(ops()->begin(comm, duo.plans[0], &err));
+    STATE(wsync_comm_begin(comm, duo.plans[0], &err));
     CHECK_HAS(err.message, "not connected");
     connect_duo(&duo);
-    STATE(wsync_shared_comm_connect(comm, none, SOON_MS, &err));
-    STATE(ops()->acquire(comm, 0, SOON_MS, &err));
-    STATE(ops()->spans(comm, 0, spans, 0, &err));
-    CHECK_OK(ops()->begin(comm, duo.plans[0], &err), err);
-    CHECK_OK(ops()->begin(duo.comms[1], duo.plans[1], &err), err);
-    STATE(ops()->begin(comm, duo.plans[0], &err));
-    STATE(ops()->acquire(comm, 1, SOON_MS, &err));
-    STATE(ops()->post(comm, 0, duo.stream, &err));
-    STATE(ops()->wait(comm, 0, SOON_MS, &err));
-    STATE(ops()->release(comm, 0, duo.stream, &err));
+    STATE(wsync_comm_connect(comm, none, SOON_MS, &err));
+    STATE(wsync_comm_acquire(comm, 0, SOON_MS, &err));
+    STATE(wsync_comm_spans(comm, 0, spans, 0, &err));
+    CHECK_OK(wsync_comm_begin(comm, duo.plans[0], &err), err);
+    CHECK_OK(wsync_comm_begin(duo.comms[1], duo.plans[1], &err), err);
+    STATE(wsync_comm_begin(comm, duo.plans[0], &err));
+    STATE(wsync_comm_acquire(comm, 1, SOON_MS, &err));
+    STATE(wsync_comm_post(comm, 0, duo.stream, &err));
+    STATE(wsync_comm_wait(comm, 0, SOON_MS, &err));
+    STATE(wsync_comm_release(comm, 0, duo.stream, &err));
     send_of(&duo, 0, 0);
-    STATE(ops()->post(comm, 0, duo.stream, &err));
-    STATE(ops()->release(comm, 0, duo.stream, &err));
+    STATE(wsync_comm_post(comm, 0, duo.stream, &err));
+    STATE(wsync_comm_release(comm, 0, duo.stream, &err));
     send_of(&duo, 0, 1);
-    STATE(ops()->acquire(comm, 2, SOON_MS, &err)); /* everybody would wait for everybody */
-    STATE(ops()->spans(comm, 2, spans, 0, &err));
+    STATE(wsync_comm_acquire(comm, 2, SOON_MS,
+                             &err)); /* everybody would wait for everybody */
+    STATE(wsync_comm_spans(comm, 2, spans, 0, &err));
     (void)wsync_plan_messages(duo.plans[0], 1, &count);
-    CHECK_EQ(ops()->spans(comm, 1, spans, count + 1, &err), WSYNC_ERR_INVALID);
-    CHECK_OK(ops()->spans(comm, 1, spans, count, &err), err);
+    CHECK_EQ(wsync_comm_spans(comm, 1, spans, count + 1, &err), WSYNC_ERR_INVALID);
+    CHECK_OK(wsync_comm_spans(comm, 1, spans, count, &err), err);
     send_of(&duo, 1, 0);
     receive_of(&duo, 0, 0);
     receive_of(&duo, 1, 0);
     send_of(&duo, 0, 2);
-    STATE(ops()->spans(comm, 0, spans, count, &err)); /* the half is round 2's now */
+    STATE(wsync_comm_spans(comm, 0, spans, count, &err)); /* the half is round 2's now */
 #undef STATE
     close_duo(&duo);
 }
@@ -303,24 +303,23 @@ TEST(small_staging_is_refused_with_both_sizes)
     make_duo(&duo, 0);
     connect_duo(&duo);
     CHECK(wsync_plan_send_nbytes(large) > 4096);
-    CHECK_EQ(ops()->begin(duo.comms[0], large, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(wsync_comm_begin(duo.comms[0], large, &err), WSYNC_ERR_INVALID);
     (void)snprintf(text, sizeof(text), "needs %llu bytes",
                    (unsigned long long)wsync_plan_send_nbytes(large));
     CHECK_HAS(err.message, text);
     CHECK_HAS(err.message, "has 4096");
-    CHECK_OK(ops()->begin(duo.comms[0], duo.plans[0], &err), err);
+    CHECK_OK(wsync_comm_begin(duo.comms[0], duo.plans[0], &err), err);
     close_duo(&duo);
 
     /* Enough here, too little over there: the reader must not run over its end. */
     memset(&duo, 0, sizeof(duo));
     make_duo(&duo, 0);
-    ops()->destroy(duo.comms[0]);
-    CHECK_OK(wsync_shared_comm_create(device(), NULL, 0, 2, 1 << 17, &duo.comms[0], &err),
-             err);
+    wsync_comm_destroy(duo.comms[0]);
+    CHECK_OK(wsync_comm_create(device(), NULL, 0, 2, 1 << 17, &duo.comms[0], &err), err);
     connect_duo(&duo);
-    CHECK_EQ(ops()->begin(duo.comms[0], large, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(wsync_comm_begin(duo.comms[0], large, &err), WSYNC_ERR_INVALID);
     CHECK_HAS(err.message, "the staging of rank 1 has 4096");
-    CHECK_EQ(ops()->begin(duo.comms[1], other, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(wsync_comm_begin(duo.comms[1], other, &err), WSYNC_ERR_INVALID);
     close_duo(&duo);
     wsync_plan_destroy(large);
     wsync_plan_destroy(other);
@@ -334,7 +333,7 @@ TEST(plans_of_more_ranks_are_refused)
 
     make_duo(&duo, 1 << 17);
     connect_duo(&duo);
-    CHECK_EQ(ops()->begin(duo.comms[0], plan, &err), WSYNC_ERR_INVALID);
+    CHECK_EQ(wsync_comm_begin(duo.comms[0], plan, &err), WSYNC_ERR_INVALID);
     CHECK_HAS(err.message, "the exchange has 2");
     wsync_plan_destroy(plan);
     close_duo(&duo);
@@ -362,16 +361,15 @@ TEST(missing_ranks_are_named)
     const char *addresses[4] = {0};
     wsync_error_t err = {0};
 
-    CHECK_EQ(wsync_shared_comm_create(device(), NULL, 2, 2, 64, &comm, &err),
-             WSYNC_ERR_INVALID);
-    CHECK_OK(wsync_shared_comm_create(device(), NULL, 0, 4, 64, &comm, &err), err);
-    CHECK_EQ(wsync_shared_comm_connect(comm, addresses, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_EQ(wsync_comm_create(device(), NULL, 2, 2, 64, &comm, &err), WSYNC_ERR_INVALID);
+    CHECK_OK(wsync_comm_create(device(), NULL, 0, 4, 64, &comm, &err), err);
+    CHECK_EQ(wsync_comm_connect(comm, addresses, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
     CHECK_HAS(err.message, "waits for 3 of 4 ranks to connect: 1 2 3");
-    ops()->destroy(comm);
-    CHECK_OK(wsync_shared_comm_create(device(), NULL, 1, 4, 64, &comm, &err), err);
+    wsync_comm_destroy(comm);
+    CHECK_OK(wsync_comm_create(device(), NULL, 1, 4, 64, &comm, &err), err);
     addresses[0] = "00000000000000000000000000000000@/tmp/wsync-none/s";
-    CHECK_EQ(wsync_shared_comm_connect(comm, addresses, SOON_MS, &err), WSYNC_ERR_CLOSED);
+    CHECK_EQ(wsync_comm_connect(comm, addresses, SOON_MS, &err), WSYNC_ERR_CLOSED);
     CHECK_HAS(err.message, "rank 0");
     CHECK_HAS(err.message, "nobody listens");
-    ops()->destroy(comm);
+    wsync_comm_destroy(comm);
 }

@@ -14,14 +14,14 @@ TEST(a_rank_that_leaves_in_the_middle_is_named)
     char text[64];
 
     send_of(&duo, 0, 0);
-    ops()->close(duo.comms[1]);
-    CHECK_EQ(ops()->wait(duo.comms[0], 0, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
+    wsync_comm_close(duo.comms[1]);
+    CHECK_EQ(wsync_comm_wait(duo.comms[0], 0, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
     (void)snprintf(text, sizeof(text),
                    "rank 1 (pid %d) closed the connection while round 0", (int)getpid());
     CHECK_HAS(err.message, text);
-    CHECK_EQ(ops()->wait(duo.comms[0], 0, SOON_MS, &err), WSYNC_ERR_STATE);
+    CHECK_EQ(wsync_comm_wait(duo.comms[0], 0, SOON_MS, &err), WSYNC_ERR_STATE);
     CHECK_HAS(err.message, "closed the connection");
-    CHECK_EQ(ops()->acquire(duo.comms[1], 0, SOON_MS, &err), WSYNC_ERR_STATE);
+    CHECK_EQ(wsync_comm_acquire(duo.comms[1], 0, SOON_MS, &err), WSYNC_ERR_STATE);
     close_duo(&duo);
 }
 
@@ -32,10 +32,10 @@ TEST(a_rank_that_is_needed_cannot_leave_in_order)
 
     make_duo(&duo, 0);
     connect_duo(&duo);
-    CHECK_OK(ops()->begin(duo.comms[0], duo.plans[0], &err), err);
-    ops()->close(duo.comms[1]); /* between updates: it says goodbye */
-    CHECK_OK(ops()->acquire(duo.comms[0], 0, PATIENT_MS, &err), err);
-    CHECK_EQ(ops()->post(duo.comms[0], 0, duo.stream, &err), WSYNC_ERR_CLOSED);
+    CHECK_OK(wsync_comm_begin(duo.comms[0], duo.plans[0], &err), err);
+    wsync_comm_close(duo.comms[1]); /* between updates: it says goodbye */
+    CHECK_OK(wsync_comm_acquire(duo.comms[0], 0, PATIENT_MS, &err), err);
+    CHECK_EQ(wsync_comm_post(duo.comms[0], 0, duo.stream, &err), WSYNC_ERR_CLOSED);
     CHECK_HAS(err.message, "had left the exchange while round 0");
     close_duo(&duo);
 }
@@ -51,14 +51,14 @@ TEST(a_fork_that_closes_what_it_inherited_says_nothing_to_others)
     connect_duo(&duo);
     child = fork();
     if (child == 0) {
-        ops()->close(duo.comms[0]);
-        ops()->close(duo.comms[1]);
+        wsync_comm_close(duo.comms[0]);
+        wsync_comm_close(duo.comms[1]);
         _exit(0);
     }
     CHECK_EQ(waitpid(child, &status, 0), child);
     CHECK_EQ(status, 0);
     for (int r = 0; r < 2; r++) {
-        CHECK_OK(ops()->begin(duo.comms[r], duo.plans[r], &err), err);
+        CHECK_OK(wsync_comm_begin(duo.comms[r], duo.plans[r], &err), err);
         send_of(&duo, r, 0);
     }
     receive_of(&duo, 0, 0);
@@ -73,11 +73,11 @@ TEST(spans_outlive_close)
     wsync_error_t err = {0};
     size_t count = 0;
 
-    CHECK_OK(ops()->acquire(duo.comms[0], 0, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_comm_acquire(duo.comms[0], 0, PATIENT_MS, &err), err);
     (void)wsync_plan_messages(duo.plans[0], 0, &count);
     CHECK(count >= 2);
-    CHECK_OK(ops()->spans(duo.comms[0], 0, spans, count, &err), err);
-    ops()->close(duo.comms[0]);
+    CHECK_OK(wsync_comm_spans(duo.comms[0], 0, spans, count, &err), err);
+    wsync_comm_close(duo.comms[0]);
     for (size_t i = 0; i < count; i++) {
         memset(spans[i].data, 1, spans[i].nbytes);
     }
@@ -97,19 +97,19 @@ TEST(a_killed_rank_is_named)
     CHECK_EQ(pipe(ends), 0);
     child = fork();
     if (child == 0) {
-        const char *addresses[2] = {wsync_shared_comm_address(duo.comms[0]), NULL};
+        const char *addresses[2] = {wsync_comm_address(duo.comms[0]), NULL};
 
-        CHECK_OK(wsync_shared_comm_connect(duo.comms[1], addresses, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_comm_connect(duo.comms[1], addresses, PATIENT_MS, &err), err);
         CHECK_EQ(write(ends[1], "c", 1), 1);
         (void)pause();
         _exit(1);
     }
-    CHECK_OK(wsync_shared_comm_connect(duo.comms[0], NULL, PATIENT_MS, &err), err);
-    CHECK_OK(ops()->begin(duo.comms[0], duo.plans[0], &err), err);
+    CHECK_OK(wsync_comm_connect(duo.comms[0], NULL, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_comm_begin(duo.comms[0], duo.plans[0], &err), err);
     send_of(&duo, 0, 0);
     CHECK_EQ(read(ends[0], &byte, 1), 1);
     CHECK_EQ(kill(child, SIGKILL), 0);
-    CHECK_EQ(ops()->wait(duo.comms[0], 0, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
+    CHECK_EQ(wsync_comm_wait(duo.comms[0], 0, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
     (void)snprintf(text, sizeof(text), "rank 1 (pid %d) closed the connection", (int)child);
     CHECK_HAS(err.message, text);
     CHECK_EQ(waitpid(child, NULL, 0), child);
@@ -127,15 +127,15 @@ static wsync_channel_t *raw_rank(wsync_comm_t *comm, wsync_frame_t hello,
     char path[WSYNC_PATH_NBYTES];
     wsync_channel_t *channel = NULL;
 
-    CHECK_OK(wsync_address_parse(wsync_shared_comm_address(comm), token, path, err), *err);
+    CHECK_OK(wsync_address_parse(wsync_comm_address(comm), token, path, err), *err);
     CHECK_OK(wsync_channel_connect(path, token, &hello, PATIENT_MS, &channel, err), *err);
-    CHECK_EQ(wsync_shared_comm_connect(comm, NULL, PATIENT_MS, err), expected);
+    CHECK_EQ(wsync_comm_connect(comm, NULL, PATIENT_MS, err), expected);
     return channel;
 }
 
 static wsync_frame_t hello_of(const wsync_memory_t *staging, const wsync_memory_t *control)
 {
-    return (wsync_frame_t){.arguments = {1, 4096, 2, SHARED_PURPOSE},
+    return (wsync_frame_t){.arguments = {1, 4096, 2, COMM_PURPOSE},
                            .fds = {staging->fd, control->fd},
                            .fd_count = 2};
 }
@@ -184,9 +184,9 @@ TEST(introductions_are_checked)
             expected = on_host() ? WSYNC_ERR_INVALID : WSYNC_ERR_REFUSED;
             break;
         }
-        CHECK_OK(wsync_shared_comm_create(device(), NULL, 0, 2, 4096, &comm, &err), err);
+        CHECK_OK(wsync_comm_create(device(), NULL, 0, 2, 4096, &comm, &err), err);
         wsync_channel_destroy(raw_rank(comm, hello, expected, &err));
-        ops()->destroy(comm);
+        wsync_comm_destroy(comm);
     }
     wsync_memory_destroy(staging);
     wsync_memory_destroy(control);
@@ -196,11 +196,11 @@ TEST(announcements_are_checked)
 {
     const wsync_frame_t bad[] = {
         {.kind = 0},
-        {.kind = SHARED_WELCOME},
-        {.kind = SHARED_READY},
-        {.kind = SHARED_RELEASED, .arguments = {2}}, /* round 1 has not been posted */
-        {.kind = SHARED_RELEASED},
-        {.kind = SHARED_READY, .arguments = {1}, .fds = {0}, .fd_count = 1},
+        {.kind = COMM_WELCOME},
+        {.kind = COMM_READY},
+        {.kind = COMM_RELEASED, .arguments = {2}}, /* round 1 has not been posted */
+        {.kind = COMM_RELEASED},
+        {.kind = COMM_READY, .arguments = {1}, .fds = {0}, .fd_count = 1},
     };
     wsync_memory_t *staging = NULL;
     wsync_memory_t *control = NULL;
@@ -215,16 +215,16 @@ TEST(announcements_are_checked)
         wsync_channel_t *channel;
         wsync_comm_t *comm = NULL;
 
-        CHECK_OK(wsync_shared_comm_create(device(), NULL, 0, 2, 4096, &comm, &err), err);
+        CHECK_OK(wsync_comm_create(device(), NULL, 0, 2, 4096, &comm, &err), err);
         channel = raw_rank(comm, hello_of(staging, control), WSYNC_OK, &err);
-        CHECK_OK(ops()->begin(comm, plan, &err), err);
-        CHECK_OK(ops()->acquire(comm, 0, PATIENT_MS, &err), err);
-        CHECK_OK(ops()->post(comm, 0, stream, &err), err);
+        CHECK_OK(wsync_comm_begin(comm, plan, &err), err);
+        CHECK_OK(wsync_comm_acquire(comm, 0, PATIENT_MS, &err), err);
+        CHECK_OK(wsync_comm_post(comm, 0, stream, &err), err);
         CHECK_OK(wsync_channel_send(channel, &bad[i], PATIENT_MS, &err), err);
-        CHECK_EQ(ops()->wait(comm, 0, PATIENT_MS, &err), WSYNC_ERR_PROTOCOL);
+        CHECK_EQ(wsync_comm_wait(comm, 0, PATIENT_MS, &err), WSYNC_ERR_PROTOCOL);
         CHECK_HAS(err.message, "rank 1 (pid ");
         wsync_channel_destroy(channel);
-        ops()->destroy(comm);
+        wsync_comm_destroy(comm);
     }
     wsync_plan_destroy(plan);
     wsync_stream_destroy(stream);
