@@ -20,62 +20,62 @@ static struct {
     wsync_cuda_device_t *first;
 } opened = {.mutex = PTHREAD_MUTEX_INITIALIZER};  // NOLINT(cppcoreguidelines-*)
 
-static wsync_status_t read_attribute(const wsync_cuda_device_t *device, int attribute,
-                                     int *value, wsync_error_t *err)
+/* What the device can do: the first two it must. */
+static wsync_status_t read_attributes(wsync_cuda_device_t *device, wsync_error_t *err)
 {
-    return wsync_cuda_check(
-        device->driver,
-        device->driver->device_get_attribute(value, attribute, device->base.ordinal),
-        "cuDeviceGetAttribute", err, "%s", device->label);
+    enum { REGISTER, WORDS, VMM, EXPORT, PROCESSORS, PAGEABLE, IN_PLACE, COUNT };
+    static const int attributes[COUNT] = {
+        WSYNC_CU_ATTRIBUTE_HOST_REGISTER, WSYNC_CU_ATTRIBUTE_STREAM_WORDS,
+        WSYNC_CU_ATTRIBUTE_VMM,           WSYNC_CU_ATTRIBUTE_HANDLE_FD,
+        WSYNC_CU_ATTRIBUTE_PROCESSORS,    WSYNC_CU_ATTRIBUTE_PAGEABLE,
+        WSYNC_CU_ATTRIBUTE_HOST_TABLES};
+    int values[COUNT] = {0};
+
+    for (int i = 0; i < COUNT; i++) {
+        const wsync_status_t status =
+            wsync_cuda_check(device->driver,
+                             device->driver->device_get_attribute(&values[i], attributes[i],
+                                                                  device->base.ordinal),
+                             "cuDeviceGetAttribute", err, "%s", device->label);
+
+        if (status != WSYNC_OK) {
+            return status;
+        }
+        if (i <= WORDS && values[i] == 0) {
+            return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_cuda_device",
+                              "%s has no %s", device->label,
+                              i == REGISTER ? "registered host memory"
+                                            : "64-bit stream memory operations");
+        }
+    }
+    device->vmm = values[VMM] != 0 && values[EXPORT] != 0;
+    device->processors = values[PROCESSORS] > 0 ? (unsigned)values[PROCESSORS] : 1;
+    /* Without the second one pages move to the device as they are read (HMM), where a
+     * backup of the weights has no room. */
+    device->pageable = values[PAGEABLE] != 0 && values[IN_PLACE] != 0;
+    return WSYNC_OK;
 }
 
-/* UNSUPPORTED if the device has not got what the attribute stands for. */
-static wsync_status_t need(const wsync_cuda_device_t *device, int attribute,
-                           const char *what, wsync_error_t *err)
-{
-    int value = 0;
-    const wsync_status_t status = read_attribute(device, attribute, &value, err);
-
-    return status != WSYNC_OK || value != 0
-               ? status
-               : wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_cuda_device",
-                            "%s has no %s", device->label, what);
-}
-
-/* Whether memory can be mapped by wsync and exported as a descriptor, and its granularity.
- */
-static wsync_status_t find_memory_kind(wsync_cuda_device_t *device, wsync_error_t *err)
+static wsync_status_t find_granularity(wsync_cuda_device_t *device, wsync_error_t *err)
 {
     const wsync_cu_property_t property = {
         .type = WSYNC_CU_ALLOCATION_PINNED,
         .handle_types = WSYNC_CU_HANDLE_FD,
         .location = {WSYNC_CU_LOCATION_DEVICE, device->base.ordinal}};
     size_t granularity = LEGACY_GRANULARITY;
-    int mapped = 0;
-    int exported = 0;
-    wsync_status_t status = read_attribute(device, WSYNC_CU_ATTRIBUTE_VMM, &mapped, err);
+    const wsync_cu_result_t code =
+        device->vmm ? device->driver->mem_granularity(&granularity, &property,
+                                                      WSYNC_CU_GRANULARITY_MINIMUM)
+                    : WSYNC_CU_SUCCESS;
 
-    if (status == WSYNC_OK) {
-        status = read_attribute(device, WSYNC_CU_ATTRIBUTE_HANDLE_FD, &exported, err);
-    }
-    device->vmm = status == WSYNC_OK && mapped != 0 && exported != 0;
-    if (device->vmm) {
-        status =
-            wsync_cuda_check(device->driver,
-                             device->driver->mem_granularity(&granularity, &property,
-                                                             WSYNC_CU_GRANULARITY_MINIMUM),
-                             "cuMemGetAllocationGranularity", err, "%s", device->label);
-    }
     device->granularity = granularity > 0 ? granularity : 1;
-    return status;
+    return wsync_cuda_check(device->driver, code, "cuMemGetAllocationGranularity", err,
+                            "%s", device->label);
 }
 
 static wsync_status_t open_device(const wsync_cuda_driver_t *driver, int ordinal,
                                   wsync_cuda_device_t *made, wsync_error_t *err)
 {
-    int processors = 0;
-    int pageable = 0;
-    int in_place = 0;
     wsync_status_t status = wsync_cuda_describe(driver, ordinal, &made->info, err);
 
     made->driver = driver;
@@ -87,34 +87,16 @@ static wsync_status_t open_device(const wsync_cuda_driver_t *driver, int ordinal
     (void)snprintf(made->label, sizeof(made->label), "GPU %d (%s)", ordinal,
                    made->info.name);
     if (status == WSYNC_OK) {
-        status =
-            need(made, WSYNC_CU_ATTRIBUTE_HOST_REGISTER, "registered host memory", err);
+        status = read_attributes(made, err);
     }
     if (status == WSYNC_OK) {
-        status = need(made, WSYNC_CU_ATTRIBUTE_STREAM_WORDS,
-                      "64-bit stream memory operations", err);
+        status = find_granularity(made, err);
     }
-    if (status == WSYNC_OK) {
-        status = find_memory_kind(made, err);
-    }
-    if (status == WSYNC_OK) {
-        status = read_attribute(made, WSYNC_CU_ATTRIBUTE_PROCESSORS, &processors, err);
-    }
-    if (status == WSYNC_OK) {
-        status = read_attribute(made, WSYNC_CU_ATTRIBUTE_PAGEABLE, &pageable, err);
-    }
-    if (status == WSYNC_OK) {
-        status = read_attribute(made, WSYNC_CU_ATTRIBUTE_HOST_TABLES, &in_place, err);
-    }
-    made->processors = processors > 0 ? (unsigned)processors : 1;
-    /* Without the second one pages move to the device as they are read (HMM), where a
-     * backup of the weights has no room. */
-    made->pageable = pageable != 0 && in_place != 0;
-    if (status == WSYNC_OK) { /* the last step: what was retained is kept */
-        status = wsync_cuda_check(driver, driver->primary_retain(&made->context, ordinal),
-                                  "cuDevicePrimaryCtxRetain", err, "%s", made->label);
-    }
-    return status;
+    /* The last step: what was retained is kept. */
+    return status == WSYNC_OK
+               ? wsync_cuda_check(driver, driver->primary_retain(&made->context, ordinal),
+                                  "cuDevicePrimaryCtxRetain", err, "%s", made->label)
+               : status;
 }
 
 /* With the mutex. */
@@ -190,8 +172,10 @@ wsync_status_t wsync_cuda_enter(const wsync_cuda_device_t *device, wsync_error_t
 bool wsync_cuda_enter_to_free(const wsync_cuda_device_t *device)
 {
     /* Twice: an error that comes once would leak for ever. */
-    return wsync_cuda_enter(device, NULL) == WSYNC_OK ||
-           wsync_cuda_enter(device, NULL) == WSYNC_OK;
+    if (wsync_cuda_enter(device, NULL) == WSYNC_OK) {
+        return true;
+    }
+    return wsync_cuda_enter(device, NULL) == WSYNC_OK;
 }
 
 void wsync_cuda_leave(const wsync_cuda_device_t *device)
@@ -246,9 +230,10 @@ wsync_status_t wsync_device_cuda(const wsync_cu_uuid_t *uuid, const void *image,
     if (status == WSYNC_OK) {
         status = open_once(ordinal, &found, err);
     }
-    if (status == WSYNC_OK) {
-        status = wsync_cuda_enter(found, err);
+    if (found == NULL) {
+        return status;
     }
+    status = wsync_cuda_enter(found, err);
     if (status != WSYNC_OK) {
         return status;
     }

@@ -309,7 +309,7 @@ static void count_up(void *argument)
     wsync_event_set(reached, wsync_event_query(reached) + 1);
 }
 
-static wsync_status_t tell_host(wsync_cuda_feed_t *feed, wsync_error_t *err)
+wsync_status_t wsync_cuda_feed_drain(wsync_cuda_feed_t *feed, wsync_error_t *err)
 {
     const wsync_status_t status =
         check(feed, feed->device->driver->launch_host(feed->stream, count_up, feed),
@@ -321,15 +321,10 @@ static wsync_status_t tell_host(wsync_cuda_feed_t *feed, wsync_error_t *err)
 
 wsync_status_t wsync_cuda_feed_begin(wsync_cuda_feed_t *feed, wsync_error_t *err)
 {
-    const wsync_status_t status = tell_host(feed, err);
+    const wsync_status_t status = wsync_cuda_feed_drain(feed, err);
 
     feed->begun = feed->reached;
     return status;
-}
-
-wsync_status_t wsync_cuda_feed_drain(wsync_cuda_feed_t *feed, wsync_error_t *err)
-{
-    return tell_host(feed, err);
 }
 
 wsync_status_t wsync_cuda_feed_fill(wsync_cuda_feed_t *feed, const wsync_cuda_load_t *load,

@@ -221,39 +221,6 @@ static void memory_destroy(wsync_memory_t *memory)
     free(self);
 }
 
-/* Moves the record (NULL allowed) to *memory, or gives it back after an error. */
-static wsync_status_t hand_over(wsync_cuda_memory_t *made, wsync_status_t status,
-                                wsync_memory_t **memory)
-{
-    if (status == WSYNC_OK) {
-        *memory = &made->base;
-    } else if (made != NULL) {
-        memory_destroy(&made->base);
-    }
-    return status;
-}
-
-static wsync_status_t memory_create(const wsync_device_t *self, uint64_t nbytes,
-                                    wsync_memory_t **memory, wsync_error_t *err)
-{
-    const wsync_cuda_device_t *device = wsync_cuda_of(self);
-    wsync_cuda_memory_t *made = NULL;
-    wsync_status_t status = wsync_cuda_enter(device, err);
-
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    status = make_record(device, nbytes, &made, err);
-    if (made != NULL) {
-        status = device->vmm ? fill(made, err) : wsync_cuda_legacy_fill(made, err);
-    }
-    if (status == WSYNC_OK) {
-        status = zero(made, err);
-    }
-    wsync_cuda_leave(device);
-    return hand_over(made, status, memory);
-}
-
 /* Which GPU it is of was settled by UUIDs before: the driver's number of it may be that of
  * the process that made it, which sees other GPUs. */
 static wsync_status_t check_place(const wsync_cuda_device_t *device,
@@ -316,32 +283,6 @@ static wsync_status_t adopt(wsync_cuda_memory_t *memory, int borrowed, wsync_err
     return status;
 }
 
-static wsync_status_t memory_import(const wsync_device_t *self, int fd, uint64_t nbytes,
-                                    wsync_memory_t **memory, wsync_error_t *err)
-{
-    const wsync_cuda_device_t *device = wsync_cuda_of(self);
-    wsync_cuda_memory_t *made = NULL;
-    wsync_error_t reason = {0};
-    wsync_status_t status = wsync_cuda_enter(device, err);
-
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    status = nbytes <= INT64_MAX
-                 ? make_record(device, nbytes, &made, &reason)
-                 : wsync_fail(&reason, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
-                              "descriptor %d does not hold %" PRIu64 " bytes", fd, nbytes);
-    if (made != NULL) {
-        status = device->vmm ? adopt(made, fd, &reason)
-                             : wsync_cuda_legacy_adopt(made, fd, &reason);
-    }
-    wsync_cuda_leave(device);
-    if (status != WSYNC_OK && err != NULL) {
-        *err = reason;
-    }
-    return hand_over(made, status, memory);
-}
-
 static wsync_status_t memory_park(wsync_memory_t *memory, wsync_error_t *err)
 {
     wsync_cuda_memory_t *self = own(memory);
@@ -401,69 +342,91 @@ static wsync_status_t memory_unpark(wsync_memory_t *memory, int fd, wsync_error_
     return status;
 }
 
-/* Moves `host` into a control memory, also on failure. */
-static wsync_status_t register_words(const wsync_cuda_device_t *device,
-                                     wsync_memory_t *host, wsync_memory_t **memory,
-                                     wsync_error_t *err)
+/* A record of host memory that the device reaches.  In the context. */
+static wsync_status_t make_control(const wsync_cuda_device_t *device, int fd,
+                                   uint64_t nbytes, wsync_cuda_memory_t **memory,
+                                   wsync_error_t *err)
 {
-    wsync_cuda_memory_t *made = calloc(1, sizeof(*made));
-    _Atomic uint64_t *recorded =
-        calloc(host->nbytes / sizeof(uint64_t) + 1, sizeof(*recorded));
+    const wsync_device_t *host = wsync_device_host();
+    wsync_cuda_memory_t *made = NULL;
+    wsync_memory_t *words;
     wsync_status_t status;
 
-    if (made == NULL || recorded == NULL) {
-        free(made);
-        free(recorded);
-        wsync_memory_destroy(host);
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                          "no memory for the record of events");
+    if (nbytes > CONTROL_MAX_NBYTES) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_control_create",
+                          "%" PRIu64 " bytes of events: at most %d", nbytes,
+                          (int)CONTROL_MAX_NBYTES);
     }
-    wsync_memory_init(&made->base, &device->base, host->nbytes);
-    made->base.words = host->words;
-    made->base.fd = host->fd;
-    made->host = host;
-    made->recorded = recorded;
-    status =
-        wsync_cuda_register(device, host->data, host->nbytes, "events", &made->at, err);
-    made->base.data = (void *)(uintptr_t)made->at;
-    return hand_over(made, status, memory);
-}
-
-static wsync_status_t control_create(const wsync_device_t *self, uint64_t nbytes,
-                                     wsync_memory_t **memory, wsync_error_t *err)
-{
-    wsync_memory_t *host = NULL;
-    wsync_status_t status = wsync_cuda_enter(wsync_cuda_of(self), err);
-
+    status = make_record(device, nbytes, &made, err);
+    if (made == NULL) {
+        return status;
+    }
+    *memory = made;
+    status = host->memory_ops->make(host, true, fd, nbytes, &made->host, err);
     if (status != WSYNC_OK) {
         return status;
     }
-    status = nbytes > CONTROL_MAX_NBYTES
-                 ? wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_control_create",
-                              "%" PRIu64 " bytes of events: at most %d", nbytes,
-                              (int)CONTROL_MAX_NBYTES)
-                 : wsync_memory_create(wsync_device_host(), nbytes, &host, err);
-    if (status == WSYNC_OK) {
-        status = register_words(wsync_cuda_of(self), host, memory, err);
+    words = made->host;
+    made->base.words = words->words;
+    made->base.fd = words->fd;
+    made->recorded = calloc(nbytes / sizeof(uint64_t) + 1, sizeof(*made->recorded));
+    if (made->recorded == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
+                          "no memory for the record of %" PRIu64 " bytes of events",
+                          nbytes);
     }
-    wsync_cuda_leave(wsync_cuda_of(self));
+    status = wsync_cuda_register(device, words->data, nbytes, "events", &made->at, err);
+    made->base.data = (void *)(uintptr_t)made->at;
     return status;
 }
 
-static wsync_status_t control_import(const wsync_device_t *self, int fd, uint64_t nbytes,
-                                     wsync_memory_t **memory, wsync_error_t *err)
+/* In the context; err is not NULL. */
+static wsync_status_t make_device(const wsync_cuda_device_t *device, int fd,
+                                  uint64_t nbytes, wsync_cuda_memory_t **memory,
+                                  wsync_error_t *err)
 {
-    wsync_memory_t *host = NULL;
-    wsync_status_t status = wsync_cuda_enter(wsync_cuda_of(self), err);
+    wsync_status_t status;
+
+    if (fd >= 0 && nbytes > INT64_MAX) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_import",
+                          "descriptor %d does not hold %" PRIu64 " bytes", fd, nbytes);
+    }
+    status = make_record(device, nbytes, memory, err);
+    if (*memory == NULL) {
+        return status;
+    }
+    if (fd >= 0) {
+        return device->vmm ? adopt(*memory, fd, err)
+                           : wsync_cuda_legacy_adopt(*memory, fd, err);
+    }
+    status = device->vmm ? fill(*memory, err) : wsync_cuda_legacy_fill(*memory, err);
+    return status == WSYNC_OK ? zero(*memory, err) : status;
+}
+
+static wsync_status_t memory_make(const wsync_device_t *self, bool control, int fd,
+                                  uint64_t nbytes, wsync_memory_t **memory,
+                                  wsync_error_t *err)
+{
+    const wsync_cuda_device_t *device = wsync_cuda_of(self);
+    wsync_cuda_memory_t *made = NULL;
+    wsync_error_t reason = {0};
+    wsync_status_t status = wsync_cuda_enter(device, err);
 
     if (status != WSYNC_OK) {
         return status;
     }
-    status = wsync_memory_import(wsync_device_host(), fd, nbytes, &host, err);
+    status = (control ? make_control : make_device)(device, fd, nbytes, &made, &reason);
+    wsync_cuda_leave(device);
     if (status == WSYNC_OK) {
-        status = register_words(wsync_cuda_of(self), host, memory, err);
+        *memory = &made->base;
+        return WSYNC_OK;
     }
-    wsync_cuda_leave(wsync_cuda_of(self));
+    if (made != NULL) {
+        memory_destroy(&made->base);
+    }
+    if (err != NULL) {
+        *err = reason;
+    }
     return status;
 }
 
@@ -478,10 +441,7 @@ _Atomic uint64_t *wsync_cuda_event_recorded(wsync_event_t event)
 }
 
 const wsync_memory_ops_t wsync_cuda_memory_ops = {
-    .create = memory_create,
-    .import = memory_import,
-    .control_create = control_create,
-    .control_import = control_import,
+    .make = memory_make,
     .destroy = memory_destroy,
     .park = memory_park,
     .unpark = memory_unpark,

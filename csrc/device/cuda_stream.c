@@ -300,35 +300,34 @@ static void add_entry(cuda_stream_t *self, const entry_t *entry)
     (void)pthread_mutex_unlock(&self->mutex);
 }
 
-/* Enqueues a write of the word, or a wait for it.  In the context, in order. */
+/* In the context, in order. */
 static wsync_status_t enqueue_word(cuda_stream_t *self, const entry_t *entry,
                                    wsync_error_t *err)
 {
     const wsync_cuda_driver_t *driver = self->device->driver;
+    const wsync_cu_stream_t stream = self->runner.stream;
     const wsync_cu_ptr_t at = wsync_cuda_event_address(entry->event);
-    wsync_status_t status = reserve_entry(self, err);
+    const wsync_status_t status = reserve_entry(self, err);
+    wsync_cu_result_t code;
 
     if (status != WSYNC_OK) {
         return status;
     }
-    status =
-        entry->waits
-            ? check(self,
-                    driver->stream_wait_value(self->runner.stream, at, entry->value,
-                                              WSYNC_CU_WAIT_GEQ),
-                    "cuStreamWaitValue64", err)
-            : check(self,
-                    driver->stream_write_value(self->runner.stream, at, entry->value, 0),
-                    "cuStreamWriteValue64", err);
-    if (status == WSYNC_OK) {
+    code = entry->waits
+               ? driver->stream_wait_value(stream, at, entry->value, WSYNC_CU_WAIT_GEQ)
+               : driver->stream_write_value(stream, at, entry->value, 0);
+    if (code == WSYNC_CU_SUCCESS) {
         add_entry(self, entry);
     }
-    return status;
+    return check(self, code, entry->waits ? "cuStreamWaitValue64" : "cuStreamWriteValue64",
+                 err);
 }
 
-static wsync_status_t stream_record(wsync_stream_t *stream, wsync_event_t event,
-                                    uint64_t value, wsync_error_t *err)
+static wsync_status_t stream_enqueue(wsync_stream_t *stream, bool waits,
+                                     wsync_event_t event, uint64_t value,
+                                     wsync_error_t *err)
 {
+    const entry_t entry = {.event = event, .value = value, .waits = waits};
     cuda_stream_t *self = own(stream);
     _Atomic uint64_t *recorded = wsync_cuda_event_recorded(event);
     wsync_status_t status = wsync_cuda_enter(self->device, err);
@@ -338,30 +337,11 @@ static wsync_status_t stream_record(wsync_stream_t *stream, wsync_event_t event,
     }
     (void)pthread_mutex_lock(&self->order);
     /* The device stores what it is given; so that words only grow, no less is given. */
-    if (atomic_load(recorded) < value) {
-        status = enqueue_word(self, &(entry_t){.event = event, .value = value}, err);
-        if (status == WSYNC_OK) {
+    if ((waits ? wsync_event_query(event) : atomic_load(recorded)) < value) {
+        status = enqueue_word(self, &entry, err);
+        if (status == WSYNC_OK && !waits) {
             atomic_store(recorded, value);
         }
-    }
-    (void)pthread_mutex_unlock(&self->order);
-    wsync_cuda_leave(self->device);
-    return status;
-}
-
-static wsync_status_t stream_wait(wsync_stream_t *stream, wsync_event_t event,
-                                  uint64_t value, wsync_error_t *err)
-{
-    cuda_stream_t *self = own(stream);
-    wsync_status_t status = wsync_cuda_enter(self->device, err);
-
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    (void)pthread_mutex_lock(&self->order);
-    if (wsync_event_query(event) < value) {
-        status = enqueue_word(
-            self, &(entry_t){.event = event, .value = value, .waits = true}, err);
     }
     (void)pthread_mutex_unlock(&self->order);
     wsync_cuda_leave(self->device);
@@ -562,8 +542,7 @@ const wsync_stream_ops_t wsync_cuda_stream_ops = {
     .create = stream_create,
     .destroy = stream_destroy,
     .copy = stream_copy,
-    .record = stream_record,
-    .wait = stream_wait,
+    .enqueue = stream_enqueue,
     .order = stream_order,
     .ahead = stream_ahead,
     .abandon = stream_abandon,

@@ -44,25 +44,33 @@ void wsync_memory_init(wsync_memory_t *memory, const wsync_device_t *device,
 wsync_status_t wsync_memory_create(const wsync_device_t *self, uint64_t nbytes,
                                    wsync_memory_t **memory, wsync_error_t *err)
 {
-    return self->memory_ops->create(self, nbytes, memory, err);
+    return self->memory_ops->make(self, false, -1, nbytes, memory, err);
+}
+
+static wsync_status_t import(const wsync_device_t *self, bool control, int fd,
+                             uint64_t nbytes, wsync_memory_t **memory, wsync_error_t *err)
+{
+    return fd >= 0 ? self->memory_ops->make(self, control, fd, nbytes, memory, err)
+                   : wsync_fail(err, WSYNC_ERR_OS, EBADF, "wsync_memory_import",
+                                "descriptor %d: %s", fd, strerror(EBADF));
 }
 
 wsync_status_t wsync_memory_import(const wsync_device_t *self, int fd, uint64_t nbytes,
                                    wsync_memory_t **memory, wsync_error_t *err)
 {
-    return self->memory_ops->import(self, fd, nbytes, memory, err);
+    return import(self, false, fd, nbytes, memory, err);
 }
 
 wsync_status_t wsync_control_create(const wsync_device_t *self, uint64_t nbytes,
                                     wsync_memory_t **memory, wsync_error_t *err)
 {
-    return self->memory_ops->control_create(self, nbytes, memory, err);
+    return self->memory_ops->make(self, true, -1, nbytes, memory, err);
 }
 
 wsync_status_t wsync_control_import(const wsync_device_t *self, int fd, uint64_t nbytes,
                                     wsync_memory_t **memory, wsync_error_t *err)
 {
-    return self->memory_ops->control_import(self, fd, nbytes, memory, err);
+    return import(self, true, fd, nbytes, memory, err);
 }
 
 void wsync_memory_retain(wsync_memory_t *memory)
@@ -148,32 +156,30 @@ wsync_status_t wsync_stream_copy(wsync_stream_t *stream, const wsync_copy_t *cop
                               : status;
 }
 
-static wsync_status_t check_event(const wsync_stream_t *stream, wsync_event_t event,
-                                  wsync_error_t *err)
+static wsync_status_t enqueue(wsync_stream_t *stream, bool waits, wsync_event_t event,
+                              uint64_t value, wsync_error_t *err)
 {
-    const wsync_status_t status =
+    wsync_status_t status =
         wsync_stream_check(stream, event.memory->device, "the event", err);
 
-    return status == WSYNC_OK ? wsync_event_check(event, err) : status;
+    if (status == WSYNC_OK) {
+        status = wsync_event_check(event, err);
+    }
+    return status == WSYNC_OK
+               ? stream->device->stream_ops->enqueue(stream, waits, event, value, err)
+               : status;
 }
 
 wsync_status_t wsync_stream_record(wsync_stream_t *stream, wsync_event_t event,
                                    uint64_t value, wsync_error_t *err)
 {
-    const wsync_status_t status = check_event(stream, event, err);
-
-    return status == WSYNC_OK
-               ? stream->device->stream_ops->record(stream, event, value, err)
-               : status;
+    return enqueue(stream, false, event, value, err);
 }
 
 wsync_status_t wsync_stream_wait(wsync_stream_t *stream, wsync_event_t event,
                                  uint64_t value, wsync_error_t *err)
 {
-    const wsync_status_t status = check_event(stream, event, err);
-
-    return status == WSYNC_OK ? stream->device->stream_ops->wait(stream, event, value, err)
-                              : status;
+    return enqueue(stream, true, event, value, err);
 }
 
 static wsync_status_t order(wsync_stream_t *stream, void *other, bool leads,

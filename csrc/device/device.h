@@ -76,14 +76,9 @@ enum { WSYNC_STREAM_AHEAD = 64, WSYNC_STREAM_MAX_THREADS = 64 };
 /* What a backend does.  Callers use the functions below, which check the arguments; the
  * contracts are theirs. */
 struct wsync_memory_ops {
-    wsync_status_t (*create)(const wsync_device_t *self, uint64_t nbytes,
-                             wsync_memory_t **memory, wsync_error_t *err);
-    wsync_status_t (*import)(const wsync_device_t *self, int fd, uint64_t nbytes,
-                             wsync_memory_t **memory, wsync_error_t *err);
-    wsync_status_t (*control_create)(const wsync_device_t *self, uint64_t nbytes,
-                                     wsync_memory_t **memory, wsync_error_t *err);
-    wsync_status_t (*control_import)(const wsync_device_t *self, int fd, uint64_t nbytes,
-                                     wsync_memory_t **memory, wsync_error_t *err);
+    /* Of its own (fd -1), or what a peer exported; of either kind. */
+    wsync_status_t (*make)(const wsync_device_t *self, bool control, int fd,
+                           uint64_t nbytes, wsync_memory_t **memory, wsync_error_t *err);
     void (*destroy)(wsync_memory_t *memory); /* the last reference is gone */
     wsync_status_t (*park)(wsync_memory_t *memory, wsync_error_t *err);
     wsync_status_t (*unpark)(wsync_memory_t *memory, int fd, wsync_error_t *err);
@@ -95,10 +90,9 @@ struct wsync_stream_ops {
     bool (*destroy)(wsync_stream_t *stream);
     wsync_status_t (*copy)(wsync_stream_t *stream, const wsync_batch_t *batch,
                            wsync_error_t *err);
-    wsync_status_t (*record)(wsync_stream_t *stream, wsync_event_t event, uint64_t value,
-                             wsync_error_t *err);
-    wsync_status_t (*wait)(wsync_stream_t *stream, wsync_event_t event, uint64_t value,
-                           wsync_error_t *err);
+    /* A wait for the event to be `value`, or its record. */
+    wsync_status_t (*enqueue)(wsync_stream_t *stream, bool waits, wsync_event_t event,
+                              uint64_t value, wsync_error_t *err);
     /* With `leads` the stream goes first; NULL where there are no foreign streams. */
     wsync_status_t (*order)(wsync_stream_t *stream, void *other, bool leads,
                             wsync_error_t *err);

@@ -171,8 +171,8 @@ static wsync_status_t map_fd(const wsync_device_t *self, int fd, uint64_t nbytes
     return status;
 }
 
-static wsync_status_t memory_create(const wsync_device_t *self, uint64_t nbytes,
-                                    wsync_memory_t **memory, wsync_error_t *err)
+static wsync_status_t create(const wsync_device_t *self, uint64_t nbytes,
+                             wsync_memory_t **memory, wsync_error_t *err)
 {
     wsync_status_t status = WSYNC_OK;
     const uint64_t available = wsync_host_memory_available("");
@@ -222,13 +222,20 @@ cleanup:
     return status;
 }
 
-static wsync_status_t memory_import(const wsync_device_t *self, int fd, uint64_t nbytes,
-                                    wsync_memory_t **memory, wsync_error_t *err)
+/* Here events can be in any memory. */
+static wsync_status_t memory_make(const wsync_device_t *self, bool control, int fd,
+                                  uint64_t nbytes, wsync_memory_t **memory,
+                                  wsync_error_t *err)
 {
     struct stat info;
+    int seals;
     int own;
-    const int seals = fcntl(fd, F_GET_SEALS);
 
+    (void)control;
+    if (fd < 0) {
+        return create(self, nbytes, memory, err);
+    }
+    seals = fcntl(fd, F_GET_SEALS);
     if (seals < 0) {
         const int code = errno;
 
@@ -289,8 +296,7 @@ static wsync_status_t memory_unpark(wsync_memory_t *memory, int fd, wsync_error_
 {
     wsync_memory_t *made = NULL;
     wsync_status_t status =
-        fd < 0 ? memory_create(memory->device, memory->nbytes, &made, err)
-               : memory_import(memory->device, fd, memory->nbytes, &made, err);
+        memory_make(memory->device, false, fd, memory->nbytes, &made, err);
 
     if (made == NULL) {
         return status;
@@ -310,10 +316,7 @@ static wsync_status_t memory_unpark(wsync_memory_t *memory, int fd, wsync_error_
 }
 
 const wsync_memory_ops_t wsync_host_memory_ops = {
-    .create = memory_create,
-    .import = memory_import,
-    .control_create = memory_create,
-    .control_import = memory_import,
+    .make = memory_make,
     .destroy = memory_destroy,
     .park = memory_park,
     .unpark = memory_unpark,

@@ -342,25 +342,17 @@ static wsync_status_t stream_copy(wsync_stream_t *stream, const wsync_batch_t *b
                                                   : status;
 }
 
-static wsync_status_t enqueue_event(wsync_stream_t *stream, entry_kind_t kind,
-                                    wsync_event_t event, uint64_t value, wsync_error_t *err)
+static wsync_status_t stream_enqueue(wsync_stream_t *stream, bool waits,
+                                     wsync_event_t event, uint64_t value,
+                                     wsync_error_t *err)
 {
-    const entry_t entry = {.kind = kind, .event = event, .value = value, .pieces = 1};
+    const entry_t entry = {.kind = waits ? ENTRY_WAIT : ENTRY_RECORD,
+                           .event = event,
+                           .value = value,
+                           .pieces = 1};
     const wsync_status_t status = check_process(own(stream), err);
 
     return status == WSYNC_OK ? enqueue(own(stream), &entry, err) : status;
-}
-
-static wsync_status_t stream_record(wsync_stream_t *stream, wsync_event_t event,
-                                    uint64_t value, wsync_error_t *err)
-{
-    return enqueue_event(stream, ENTRY_RECORD, event, value, err);
-}
-
-static wsync_status_t stream_wait(wsync_stream_t *stream, wsync_event_t event,
-                                  uint64_t value, wsync_error_t *err)
-{
-    return enqueue_event(stream, ENTRY_WAIT, event, value, err);
 }
 
 static void stream_trace(wsync_stream_t *stream, wsync_stream_span_t *next, size_t capacity,
@@ -439,8 +431,7 @@ static const wsync_stream_ops_t stream_ops = {
     .create = stream_create,
     .destroy = stream_destroy,
     .copy = stream_copy,
-    .record = stream_record,
-    .wait = stream_wait,
+    .enqueue = stream_enqueue,
     .abandon = stream_abandon,
     .synchronize = stream_synchronize,
     .trace = stream_trace,
