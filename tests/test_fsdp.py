@@ -7,6 +7,7 @@ where torch can, its own `full_tensor()` confirms the known weights.
 from __future__ import annotations
 
 import gc
+import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -275,6 +276,19 @@ def test_a_module_that_was_replaced_is_read_anew() -> None:
     del model["a"].weight
     with pytest.raises(wsync.LayoutError, match=r"a\.weight: "):
         found.bind()
+
+
+def test_a_tied_head_in_a_state_dict_has_the_values_of_the_embedding() -> None:
+    config = types.SimpleNamespace(tie_word_embeddings=True)
+    embedding = torch.randn(8, 4)
+    weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
+    found = layout(weights, config)
+    assert found.layout.names() == ["model.embed_tokens.weight"]
+    weights["lm_head.weight"][7, 3] = -0.0
+    text = r"lm_head\.weight: values of its own, but the configuration says tied embeddings"
+    for call in (found.bind, lambda: layout(weights, config)):
+        with pytest.raises(wsync.LayoutError, match=text):
+            call()
 
 
 def test_modules_that_exchange_their_names_are_read_under_the_new_ones() -> None:

@@ -152,8 +152,9 @@ class _Reader:
         def read() -> list[_Part]:
             some = None if wanted is None else dict.fromkeys(form[0] for form in wanted)
             known = by_plain_name(tensors, plain_name, some)
-            if tied:
-                known.pop(TIED, None)
+            if tied and TIED in known:
+                self._check_tied(known)
+                del known[TIED]
             names = list(known if some is None else some)
             given = zip(names, chosen(known, names), strict=True)
             return [part for name, tensor in given for part in self._parts(name, tensor)]
@@ -179,6 +180,23 @@ class _Reader:
             return parts
 
         return read
+
+    def _check_tied(self, known: Mapping[str, Any]) -> None:
+        """LayoutError where a tied head has other values than every tensor it may be tied to: it
+        is not delivered under its own name."""
+        head = known[TIED]
+        same_shape = [n for n, t in known.items() if n != TIED and t.shape == head.shape]
+        if not any(known[name] is head or self._same(known[name], head) for name in same_shape):
+            raise _core.LayoutError(
+                f"{TIED}: values of its own, but the configuration says tied embeddings"
+            )
+
+    def _same(self, one: Any, other: Any) -> bool:
+        """Whether what this rank has of two tensors is equal to the bit."""
+        first, second = list(self._parts(TIED, one)), list(self._parts(TIED, other))
+        return [part.form for part in first] == [part.form for part in second] and all(
+            _bits(a.tensor).equal(_bits(b.tensor)) for a, b in zip(first, second, strict=True)
+        )
 
     def _parts(self, name: str, tensor: Any) -> Iterator[_Part]:
         shape = tuple(tensor.shape)
@@ -213,6 +231,12 @@ class _Reader:
                 regions = regions_of(runs)
             self._placed[key] = regions
         return regions
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    import torch
+
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _is_fsdp2(module: Any) -> bool:
