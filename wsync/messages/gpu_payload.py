@@ -4,7 +4,7 @@ torch sends a CUDA tensor as a call of `torch.multiprocessing.reductions.rebuild
 whose arguments name an allocation by a handle of the driver (torch/csrc/StorageSharing.cpp), and
 a counter in a file of /dev/shm (torch/csrc/CudaIPCTypes.cpp): 1 until the consumer, which has
 closed the handle and read to the end, takes it down.  SGLang names the GPU by its UUID
-(`sglang.srt.utils.patch_torch`); vLLM sends the arguments alone, by the GPU's UUID
+(`sglang.srt.utils.patch_torch`); vLLM sends only the arguments, by the GPU's UUID
 (`vllm.distributed.weight_transfer.ipc_engine`).
 """
 
@@ -24,13 +24,6 @@ from typing import Any, Final
 import torch
 
 from wsync import _core
-from wsync._core import (
-    DeadlineError,
-    InvalidArgumentError,
-    NoMemoryError,
-    ProtocolError,
-    StateError,
-)
 from wsync.layout import contiguous_strides
 from wsync.machine.deadline import Check
 from wsync.messages import payload, peer_memory
@@ -50,7 +43,7 @@ _POLL_SECONDS: Final = 0.001
 
 @dataclasses.dataclass(frozen=True)
 class GpuTensor:
-    """A tensor in another process's memory of a GPU, as a payload has it; nothing is open yet.
+    """A tensor in another process's memory of a GPU, as a payload has it; it is not open.
 
     uuid: the GPU's, as torch writes it: without "GPU-".  handle: the driver's, of the allocation.
     offset, nbytes: of the storage in the allocation.  start: of the tensor in the storage, and
@@ -99,7 +92,7 @@ class GpuTensor:
         if self.offset + self.nbytes > memory.nbytes:
             text = f"storage of {self.nbytes} bytes at {self.offset} of {memory.nbytes} bytes"
             memory.close()
-            raise ProtocolError(f"payload: {text}")
+            raise payload.malformed(f"{text}")
         return Opened(self, memory)
 
     @property
@@ -135,11 +128,11 @@ class Opened:
 
 
 def _count_down(file: bytes, counter: int) -> None:
-    """Says that a consumer has let go; to nobody, if the owner has ended.  What is not a counter
-    of torch's, or says that nobody has the memory open, stays as it is."""
+    """Counts a consumer that has closed the memory, unless the owner has ended.  A file that is not
+    torch's counters, and a counter of no consumers, stay as they are."""
     try:
         found = peer_memory.open_file(file, _FILE_NBYTES)
-    except (OSError, ProtocolError):
+    except (OSError, _core.ProtocolError):
         return
     try:
         if os.fstat(found).st_size != _FILE_NBYTES:
@@ -211,7 +204,7 @@ def load_vllm_handles(data: bytes | str) -> dict[str, GpuTensor] | list[dict[str
 
 def _from_uuids(value: object) -> dict[str, GpuTensor]:
     if not isinstance(value, dict):
-        raise ProtocolError(f"payload: handles are a {type(value).__name__} instead of a dict")
+        raise payload.malformed(f"handles are a {type(value).__name__} instead of a dict")
     return {uuid: _parse(arguments, uuid) for uuid, arguments in value.items()}
 
 
@@ -223,19 +216,19 @@ def _rebuild(*arguments: object) -> GpuTensor:
 def _parse(arguments: object, uuid: object) -> GpuTensor:
     """A tensor from rebuild_cuda_tensor's arguments, which anyone may have made up."""
     if not isinstance(arguments, tuple) or len(arguments) != 15:
-        raise ProtocolError("payload: a tensor on a GPU has 15 arguments")
+        raise payload.malformed("a tensor on a GPU has 15 arguments")
     kind, shape, stride, start, storage, dtype, _, handle, nbytes, offset = arguments[:10]
     _, file, counter, _, waits = arguments[10:]
     if kind is not payload.refuse_call or storage is not payload.refuse_call:
-        raise ProtocolError("payload: a tensor on a GPU is not of torch's own classes")
+        raise payload.malformed("a tensor on a GPU is not of torch's own classes")
     if not isinstance(uuid, str) or not _UUID.fullmatch(uuid):
-        raise ProtocolError(f"payload: {payload.brief(uuid)} is not the UUID of a GPU")
+        raise payload.malformed(f"{payload.brief(uuid)} is not the UUID of a GPU")
     if not isinstance(dtype, torch.dtype):
-        raise ProtocolError(f"payload: {payload.brief(dtype)} is not the dtype of a tensor")
+        raise payload.malformed(f"{payload.brief(dtype)} is not the dtype of a tensor")
     if not isinstance(file, bytes) or not peer_memory.is_file_name(file):
-        raise ProtocolError(f"payload: {payload.brief(file)} is not torch's file of counters")
+        raise payload.malformed(f"{payload.brief(file)} is not torch's file of counters")
     if waits is not False:  # torch's exporter asks for that, and its event ends with it
-        raise ProtocolError("payload: a tensor on a GPU that is to wait for an event")
+        raise payload.malformed("a tensor on a GPU that is to wait for an event")
     tensor = GpuTensor(
         uuid,
         _plain_handle(handle),
@@ -248,11 +241,11 @@ def _parse(arguments: object, uuid: object) -> GpuTensor:
         _number("offset of a tensor", start, _MOST_NBYTES),
     )
     if len(tensor.shape) != len(tensor.stride):
-        raise ProtocolError(f"payload: shape {tensor.shape} with stride {tensor.stride}")
+        raise payload.malformed(f"shape {tensor.shape} with stride {tensor.stride}")
     end = (tensor.start + tensor.spanned) * dtype.itemsize if tensor.spanned else 0
     if end > tensor.nbytes:
-        raise ProtocolError(
-            f"payload: tensor of shape {tensor.shape} and stride {tensor.stride} at "
+        raise payload.malformed(
+            f"tensor of shape {tensor.shape} and stride {tensor.stride} at "
             f"{tensor.start} needs {end} bytes of a storage of {tensor.nbytes}"
         )
     return tensor
@@ -260,16 +253,16 @@ def _parse(arguments: object, uuid: object) -> GpuTensor:
 
 def _number(what: str, value: object, end: int) -> int:
     if type(value) is not int or not 0 <= value < end:
-        raise ProtocolError(f"payload: {what} {payload.brief(value)}: not from 0 to {end - 1}")
+        raise payload.malformed(f"{what} {payload.brief(value)}: not from 0 to {end - 1}")
     return value
 
 
 def _plain_handle(handle: object) -> bytes:
     if not isinstance(handle, bytes) or len(handle) < 2 or handle[0] not in _VERSIONS:
-        raise ProtocolError("payload: a handle of GPU memory in no form that is known")
+        raise payload.malformed("a handle of GPU memory in no form that is known")
     if handle[1:2] != _PLAIN or len(handle) != 2 + _HANDLE_NBYTES:
-        raise ProtocolError(
-            f"payload: a handle of GPU memory of kind {handle[1:2]!r} and {len(handle)} bytes: "
+        raise payload.malformed(
+            f"a handle of GPU memory of kind {handle[1:2]!r} and {len(handle)} bytes: "
             "only plain allocations are opened, no expandable segments"
         )
     return handle[2:]
@@ -282,7 +275,7 @@ _parting: list[GpuRing] = []  # closed, but not let go of by every consumer
 
 
 def collect() -> int:
-    """Frees the memory of closed rings that nobody holds any more; bytes that are still held."""
+    """Frees closed rings that no consumer has open; returns the bytes of those still open."""
     with _lock:
         free = [ring for ring in _parting if not ring.held()]
         for ring in free:
@@ -305,10 +298,12 @@ class GpuRing:
         held = collect()
         try:
             self._memory = _core.IpcMemory(_ordinal(uuid), nbytes)
-        except NoMemoryError as error:
+        except _core.NoMemoryError as error:
             if held == 0:
                 raise
-            raise NoMemoryError(f"{error}; engines have not let go of {held} bytes more") from None
+            raise _core.NoMemoryError(
+                f"{error}; engines have not let go of {held} bytes more"
+            ) from None
         self.address = self._memory.address
         self.nbytes = nbytes
         self._uuid = _plain_uuid(uuid)
@@ -332,13 +327,13 @@ class GpuRing:
         """A storage of the ring for one consumer to open once, and a tensor in it: all its bytes,
         or a contiguous one of `shape` that starts at element `start`.
 
-        Consumers know storages that they have open by their offset alone: until all of a storage
+        Consumers identify open storages only by their offset: until all of a storage
         has been acquired, none of another size may begin where it does.
         """
         sizes = (nbytes,) if shape is None else shape
         end = (start + math.prod(sizes)) * dtype.itemsize
         if min(offset, nbytes, start) < 0 or offset + nbytes > self.nbytes or end > nbytes:
-            raise InvalidArgumentError(
+            raise _core.InvalidArgumentError(
                 f"tensor of shape {sizes} and {dtype} at {start} of {nbytes} bytes at {offset} of "
                 f"a ring of {self.nbytes}"
             )
@@ -377,7 +372,7 @@ class GpuRing:
         while self.held(offset, nbytes):
             check()
             if time.monotonic() > end:
-                raise DeadlineError(
+                raise _core.DeadlineError(
                     f"{nbytes} bytes of GPU {self._uuid} were not let go of in {timeout:.0f} s; "
                     f"engines say so in /dev/shm{self._file.decode()}, if they see it"
                 )
@@ -402,11 +397,13 @@ class GpuRing:
     def _take_counter(self, first: int, last: int) -> int:
         with self._exports_lock:
             if self._closed:
-                raise StateError("the ring is closed")
+                raise _core.StateError("the ring is closed")
             if not self._free:
                 self._prune()
             if not self._free:
-                raise NoMemoryError(f"a ring has {COUNTERS} buckets that no engine has let go of")
+                raise _core.NoMemoryError(
+                    f"a ring has {COUNTERS} buckets that no engine has let go of"
+                )
             counter = self._free.pop()
             self._counters[counter] = 1
             self._exports[counter] = (first, last)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import ctypes
 import dataclasses
 import functools
 import io
@@ -34,13 +33,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from wsync._core import (
-    DeadlineError,
-    InvalidArgumentError,
-    NoMemoryError,
-    ProtocolError,
-    SystemCallError,
-)
+from wsync import _core
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.checkpoints.files import system_calls
 from wsync.messages import peer_memory
@@ -101,7 +94,7 @@ class _Writer(pickle._Pickler):
         plain = type(value) in self.dispatch or isinstance(value, torch.Size | torch.dtype)
         if plain or value is torch.Size:
             return NotImplemented
-        raise InvalidArgumentError(f"payload: {type(value).__name__} cannot be written")
+        raise _core.InvalidArgumentError(f"payload: {type(value).__name__} cannot be written")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -201,25 +194,16 @@ def _by_file(tensor: torch.Tensor) -> _Called:
 
 
 def _entry(entry: Any) -> _Instance:
-    return _Instance(
-        named(*_METADATA_GLOBAL),
-        {
-            "name": entry.name,
-            "shape": torch.Size(entry.shape),
-            "dtype": entry.dtype,
-            "start_idx": entry.start_idx,
-            "end_idx": entry.end_idx,
-            "numel": entry.numel,
-        },
-    )
+    state = {name: getattr(entry, name) for name in FlattenedTensorMetadata.__dataclass_fields__}
+    return _Instance(named(*_METADATA_GLOBAL), {**state, "shape": torch.Size(entry.shape)})
 
 
 def _start_manager() -> None:
-    """Starts torch_shm_manager, which removes segments that nobody uses, once for this process.
+    """Starts torch_shm_manager, which removes unused segments, once for this process.
 
-    Torch would start it with what this process has open: whoever reads the process's standard
-    error would wait for the engines that use a segment.  Torch uses a manager that it is
-    connected to, and connects where it opens a segment that belongs to one.
+    Torch would start it with the files that this process has open: a reader of this process's
+    standard error would then wait for the engines that use a segment.  Torch uses a manager that it
+    is connected to, and connects where it opens a segment that belongs to one.
     """
     with _manager_lock:
         if _managers:
@@ -240,7 +224,7 @@ def _start_manager() -> None:
         if not place or place == b"ERROR":
             process.kill()
             process.wait()
-            raise SystemCallError(f"{program}: did not start")
+            raise _core.SystemCallError(f"{program}: did not start")
         name = f"torch_wsync_{os.getpid()}_{secrets.token_hex(8)}"
         path = os.path.join(_SHM, name)
         with system_calls(path), open(path, "xb") as file:
@@ -258,7 +242,7 @@ def shared_bytes(nbytes: int) -> torch.Tensor:
     room = os.statvfs(_SHM)
     free = room.f_bavail * room.f_frsize
     if nbytes > free:
-        raise NoMemoryError(f"{_SHM} has {free} bytes left, but the bucket needs {nbytes}")
+        raise _core.NoMemoryError(f"{_SHM} has {free} bytes left, but the bucket needs {nbytes}")
     _start_manager()
     storage = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
     setattr(storage, _FILE_MARK, True)
@@ -300,7 +284,7 @@ def per_worker(payloads: Sequence[bytes]) -> list[tuple[str, list[bytes]]]:
     lists: list[Any] = [load(data) for data in payloads]
     names = [[name for name, _ in pairs] for pairs in lists]
     if any(other != names[0] for other in names):
-        raise InvalidArgumentError(f"payloads of {len(lists)} workers name different tensors")
+        raise _core.InvalidArgumentError(f"payloads of {len(lists)} workers name different tensors")
     return [
         (name, [values(_by_value(pairs[number][1])) for pairs in lists])
         for number, name in enumerate(names[0])
@@ -308,7 +292,7 @@ def per_worker(payloads: Sequence[bytes]) -> list[tuple[str, list[bytes]]]:
 
 
 def control(data: bytes) -> bytes:
-    """A payload that carries `data` alone: one uint8 tensor by value named wsync.messages.control's
+    """A payload that carries only `data`: one uint8 tensor by value named wsync.messages.control's
     TENSOR_NAME.  For the load_format that names wsync's loader."""
     # frombuffer takes no empty buffer
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
@@ -318,16 +302,11 @@ def control(data: bytes) -> bytes:
 def control_bytes(value: object) -> bytes | None:
     """What `control` was given, from the object that an engine unpickled; None if that is
     another kind of payload."""
-    if not isinstance(value, list | tuple) or len(value) != 1:
-        return None
-    pair = value[0]
-    if not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] != TENSOR_NAME:
-        return None
-    tensor = pair[1]
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.uint8 or tensor.dim() != 1:
-        return None
-    tensor = tensor.detach().cpu().contiguous()
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
+    match value:
+        case [[str(name), torch.Tensor() as tensor]] if name == TENSOR_NAME:
+            if tensor.dtype == torch.uint8 and tensor.dim() == 1:
+                return tensor.detach().cpu().numpy().tobytes()
+    return None
 
 
 def to_text(data: bytes) -> str:
@@ -357,12 +336,16 @@ class _Brief(reprlib.Repr):
 brief: Final = _Brief().repr
 
 
+def malformed(text: str) -> _core.ProtocolError:
+    return _core.ProtocolError(f"payload: {text}")
+
+
 def load(
     data: bytes | str, *, gpu: Callable[..., object] | None = None, timeout: float = PEER_SECONDS
 ) -> object:
     """Unpickles a payload, given as bytes or as base64 text.
 
-    Whoever can reach an engine's API can send one, so only these are understood: lists, tuples,
+    Anyone who reaches an engine's API can send one, so only these are understood: lists, tuples,
     dicts, strings, numbers, CPU tensors by file, by file descriptor and by value, and bucket
     metadata, which becomes wsync's FlattenedTensorMetadata.  Anything else is a ProtocolError that
     names it.
@@ -375,13 +358,13 @@ def load(
         try:
             data = base64.b64decode(data, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise ProtocolError(f"payload: not base64: {error}") from None
+            raise malformed(f"not base64: {error}") from None
     try:
         value = _Reader(data, gpu, time.monotonic() + timeout).load()
-    except (ProtocolError, DeadlineError):
+    except (_core.ProtocolError, _core.DeadlineError):
         raise
     except Exception as error:  # what a malformed pickle raises is not specified
-        raise ProtocolError(f"payload: {type(error).__name__}: {error!s:.200}") from None
+        raise malformed(f"{type(error).__name__}: {error!s:.200}") from None
     if isinstance(value, dict) and "metadata" in value:
         value["metadata"] = _to_entries(value["metadata"])
     return value
@@ -389,7 +372,7 @@ def load(
 
 def _to_entries(values: object) -> list[FlattenedTensorMetadata]:
     if not isinstance(values, list):
-        raise ProtocolError(f"payload: metadata is a {type(values).__name__} instead of a list")
+        raise malformed(f"metadata is a {type(values).__name__} instead of a list")
     entries = [_to_metadata(value) for value in values]
     check_names(entry.name for entry in entries)
     return entries
@@ -400,7 +383,7 @@ def check_names(names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise ProtocolError(f"payload: {brief(name)} comes twice")
+            raise malformed(f"{brief(name)} comes twice")
         seen.add(name)
 
 
@@ -412,62 +395,61 @@ class _State:
 
     def __setstate__(self, state: object) -> None:
         if not isinstance(state, dict):
-            raise ProtocolError(f"payload: state is a {type(state).__name__} instead of a dict")
+            raise malformed(f"state is a {type(state).__name__} instead of a dict")
         self.fields = state
 
 
 class _Opcodes(dict[int, Any]):
     def __missing__(self, opcode: int) -> Any:
-        raise ProtocolError(f"payload: pickle opcode {opcode:#x} is not allowed")
+        raise malformed(f"pickle opcode {opcode:#x} is not allowed")
 
 
-def _filling(opcode: bytes, kind: type, target: Callable[[Any], object]) -> Callable[[Any], None]:
-    """The opcode, for targets of one kind only: it would call methods of any other object."""
-    fill = pickle._Unpickler.dispatch[opcode[0]]
-
-    def load(reader: Any) -> None:
-        found = target(reader)
-        if not isinstance(found, kind):
-            raise ProtocolError(f"payload: fills a {type(found).__name__}")
-        fill(reader)
-
-    return load
+def _opcodes(names: str, by: Callable[[Any], Any] = lambda load: load) -> dict[int, Any]:
+    """What Python's reader does for these opcodes, wrapped."""
+    codes = [getattr(pickle, name)[0] for name in names.split()]
+    return {code: by(pickle._Unpickler.dispatch[code]) for code in codes}
 
 
-def _keyed(load: Callable[[Any], None], keys: Callable[[Any], list[object]]) -> Any:
+def _after(check: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """Has a check of the reader run before an opcode."""
+
+    def by(load: Callable[[Any], None]) -> Callable[[Any], None]:
+        def checked(reader: Any) -> None:
+            check(reader)
+            load(reader)
+
+        return checked
+
+    return by
+
+
+def _check_target(target: object, kind: type) -> None:
+    """An opcode that fills an object would call methods of any kind of it."""
+    if not isinstance(target, kind):
+        raise malformed(f"fills a {type(target).__name__}")
+
+
+def _check_items(target: object, keys: list[object]) -> None:
     """Hashing a tuple of tuples may take for ever."""
+    for key in keys:
+        if not isinstance(key, str):
+            raise malformed(f"a {type(key).__name__} is the key of a dict")
+    _check_target(target, dict)
 
-    def checked(reader: Any) -> None:
-        for key in keys(reader):
-            if not isinstance(key, str):
-                raise ProtocolError(f"payload: a {type(key).__name__} is the key of a dict")
-        load(reader)
 
-    return checked
+def _check_arguments(arguments: object) -> None:
+    """Only a tuple: a tensor in its place may have any number of elements."""
+    if type(arguments) is not tuple:
+        raise malformed(f"a call with a {type(arguments).__name__}")
 
 
 def _text(load: Callable[[Any], None]) -> Callable[[Any], None]:
     def limited(reader: Any) -> None:
         load(reader)
         if len(reader.stack[-1]) > _MOST_TEXT:
-            raise ProtocolError(f"payload: text of {len(reader.stack[-1])} characters")
+            raise malformed(f"text of {len(reader.stack[-1])} characters")
 
     return limited
-
-
-def _call(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Arguments in a tuple alone: a tensor in its place may have any number of elements."""
-
-    def checked(reader: Any) -> None:
-        if type(reader.stack[-1]) is not tuple:
-            raise ProtocolError(f"payload: a call with a {type(reader.stack[-1]).__name__}")
-        load(reader)
-
-    return checked
-
-
-def _loaders(*opcodes: bytes, by: Callable[[Any], Any] = lambda load: load) -> dict[int, Any]:
-    return {opcode[0]: by(pickle._Unpickler.dispatch[opcode[0]]) for opcode in opcodes}
 
 
 class _Values(pickle._Unpickler):
@@ -476,30 +458,20 @@ class _Values(pickle._Unpickler):
     nothing is called."""
 
     dispatch = _Opcodes(
-        {
-            **_loaders(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
-            **_loaders(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT),
-            **_loaders(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
-            **_loaders(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8, by=_text),
-            **_loaders(pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
-            **_loaders(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT),
-            **_loaders(pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
-            **_loaders(pickle.GLOBAL, pickle.STACK_GLOBAL),
-            **_loaders(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT),
-            **_loaders(pickle.BINGET, pickle.LONG_BINGET),
-        }
-    )
-    dispatch[pickle.APPEND[0]] = _filling(pickle.APPEND, list, lambda r: r.stack[-2])
-    dispatch[pickle.APPENDS[0]] = _filling(pickle.APPENDS, list, lambda r: r.metastack[-1][-1])
-    dispatch[pickle.SETITEM[0]] = _keyed(
-        _filling(pickle.SETITEM, dict, lambda r: r.stack[-3]), lambda r: [r.stack[-2]]
-    )
-    dispatch[pickle.SETITEMS[0]] = _keyed(
-        _filling(pickle.SETITEMS, dict, lambda r: r.metastack[-1][-1]), lambda r: r.stack[::2]
+        _opcodes(
+            "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BINFLOAT BININT BININT1 BININT2 LONG1 "
+            "BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
+            "EMPTY_DICT GLOBAL STACK_GLOBAL MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET"
+        )
+        | _opcodes("BINUNICODE SHORT_BINUNICODE BINUNICODE8", _text)
+        | _opcodes("APPEND", _after(lambda r: _check_target(r.stack[-2], list)))
+        | _opcodes("APPENDS", _after(lambda r: _check_target(r.metastack[-1][-1], list)))
+        | _opcodes("SETITEM", _after(lambda r: _check_items(r.stack[-3], r.stack[-2:-1])))
+        | _opcodes("SETITEMS", _after(lambda r: _check_items(r.metastack[-1][-1], r.stack[::2])))
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        raise ProtocolError(f"payload: global {module:.80}.{name:.80} is not allowed")
+        raise malformed(f"global {module:.80}.{name:.80} is not allowed")
 
 
 class _Reader(_Values):
@@ -508,9 +480,11 @@ class _Reader(_Values):
     end: by time.monotonic(), of waits for other processes.
     """
 
-    dispatch = _Opcodes(_Values.dispatch)
-    dispatch.update(_loaders(pickle.REDUCE, pickle.NEWOBJ, by=_call))
-    dispatch[pickle.BUILD[0]] = _filling(pickle.BUILD, _State, lambda r: r.stack[-2])
+    dispatch = _Opcodes(
+        _Values.dispatch
+        | _opcodes("REDUCE NEWOBJ", _after(lambda r: _check_arguments(r.stack[-1])))
+        | _opcodes("BUILD", _after(lambda r: _check_target(r.stack[-2], _State)))
+    )
 
     def __init__(self, data: bytes, gpu: Callable[..., object] | None, end: float) -> None:
         super().__init__(io.BytesIO(data))
@@ -536,22 +510,22 @@ class _Reader(_Values):
         """torch.storage._load_from_bytes.  All storages together take no more than the payload,
         which may name the same bytes many times."""
         if not isinstance(data, bytes):
-            raise ProtocolError("payload: a storage is not made of bytes")
+            raise malformed("a storage is not made of bytes")
         self._left -= len(data)
         if self._left < 0:
-            raise ProtocolError("payload: its storages are larger than the payload")
+            raise malformed("its storages are larger than the payload")
         return _read_storage(data)
 
     def _read_file(self, cls: object, manager: object, name: object, nbytes: object) -> object:
         if not isinstance(name, bytes) or type(nbytes) is not int or nbytes < 0:
-            raise ProtocolError("payload: a shared storage is not (manager, file, bytes)")
+            raise malformed("a shared storage is not (manager, file, bytes)")
         return peer_memory.read_file(name, nbytes)
 
     def _read_descriptor(self, cls: object, descriptor: object, nbytes: object) -> object:
         """torch's default between related processes: the sender passes a file descriptor."""
         fields = descriptor.fields if isinstance(descriptor, _State) else {}
         if fields.keys() != {"_id"} or type(nbytes) is not int or nbytes < 0:
-            raise ProtocolError("payload: a shared storage is not (descriptor, bytes)")
+            raise malformed("a shared storage is not (descriptor, bytes)")
         return peer_memory.read_descriptor(fields["_id"], nbytes, self._end)
 
 
@@ -568,7 +542,7 @@ class _StorageReader(_Values):
     """Reads the pickles in torch's legacy format of storages, from torch.serialization's
     _legacy_save."""
 
-    dispatch = _Opcodes({**_Values.dispatch, **_loaders(pickle.BINPERSID)})
+    dispatch = _Opcodes(_Values.dispatch | _opcodes("BINPERSID"))
 
     def find_class(self, module: str, name: str) -> Any:
         kind = _STORAGES.get((module, name))
@@ -576,12 +550,12 @@ class _StorageReader(_Values):
 
     def persistent_load(self, pid: object) -> _Announced:
         if not isinstance(pid, tuple) or len(pid) != 6:
-            raise ProtocolError("payload: a storage inside is not announced by 6 values")
+            raise malformed("a storage inside is not announced by 6 values")
         what, kind, key, _, count, view = pid
         if what != "storage" or not isinstance(kind, _Kind) or view is not None:
-            raise ProtocolError("payload: not a storage of torch's inside")
+            raise malformed("not a storage of torch's inside")
         if not isinstance(key, str) or type(count) is not int:
-            raise ProtocolError("payload: a storage inside has no key or no size")
+            raise malformed("a storage inside has no key or no size")
         return _Announced(kind.dtype, key, count)
 
 
@@ -594,18 +568,15 @@ class _Kind:
 
 _STORAGES: Final = {
     ("torch.storage", "UntypedStorage"): _Kind(None),
-    ("torch", "DoubleStorage"): _Kind(torch.float64),
-    ("torch", "FloatStorage"): _Kind(torch.float32),
-    ("torch", "HalfStorage"): _Kind(torch.float16),
-    ("torch", "BFloat16Storage"): _Kind(torch.bfloat16),
-    ("torch", "LongStorage"): _Kind(torch.int64),
-    ("torch", "IntStorage"): _Kind(torch.int32),
-    ("torch", "ShortStorage"): _Kind(torch.int16),
-    ("torch", "CharStorage"): _Kind(torch.int8),
-    ("torch", "ByteStorage"): _Kind(torch.uint8),
-    ("torch", "BoolStorage"): _Kind(torch.bool),
-    ("torch", "ComplexFloatStorage"): _Kind(torch.complex64),
-    ("torch", "ComplexDoubleStorage"): _Kind(torch.complex128),
+    **{
+        ("torch", f"{name}Storage"): _Kind(getattr(torch, dtype))
+        for name, dtype in (
+            *(("Double", "float64"), ("Float", "float32"), ("Half", "float16")),
+            *(("BFloat16", "bfloat16"), ("Long", "int64"), ("Int", "int32"), ("Short", "int16")),
+            *(("Char", "int8"), ("Byte", "uint8"), ("Bool", "bool")),
+            *(("ComplexFloat", "complex64"), ("ComplexDouble", "complex128")),
+        )
+    },
 }
 
 
@@ -615,17 +586,17 @@ def _read_storage(data: bytes) -> torch.UntypedStorage | torch.TypedStorage:
     file = io.BytesIO(data)
     magic, version, _, found, keys = (_StorageReader(file).load() for _ in range(5))
     if type(magic) is not int or magic != _MAGIC or type(version) is not int or version != _VERSION:
-        raise ProtocolError("payload: a storage in another format than torch's of version 1001")
+        raise malformed("a storage in another format than torch's of version 1001")
     if not isinstance(found, _Announced):
-        raise ProtocolError(f"payload: {type(found).__name__} instead of a storage")
+        raise malformed(f"{type(found).__name__} instead of a storage")
     if not isinstance(keys, list) or len(keys) != 1 or keys[0] != found.key:
-        raise ProtocolError("payload: not one storage inside")
+        raise malformed("not one storage inside")
     count = int.from_bytes(file.read(8), "little")
     left = len(data) - file.tell()
     itemsize = 1 if found.dtype is None else found.dtype.itemsize
     if count != found.count or count * itemsize != left:
-        raise ProtocolError(
-            f"payload: a storage of {brief(found.count)} elements of {itemsize} bytes has {left}"
+        raise malformed(
+            f"a storage of {brief(found.count)} elements of {itemsize} bytes has {left}"
         )
     flat = torch.empty(left, dtype=torch.uint8)
     flat.numpy()[:] = memoryview(data)[len(data) - left :]
@@ -635,7 +606,7 @@ def _read_storage(data: bytes) -> torch.UntypedStorage | torch.TypedStorage:
 
 def _new_state(cls: type, *arguments: object) -> _State:
     if arguments:
-        raise ProtocolError(f"payload: {cls.__name__} is made with arguments")
+        raise malformed(f"{cls.__name__} is made with arguments")
     state: _State = object.__new__(cls)
     state.fields = {}
     return state
@@ -645,18 +616,11 @@ def _to_metadata(entry: object) -> FlattenedTensorMetadata:
     fields = entry.fields if isinstance(entry, _State) else None
     wanted = FlattenedTensorMetadata.__dataclass_fields__.keys()
     if fields is None or fields.keys() != wanted:
-        raise ProtocolError("payload: metadata is not a list of FlattenedTensorMetadata")
-    name, shape, dtype, start, end, numel = (fields[field] for field in wanted)
-    if (
-        not isinstance(name, str)
-        or not isinstance(shape, torch.Size)
-        or not isinstance(dtype, torch.dtype)
-        or not isinstance(start, int)
-        or not isinstance(end, int)
-        or not isinstance(numel, int)
-    ):
-        raise ProtocolError(f"payload: metadata of {brief(name)} has fields of the wrong types")
-    return FlattenedTensorMetadata(name, shape, dtype, start, end, numel)
+        raise malformed("metadata is not a list of FlattenedTensorMetadata")
+    values: list[Any] = [fields[field] for field in wanted]
+    if not all(map(isinstance, values, (str, torch.Size, torch.dtype, int, int, int))):
+        raise malformed(f"metadata of {brief(values[0])} has fields of the wrong types")
+    return FlattenedTensorMetadata(*values)
 
 
 def read_sizes(values: object) -> tuple[int, ...]:
@@ -666,7 +630,7 @@ def read_sizes(values: object) -> tuple[int, ...]:
         or len(values) > _MOST_DIMENSIONS
         or not all(type(value) is int and 0 <= value < _MOST_ELEMENTS for value in values)
     ):
-        raise ProtocolError(f"payload: {brief(values)} is not a shape")
+        raise malformed(f"{brief(values)} is not a shape")
     return tuple(values)
 
 
@@ -676,30 +640,30 @@ def _make_size(values: object) -> torch.Size:
 
 def _typed(storage: object, dtype: object) -> Any:
     if not isinstance(storage, torch.UntypedStorage) or not isinstance(dtype, torch.dtype):
-        raise ProtocolError("payload: a typed storage needs a storage and a dtype")
+        raise malformed("a typed storage needs a storage and a dtype")
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def _view(storage: object, offset: object, shape: object, stride: object) -> torch.Tensor:
     """A tensor over a storage that never grows it."""
     if not isinstance(storage, torch.storage.TypedStorage):
-        raise ProtocolError(f"payload: a tensor over a {type(storage).__name__}")
+        raise malformed(f"a tensor over a {type(storage).__name__}")
     if type(offset) is not int or not 0 <= offset < _MOST_ELEMENTS:
-        raise ProtocolError(f"payload: storage offset {brief(offset)}")
+        raise malformed(f"storage offset {brief(offset)}")
     sizes, strides = read_sizes(shape), read_sizes(stride)
     if len(sizes) != len(strides):
-        raise ProtocolError(f"payload: shape {sizes} with stride {strides}")
+        raise malformed(f"shape {sizes} with stride {strides}")
     untyped, dtype = storage._untyped_storage, storage.dtype
     last = sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
     end = 0 if 0 in sizes else (offset + last + 1) * dtype.itemsize
     if end > untyped.nbytes():
-        raise ProtocolError(
-            f"payload: tensor of shape {sizes} and stride {strides} at {offset} needs {end} "
+        raise malformed(
+            f"tensor of shape {sizes} and stride {strides} at {offset} needs {end} "
             f"bytes of a storage of {untyped.nbytes()}"
         )
     if math.prod(sizes) * dtype.itemsize > untyped.nbytes():  # a copy would be larger than it
-        raise ProtocolError(
-            f"payload: tensor of shape {sizes} and stride {strides} has more elements than its "
+        raise malformed(
+            f"tensor of shape {sizes} and stride {strides} has more elements than its "
             f"storage of {untyped.nbytes()} bytes"
         )
     return torch.empty(0, dtype=dtype).set_(untyped, 0 if 0 in sizes else offset, sizes, strides)
@@ -707,28 +671,17 @@ def _view(storage: object, offset: object, shape: object, stride: object) -> tor
 
 def _tensor(cls: object, storage: object, place: object) -> torch.Tensor:
     if not isinstance(place, tuple) or len(place) != 4:
-        raise ProtocolError("payload: a tensor's place is not (offset, shape, stride, grad)")
+        raise malformed("a tensor's place is not (offset, shape, stride, grad)")
     return _view(storage, *place[:3])
 
 
-def _tensor_v2(
-    storage: object, offset: object, shape: object, stride: object, *_rest: object
-) -> torch.Tensor:
-    return _view(storage, offset, shape, stride)
+def _tensor_v2(*arguments: object) -> torch.Tensor:
+    return _view(*arguments[:4])
 
 
-def _tensor_v3(
-    storage: object,
-    offset: object,
-    shape: object,
-    stride: object,
-    _grad: object,
-    _hooks: object,
-    dtype: object,
-    *_rest: object,
-) -> torch.Tensor:
+def _tensor_v3(storage: object, *rest: object) -> torch.Tensor:
     untyped = storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
-    return _view(_typed(untyped, dtype), offset, shape, stride)
+    return _view(_typed(untyped, rest[5]), *rest[:3])
 
 
 def _empty_storage(cls: object) -> Any:
@@ -740,11 +693,11 @@ def _empty_dict() -> dict[str, object]:
 
 
 def _refuse_gpu(*_arguments: object) -> object:
-    raise ProtocolError("payload: a tensor on a GPU, where only those of the host are taken")
+    raise malformed("a tensor on a GPU, where only those of the host are taken")
 
 
 def refuse_call(*_arguments: object) -> object:
-    raise ProtocolError("payload: calls a class that is only named")
+    raise malformed("calls a class that is only named")
 
 
 _STATES: Final = {_METADATA_GLOBAL, ("multiprocessing.resource_sharer", "DupFd")}
