@@ -29,11 +29,6 @@ def _complain(word: str) -> int:
     return _EXIT_USAGE
 
 
-def _load(module: str) -> Callable[[Sequence[str]], int]:
-    main: Callable[[Sequence[str]], int] = import_module(module).main
-    return main
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: the process's own); returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -48,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in _COMMANDS:
         return _complain(words[0])
     try:
-        command = _load(_COMMANDS[words[0]][0])
+        command: Callable[[Sequence[str]], int] = import_module(_COMMANDS[words[0]][0]).main
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "wsync":
             raise

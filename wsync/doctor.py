@@ -5,15 +5,11 @@ Every probe is independent: one that fails says so in its own row and stops noth
 
 import argparse
 import ctypes
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
-import mmap
 import os
 import platform
-import socket
-import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +17,7 @@ from typing import Any
 
 from wsync.machine.shared_libraries import bundled
 
-_PEERCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_Probe = Callable[[], tuple[bool, str]]
 
 
 @dataclass(frozen=True)
@@ -57,43 +53,23 @@ def _dlpack() -> tuple[bool, str]:
 
 
 def _memfd() -> tuple[bool, str]:
-    """A sealed memfd must still map writable and refuse to change its size."""
-    fd = os.memfd_create("wsync-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(fd, 0, mmap.PAGESIZE)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-        with mmap.mmap(fd, mmap.PAGESIZE) as pages:
-            pages[0] = 1
-        try:
-            os.ftruncate(fd, 0)
-        except PermissionError:
-            return True, "sealed memory maps writable and refuses to shrink"
-        return False, "the kernel let a sealed memfd shrink"
-    finally:
-        os.close(fd)
+    from wsync import _core as core
+
+    memory = core.Memory(1)
+    same = core.Memory.from_fd(memory.fileno(), memory.nbytes)  # refuses one that is not sealed
+    memoryview(memory)[0] = 1
+    return bool(memoryview(same)[0]), "sealed memory is shared and refuses to shrink"
 
 
 def _sockets() -> tuple[bool, str]:
-    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with left, right:
-        raw = left.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
-    _, uid, _ = _PEERCRED.unpack(raw)
-    if uid != os.getuid():
-        return False, f"SO_PEERCRED reports uid {uid} for a peer with uid {os.getuid()}"
-    return True, f"peer credentials are reported (uid {uid})"
+    from wsync import _core as core
 
-
-def _open_library(names: Sequence[str], pattern: str) -> tuple[ctypes.CDLL, str]:
-    """Opens the first library that loads: by soname, else one that a pip package brings (see
-    wsync.machine.shared_libraries).  Raises OSError with the loader's own words."""
-    reasons = []
-    for name in [*names, *bundled(pattern)]:
-        try:
-            return ctypes.CDLL(name), name
-        except OSError as error:
-            reasons.append(str(error))
-    raise OSError(reasons[0] if reasons else "no such library")
+    exporter = core.Exporter()
+    worker = core.Importer(exporter.address, b"hello", 1.0)
+    exporter.accept(1.0)  # refuses a peer of another user
+    worker.close()
+    exporter.close()
+    return True, f"peer credentials are reported (uid {os.getuid()})"
 
 
 def _driver() -> tuple[bool, str]:
@@ -109,21 +85,33 @@ def _driver() -> tuple[bool, str]:
     return True, f"{cuda}, {len(devices)} devices: {', '.join(names)}"
 
 
-def _nvrtc() -> tuple[bool, str]:
-    library, name = _open_library(
-        ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"], "*/lib/libnvrtc.so.*"
-    )
+def _library(names: Sequence[str], pattern: str, version: Callable[[ctypes.CDLL], str]) -> _Probe:
+    """Opens the first library that loads: by soname, else one that a pip package brings (see
+    wsync.machine.shared_libraries).  The loader's own words say why none does."""
+
+    def probe() -> tuple[bool, str]:
+        reasons = []
+        for name in [*names, *bundled(pattern)]:
+            try:
+                return True, f"{version(ctypes.CDLL(name))} ({name})"
+            except OSError as error:
+                reasons.append(str(error))
+        return False, reasons[0] if reasons else "no such library"
+
+    return probe
+
+
+def _nvrtc_version(library: ctypes.CDLL) -> str:
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return True, f"{major.value}.{minor.value} ({name})"
+    return f"{major.value}.{minor.value}"
 
 
-def _nccl() -> tuple[bool, str]:
-    library, name = _open_library(["libnccl.so.2"], "nccl/lib/libnccl.so.*")
+def _nccl_version(library: ctypes.CDLL) -> str:
     version = ctypes.c_int()
     library.ncclGetVersion(ctypes.byref(version))
     major, rest = divmod(version.value, 10000)
-    return True, f"{major}.{rest // 100}.{rest % 100} ({name})"
+    return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def importable(module: str) -> bool:
@@ -135,7 +123,7 @@ def importable(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _package(module: str, distribution: str) -> Callable[[], tuple[bool, str]]:
+def _package(module: str, distribution: str) -> _Probe:
     """Looks a package up without importing it: some take seconds, and some want a GPU."""
 
     def probe() -> tuple[bool, str]:
@@ -149,23 +137,20 @@ def _package(module: str, distribution: str) -> Callable[[], tuple[bool, str]]:
     return probe
 
 
-_PROBES: tuple[tuple[str, Callable[[], tuple[bool, str]]], ...] = (
+_NVRTC = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+_PROBES: tuple[tuple[str, _Probe], ...] = (
     ("wsync core", _core),
     ("memfd and seals", _memfd),
     ("unix sockets", _sockets),
     ("torch", _torch),
     ("DLPack exchange API", _dlpack),
     ("GPU driver", _driver),
-    ("NVRTC", _nvrtc),
-    ("NCCL", _nccl),
+    ("NVRTC", _library(_NVRTC, "*/lib/libnvrtc.so.*", _nvrtc_version)),
+    ("NCCL", _library(["libnccl.so.2"], "nccl/lib/libnccl.so.*", _nccl_version)),
     ("transformers", _package("transformers", "transformers")),
     ("megatron-core", _package("megatron.core", "megatron-core")),
-    ("mbridge", _package("mbridge", "mbridge")),
-    ("fastapi", _package("fastapi", "fastapi")),
-    ("uvicorn", _package("uvicorn", "uvicorn")),
-    ("ray", _package("ray", "ray")),
-    ("SGLang", _package("sglang", "sglang")),
-    ("vLLM", _package("vllm", "vllm")),
+    *((name, _package(name, name)) for name in ("mbridge", "fastapi", "uvicorn", "ray")),
+    *((name, _package(name.lower(), name.lower())) for name in ("SGLang", "vLLM")),
 )
 
 
@@ -174,11 +159,10 @@ def examine() -> list[Finding]:
     findings = []
     for name, probe in _PROBES:
         try:
-            found, detail = probe()
+            findings.append(Finding(name, *probe()))
         except Exception as error:  # whatever a broken installation raises belongs in its row
             text = " ".join(str(error).split())
-            found, detail = False, text or type(error).__name__
-        findings.append(Finding(name, found, detail))
+            findings.append(Finding(name, False, text or type(error).__name__))
     return findings
 
 

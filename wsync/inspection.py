@@ -19,14 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wsync._core import (
-    DeadlineError,
-    Exporter,
-    ProtocolError,
-    RemoteError,
-    UnsupportedError,
-    WsyncError,
-)
+from wsync import _core
 from wsync.handles.base import EngineHandle, handle, send_control
 from wsync.messages.control import LOAD_FORMAT, Control
 from wsync.trainer.requests import Calls
@@ -85,16 +78,16 @@ def inspect(
     """
     asked = handle(engine, workers=workers, api_key=api_key, timeout=timeout)
     if LOAD_FORMAT not in asked.load_formats:
-        raise UnsupportedError(
+        raise _core.UnsupportedError(
             f"engine {asked.name}: does not run wsync's loader, it takes {asked.load_formats}"
         )
     end = time.monotonic() + timeout
     try:
         return _ask(asked, end)
-    except RemoteError as error:
+    except _core.RemoteError as error:
         if "begin_weight_update" not in str(error):
             raise
-        # SGLang 0.5.23 takes such requests in a weight-update session alone
+        # SGLang 0.5.23 takes such requests only in a weight-update session
         asked.pause("in_place", end - time.monotonic())
         try:
             return _ask(asked, end)
@@ -104,7 +97,7 @@ def inspect(
 
 def _ask(engine: EngineHandle, end: float) -> list[WorkerReport]:
     with contextlib.ExitStack() as doors:
-        exporters = [Exporter(None) for _ in range(engine.workers)]
+        exporters = [_core.Exporter(None) for _ in range(engine.workers)]
         for exporter in exporters:
             doors.callback(exporter.close)
         left = end - time.monotonic()
@@ -121,22 +114,17 @@ def _ask(engine: EngineHandle, end: float) -> list[WorkerReport]:
         for number, exporter in enumerate(exporters):
             try:
                 answer = exporter.accept(end - time.monotonic(), asking.check)
-            except DeadlineError:
-                raise DeadlineError(
+                found.append(WorkerReport(**json.loads(answer)))
+            except _core.DeadlineError:
+                raise _core.DeadlineError(
                     f"engine {engine.name}: worker {number} does not answer; is it on this host?"
                 ) from None
-            found.append(_parse(answer))
+            except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+                raise _core.ProtocolError(
+                    f"a worker's answer: {error}; use the same wsync on both sides"
+                ) from None
         asking.join(end - time.monotonic())
     return sorted(found, key=lambda worker: worker.worker)
-
-
-def _parse(answer: bytes) -> WorkerReport:
-    try:
-        return WorkerReport(**json.loads(answer))
-    except (ValueError, TypeError) as error:
-        raise ProtocolError(
-            f"a worker's answer: {error}; use the same wsync on both sides"
-        ) from None
 
 
 def table(workers: Sequence[WorkerReport]) -> str:
@@ -183,18 +171,11 @@ def listing(workers: Sequence[WorkerReport], pattern: str = "") -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what an engine has learnt; 0, 1 where it cannot be asked, 2 for bad arguments."""
     parser = argparse.ArgumentParser(
-        prog="wsync inspect",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "wsync inspect", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("url", help="of the engine, for example http://127.0.0.1:30000")
-    parser.add_argument(
-        "--tensors",
-        metavar="REGEX",
-        nargs="?",
-        const="",
-        help="list where the tensors go, those whose names match",
-    )
+    text = "list where the tensors go, those whose names match"
+    parser.add_argument("--tensors", metavar="REGEX", nargs="?", const="", help=text)
     parser.add_argument("--json", metavar="FILE", help="write everything to FILE (-: print it)")
     parser.add_argument("--workers", type=int, help="tensor-parallel size, if it cannot be asked")
     parser.add_argument("--api-key", help="the engine's bearer key")
@@ -216,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(text)
                 return 0
             Path(chosen.json).write_text(text + "\n", encoding="utf-8")
-    except (WsyncError, OSError) as error:
+    except (_core.WsyncError, OSError) as error:
         print(f"wsync inspect: {error}", file=sys.stderr)
         return 1
     print(table(found))

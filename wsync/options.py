@@ -77,21 +77,17 @@ class Options:
             if value not in allowed:
                 raise _core.InvalidArgumentError(f"{name}={value!r} is none of {allowed}")
         for name in ("threads", "round_nbytes", "ring_nbytes", "bucket_nbytes"):
-            if not isinstance(getattr(self, name), int):
-                raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is no integer")
+            value, least = getattr(self, name), int(name == "threads")
+            if not isinstance(value, int):
+                raise _core.InvalidArgumentError(f"{name}={value!r} is no integer")
+            if value < least:
+                text = "not positive" if least else "negative"
+                raise _core.InvalidArgumentError(f"{name}={value!r} is {text}")
         if not isinstance(self.deadline, (int, float)):
             raise _core.InvalidArgumentError(f"deadline={self.deadline!r} is no number of seconds")
-        for name in ("deadline", "threads"):
-            if not getattr(self, name) > 0:
-                raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is not positive")
-        if self.deadline > MAX_DEADLINE:
-            raise _core.InvalidArgumentError(
-                f"deadline={self.deadline!r} is over {MAX_DEADLINE:.0f} s"
-            )
-        for name in ("round_nbytes", "ring_nbytes", "bucket_nbytes"):
-            if getattr(self, name) < 0:
-                raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is negative")
-
+        if not 0 < self.deadline <= MAX_DEADLINE:
+            text = "not positive" if not self.deadline > 0 else f"over {MAX_DEADLINE:.0f} s"
+            raise _core.InvalidArgumentError(f"deadline={self.deadline!r} is {text}")
         if not isinstance(self.directory, str | None):
             raise _core.InvalidArgumentError(f"directory={self.directory!r} is no text")
 
