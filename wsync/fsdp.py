@@ -1,6 +1,6 @@
 """Layouts of FSDP trainers: DTensors of any mesh, FSDP1's flat parameters and sharded state dicts.
 
-What a rank holds of a parameter is a set of boxes, told by the placements of its DTensor, the
+What a rank holds of a parameter is a set of boxes, known from the placements of its DTensor, the
 metadata of its ShardedTensor, or the interval of the flat parameter that it keeps; the local
 tensor must agree.  Shards are read where they lie: nothing is communicated and nothing copied.
 
@@ -8,7 +8,7 @@ Names are those of the module tree without wrappers, which are Hugging Face's ow
 fuses at run time goes through the rules of `wsync.families.tables.RUNTIME`.
 
 Replicas (a `Replicate` placement, a plain tensor) are the same boxes on several ranks.  `Partial`
-placements are sums that nobody has added up yet, and are refused.
+placements are sums that are not added up, and are refused.
 
 Formats: `torch.distributed.tensor` and `torch.distributed.fsdp` of torch 2.6 to 2.13.
 """

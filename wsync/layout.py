@@ -131,7 +131,7 @@ class TrainerLayout:
 
 
 def _laid_out(tensor: Tensor, row: _Row, form: _Row) -> Tensor:
-    """A contiguous tensor that differs from the layout's in strides alone, as a copy with those."""
+    """A contiguous tensor that differs from the layout's only in strides, as a copy with those."""
     if row[1:3] != form[1:3] or row[3] == form[3] or not tensor.is_contiguous():
         return tensor
     import torch

@@ -1,6 +1,6 @@
 """Layouts of Megatron-Core trainers.
 
-What a rank holds of a parameter is told by the family's rule (which dimension is cut, and how),
+What a rank holds of a parameter follows from the family's rule (which dimension is cut, and how),
 the sizes of the configuration, and this rank's place in Megatron's groups; the local shape must
 agree.  The attributes that Megatron puts on parameters only confirm it, because some are wrong:
 on 0.16 the second linear layer of TransformerEngine experts calls dimension 0 cut where it is 1,
