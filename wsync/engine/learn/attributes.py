@@ -67,8 +67,7 @@ class Attribute:
         return Attribute(self.module, self.parameter, self.name, *forms)
 
     def difference(self) -> str:
-        """How it is another now, or "".  Nothing is said where its owner is gone: that is noticed
-        as such."""
+        """How it differs now, or ""; an owner that is gone is noticed elsewhere."""
         owner = self._owner()
         if owner is None:
             return ""
@@ -107,7 +106,7 @@ _words: Final = _Words().repr
 
 def _freeze(value: Any, depth: int = 0) -> Any:
     """What equals another one's if the values are the same, and does not change with them;
-    OTHER for what cannot be told.  Of such things in a container, the types are compared."""
+    OTHER for what cannot be compared.  Of such a value in a container, the type is compared."""
     kind = type(value)
     if isinstance(value, _ATOMS):
         return kind, value
@@ -141,7 +140,7 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
     """The attributes that this thread reads in the block, with the values that they had first, and
     those that it looks for in vain."""
     mine = threading.get_ident()
-    # the object itself, too: of a parameter that is freed, another may get the address
+    # the objects are kept: the address of a freed parameter may be used again
     owners: dict[int, tuple[Any, torch.nn.Module, str]] = {}
     for part in module.modules():
         owners[id(part)] = (part, part, "")
@@ -175,7 +174,7 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
             try:
                 value = find(owner, name)
             except AttributeError:
-                # a tensor or a part of its own, or what somebody else makes up, is found next
+                # a tensor or a part of its own, or what a __getattr__ makes up, is found next
                 note(owner, name, _Absent.ABSENT)
                 raise
             note(owner, name, value)

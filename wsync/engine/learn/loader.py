@@ -46,22 +46,23 @@ _Model = list[tuple[str, str, tuple[int, ...], int]]
 class RecordedLoader:
     """Replaces a module's load_weights by one list of copies.
 
-    The first time a trainer says what tensors it has, load_weights is watched and tried with
-    made-up tensors; what it was seen to do is adopted if it gives the same bytes.  Tensors whose
-    loading is no copy keep going through load_weights, all together when every round is in.  A
-    loader that cannot be replaced is used as it is; `reason` says why.
+    When a trainer lists its tensors for the first time, load_weights runs on made-up tensors and
+    is recorded.  The recording is used if replaying it gives the same bytes.  Tensors that
+    load_weights computes with still go through it, all together, when every round has arrived.
+    A loader that cannot be replaced is used as it is; `reason` is why.
 
-    The recording holds while the module holds the same tensors, and those that load_weights was
-    seen to look at have the same values; where they lie may change.
+    A recording is valid while the module has the same tensors, wherever they lie, and while what
+    load_weights read is the same: values of tensors, and attributes of the module and of its
+    parameters (see wsync.engine.learn.attributes).  Otherwise the next update records anew.
 
-    Refused by name are parameters that the trainer does not deliver, whole or in part, for the
-    module would go on with their old values; and tensors that load_weights puts in one place and
-    that are not the same to the bit, at every update.
+    Every update refuses, by name, parameters that the trainer does not deliver completely, because
+    they would keep their old values, and tensors that load_weights writes to one place although
+    their bytes differ.
 
-    ignore: paths of parameters that are to stay as they are, as shell patterns ("visual.*"), for
-    a trainer of part of the model.  The environment variable WSYNC_KEEP holds more of them,
-    with commas between them, for engines that make their loader themselves.
-    needed: only what the module keeps is asked of the trainer, instead of whole tensors.
+    ignore: shell patterns ("visual.*") for the paths of parameters that the trainer does not have
+    and that stay as they are.  The environment variable WSYNC_KEEP adds more, separated by commas,
+    for engines that make their loader themselves.
+    needed: ask the trainer only for what the module keeps, not for whole tensors.
     after: called with the module when everything is loaded.
     """
 
@@ -112,9 +113,9 @@ class RecordedLoader:
         return LEARN
 
     def learn(self, model: _core.Layout, losing: Losing = keeps) -> bytes:
-        """Learns what the module keeps of a model's tensors; a blob that says it.
+        """Records what the module keeps of a model's tensors, and returns it as a blob.
 
-        The module's weights are lost, unless this model has been learnt before.
+        The module's weights are lost, unless this model was recorded before.
         """
         facts = [model.tensor(index) for index in range(model.tensor_count)]
         known = self._layout if facts == self._model else None
@@ -184,7 +185,7 @@ class RecordedLoader:
             return []
 
     def _check_doubtful(self) -> None:
-        """What was not seen to be loaded has been, if it has changed."""
+        """MissingError for parameters that no load was seen to write and that have not changed."""
         if self._sums:
             held = Held(self._module)
             now = held.sums(self._sums)
@@ -193,7 +194,7 @@ class RecordedLoader:
             self._check_delivered({path: sizes[path] for path in same})
 
     def goes_by(self) -> object:
-        """What load_weights goes by beside the module, where that may change; for subclasses."""
+        """What load_weights depends on outside the module and may change; for subclasses."""
         return None
 
     def facts(self) -> dict[str, Any]:
@@ -275,7 +276,7 @@ class RecordedLoader:
         self._router, self._staged, self._shadows = None, [], []
 
     def _check_current(self, held: Held) -> None:
-        """StateError where the module does not hold any more what the update was written to."""
+        """StateError where the module no longer has the tensors that the update was written to."""
         if not held.current():
             change = Held(self._module).difference(held.facts)
             raise _core.StateError(
@@ -341,7 +342,7 @@ class RecordedLoader:
             raise RecordingError(f"most of it is no copy; {name}: {reason}")
         # what the first load has set may stay as it is from then on
         attributes[:] = [attribute.renewed() for attribute in attributes]
-        # other values: what a hidden write has left while recording must not look right
+        # other values: what a hidden write left while recording must not look right
         prove(self._module, self._load, Rehearsal(layout, seed=1), recording, self._stream)
         return recording
 
@@ -364,7 +365,7 @@ class RecordedLoader:
             _log.warning("%s goes through load_weights: %s", name, reason)
         sizes = {path: tensor.nbytes for path, tensor in self._module.named_parameters()}
         for path, nbytes in recording.unwritten:
-            # padding and buffers are often left alone, a whole parameter seldom
+            # padding and buffers often stay unwritten, a whole parameter seldom
             level = logging.WARNING if sizes.get(path) == nbytes else logging.INFO
             _log.log(level, "%s: nobody writes %d of its bytes", path, nbytes)
 

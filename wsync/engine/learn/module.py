@@ -79,12 +79,11 @@ def _there(path: str, reference: weakref.ref[torch.Tensor]) -> torch.Tensor:
 
 
 class Held:
-    """What a module holds now.  Areas are numbered in the order of their first tensor.
+    """The tensors that a module has now.  Areas are numbered in the order of their first tensor.
 
-    Refers to tensors without keeping them: an engine may replace its weights between updates.
+    Refers to tensors without keeping them alive: an engine may replace its weights between updates.
 
-    Raises LayoutError where tensors share memory in ways that torch does not know of, or have
-    lost theirs.
+    Raises LayoutError where two storages share memory, or where a tensor's memory is gone.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -129,8 +128,7 @@ class Held:
         ]
 
     def tied(self) -> list[list[str]]:
-        """Names of parameters and buffers that stand for one tensor; names that stand alone are
-        left out."""
+        """Groups of two and more names of parameters and buffers that stand for one tensor."""
         module = self._parts[0][0]
         groups: dict[Seen, list[str]] = {}
         for name, tensor in itertools.chain(

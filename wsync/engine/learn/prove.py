@@ -1,6 +1,7 @@
-"""Proves a recording: what load_weights gives for made-up tensors, a replay has to give too.
+"""Verifies a recording: a replay must leave the bytes that load_weights leaves.
 
-Dispatch modes do not see raw kernels, pointers and numpy; their bytes are found here.
+Both load made-up tensors.  This finds what raw kernels, pointers and numpy write, which torch's
+dispatch modes do not see.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def prove(
 ) -> None:
     """Loads made-up tensors twice, by the loader and by a replay over poisoned memory.
 
-    The module's weights are lost.  Bytes that nobody writes are left alone.
+    The module's weights are lost.  Bytes that neither writes stay.
 
     Raises:
         RecordingError: the results differ; the text names a tensor and a byte.
@@ -157,8 +158,8 @@ def _first_difference(
 
 
 def _batches(held: Held, recording: Recording) -> Iterator[set[int]]:
-    """Areas that are tried at a time; those that copies connect are in one batch, or a copy
-    would find what it reads there already, however late that is written."""
+    """Areas that are verified at a time.  Areas that copies connect are in one batch: otherwise a
+    copy would find its source filled even where the replay fills it too late."""
     groups = {area: {area} for area in (*recording.areas, *recording.computed)}
     for copy in recording.copies:
         joined = groups[copy.area] | groups.get(copy.source_area, set())

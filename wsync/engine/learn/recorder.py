@@ -139,7 +139,7 @@ class Recording:
 
     pieces: by tensor; kept: the dtype it is kept in.  fills, copies: in order, after the pieces.
     fallback: tensors that the loader itself has to load, and why.  skipped: tensors that it made
-    no use of.  unwritten: (held tensor, bytes) that nobody writes; gaps: where, by area, counted
+    no use of.  unwritten: (held tensor, bytes) that are not written; gaps: where, by area, counted
     from its start; lacking: bytes of parameters among them.  facts: what the module held.
     looked: checksums of the gaps of areas whose values the loader looked at: it may do something
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
@@ -168,8 +168,8 @@ class Recording:
     def guard(self, attributes: Sequence[Attribute]) -> None:
         """From here on, what the loader went by is to stay as it is, if it is still there.
 
-        attributes: those that it read, before a further load; those that this has changed are left
-        alone.
+        attributes: those that it read, as they were before its last load; those that this load has
+        changed are not watched.
 
         Raises:
             RecordingError: a load changes it.
@@ -304,8 +304,7 @@ def _record(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> Rec
         if other.refused:
             raise RecordingError(f"it looks at what it makes of {', '.join(sorted(aside)[:5])}")
         for area, writes in enumerate(other.writes):
-            tracer.writes[area] += writes
-            tracer.times[area] += [0] * len(writes)
+            tracer.writes[area] += [replace(write, time=0) for write in writes]
     outside = [*tracer.outside.values(), *(other.outside.values() if aside else ())]
     try:
         recording = _Analysis(held, model, tracer, aside).recording
@@ -338,7 +337,7 @@ def unseen(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> list
 def _try_alone(
     module: torch.nn.Module, load: LoadWeights, model: Rehearsal, held: Held, recording: Recording
 ) -> None:
-    """A loader that is given its tensors alone must not write what it never writes otherwise."""
+    """Given only the fallback tensors, a loader must not write what it does not write otherwise."""
     names = frozenset(recording.fallback)
     tracer = Tracer(held, model, opaque=names)
     before = {area: held.areas[area].sums(gaps) for area, gaps in recording.gaps.items()}
@@ -355,7 +354,7 @@ def _try_alone(
 
 
 def _kept_outside(model: Rehearsal, tracer: Tracer) -> frozenset[str]:
-    """Tensors that somebody still has when the loader has returned, or what was made of them."""
+    """Tensors that are still referred to when the loader has returned, or what was made of them."""
     if model.kept() or tracer.escaped():
         gc.collect()
     return model.kept() | tracer.escaped()
@@ -493,7 +492,7 @@ class _Analysis:
             self._add_tied([name for name in names if name in self._facts])
 
     def _add_tied(self, names: list[str]) -> None:
-        """Names of one tensor of the module, of which a loader may leave some alone."""
+        """Names of one tensor of the module, of which a loader may skip some."""
         pieces, kept = self.recording.pieces, self.recording.kept
         loaded = next((name for name in names if name in pieces), "")
         for name in names:
@@ -553,10 +552,8 @@ class _Analysis:
         read = write.move.reversed()
         earlier = [read]  # what another load has left
         later = False
-        for time, other in zip(
-            self._tracer.times[source], self._tracer.writes[source], strict=True
-        ):
-            if time < write.clock:
+        for other in self._tracer.writes[source]:
+            if other.time < write.clock:
                 earlier = [part for move in earlier for part in without(move, other.move)]
             else:
                 later = later or common_nbytes(read, other.move) > 0
@@ -632,7 +629,7 @@ class _Analysis:
         return inside and high - low == whole.nbytes == sum(w.move.nbytes for w in writes)
 
     def _find_gaps(self, area: int) -> None:
-        """Parts of the area's tensors that nobody writes."""
+        """Parts of the area's tensors that are not written."""
         rest = [
             _whole(fact, self._held.areas[area].start)
             for fact in self._held.facts

@@ -68,7 +68,7 @@ class Rehearsal:
         return found
 
     def kept(self) -> frozenset[str]:
-        """Tensors of the last `pairs` that somebody still refers to."""
+        """Tensors of the last `pairs` that are still referred to."""
         return frozenset(name for name, storage in self._given if there(storage))
 
     def restore(self) -> None:

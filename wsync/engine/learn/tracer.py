@@ -66,6 +66,7 @@ class Write:
     """Where part of a tensor's content comes from.
 
     dtypes: as it was read at its origin, then what it was converted to on its way.
+    clock: when it was read at its origin.  time: when it was written to the module.
     names: tensors of the model that a computed value may depend on.
     keep: memory that a constant's address lies in.
     """
@@ -77,6 +78,7 @@ class Write:
     names: frozenset[str] = frozenset()
     reason: str = ""
     keep: torch.Tensor | None = None
+    time: int = 0
 
 
 @dataclass(slots=True)
@@ -111,8 +113,7 @@ class Outside:
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every write to the tensors of a module.
 
-    writes: by area of `held`, in order; a write's clock there is the time it was made, but of
-    HELD ones the time that they read.  times: the times they were made, alike.
+    writes: by area of `held`, in order.
     looked: by area, what was looked at before it was written, as moves from and to itself.
     outside: tensors of neither the module nor the model that were read, by storage.
     opaque: computes everything, and says only what is written, not from where.
@@ -121,7 +122,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, held: Held, model: Rehearsal, *, opaque: frozenset[str] = frozenset()):
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes: list[list[Write]] = [[] for _ in held.areas]
-        self.times: list[list[int]] = [[] for _ in held.areas]
         self.looked: dict[int, set[Move]] = {}
         self.refused: frozenset[str] = frozenset()
         self.outside: dict[int, Outside] = {}
@@ -180,12 +180,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, _steps(tensor), strict=True))
         low = place - storage.data_ptr()
         high = low + reach + tensor.element_size()
-        known = self.outside.get(storage._cdata)
-        if known is None:
-            found = Outside(weak(tensor), tensor.device, low, high)
-            self.outside[storage._cdata] = found
-        else:
-            known.low, known.high = min(known.low, low), max(known.high, high)
+        if storage._cdata not in self.outside:
+            self.outside[storage._cdata] = Outside(weak(tensor), tensor.device, low, high)
+        known = self.outside[storage._cdata]
+        known.low, known.high = min(known.low, low), max(known.high, high)
 
     # -- what memory is
 
@@ -198,11 +196,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _temporary(self, tensor: torch.Tensor) -> _Temporary:
         identity = tensor.untyped_storage()._cdata
-        found = self._temporaries.get(identity)
-        if found is None:
+        if identity not in self._temporaries:
             # the reference keeps the identity from being used again
-            found = self._temporaries[identity] = _Temporary(weak(tensor))
-        return found
+            self._temporaries[identity] = _Temporary(weak(tensor))
+        return self._temporaries[identity]
 
     def _written(self, tensor: torch.Tensor) -> list[Write]:
         """What was written to the memory of a tensor."""
@@ -216,10 +213,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether the values of a tensor are not in its memory while recording."""
         if tensor.numel() == 0:
             return False
-        return self._source(tensor.data_ptr()) or any(
-            write.kind != CONSTANT or self._held.find(tensor.data_ptr()) >= 0
-            for write in self._written(tensor)
-        )
+        held, writes = self.held(tensor), self._written(tensor)
+        return self._source(tensor.data_ptr()) or any(held or w.kind != CONSTANT for w in writes)
 
     def held(self, tensor: torch.Tensor) -> bool:
         """Whether it is the module's."""
@@ -235,13 +230,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def escaped(self) -> frozenset[str]:
         """Tensors of the model that went into memory which is not the module's and still there."""
-        return frozenset().union(
-            *(
-                self.names_of(temporary.writes)
-                for temporary in self._temporaries.values()
-                if there(temporary.reference)
-            )
-        )
+        left = (each for each in self._temporaries.values() if there(each.reference))
+        return self.names_of(write for temporary in left for write in temporary.writes)
 
     def look(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes that the values of tensors are looked at, as far as they are known."""
@@ -289,8 +279,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, destination: torch.Tensor, write: Write) -> None:
         area = self._held.find(write.move.destination)
         if area >= 0:
-            self.writes[area].append(write)
-            self.times[area].append(self._clock)
+            self.writes[area].append(replace(write, time=self._clock))
         else:
             self._temporary(destination).writes.append(write)
 
@@ -302,8 +291,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = _read(source, destination.data_ptr(), _steps(destination), destination.dtype)
         if source.dtype == destination.dtype and read.is_noop():
             return
-        found = self._resolve(read, source, destination.dtype)
-        for write in found:
+        for write in self._resolve(read, source, destination.dtype):
             self._note(destination, write)
 
     def _resolve(self, read: Move, tensor: torch.Tensor, into: torch.dtype) -> list[Write]:
