@@ -21,7 +21,7 @@ from support import tiny_models
 from wsync._core import Layout, LayoutBuilder, Memory, ViewPool
 from wsync.demo import sglang_host
 from wsync.engine.learn.loader import RecordedLoader
-from wsync.engine.learn.module import Held
+from wsync.engine.learn.module_memory import ModuleMemory
 
 # as many tensors as Qwen3-30B-A3B, each of a few hundred bytes
 SIZES = {
@@ -51,7 +51,7 @@ def ring_of(tensors: dict[str, torch.Tensor]) -> tuple[Memory, Layout]:
 
 
 def held(model: torch.nn.Module) -> list[bytes]:
-    return [area.bytes().numpy().tobytes() for area in Held(model).areas]
+    return [area.bytes().numpy().tobytes() for area in ModuleMemory(model).areas]
 
 
 def timed(function: Callable[[], object], repeats: int) -> float:
@@ -86,7 +86,7 @@ def main() -> None:
         loader.load(0)
         loader.finish(60.0)
 
-    for area in Held(model).areas:
+    for area in ModuleMemory(model).areas:
         if area.path.endswith("weight"):
             area.bytes().bitwise_not_()
     seconds = timed(replay, REPLAYS)

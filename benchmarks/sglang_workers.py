@@ -14,7 +14,7 @@ from benchmarks.engines import TESTS
 from wsync import sglang
 from wsync.demo import sglang_host
 from wsync.demo.engines.workers import ModelWorker, WorkersEngine
-from wsync.engine.learn.module import Held
+from wsync.engine.learn.module_memory import ModuleMemory
 
 _SECONDS = 600.0
 
@@ -93,7 +93,7 @@ class _Worker(ModelWorker):
 
     def _digest(self) -> str:
         total = hashlib.blake2b()
-        held = Held(self._model)
+        held = ModuleMemory(self._model)
         for fact, tensor in zip(held.facts, held.tensors, strict=True):
             total.update(fact[0].encode())
             data = tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -24,10 +24,10 @@ import wsync
 from wsync import sglang
 from wsync._core import LayoutBuilder, Stream
 from wsync.engine.hooks import run_in_place
-from wsync.engine.learn import prove
+from wsync.engine.learn import verify
 from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.made_up_model import MadeUpModel
 from wsync.engine.learn.recorder import RecordingError, record
-from wsync.engine.learn.stand_ins import Rehearsal
 from wsync.sglang import SglangLoader
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
@@ -519,7 +519,7 @@ def test_a_worker_that_has_learnt_and_loaded_nothing_is_inconsistent(needed: boo
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(prove, "_BATCH", 1)
+    monkeypatch.setattr(verify, "_BATCH", 1)
     yield
 
 
@@ -530,12 +530,12 @@ def test_copies_in_a_wrong_order_are_found_in_small_batches() -> None:
     for name, tensor in draw(0).items():
         builder.add_tensor(name, "float32", tuple(tensor.shape))
     layout = builder.build()
-    recording = record(module, module.load_weights, Rehearsal(layout))
-    trial = Rehearsal(layout, seed=1)
-    prove.prove(module, module.load_weights, trial, recording, Stream(1))
+    recording = record(module, module.load_weights, MadeUpModel(layout))
+    trial = MadeUpModel(layout, seed=1)
+    verify.verify(module, module.load_weights, trial, recording, Stream(1))
     recording.copies.reverse()
     with pytest.raises(RecordingError, match="first: byte 0 of its storage"):
-        prove.prove(module, module.load_weights, trial, recording, Stream(1))
+        verify.verify(module, module.load_weights, trial, recording, Stream(1))
 
 
 def test_made_up_values_are_finite_large_and_small() -> None:
@@ -543,7 +543,7 @@ def test_made_up_values_are_finite_large_and_small() -> None:
     dtypes = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
     for dtype in dtypes:
         builder.add_tensor(dtype, dtype, (4096,))
-    model = Rehearsal(builder.build())
+    model = MadeUpModel(builder.build())
     for _, tensor in model.pairs():
         assert tensor.float().isfinite().all()
         assert tensor.float().abs().max() > 7

@@ -14,7 +14,7 @@ from support.workers import ThreadEngine
 import wsync
 from wsync._core import Layout, LayoutBuilder, Memory
 from wsync.engine.learn.loader import RecordedLoader
-from wsync.engine.learn.module import Held
+from wsync.engine.learn.module_memory import ModuleMemory
 
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=2048, ring_nbytes=8192)
 
@@ -393,10 +393,10 @@ def test_something_may_be_done_after_each_update() -> None:
 
 
 def test_memory_that_copies_cannot_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def elsewhere(_: Held, areas: object) -> None:
+    def elsewhere(_: ModuleMemory, areas: object) -> None:
         raise wsync.LayoutError("o is on cuda:0, other tensors on cpu")
 
-    monkeypatch.setattr(Held, "check_place", elsewhere)
+    monkeypatch.setattr(ModuleMemory, "check_place", elsewhere)
     module = Fused()
     loader = RecordedLoader(module)
     engine = ThreadEngine([loader])

@@ -17,7 +17,7 @@ import torch
 from wsync._core import Device, Layout, Memory, Stream, UnsupportedError, checksum
 from wsync.engine.hooks import run_in_place, wait_for_device
 from wsync.engine.learn.loader import RecordedLoader
-from wsync.engine.learn.module import Held
+from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.recorder import Recording
 from wsync.engine.loaders import Confirms, Loader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.engine.receiver import Receiver
@@ -186,7 +186,7 @@ class VllmLoader:
 
     def _changes(self, recording: Recording) -> str:
         """What processing changes of that which load_weights has written just now, or ""."""
-        held = Held(self._model)
+        held = ModuleMemory(self._model)
         areas = [held.areas[number] for number in recording.areas]
         before = [checksum(area.bytes().cpu().numpy()) for area in areas]
         self._process()

@@ -8,9 +8,9 @@ import torch
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:
-    from wsync.engine.learn.module import Held
+    from wsync.engine.learn.module_memory import ModuleMemory
 
-    held = Held(model)
+    held = ModuleMemory(model)
     return {
         fact[0]: hashlib.sha256(
             tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

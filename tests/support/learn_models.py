@@ -26,7 +26,7 @@ from support.workers import ThreadEngine
 
 import wsync
 from wsync.engine.learn.loader import RecordedLoader
-from wsync.engine.learn.module import Held
+from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.sglang import SglangLoader
 
 HOST: Any = importlib.import_module(
@@ -38,7 +38,7 @@ OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_
 
 def held(model: torch.nn.Module) -> dict[str, bytes]:
     """The bytes of everything that a model holds, plain attributes too."""
-    found = Held(model)
+    found = ModuleMemory(model)
     return {
         fact[0]: tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         for fact, tensor in zip(found.facts, found.tensors, strict=True)

@@ -25,11 +25,11 @@ from support import tiny_models
 
 import wsync
 from wsync.demo import sglang_host
-from wsync.engine.learn.module import Held
+from wsync.engine.learn.module_memory import ModuleMemory
 
 
 def held(model: torch.nn.Module) -> dict[str, bytes]:
-    found = Held(model)
+    found = ModuleMemory(model)
     return {
         fact[0]: tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         for fact, tensor in zip(found.facts, found.tensors, strict=True)

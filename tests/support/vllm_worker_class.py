@@ -108,9 +108,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def places(self) -> dict[str, int]:
         """Where everything lies."""
-        from wsync.engine.learn.module import Held
+        from wsync.engine.learn.module_memory import ModuleMemory
 
-        held = Held(self.model)
+        held = ModuleMemory(self.model)
         pairs = zip(held.facts, held.tensors, strict=True)
         return {fact[0]: tensor.data_ptr() for fact, tensor in pairs}
 

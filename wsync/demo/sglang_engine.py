@@ -18,7 +18,7 @@ from wsync._core import InvalidArgumentError, UnsupportedError
 from wsync.demo import sglang_host
 from wsync.demo.engines.workers import ModelWorker, WorkersEngine
 from wsync.demo.sglang_files import how_to_get
-from wsync.engine.learn.module import Held
+from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.handles.base import EngineHandle
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT
@@ -112,7 +112,7 @@ def _config(facts: dict[str, Any]) -> Any:
 
 def _held(model: torch.nn.Module) -> dict[str, bytes]:
     """The bytes of everything that a model holds, plain attributes too."""
-    held = Held(model)
+    held = ModuleMemory(model)
     return {
         fact[0]: tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         for fact, tensor in zip(held.facts, held.tensors, strict=True)

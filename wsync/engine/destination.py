@@ -22,7 +22,7 @@ from wsync._core import (
     describe,
     held_tensors,
 )
-from wsync.engine.learn.module import seen, slots
+from wsync.engine.learn.module_memory import seen, slots
 
 # names listed in one message
 _LISTED: Final = 5

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from wsync._core import DeadlineError, StateError
-from wsync.engine.learn.module import seen, slots
+from wsync.engine.learn.module_memory import seen, slots
 
 
 def wait_for_device(module: torch.nn.Module, timeout: float = 60.0) -> None:

@@ -25,7 +25,7 @@ _ATOMS: Final = (
     *(bool, int, float, complex, str, bytes, type(None)),
     *(range, slice, enum.Enum, torch.dtype, torch.device),
 )
-# what every module has, and Held knows of
+# what every module has, and ModuleMemory knows of
 _OWN: Final = vars(torch.nn.Module()).keys() - {"training"}
 _DEPTH: Final = 8  # of containers in containers
 

@@ -14,8 +14,8 @@ from wsync import _core
 from wsync.dtypes import dtype_of
 from wsync.engine.destination import MissingError, listed
 from wsync.engine.learn.attributes import Attribute, attributes_read
-from wsync.engine.learn.module import Area, Held, SharedError
-from wsync.engine.learn.prove import add_boxes, prove, rehearse
+from wsync.engine.learn.made_up_model import MadeUpModel
+from wsync.engine.learn.module_memory import Area, ModuleMemory, SharedError
 from wsync.engine.learn.recorder import (
     ClashError,
     RebindsError,
@@ -24,7 +24,7 @@ from wsync.engine.learn.recorder import (
     record,
     unseen,
 )
-from wsync.engine.learn.stand_ins import Rehearsal
+from wsync.engine.learn.verify import add_boxes, load_made_up, verify
 from wsync.engine.loaders import (
     LoadWeights,
     Losing,
@@ -96,7 +96,7 @@ class RecordedLoader:
         self._sums: dict[str, int] = {}  # theirs, before the update
         self._plain = ModuleLoader(module, method)
         self._router: Router | None = None
-        self._held: Held | None = None
+        self._held: ModuleMemory | None = None
         self._staged: list[tuple[str, torch.Tensor]] = []
         self._shadows: list[torch.Tensor] = []  # of the recording's twins
         self._loaded: set[int] = set()
@@ -120,7 +120,7 @@ class RecordedLoader:
         facts = [model.tensor(index) for index in range(model.tensor_count)]
         known = self._layout if facts == self._model else None
         if known is not None and self.recording is not None:
-            held = Held(self._module)
+            held = ModuleMemory(self._module)
             change = held.difference(self.recording.facts) or self._stale(self.recording, held)
             if not change:
                 return known.to_bytes() if self._needed else WHOLE
@@ -160,7 +160,7 @@ class RecordedLoader:
     def _check_delivered(self, lacking: Mapping[str, int]) -> None:
         """Raises MissingError for parameters that lack bytes."""
         sizes = {path: tensor.nbytes for path, tensor in self._module.named_parameters()}
-        names = {name: group for group in Held(self._module).tied() for name in group}
+        names = {name: group for group in ModuleMemory(self._module).tied() for name in group}
         missing = [
             f"{path} ({nbytes} of its {sizes.get(path, nbytes)} bytes)"
             for path, nbytes in lacking.items()
@@ -179,7 +179,7 @@ class RecordedLoader:
     def _find_doubtful(self, model: _core.Layout) -> list[str]:
         """Parameters that load_weights, which cannot be learnt, was not seen to load."""
         try:
-            return unseen(self._module, self._load, Rehearsal(model))
+            return unseen(self._module, self._load, MadeUpModel(model))
         except (_core.LayoutError, _core.NoMemoryError) as error:
             _log.warning("what load_weights loads is not known: %s", error)
             return []
@@ -187,7 +187,7 @@ class RecordedLoader:
     def _check_doubtful(self) -> None:
         """MissingError for parameters that no load was seen to write and that have not changed."""
         if self._sums:
-            held = Held(self._module)
+            held = ModuleMemory(self._module)
             now = held.sums(self._sums)
             sizes = {fact[0]: t.nbytes for fact, t in zip(held.facts, held.tensors, strict=True)}
             same = [path for path, sum in self._sums.items() if now.get(path) == sum]
@@ -214,7 +214,7 @@ class RecordedLoader:
     def begin(self, rounds: int) -> None:
         if self.recording is None:
             self._plain.begin(rounds)
-            self._sums = Held(self._module).sums(self._doubtful) if self._doubtful else {}
+            self._sums = ModuleMemory(self._module).sums(self._doubtful) if self._doubtful else {}
             return
         router = self._attached()
         router.manifest.check_rounds(rounds)
@@ -275,16 +275,16 @@ class RecordedLoader:
         self._stream.abandon()
         self._router, self._staged, self._shadows = None, [], []
 
-    def _check_current(self, held: Held) -> None:
+    def _check_current(self, held: ModuleMemory) -> None:
         """StateError where the module no longer has the tensors that the update was written to."""
         if not held.current():
-            change = Held(self._module).difference(held.facts)
+            change = ModuleMemory(self._module).difference(held.facts)
             raise _core.StateError(
                 f"{type(self._module).__name__} has changed while the update ran: "
                 f"{change or 'tensors were replaced'}"
             )
 
-    def _compare(self, recording: Recording, held: Held) -> None:
+    def _compare(self, recording: Recording, held: ModuleMemory) -> None:
         """LayoutError where a tensor is written over another that brings other values."""
         shadows = [Area.of(tensor, "") for tensor in self._shadows]
         for transfer in recording.shadow_copies:
@@ -298,12 +298,12 @@ class RecordedLoader:
                 )
         self._shadows = []
 
-    def _find_held(self, recording: Recording) -> Held:
+    def _find_held(self, recording: Recording) -> ModuleMemory:
         """The module's tensors where they are now."""
         held, change = self._held, ""
         if held is None or not held.current():
             self._held = None
-            held = Held(self._module)
+            held = ModuleMemory(self._module)
             held.check_place(recording.areas)
             change = held.difference(recording.facts)
         change = change or self._stale(recording, held)
@@ -315,7 +315,7 @@ class RecordedLoader:
             )
         return held
 
-    def _stale(self, recording: Recording, held: Held) -> str:
+    def _stale(self, recording: Recording, held: ModuleMemory) -> str:
         """What load_weights goes by that has changed; "" where nothing has."""
         if self.goes_by() != self._went_by:
             return "load_weights goes by something outside the module that has other values"
@@ -328,14 +328,14 @@ class RecordedLoader:
         return recording
 
     def _watch(self, layout: _core.Layout, attributes: list[Attribute]) -> Recording:
-        model = Rehearsal(layout)
+        model = MadeUpModel(layout)
         try:
             recording = record(self._module, self._load, model)
         except RebindsError:
             # perhaps tensors that it makes when there are none
-            rehearse(self._load, model)
+            load_made_up(self._load, model)
             recording = record(self._module, self._load, model)
-        Held(self._module).check_place(recording.areas)
+        ModuleMemory(self._module).check_place(recording.areas)
         aside = sum(n for name, _, _, _, n in model.tensors if name in recording.fallback)
         if 2 * aside > model.nbytes:
             name, reason = next(iter(recording.fallback.items()))
@@ -343,7 +343,7 @@ class RecordedLoader:
         # what the first load has set may stay as it is from then on
         attributes[:] = [attribute.renewed() for attribute in attributes]
         # other values: what a hidden write left while recording must not look right
-        prove(self._module, self._load, Rehearsal(layout, seed=1), recording, self._stream)
+        verify(self._module, self._load, MadeUpModel(layout, seed=1), recording, self._stream)
         return recording
 
     def _destination(self, recording: Recording) -> _core.Layout:
@@ -352,7 +352,7 @@ class RecordedLoader:
         builder = _core.LayoutBuilder()
         for area, pieces in sorted(recording.by_area().items()):
             add_boxes(builder, area, pieces, recording, shapes)
-        count = len(Held(self._module).areas) + len(recording.twins)
+        count = len(ModuleMemory(self._module).areas) + len(recording.twins)
         for number, (name, dtype, shape, _) in enumerate(self._set_aside):
             item = dtype_of(dtype).itemsize
             strides = [stride * item for stride in torch.empty(shape, device="meta").stride()]

@@ -23,7 +23,16 @@ from wsync._core import LayoutError
 from wsync.dtypes import dtype_of
 from wsync.engine.learn.attributes import Attribute
 from wsync.engine.learn.deadline import check
-from wsync.engine.learn.module import Area, AreaNames, Fact, Held, Kept, region, view
+from wsync.engine.learn.made_up_model import MadeUpModel
+from wsync.engine.learn.module_memory import (
+    Area,
+    AreaNames,
+    Bindings,
+    Fact,
+    ModuleMemory,
+    region,
+    view,
+)
 from wsync.engine.learn.regions import (
     Box,
     Move,
@@ -37,7 +46,6 @@ from wsync.engine.learn.regions import (
     minus,
     without,
 )
-from wsync.engine.learn.stand_ins import Rehearsal
 from wsync.engine.learn.tracer import (
     COMPUTED,
     CONSTANT,
@@ -181,7 +189,7 @@ class Recording:
             raise RecordingError("it goes by values outside the module, which it changes")
         self.outside = [(outside, sum) for outside, now, sum in found if now is not None]
 
-    def stale(self, held: Held) -> str:
+    def stale(self, held: ModuleMemory) -> str:
         """Which values that the loader goes by are others now; "" where none are."""
         if any(outside.sum() != sum for outside, sum in self.outside):
             return "values outside the module, which load_weights goes by, are others or are gone"
@@ -262,7 +270,7 @@ def _key(transfer: Transfer) -> Any:
     return (transfer.area, transfer.source_area, source, move.destination, move.dims, values)
 
 
-def record(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> Recording:
+def record(module: torch.nn.Module, load: LoadWeights, model: MadeUpModel) -> Recording:
     """What `load` does with the tensors of a model.
 
     The module's weights are left as they are by every loader whose work can be seen.
@@ -279,12 +287,12 @@ def record(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> Reco
     return first
 
 
-def _record(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> Recording:
+def _record(module: torch.nn.Module, load: LoadWeights, model: MadeUpModel) -> Recording:
     """One recording; tensors that are more than moved are left to the loader."""
     everything = frozenset(name for name, *_ in model.tensors)
     aside: dict[str, str] = {}
     for _ in range(_TRIALS):
-        held = Held(module)
+        held = ModuleMemory(module)
         tracer = Tracer(held, model)
         _trace(module, load, model, tracer, everything - aside.keys(), aside)
         found = dict.fromkeys(_kept_outside(model, tracer), "it is kept outside the module")
@@ -316,11 +324,11 @@ def _record(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> Rec
     return recording
 
 
-def unseen(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> list[str]:
+def unseen(module: torch.nn.Module, load: LoadWeights, model: MadeUpModel) -> list[str]:
     """Parameters that a loader which cannot be learnt was not seen to write to.
 
     The module's weights are left as they are by every loader whose work can be seen."""
-    held = Held(module)
+    held = ModuleMemory(module)
     names = frozenset(name for name, *_ in model.tensors)
     tracer = Tracer(held, model, opaque=names)
     with contextlib.suppress(RecordingError):
@@ -335,7 +343,11 @@ def unseen(module: torch.nn.Module, load: LoadWeights, model: Rehearsal) -> list
 
 
 def _try_alone(
-    module: torch.nn.Module, load: LoadWeights, model: Rehearsal, held: Held, recording: Recording
+    module: torch.nn.Module,
+    load: LoadWeights,
+    model: MadeUpModel,
+    held: ModuleMemory,
+    recording: Recording,
 ) -> None:
     """Given only the fallback tensors, a loader must not write what it does not write otherwise."""
     names = frozenset(recording.fallback)
@@ -353,23 +365,23 @@ def _try_alone(
                 raise RecordingError(f"{path} is written when it is given {min(names)} alone")
 
 
-def _kept_outside(model: Rehearsal, tracer: Tracer) -> frozenset[str]:
+def _kept_outside(model: MadeUpModel, tracer: Tracer) -> frozenset[str]:
     """Tensors that are still referred to when the loader has returned, or what was made of them."""
-    if model.kept() or tracer.escaped():
+    if model.referenced() or tracer.escaped():
         gc.collect()
-    return model.kept() | tracer.escaped()
+    return model.referenced() | tracer.escaped()
 
 
 def _trace(
     module: torch.nn.Module,
     load: LoadWeights,
-    model: Rehearsal,
+    model: MadeUpModel,
     tracer: Tracer,
     names: frozenset[str],
     aside: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Runs the loader under a tracer; in vain if that refuses something."""
-    kept = Kept(module)
+    kept = Bindings(module)
     given = [model.pairs(names)]  # the loader's alone once it has them
     try:
         with torch.no_grad(), inline_threads(tracer), tracer:
@@ -395,7 +407,7 @@ class _Analysis:
     """Turns what a tracer saw into a recording."""
 
     def __init__(
-        self, held: Held, model: Rehearsal, tracer: Tracer, fallback: dict[str, str]
+        self, held: ModuleMemory, model: MadeUpModel, tracer: Tracer, fallback: dict[str, str]
     ) -> None:
         self._held = held
         self._model = model

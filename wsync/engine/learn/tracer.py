@@ -1,6 +1,6 @@
 """Watches what a loader does to tensors, without doing it.
 
-Under a Tracer, data that comes from the model's stand-ins (wsync.engine.learn.stand_ins) is not
+Under a Tracer, data that comes from the model's stand-ins (wsync.engine.learn.made_up_model) is not
 moved: each movement is written down, and followed through temporaries (cat, clone, index, casts)
 until it reaches a tensor of the module.  What is no movement taints what it computes.  Values of
 the model's tensors are not there to be looked at; which of the module's were looked at is noted.
@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 from wsync._core import checksum
 from wsync.engine.learn.deadline import check
-from wsync.engine.learn.module import Held
+from wsync.engine.learn.made_up_model import MadeUpModel, there, weak
+from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.regions import Move, UnexpressedError, compose, without
-from wsync.engine.learn.stand_ins import Rehearsal, there, weak
 
 SOURCE: Final = "source"  # a tensor of the model
 HELD: Final = "held"  # a tensor of the module, read when the recording's clock was `clock`
@@ -119,7 +119,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     opaque: computes everything, and says only what is written, not from where.
     """
 
-    def __init__(self, held: Held, model: Rehearsal, *, opaque: frozenset[str] = frozenset()):
+    def __init__(
+        self, held: ModuleMemory, model: MadeUpModel, *, opaque: frozenset[str] = frozenset()
+    ):
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes: list[list[Write]] = [[] for _ in held.areas]
         self.looked: dict[int, set[Move]] = {}

@@ -78,7 +78,7 @@ def _there(path: str, reference: weakref.ref[torch.Tensor]) -> torch.Tensor:
     return tensor
 
 
-class Held:
+class ModuleMemory:
     """The tensors that a module has now.  Areas are numbered in the order of their first tensor.
 
     Refers to tensors without keeping them alive: an engine may replace its weights between updates.
@@ -282,7 +282,7 @@ def _usable(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_meta
 
 
-class Kept:
+class Bindings:
     """What a module's attributes are bound to, to put it back after a trial."""
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -27,7 +27,7 @@ _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 
 
-class Rehearsal:
+class MadeUpModel:
     """The tensors of a model, with made-up values.
 
     model: names, dtypes and shapes; `layout` is where they lie from `address`, in one buffer.
@@ -67,7 +67,7 @@ class Rehearsal:
         self._given = [(name, weak(tensor)) for name, tensor in found]
         return found
 
-    def kept(self) -> frozenset[str]:
+    def referenced(self) -> frozenset[str]:
         """Tensors of the last `pairs` that are still referred to."""
         return frozenset(name for name, storage in self._given if there(storage))
 

@@ -14,10 +14,10 @@ import torch
 from wsync._core import BufferTable, LayoutBuilder, Route, Stream
 from wsync.dtypes import dtype_of
 from wsync.engine.learn.deadline import check
-from wsync.engine.learn.module import Held, region
+from wsync.engine.learn.made_up_model import MadeUpModel
+from wsync.engine.learn.module_memory import ModuleMemory, region
 from wsync.engine.learn.recorder import Recording, RecordingError
 from wsync.engine.learn.regions import Box
-from wsync.engine.learn.stand_ins import Rehearsal
 from wsync.engine.loaders import LoadWeights
 from wsync.machine.device import follow_torch
 
@@ -26,10 +26,10 @@ _BATCH: Final = 256 << 20
 _TIMEOUT: Final = 600.0
 
 
-def prove(
+def verify(
     module: torch.nn.Module,
     load: LoadWeights,
-    model: Rehearsal,
+    model: MadeUpModel,
     recording: Recording,
     stream: Stream,
 ) -> None:
@@ -40,10 +40,10 @@ def prove(
     Raises:
         RecordingError: the results differ; the text names a tensor and a byte.
     """
-    held = Held(module)
+    held = ModuleMemory(module)
     before = {area: held.areas[area].sums(moves) for area, moves in recording.gaps.items()}
-    rehearse(load, model)
-    held = Held(module)
+    load_made_up(load, model)
+    held = ModuleMemory(module)
     difference = held.difference(recording.facts)
     if difference:
         raise RecordingError(f"while loading, {difference}")
@@ -62,7 +62,7 @@ def prove(
             stream.copy(route, 0, 0, sources, held.table())
         stream.synchronize(_TIMEOUT)
         if recording.fallback:
-            rehearse(load, model, frozenset(recording.fallback))
+            load_made_up(load, model, frozenset(recording.fallback))
         for transfer in (*recording.fills, *recording.copies):
             if transfer.area in areas:
                 transfer.run(held.areas)
@@ -73,14 +73,16 @@ def prove(
         _check_gaps(held, recording, before)
 
 
-def _check_gaps(held: Held, recording: Recording, before: dict[int, list[int]]) -> None:
+def _check_gaps(held: ModuleMemory, recording: Recording, before: dict[int, list[int]]) -> None:
     for area, moves in recording.gaps.items():
         if held.areas[area].sums(moves) != before[area]:
             path = held.areas[area].path
             raise RecordingError(f"{path}: written by means that cannot be seen")
 
 
-def rehearse(load: LoadWeights, model: Rehearsal, names: frozenset[str] | None = None) -> None:
+def load_made_up(
+    load: LoadWeights, model: MadeUpModel, names: frozenset[str] | None = None
+) -> None:
     """Loads made-up tensors, all or these.
 
     Raises:
@@ -112,7 +114,7 @@ def add_boxes(
 
 
 def _compare(
-    held: Held, areas: Set[int], recording: Recording, replay: Callable[[Set[int]], None]
+    held: ModuleMemory, areas: Set[int], recording: Recording, replay: Callable[[Set[int]], None]
 ) -> None:
     """Poisons areas, replays, and compares them with what they held; puts that back on errors."""
     expected = {area: held.areas[area].bytes().clone() for area in areas}
@@ -139,7 +141,7 @@ def _compare(
 
 
 def _first_difference(
-    held: Held, area: int, found: torch.Tensor, wanted: torch.Tensor
+    held: ModuleMemory, area: int, found: torch.Tensor, wanted: torch.Tensor
 ) -> int | None:
     """The first byte of the area's tensors that differs.  Bytes of no tensor are put back."""
     if torch.equal(found, wanted):
@@ -157,7 +159,7 @@ def _first_difference(
     return None
 
 
-def _batches(held: Held, recording: Recording) -> Iterator[set[int]]:
+def _batches(held: ModuleMemory, recording: Recording) -> Iterator[set[int]]:
     """Areas that are verified at a time.  Areas that copies connect are in one batch: otherwise a
     copy would find its source filled even where the replay fills it too late."""
     groups = {area: {area} for area in (*recording.areas, *recording.computed)}
