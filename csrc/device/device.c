@@ -51,8 +51,8 @@ static wsync_status_t import(const wsync_device_t *self, bool control, int fd,
                              uint64_t nbytes, wsync_memory_t **memory, wsync_error_t *err)
 {
     return fd >= 0 ? self->memory_ops->make(self, control, fd, nbytes, memory, err)
-                   : wsync_fail(err, WSYNC_ERR_OS, EBADF, "wsync_memory_import",
-                                "descriptor %d: %s", fd, strerror(EBADF));
+                   : wsync_fail(err, WSYNC_ERR_OS, EBADF, "fcntl",
+                                "descriptor %d: fcntl: %s", fd, strerror(EBADF));
 }
 
 wsync_status_t wsync_memory_import(const wsync_device_t *self, int fd, uint64_t nbytes,
