@@ -2,7 +2,6 @@
 #include "device/cuda_compile_cache.h"
 
 #include <dirent.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <fnmatch.h>
 #include <inttypes.h>
@@ -17,6 +16,7 @@
 #include <unistd.h>
 
 #include "core/checksum.h"
+#include "device/io.h"
 
 enum {
     /* Compiled kernels are some 100 KiB: what is larger is none. */
@@ -74,44 +74,6 @@ static void make_folder(const char *folder)
     (void)mkdir(path, S_IRWXU);
 }
 
-static bool read_all(int fd, void *data, size_t nbytes)
-{
-    unsigned char *at = data;
-
-    while (nbytes > 0) {
-        const ssize_t got = read(fd, at, nbytes);
-
-        if (got <= 0) {
-            if (got < 0 && errno == EINTR) {
-                continue;
-            }
-            return false;
-        }
-        at += got;
-        nbytes -= (size_t)got;
-    }
-    return true;
-}
-
-static bool write_all(int fd, const void *data, size_t nbytes)
-{
-    const unsigned char *at = data;
-
-    while (nbytes > 0) {
-        const ssize_t put = write(fd, at, nbytes);
-
-        if (put < 0) {
-            if (errno == EINTR) {
-                continue;
-            }
-            return false;
-        }
-        at += put;
-        nbytes -= (size_t)put;
-    }
-    return true;
-}
-
 static bool read_content(int fd, void **data, size_t *nbytes)
 {
     cache_header_t header;
@@ -119,7 +81,7 @@ static bool read_content(int fd, void **data, size_t *nbytes)
     void *content;
 
     if (fstat(fd, &status) != 0 || !S_ISREG(status.st_mode) || !is_ours(&status) ||
-        !read_all(fd, &header, sizeof(header)) ||
+        !wsync_read_all(fd, &header, sizeof(header), 0) ||
         memcmp(header.magic, cache_magic, sizeof(cache_magic)) != 0 || header.nbytes == 0 ||
         header.nbytes > MAX_NBYTES ||
         (uint64_t)status.st_size != sizeof(header) + header.nbytes) {
@@ -129,7 +91,7 @@ static bool read_content(int fd, void **data, size_t *nbytes)
     if (content == NULL) {
         return false;
     }
-    if (!read_all(fd, content, header.nbytes) ||
+    if (!wsync_read_all(fd, content, header.nbytes, sizeof(header)) ||
         wsync_checksum(content, header.nbytes) != header.checksum) {
         free(content);
         return false;
@@ -181,8 +143,8 @@ static bool write_file(int folder_fd, const char *name, const void *data, size_t
     if (fd < 0) {
         return false;
     }
-    written = write_all(fd, &header, sizeof(header)) && write_all(fd, data, nbytes) &&
-              fsync(fd) == 0;
+    written = wsync_write_all(fd, &header, sizeof(header)) &&
+              wsync_write_all(fd, data, nbytes) && fsync(fd) == 0;
     written = close(fd) == 0 && written;
     written = written && renameat(folder_fd, temporary, folder_fd, name) == 0;
     if (!written) {

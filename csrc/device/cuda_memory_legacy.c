@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "device/cuda_ipc.h"
+#include "device/io.h"
 
 enum {
     SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE,
@@ -108,18 +109,11 @@ static wsync_status_t fail_call(const char *call, wsync_error_t *err)
 
 static wsync_status_t write_note(int fd, const note_t *note, wsync_error_t *err)
 {
-    ssize_t count;
-
-    do {
-        count = write(fd, note, sizeof(*note));
-    } while (count < 0 && errno == EINTR);
-    if (count != (ssize_t)sizeof(*note)) {
+    if (!wsync_write_all(fd, note, sizeof(*note))) {
         return fail_call("write", err);
     }
-    if (fcntl(fd, F_ADD_SEALS, SEALS | F_SEAL_SEAL) != 0) {
-        return fail_call("fcntl", err);
-    }
-    return WSYNC_OK;
+    return fcntl(fd, F_ADD_SEALS, SEALS | F_SEAL_SEAL) == 0 ? WSYNC_OK
+                                                            : fail_call("fcntl", err);
 }
 
 wsync_status_t wsync_cuda_legacy_fill(wsync_cuda_memory_t *memory, wsync_error_t *err)

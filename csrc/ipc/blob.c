@@ -9,33 +9,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "device/io.h"
+
 enum { BLOB_SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE };
-
-static wsync_status_t write_all(int fd, const uint8_t *data, size_t nbytes,
-                                wsync_error_t *err)
-{
-    size_t written = 0;
-
-    while (written < nbytes) {
-        const ssize_t count = write(fd, data + written, nbytes - written);
-
-        if (count < 0 && errno == EINTR) {
-            continue;
-        }
-        if (count <= 0) {
-            return wsync_fail(err, WSYNC_ERR_OS, errno, "write",
-                              "memfd of %zu bytes: write stopped at %zu: %s", nbytes,
-                              written, strerror(errno));
-        }
-        written += (size_t)count;
-    }
-    return WSYNC_OK;
-}
 
 wsync_status_t wsync_blob_create(const uint8_t *data, size_t nbytes, int *fd,
                                  wsync_error_t *err)
 {
-    wsync_status_t status;
+    wsync_status_t status = WSYNC_OK;
     int memfd;
 
     if (nbytes > WSYNC_BLOB_MAX_NBYTES) {
@@ -48,8 +29,10 @@ wsync_status_t wsync_blob_create(const uint8_t *data, size_t nbytes, int *fd,
         return wsync_fail(err, WSYNC_ERR_OS, errno, "memfd_create", "memfd_create: %s",
                           strerror(errno));
     }
-    status = write_all(memfd, data, nbytes, err);
-    if (status == WSYNC_OK && fcntl(memfd, F_ADD_SEALS, BLOB_SEALS | F_SEAL_SEAL) < 0) {
+    if (!wsync_write_all(memfd, data, nbytes)) {
+        status = wsync_fail(err, WSYNC_ERR_OS, errno, "write",
+                            "memfd of %zu bytes: write: %s", nbytes, strerror(errno));
+    } else if (fcntl(memfd, F_ADD_SEALS, BLOB_SEALS | F_SEAL_SEAL) < 0) {
         status = wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl", "fcntl: sealing a memfd: %s",
                             strerror(errno));
     }
@@ -66,7 +49,6 @@ wsync_status_t wsync_blob_read(int fd, uint64_t nbytes, uint8_t **data, wsync_er
     const int seals = fcntl(fd, F_GET_SEALS);
     struct stat info;
     uint8_t *copy;
-    size_t filled = 0;
 
     if (seals < 0 && errno != EINVAL) {
         return wsync_fail(err, WSYNC_ERR_OS, errno, "fcntl", "fcntl: seals of a blob: %s",
@@ -94,20 +76,11 @@ wsync_status_t wsync_blob_read(int fd, uint64_t nbytes, uint8_t **data, wsync_er
                           "no memory for a peer's blob of %llu bytes",
                           (unsigned long long)nbytes);
     }
-    while (filled < nbytes) {
-        const ssize_t count =
-            pread(fd, copy + filled, (size_t)nbytes - filled, (off_t)filled);
-
-        if (count < 0 && errno == EINTR) {
-            continue;
-        }
-        if (count <= 0) {
-            free(copy);
-            return wsync_fail(err, WSYNC_ERR_OS, errno, "pread",
-                              "blob of %llu bytes: pread stopped at %zu: %s",
-                              (unsigned long long)nbytes, filled, strerror(errno));
-        }
-        filled += (size_t)count;
+    if (!wsync_read_all(fd, copy, (size_t)nbytes, 0)) {
+        free(copy);
+        return wsync_fail(err, WSYNC_ERR_OS, errno, "pread",
+                          "blob of %llu bytes: pread: %s", (unsigned long long)nbytes,
+                          strerror(errno));
     }
     *data = copy;
     return WSYNC_OK;

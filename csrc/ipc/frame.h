@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * A frame's bytes on the wire, as pure functions: 48 bytes of header (magic, version, kind,
- * payload_nbytes as 32-bit words, four 64-bit arguments, all little-endian), then the
- * payload and nothing after it. */
+ * payload_nbytes as 32-bit words, four 64-bit arguments, in the byte order of the machine,
+ * on which both ends are), then the payload and nothing after it. */
 #ifndef WSYNC_IPC_FRAME_H
 #define WSYNC_IPC_FRAME_H
 
