@@ -64,9 +64,13 @@ static wsync_status_t look(wsync_comm_t *self, int timeout_ms, wsync_awaited_t a
     if (count < 0 && errno != EINTR) {
         return wsync_fail(err, WSYNC_ERR_OS, errno, "poll", "poll: %s", strerror(errno));
     }
-    for (uint32_t i = 0; i < self->rank_count && count > 0 && status == WSYNC_OK; i++) {
-        if (self->polled[i].revents != 0) {
-            status = wsync_link_drain(&self->peers[i].link, awaited, err);
+    for (uint32_t i = 0; i < self->rank_count && status == WSYNC_OK; i++) {
+        wsync_link_t *link = &self->peers[i].link;
+        /* Seen by a wait that got its last word: the end is still to be reported. */
+        const bool gone = link->channel == NULL && link->pid != 0 && !link->departed;
+
+        if (gone || (count > 0 && self->polled[i].revents != 0)) {
+            status = wsync_link_drain(link, awaited, err);
         }
     }
     return status;

@@ -20,30 +20,30 @@ static inline const wsync_device_t *gpu(void)
     return test_device();
 }
 
-static inline wsync_memory_t *make_buffer(const wsync_device_t *ops, uint64_t nbytes)
+static inline wsync_memory_t *make_buffer(const wsync_device_t *base, uint64_t nbytes)
 {
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_memory_create(ops, nbytes, &memory, &err), err);
+    CHECK_OK(wsync_memory_create(base, nbytes, &memory, &err), err);
     return memory;
 }
 
-static inline wsync_memory_t *make_control(const wsync_device_t *ops)
+static inline wsync_memory_t *make_control(const wsync_device_t *base)
 {
     wsync_memory_t *memory = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_control_create(ops, 4096, &memory, &err), err);
+    CHECK_OK(wsync_control_create(base, 4096, &memory, &err), err);
     return memory;
 }
 
-static inline wsync_stream_t *make_stream(const wsync_device_t *ops)
+static inline wsync_stream_t *make_stream(const wsync_device_t *base)
 {
     wsync_stream_t *stream = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_stream_create(ops, 2, &stream, &err), err);
+    CHECK_OK(wsync_stream_create(base, 2, &stream, &err), err);
     return stream;
 }
 
@@ -54,7 +54,7 @@ static inline wsync_span_t span_of(wsync_memory_t *memory)
 
 /* A GPU, a stream of it, and memory on it that copies write to. */
 typedef struct rig {
-    const wsync_device_t *ops;
+    const wsync_device_t *base;
     const wsync_cuda_device_t *device;
     wsync_stream_t *stream;
     wsync_memory_t *control;
@@ -67,11 +67,11 @@ static inline rig_t make_rig(uint64_t nbytes)
     rig_t rig = {0};
     wsync_error_t err = {0};
 
-    rig.ops = gpu();
+    rig.base = gpu();
     CHECK_OK(wsync_cuda_device(0, &rig.device, &err), err);
-    rig.stream = make_stream(rig.ops);
-    rig.control = make_control(rig.ops);
-    rig.memory = make_buffer(rig.ops, nbytes);
+    rig.stream = make_stream(rig.base);
+    rig.control = make_control(rig.base);
+    rig.memory = make_buffer(rig.base, nbytes);
     rig.target = span_of(rig.memory);
     return rig;
 }

@@ -10,26 +10,26 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
 {
     static const wsync_copy_t copy = {
         .row_count = 64, .source_item_nbytes = 1, .destination_item_nbytes = 1};
-    const wsync_device_t *ops = context;
+    const wsync_device_t *base = context;
     wsync_memory_t *memory = NULL;
     wsync_memory_t *import = NULL;
     wsync_memory_t *control = NULL;
     wsync_memory_t *peer = NULL;
     wsync_stream_t *stream = NULL;
     wsync_error_t ignored = {0};
-    wsync_status_t status = wsync_memory_create(ops, NBYTES, &memory, err);
+    wsync_status_t status = wsync_memory_create(base, NBYTES, &memory, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_memory_import(ops, memory->fd, NBYTES, &import, err);
+        status = wsync_memory_import(base, memory->fd, NBYTES, &import, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_control_create(ops, NBYTES, &control, err);
+        status = wsync_control_create(base, NBYTES, &control, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_control_import(ops, control->fd, NBYTES, &peer, err);
+        status = wsync_control_import(base, control->fd, NBYTES, &peer, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_stream_create(ops, 1, &stream, err);
+        status = wsync_stream_create(base, 1, &stream, err);
     }
     if (status == WSYNC_OK) {
         const wsync_span_t source = {memory->data, NBYTES};
@@ -73,11 +73,11 @@ static wsync_status_t attempt_ipc(void *context, wsync_error_t *err)
 
 TEST(allocations)
 {
-    const wsync_device_t *ops;
+    const wsync_device_t *base;
 
     CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
-    ops = test_device();
-    CHECK(oom_run(attempt, (void *)(uintptr_t)ops) >= 12);
+    base = test_device();
+    CHECK(oom_run(attempt, (void *)(uintptr_t)base) >= 12);
 }
 
 /* Memory of the host that the device does not reach, through the ring, and some that it
@@ -95,14 +95,14 @@ static wsync_status_t feed(void *context, wsync_error_t *err)
          .destination_item_nbytes = 1},
     };
     static char pageable[NBYTES];
-    const wsync_device_t *ops = context;
+    const wsync_device_t *base = context;
     wsync_memory_t *memory = NULL;
     wsync_stream_t *stream = NULL;
     wsync_error_t ignored = {0};
-    wsync_status_t status = wsync_memory_create(ops, 2 * NBYTES, &memory, err);
+    wsync_status_t status = wsync_memory_create(base, 2 * NBYTES, &memory, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_stream_create(ops, 1, &stream, err);
+        status = wsync_stream_create(base, 1, &stream, err);
     }
     if (status == WSYNC_OK) {
         char *data = memory->data;
@@ -125,11 +125,11 @@ static wsync_status_t feed(void *context, wsync_error_t *err)
 
 TEST(allocations_of_copies_from_pageable_memory)
 {
-    const wsync_device_t *ops;
+    const wsync_device_t *base;
 
     CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
-    ops = test_device();
-    CHECK(oom_run(feed, (void *)(uintptr_t)ops) >= 20);
+    base = test_device();
+    CHECK(oom_run(feed, (void *)(uintptr_t)base) >= 20);
 }
 
 TEST(records_of_shared_memory)

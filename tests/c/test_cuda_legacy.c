@@ -269,16 +269,16 @@ TEST(each_call_fails_in_turn)
 
 static const wsync_device_t *open_ops(void)
 {
-    const wsync_device_t *ops = NULL;
+    const wsync_device_t *base = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_device_cuda(&open_legacy(0)->info.uuid, "kernels", &ops, &err), err);
-    return ops;
+    CHECK_OK(wsync_device_cuda(&open_legacy(0)->info.uuid, "kernels", &base, &err), err);
+    return base;
 }
 
 static void work_main(int socket)
 {
-    const wsync_device_t *ops = open_ops();
+    const wsync_device_t *base = open_ops();
     const wsync_receipt_t receipt = {0};
     char path[WSYNC_PATH_NBYTES];
     uint8_t token[WSYNC_TOKEN_NBYTES];
@@ -287,7 +287,7 @@ static void work_main(int socket)
 
     hear(socket, path, sizeof(path));
     hear(socket, token, sizeof(token));
-    CHECK_OK(wsync_importer_create(ops, path, token, NULL, 0, PATIENT_MS, &importer, &err),
+    CHECK_OK(wsync_importer_create(base, path, token, NULL, 0, PATIENT_MS, &importer, &err),
              err);
     for (int i = 0; i < UPDATES; i++) {
         uint64_t update = 0;
@@ -312,7 +312,7 @@ static void work_main(int socket)
 TEST(sessions_keep_a_ring_that_cannot_be_parked)
 {
     const peer_t peer = peer_start(work_main);
-    const wsync_device_t *ops = open_ops();
+    const wsync_device_t *base = open_ops();
     wsync_exporter_t *exporter = NULL;
     wsync_memory_t *ring = NULL;
     wsync_stream_t *stream = NULL;
@@ -323,8 +323,8 @@ TEST(sessions_keep_a_ring_that_cannot_be_parked)
     char path[WSYNC_PATH_NBYTES] = "";
 
     CHECK_OK(wsync_exporter_create(NULL, &exporter, &err), err);
-    CHECK_OK(wsync_memory_create(ops, NBYTES, &ring, &err), err);
-    CHECK_OK(wsync_stream_create(ops, 1, &stream, &err), err);
+    CHECK_OK(wsync_memory_create(base, NBYTES, &ring, &err), err);
+    CHECK_OK(wsync_stream_create(base, 1, &stream, &err), err);
     (void)snprintf(path, sizeof(path), "%s", wsync_exporter_path(exporter));
     say(peer.socket, path, sizeof(path));
     say(peer.socket, wsync_exporter_token(exporter), WSYNC_TOKEN_NBYTES);

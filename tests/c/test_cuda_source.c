@@ -15,7 +15,7 @@ TEST(every_kind_of_source_gives_the_bytes_of_the_host)
         sources[i] = new_source(NBYTES, i);
     }
     free(sources[0].data);
-    memory = make_buffer(rig.ops, NBYTES);
+    memory = make_buffer(rig.base, NBYTES);
     sources[0].data = memory->data;
     fill(sources[0].data, NBYTES, 0);
     pin(&rig, sources[1].data, NBYTES);
@@ -158,7 +158,7 @@ TEST(sources_are_read_when_the_stream_comes_to_them)
     wsync_stream_t *other = NULL;
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_stream_create(rig.ops, 1, &other, &err), err);
+    CHECK_OK(wsync_stream_create(rig.base, 1, &other, &err), err);
     CHECK_OK(wsync_stream_wait(rig.stream, ready, 1, &err), err);
     enqueue(&rig, &whole, 1, &source, 1);
     CHECK_OK(wsync_stream_record(rig.stream, done, 1, &err), err);

@@ -19,7 +19,7 @@ TEST(a_round_from_pinned_memory_is_one_wait_one_launch_one_record)
     wsync_error_t err = {0};
 
     pin(&rig, source.data, NBYTES);
-    CHECK_OK(wsync_stream_create(rig.ops, 1, &other, &err), err);
+    CHECK_OK(wsync_stream_create(rig.base, 1, &other, &err), err);
     for (uint64_t round = 1; round <= 3; round++) {
         const off_t before = lseek(fd, 0, SEEK_END);
 
@@ -137,7 +137,7 @@ TEST(memory_that_is_gone_from_its_address_is_an_error)
 
     choose_fake("WSYNC_FAKE_CUDA_RESERVED", "1");
     rig = make_rig(NBYTES);
-    paused = make_buffer(rig.ops, NBYTES);
+    paused = make_buffer(rig.base, NBYTES);
     source = span_of(paused);
     (void)snprintf(place, sizeof(place), "%d bytes at %#zx", NBYTES,
                    (size_t)(uintptr_t)source.data);
@@ -300,7 +300,7 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
     void *data[2];
     wsync_span_t sources[2][2];
     wsync_stream_t *stream = NULL;
-    wsync_status_t status = wsync_stream_create(rig->ops, 2, &stream, err);
+    wsync_status_t status = wsync_stream_create(rig->base, 2, &stream, err);
 
     for (int i = 0; i < 2; i++) {
         data[i] = calloc(1, SLOT + NBYTES);
