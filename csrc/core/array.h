@@ -27,12 +27,16 @@
  * be; updates *capacity.  NULL on failure: the array is then as it was. */
 void *wsync_array_reserve(void *items, size_t *capacity, size_t count, size_t item_nbytes);
 
-/* The same for an array at *memory. */
+/* The same for an array at *memory; inline, because there mostly is room. */
 static inline bool wsync_array_grow(void **memory, size_t *capacity, size_t count,
                                     size_t item_nbytes)
 {
-    void *grown = wsync_array_reserve(*memory, capacity, count, item_nbytes);
+    void *grown;
 
+    if (*memory != NULL && count <= *capacity) {
+        return true;
+    }
+    grown = wsync_array_reserve(*memory, capacity, count, item_nbytes);
     if (grown != NULL) {
         *memory = grown;
     }

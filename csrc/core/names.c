@@ -97,7 +97,7 @@ wsync_status_t wsync_names_add(wsync_names_t *names, const char *text, uint32_t 
     found = find(names, text, hash);
     *added = found == WSYNC_TABLE_NONE;
     if (*added) {
-        found = names->table.count;
+        found = (uint32_t)names->count;
         if (WSYNC_ARRAY_RESERVE(*names, 1)) {
             copy = copy_text(names, text);
         }

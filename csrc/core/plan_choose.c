@@ -210,18 +210,18 @@ static wsync_status_t make_class(wsync_planner_t *planner, uint32_t audience,
         planner->ranks.items[homes].count + (size_t)planner->ranks.items[holders].count + 1;
     wsync_plan_class_t class = {
         .audience = audience, .holders = holders, .first_group = planner->groups.count};
+    /* a third each: needy, holders, and both lists of ids */
+    placed_t *memory = malloc(3 * room * sizeof(*memory));
     class_scratch_t scratch = {0};
     wsync_status_t status;
 
-    scratch.needy = malloc(room * sizeof(*scratch.needy));
-    scratch.holders = malloc(room * sizeof(*scratch.holders));
-    scratch.ids = malloc(room * sizeof(*scratch.ids));
-    scratch.rest = malloc(room * sizeof(*scratch.rest));
-    if (scratch.needy == NULL || scratch.holders == NULL || scratch.ids == NULL ||
-        scratch.rest == NULL) {
-        status = wsync_plan_no_memory(planner, "ranks", room);
-        goto cleanup;
+    if (memory == NULL) {
+        return wsync_plan_no_memory(planner, "ranks", room);
     }
+    scratch.needy = memory;
+    scratch.holders = memory + room;
+    scratch.ids = (uint32_t *)(memory + 2 * room);
+    scratch.rest = scratch.ids + room;
     status = split_homes(planner, &class, &scratch);
     if (status == WSYNC_OK) {
         status = add_groups(planner, &class, &scratch);
@@ -229,12 +229,7 @@ static wsync_status_t make_class(wsync_planner_t *planner, uint32_t audience,
     if (status == WSYNC_OK) {
         *made = class;
     }
-
-cleanup:
-    free(scratch.needy);
-    free(scratch.holders);
-    free(scratch.ids);
-    free(scratch.rest);
+    free(memory);
     return status;
 }
 

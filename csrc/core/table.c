@@ -6,59 +6,31 @@
 
 enum { FIRST_SLOT_COUNT = 64 };
 
-/* The slot where a search for `key` starts.  Keys may be small numbers: the product's upper
- * half depends on all of their bits. */
-static size_t first_slot(uint64_t key)
+static void insert(uint32_t *slots, size_t slot_count, uint64_t key, uint32_t entry)
 {
-    return (size_t)(key * 0x9e3779b97f4a7c15U >> 32);
-}
+    size_t at = wsync_table_start(key) & (slot_count - 1);
 
-static void insert(wsync_table_slot_t *slots, size_t slot_count, uint64_t key,
-                   uint32_t entry)
-{
-    size_t at = first_slot(key) & (slot_count - 1);
-
-    while (slots[at].entry != 0) {
+    while (slots[at] != 0) {
         at = (at + 1) & (slot_count - 1);
     }
-    slots[at] = (wsync_table_slot_t){key, entry};
+    slots[at] = entry;
 }
 
 static bool grow(wsync_table_t *table)
 {
     const size_t count = table->slot_count != 0 ? table->slot_count * 2 : FIRST_SLOT_COUNT;
-    wsync_table_slot_t *slots = calloc(count, sizeof(*slots));
+    uint32_t *slots = calloc(count, sizeof(*slots));
 
     if (slots == NULL) {
         return false;
     }
-    for (size_t i = 0; i < table->slot_count; i++) {
-        if (table->slots[i].entry != 0) {
-            insert(slots, count, table->slots[i].key, table->slots[i].entry);
-        }
+    for (size_t i = 0; i < table->keys.count; i++) {
+        insert(slots, count, table->keys.items[i], (uint32_t)i + 1);
     }
     free(table->slots);
     table->slots = slots;
     table->slot_count = count;
     return true;
-}
-
-uint32_t wsync_table_next(const wsync_table_t *table, uint64_t key, size_t *probe)
-{
-    const size_t first = first_slot(key);
-
-    while (table->slot_count != 0) {
-        const wsync_table_slot_t *slot =
-            &table->slots[(first + (*probe)++) & (table->slot_count - 1)];
-
-        if (slot->entry == 0) {
-            break;
-        }
-        if (slot->key == key) {
-            return slot->entry - 1;
-        }
-    }
-    return WSYNC_TABLE_NONE;
 }
 
 uint32_t wsync_table_find(const wsync_table_t *table, uint64_t key)
@@ -70,11 +42,12 @@ uint32_t wsync_table_find(const wsync_table_t *table, uint64_t key)
 
 bool wsync_table_add(wsync_table_t *table, uint64_t key)
 {
-    if (table->count >= WSYNC_TABLE_NONE - 1 ||
-        (table->count >= table->slot_count / 2 && !grow(table))) {
+    if (table->keys.count >= WSYNC_TABLE_NONE - 1 || !WSYNC_ARRAY_RESERVE(table->keys, 1) ||
+        (table->keys.count >= table->slot_count / 2 && !grow(table))) {
         return false;
     }
-    insert(table->slots, table->slot_count, key, ++table->count);
+    table->keys.items[table->keys.count++] = key;
+    insert(table->slots, table->slot_count, key, (uint32_t)table->keys.count);
     return true;
 }
 
@@ -83,11 +56,12 @@ void wsync_table_clear(wsync_table_t *table)
     if (table->slot_count != 0) {
         memset(table->slots, 0, table->slot_count * sizeof(*table->slots));
     }
-    table->count = 0;
+    table->keys.count = 0;
 }
 
 void wsync_table_fini(wsync_table_t *table)
 {
+    free(table->keys.items);
     free(table->slots);
     *table = (wsync_table_t){0};
 }

@@ -22,7 +22,7 @@ static size_t longest_run(const wsync_names_t *names)
     size_t longest = 0;
 
     for (size_t i = 0; i < names->table.slot_count; i++) {
-        run = names->table.slots[i].entry != 0 ? run + 1 : 0;
+        run = names->table.slots[i] != 0 ? run + 1 : 0;
         longest = run > longest ? run : longest;
     }
     return longest;

@@ -20,7 +20,7 @@ TEST(entries_are_numbered_in_the_order_of_addition)
     for (uint64_t i = 0; i < COUNT; i++) {
         CHECK(wsync_table_add(&table, i << 32 | (i % 7)));
     }
-    CHECK_EQ(table.count, COUNT);
+    CHECK_EQ(table.keys.count, COUNT);
     CHECK(table.slot_count >= 2 * (size_t)COUNT);
     for (uint64_t i = 0; i < COUNT; i++) {
         CHECK_EQ(wsync_table_find(&table, i << 32 | (i % 7)), i);
