@@ -121,7 +121,7 @@ def test_a_load_under_way_is_over_before_the_engine_is_told_anything(
         sync.close()
         sync = disk(tmp_path, slow)
     else:
-        del sync._engines[0]
+        del sync._requests.engines[0]
     with sync:
         sync.update(version=2)
     timer.join()

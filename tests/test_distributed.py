@@ -27,8 +27,8 @@ from wsync.demo.engines.serve import ServerProcess, serve_in_process
 from wsync.demo.engines.tensor_parallel import TensorParallelEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.layout import from_tensors
-from wsync.trainer.rounds import Connection
-from wsync.trainer.sessions.broadcast import RemoteEngines
+from wsync.trainer.broadcast_requests import BroadcastRequests
+from wsync.trainer.rounds import Rounds
 
 OPTIONS: dict[str, Any] = {
     "deadline": 60.0,
@@ -216,13 +216,13 @@ def test_colocated_and_remote_engines_in_one_update(
     updater.connect_rollout_engines(engines, None, engine_gpu_counts=[1, 1], **offsets)
     joins = cases.note_joins(engines)
     known: list[int] = []  # joins when the workers that learn had learnt
-    teach = Connection._teach
+    teach = Rounds._teach
 
     def noting(*arguments: Any) -> None:
         teach(*arguments)
         known.append(len(joins))
 
-    monkeypatch.setattr(Connection, "_teach", noting)
+    monkeypatch.setattr(Rounds, "_teach", noting)
     for seed in (31, 32):
         weights.update(drawn(seed))
         updater.update_weights()
@@ -379,15 +379,15 @@ def test_a_trainer_that_is_overtaken_after_joining_changes_nothing(
     """It sleeps while another one updates the engines; then its buckets are refused."""
     late, prompt = drawn(40), drawn(41)
     asleep, wake = threading.Event(), threading.Event()
-    begin, errors = RemoteEngines.begin, list[str]()
+    begin, errors = BroadcastRequests.begin, list[str]()
 
-    def slow(self: RemoteEngines, version: str, *rest: Any) -> None:
+    def slow(self: BroadcastRequests, version: str, *rest: Any) -> None:
         if version == "late":
             asleep.set()
             wake.wait(60)
         begin(self, version, *rest)
 
-    monkeypatch.setattr(RemoteEngines, "begin", slow)
+    monkeypatch.setattr(BroadcastRequests, "begin", slow)
 
     def update() -> None:
         with wsync.connect(late, engines[:1], options=wsync.Options(**OPTIONS)) as sync:

@@ -37,8 +37,9 @@ from wsync.layout import from_tensors
 from wsync.machine.addresses import own_address
 from wsync.messages.channel import Channel, Door, Frame, knock
 from wsync.trainer.planning import whole
+from wsync.trainer.roster import Delivery, RolloutEngine
 from wsync.trainer.sessions import remote
-from wsync.trainer.sessions.broadcast import BroadcastSession, Remote
+from wsync.trainer.sessions.broadcast import BroadcastSession
 from wsync.trainer.sessions.remote import RemoteExporter, RemoteSession
 
 PARALLEL = {
@@ -568,8 +569,8 @@ def test_a_source_broadcasts_from_the_trainers_gpu(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen.get(threading.get_ident(), 0))
     monkeypatch.setattr(groups, "_make", make)
-    remote = Remote((0,), ("http://127.0.0.1:1",), (1,))
-    session = BroadcastSession(0, remote, name="g", options=wsync.Options(backend="nccl"))
+    taking = [RolloutEngine("http://127.0.0.1:1", 1, Delivery.BROADCAST)]
+    session = BroadcastSession(0, taking, name="g", options=wsync.Options(backend="nccl"))
     source = from_tensors({"a": torch.ones(3)}).layout
     plan = _core.Plan(source, [(whole(source, [0]), True)], [(0, 0)], [0], 0)
     session.attach(plan, _core.host(), 5.0, lambda: None)

@@ -7,15 +7,27 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from support import call_cases
 
 import wsync
 from wsync import _core
-from wsync.exchange.roster import assign_homes
+from wsync.trainer.roster import Delivery, Recipient, RolloutEngine, Roster
 from wsync.trainer.sessions.local import WorkerSession
 
 
-def homes(*args: list[int] | None) -> list[int]:
-    return [worker.home for worker in assign_homes(*args)]  # type: ignore[arg-type]
+def recipients(engines: list[RolloutEngine], hosts: list[int]) -> list[Recipient]:
+    model = _core.LayoutBuilder().build()
+    return Roster(hosts, [0] * len(hosts), model, engines).recipients
+
+
+def homes(workers: list[int], hosts: list[int], gpus: list[int] | None = None) -> list[int]:
+    """By engines that run wsync, of so many workers."""
+    engines = [
+        RolloutEngine(f"e{i}", count, Delivery.WSYNC, None if gpus is None else gpus[i])
+        for i, count in enumerate(workers)
+    ]
+    return [recipient.home for recipient in recipients(engines, hosts)]
 
 
 def test_workers_are_spread_over_the_ranks_of_one_host() -> None:
@@ -41,15 +53,17 @@ def test_workers_beyond_the_trainer_go_to_the_least_busy_rank() -> None:
 
 
 def test_a_stock_engine_is_served_by_rank_0() -> None:
-    workers = assign_homes([0, 1], [0, 0])
-    assert [(w.engine, w.home, w.stock) for w in workers] == [(0, 0, True), (1, 1, False)]
+    engines = [RolloutEngine("a", 1, Delivery.STOCK), RolloutEngine("b", 1, Delivery.WSYNC)]
+    found = recipients(engines, [0, 0])
+    assert [(r.engine, r.home, r.takes_buckets) for r in found] == [(0, 0, True), (1, 1, False)]
 
 
 def test_wrong_counts_are_named() -> None:
-    with pytest.raises(wsync.InvalidArgumentError, match="3 engine_gpu_offsets for 2 engines"):
-        assign_homes([1, 1], [0], [0, 1, 2])
-    with pytest.raises(wsync.InvalidArgumentError, match="engine 1 has -1 workers"):
-        assign_homes([1, -1], [0])
+    with pytest.raises(wsync.InvalidArgumentError, match="engine e1 has -1 workers"):
+        homes([1, -1], [0])
+    engine = call_cases.Engine()
+    with pytest.raises(wsync.InvalidArgumentError, match="3 engine_gpu_offsets for 1 engines"):
+        wsync.Sync({"a": torch.zeros(1)}, [engine], engine_gpu_offsets=[0, 1, 2])
 
 
 def test_errors_of_a_session_say_whose_it_is() -> None:

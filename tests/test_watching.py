@@ -20,7 +20,7 @@ import wsync
 from wsync import _core
 from wsync.exchange.trainers import TrainerGroup
 from wsync.machine.deadline import Deadline
-from wsync.trainer.sessions.broadcast import BroadcastSession, Remote
+from wsync.trainer.sessions.broadcast import BroadcastSession
 from wsync.trainer.sessions.stock import StockSession
 
 
@@ -80,7 +80,7 @@ def test_a_bucket_that_was_refused_is_seen_in_other_waits() -> None:
 
 
 def test_a_broadcast_that_breaks_off_is_seen_after_the_engine_s_own_words() -> None:
-    session = BroadcastSession(0, Remote(), name="g", options=wsync.Options(backend="gloo"))
+    session = BroadcastSession(0, [], name="g", options=wsync.Options(backend="gloo"))
     answer: Future[None] = Future()
     session._sent = [answer]
     session.look()

@@ -26,9 +26,8 @@ from wsync.machine.deadline import LEAVE_SECONDS, Deadline
 from wsync.machine.lanes import Lane, result
 from wsync.options import Options
 from wsync.report import Report
-from wsync.trainer.checked_engine import checked_engines
 from wsync.trainer.loop import Updates
-from wsync.trainer.requests import Handover
+from wsync.trainer.requests import EngineRequests
 
 if TYPE_CHECKING:
     from wsync.trainer.loop import Source, Weights
@@ -97,8 +96,6 @@ class DiskSync(Updates):
         keep: int | None = 2,
         options: Options | None = None,
     ) -> None:
-        self._engines: list[EngineHandle] = []
-        self._handover = Handover()
         if not isinstance(shard_nbytes, int) or shard_nbytes < 1:
             raise _core.InvalidArgumentError(
                 f"shard_nbytes={shard_nbytes!r} is no positive integer"
@@ -110,16 +107,18 @@ class DiskSync(Updates):
         self._versions = Versions(folder, base, keep)
         Options.of(options).refuse(_NOT_BY_DISK)
         super().__init__(source, options)
+        self._requests = EngineRequests([], self.options)
         with self._one_error():
             self._same_call()
             if self._group.rank == 0:
                 _Root(self._versions, self.options.deadline, self._group.check).check()
-                self._engines = handles_of(engines, timeout=self.options.deadline)
-                for engine in self._engines:
+                handles = handles_of(engines, timeout=self.options.deadline)
+                for engine in handles:
                     if not isinstance(engine, ReadsDisk):
                         raise _core.UnsupportedError(
                             f"engine {engine.name}: its handle has no update_weights_from_disk"
                         )
+                self._requests = EngineRequests(handles, self.options)
             self._model = self._gather()
             self._arrangement = arrange(self._model, dtype=dtype, shard_nbytes=shard_nbytes)
             self._writer = _Writer(self._source, self._model, self._arrangement, self._group.size)
@@ -178,11 +177,11 @@ class DiskSync(Updates):
         """What a failed update has left under way at an engine is waited for, up to the deadline
         it had: another DiskSync may be about to tell the engine of a newer version."""
         super()._close()
-        self._handover.settle()
+        self._requests.settle()
 
     def _abandon(self, error: _core.WsyncError) -> None:
         """What was being written is swept by the next update."""
-        self._handover.settle(min(2.0, self.options.deadline))
+        self._requests.abandon([])
 
     def _write(self, weights: Weights | None, report: Report, root: _Root) -> Path:
         """All files of a version, on the disk; returns their hidden folder."""
@@ -230,13 +229,7 @@ class DiskSync(Updates):
                 engine.flush(remaining())
             engine.update_weights_from_disk(path, weight_version=version, timeout=remaining())
 
-        self._handover.take_on(
-            version,
-            checked_engines(self._engines),
-            load,
-            timeout=options.deadline,
-            check=self._group.check,
-        )
+        self._requests.take_on(version, load, Deadline(options.deadline), self._group.check)
 
     def _describe(self, report: Report) -> None:
         nbytes = sum(place.nbytes for place in self._arrangement.places.values())
@@ -244,7 +237,7 @@ class DiskSync(Updates):
         report.model_nbytes = self._model.nbytes
         report.delivered_nbytes = report.needed_nbytes = nbytes
         report.rounds = len(self._arrangement.names)
-        report.workers = sum(engine.workers for engine in self._engines)
+        report.workers = sum(engine.workers for engine in self._requests.engines)
         report.exchange = "disk"
 
 

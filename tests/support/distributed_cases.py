@@ -23,7 +23,7 @@ from wsync.demo import megatron_cpu, reference
 from wsync.demo.engines.tensor_parallel import TensorParallelEngine
 from wsync.demo.engines.workers import WorkersEngine
 from wsync.exchange.groups import UpdateGroup
-from wsync.trainer.sessions.broadcast import RemoteEngines
+from wsync.trainer.broadcast_requests import BroadcastRequests
 from wsync.trainer.sessions.stock import StockSession
 
 
@@ -188,6 +188,6 @@ def die(url: str, shapes: dict[str, tuple[int, ...]], where: str, how: signal.Si
 
 WHERE: dict[str, Any] = {
     "broadcasting": (UpdateGroup, "broadcast"),
-    "announcing": (RemoteEngines, "_tell"),
+    "announcing": (BroadcastRequests, "_tell"),
     "sending": (StockSession, "_send"),
 }

@@ -23,12 +23,12 @@ from typing import Any
 
 from wsync._core import Exporter, Importer, Memory
 from wsync.sync import Sync
-from wsync.trainer.rounds import Connection
+from wsync.trainer.rounds import Rounds
 from wsync.trainer.sessions.local import WorkerSession
 
 # where a trainer rank is in each phase: just before it calls
 _TRAINER: dict[str, tuple[type, str]] = {
-    "listen": (Connection, "__init__"),
+    "listen": (Rounds, "__init__"),
     "open": (Sync, "_open"),
     "attach": (WorkerSession, "attach"),
     "round": (WorkerSession, "post"),
@@ -113,7 +113,7 @@ class Fault:
         if child == 0:
             signal.alarm(60)
             for item in gc.get_objects():
-                if isinstance(item, Connection):
+                if isinstance(item, Rounds):
                     item.close()
             gc.collect()
             os._exit(0)

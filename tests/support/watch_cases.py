@@ -15,7 +15,7 @@ from support.fault_lab import RANKS, rows, sharded
 
 import wsync
 from wsync.trainer.planning import Planning
-from wsync.trainer.rounds import Connection
+from wsync.trainer.rounds import Rounds
 
 PATIENCE = 90.0
 OPTIONS: dict[str, Any] = {
@@ -27,8 +27,8 @@ OPTIONS: dict[str, Any] = {
 # what the late rank is about to call; the others wait in the next collective
 PLACES = {
     "plan": (Planning, "gather"),
-    "round": (Connection, "_receive"),
-    "agreement": (Connection, "prepared"),
+    "round": (Rounds, "_receive"),
+    "agreement": (Rounds, "prepared"),
 }
 
 

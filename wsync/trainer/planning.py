@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from wsync import _core
 from wsync.dtypes import dtype_of
 from wsync.exchange.orders import Blueprint
-from wsync.exchange.roster import Trainer, Worker
 from wsync.exchange.trainers import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
 from wsync.options import Options
+from wsync.trainer.roster import Delivery, Roster
 from wsync.trainer.sessions.base import Session
-from wsync.trainer.sessions.local import WorkerSession
-from wsync.trainer.sessions.remote import RemoteSession
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +33,7 @@ class Planning:
     """
 
     group: TrainerGroup
-    trainer: Trainer
-    workers: Sequence[Worker]
+    roster: Roster
     sessions: Sequence[Session]
     options: Options
 
@@ -72,7 +69,7 @@ class Planning:
         device = find(self._settle(gpus))
         known = [gpu for gpu in gpus if gpu]
         crowded = len(set(known)) < len(known)
-        return [layouts[number] for number in range(len(self.workers))], device, crowded
+        return [layouts[number] for number in range(len(self.roster.recipients))], device, crowded
 
     def fit(self, layouts: list[bytes], device: _core.Device) -> tuple[Blueprint, _core.Plan]:
         """Plans, and makes the rings: smaller ones where some rank has no memory for them.
@@ -98,7 +95,9 @@ class Planning:
                 release_cached(device)  # of torch, which a driver does not ask
                 released = True
                 continue
-            limit = max(plan.ring_nbytes(number) for number in range(len(self.workers))) // 2
+            limit = (
+                max(plan.ring_nbytes(number) for number in range(len(self.roster.recipients))) // 2
+            )
             if self.options.ring_nbytes or limit < _LEAST_RING_NBYTES:
                 raise _core.NoMemoryError(missing)
             _log.warning("%s; rings of %d bytes are tried", missing, limit)
@@ -108,12 +107,12 @@ class Planning:
         its weights, None where these lie in host memory."""
         found: dict[str, int] = {}
         for session in self.sessions:
-            if isinstance(session, WorkerSession) and not isinstance(session, RemoteSession):
-                found.setdefault(session.worker_uuid, session.worker)
+            if session.gpu is not None:
+                found.setdefault(session.gpu, session.worker)
         for uuid, number in found.items():
             if len(found) > 1 or (source and uuid != source):
                 other = source or next(other for other in found if other != uuid)
-                worker = self.workers[number]
+                worker = self.roster.recipients[number]
                 raise _core.InvalidArgumentError(
                     f"rank {self.group.rank} serves worker {worker.index} of engine "
                     f"{worker.engine} on {uuid or 'the host'}, but "
@@ -136,21 +135,22 @@ class Planning:
 
     def _draw(self, layouts: list[bytes], device: _core.Device, ring_nbytes: int) -> Blueprint:
         wanted = [
-            (layout, worker.stage) for layout, worker in zip(layouts, self.workers, strict=True)
+            (layout, recipient.stage)
+            for layout, recipient in zip(layouts, self.roster.recipients, strict=True)
         ]
         kinds = list(dict.fromkeys(wanted))
-        hosts = self.trainer.hosts
+        hosts = self.roster.hosts
         elsewhere = max(hosts) + 1
-        beyond = sum(worker.rank is not None for worker in self.workers)
+        remote = sum(engine.workers for engine in self.roster.taking(Delivery.REMOTE))
         return Blueprint(
-            self.trainer.model,
+            self.roster.model,
             [self._destination(*kind) for kind in kinds],
             [
-                (kinds.index(kind), worker.home if worker.rank is None else worker.rank)
-                for kind, worker in zip(wanted, self.workers, strict=True)
+                (kinds.index(kind), recipient.rank)
+                for kind, recipient in zip(wanted, self.roster.recipients, strict=True)
             ],
             # no trainer rank is nearer to a remote worker than another
-            [*hosts, *range(elsewhere, elsewhere + beyond)],
+            [*hosts, *range(elsewhere, elsewhere + remote)],
             round_nbytes=self._round_nbytes(device, ring_nbytes),
             ring_nbytes=ring_nbytes,
         )
@@ -158,31 +158,34 @@ class Planning:
     def _destination(self, layout: bytes, stage: int | None) -> tuple[_core.Layout, bool]:
         if layout not in (WHOLE, PIECES):
             return _core.Layout.from_bytes(layout), False
-        model = self.trainer.model
-        tensors = range(model.tensor_count) if stage is None else self.trainer.holds(stage)
+        model = self.roster.model
+        tensors = range(model.tensor_count) if stage is None else self.roster.holds(stage)
         return whole(model, tensors), layout == WHOLE
 
     def _round_nbytes(self, device: _core.Device, ring_nbytes: int) -> int:
         """Small rounds overlap better; stock engines take one request each, so theirs are large,
         but not where a broadcast costs much more than a request.  A GPU copies a round in less
         time than its message takes."""
-        stock = any(worker.stock for worker in self.workers)
-        remote = any(worker.stage is not None for worker in self.workers)
+        buckets = any(recipient.takes_buckets for recipient in self.roster.recipients)
+        broadcast = bool(self.roster.taking(Delivery.BROADCAST))
         most = self.options.bucket_nbytes
-        if self.options.round_nbytes or not stock or (remote and most >= _DEFAULT_ROUND_NBYTES):
+        if (
+            self.options.round_nbytes
+            or not buckets
+            or (broadcast and most >= _DEFAULT_ROUND_NBYTES)
+        ):
             chosen = self.options.round_nbytes
             if chosen or device.ordinal < 0 or ring_nbytes:
                 return chosen
             return _GPU_ROUND_NBYTES
-        return max(most, uncut_nbytes(self.trainer.model))
+        return max(most, uncut_nbytes(self.roster.model))
 
     def _make_rings(self, plan: _core.Plan, device: _core.Device) -> str:
         """Makes the rings of this rank's workers; says what there is no memory for."""
-        own = [session for session in self.sessions if isinstance(session, WorkerSession)]
-        for session in own:
+        for session in self.sessions:
             session.drop_ring()
         try:
-            for session in own:
+            for session in self.sessions:
                 session.make_ring(plan, device)
         except _core.NoMemoryError as error:
             return f"rank {self.group.rank}: {error}"

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
 
 from wsync import _core
-from wsync.handles.base import EngineHandle
-from wsync.machine.deadline import left as left
-from wsync.trainer.checked_engine import CheckedEngine
+from wsync.handles.base import EngineHandle, send_control
+from wsync.machine.deadline import (
+    LATER_SECONDS,
+    LEAVE_SECONDS,
+    POLL_SECONDS,
+    VERDICT_SECONDS,
+    Check,
+    Deadline,
+)
+from wsync.machine.lanes import start
+from wsync.messages.control import Control
+from wsync.options import Options
+from wsync.trainer.checked_engine import CheckedEngine, checked_engines
 
-_GRACE_SECONDS: Final = 1.0
-_SETTLE_SECONDS: Final = 2.0  # a handle's own error, at its deadline, says more than ours
+_log = logging.getLogger(__name__)
+
+Call = Callable[[int, EngineHandle], object]
+UnderWay = list[tuple[str, Future[Any]]]
+"""What has been asked of engines, by their names."""
 
 
 class Calls:
@@ -24,39 +40,18 @@ class Calls:
         call: is given an engine's index and handle; what it raises is raised by `check`, `join`.
     """
 
-    def __init__(
-        self,
-        engines: Sequence[tuple[int, EngineHandle]],
-        call: Callable[[int, EngineHandle], object],
-    ) -> None:
-        self._errors: list[BaseException | None] = [None] * len(engines)
-        self._done = [threading.Event() for _ in engines]
-        self._names = [engine.name for _, engine in engines]
-        self._ended: dict[int, float] = {}  # when `check_pending` first saw a call's end
-        for place, (index, engine) in enumerate(engines):
-            threading.Thread(
-                target=self._run, args=(place, index, engine, call), daemon=True, name="wsync-call"
-            ).start()
-
-    def _run(
-        self,
-        place: int,
-        index: int,
-        engine: EngineHandle,
-        call: Callable[[int, EngineHandle], object],
-    ) -> None:
-        try:
-            call(index, engine)
-        except BaseException as error:
-            self._errors[place] = error
-        finally:
-            self._done[place].set()
+    def __init__(self, engines: Sequence[tuple[int, EngineHandle]], call: Call) -> None:
+        self.under_way: UnderWay = [
+            (engine.name, start("wsync-call", partial(call, index, engine)))
+            for index, engine in engines
+        ]
+        self._ended: dict[str, Deadline] = {}  # since `check_pending` first saw a call's end
 
     def check(self) -> None:
         """Raises the first error so far."""
-        for error in self._errors:
-            if error is not None:
-                raise error
+        for _, call in self.under_way:
+            if call.done():
+                call.result()
 
     def check_pending(self) -> None:
         """Raises if any call has ended, well or badly: an update is still under way.
@@ -65,55 +60,115 @@ class Calls:
         failed, and their own words, which are on their way, say more.
         """
         self.check()
-        now = time.monotonic()
-        for place, (name, done) in enumerate(zip(self._names, self._done, strict=True)):
-            if done.is_set() and now > self._ended.setdefault(place, now) + _GRACE_SECONDS:
+        for name, call in self.under_way:
+            if call.done() and not self._ended.setdefault(name, Deadline(VERDICT_SECONDS)).left:
                 raise _core.ProtocolError(
                     f"engine {name} answered the opening request before the update was committed"
                 )
 
-    def settle(self, timeout: float) -> list[str]:
-        """Waits for all calls, but not longer, however they end; the engines that are not done."""
-        end = time.monotonic() + timeout
-        done = [done.wait(left(end)) for done in self._done]
-        return [name for name, ended in zip(self._names, done, strict=True) if not ended]
-
-    def join(self, timeout: float, check: Callable[[], object] | None = None) -> None:
+    def join(self, timeout: float, check: Check | None = None) -> None:
         """Waits for all calls; raises an error as soon as there is one, or DeadlineError."""
-        end = time.monotonic() + timeout
-        for name, done in zip(self._names, self._done, strict=True):
-            while not done.wait(0.05):
-                self.check()
-                if check is not None:
-                    check()
-                if time.monotonic() > end:
-                    raise _core.DeadlineError(
-                        f"engine {name} did not answer within {timeout:.0f} s"
-                    )
+        deadline = Deadline(timeout)
+        while busy := self.busy(POLL_SECONDS):
+            self.check()
+            if check is not None:
+                check()
+            deadline.check(f"engine {busy[0]} did not answer")
         self.check()
 
+    def busy(self, timeout: float) -> list[str]:
+        """Waits for all calls, but not longer, however they end; the engines that are not done."""
+        wait([call for _, call in self.under_way], timeout)
+        return [name for name, call in self.under_way if not call.done()]
 
-class Handover:
-    """Has engines take on one weight version after another.
+
+class EngineRequests:
+    """What engines are asked around an update.  Rank 0 does so; other ranks have no engines.
 
     What a version that failed has left under way is waited for before engines are told of the
     next one: they would take on the older one last.
     """
 
-    def __init__(self) -> None:
-        self._calls: Calls | None = None
+    def __init__(self, engines: Sequence[EngineHandle], options: Options) -> None:
+        self._handles = engines
+        self._options = options
+        self.engines: list[CheckedEngine] = checked_engines(engines)
+        self._pausing: Calls | None = None
+        self._opened: Calls | None = None
+        self._closing: dict[int, list[Control]] = {}
+        self._handover: Calls | None = None
         self._failed = ""  # the version of these calls
-        self._end = 0.0  # when they have ended, as handles keep their timeouts
+        self._under_way: UnderWay = []  # of all updates
+        self._end = Deadline(0.0)  # when that has ended, as handles keep their timeouts
+
+    def pause(self, *, anew: bool) -> None:
+        """Has the engines stop.  anew: for a new connection; what a failed update has left under
+        way goes on under the id that it had."""
+        options, deadline = self._options, Deadline(self._options.deadline)
+        if anew:
+            self.engines = checked_engines(self._handles)
+
+        def pause(index: int, engine: EngineHandle) -> None:
+            engine.pause(options.pause_mode, options.deadline)
+            if options.flush_cache:
+                engine.flush(deadline.left)
+
+        self._pausing = self._start(pause, options.deadline)
+
+    def paused(self, check: Check) -> None:
+        """Waits until the engines have stopped."""
+        if self._pausing is not None:
+            # a handle's own error, at the deadline, says more than ours
+            self._pausing.join(self._options.deadline + LATER_SECONDS, check)
+            self._pausing = None
+
+    def open(self, messages: Mapping[int, Sequence[Control]]) -> None:
+        """Has workers join the update; messages: for each of their workers, by engine."""
+        timeout = self._options.request_deadline
+        self._closing = {
+            index: [dataclasses.replace(c, op="close", address="") for c in controls]
+            for index, controls in messages.items()
+        }
+
+        def open_engine(index: int, engine: EngineHandle) -> None:
+            send_control(engine, messages[index], weight_version=None, timeout=timeout)
+
+        self._opened = self._start(open_engine, timeout, list(messages))
+
+    def look(self) -> None:
+        """Raises what has gone wrong with an engine, until all workers hold everything."""
+        if self._pausing is not None:
+            self._pausing.check()
+        if self._opened is not None:
+            self._opened.check_pending()
+
+    def look_for_failures(self) -> None:
+        """The same while ranks agree to commit: opening requests may end."""
+        if self._opened is not None:
+            self._opened.check()
+
+    def close(self, version: str, check: Check, between: Check) -> None:
+        """Ends the opening requests, records the version, and has the engines go on.  `between` is
+        called when all have the version and before any goes on."""
+        deadline = Deadline(self._options.deadline)
+        if self._opened is not None:
+            self._opened.join(deadline.left, check)
+            self._opened = None
+        closing = self._closing
+
+        def close(index: int, engine: EngineHandle, remaining: Callable[[], float]) -> None:
+            if index in closing:
+                send_control(engine, closing[index], weight_version=version, timeout=remaining())
+
+        self.take_on(version, close, deadline, check, between)
 
     def take_on(
         self,
         version: str,
-        engines: Sequence[EngineHandle],
         deliver: Callable[[int, EngineHandle, Callable[[], float]], object],
-        *,
-        timeout: float,
-        check: Callable[[], object],
-        between: Callable[[], object] = bool,
+        deadline: Deadline,
+        check: Check,
+        between: Check = bool,
     ) -> None:
         """Has all engines take on a weight version, and lets none go on before all have.
 
@@ -122,14 +177,13 @@ class Handover:
         called while this waits, `between` when all have the version and before any goes on.
         Raises what they raise, or DeadlineError.
         """
-        end = time.monotonic() + timeout
-        self._clear(end, timeout, check)
+        self._clear(deadline, check)
         given_up = threading.Event()
 
         def remaining() -> float:
             if given_up.is_set():
                 raise _core.StateError(f"version {version} has been given up")
-            return left(end)
+            return deadline.left
 
         def hand_over(index: int, engine: EngineHandle) -> None:
             deliver(index, engine, remaining)
@@ -140,39 +194,52 @@ class Handover:
             engine.resume(remaining())
 
         # the other ranks wait meanwhile, so this has to end before the exchange deadline
-        self._failed, self._end = version, end + _SETTLE_SECONDS
+        end = Deadline(deadline.left + LATER_SECONDS)
+        self._failed = version
         try:
-            self._run(hand_over, engines, check)
+            self._handover = self._start(hand_over, deadline.left)
+            self._handover.join(end.left, check)
             between()
-            self._run(go_on, engines, check)
+            self._handover = self._start(go_on, deadline.left)
+            self._handover.join(end.left, check)
         except BaseException:
             given_up.set()
             raise
-        self._calls = None
+        self._handover = None
 
-    def _run(
-        self,
-        call: Callable[[int, EngineHandle], object],
-        engines: Sequence[EngineHandle],
-        check: Callable[[], object],
-    ) -> None:
-        self._calls = Calls(list(enumerate(engines)), call)
-        self._calls.join(left(self._end), check)
+    def abandon(self, left: UnderWay) -> None:
+        """After a failure, for what the engines answer is their side of it: waits a little for all
+        calls, and keeps those that go on, with others that are left under way."""
+        self._pausing = self._opened = None
+        self._under_way += left
+        self._settle(min(LEAVE_SECONDS, self._options.deadline))
 
-    def settle(self, timeout: float | None = None) -> None:
-        """Waits for what a failed version has left under way; without a timeout, as long as its
-        calls may take."""
-        if self._calls is not None:
-            self._calls.settle(left(self._end) if timeout is None else timeout)
+    def settle(self) -> None:
+        """Waits for all that is under way, as long as it may take, and names the engines that are
+        not done then."""
+        if busy := self._settle(self._end.left):
+            _log.warning(
+                "wsync: engines did not end what they were asked in an update that failed: %s",
+                ", ".join(dict.fromkeys(busy)),
+            )
 
-    def _clear(self, end: float, timeout: float, check: Callable[[], object]) -> None:
-        if self._calls is None:
-            return
-        while busy := self._calls.settle(0.05):
+    def _start(self, call: Call, timeout: float, indices: Sequence[int] | None = None) -> Calls:
+        """Calls engines, whose handles keep a timeout; None: all."""
+        wanted = range(len(self.engines)) if indices is None else indices
+        self._end = max(self._end, Deadline(timeout + LATER_SECONDS), key=lambda end: end.left)
+        calls = Calls([(index, self.engines[index]) for index in wanted], call)
+        self._under_way = [item for item in self._under_way if not item[1].done()]
+        self._under_way += calls.under_way
+        return calls
+
+    def _settle(self, timeout: float) -> list[str]:
+        wait([call for _, call in self._under_way], timeout)
+        self._under_way = [item for item in self._under_way if not item[1].done()]
+        return [name for name, _ in self._under_way]
+
+    def _clear(self, deadline: Deadline, check: Check) -> None:
+        while self._handover is not None and (busy := self._handover.busy(POLL_SECONDS)):
             check()
-            if time.monotonic() > end:
-                raise _core.DeadlineError(
-                    f"engine {busy[0]} did not end what it was told of version {self._failed}, "
-                    f"which failed, within {timeout:.0f} s"
-                )
-        self._calls = None
+            what = f"what it was told of version {self._failed}, which failed,"
+            deadline.check(f"engine {busy[0]} did not end {what}")
+        self._handover = None

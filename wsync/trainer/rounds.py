@@ -1,11 +1,12 @@
-"""Sessions, plan and exchange that consecutive updates share."""
+"""The sessions, plan and exchange that consecutive updates share, and the rounds of an update."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wsync import _core
@@ -14,7 +15,6 @@ from wsync.exchange.choose import Transport
 from wsync.exchange.groups import group_name
 from wsync.exchange.orders import Blueprint, Orders
 from wsync.exchange.rendezvous import Rendezvous
-from wsync.exchange.roster import Trainer, Worker
 from wsync.exchange.trainers import TrainerGroup
 from wsync.handles.base import EngineHandle
 from wsync.machine.addresses import own_address
@@ -24,9 +24,12 @@ from wsync.machine.sweep import sweep
 from wsync.messages.control import LEARN, Control
 from wsync.options import Options
 from wsync.report import Report
+from wsync.trainer.broadcast_requests import BroadcastRequests
 from wsync.trainer.planning import Planning
+from wsync.trainer.requests import UnderWay
+from wsync.trainer.roster import Delivery, Recipient, Roster
 from wsync.trainer.sessions.base import Session
-from wsync.trainer.sessions.broadcast import BroadcastSession, Remote, RemoteEngines
+from wsync.trainer.sessions.broadcast import BroadcastSession
 from wsync.trainer.sessions.local import WorkerSession
 from wsync.trainer.sessions.remote import RemoteSession
 from wsync.trainer.sessions.stock import StockSession
@@ -42,83 +45,69 @@ class _Part(Protocol):
     def close(self) -> None: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Who is to get weights, and from which rank; the same on all ranks."""
+class Rounds:
+    """One rank's part: it listens for its workers, agrees on a plan and runs the rounds.
 
-    workers: list[Worker]
-    names: tuple[str, ...]  # of all engines
-    remote: Remote = dataclasses.field(default_factory=Remote)
-    gpus: list[int] | None = None  # the rank whose GPU is each engine's first; None: not known
-
-
-class Connection:
-    """One rank's part: it listens for its workers, agrees on a plan and runs the rounds."""
+    Args:
+        engines: the handles, on rank 0.
+        gpu: the UUID of the GPU of this rank's weights, "" for the host.
+        lock: slime's rollout_engine_lock.
+    """
 
     def __init__(
         self,
         group: TrainerGroup,
-        trainer: Trainer,
-        placement: Placement,
+        roster: Roster,
         engines: Sequence[EngineHandle],
         options: Options,
-        source: str,
+        gpu: str,
         lock: Any = None,
     ) -> None:
         self.plan: _core.Plan | None = None
         self._group = group
-        self._trainer = trainer
-        self._workers = placement.workers
-        self._beyond = [worker for worker in placement.workers if worker.rank is not None]
-        self._transport = Transport(group, trainer.hosts, options)
-        self._names = placement.names
+        self._roster = roster
+        self._transport = Transport(group, roster.hosts, options)
         self._exchange: Exchange | None = None
         self._options = options
-        self._source = source
+        self._gpu = gpu
         self._stream: _core.Stream | None = None
         self._sessions: list[Session] = []
-        self._remote: RemoteEngines | None = None
         self._rings = _core.BufferTable([])
         sweep(options.directory)
         try:
-            if group.rank == 0 and placement.remote.engines:
-                self._remote = RemoteEngines(engines, placement.remote, lock, options)
-            for number, worker in enumerate(self._workers):
-                if worker.home == group.rank:
-                    self._sessions.append(self._session(number, placement, engines))
-            self._doors, self._meetings = self._meet()
+            for number, recipient in enumerate(roster.recipients):
+                if recipient.home == group.rank:
+                    self._sessions.append(self._session(number, recipient, engines))
+            self._addresses = self._meet(engines, lock)
         except BaseException as error:
             self.abort(str(error))
             raise
 
     def _session(
-        self, number: int, placement: Placement, engines: Sequence[EngineHandle]
+        self, number: int, recipient: Recipient, engines: Sequence[EngineHandle]
     ) -> Session:
-        worker, options = self._workers[number], self._options
-        if worker.stage is not None:
-            return BroadcastSession(
-                number,
-                placement.remote,
-                name=group_name(self._group.name, worker.stage),
-                options=options,
-            )
-        if worker.rank is not None:
-            engine = placement.names[worker.engine]
-            host = own_address([engine])
-            return RemoteSession(number, engine=engine, index=worker.index, host=host)
-        if worker.stock:
-            handle = engines[worker.engine]
+        options, roster = self._options, self._roster
+        if recipient.stage is not None:
+            taking = roster.taking(Delivery.BROADCAST)
+            name = group_name(self._group.name, recipient.stage)
+            return BroadcastSession(number, taking, name=name, options=options)
+        engine = roster.engines[recipient.engine]
+        if recipient.delivery is Delivery.REMOTE:
+            host = own_address([engine.name])
+            return RemoteSession(number, engine=engine.name, index=recipient.index, host=host)
+        if recipient.delivery is Delivery.STOCK:
             on_gpu = options.stock_memory == "gpu"
-            if options.stock_memory == "auto" and placement.gpus is not None:
+            if options.stock_memory == "auto":
                 # who does not see a GPU dies of its memory; of several workers, the others would
                 # each need a context on this one
-                on_gpu = handle.workers == 1 and placement.gpus[worker.engine] == self._group.rank
-            on_gpu = on_gpu and self._source != ""
-            return StockSession(number, handle, timeout=options.request_deadline, on_gpu=on_gpu)
+                on_gpu = engine.workers == 1 and engine.first_gpu == self._group.rank
+            on_gpu = on_gpu and self._gpu != ""
+            handle, timeout = engines[recipient.engine], options.request_deadline
+            return StockSession(number, handle, timeout=timeout, on_gpu=on_gpu)
         return WorkerSession(
             number,
-            engine=placement.names[worker.engine],
-            index=worker.index,
+            engine=engine.name,
+            index=recipient.index,
             directory=options.directory,
             park=options.park,
         )
@@ -135,35 +124,47 @@ class Connection:
     def ring_nbytes(self) -> int:
         return sum(self._rings[worker][1] for worker in range(len(self._rings)))
 
-    def opening(self, worker: int, update: int) -> Control:
-        """The control message that makes a worker join an update."""
-        session, address = self._doors[worker]
-        return Control(
-            op="open",
-            session=session,
-            update=update,
-            deadline=self._options.deadline,
-            address=address,
-        )
+    @property
+    def under_way(self) -> UnderWay:
+        """What has been sent to engines, and not been answered."""
+        return [item for session in self._sessions for item in session.under_way]
 
-    def _meet(self) -> tuple[dict[int, tuple[str, str]], dict[int, Rendezvous]]:
-        """Session and address of every worker that runs wsync's receiver, and where the engines
-        meet each source, by the worker's number."""
-        doors = {
+    def openings(self, update: int) -> dict[int, list[Control]]:
+        """The control messages that make workers join an update, by engine."""
+        found = defaultdict[int, list[Control]](list)
+        for number, (session, address) in sorted(self._addresses.items()):
+            found[self._roster.recipients[number].engine].append(
+                Control(
+                    op="open",
+                    session=session,
+                    update=update,
+                    deadline=self._options.deadline,
+                    address=address,
+                )
+            )
+        return found
+
+    def _meet(self, engines: Sequence[EngineHandle], lock: Any) -> dict[int, tuple[str, str]]:
+        """Session and address of every worker that runs wsync's receiver, by its number; and tells
+        rank 0 where engines meet the sources of broadcasts."""
+        addresses = {
             session.worker: (session.id, session.address)
             for session in self._sessions
             if isinstance(session, WorkerSession)
         }
-        meetings = {
-            session.worker: dataclasses.asdict(session.rendezvous)
-            for session in self._sessions
-            if isinstance(session, BroadcastSession)
-        }
-        parts = self._group.all_gather(json.dumps([doors, meetings]).encode())
+        sources = [s for s in self._sessions if isinstance(s, BroadcastSession)]
+        places = {source.worker: dataclasses.asdict(source.rendezvous) for source in sources}
+        parts = self._group.all_gather(json.dumps([addresses, places]).encode())
         everyone = [json.loads(part) for part in parts]
-        met = {int(n): Rendezvous(**m) for _, meetings in everyone for n, m in meetings.items()}
-        known = {int(n): (i, where) for doors, _ in everyone for n, (i, where) in doors.items()}
-        return known, met
+        if sources and self._group.rank == 0:
+            each = {int(n): Rendezvous(**p) for _, places in everyone for n, p in places.items()}
+            taking = [
+                engine
+                for engine, known in zip(engines, self._roster.engines, strict=True)
+                if known.delivery is Delivery.BROADCAST
+            ]
+            sources[0].requests = BroadcastRequests(taking, each, lock, self._options)
+        return {int(n): (i, where) for found, _ in everyone for n, (i, where) in found.items()}
 
     def attach(self, check: Check) -> None:
         """Waits for the workers, plans with what they keep, and hands them their rings."""
@@ -171,91 +172,88 @@ class Connection:
         deadline = Deadline(_PUNCTUAL * self._options.deadline)
         blobs = {s.worker: s.accept(deadline.left, check) for s in self._sessions}
         self._teach(blobs, deadline, check)
-        planning = Planning(
-            self._group, self._trainer, self._workers, self._sessions, self._options
-        )
-        layouts, device, crowded = planning.gather(blobs, self._source)
+        planning = Planning(self._group, self._roster, self._sessions, self._options)
+        layouts, device, crowded = planning.gather(blobs, self._gpu)
         self._stream = _core.Stream(self._options.threads, device)
-        remote = [self._names[worker.engine] for worker in self._beyond]
-        self._transport.choose(device, crowded, remote)
+        remote = self._roster.taking(Delivery.REMOTE)
+        self._transport.choose(
+            device, crowded, [engine.name for engine in remote for _ in range(engine.workers)]
+        )
         blueprint, plan = planning.fit(layouts, device)
         self._order(blueprint, plan)
-        numbers = sorted(self._meetings)
-        if self._remote is not None:
-            # not before all this: an engine that joins does not wait for workers that learn
-            self._remote.join([self._meetings[number] for number in numbers])
-        spans = [(0, 0)] * len(self._workers)
+        spans = [(0, 0)] * len(self._roster.recipients)
         deadline = Deadline(self._options.deadline)
         for session in self._sessions:
             spans[session.worker] = session.attach(plan, device, deadline.left, check)
-        if self._remote is not None:
-            self._remote.attach(plan, numbers, deadline.left, check)
         self._rings = _core.BufferTable(spans, owner=list(self._sessions))
         self._exchange = self._transport.open(plan, check)
         self.plan = plan
 
     def _teach(self, blobs: dict[int, bytes], deadline: Deadline, check: Check) -> None:
         """Has the workers that asked for it learn, all at once."""
-        pupils = [
+        learning = [
             session
             for session in self._sessions
             if isinstance(session, WorkerSession) and blobs[session.worker] == LEARN
         ]
-        if pupils:
-            model = names_of(self._trainer.model).to_bytes()
-            for session in pupils:
+        if learning:
+            model = names_of(self._roster.model).to_bytes()
+            for session in learning:
                 session.teach(model, deadline.left, check)
-            for session in pupils:
+            for session in learning:
                 blobs[session.worker] = session.learnt(deadline.left, check)
 
-    def run(
-        self,
-        update: int,
-        sources: _core.BufferTable,
-        opened: Callable[[], None],
-        check: Check,
-        report: Report,
-        bar: tqdm[None],
-    ) -> None:
-        """Moves all rounds into the rings of this rank's workers.
+    def _order(self, blueprint: Blueprint, plan: _core.Plan) -> None:
+        """Writes what remote workers are to do."""
+        for session in self._sessions:
+            if isinstance(session, RemoteSession):
+                rank = blueprint.workers[session.worker][1]
+                place = self._transport.rendezvous
+                assert place is not None
+                session.orders = Orders(session.worker, rank, plan.fingerprint, place, blueprint)
 
-        `opened` returns when all engines have paused and their workers are on their way; it is
-        called while the first round is being packed, and before that is announced.
-        """
-        plan, timeout, stream = self.plan, self._options.deadline, self._stream
+    def start(
+        self, update: int, sources: _core.BufferTable, check: Check, report: Report
+    ) -> _core.BufferTable | None:
+        """Begins an update and packs its first round, of which nobody is told; `run` takes what
+        this returns."""
+        plan, stream, timeout = self.plan, self._stream, self._options.deadline
         assert plan is not None and stream is not None
-        trace = report.trace
-        if trace is not None:
+        if report.trace is not None:
             stream.trace(3 * plan.round_count)
         follow_torch(stream)  # which may still be writing the weights
         for session in self._sessions:
             session.begin(update, report.version, timeout, check)
-        if self._remote is not None:
-            self._remote.begin(report.version, timeout, check)
         if self._exchange is not None:
             self._exchange.begin(plan)
         spans = self._send(0, sources, check, report)
+        self._fill(0, sources, check, report)
+        return spans
+
+    def run(
+        self,
+        sources: _core.BufferTable,
+        spans: _core.BufferTable | None,
+        check: Check,
+        report: Report,
+        bar: tqdm[None],
+    ) -> None:
+        """Moves all rounds into the rings of this rank's workers."""
+        plan, stream, timeout = self.plan, self._stream, self._options.deadline
+        assert plan is not None and stream is not None
+        trace = report.trace
         for number in range(plan.round_count):
-            with report.phase("engine"):
-                for session in self._sessions:
-                    session.acquire(number, stream, timeout, check)
-            stream.copy(plan, number, _core.LOCAL, sources, self._rings)
-            if self._exchange is not None:
-                following = self._send(number + 1, sources, check, report)
-            if number == 0:
-                opened()
-            if self._exchange is not None:
+            if number > 0:
+                self._fill(number, sources, check, report)
+            following = self._send(number + 1, sources, check, report)
+            if spans is not None:
                 self._receive(number, spans, check, report)
-                spans = following
+            spans = following
             for session in self._sessions:
                 session.post(number, stream, timeout, check)
-            if self._remote is not None:
-                self._remote.post(number)
             if trace is not None:
                 trace.mark("post", number)
             self._show(number + 1, bar)
-        if plan.round_count == 0:
-            opened()
         with report.phase("engine"):
             for number in range(plan.round_count):
                 for session in self._sessions:
@@ -265,6 +263,17 @@ class Connection:
             stream.synchronize(timeout, check)
         if trace is not None:
             trace.take(stream)
+
+    def _fill(self, number: int, sources: _core.BufferTable, check: Check, report: Report) -> None:
+        """Copies what this rank has of a round into the rings, once their slots are free."""
+        plan, stream = self.plan, self._stream
+        assert plan is not None and stream is not None
+        if number >= plan.round_count:
+            return
+        with report.phase("engine"):
+            for session in self._sessions:
+                session.acquire(number, stream, self._options.deadline, check)
+        stream.copy(plan, number, _core.LOCAL, sources, self._rings)
 
     def _show(self, posted: int, bar: tqdm[None]) -> None:
         """Progress counts what all of this rank's workers have loaded."""
@@ -277,23 +286,18 @@ class Connection:
         deadline = Deadline(self._options.deadline)
         for session in self._sessions:
             session.prepared(deadline.left, check)
-        if self._remote is not None:
-            self._remote.prepared(deadline.left, check)
 
     def commit(self, check: Check) -> None:
         deadline = Deadline(self._options.deadline)
         for session in self._sessions:
             session.commit(deadline.left, check)
         for session in self._sessions:
-            if isinstance(session, WorkerSession):
-                session.park(deadline.left, check)
+            session.park(deadline.left, check)
         if self._options.park and isinstance(self._exchange, GroupExchange):
             self._exchange.park()
 
     def look(self) -> None:
         """Raises what ails a worker of this rank, or a remote engine; waits for nothing."""
-        if self._remote is not None:
-            self._remote.check()
         for session in self._sessions:
             session.look()
 
@@ -301,8 +305,6 @@ class Connection:
         """Stops copying, tells the workers why, and lets go of everything."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(self.close)
-            if self._remote is not None:
-                last_first.callback(self._remote.abort)
             for session in reversed(self._sessions):
                 last_first.callback(session.abort, text)
             if self._stream is not None:
@@ -311,7 +313,7 @@ class Connection:
     def close(self) -> None:
         """Lets go of every part, whatever one of them raises."""
         # what is stuck on a GPU ends with its group, and keeps frees of GPU memory until then
-        parts: list[_Part | None] = [self._transport, *self._sessions, self._remote, self._stream]
+        parts: list[_Part | None] = [self._transport, *self._sessions, self._stream]
         with contextlib.ExitStack() as last_first:
             for part in reversed(parts):
                 if part is not None:
@@ -332,25 +334,13 @@ class Connection:
         exchange.post(number, stream)
         return spans
 
-    def _receive(
-        self, number: int, spans: _core.BufferTable | None, check: Check, report: Report
-    ) -> None:
+    def _receive(self, number: int, spans: _core.BufferTable, check: Check, report: Report) -> None:
         exchange, plan, stream = self._exchange, self.plan, self._stream
-        assert exchange is not None and plan is not None
-        assert stream is not None and spans is not None
+        assert exchange is not None and plan is not None and stream is not None
         with report.phase("gather"):
             exchange.wait(number, self._options.exchange_deadline, check)
         stream.copy(plan, number, _core.UNPACK, spans, self._rings)
         exchange.release(number, stream)
-
-    def _order(self, blueprint: Blueprint, plan: _core.Plan) -> None:
-        """Writes what remote workers are to do."""
-        for session in self._sessions:
-            if isinstance(session, RemoteSession):
-                rank = blueprint.workers[session.worker][1]
-                place = self._transport.rendezvous
-                assert place is not None
-                session.orders = Orders(session.worker, rank, plan.fingerprint, place, blueprint)
 
 
 def names_of(model: _core.Layout) -> _core.Layout:

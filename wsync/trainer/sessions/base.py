@@ -1,73 +1,142 @@
-"""What sessions have in common whose rounds leave as buckets, one after another, from a thread."""
+"""A trainer rank's session with one receiver of a plan's rounds."""
 
 from __future__ import annotations
 
 import abc
 import functools
 import threading
-import time
 from concurrent.futures import Future
-from typing import Protocol
 
 from wsync import _core
-from wsync.machine.deadline import Check
+from wsync.machine.deadline import Check, Deadline
 from wsync.machine.lanes import Lane
 from wsync.messages.control import WHOLE
+from wsync.trainer.manifest import Manifest
+from wsync.trainer.requests import UnderWay
+
+Span = tuple[int, int]
 
 
-class BucketSession(abc.ABC):
-    """A receiver of whole tensors whose slot is free again when its bucket has gone.
+class Session(abc.ABC):
+    """One receiver of a plan's rounds.  The methods are called in the order of csrc/ipc/session.h.
 
-    `attach` sets `_waits`: by round, the round whose bucket has to have gone before, or -1.
+    worker: the receiver's number in the plan.
     """
 
-    def __init__(self, worker: int, lane: str) -> None:
+    manifest: Manifest  # once attached
+
+    def __init__(self, worker: int) -> None:
         self.worker = worker
-        self._waits: list[int] = []
+
+    @property
+    def gpu(self) -> str | None:
+        """Once accepted: the UUID of the GPU that the ring has to be on, "" for the host; None
+        where rings may be anywhere."""
+        return None
+
+    @property
+    def under_way(self) -> UnderWay:
+        """Requests to engines that have not been answered."""
+        return []
+
+    @property
+    @abc.abstractmethod
+    def loaded(self) -> int:
+        """Rounds that have been taken, as far as is known."""
+
+    @abc.abstractmethod
+    def accept(self, timeout: float, check: Check) -> bytes:
+        """Waits for the receiver; the layout it keeps, or control.WHOLE, PIECES or LEARN."""
+
+    def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
+        """Makes the ring, if `attach` does not.  Raises NoMemoryError where there is none."""
+        return
+
+    def drop_ring(self) -> None:
+        """Undoes that."""
+        return
+
+    @abc.abstractmethod
+    def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
+        """Takes on a plan; where the receiver's ring lies."""
+
+    @abc.abstractmethod
+    def begin(self, update: int, version: str, timeout: float, check: Check) -> None: ...
+
+    @abc.abstractmethod
+    def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
+        """Has the stream wait, or waits here, until the slot of a round may be written."""
+
+    @abc.abstractmethod
+    def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
+        """Sends a round, once the stream has filled its slot."""
+
+    @abc.abstractmethod
+    def wait(self, round: int, timeout: float, check: Check) -> None:
+        """Waits until a round has been taken."""
+
+    @abc.abstractmethod
+    def look(self) -> None:
+        """Raises what has become of the receiver; waits for nothing."""
+
+    @abc.abstractmethod
+    def prepared(self, timeout: float, check: Check) -> None:
+        """Waits until the receiver holds every byte."""
+
+    def commit(self, timeout: float, check: Check) -> None:
+        """Ends the update; nothing to do where the last request has carried the version."""
+        return
+
+    def park(self, timeout: float, check: Check) -> None:
+        """After the commit: gives the ring's memory back until the next update, where wanted."""
+        return
+
+    @abc.abstractmethod
+    def abort(self, text: str) -> None:
+        """Tells the receiver why the update ends."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+
+class BucketSession(Session):
+    """A receiver of whole tensors, to which every round goes as a bucket, from a thread.  A slot
+    is free again when its bucket has gone."""
+
+    def __init__(self, worker: int, lane: str) -> None:
+        super().__init__(worker)
         self._sent: list[Future[None]] = []
         self._given_up = threading.Event()
         self._lane = Lane(lane)
 
+    @property
+    def loaded(self) -> int:
+        return sum(sent.done() for sent in self._sent)
+
     def accept(self, timeout: float, check: Check) -> bytes:
-        """Such a receiver takes whole tensors."""
         return WHOLE
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
         self._sent = []
 
-    @property
-    def loaded(self) -> int:
-        """Rounds whose bucket has gone."""
-        return sum(sent.done() for sent in self._sent)
-
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        """Waits until the bucket of the slot's former round has gone."""
-        if self._waits[round] >= 0:
-            self.wait(self._waits[round], timeout, check)
+        former = self.manifest.slots[round][2]
+        if former >= 0:
+            self.wait(former, timeout, check)
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        """Has the bucket go once the stream has filled it."""
         stream.synchronize(timeout, check)
         self._sent.append(self._lane.submit(functools.partial(self._send, round)))
 
-    @abc.abstractmethod
-    def wait(self, round: int, timeout: float, check: Check) -> None:
-        """Waits until the bucket of a round has gone."""
-
     def look(self) -> None:
-        """Raises what has become of a bucket; waits for nothing."""
         for sent in self._sent:
             if sent.done():
                 sent.result()
 
     def prepared(self, timeout: float, check: Check) -> None:
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         for round in range(len(self._sent)):
-            self.wait(round, end - time.monotonic(), check)
-
-    def commit(self, timeout: float, check: Check) -> None:
-        """The last bucket's request has already carried the version."""
-        return
+            self.wait(round, deadline.left, check)
 
     def abort(self, text: str) -> None:
         self._given_up.set()
@@ -79,62 +148,3 @@ class BucketSession(abc.ABC):
     @abc.abstractmethod
     def _send(self, round: int) -> None:
         """Sends a bucket; called from the thread."""
-
-
-Span = tuple[int, int]
-
-
-class Session(Protocol):
-    """One receiver of a plan's rounds, in the order of csrc/ipc/session.h."""
-
-    worker: int
-
-    @property
-    def loaded(self) -> int: ...
-    def accept(self, timeout: float, check: Check) -> bytes: ...
-    def attach(
-        self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check
-    ) -> Span: ...
-    def begin(self, update: int, version: str, timeout: float, check: Check) -> None: ...
-    def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None: ...
-    def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None: ...
-    def wait(self, round: int, timeout: float, check: Check) -> None: ...
-    def look(self) -> None: ...
-    def prepared(self, timeout: float, check: Check) -> None: ...
-    def commit(self, timeout: float, check: Check) -> None: ...
-    def abort(self, text: str) -> None: ...
-    def close(self) -> None: ...
-
-
-class Exporter(Protocol):
-    """A trainer rank's end of the connection to a worker, as `_core.Exporter` has it."""
-
-    @property
-    def address(self) -> str: ...
-    @property
-    def loaded(self) -> int: ...
-    @property
-    def worker_uuid(self) -> str: ...
-    def accept(self, timeout: float, check: _core.Check = None) -> bytes: ...
-    def attach(
-        self, ring: _core.Memory, manifest: bytes, timeout: float, check: _core.Check = None
-    ) -> None: ...
-    def begin(
-        self, update: int, rounds: int, timeout: float, check: _core.Check = None
-    ) -> None: ...
-    def acquire(
-        self,
-        wait_round: int,
-        stream: _core.Stream | None,
-        timeout: float,
-        check: _core.Check = None,
-    ) -> None: ...
-    def look(self) -> None: ...
-    def post(
-        self, round: int, stream: _core.Stream, timeout: float, check: _core.Check = None
-    ) -> None: ...
-    def prepared(self, timeout: float, check: _core.Check = None) -> tuple[int, int, int]: ...
-    def commit(self, timeout: float, check: _core.Check = None, park: bool = False) -> None: ...
-    def park(self, timeout: float, check: _core.Check = None) -> None: ...
-    def abort(self, text: str) -> None: ...
-    def close(self) -> None: ...

@@ -1,15 +1,22 @@
-"""Where the rounds of an update go: one session per engine worker."""
+"""Sessions with workers on this host that run wsync's receiver."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import secrets
+from typing import TYPE_CHECKING, TypeAlias
 
 from wsync import _core
 from wsync.machine.deadline import Check
 from wsync.machine.device import find
-from wsync.trainer.sessions.base import Exporter, Span
+from wsync.trainer.manifest import Manifest
+from wsync.trainer.sessions.base import Session, Span
+
+if TYPE_CHECKING:
+    from wsync.trainer.sessions.remote import RemoteExporter
+
+    Exporter: TypeAlias = "_core.Exporter | RemoteExporter"
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +45,7 @@ class _Said(contextlib.AbstractContextManager[None]):
         raise said from error
 
 
-class WorkerSession:
+class WorkerSession(Session):
     """A worker that runs wsync's receiver: it maps the ring once and loads round by round.
 
     Args:
@@ -53,10 +60,10 @@ class WorkerSession:
         *,
         engine: str,
         index: int,
-        directory: str | None,
+        directory: str | None = None,
         park: bool = False,
     ) -> None:
-        self.worker = worker
+        super().__init__(worker)
         self.name = f"engine {engine}: worker {index}"
         self._said = _Said(engine, index)
         self._park = park
@@ -65,8 +72,6 @@ class WorkerSession:
         self._exporter: Exporter = self._listen()
         self._teacher: Exporter | None = None  # while the worker learns
         self._ring: _core.Memory | None = None
-        self._waits: list[int] = []
-        self._expected = (0, 0)
 
     def _listen(self) -> Exporter:
         return _core.Exporter(self._directory)
@@ -77,13 +82,12 @@ class WorkerSession:
         return self._exporter.address
 
     def accept(self, timeout: float, check: Check) -> bytes:
-        """Waits for the worker; returns the layout it keeps, or control.WHOLE, PIECES or LEARN."""
         with self._said:
             return self._exporter.accept(timeout, check)
 
     @property
-    def worker_uuid(self) -> str:
-        """The GPU that the worker is on, once it has been accepted; "" for the host."""
+    def gpu(self) -> str | None:
+        """The GPU that the worker is on."""
         return self._exporter.worker_uuid
 
     def teach(self, model: bytes, timeout: float, check: Check) -> None:
@@ -116,60 +120,42 @@ class WorkerSession:
         return blob
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
-        """Makes the ring that `attach` hands over, on the worker's device.
-
-        Raises:
-            NoMemoryError: there is no memory for it.
-        """
         self._ring = _core.Memory(max(plan.ring_nbytes(self.worker), 1), device)
 
     def drop_ring(self) -> None:
-        """Undoes that."""
         self._ring = None
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Hands over ring and manifest; returns where the ring lies."""
         assert self._ring is not None
-        manifest = self._expect(plan)
+        self.manifest = Manifest(plan, self.worker)
         with self._said:
-            self._exporter.attach(self._ring, manifest.to_bytes(), timeout, check)
+            self._exporter.attach(self._ring, self.manifest.layout.to_bytes(), timeout, check)
         return self._ring.address, self._ring.nbytes
-
-    def _expect(self, plan: _core.Plan) -> _core.Layout:
-        """Notes what the worker is to load; returns its manifest."""
-        manifest = plan.manifest(self.worker)
-        self._expected = (manifest.tensor_count, manifest.shard_nbytes)
-        self._waits = [plan.slot(self.worker, k)[2] for k in range(plan.round_count)]
-        return manifest
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
         with self._said:
-            self._exporter.begin(update, len(self._waits), timeout, check)
+            self._exporter.begin(update, len(self.manifest.slots), timeout, check)
 
     @property
     def loaded(self) -> int:
-        """Rounds that the worker is known to have loaded."""
         return self._exporter.loaded
 
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        """Has the stream wait until the slot of a round may be written."""
         with self._said:
-            self._exporter.acquire(self._waits[round], stream, timeout, check)
+            self._exporter.acquire(self.manifest.slots[round][2], stream, timeout, check)
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        """Announces a round, ready when the stream gets there."""
         with self._said:
             self._exporter.post(round, stream, timeout, check)
 
     def look(self) -> None:
-        """Raises what the worker has said, or that it is gone; waits for nothing."""
         with self._said:
             if self._teacher is not None:
                 self._teacher.look()
             self._exporter.look()
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
-        """Waits until the worker has loaded a round."""
         with self._said:
             self._exporter.acquire(round, None, timeout, check)
 
@@ -181,10 +167,11 @@ class WorkerSession:
         """
         with self._said:
             tensors, nbytes, _ = self._exporter.prepared(timeout, check)
-        if (tensors, nbytes) != self._expected:
+        layout = self.manifest.layout
+        if (tensors, nbytes) != (layout.tensor_count, layout.shard_nbytes):
             raise _core.ProtocolError(
                 f"{self.name} loaded {tensors} tensors of {nbytes} bytes instead of "
-                f"{self._expected[0]} of {self._expected[1]}"
+                f"{layout.tensor_count} of {layout.shard_nbytes}"
             )
 
     def commit(self, timeout: float, check: Check) -> None:
@@ -192,8 +179,7 @@ class WorkerSession:
             self._exporter.commit(timeout, check, self._park)
 
     def park(self, timeout: float, check: Check) -> None:
-        """After the commit: gives the ring's memory back until the next update, unless somebody
-        looks at it.  The update has been committed whatever comes of this."""
+        """Unless somebody looks at the ring.  The update is committed whatever comes of it."""
         if not self._park:
             return
         try:

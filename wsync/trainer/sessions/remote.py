@@ -5,12 +5,11 @@ Their rounds travel in the plan's exchange, of which each is a rank (see wsync.e
 
 from __future__ import annotations
 
-import time
-
 from wsync import _core
 from wsync.exchange.orders import Orders
-from wsync.machine.deadline import Check, left
+from wsync.machine.deadline import Check, Deadline
 from wsync.messages.channel import COUNTS, UPDATE, Channel, Door, Frame
+from wsync.trainer.manifest import Manifest
 from wsync.trainer.sessions.base import Span
 from wsync.trainer.sessions.local import WorkerSession
 
@@ -29,7 +28,7 @@ class RemoteExporter:
 
     @property
     def worker_uuid(self) -> str:
-        """None of ours: nothing is shared with the worker."""
+        """That of the host: nothing is shared with the worker."""
         return ""
 
     @property
@@ -39,10 +38,10 @@ class RemoteExporter:
         return self._channel
 
     def accept(self, timeout: float, check: _core.Check = None) -> bytes:
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         self._channel = self._door.accept(timeout, check)
         self._door.close()
-        return self._channel.wait((Frame.BLOB,), left(end), check)[1]
+        return self._channel.wait((Frame.BLOB,), deadline.left, check)[1]
 
     def attach(
         self, ring: _core.Memory, manifest: bytes, timeout: float, check: _core.Check = None
@@ -109,7 +108,11 @@ class RemoteSession(WorkerSession):
     def __init__(self, worker: int, *, engine: str, index: int, host: str) -> None:
         self._host = host
         self.orders: Orders | None = None  # once there is a plan
-        super().__init__(worker, engine=engine, index=index, directory=None)
+        super().__init__(worker, engine=engine, index=index)
+
+    @property
+    def gpu(self) -> str | None:
+        return None
 
     def _listen(self) -> RemoteExporter:
         return RemoteExporter(self._host, self.name)
@@ -120,7 +123,7 @@ class RemoteSession(WorkerSession):
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Hands over the plan; the ring is the worker's own."""
         assert self.orders is not None
-        self._expect(plan)
+        self.manifest = Manifest(plan, self.worker)
         self._exporter.order(self.orders.to_bytes(), timeout, check)
         self.orders = None
         return 0, 0

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
-
 from wsync import _core
-from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
-from wsync.dtypes import dtype_of
+from wsync.bucket import FlattenedTensorBucket
 from wsync.handles.base import EngineHandle
 from wsync.machine.deadline import Check, Deadline
 from wsync.machine.lanes import result
 from wsync.messages import payload
 from wsync.messages.control import FLATTENED_BUCKET
 from wsync.messages.gpu_payload import GpuRing
-from wsync.trainer.sessions.base import BucketSession
+from wsync.trainer.manifest import Manifest
+from wsync.trainer.requests import UnderWay
+from wsync.trainer.sessions.base import BucketSession, Span
 
 
 class Ring(Protocol):
@@ -74,22 +73,20 @@ class StockSession(BucketSession):
         self._timeout = timeout
         self._on_gpu = on_gpu
         self._ring: Ring | None = None
-        self._buckets: list[list[FlattenedTensorMetadata]] = []
-        self._slots: list[tuple[int, int, int]] = []
         self._last = -1
         self._version = ""
 
-    def attach(
-        self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check
-    ) -> tuple[int, int]:
-        nbytes = max(plan.ring_nbytes(self.worker), 1)
-        gpu = device.uuid if self._on_gpu else ""
+    @property
+    def under_way(self) -> UnderWay:
+        return [(self._engine.name, sent) for sent in self._sent if not sent.done()]
+
+    def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
+        self.manifest = Manifest(plan, self.worker)
+        nbytes, gpu = self.manifest.nbytes, device.uuid if self._on_gpu else ""
         self._ring = GpuRing(nbytes, gpu) if gpu else SharedRing(nbytes, device)
-        self._slots = [plan.slot(self.worker, k) for k in range(plan.round_count)]
-        self._waits = [slot[2] for slot in self._slots]
-        self._buckets = _buckets(plan.manifest(self.worker), self._slots)
-        # where other engines take part, the last rounds may be theirs alone
-        self._last = max((k for k, bucket in enumerate(self._buckets) if bucket), default=-1)
+        # where other engines take part, the last rounds may be only theirs
+        buckets = self.manifest.buckets
+        self._last = max((k for k, bucket in enumerate(buckets) if bucket), default=-1)
         return self._ring.address, self._ring.nbytes
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
@@ -100,7 +97,7 @@ class StockSession(BucketSession):
         deadline = Deadline(timeout)
         super().acquire(round, stream, timeout, check)
         assert self._ring is not None
-        offset, nbytes, _ = self._slots[round]
+        offset, nbytes, _ = self.manifest.slots[round]
         try:
             self._ring.acquire(offset, nbytes, deadline.left, check)
         except _core.DeadlineError as error:
@@ -117,31 +114,14 @@ class StockSession(BucketSession):
             self._ring.close()
 
     def _send(self, round: int) -> None:
-        if self._given_up.is_set() or not self._buckets[round]:
+        ring, metadata = self._ring, self.manifest.buckets[round]
+        if self._given_up.is_set() or not metadata:
             return
-        assert self._ring is not None
-        ring, metadata = self._ring, self._buckets[round]
-        offset, nbytes, _ = self._slots[round]
+        assert ring is not None
+        offset, nbytes, _ = self.manifest.slots[round]
         self._engine.update_weights(
             [ring.payload(offset, nbytes, metadata) for _ in range(self._engine.workers)],
             load_format=FLATTENED_BUCKET,
             weight_version=self._version if round == self._last else None,
             timeout=self._timeout,
         )
-
-
-def _buckets(
-    manifest: _core.Layout, slots: list[tuple[int, int, int]]
-) -> list[list[FlattenedTensorMetadata]]:
-    """What lies in every round's slot, in SGLang's terms; offsets count from the slot."""
-    buckets: list[list[FlattenedTensorMetadata]] = [[] for _ in slots]
-    for index in range(manifest.tensor_count):
-        name, dtype_name, shape, _ = manifest.tensor(index)
-        dtype = dtype_of(dtype_name)
-        size = torch.Size(shape)
-        for _, round, offset, *_ in manifest.shards(index):
-            start = offset - slots[round][0]
-            nbytes = size.numel() * dtype.itemsize
-            entry = FlattenedTensorMetadata(name, size, dtype, start, start + nbytes, nbytes)
-            buckets[round].append(entry)
-    return buckets

@@ -1,0 +1,227 @@
+"""Requests to engines that take broadcasts, which trainer rank 0 makes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from wsync import _core
+from wsync.exchange.rendezvous import Rendezvous
+from wsync.handles.base import EngineHandle
+from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
+from wsync.machine.lanes import Lane, result
+from wsync.options import Options
+from wsync.trainer.manifest import Manifest
+from wsync.trainer.requests import Calls, UnderWay
+
+_LOCK_SECONDS = 0.1
+_LOCK_ANSWER_SECONDS = 30.0
+
+
+class BroadcastRequests:
+    """Has engines join the groups of all sources, and announces every bucket to them.
+
+    Args:
+        engines: those that take broadcasts.
+        places: where each source's group meets, by the source's number in the plan.
+        lock: slime's rollout_engine_lock, held while buckets are on their way; or None.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineHandle],
+        places: Mapping[int, Rendezvous],
+        lock: Any,
+        options: Options,
+    ) -> None:
+        for engine in engines:
+            if not hasattr(engine, "call"):
+                raise _core.UnsupportedError(
+                    f"engine {engine.name}: its handle knows no process groups"
+                )
+        self._engines = list(enumerate(engines))
+        self._places = places
+        self._lock = None if lock is None else _Lock(lock)
+        self._options = options
+        self._joining: Calls | None = None
+        # by round: the arguments of every announcement
+        self._rounds: list[list[dict[str, Any]]] = []
+        self._version = ""
+        self._answers: list[tuple[str, int, Future[None]]] = []
+        self._given_up = threading.Event()
+        self._lanes = [Lane("wsync-announce") for _ in engines]
+
+    @property
+    def under_way(self) -> UnderWay:
+        joining = [] if self._joining is None else self._joining.under_way
+        return [*joining, *((name, answer) for name, _, answer in self._answers)]
+
+    def join(self) -> None:
+        """Has every engine join every source's group, in the same order, for joining blocks."""
+        # a source whose group does not come about says why before engines are given up
+        deadline = Deadline(self._options.request_deadline)
+
+        def join(index: int, engine: EngineHandle) -> None:
+            before = sum(other.workers for _, other in self._engines[:index])
+            for place in self._places.values():
+                arguments = {
+                    "master_address": place.host,
+                    "master_port": place.port,
+                    "rank_offset": 1 + before,
+                    "world_size": place.size,
+                    "group_name": place.name,
+                    "backend": place.backend,
+                }
+                _call(engine, "init_weights_update_group", arguments, deadline.left)
+
+        self._joining = Calls(self._engines, join)
+
+    def joined(self, plan: _core.Plan, timeout: float, check: Check) -> None:
+        """Waits until all engines have joined, and takes on a plan."""
+        assert self._joining is not None
+        self._joining.join(timeout, check)
+        self._rounds = [[] for _ in range(plan.round_count)]
+        for source, place in self._places.items():
+            for round, bucket in enumerate(Manifest(plan, source).broadcasts):
+                arguments: dict[str, Any] = {
+                    "names": [entry.name for entry in bucket],
+                    "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in bucket],
+                    "shapes": [list(entry.shape) for entry in bucket],
+                    "group_name": place.name,
+                }
+                if self._options.broadcast != "tensor":
+                    arguments["load_format"] = "flattened_bucket"
+                if bucket:
+                    self._rounds[round].append(arguments)
+
+    def begin(self, version: str, timeout: float, check: Check) -> None:
+        self._version = version
+        self._answers = []
+        if self._lock is not None:
+            self._lock.acquire(timeout, check)
+
+    def announce(self, round: int) -> None:
+        """Announces the buckets of a round.  A failed engine is told no more."""
+        last = not any(self._rounds[round + 1 :])
+        for arguments in self._rounds[round]:
+            if last and arguments is self._rounds[round][-1]:
+                arguments = {**arguments, "weight_version": self._version}
+            for index, engine in self._engines:
+                tell = functools.partial(self._tell, engine, arguments)
+                self._answers.append((engine.name, round, self._lanes[index].submit(tell)))
+
+    def check(self) -> None:
+        """Raises what an engine has answered so far."""
+        if self._joining is not None:
+            self._joining.check()
+        for _, _, answer in self._answers:
+            if answer.done():
+                answer.result()
+
+    def answered(self, timeout: float, check: Check) -> None:
+        """Waits until every engine has loaded every bucket."""
+        deadline = Deadline(timeout)
+        for name, round, answer in self._answers:
+            result(answer, deadline, check, f"engine {name}: bucket {round} was not loaded")
+        self._release()
+
+    def abort(self) -> None:
+        self._given_up.set()
+        # what is being raised says more than a lock that is gone, too
+        with contextlib.suppress(Exception):
+            self._release()
+
+    def close(self) -> None:
+        """Has the engines leave the groups, as far as they answer."""
+        self._given_up.set()
+        for lane in self._lanes:
+            lane.close()
+        if self._lock is not None:
+            self._lock.close()
+        joining, self._joining = self._joining, None
+        if joining is None:
+            return
+
+        def leave(index: int, engine: EngineHandle) -> None:
+            for place in self._places.values():
+                arguments = {"group_name": place.name}
+                with contextlib.suppress(_core.RemoteError):  # it had not come so far
+                    _call(engine, "destroy_weights_update_group", arguments, LEAVE_SECONDS)
+
+        # an engine's handle may lack the call, and this is no place to say so
+        with contextlib.suppress(Exception):
+            Calls(self._engines, leave).join(LEAVE_SECONDS)
+
+    def _tell(self, engine: EngineHandle, arguments: Mapping[str, Any]) -> None:
+        if self._given_up.is_set():
+            return
+        try:
+            timeout = self._options.request_deadline
+            _call(engine, "update_weights_from_distributed", arguments, timeout)
+        except BaseException:
+            self._given_up.set()
+            raise
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+class _Lock:
+    """slime's lock: an actor or object of which acquire() says whether it was got."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._held = False
+        self._lane = Lane("wsync-lock")  # an actor may never answer, and another lock waits
+
+    def acquire(self, timeout: float, check: Check) -> None:
+        deadline = Deadline(timeout)
+        late = "rollout_engine_lock: held by somebody else, and not released"
+        while not self._held:
+            asked = self._lane.submit(functools.partial(self._call, "acquire"))
+            try:
+                self._held = bool(result(asked, deadline, check, late))
+            except BaseException:
+                asked.add_done_callback(self._give_back)
+                raise
+            check()
+            if not self._held:
+                deadline.check(late)
+                time.sleep(_LOCK_SECONDS)
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            released = self._lane.submit(functools.partial(self._call, "release"))
+            wait = Deadline(_LOCK_ANSWER_SECONDS)
+            result(released, wait, _nothing, "rollout_engine_lock: no answer")
+
+    def close(self) -> None:
+        self._lane.close()
+
+    def _give_back(self, asked: Future[Any]) -> None:
+        """Nobody waits any more for what has been asked."""
+        if asked.exception() is None and asked.result():
+            self._call("release")
+
+    def _call(self, name: str) -> Any:
+        method = getattr(self._lock, name)
+        if not hasattr(method, "remote"):
+            return method()
+        import ray
+
+        return ray.get(method.remote())
+
+
+def _nothing() -> None:
+    """For waits that nothing ends but the deadline."""
+
+
+def _call(engine: Any, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
+    engine.call(method, arguments, timeout)

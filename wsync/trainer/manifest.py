@@ -1,0 +1,52 @@
+"""What lies in the rounds of one receiver of a plan, and where."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from wsync import _core
+from wsync.bucket import FlattenedTensorMetadata
+from wsync.dtypes import dtype_of
+
+Bucket = list[FlattenedTensorMetadata]
+
+
+class Manifest:
+    """A receiver's part of a plan.
+
+    Attributes:
+        layout: what is delivered; buffer k is round k.
+        nbytes: of the receiver's ring.
+        slots: by round, offset and bytes of its slot, and the round that has to have left it
+            before, or -1.
+    """
+
+    def __init__(self, plan: _core.Plan, receiver: int) -> None:
+        self.layout = plan.manifest(receiver)
+        self.nbytes = max(plan.ring_nbytes(receiver), 1)
+        self.slots = [plan.slot(receiver, k) for k in range(plan.round_count)]
+
+    @functools.cached_property
+    def buckets(self) -> list[Bucket]:
+        """The whole tensors of every round, in SGLang's terms: they start in the round's slot."""
+        buckets: list[Bucket] = [[] for _ in self.slots]
+        for index in range(self.layout.tensor_count):
+            name, dtype_name, shape, _ = self.layout.tensor(index)
+            dtype, size = dtype_of(dtype_name), torch.Size(shape)
+            nbytes = size.numel() * dtype.itemsize
+            for _, round, offset, *_ in self.layout.shards(index):
+                start = offset - self.slots[round][0]
+                entry = FlattenedTensorMetadata(name, size, dtype, start, start + nbytes, nbytes)
+                buckets[round].append(entry)
+        return buckets
+
+    @functools.cached_property
+    def broadcasts(self) -> list[Bucket]:
+        """The same, largest item size first: the bucket that engines make of names and shapes has
+        no gaps, and each tensor must start at a multiple of its item size."""
+        return [
+            sorted(bucket, key=lambda entry: (-entry.dtype.itemsize, entry.start_idx))
+            for bucket in self.buckets
+        ]

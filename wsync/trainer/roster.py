@@ -1,0 +1,169 @@
+"""Who takes part in updates: trainer ranks, engines, and what each rank sends to."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wsync import _core
+from wsync.handles.base import EngineHandle
+from wsync.messages.control import LOAD_FORMAT
+from wsync.options import Options
+
+
+class Delivery(enum.StrEnum):
+    """How the workers of an engine get their weights."""
+
+    WSYNC = "wsync"
+    """wsync's receiver maps a ring that it shares with a trainer rank."""
+    STOCK = "stock"
+    """The engine takes flattened buckets, one request each."""
+    REMOTE = "remote"
+    """wsync's receiver on another host is one more rank of the plan's exchange."""
+    BROADCAST = "broadcast"
+    """The engine joins process groups, in which buckets are broadcast."""
+
+    @staticmethod
+    def of(engine: EngineHandle, first_gpu: int | None, options: Options, ranks: int) -> Delivery:
+        """What an engine takes.  One whose GPUs are not all the trainer's is remote."""
+        wsync = LOAD_FORMAT in engine.load_formats
+        if options.delivery == "distributed" or (
+            first_gpu is not None and first_gpu + engine.workers > ranks
+        ):
+            if options.broadcast == "wsync" or (options.broadcast == "auto" and wsync):
+                return Delivery.REMOTE
+            return Delivery.BROADCAST
+        if options.delivery == "stock" or (options.delivery == "auto" and not wsync):
+            return Delivery.STOCK
+        return Delivery.WSYNC
+
+
+@dataclass(frozen=True)
+class RolloutEngine:
+    """One engine; first_gpu: the trainer rank on whose GPU its first worker is, where known."""
+
+    name: str
+    workers: int
+    delivery: Delivery
+    first_gpu: int | None = None
+
+
+@dataclass(frozen=True)
+class Recipient:
+    """One recipient of a plan's rounds, and the trainer rank that holds its session, `home`.
+
+    It is worker `index` of engine number `engine`, a stock engine as a whole, or, with a `stage`,
+    all engines that take broadcasts: `home` is the source that sends them this pipeline stage.
+    rank: where its bytes go to in the exchange: its home, or a rank beyond the trainer's.
+    """
+
+    delivery: Delivery
+    home: int
+    rank: int
+    engine: int = -1
+    index: int = 0
+    stage: int | None = None
+
+    @property
+    def takes_buckets(self) -> bool:
+        return self.delivery in (Delivery.STOCK, Delivery.BROADCAST)
+
+
+@dataclass(frozen=True)
+class Roster:
+    """All who take part; the same on all ranks.
+
+    hosts, stages: host and pipeline stage of every trainer rank; model: what they hold together.
+    """
+
+    hosts: Sequence[int]
+    stages: Sequence[int]
+    model: _core.Layout
+    engines: Sequence[RolloutEngine]
+
+    @functools.cached_property
+    def recipients(self) -> list[Recipient]:
+        """By their number in the plan.
+
+        A worker is served by the rank on its GPU where that is known, on whatever host; else by
+        the rank on the first rank's host with the fewest sessions.  A stock engine is served by
+        rank 0, because its requests carry the data.
+
+        Raises:
+            InvalidArgumentError: an engine without workers.
+        """
+        ranks = len(self.hosts)
+        sessions = [0] * ranks
+        near = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[0]]
+        found, remote = list[Recipient](), list[tuple[int, int]]()
+        for number, engine in enumerate(self.engines):
+            if engine.workers < 1:
+                raise _core.InvalidArgumentError(
+                    f"engine {engine.name} has {engine.workers} workers"
+                )
+            if engine.delivery is Delivery.STOCK:
+                sessions[0] += 1
+                found.append(Recipient(engine.delivery, 0, 0, number))
+            elif engine.delivery is Delivery.REMOTE:
+                remote += [(number, index) for index in range(engine.workers)]
+            elif engine.delivery is Delivery.WSYNC:
+                for index in range(engine.workers):
+                    home = -1 if engine.first_gpu is None else engine.first_gpu + index
+                    if not 0 <= home < ranks:
+                        home = min(near, key=lambda rank: (sessions[rank], rank))
+                    sessions[home] += 1
+                    found.append(Recipient(engine.delivery, home, home, number, index))
+        found += [
+            Recipient(Delivery.REMOTE, place % ranks, ranks + place, number, index)
+            for place, (number, index) in enumerate(remote)
+        ]
+        if self.taking(Delivery.BROADCAST):
+            # of each stage, its first rank sends
+            sources = {stage: self.stages.index(stage) for stage in sorted(set(self.stages))}
+            found += [
+                Recipient(Delivery.BROADCAST, source, source, stage=stage)
+                for stage, source in sources.items()
+            ]
+        return found
+
+    def taking(self, delivery: Delivery) -> list[RolloutEngine]:
+        """The engines with this delivery."""
+        return [engine for engine in self.engines if engine.delivery is delivery]
+
+    def holds(self, stage: int) -> list[int]:
+        """Indices of the tensors of a stage; what several stages hold is the first one's."""
+        return [i for i, first in enumerate(self._first_stages) if first == stage]
+
+    @functools.cached_property
+    def _first_stages(self) -> list[int]:
+        stages, model = self.stages, self.model
+        return [
+            min((stages[shard[0]] for shard in model.shards(i)), default=min(stages))
+            for i in range(model.tensor_count)
+        ]
+
+    def check(self, options: Options) -> None:
+        """Raises InvalidArgumentError where there is no engine, or for options that have no effect
+        on these."""
+        if not self.engines:
+            raise _core.InvalidArgumentError("no engines to connect to")
+        found = {engine.delivery for engine in self.engines}
+        idle = {}
+        if not found & {Delivery.REMOTE, Delivery.BROADCAST}:
+            idle["broadcast"] = "remote engines (delivery='distributed')"
+        if Delivery.BROADCAST not in found:
+            idle["backend"] = (
+                "remote engines (delivery='distributed') that take broadcasts of buckets or tensors"
+            )
+        if len(self.hosts) == 1 and Delivery.REMOTE not in found:
+            idle["exchange"] = "several trainer ranks, and this trainer has one"
+            if Delivery.WSYNC not in found:
+                idle["park"] = "engines that run wsync (delivery='wsync'), or several trainer ranks"
+        options.refuse(idle)
+        if Delivery.REMOTE in found and options.exchange == "shared":
+            distant = ", ".join(engine.name for engine in self.taking(Delivery.REMOTE))
+            raise _core.InvalidArgumentError(
+                f"exchange='shared', but workers of remote engines take part in it: {distant}"
+            )
