@@ -16,7 +16,7 @@ from support.procs import Ranks
 
 import wsync
 from wsync import _core
-from wsync.trainer.requests import Calls
+from wsync.trainer.requests import Calls, EngineRequests
 from wsync.trainer.sessions.stock import StockSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
@@ -61,6 +61,43 @@ def test_the_error_of_an_engine_keeps_its_cause() -> None:
         with pytest.raises(wsync.RemoteError) as caught:
             sync.update()
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_close_waits_for_what_a_failed_update_has_left_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("wsync.trainer.requests.LEAVE_SECONDS", 0.05)
+    release = threading.Event()
+    engines = [call_cases.Engine(pause=RuntimeError("no")), call_cases.Engine(pause=release)]
+    sync = wsync.connect({"a": torch.zeros(1)}, engines, options=OPTIONS)
+    closing = threading.Thread(target=sync.close, daemon=True)
+    try:
+        with pytest.raises(wsync.RemoteError, match="no"):
+            sync.update()
+        closing.start()
+        closing.join(0.5)
+        assert closing.is_alive()
+    finally:
+        release.set()
+    closing.join(60)
+    assert not closing.is_alive()
+
+
+def test_close_names_the_engines_that_do_not_end_what_they_were_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("LEAVE_SECONDS", "LATER_SECONDS"):
+        monkeypatch.setattr(f"wsync.trainer.requests.{name}", 0.05)
+    release = threading.Event()
+    stuck: Any = SimpleNamespace(name="stuck", workers=1, pause=lambda *_: release.wait(60))
+    requests = EngineRequests([stuck], wsync.Options(deadline=0.05))
+    requests.pause(anew=False)
+    requests.abandon([])
+    try:
+        requests.settle()
+    finally:
+        release.set()
+    assert "engines did not end what they were asked in an update that failed: stuck" in caplog.text
 
 
 def test_any_text_of_an_engine_can_be_passed_on() -> None:
