@@ -203,7 +203,7 @@ def test_an_error_is_not_hidden_by_that_of_cleaning_up(
 def _ended() -> None:
     """Waits for the threads of an update that was given up."""
     for thread in threading.enumerate():
-        if thread.name in ("wsync-write", "wsync-close", "wsync-folder"):
+        if thread.name in ("wsync-files", "wsync-close"):
             thread.join(PATIENCE)
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
 
@@ -22,8 +23,8 @@ from wsync.checkpoints.files import INDEX, SHARD_NBYTES, Arrangement, arrange, o
 from wsync.checkpoints.versions import Versions, newest
 from wsync.handles.base import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
-from wsync.machine.deadline import LEAVE_SECONDS, Deadline
-from wsync.machine.lanes import Lane, result
+from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
+from wsync.machine.lanes import Lane, result, start
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.loop import Updates
@@ -67,8 +68,8 @@ class DiskSync(Updates):
 
     Args:
         source: what this rank holds: a layout, or whole tensors by Hugging Face name.
-        engines: the engines as `handle` takes them, or what returns them; read or called on rank
-            0 alone.
+        engines: the engines as `handle` takes them, or what returns them; read or called only
+            on rank 0.
         folder: where versions go, at the same path for all ranks and engines.  Ranks write
             different parts of one file: between hosts the file system must keep both.
         base: a folder (or a transformers configuration) whose configuration and tokenizer files
@@ -111,7 +112,8 @@ class DiskSync(Updates):
         with self._one_error():
             self._same_call()
             if self._group.rank == 0:
-                _Root(self._versions, self.options.deadline, self._group.check).check()
+                with self._file_calls() as calls:
+                    calls.run([(folder, self._versions.check)])
                 handles = handles_of(engines, timeout=self.options.deadline)
                 for engine in handles:
                     if not isinstance(engine, ReadsDisk):
@@ -148,16 +150,18 @@ class DiskSync(Updates):
                 stays the newest and engines run on; an engine that fails to load it stays
                 paused with those that wait for it.
         """
+        root = self._versions.root
         with self._updating(version) as report, contextlib.ExitStack() as stack:
-            root = _Root(self._versions, self.options.deadline, self._group.check)
+            calls = stack.enter_context(self._file_calls())
             if self._group.rank == 0:
-                stack.enter_context(root.writing())
-            folder = self._write(self._given(weights), report, root)
+                stack.enter_context(calls.within(root, self._versions.writing()))
+            folder = self._write(self._given(weights), report, calls)
             with report.phase("publish"):
                 if self._group.rank == 0:
-                    folder = root.publish(folder)
+                    publish = functools.partial(self._versions.publish, folder, calls.still_wanted)
+                    folder = calls.run([(root, publish)])[0]
                     # it counts, whatever engines make of it: tries that fail must not add up
-                    stack.callback(self._prune, root)
+                    stack.callback(self._prune, calls)
                 self._group.barrier()
             self._count()
             with report.phase("engines"):
@@ -166,10 +170,13 @@ class DiskSync(Updates):
                 self._group.confirm()
         return report
 
-    def _prune(self, root: _Root) -> None:
+    def _file_calls(self, threads: int = 1) -> _FileCalls:
+        return _FileCalls(threads, self.options.deadline, self._group.check)
+
+    def _prune(self, calls: _FileCalls) -> None:
         """Removes old versions, or says why not: the new one is there."""
         try:
-            root.call(self._versions.prune)
+            calls.run([(self._versions.root, self._versions.prune)])
         except (OSError, _core.WsyncError) as error:
             _log.warning("wsync: old versions stay until the next update: %s", error)
 
@@ -183,15 +190,14 @@ class DiskSync(Updates):
         """What was being written is swept by the next update."""
         self._requests.abandon([])
 
-    def _write(self, weights: Weights | None, report: Report, root: _Root) -> Path:
+    def _write(self, weights: Weights | None, report: Report, folder_calls: _FileCalls) -> Path:
         """All files of a version, on the disk; returns their hidden folder."""
         sources = _core.BufferTable.of(self._source.bind(weights))
         self._describe(report)
         with report.phase("begin"):
-            folder = self._make(report.version, root)
+            folder = self._make(report.version, folder_calls)
         bar = self._progress(report, self._writer.nbytes, unit="B", unit_scale=True)
-        options = self.options
-        calls = _DiskCalls(options.threads, options.deadline, self._group.check)
+        calls = self._file_calls(self.options.threads)
         with bar, calls, self._writer.opened(folder, calls) as files:
             with report.phase("write"):
                 self._writer.write(sources, files, calls, bar)
@@ -200,10 +206,12 @@ class DiskSync(Updates):
                 self._group.barrier()
         return folder
 
-    def _make(self, version: str, root: _Root) -> Path:
+    def _make(self, version: str, calls: _FileCalls) -> Path:
         """The folder to write to, as rank 0 has made it."""
-        mine = self._group.rank == 0
-        made = os.fsencode(root.call(lambda: self._begin(version))) if mine else b""
+        made = b""
+        if self._group.rank == 0:
+            begin = functools.partial(self._begin, version)
+            made = os.fsencode(calls.run([(self._versions.root, begin)])[0])
         return Path(os.fsdecode(self._group.all_gather(made)[0]))
 
     def _begin(self, version: str) -> Path:
@@ -266,7 +274,7 @@ class _Writer:
                 first, nbytes = buffer + 1, 0
 
     @contextlib.contextmanager
-    def opened(self, folder: Path, calls: _DiskCalls) -> Iterator[list[tuple[str, int, int]]]:
+    def opened(self, folder: Path, calls: _FileCalls) -> Iterator[list[tuple[str, int, int]]]:
         """(path, descriptor, nbytes) of the files that this rank writes to."""
         paths = [os.fspath(folder / self._arrangement.names[number]) for number in self._files]
         opened: dict[str, int] = {}
@@ -290,7 +298,7 @@ class _Writer:
         self,
         sources: _core.BufferTable,
         files: list[tuple[str, int, int]],
-        calls: _DiskCalls,
+        calls: _FileCalls,
         bar: tqdm[None],
     ) -> None:
         """Writes everything."""
@@ -306,84 +314,21 @@ class _Writer:
         calls.run(batches, bar.update)
 
 
-class _Root:
-    """What rank 0 alone does in the folder of versions, while the others wait: calls that may never
-    return, in order, each of which has a deadline.
-
-    Args:
-        versions: the folder.
-        deadline: seconds that each call may take.
-        check: called while this waits; may raise to end it.
-    """
-
-    def __init__(self, versions: Versions, deadline: float, check: Callable[[], None]) -> None:
-        self._versions = versions
-        self._deadline = deadline
-        self._check = check
-        self._lane: Lane | None = None
-        self._late = f"{versions.root}: the file system did not answer"
-        self._given_up = False
-
-    def call(self, call: Callable[[], _T]) -> _T:
-        """What a call returns, made after all those before it."""
-        if self._lane is None:
-            self._lane = Lane("wsync-folder")
-        called: Future[_T] = self._lane.submit(call)
-        return result(called, Deadline(self._deadline), self._check, self._late)
-
-    def check(self) -> None:
-        """Versions.check."""
-        try:
-            self.call(self._versions.check)
-        finally:
-            self._end()
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Versions.writing; where the block fails, what has to follow does so once it can."""
-        inner = self._versions.writing()
-        try:
-            self.call(inner.__enter__)
-            yield
-        except BaseException as error:
-            self._given_up = True
-            assert self._lane is not None
-            last = functools.partial(inner.__exit__, type(error), error, error.__traceback__)
-            wait([self._lane.submit(last)], min(LEAVE_SECONDS, self._deadline))
-            raise
-        else:
-            self.call(lambda: inner.__exit__(None, None, None))
-        finally:
-            self._end()
-
-    def publish(self, folder: Path) -> Path:
-        """Versions.publish, unless nobody waits for that any more."""
-        return self.call(lambda: self._versions.publish(folder, self._still_wanted))
-
-    def _still_wanted(self) -> None:
-        if self._given_up:
-            raise _core.StateError("the update has been given up")
-
-    def _end(self) -> None:
-        if self._lane is not None:
-            self._lane.close()
-
-
-class _DiskCalls:
+class _FileCalls:
     """Calls of a file system that may never return, each of which has a deadline.
 
     Args:
         threads: how many are made at a time.
         deadline: seconds that one may take.
-        check: called while this waits, and before each is waited for; may raise to end it.
+        check: called while this waits, and between calls; may raise to end it.
     """
 
-    def __init__(self, threads: int, deadline: float, check: Callable[[], None]) -> None:
-        self._lanes = [Lane("wsync-write") for _ in range(threads)]
+    def __init__(self, threads: int, deadline: float, check: Check) -> None:
+        self._lanes = [Lane("wsync-files") for _ in range(threads)]
         self._deadline = deadline
         self._check = check
         self._given_up = False
-        self._started: list[Future[int]] = []
+        self._started: list[Future[Any]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -394,19 +339,42 @@ class _DiskCalls:
 
     def run(
         self,
-        calls: Sequence[tuple[str, Callable[[], int]]],
-        done: Callable[[int], object] = int,
-    ) -> None:
-        """Makes calls, given with the path that each is about; `done` gets what they return."""
+        calls: Sequence[tuple[object, Callable[[], _T]]],
+        done: Callable[[_T], object] = bool,
+    ) -> list[_T]:
+        """Makes calls, given with the path that each is about; `done` gets what they return, as
+        does the caller."""
         started = [
             self._lanes[number % len(self._lanes)].submit(functools.partial(self._call, call))
             for number, (_, call) in enumerate(calls)
         ]
         self._started += started
-        for (path, _), future in zip(calls, started, strict=True):
-            self._check()
+        for number, ((path, _), future) in enumerate(zip(calls, started, strict=True)):
+            if number > 0:
+                self._check()
             late = f"{path}: the file system did not answer"
             done(result(future, Deadline(self._deadline), self._check, late))
+        return [future.result() for future in started]
+
+    @contextlib.contextmanager
+    def within(self, path: object, context: AbstractContextManager[None]) -> Iterator[None]:
+        """Around what is done while one context is entered; where the block fails, what has to
+        follow does so once it can."""
+        try:
+            self.run([(path, context.__enter__)])
+            yield
+        except BaseException as error:
+            self._given_up = True
+            last = functools.partial(context.__exit__, type(error), error, error.__traceback__)
+            wait([self._lanes[0].submit(last)], min(LEAVE_SECONDS, self._deadline))
+            raise
+        else:
+            self.run([(path, lambda: context.__exit__(None, None, None))])
+
+    def still_wanted(self) -> None:
+        """Raises StateError once the calls have been given up."""
+        if self._given_up:
+            raise _core.StateError("the update has been given up")
 
     def end(self, opened: Mapping[str, int]) -> None:
         """Gives up what is queued, and closes the descriptors of files when no call can open or
@@ -419,14 +387,13 @@ class _DiskCalls:
                 os.close(descriptor)
 
         if wait(self._started, min(LEAVE_SECONDS, self._deadline)).not_done:
-            lane = Lane("wsync-close")
-            lane.submit(close)
-            lane.close()
+            start("wsync-close", close)
         else:
             close()
 
-    def _call(self, call: Callable[[], int]) -> int:
-        return 0 if self._given_up else call()
+    def _call(self, call: Callable[[], _T]) -> _T:
+        self.still_wanted()
+        return call()
 
 
 def _syncing(path: str, descriptor: int) -> Callable[[], int]:

@@ -6,7 +6,6 @@ wait looks at the board about every 50 ms, so all ranks raise the same error soo
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from wsync import _core
 from wsync.exchange.collectives import Collectives, first_line
 from wsync.machine.deadline import VERDICT_SECONDS, Check, Deadline
-from wsync.machine.lanes import Lane
+from wsync.machine.lanes import Lane, result
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -280,7 +279,7 @@ def _published(store: Any) -> str:
 
 
 def _meet(store: Any, rank: int, size: int, timeout: float) -> str:
-    """Waits until all ranks have come; returns a name that is their meeting's alone.
+    """Waits until all ranks have come; returns a name that no other meeting has.
 
     Whoever comes leaves a word under its rank, and rank 0 answers it once all have come or its
     time is over: ranks that were left in different numbers of meetings still find each other, and
@@ -325,14 +324,8 @@ def _come(store: Any, rank: int, timeout: float) -> str:
 
 def _result(future: Future[_T], timeout: float) -> _T:
     """What a call of the store returns, or DeadlineError."""
-    try:
-        return future.result(timeout)
-    except concurrent.futures.TimeoutError as error:
-        if future.done():
-            raise  # the call's own
-        raise _core.DeadlineError(
-            "the trainer's store does not answer: the process that hosts it is stuck or stopped"
-        ) from error
+    late = "the trainer's store does not answer: the process that hosts it is stuck or stopped;"
+    return result(future, Deadline(timeout), bool, f"{late} no answer")
 
 
 def _raise(published: str) -> None:

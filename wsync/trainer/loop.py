@@ -152,7 +152,7 @@ class Updates(abc.ABC):
         self.version = self._following
 
     def _renew(self) -> None:
-        """After a failure, be it one that another rank alone has met at the very end of an update:
+        """After a failure, be it one that only another rank has met at the very end of an update:
         a new group, because a collective of the old one may be stuck."""
         self._updates += 1
         if not self._group.begin(self._updates):
