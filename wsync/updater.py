@@ -6,7 +6,6 @@ update_weight): the same constructors, the same methods, the same order of calls
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Updater(abc.ABC):
+class Updater:
     """What slime's updaters have in common; see the classes below.
 
     Args:
@@ -67,7 +66,6 @@ class Updater(abc.ABC):
                 f"weights_getter: a {type(weights_getter).__name__}, where a function is wanted"
             )
         self._args = args
-        self._read_args()
         self.weight_version = 0
         self.update_weight_metrics: dict[str, float] = {}
         self._weights_getter = weights_getter
@@ -75,6 +73,7 @@ class Updater(abc.ABC):
             most = getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
             options = Options(bucket_nbytes=most)
         self._options = Options.of(options)
+        self._read_args()
         self._source = (
             model
             if isinstance(model, TrainerLayout)
@@ -87,13 +86,19 @@ class Updater(abc.ABC):
         self._sync: Sync | DiskSync | None = None
 
     def _read_args(self) -> None:
-        """Reads, and checks, what one class takes from args in addition."""
+        """Takes on what only one class does with args and options."""
         return
 
-    @abc.abstractmethod
     def _connect(
         self, engines: Callable[[], list[EngineHandle]], gpu_offsets: Sequence[int] | None
-    ) -> Sync | DiskSync: ...
+    ) -> Sync | DiskSync:
+        return Sync(
+            self._source,
+            engines,
+            engine_gpu_offsets=gpu_offsets,
+            lock=self._lock,
+            options=self._options,
+        )
 
     def connect_rollout_engines(
         self,
@@ -201,17 +206,6 @@ class UpdateWeightFromTensor(Updater):
             return None
         return [index * each for index in range(count)]
 
-    def _connect(
-        self, engines: Callable[[], list[EngineHandle]], gpu_offsets: Sequence[int] | None
-    ) -> Sync:
-        return Sync(
-            self._source,
-            engines,
-            engine_gpu_offsets=gpu_offsets,
-            lock=self._lock,
-            options=self._options,
-        )
-
 
 class UpdateWeightFromDistributed(Updater):
     """Updates remote rollout engines over process groups.
@@ -225,11 +219,8 @@ class UpdateWeightFromDistributed(Updater):
     broadcasts unless it is "wsync".
     """
 
-    def _connect(
-        self, engines: Callable[[], list[EngineHandle]], gpu_offsets: Sequence[int] | None
-    ) -> Sync:
-        options = dataclasses.replace(self._options, delivery="distributed")
-        return Sync(self._source, engines, lock=self._lock, options=options)
+    def _read_args(self) -> None:
+        self._options = dataclasses.replace(self._options, delivery="distributed")
 
 
 class UpdateWeightFromDisk(Updater):
