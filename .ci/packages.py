@@ -22,7 +22,7 @@ STOREYS = (
     ("engine",),
     ("megatron", "fsdp"),
     ("sync", "disk"),
-    ("updater", "api", "inspection"),
+    ("updater", "inspection"),
     ("sglang", "vllm"),
     ("doctor",),
     ("demo",),

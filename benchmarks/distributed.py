@@ -26,7 +26,7 @@ from benchmarks.peers import BUCKET_NBYTES, Named
 from benchmarks.ranks import on_ranks
 from wsync.demo import megatron_cpu, reference
 from wsync.demo.engines.process import ProcessEngine, digest
-from wsync.exchange.groups import Store, UpdateGroup
+from wsync.exchange.groups import Rendezvous, Store, UpdateGroup
 from wsync.trainer.requests import Calls
 
 RANKS = 4
@@ -190,15 +190,9 @@ class Slime:
         }
         self._name = str(group["group_name"])
         joining = self._told("init_weights_update_group", group)
-        self._group = UpdateGroup(
-            "localhost",
-            self._store.port,
-            rank=0,
-            size=int(group["world_size"]),
-            name=self._name,
-            backend="gloo",
-            timeout=SECONDS,
-        )
+        size = int(group["world_size"])
+        place = Rendezvous("localhost", self._store.port, size, name=self._name)
+        self._group = UpdateGroup(place, 0, timeout=SECONDS)
         joining.join()
 
     def _told(self, method: str, arguments: dict[str, Any]) -> threading.Thread:

@@ -30,9 +30,8 @@ from wsync.demo.engines.process import ProcessEngine
 from wsync.demo.engines.workers import WorkersEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.exchange import groups
-from wsync.exchange.groups import Store, UpdateGroup
+from wsync.exchange.groups import Rendezvous, Store, UpdateGroup
 from wsync.exchange.orders import Orders
-from wsync.exchange.rendezvous import Rendezvous
 from wsync.layout import from_tensors
 from wsync.machine.addresses import own_address
 from wsync.messages.channel import Channel, Door, Frame, knock
@@ -478,13 +477,11 @@ def test_orders_that_no_trainer_gives_are_refused(data: bytes) -> None:
 @contextlib.contextmanager
 def group_of_two(**more: Any) -> Iterator[list[UpdateGroup]]:
     """Both members of a group, in this process."""
-    settings = {"size": 2, "name": "g", "backend": "gloo", "timeout": 20, **more}
+    settings = {"timeout": 20, **more}
     store = Store(20)
+    place = Rendezvous("127.0.0.1", store.port, 2, name="g")
     with ThreadPoolExecutor(2) as pool:
-        joining = [
-            pool.submit(UpdateGroup, "127.0.0.1", store.port, rank=rank, **settings)
-            for rank in (0, 1)
-        ]
+        joining = [pool.submit(UpdateGroup, place, rank, **settings) for rank in (0, 1)]
         groups = [future.result(30) for future in joining]
     try:
         yield groups
@@ -539,16 +536,7 @@ def test_a_meeting_has_a_deadline_of_its_own() -> None:
     assert alone.timeout == 7.0
     alone.close()
     with pytest.raises(wsync.DeadlineError, match=r"2 members did not meet at .* within 0 s"):
-        UpdateGroup(
-            "127.0.0.1",
-            store.port,
-            rank=0,
-            size=2,
-            name="g",
-            backend="gloo",
-            timeout=60,
-            meeting=0.0,
-        )
+        UpdateGroup(Rendezvous("127.0.0.1", store.port, 2), 0, timeout=60, meeting=0.0)
     store.close()
 
 

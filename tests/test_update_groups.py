@@ -24,8 +24,7 @@ from wsync.engine.groups import UpdateGroups
 from wsync.engine.update_state import Repeated
 from wsync.exchange.choose import Transport
 from wsync.exchange.collectives import Collectives
-from wsync.exchange.groups import Store, UpdateGroup
-from wsync.exchange.rendezvous import Rendezvous
+from wsync.exchange.groups import Rendezvous, Store, UpdateGroup
 
 PATIENCE = 60.0
 
@@ -51,9 +50,8 @@ def joined(groups: UpdateGroups, *, name: str = "g", **more: Any) -> Iterator[Up
     address |= {"rank_offset": 1, "world_size": 2, "group_name": name, "backend": "gloo"}
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(groups.init, **address, meeting=PATIENCE, **more)
-        group = UpdateGroup(
-            "127.0.0.1", store.port, rank=0, size=2, name=name, backend="gloo", timeout=PATIENCE
-        )
+        place = Rendezvous("127.0.0.1", store.port, 2, name=name)
+        group = UpdateGroup(place, 0, timeout=PATIENCE)
         joining.result(PATIENCE)
     try:
         yield group
@@ -178,8 +176,7 @@ def test_ranks_that_cross_look_around_in_the_thread_that_waits() -> None:
         callers.add(threading.get_ident())
 
     def come_late() -> UpdateGroup:
-        where: dict[str, Any] = {"name": place.name, "backend": "gloo", "timeout": PATIENCE}
-        group = UpdateGroup("127.0.0.1", store.port, rank=1, size=2, **where)
+        group = UpdateGroup(place, 1, timeout=PATIENCE)
         time.sleep(0.5)  # the other one waits for the greeting
         hello = [torch.zeros(1)], dist.AllreduceOptions()
         group.finish(group._group.start("allreduce", *hello), PATIENCE)
@@ -279,8 +276,8 @@ def test_torch_does_not_end_a_process_whose_nccl_group_has_lost_a_member(
         else:
             monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
         store = Store(5.0)
-        where = {"rank": 0, "size": 1, "name": "alone", "backend": "nccl", "timeout": 5.0}
-        UpdateGroup("localhost", store.port, **where, device=torch.device("cuda", 0))
+        place = Rendezvous("localhost", store.port, 1, "nccl", "alone")
+        UpdateGroup(place, 0, timeout=5.0, device=torch.device("cuda", 0))
         assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
     assert seen == ["0", "0"]
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from wsync._core import UnsupportedError as UnsupportedError
     from wsync._core import WsyncError as WsyncError
     from wsync._core import __version__ as __version__
-    from wsync.api import connect as connect
     from wsync.bucket import FlattenedTensorBucket as FlattenedTensorBucket
     from wsync.bucket import FlattenedTensorMetadata as FlattenedTensorMetadata
     from wsync.disk import DiskSync as DiskSync
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from wsync.options import Options as Options
     from wsync.report import Report as Report
     from wsync.sync import Sync as Sync
+    from wsync.sync import connect as connect
     from wsync.updater import UpdateWeightFromDisk as UpdateWeightFromDisk
     from wsync.updater import UpdateWeightFromDistributed as UpdateWeightFromDistributed
     from wsync.updater import UpdateWeightFromTensor as UpdateWeightFromTensor
@@ -60,13 +60,12 @@ _HOMES = {
         "WsyncError",
         "__version__",
     ),
-    "wsync.api": ("connect",),
     "wsync.disk": ("DiskSync",),
     "wsync.handles.base": ("EngineHandle", "handle"),
     "wsync.bucket": ("FlattenedTensorBucket", "FlattenedTensorMetadata"),
     "wsync.options": ("Options",),
     "wsync.report": ("Report",),
-    "wsync.sync": ("Sync",),
+    "wsync.sync": ("Sync", "connect"),
     "wsync.updater": (
         "UpdateWeightFromDisk",
         "UpdateWeightFromDistributed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,8 @@ class Sync(Updates):
 
     Args:
         source: what this rank holds: a layout, or whole tensors by Hugging Face name.
-        engines: the engines as `handle` takes them, or what returns them; read or called on rank
-            0 alone.
+        engines: the engines as `handle` takes them, or what returns them; read or called only
+            on rank 0.
         engine_gpu_offsets: index of the first trainer rank whose GPU each engine shares; an engine
             beyond the trainer's ranks is remote.
         lock: slime's rollout_engine_lock, held while buckets are broadcast to remote engines.
@@ -172,7 +173,7 @@ class Sync(Updates):
             self._open(rounds, report)
             with report.phase("open"):
                 rounds.attach(check)
-        self._describe(rounds, report)
+        rounds.describe(report)
         if any(recipient.takes_buckets for recipient in self._roster.recipients):
             self._count()  # the last bucket says it
         with self._progress(report, report.rounds, unit="round") as bar:
@@ -181,7 +182,6 @@ class Sync(Updates):
             if opened:
                 self._open(rounds, report)
             rounds.run(sources, spans, check, report, bar)
-        report.staging_nbytes = rounds.staging_nbytes
         with report.phase("prepare"):
             rounds.prepared(check)
         return rounds
@@ -227,24 +227,6 @@ class Sync(Updates):
 
         self._requests.close(version, self._group.check, still_there)
 
-    def _describe(self, rounds: Rounds, report: Report) -> None:
-        plan, model = rounds.plan, self._roster.model
-        assert plan is not None
-        stats = plan.stats
-        report.tensors = model.tensor_count
-        report.model_nbytes = model.nbytes
-        # a stage's source is one recipient to the plan, for all those who hear its broadcasts
-        broadcast = sum(engine.workers for engine in self._roster.taking(Delivery.BROADCAST))
-        more = max(broadcast - 1, 0) * model.nbytes
-        report.delivered_nbytes = stats["delivered_nbytes"] + more
-        report.needed_nbytes = stats["needed_nbytes"] + more
-        report.sent_nbytes = stats["sent_nbytes"]
-        report.rounds = plan.round_count
-        own = [recipient for recipient in self._roster.recipients if recipient.stage is None]
-        report.workers = len(own) + broadcast
-        report.ring_nbytes = rounds.ring_nbytes
-        report.exchange = rounds.exchange_name
-
     def _abandon(self, error: _core.WsyncError) -> None:
         if self._paused:
             error.add_note("The engines stay paused until an update succeeds.")
@@ -257,3 +239,33 @@ class Sync(Updates):
             error.add_note(f"Letting go of the engines failed, too: {failure!r}")
         finally:
             self._requests.abandon(under_way)
+
+
+def connect(
+    source: Source,
+    engines: Sequence[Any],
+    *,
+    api_key: str | None = None,
+    options: Options | None = None,
+) -> Sync:
+    """Connects a trainer's weights to running engines.
+
+    Args:
+        source: this rank's layout (`wsync.megatron.layout`, `wsync.fsdp.layout`), or whole tensors
+            by Hugging Face name.
+        engines: a list of URLs, Ray actors, local engines or handles; read only on rank 0.
+        api_key: bearer key of engines that are given as URLs.
+        options: deadlines, ways of delivery, round size, pause mode.
+
+    Returns:
+        A `Sync`; `update(version=...)` replaces every weight of every engine.
+
+    Raises:
+        InvalidArgumentError, UnsupportedError: an engine that is none or is given twice, or a
+            tensor that cannot be sent.
+        PeerClosedError, DeadlineError: an engine does not answer; the same on every rank.
+        LayoutError: the trainer ranks' layouts disagree.
+    """
+    chosen = Options.of(options)
+    handles = functools.partial(handles_of, engines, timeout=chosen.deadline, api_key=api_key)
+    return Sync(source, handles, options=chosen)

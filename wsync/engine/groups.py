@@ -14,8 +14,7 @@ from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, StateE
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.dtypes import dtype_of
 from wsync.engine.update_state import Repeated
-from wsync.exchange.groups import UpdateGroup, connection_of, device_of
-from wsync.exchange.rendezvous import Rendezvous
+from wsync.exchange.groups import Rendezvous, UpdateGroup, connection_of, device_of
 from wsync.messages.control import FLATTENED_BUCKET
 
 BROADCAST_SECONDS: Final = 120.0

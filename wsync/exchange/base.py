@@ -8,39 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from wsync import _core
+from wsync.machine.deadline import Check
 from wsync.machine.device import lead_torch, on_gpu, release_cached, staging
 
-
-class Exchange(Protocol):
-    """What the rounds of an update need from a transport; see csrc/comm/comm.h."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def nbytes(self) -> int: ...  # of the staging that this rank keeps
-    def begin(self, plan: _core.Plan) -> None: ...
-    def acquire(self, round: int, timeout: float, check: _core.Check = None) -> None: ...
-    def spans(self, round: int) -> _core.BufferTable: ...
-    def post(self, round: int, stream: _core.Stream) -> None: ...
-    def wait(self, round: int, timeout: float, check: _core.Check = None) -> None: ...
-    def release(self, round: int, stream: _core.Stream) -> None: ...
-    def close(self) -> None: ...
-
-
-class Group(Protocol):
-    """Ranks that call `exchange` together: a TrainerGroup, or an UpdateGroup with engines."""
-
-    rank: int
-    size: int
-    timeout: float
-
-    def exchange(self, output: Any, data: Any, outputs: list[int], inputs: list[int]) -> Any: ...
-    def finish(self, work: Any, timeout: float, check: _core.Check = None) -> None: ...
+if TYPE_CHECKING:
+    from wsync.exchange.groups import UpdateGroup
+    from wsync.exchange.trainers import TrainerGroup
 
 
 class GroupExchange:
@@ -53,7 +32,11 @@ class GroupExchange:
     """
 
     def __init__(
-        self, group: Group, backend: str, device: _core.Device, check: Callable[[], object]
+        self,
+        group: TrainerGroup | UpdateGroup,
+        backend: str,
+        device: _core.Device,
+        check: Callable[[], object],
     ) -> None:
         self.name = backend
         self._device = device
@@ -72,7 +55,7 @@ class GroupExchange:
         for half in self._halves:
             half.work = None
 
-    def acquire(self, round: int, timeout: float, check: _core.Check = None) -> None:
+    def acquire(self, round: int, timeout: float, check: Check | None = None) -> None:
         half = self._halves[round % 2]
         if half.work is not None:
             try:
@@ -101,7 +84,7 @@ class GroupExchange:
             half.send_counts,
         )
 
-    def wait(self, round: int, timeout: float, check: _core.Check = None) -> None:
+    def wait(self, round: int, timeout: float, check: Check | None = None) -> None:
         self.acquire(round, timeout, check)
 
     def release(self, round: int, stream: _core.Stream) -> None:
@@ -109,7 +92,7 @@ class GroupExchange:
         self._hand_over(stream)
 
     def _hand_over(self, stream: _core.Stream) -> None:
-        """The group comes next, which is torch's: it has an order with streams of a GPU alone."""
+        """The group comes next, which is torch's: it has an order only with streams of a GPU."""
         if self.name == "nccl":
             lead_torch(stream)
         else:
@@ -154,8 +137,8 @@ class _Half:
                     self.send_counts[peer] += nbytes
             else:
                 self.recv_counts[source] += nbytes
-        send_at = _starts(self.send_counts)
-        recv_at = _starts(self.recv_counts)
+        send_at = list(accumulate(self.send_counts, initial=0))
+        recv_at = list(accumulate(self.recv_counts, initial=0))
         self.send = self._at_least(self.send, sum(self.send_counts))
         self.recv = self._at_least(self.recv, sum(self.recv_counts))
         self.repeats = []
@@ -178,9 +161,4 @@ class _Half:
         return tensor if tensor.numel() >= nbytes else self._make(nbytes)
 
 
-def _starts(counts: list[int]) -> list[int]:
-    starts, total = [], 0
-    for count in counts:
-        starts.append(total)
-        total += count
-    return starts
+Exchange: TypeAlias = GroupExchange | _core.SharedExchange

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from wsync import _core
 from wsync.exchange.base import Exchange, GroupExchange
-from wsync.exchange.groups import Store, UpdateGroup, device_of
-from wsync.exchange.rendezvous import Rendezvous
+from wsync.exchange.groups import Rendezvous, Store, UpdateGroup, device_of
 from wsync.exchange.trainers import TrainerGroup
 from wsync.machine.addresses import own_address
 from wsync.machine.deadline import Check

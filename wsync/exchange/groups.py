@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import functools
 import re
+import secrets
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
@@ -21,6 +25,7 @@ from wsync.exchange.collectives import Collectives, first_line
 from wsync.machine.deadline import LATER_SECONDS, Check, Deadline, look_around
 from wsync.machine.device import has_nccl
 from wsync.machine.environment import variable
+from wsync.machine.lanes import result, start
 
 _c10d: Any = dist  # exports more than it lists
 
@@ -83,20 +88,80 @@ class Store:
         self._server = None
 
 
+@dataclass(frozen=True)
+class Rendezvous:
+    """A store of one member, and the group that so many members make there.
+
+    The name is new each time: a worker may still be in the group of a trainer that is gone.
+    """
+
+    host: str
+    port: int
+    size: int
+    backend: str = "gloo"
+    name: str = field(default_factory=lambda: f"wsync-{secrets.token_hex(8)}")
+
+    def join(
+        self,
+        rank: int,
+        timeout: float,
+        check: Check,
+        *,
+        device: torch.device,
+        collective_timeout: float | None = None,
+        greet: bool = False,
+    ) -> UpdateGroup:
+        """Joins the others, within `timeout` seconds.
+
+        Another thread makes the group, because calls of a store do not end while its host is
+        stopped.  A group that nobody waits for any more is left.
+
+        Args:
+            check: called in this thread while the others are waited for.
+            device: what the group sends from, as `groups.device_of` gives it.
+            collective_timeout: seconds that a collective may take; None: `timeout`.
+            greet: see UpdateGroup.
+
+        Raises:
+            DeadlineError: not all came.
+        """
+        given_up = threading.Event()
+
+        def still_wanted() -> None:
+            if given_up.is_set():
+                raise _core.StateError(f"group {self.name}: nobody waits for it any more")
+
+        def make() -> UpdateGroup:
+            return UpdateGroup(
+                self,
+                rank,
+                timeout=timeout if collective_timeout is None else collective_timeout,
+                meeting=timeout + LATER_SECONDS,
+                device=device,
+                greet=still_wanted if greet else None,
+            )
+
+        joining = start("wsync-join", make)
+        late = f"group {self.name}: {self.size} members did not meet at {self.host}:{self.port}"
+        try:
+            return result(joining, Deadline(timeout), check, late)
+        except BaseException:
+            given_up.set()
+            joining.add_done_callback(_leave)
+            raise
+
+
 class UpdateGroup:
     """A member of such a group.
 
     Args:
-        host, port: where rank 0's store is.
-        rank, size: this member and the number of members.
-        name: of the group; no other group in this store has it.
-        backend: "gloo" or "nccl".
+        place: where the members meet.
         timeout: seconds of any collective.
         meeting: seconds until all members have come; as many where it is None.
         device: of NCCL, a "cuda:<index>"; None is the calling thread's current one.
-        greet: whether all members do: NCCL connects in the first collective, which has no deadline,
-            so that who calls this in a thread of its own has done with that.
-        check: called while this waits for them to; may raise to end it.
+        greet: where all members greet each other, what is called meanwhile, and may raise to end
+            that.  NCCL connects in the first collective, which has no deadline: who calls this in
+            a thread of its own has done with that.
 
     Raises:
         InvalidArgumentError: a rank that is not in the group, or another backend.
@@ -105,19 +170,15 @@ class UpdateGroup:
 
     def __init__(
         self,
-        host: str,
-        port: int,
-        *,
+        place: Rendezvous,
         rank: int,
-        size: int,
-        name: str,
-        backend: str,
+        *,
         timeout: float,
         meeting: float | None = None,
         device: torch.device | None = None,
-        greet: bool = False,
-        check: Check | None = None,
+        greet: Check | None = None,
     ) -> None:
+        name, backend, size = place.name, place.backend, place.size
         if not 0 <= rank < size:
             raise _core.InvalidArgumentError(f"rank {rank} in a group of world_size {size}")
         self.name = name
@@ -128,7 +189,11 @@ class UpdateGroup:
         patience = max(timeout if meeting is None else meeting, _LEAST_SECONDS)
         try:
             store: Any = _c10d.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=_delta(patience)
+                place.host,
+                place.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=_delta(patience),
             )
             # torch.distributed's own prefixes for a group of this name
             for prefix in (name, f"{name}/", f"{self._device.type}/"):
@@ -136,7 +201,7 @@ class UpdateGroup:
             group = _make(backend, store, rank, size, patience)
         except RuntimeError as error:
             raise _core.DeadlineError(
-                f"group {name}: {size} members did not meet at {host}:{port} within "
+                f"group {name}: {size} members did not meet at {place.host}:{place.port} within "
                 f"{patience:.0f} s: {first_line(error)}"
             ) from error
         group._set_default_timeout(_delta(_AHEAD * timeout + LATER_SECONDS))
@@ -146,11 +211,11 @@ class UpdateGroup:
             member=f"a member of group {name}",
             lingers=backend == "nccl",
         )
-        if greet:
+        if greet is not None:
             hello = torch.zeros(1, device=self._device)
             greeting = self._group.start("allreduce", [hello], dist.AllreduceOptions())
             try:
-                self.finish(greeting, patience, check)
+                self.finish(greeting, patience, greet)
             except BaseException:
                 self.close()
                 raise
@@ -204,3 +269,8 @@ def _make(backend: str, store: Any, rank: int, size: int, timeout: float) -> Any
 
 def _delta(seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
+
+
+def _leave(joining: Future[UpdateGroup]) -> None:
+    if joining.exception() is None:
+        joining.result().close()

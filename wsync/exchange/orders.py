@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from wsync import _core
-from wsync.exchange.rendezvous import Rendezvous
+from wsync.exchange.groups import Rendezvous
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,29 +57,26 @@ class Orders:
     blueprint: Blueprint
 
     def to_bytes(self) -> bytes:
-        """A line of JSON, the source layout and the destinations'."""
+        """The source layout and the destinations', after a line of JSON."""
         blueprint = self.blueprint
         fields = {
             "worker": self.worker,
             "rank": self.rank,
             "fingerprint": self.fingerprint,
             "rendezvous": dataclasses.asdict(self.rendezvous),
-            "sizes": [len(layout) for layout in blueprint.layouts],
             "whole": [whole for _, whole in blueprint.destinations],
             "workers": list(blueprint.workers),
             "hosts": list(blueprint.hosts),
             "round_nbytes": blueprint.round_nbytes,
             "ring_nbytes": blueprint.ring_nbytes,
         }
-        return json.dumps(fields).encode() + b"\n" + b"".join(blueprint.layouts)
+        return join_parts(fields, blueprint.layouts)
 
     @staticmethod
     def from_bytes(data: bytes) -> Orders:
         """Raises ProtocolError or LayoutError for what `to_bytes` does not make."""
-        head, _, body = data.partition(b"\n")
         try:
-            fields = json.loads(head)
-            source, *layouts = _cut(body, fields["sizes"])
+            fields, (source, *layouts) = split_parts(data)
             blueprint = Blueprint(
                 _core.Layout.from_bytes(source),
                 [
@@ -107,14 +105,20 @@ class Orders:
             raise _core.ProtocolError(f"the trainer's plan: {what[:120]}") from error
 
 
-def _cut(body: bytes, sizes: Sequence[Any]) -> list[bytes]:
-    parts, at = [], 0
-    for size in sizes:
-        parts.append(body[at : at + _number(size)])
-        at += size
-    if at != len(body):
-        raise ValueError(f"{len(body)} bytes of layouts instead of {at}")
-    return parts
+def join_parts(fields: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
+    """A line of JSON, and bytes."""
+    head = json.dumps({**fields, "sizes": [len(part) for part in parts]})
+    return head.encode() + b"\n" + b"".join(parts)
+
+
+def split_parts(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """What `join_parts` was given.  Raises ValueError, TypeError or KeyError for other bytes."""
+    head, _, body = data.partition(b"\n")
+    fields = json.loads(head)
+    ends = list(accumulate(map(_number, fields["sizes"]), initial=0))
+    if ends[-1] != len(body):
+        raise ValueError(f"{len(body)} bytes of layouts instead of {ends[-1]}")
+    return fields, [body[first:last] for first, last in pairwise(ends)]
 
 
 def _number(value: Any) -> int:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from wsync import _core
-from wsync.exchange.rendezvous import Rendezvous
+from wsync.exchange.groups import Rendezvous
 from wsync.handles.base import EngineHandle
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.machine.lanes import Lane, result

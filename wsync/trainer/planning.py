@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from wsync import _core
 from wsync.dtypes import dtype_of
-from wsync.exchange.orders import Blueprint
+from wsync.exchange.orders import Blueprint, join_parts, split_parts
 from wsync.exchange.trainers import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
@@ -52,19 +52,12 @@ class Planning:
         """
         texts = list(dict.fromkeys(blobs.values()))
         index = {number: texts.index(blob) for number, blob in blobs.items()}
-        sizes = [len(text) for text in texts]
-        header = json.dumps({"index": index, "sizes": sizes, "gpu": self._choose(source)}).encode()
-        parts = self.group.all_gather(header + b"\n" + b"".join(texts))
+        mine = join_parts({"index": index, "gpu": self._choose(source)}, texts)
         layouts: dict[int, bytes] = {}
         gpus = []
-        for part in parts:
-            head, _, body = part.partition(b"\n")
-            facts = json.loads(head)
+        for part in self.group.all_gather(mine):
+            facts, found = split_parts(part)
             gpus.append(facts["gpu"])
-            found, at = [], 0
-            for size in facts["sizes"]:
-                found.append(body[at : at + size])
-                at += size
             layouts |= {int(number): found[i] for number, i in facts["index"].items()}
         device = find(self._settle(gpus))
         known = [gpu for gpu in gpus if gpu]

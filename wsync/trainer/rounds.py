@@ -7,14 +7,13 @@ import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.exchange.base import Exchange, GroupExchange
 from wsync.exchange.choose import Transport
-from wsync.exchange.groups import group_name
+from wsync.exchange.groups import Rendezvous, group_name
 from wsync.exchange.orders import Blueprint, Orders
-from wsync.exchange.rendezvous import Rendezvous
 from wsync.exchange.trainers import TrainerGroup
 from wsync.handles.base import EngineHandle
 from wsync.machine.addresses import own_address
@@ -39,10 +38,6 @@ if TYPE_CHECKING:
 
 
 _PUNCTUAL = 0.9  # of the deadline, which those who have come wait from then on
-
-
-class _Part(Protocol):
-    def close(self) -> None: ...
 
 
 class Rounds:
@@ -111,18 +106,6 @@ class Rounds:
             directory=options.directory,
             park=options.park,
         )
-
-    @property
-    def exchange_name(self) -> str:
-        return "none" if self._exchange is None else self._exchange.name
-
-    @property
-    def staging_nbytes(self) -> int:
-        return 0 if self._exchange is None else self._exchange.nbytes
-
-    @property
-    def ring_nbytes(self) -> int:
-        return sum(self._rings[worker][1] for worker in range(len(self._rings)))
 
     @property
     def under_way(self) -> UnderWay:
@@ -261,8 +244,30 @@ class Rounds:
                 self._show(number + 1, bar)
         with report.phase("copy"):
             stream.synchronize(timeout, check)
+        if self._exchange is not None:
+            report.staging_nbytes = self._exchange.nbytes
         if trace is not None:
             trace.take(stream)
+
+    def describe(self, report: Report) -> None:
+        """Says what an update by this plan moves."""
+        plan, model = self.plan, self._roster.model
+        assert plan is not None
+        stats = plan.stats
+        report.tensors = model.tensor_count
+        report.model_nbytes = model.nbytes
+        # a stage's source is one recipient to the plan, for all those who hear its broadcasts
+        broadcast = sum(engine.workers for engine in self._roster.taking(Delivery.BROADCAST))
+        more = max(broadcast - 1, 0) * model.nbytes
+        report.delivered_nbytes = stats["delivered_nbytes"] + more
+        report.needed_nbytes = stats["needed_nbytes"] + more
+        report.sent_nbytes = stats["sent_nbytes"]
+        report.rounds = plan.round_count
+        own = [recipient for recipient in self._roster.recipients if recipient.stage is None]
+        report.workers = len(own) + broadcast
+        report.ring_nbytes = sum(self._rings[number][1] for number in range(len(self._rings)))
+        if self._exchange is not None:
+            report.exchange = self._exchange.name
 
     def _fill(self, number: int, sources: _core.BufferTable, check: Check, report: Report) -> None:
         """Copies what this rank has of a round into the rings, once their slots are free."""
@@ -313,11 +318,12 @@ class Rounds:
     def close(self) -> None:
         """Lets go of every part, whatever one of them raises."""
         # what is stuck on a GPU ends with its group, and keeps frees of GPU memory until then
-        parts: list[_Part | None] = [self._transport, *self._sessions, self._stream]
         with contextlib.ExitStack() as last_first:
-            for part in reversed(parts):
-                if part is not None:
-                    last_first.callback(part.close)
+            if self._stream is not None:
+                last_first.callback(self._stream.close)
+            for session in reversed(self._sessions):
+                last_first.callback(session.close)
+            last_first.callback(self._transport.close)
 
     def _send(
         self, number: int, sources: _core.BufferTable, check: Check, report: Report

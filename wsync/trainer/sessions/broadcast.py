@@ -15,8 +15,7 @@ from itertools import pairwise
 import torch
 
 from wsync import _core
-from wsync.exchange.groups import Store, UpdateGroup, default_backend, device_of
-from wsync.exchange.rendezvous import Rendezvous
+from wsync.exchange.groups import Rendezvous, Store, UpdateGroup, default_backend, device_of
 from wsync.machine.addresses import own_address
 from wsync.machine.deadline import (
     LATER_SECONDS,

@@ -1,4 +1,4 @@
-"""Sessions with remote workers that run wsync's receiver: control alone, over TCP.
+"""Sessions with remote workers that run wsync's receiver: only control, over TCP.
 
 Their rounds travel in the plan's exchange, of which each is a rank (see wsync.exchange.orders).
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket
@@ -18,24 +18,12 @@ from wsync.trainer.requests import UnderWay
 from wsync.trainer.sessions.base import BucketSession, Span
 
 
-class Ring(Protocol):
-    """Memory that engines without wsync take buckets from: SharedRing, or GpuRing."""
-
-    address: int
-    nbytes: int
-
-    def payload(self, offset: int, nbytes: int, metadata: Sequence[Any]) -> bytes:
-        """The bucket that lies there, for one worker of an engine."""
-
-    def acquire(self, offset: int, nbytes: int, timeout: float, check: Check) -> None:
-        """Waits until no engine that has answered still has open what lies there."""
-
-    def close(self) -> None: ...
-
-
 class SharedRing:
-    """A file of /dev/shm, which streams of a device can write to.  An engine that has answered has
-    read it: its copies from memory of the host that is not pinned do not return before."""
+    """A file of /dev/shm, which streams of a device can write to, with the methods of GpuRing.
+
+    An engine that has answered has read it: its copies from memory of the host that is not pinned
+    do not return before.
+    """
 
     def __init__(self, nbytes: int, device: _core.Device) -> None:
         self._bytes = payload.shared_bytes(nbytes)
@@ -72,7 +60,7 @@ class StockSession(BucketSession):
         self._engine = engine
         self._timeout = timeout
         self._on_gpu = on_gpu
-        self._ring: Ring | None = None
+        self._ring: SharedRing | GpuRing | None = None
         self._last = -1
         self._version = ""
 
