@@ -13,7 +13,6 @@ import contextlib
 import json
 import re
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 from wsync import _core
 from wsync.handles.base import EngineHandle, handle, send_control
+from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, Control
 from wsync.trainer.requests import Calls
 
@@ -81,26 +81,26 @@ def inspect(
         raise _core.UnsupportedError(
             f"engine {asked.name}: does not run wsync's loader, it takes {asked.load_formats}"
         )
-    end = time.monotonic() + timeout
+    deadline = Deadline(timeout)
     try:
-        return _ask(asked, end)
+        return _ask(asked, deadline)
     except _core.RemoteError as error:
         if "begin_weight_update" not in str(error):
             raise
         # SGLang 0.5.23 takes such requests only in a weight-update session
-        asked.pause("in_place", end - time.monotonic())
+        asked.pause("in_place", deadline.left)
         try:
-            return _ask(asked, end)
+            return _ask(asked, deadline)
         finally:
-            asked.resume(max(end - time.monotonic(), 1.0))
+            asked.resume(max(deadline.left, 1.0))
 
 
-def _ask(engine: EngineHandle, end: float) -> list[WorkerReport]:
+def _ask(engine: EngineHandle, deadline: Deadline) -> list[WorkerReport]:
     with contextlib.ExitStack() as doors:
         exporters = [_core.Exporter(None) for _ in range(engine.workers)]
         for exporter in exporters:
             doors.callback(exporter.close)
-        left = end - time.monotonic()
+        left = deadline.left
         messages = [
             Control(op="inspect", session="0", update=0, deadline=left, address=door.address)
             for door in exporters
@@ -113,7 +113,7 @@ def _ask(engine: EngineHandle, end: float) -> list[WorkerReport]:
         found = []
         for number, exporter in enumerate(exporters):
             try:
-                answer = exporter.accept(end - time.monotonic(), asking.check)
+                answer = exporter.accept(deadline.left, asking.check)
                 found.append(WorkerReport(**json.loads(answer)))
             except _core.DeadlineError:
                 raise _core.DeadlineError(
@@ -123,7 +123,7 @@ def _ask(engine: EngineHandle, end: float) -> list[WorkerReport]:
                 raise _core.ProtocolError(
                     f"a worker's answer: {error}; use the same wsync on both sides"
                 ) from None
-        asking.join(end - time.monotonic())
+        asking.join(deadline.left)
     return sorted(found, key=lambda worker: worker.worker)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from wsync import _core
+from wsync.machine.deadline import Deadline
 from wsync.machine.shared_libraries import bundled
 
 if TYPE_CHECKING:
@@ -120,12 +121,9 @@ def await_torch(device: _core.Device, timeout: float = _TORCH_SECONDS) -> None:
     if device.ordinal < 0 or not torch.cuda.is_available():
         return
     stream: Any = torch.cuda.current_stream(device.ordinal)
-    passed, end = stream.record_event(), time.monotonic() + timeout
+    passed, deadline = stream.record_event(), Deadline(timeout)
     while not passed.query():
-        if time.monotonic() > end:
-            raise _core.DeadlineError(
-                f"{device!r}: torch has not done what it was given in {timeout:.0f} s"
-            )
+        deadline.check(f"{device!r}: torch has not done what it was given")
         time.sleep(_POLL_SECONDS)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from wsync import _core
 from wsync.exchange.groups import Rendezvous
-from wsync.handles.base import EngineHandle
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.machine.lanes import Lane, result
+from wsync.messages.control import FLATTENED_BUCKET
 from wsync.options import Options
 from wsync.trainer.manifest import Manifest
 from wsync.trainer.requests import Calls, UnderWay
@@ -34,7 +34,7 @@ class BroadcastRequests:
 
     def __init__(
         self,
-        engines: Sequence[EngineHandle],
+        engines: Sequence[Any],
         places: Mapping[int, Rendezvous],
         lock: Any,
         options: Options,
@@ -66,7 +66,7 @@ class BroadcastRequests:
         # a source whose group does not come about says why before engines are given up
         deadline = Deadline(self._options.request_deadline)
 
-        def join(index: int, engine: EngineHandle) -> None:
+        def join(index: int, engine: Any) -> None:
             before = sum(other.workers for _, other in self._engines[:index])
             for place in self._places.values():
                 arguments = {
@@ -77,7 +77,7 @@ class BroadcastRequests:
                     "group_name": place.name,
                     "backend": place.backend,
                 }
-                _call(engine, "init_weights_update_group", arguments, deadline.left)
+                engine.call("init_weights_update_group", arguments, deadline.left)
 
         self._joining = Calls(self._engines, join)
 
@@ -95,7 +95,7 @@ class BroadcastRequests:
                     "group_name": place.name,
                 }
                 if self._options.broadcast != "tensor":
-                    arguments["load_format"] = "flattened_bucket"
+                    arguments["load_format"] = FLATTENED_BUCKET
                 if bucket:
                     self._rounds[round].append(arguments)
 
@@ -147,22 +147,22 @@ class BroadcastRequests:
         if joining is None:
             return
 
-        def leave(index: int, engine: EngineHandle) -> None:
+        def leave(index: int, engine: Any) -> None:
             for place in self._places.values():
                 arguments = {"group_name": place.name}
                 with contextlib.suppress(_core.RemoteError):  # it had not come so far
-                    _call(engine, "destroy_weights_update_group", arguments, LEAVE_SECONDS)
+                    engine.call("destroy_weights_update_group", arguments, LEAVE_SECONDS)
 
         # an engine's handle may lack the call, and this is no place to say so
         with contextlib.suppress(Exception):
             Calls(self._engines, leave).join(LEAVE_SECONDS)
 
-    def _tell(self, engine: EngineHandle, arguments: Mapping[str, Any]) -> None:
+    def _tell(self, engine: Any, arguments: Mapping[str, Any]) -> None:
         if self._given_up.is_set():
             return
         try:
             timeout = self._options.request_deadline
-            _call(engine, "update_weights_from_distributed", arguments, timeout)
+            engine.call("update_weights_from_distributed", arguments, timeout)
         except BaseException:
             self._given_up.set()
             raise
@@ -221,7 +221,3 @@ class _Lock:
 
 def _nothing() -> None:
     """For waits that nothing ends but the deadline."""
-
-
-def _call(engine: Any, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-    engine.call(method, arguments, timeout)

@@ -149,11 +149,12 @@ class EngineRequests:
 
     def close(self, version: str, check: Check, between: Check) -> None:
         """Ends the opening requests, records the version, and has the engines go on.  `between` is
-        called when all have the version and before any goes on."""
+        called before any is given the version, and once more before any goes on."""
         deadline = Deadline(self._options.deadline)
         if self._opened is not None:
             self._opened.join(deadline.left, check)
             self._opened = None
+        between()
         closing = self._closing
 
         def close(index: int, engine: EngineHandle, remaining: Callable[[], float]) -> None:
