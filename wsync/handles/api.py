@@ -60,7 +60,7 @@ class ApiHandle(ABC):
         settings = {
             "load_format": load_format,
             "flush_cache": False,
-            **version_argument(weight_version),
+            **_version(weight_version),
         }
         self._update(payloads, settings, timeout)
 
@@ -72,7 +72,7 @@ class ApiHandle(ABC):
     def update_weights_from_disk(
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
-        arguments = {"model_path": path, **version_argument(weight_version)}
+        arguments = {"model_path": path, **_version(weight_version)}
         self._do("update_weights_from_disk", arguments, timeout)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
@@ -90,5 +90,5 @@ class ApiHandle(ABC):
         return self._info(("server_info", "get_server_info"), timeout)
 
 
-def version_argument(version: int | str | None) -> dict[str, str]:
+def _version(version: int | str | None) -> dict[str, str]:
     return {} if version is None else {"weight_version": str(version)}

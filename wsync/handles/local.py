@@ -31,7 +31,7 @@ class LocalHandle(ApiHandle):
     """
 
     def __init__(self, engine: object, *, workers: int | None = None) -> None:
-        self._engine = engine
+        self._engine: Any = engine
         self.name = str(getattr(engine, "name", None) or f"{type(engine).__qualname__} object")
         if workers is None:
             workers = getattr(engine, "workers", 1)
@@ -64,7 +64,7 @@ class LocalHandle(ApiHandle):
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         check_answer(self.name, method, self._call(method, timeout, **arguments))
 
-    def _call(self, method: str, timeout: float, **arguments: Any) -> Any:
+    def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
         function: Callable[..., Any] = getattr(self._engine, method)
         return self._run(lambda: function(**arguments), method, timeout)
 
@@ -100,7 +100,7 @@ class RayHandle(LocalHandle):
                 f"engine {self.name}: say how many workers a Ray actor's engine has (workers=)"
             )
 
-    def _call(self, method: str, timeout: float, **arguments: Any) -> Any:
+    def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
         ray = importlib.import_module("ray")
         where = f"engine {self.name}: {method}"
         try:
