@@ -41,8 +41,11 @@ class LoadTarget(Protocol):
     def buffers(self) -> BufferTable:
         """The memory that the layout's buffers are."""
 
-    def check(self) -> None:
-        """Raises where what has come cannot be served; called when every byte has."""
+    def check_values(self) -> None:
+        """LayoutError: what has come cannot be served; called when every byte has."""
+
+    def check_places(self) -> None:
+        """StateError: a tensor is not where it was any more."""
 
 
 class Destination:
@@ -52,7 +55,7 @@ class Destination:
     is bound to by then.
 
     twins: (name, index in `names`) of further names that a tensor is delivered under; each gets
-    memory of its own, and `check` compares it.
+    memory of its own, and `check_values` compares it.
     """
 
     def __init__(
@@ -120,16 +123,14 @@ class Destination:
     def buffers(self) -> BufferTable:
         return BufferTable.of(self.table, self._memory)
 
-    def check(self) -> None:
-        """What can be said when every byte has come.
-
-        Raises:
-            StateError: a tensor is not where it was any more.
-            LayoutError: two names of one tensor have brought different values.
-        """
+    def check_places(self) -> None:
+        """StateError: a tensor is not where it was any more."""
         for name, tensor, memory in zip(self.names, self.tensors, self._memory, strict=False):
             if seen(tensor) != seen(memory):
                 raise StateError(f"{name}: its memory was replaced while the update ran")
+
+    def check_values(self) -> None:
+        """LayoutError: two names of one tensor have brought different values."""
         for number, (name, index) in enumerate(self.twins, len(self.names)):
             if not same_bytes(self._memory[number], self._memory[index]):
                 raise LayoutError(
@@ -153,7 +154,10 @@ class Boxes:
     def buffers(self) -> BufferTable:
         return BufferTable.of(describe(self._memory, gpu=True), self._memory)
 
-    def check(self) -> None:
+    def check_values(self) -> None:
+        """Each element has one name."""
+
+    def check_places(self) -> None:
         """StateError: a tensor is not where it was any more."""
         for number, (tensor, memory) in enumerate(zip(self._tensors, self._memory, strict=True)):
             if seen(tensor) != seen(memory):

@@ -55,7 +55,8 @@ def load(
                     destinations,
                     end,
                 )
-                found.check()
+                found.check_places()
+                found.check_values()
                 checkpoint.check()
         finally:
             reading.close()

@@ -35,7 +35,7 @@ from wsync._core import (
     held_tensors,
 )
 from wsync.dtypes import dtype_of
-from wsync.engine.destination import Boxes, Destination, aliases, listed
+from wsync.engine.destination import Boxes, Destination, LoadTarget, aliases, listed
 from wsync.machine import device
 from wsync.messages.control import PIECES, WHOLE
 
@@ -183,7 +183,81 @@ class Router:
         self._destinations = None
 
 
-class LayoutLoader:
+class _Loading:
+    """What loaders keep of a plan, and of one update."""
+
+    def __init__(self) -> None:
+        self._manifest: RingManifest | None = None
+        self._loaded: set[int] = set()
+
+    def attach(self, ring: Memory, manifest: Layout) -> None:
+        self._manifest = None
+        self._manifest = RingManifest(ring, manifest)
+
+    def begin(self, rounds: int) -> None:
+        self._attached().check_rounds(rounds)
+        self._loaded = set()
+
+    def load(self, round: int) -> None:
+        self._attached()
+        self._loaded.add(round)
+
+    def finish(self, timeout: float) -> Receipt:
+        return self._attached().receipt(self._loaded)
+
+    def _attached(self) -> RingManifest:
+        if self._manifest is None:
+            raise StateError("no ring is attached")
+        return self._manifest
+
+
+class _Routed(_Loading):
+    """Copies boxes to where an update finds them, on a stream of its own."""
+
+    def __init__(self, place: str, threads: int) -> None:
+        super().__init__()
+        self.device = device.find(place or device.wanted())
+        self.stream = Stream(threads, self.device)
+        self._router: Router | None = None
+        self._target: LoadTarget | None = None  # while an update runs
+
+    def attach(self, ring: Memory, manifest: Layout) -> None:
+        self._router = None
+        super().attach(ring, manifest)
+
+    def _route(self, target: LoadTarget) -> None:
+        """Has what is loaded from now on go there."""
+        if self._router is None:
+            self._router = Router(self._attached(), target.layout(), self.stream)
+        self._router.bind(target.buffers())
+        self._target = target
+
+    def load(self, round: int) -> None:
+        super().load(round)
+        assert self._router is not None
+        self._router.load(round)
+
+    def finish(self, timeout: float) -> Receipt:
+        receipt = super().finish(timeout)
+        assert self._router is not None and self._target is not None
+        self._router.finish(timeout)
+        self._target.check_values()
+        return receipt
+
+    def confirm(self) -> None:
+        """The one look at where the tensors are: what `finish` would see, this sees as well."""
+        target, self._target = self._target, None
+        if target is not None:
+            target.check_places()
+
+    def abandon(self) -> None:
+        self.stream.abandon()
+        self._target = None
+        if self._router is not None:
+            self._router.release()
+
+
+class LayoutLoader(_Routed):
     """Loads the boxes of a worker that keeps fused or sharded parameters.
 
     layout: this worker's boxes; buffer i is tensors[i], offsets count from its first element.
@@ -198,52 +272,14 @@ class LayoutLoader:
             raise LayoutError(f"layout of {layout.buffer_count()} buffers, {len(tensors)} tensors")
         self._layout = layout
         self._tensors = list(tensors)
-        self.device = device.find(device.of(describe(self._tensors, gpu=True)) or device.wanted())
-        self.stream = Stream(threads, self.device)
-        self._router: Router | None = None
-        self._boxes: Boxes | None = None  # while an update runs
-        self._loaded: set[int] = set()
+        super().__init__(device.of(describe(self._tensors, gpu=True)), threads)
 
     def blob(self) -> bytes:
         return self._layout.to_bytes()
 
-    def attach(self, ring: Memory, manifest: Layout) -> None:
-        self._router = None
-        self._router = Router(RingManifest(ring, manifest), self._layout, self.stream)
-
     def begin(self, rounds: int) -> None:
-        router = self._attached()
-        router.manifest.check_rounds(rounds)
-        self._boxes = Boxes(self._layout, self._tensors)
-        router.bind(self._boxes.buffers())
-        self._loaded = set()
-
-    def load(self, round: int) -> None:
-        self._loaded.add(round)
-        self._attached().load(round)
-
-    def finish(self, timeout: float) -> Receipt:
-        router = self._attached()
-        router.finish(timeout)
-        assert self._boxes is not None
-        self._boxes.check()
-        return router.manifest.receipt(self._loaded)
-
-    def confirm(self) -> None:
-        boxes, self._boxes = self._boxes, None
-        if boxes is not None:
-            boxes.check()
-
-    def abandon(self) -> None:
-        self.stream.abandon()
-        self._boxes = None
-        if self._router is not None:
-            self._router.release()
-
-    def _attached(self) -> Router:
-        if self._router is None:
-            raise StateError("no ring is attached")
-        return self._router
+        super().begin(rounds)
+        self._route(Boxes(self._layout, self._tensors))
 
 
 class ModuleLoader:
@@ -267,74 +303,50 @@ class ModuleLoader:
         ignore: Iterable[str] = (),
         threads: int = 1,
     ) -> None:
-        self._module = module
-        self._ignore = frozenset(ignore)
         method = load_weights if load_weights is not None else getattr(module, "load_weights", None)
-        self._strategy: _ByCall | _ByName = (
-            _ByName(module, self._ignore, threads)
+        self._way: _ByCall | _ByName = (
+            _ByName(module, frozenset(ignore), threads)
             if method is None
-            else _ByCall(module, method, self._ignore)
+            else _ByCall(module, method, frozenset(ignore))
         )
-        self._manifest: RingManifest | None = None
-        self._loaded: set[int] = set()
 
     @property
     def device(self) -> Device:
-        return self._strategy.device
+        return self._way.device
 
     @property
     def stream(self) -> Stream | None:
-        return self._strategy.stream
+        return self._way.stream
 
     def blob(self) -> bytes:
-        return PIECES if isinstance(self._strategy, _ByName) else WHOLE
+        return PIECES if isinstance(self._way, _ByName) else WHOLE
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
-        self._manifest = None
-        described = RingManifest(ring, manifest)
-        self._strategy.attach(described)
-        self._manifest = described
+        self._way.attach(ring, manifest)
 
     def begin(self, rounds: int) -> None:
-        self._attached().check_rounds(rounds)
-        self._strategy.begin()
-        self._loaded = set()
+        self._way.begin(rounds)
 
     def load(self, round: int) -> None:
-        self._attached()
-        self._loaded.add(round)
-        self._strategy.load(round)
+        self._way.load(round)
 
     def finish(self, timeout: float) -> Receipt:
-        manifest = self._attached()
-        self._strategy.finish(timeout)
-        return manifest.receipt(self._loaded)
+        return self._way.finish(timeout)
 
     def confirm(self) -> None:
-        self._strategy.confirm()
+        self._way.confirm()
 
     def abandon(self) -> None:
-        if self.stream is not None:
-            self.stream.abandon()
-        self._strategy.abandon()
-
-    def _attached(self) -> RingManifest:
-        if self._manifest is None:
-            raise StateError("no ring is attached")
-        return self._manifest
+        self._way.abandon()
 
 
-class _ByName:
+class _ByName(_Routed):
     """Copies tensors to the parameters and buffers of the same name."""
 
     def __init__(self, module: torch.nn.Module, ignore: frozenset[str], threads: int) -> None:
+        super().__init__(device.of_module(module), threads)
         self._module = module
         self._ignore = ignore
-        self.device = device.find(device.of_module(module) or device.wanted())
-        self.stream = Stream(threads, self.device)
-        self._manifest: RingManifest | None = None
-        self._router: Router | None = None
-        self._destination: Destination | None = None  # while an update runs
         self._names: list[str] = []
         self._twins: list[tuple[str, int]] = []
         self._held: tuple[list[str | None], list[_Reference]] = [], []
@@ -343,31 +355,25 @@ class _ByName:
         self._places: list[int] = []
         self._table = describe([]).form()  # of the tensors that the router knows
 
-    def attach(self, manifest: RingManifest) -> None:
-        self._manifest = manifest
-        self._router = None
-
-    def begin(self) -> None:
+    def begin(self, rounds: int) -> None:
         """Finds the parameters as they are now: they may be replaced, move or change their
         strides between updates, which is rare and has to be noticed at little cost."""
-        assert self._manifest is not None
+        super().begin(rounds)
         names, held = held_tensors(self._module)
         if self._router is not None and self._places and self._same(names, held):
             tensors = [held[place] for place in self._places]
             found = Destination(self._names, tensors, self._twins)
         else:
-            found = Destination.of(self._module, self._manifest.shapes, self._ignore)
+            found = Destination.of(self._module, self._attached().shapes, self._ignore)
             if (found.names, found.twins) != (self._names, self._twins):
                 self._names, self._twins, self._router = found.names, found.twins, None
             self._held = names, [weakref.ref(tensor) for tensor in held]
             places = {id(tensor): place for place, tensor in enumerate(held)}
             owned = all(id(tensor) in places for tensor in found.tensors)
             self._places = [places[id(tensor)] for tensor in found.tensors] if owned else []
-        if self._router is None or found.table.differs(self._table) is not None:
-            self._router = Router(self._manifest, found.layout(), self.stream)
-            self._table = found.table.form()
-        self._router.bind(found.buffers())
-        self._destination = found
+        if found.table.differs(self._table) is not None:
+            self._table, self._router = found.table.form(), None
+        self._route(found)
 
     def _same(self, names: list[str | None], tensors: list[torch.Tensor]) -> bool:
         """Whether the module holds what it held when it was looked at last, under those names."""
@@ -378,34 +384,15 @@ class _ByName:
             and all(map(operator.is_, map(operator.call, references), tensors))
         )
 
-    def load(self, round: int) -> None:
-        assert self._router is not None
-        self._router.load(round)
-
-    def finish(self, timeout: float) -> None:
-        assert self._router is not None and self._destination is not None
-        self._router.finish(timeout)
-        self._check(self._destination)
-
     def confirm(self) -> None:
-        found, self._destination = self._destination, None
-        if found is not None:
-            self._check(found)
-
-    def _check(self, found: Destination) -> None:
-        found.check()
+        super().confirm()
         if not self._same(*held_tensors(self._module)):
             raise StateError(
                 f"{type(self._module).__name__}: a tensor was replaced while the update ran"
             )
 
-    def abandon(self) -> None:
-        self._destination = None
-        if self._router is not None:
-            self._router.release()
 
-
-class _ByCall:
+class _ByCall(_Loading):
     """Hands views of the ring to a load_weights method.
 
     On a GPU, too, a round has come before that is called, and torch has done what it asked for
@@ -417,28 +404,28 @@ class _ByCall:
     def __init__(
         self, module: torch.nn.Module, method: LoadWeights, ignore: frozenset[str]
     ) -> None:
+        super().__init__()
         self._module = module
         self._method = method
         self._ignore = ignore
         self.device = device.find(device.of_module(module))
         self._like = torch.empty(0)
-        self._manifest: RingManifest | None = None
         self._pool: ViewPool | None = None
         self._keeps: bool | None = None  # unknown until a round was watched
         self._named: set[str] | None = None
         self._tied: dict[str, str] = {}  # names of one tensor: the first of them
         self._sums: dict[str, tuple[str, int]] = {}  # of those tensors, and who brought it
 
-    def attach(self, manifest: RingManifest) -> None:
-        self._manifest = manifest
-        self._pool = ViewPool(manifest.ring)
+    def attach(self, ring: Memory, manifest: Layout) -> None:
+        super().attach(ring, manifest)
+        self._pool = ViewPool(ring)
 
-    def begin(self) -> None:
+    def begin(self, rounds: int) -> None:
         """What the loader does with its tensors is not known; those that go by the name and shape
         of a parameter must not lie in one place."""
-        assert self._manifest is not None
+        super().begin(rounds)
         self._named, self._sums = None, {}
-        shapes = self._manifest.shapes
+        shapes = self._attached().shapes
         state = {
             name: tensor
             for name, tensor in self._module.named_parameters(remove_duplicate=False)
@@ -464,13 +451,15 @@ class _ByCall:
                 )
 
     def load(self, round: int) -> None:
-        assert self._manifest is not None and self._pool is not None
-        if round not in self._manifest.rounds:
+        super().load(round)
+        manifest = self._attached()
+        assert self._pool is not None
+        if round not in manifest.rounds:
             return
         if self._keeps is None:
             self._watch(round)
             return
-        pairs = self._pool.views(self._like, self._manifest.layout, round)
+        pairs = self._pool.views(self._like, manifest.layout, round)
         if self._keeps:
             pairs = [(name, view.clone()) for name, view in pairs]
         self._call(pairs)
@@ -484,18 +473,21 @@ class _ByCall:
                 "the update is given up, the next one will be given copies"
             )
 
-    def finish(self, timeout: float) -> None:
-        assert self._manifest is not None
-        shapes = self._manifest.shapes
-        empty = [(n, torch.empty(shapes[n], dtype=dtype_of(d))) for n, d in self._manifest.empty]
+    def finish(self, timeout: float) -> Receipt:
+        receipt, manifest = super().finish(timeout), self._attached()
+        empty = [
+            (name, torch.empty(manifest.shapes[name], dtype=dtype_of(dtype)))
+            for name, dtype in manifest.empty
+        ]
         if empty:
             self._call(empty)
         if self._named is None:
-            return
+            return receipt
         parameters = {name for name, _ in self._module.named_parameters()}
         missing = parameters - self._named - self._ignore
         if missing:
             raise LayoutError(f"{listed(missing)}: not loaded by {self._who()}")
+        return receipt
 
     def confirm(self) -> None:
         """What the loader has done with the module is its own."""
@@ -506,14 +498,14 @@ class _ByCall:
     def _watch(self, round: int) -> None:
         """The first round is given out as views of a private copy, so that a loader that keeps
         them is found out without harm."""
-        assert self._manifest is not None
-        items = self._manifest.rounds[round]
+        manifest = self._attached()
+        items = manifest.rounds[round]
         start = min(offset for _, _, _, offset in items)
         end = max(
             offset + _numel(shape) * dtype_of(dtype).itemsize for _, dtype, shape, offset in items
         )
         pool = ViewPool(Memory(end - start, self.device))
-        ring = ViewPool(self._manifest.ring)
+        ring = ViewPool(manifest.ring)
         every = ("uint8", (end - start,))
         pool.view(self._like, *every, 0).copy_(ring.view(self._like, *every, start))
         self._call(

@@ -359,7 +359,7 @@ class Engine:
         with self.state.loading(names, wanted, origin) as came, torch.no_grad():
             for name, tensor in _once(pairs, state, first, came):
                 state[name].copy_(tensor)
-            target.check()
+            target.check_places()
 
     def _wanted(self) -> dict[str, str]:
         """The tensor that each name stands for, of all that an update has to bring."""
