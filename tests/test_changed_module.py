@@ -138,15 +138,15 @@ class LoadingParts(Parts):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: ModuleLoader(Parts()), lambda: RecordedLoader(LoadingParts())]
+    ("make", "module"),
+    [(ModuleLoader, Parts()), (RecordedLoader, LoadingParts())],
+    ids=["by name", "learnt"],
 )
 def test_modules_that_exchange_their_names_get_what_they_are_called_now(
-    make: Callable[[], Any],
+    make: Callable[[Parts], Any], module: Parts
 ) -> None:
-    loader = make()
-    module: Any = loader._module
     weights = [{f"{n}.weight": t for n, t in draw(seed).items()} for seed in range(2)]
-    engine = ThreadEngine([loader])
+    engine = ThreadEngine([make(module)])
     with wsync.connect(weights[0], engines=[engine], options=OPTIONS) as sync:
         sync.update()
         module.exchange()
@@ -186,6 +186,29 @@ def test_a_parameter_behind_a_state_dict_of_the_modules_own_is_not_replaced_unse
             sync.update()
         sync.update()
     assert torch.equal(module.fused, torch.cat([draw(0)["a"], draw(0)["b"]]))
+
+
+def apart(module: Pair) -> None:
+    module.b.data = module.b.data.clone()
+
+
+def converted(module: Pair) -> None:
+    module.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [apart, converted])
+def test_parameters_of_one_memory_that_come_apart_are_both_delivered(
+    change: Callable[[Pair], None],
+) -> None:
+    module = Pair()
+    module.b = parameter(module.a.data)
+    weights = {name: draw(0)["a"] for name in "ab"}
+    with wsync.connect(weights, [ThreadEngine([ModuleLoader(module)])], options=OPTIONS) as sync:
+        sync.update()
+        change(module)
+        sync.update(draw(1))
+    for name, tensor in module.named_parameters():
+        assert torch.equal(tensor, draw(1)[name].to(tensor.dtype))
 
 
 @pytest.mark.parametrize("when", ["begin", "finish"])

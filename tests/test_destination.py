@@ -338,3 +338,20 @@ def test_buckets_for_parameters_that_share_memory_are_refused(kind: str) -> None
     success, text = bucket(engine_of(module), a=weights_of(module)["a"])
     assert not success and "a and b are kept in the same memory" in text
     assert not any(tensor.any() for tensor in module.state_dict().values())
+
+
+@pytest.mark.parametrize("change", ["rebound", "renamed", "untied"])
+def test_a_module_that_changes_while_it_is_filled_is_not_called_filled(change: str) -> None:
+    module = torch.nn.Module()
+    module.a = torch.nn.Parameter(torch.zeros(4))
+    module.b = torch.nn.Parameter(module.a.data)
+    target = Destination.of(module, {"a": (4,), "b": (4,)})
+    target.check_places()
+    if change == "rebound":
+        module.a = torch.nn.Parameter(torch.zeros(4))
+    elif change == "renamed":
+        module.c = module._parameters.pop("a")
+    else:
+        module.b.data = module.b.data.clone()
+    with pytest.raises(wsync.WsyncError, match="replaced while the update ran"):
+        target.check_places()

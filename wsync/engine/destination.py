@@ -8,8 +8,10 @@ delivered if they bring the same bytes, and nothing is copied to memory that is 
 from __future__ import annotations
 
 import itertools
+import operator
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -48,28 +50,55 @@ class LoadTarget(Protocol):
         """StateError: a tensor is not where it was any more."""
 
 
+class Snapshot:
+    """Which tensors a module holds at one moment, under which names.  Keeps none of them."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._names, tensors = held_tensors(module)
+        self._references = [weakref.ref(tensor) for tensor in tensors]
+
+    def tensors(self) -> list[torch.Tensor] | None:
+        """The tensors, as long as the module holds those and no others; else None."""
+        names, tensors = held_tensors(self._module)
+        same = names == self._names and len(tensors) == len(self._references)
+        if same and all(map(operator.is_, map(operator.call, self._references), tensors)):
+            return tensors
+        return None
+
+
+class Twin(NamedTuple):
+    """A further name that a tensor is delivered under; `first` is the place of its first one."""
+
+    name: str
+    first: int
+    tensor: torch.Tensor
+
+
 class Destination:
     """Tensors to fill for one update, and the names that they are delivered under.
 
     Keeps the memory of all of them: it is there until the last copy has run, whatever the module
     is bound to by then.
 
-    twins: (name, index in `names`) of further names that a tensor is delivered under; each gets
-    memory of its own, and `check_values` compares it.
+    twins: each gets memory of its own, which `check_values` compares.  snapshot: of the module that
+    the tensors are found in by name.
     """
 
     def __init__(
         self,
         names: Sequence[str],
         tensors: Sequence[torch.Tensor],
-        twins: Sequence[tuple[str, int]] = (),
+        twins: Sequence[Twin] = (),
+        snapshot: Snapshot | None = None,
     ) -> None:
+        self.snapshot = snapshot
         self.names = list(names)
         self.tensors = list(tensors)
         self.twins = list(twins)
-        copies = [torch.empty_like(tensors[index]) for _, index in twins]
+        copies = [torch.empty_like(tensors[twin.first]) for twin in twins]
         self._memory = [tensor.detach() for tensor in (*tensors, *copies)]
-        every = [*names, *(name for name, _ in twins)]
+        every = [*names, *(twin.name for twin in twins)]
         self.table = describe(self._memory, every, gpu=True)
         self._every = every
 
@@ -88,12 +117,13 @@ class Destination:
             LayoutError: something else does not fit; the text names it.
         """
         who = type(module).__name__
+        snapshot = Snapshot(module)
         state = state_of(module)
         unknown = delivered.keys() - state.keys() - ignore
         if unknown:
             raise LayoutError(f"{listed(unknown)}: not in {who}")
         names: list[str] = []
-        twins: list[tuple[str, int]] = []
+        twins: list[Twin] = []
         missing: list[str] = []
         for group in aliases(state):
             given = [name for name in group if name in delivered]
@@ -106,13 +136,13 @@ class Destination:
                         f"in {who}"
                     )
             if given and state[given[0]].numel():
-                twins += [(name, len(names)) for name in given[1:]]
+                twins += [Twin(name, len(names), state[name]) for name in given[1:]]
                 names.append(given[0])
         if missing:
             raise MissingError(f"{listed(missing)}: in {who}, not delivered")
         tensors = [state[name] for name in names]
         check_owned(module, names, tensors)
-        return cls(names, tensors, twins)
+        return cls(names, tensors, twins, snapshot)
 
     def layout(self) -> Layout:
         """One buffer for every name."""
@@ -124,14 +154,18 @@ class Destination:
         return BufferTable.of(self.table, self._memory)
 
     def check_places(self) -> None:
-        """StateError: a tensor is not where it was any more."""
-        for name, tensor, memory in zip(self.names, self.tensors, self._memory, strict=False):
+        """StateError: a tensor is not where it was any more, or not in the module."""
+        found = list(zip(self.names, self.tensors, self._memory, strict=False))
+        found += [(name, tensor, self._memory[index]) for name, index, tensor in self.twins]
+        for name, tensor, memory in found:
             if seen(tensor) != seen(memory):
                 raise StateError(f"{name}: its memory was replaced while the update ran")
+        if self.snapshot is not None and self.snapshot.tensors() is None:
+            raise StateError("a tensor of the module was replaced while the update ran")
 
     def check_values(self) -> None:
         """LayoutError: two names of one tensor have brought different values."""
-        for number, (name, index) in enumerate(self.twins, len(self.names)):
+        for number, (name, index, _) in enumerate(self.twins, len(self.names)):
             if not same_bytes(self._memory[number], self._memory[index]):
                 raise LayoutError(
                     f"{name} and {self.names[index]} are one tensor of the module, and {name} "

@@ -10,9 +10,7 @@ A loader belongs to one worker and is driven by wsync.engine.receiver.Receiver:
 """
 
 import gc
-import operator
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -32,15 +30,14 @@ from wsync._core import (
     ViewPool,
     checksum,
     describe,
-    held_tensors,
 )
 from wsync.dtypes import dtype_of
-from wsync.engine.destination import Boxes, Destination, LoadTarget, aliases, listed
+from wsync.engine.destination import Boxes, Destination, LoadTarget, Twin, aliases, listed
+from wsync.engine.learn.module_memory import seen
 from wsync.machine import device
 from wsync.messages.control import PIECES, WHOLE
 
 Losing = Callable[[], object]
-_Reference = Callable[[], torch.Tensor | None]
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]
 
 
@@ -347,49 +344,52 @@ class _ByName(_Routed):
         super().__init__(device.of_module(module), threads)
         self._module = module
         self._ignore = ignore
-        self._names: list[str] = []
-        self._twins: list[tuple[str, int]] = []
-        self._held: tuple[list[str | None], list[_Reference]] = [], []
-        # of the tensors with those names in what is held; empty for a state_dict of the module's
-        # own making, which has to be asked each time
-        self._places: list[int] = []
+        self._found: _Found | None = None
         self._table = describe([]).form()  # of the tensors that the router knows
 
     def begin(self, rounds: int) -> None:
-        """Finds the parameters as they are now: they may be replaced, move or change their
-        strides between updates, which is rare and has to be noticed at little cost."""
+        """Finds the parameters as they are now: they may be replaced, move, come apart or change
+        their strides between updates, which is rare and has to be noticed at little cost."""
         super().begin(rounds)
-        names, held = held_tensors(self._module)
-        if self._router is not None and self._places and self._same(names, held):
-            tensors = [held[place] for place in self._places]
-            found = Destination(self._names, tensors, self._twins)
-        else:
-            found = Destination.of(self._module, self._attached().shapes, self._ignore)
-            if (found.names, found.twins) != (self._names, self._twins):
-                self._names, self._twins, self._router = found.names, found.twins, None
-            self._held = names, [weakref.ref(tensor) for tensor in held]
-            places = {id(tensor): place for place, tensor in enumerate(held)}
-            owned = all(id(tensor) in places for tensor in found.tensors)
-            self._places = [places[id(tensor)] for tensor in found.tensors] if owned else []
-        if found.table.differs(self._table) is not None:
-            self._table, self._router = found.table.form(), None
-        self._route(found)
+        target = self._found.again() if self._found is not None and self._router else None
+        if target is None:
+            target = Destination.of(self._module, self._attached().shapes, self._ignore)
+            found = _Found(target)
+            if self._found is None or self._found.names != found.names:
+                self._router = None
+            self._found = found
+        if target.table.differs(self._table) is not None:
+            self._table, self._router = target.table.form(), None
+        self._route(target)
 
-    def _same(self, names: list[str | None], tensors: list[torch.Tensor]) -> bool:
-        """Whether the module holds what it held when it was looked at last, under those names."""
-        known, references = self._held
-        return (
-            known == names
-            and len(references) == len(tensors)
-            and all(map(operator.is_, map(operator.call, references), tensors))
-        )
 
-    def confirm(self) -> None:
-        super().confirm()
-        if not self._same(*held_tensors(self._module)):
-            raise StateError(
-                f"{type(self._module).__name__}: a tensor was replaced while the update ran"
-            )
+class _Found:
+    """What a Destination was made of, to make the same one again without the module's state_dict;
+    keeps no tensors."""
+
+    def __init__(self, target: Destination) -> None:
+        assert target.snapshot is not None
+        self.names = target.names, [(twin.name, twin.first) for twin in target.twins]
+        self._snapshot = target.snapshot
+        tensors = [*target.tensors, *(twin.tensor for twin in target.twins)]
+        places = {id(t): place for place, t in enumerate(self._snapshot.tensors() or [])}
+        # where a state_dict of the module's own making gives others, it is asked each time
+        self._places = [places.get(id(tensor), -1) for tensor in tensors]
+        self._seen = list(map(seen, tensors))
+
+    def again(self) -> Destination | None:
+        """None: the module, or the memory of a tensor, is not what it was."""
+        held = None if -1 in self._places else self._snapshot.tensors()
+        if held is None:
+            return None
+        tensors = [held[place] for place in self._places]
+        if list(map(seen, tensors)) != self._seen:
+            return None
+        names, pairs = self.names
+        twins = [
+            Twin(*pair, tensor) for pair, tensor in zip(pairs, tensors[len(names) :], strict=True)
+        ]
+        return Destination(names, tensors[: len(names)], twins, self._snapshot)
 
 
 class _ByCall(_Loading):

@@ -32,7 +32,14 @@ from wsync._core import (
 )
 from wsync.demo.engines.gate import Gate
 from wsync.engine import disk
-from wsync.engine.destination import Destination, aliases, check_owned, same_bytes, state_of
+from wsync.engine.destination import (
+    Destination,
+    Snapshot,
+    aliases,
+    check_owned,
+    same_bytes,
+    state_of,
+)
 from wsync.engine.groups import BROADCAST_SECONDS, UpdateGroups
 from wsync.engine.loaders import ModuleLoader
 from wsync.engine.receiver import Receiver
@@ -336,6 +343,7 @@ class Engine:
 
     def _copy(self, pairs: Sequence[tuple[str, torch.Tensor]], origin: str = "") -> None:
         """Copies a bucket by name.  What fits is checked before the first byte is written."""
+        snapshot = Snapshot(self.model)
         who, state = type(self.model).__name__, state_of(self.model)
         pairs = [(name, t) for name, t in pairs if name in state or name not in self._ignore]
         for name, tensor in pairs:
@@ -353,7 +361,7 @@ class Engine:
         wanted = self._wanted()
         names = [name for name, _ in pairs]
         filled = sorted({*wanted.values(), *(first[name] for name in names if name in first)})
-        target = Destination(filled, [state[name] for name in filled])
+        target = Destination(filled, [state[name] for name in filled], snapshot=snapshot)
         check_owned(self.model, filled, target.tensors)
         target.layout().check_apart(target.buffers())
         with self.state.loading(names, wanted, origin) as came, torch.no_grad():
