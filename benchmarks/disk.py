@@ -22,7 +22,6 @@ import torch.distributed as dist
 import wsync
 from benchmarks.ranks import on_ranks
 from benchmarks.update import qwen3_config, qwen3_weights, row
-from wsync._core import BufferTable, Layout, LayoutBuilder, describe
 from wsync.demo.engines.process import BareWorker, ProcessEngine, digest
 from wsync.engine import disk
 from wsync.layout import TrainerLayout
@@ -171,7 +170,7 @@ class _ReaderWorker(BareWorker):
         if what == "disk":
             self.model = None
             path, timeout = argument
-            return disk.load(path, self._targets, self.receiver, timeout=timeout)
+            return disk.load(path, self.targets, self.receiver, timeout=timeout)
         if what == "from_pretrained":
             from transformers import AutoModelForCausalLM
 
@@ -180,12 +179,6 @@ class _ReaderWorker(BareWorker):
         if what == "digest" and self.model is not None:
             return digest(dict(self.model.named_parameters()))
         return super().answer(what, argument)
-
-    def _targets(self, _: Any) -> tuple[Layout, BufferTable]:
-        table = describe(list(self.tensors.values()), list(self.tensors))
-        builder = LayoutBuilder()
-        builder.add_tensors(list(self.tensors), table)
-        return builder.build(), BufferTable.of(table, self.tensors)
 
 
 def _from_first(text: str, ranks: int) -> str:

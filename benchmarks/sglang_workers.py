@@ -13,7 +13,8 @@ import torch
 from benchmarks.engines import TESTS
 from wsync import sglang
 from wsync.demo import sglang_host
-from wsync.demo.engines.workers import ModelWorker, WorkersEngine
+from wsync.demo.engines.worker import ModelWorker
+from wsync.demo.engines.workers import WorkersEngine
 from wsync.engine.learn.module_memory import ModuleMemory
 
 _SECONDS = 600.0

@@ -138,6 +138,25 @@ def test_the_workers_boxes_cover_the_model(family: str, tp: int, experts: str) -
     assert {int(n) for n in held["model.layers.0.self_attn.q_proj.weight"].unique()} == {1}
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "text"),
+    [
+        ("model.norm.weight", torch.ones(1), r"shape \(1,\) delivered, \(32,\) in"),
+        ("model.norm.weight", torch.ones(32, dtype=torch.complex64), "complex64 delivered"),
+        ("model.layers.0.input_layernorm.weight", torch.ones(32), "comes twice"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named_and_nothing_is_written(
+    name: str, given: torch.Tensor, text: str
+) -> None:
+    worker = ShardedModel(CONFIGS["qwen3"])
+    before = {key: tensor.clone() for key, tensor in worker.tensors.items()}
+    first = ("model.layers.0.input_layernorm.weight", torch.full((32,), 7.0))
+    with pytest.raises((LayoutError, ProtocolError), match=f"{name}.*{text}"):
+        worker.load_weights([first, (name, given)])
+    assert all(torch.equal(tensor, before[key]) for key, tensor in worker.tensors.items())
+
+
 def test_vocabulary_padding_is_zero_and_no_part_of_the_layout() -> None:
     worker = ShardedModel(CONFIGS["qwen3"], rank=1, tp=2)
     table = worker.tensors["model.embed_tokens.weight"]
@@ -325,8 +344,8 @@ def test_a_worker_that_does_not_get_to_a_checkpoint_leaves_an_inconsistent_engin
         ask = split._call
 
         def unmounted(what: str, arguments: Any, timeout: float) -> Any:
-            if what == "disk":
-                arguments = [arguments[0], ("/nowhere", *arguments[1][1:])]
+            if what == "update_weights_from_disk":
+                arguments = [arguments[0], {**arguments[1], "model_path": "/nowhere"}]
             return ask(what, arguments, timeout)
 
         with monkeypatch.context() as planted:

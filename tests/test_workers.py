@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,30 @@ def test_the_version_is_the_workers_whoever_waited_for_it(monkeypatch: pytest.Mo
             engine.update_weights([content], load_format=None, weight_version=7, timeout=60.0)
         assert engine.weights()["w"].tolist() == [1.0] * 8
         assert engine.model_info(60.0)["weight_version"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "text"),
+    [
+        ([("v", torch.ones(2)), ("x", torch.ones(1))], "x: not in"),
+        ([("v", torch.ones(2)), ("w", torch.ones(1))], r"w: shape \(1,\) delivered, \(8,\) in"),
+        ([("v", torch.ones(2)), ("v", torch.ones(2))], "'v' comes twice"),
+        (
+            [("v", torch.ones(2)), ("w", torch.ones(8, dtype=torch.complex64))],
+            r"w: torch\.complex64 delivered, torch\.float32 in",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_written(
+    bare: ProcessEngine, pairs: Any, text: str
+) -> None:
+    content = payload.named_tensors(pairs)
+    with pytest.raises(wsync.RemoteError, match=text):
+        bare.update_weights([content], load_format=None, weight_version=1, timeout=60.0)
+    assert not any(tensor.any() for tensor in bare.weights().values())
+
+
+@pytest.fixture(scope="module")
+def bare() -> Iterator[ProcessEngine]:
+    with ProcessEngine({"v": ((2,), torch.float32), "w": ((8,), torch.float32)}) as engine:
+        yield engine

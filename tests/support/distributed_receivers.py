@@ -19,7 +19,7 @@ import wsync
 from wsync import megatron
 from wsync.demo import megatron_cpu, reference
 from wsync.demo.engines.tensor_parallel import TensorParallelEngine
-from wsync.demo.engines.workers import ModelWorker
+from wsync.demo.engines.worker import ModelWorker
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.messages.control import LOAD_FORMAT
 from wsync.trainer.rounds import Rounds

@@ -12,7 +12,8 @@ import torch
 from support import fused
 
 from wsync.demo.engines.process import BareWorker, ProcessEngine
-from wsync.demo.engines.workers import ModelWorker, WorkersEngine
+from wsync.demo.engines.worker import ModelWorker
+from wsync.demo.engines.workers import WorkersEngine
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.loaders import Loader, ModuleLoader
 

@@ -16,7 +16,8 @@ import torch
 from wsync import sglang
 from wsync._core import InvalidArgumentError, UnsupportedError
 from wsync.demo import sglang_host
-from wsync.demo.engines.workers import ModelWorker, WorkersEngine
+from wsync.demo.engines.worker import ModelWorker
+from wsync.demo.engines.workers import WorkersEngine
 from wsync.demo.sglang_files import how_to_get
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.handles.base import EngineHandle
@@ -68,23 +69,27 @@ class _Worker(ModelWorker):
         """Nothing: the receiver is SGLang's to ask."""
 
     def answer(self, what: str, argument: Any) -> Any:
-        if what == "update":
-            data, load_format, version, _ = argument
-            if load_format != LOAD_FORMAT:
-                raise InvalidArgumentError(f"unknown load_format {load_format!r}")
-            content: Any = payload.load(data)
-            sglang.load_weights(self._model, content)
-            self._version = self._version if version is None else version
-            return "Success"
         if what == "compare":
             return self._compare(torch.load(io.BytesIO(argument)))
-        if what == "state":
-            return "", 0, self._version  # SGLang does not ask its loader
-        if what == "pause":
-            return None
-        if what == "resume":
-            return True
         return super().answer(what, argument)
+
+    def update(self, data: bytes | str, *, load_format: str | None, **told: Any) -> str:
+        if load_format != LOAD_FORMAT:
+            raise InvalidArgumentError(f"unknown load_format {load_format!r}")
+        content: Any = payload.load(data)
+        sglang.load_weights(self._model, content)
+        if told["weight_version"] is not None:
+            self._version = told["weight_version"]
+        return "Success"
+
+    def state(self) -> tuple[str, int, str]:
+        return "", 0, self._version  # SGLang does not ask its loader
+
+    def begin(self, update: str) -> None:
+        """Nothing: it does not generate."""
+
+    def go_on(self, update: str) -> bool:
+        return True
 
     def _compare(self, weights: dict[str, torch.Tensor]) -> list[str]:
         own = self._build()

@@ -5,14 +5,13 @@ For tests, benchmarks and notebooks: an update is all that it is good for.
 
 import hashlib
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from wsync.demo.engines.workers import ModelWorker, WorkersEngine
-from wsync.engine.groups import Named
-from wsync.engine.loaders import ModuleLoader
+from wsync.demo.engines.worker import ModuleWorker
+from wsync.demo.engines.workers import WorkersEngine
 
 Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
@@ -52,7 +51,7 @@ class ProcessEngine(WorkersEngine):
         return loaded
 
 
-class BareWorker(ModelWorker):
+class BareWorker(ModuleWorker):
     """The process: buffers of a module that has no code."""
 
     def __init__(self, *, shapes: Shapes, threads: int) -> None:
@@ -66,7 +65,7 @@ class BareWorker(ModelWorker):
                 home = home.get_submodule(part)
             home.register_buffer(leaf, torch.zeros(tuple(shape), dtype=dtype))
         self.tensors: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
-        super().__init__(ModuleLoader(module, threads=threads))
+        super().__init__(module, threads=threads)
 
     def answer(self, what: str, argument: Any) -> Any:
         if what == "fill":
@@ -80,14 +79,6 @@ class BareWorker(ModelWorker):
             torch.save({name: tensor.cpu() for name, tensor in self.tensors.items()}, data)
             return data.getvalue()
         return super().answer(what, argument)
-
-    def names(self) -> Iterable[str]:
-        return (name for name, tensor in self.tensors.items() if tensor.numel())
-
-    @torch.no_grad()
-    def load_weights(self, weights: Named) -> None:
-        for name, tensor in weights:
-            self.tensors[name].copy_(tensor)
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

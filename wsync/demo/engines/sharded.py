@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from wsync._core import InvalidArgumentError, Layout, LayoutBuilder, LayoutError, UnsupportedError
+from wsync._core import InvalidArgumentError, Layout, LayoutBuilder, UnsupportedError
+from wsync.demo.engines.worker import check_fit
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 EXPERTS: Final = ("tp", "ep")
@@ -145,16 +146,11 @@ class ShardedModel(torch.nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies from whole Hugging Face tensors, as an engine's own loader does."""
-        for name, tensor in weights:
-            if name not in self._by_name:
-                if self._elsewhere(name):
-                    continue
-                raise LayoutError(f"{name}: not in {self.config.model_type}")
+        mine = [(n, t) for n, t in weights if n in self._by_name or not self._elsewhere(n)]
+        facts = {name: (pieces[0].shape, self.dtype) for name, pieces in self._by_name.items()}
+        check_fit(mine, facts, self.config.model_type)
+        for name, tensor in mine:
             for piece in self._by_name[name]:
-                if tuple(tensor.shape) != piece.shape:
-                    raise LayoutError(
-                        f"{name}: shape {tuple(tensor.shape)} delivered, {piece.shape} expected"
-                    )
                 box = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.extent, strict=True))
                 self.box(piece).copy_(tensor[box])
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from wsync._core import InvalidArgumentError, LayoutError, StateError
 from wsync.demo.engines.sharded import ShardedModel
-from wsync.demo.engines.workers import ModelWorker, WorkersEngine
+from wsync.demo.engines.worker import ModelWorker
+from wsync.demo.engines.workers import WorkersEngine
 from wsync.dtypes import dtype_of
-from wsync.engine import disk
 from wsync.engine.destination import Boxes
 from wsync.engine.groups import Named
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
@@ -166,10 +166,6 @@ class _Worker(ModelWorker):
         super().__init__(loader, rank=rank)
 
     def answer(self, what: str, argument: Any) -> Any:
-        if what == "disk":
-            folder, timeout, version, update = argument
-            with self.state.serving(update, version):
-                return disk.load(folder, self._targets, self.receiver, timeout=timeout)
         if what == "logits":
             logits = self.model.logits(argument).float().contiguous()
             # plain bytes: torch would share tensors by descriptors
@@ -184,8 +180,7 @@ class _Worker(ModelWorker):
     def load_weights(self, weights: Named) -> None:
         self.model.load_weights(weights)
 
-    def _targets(self, _: Mapping[str, tuple[int, ...]]) -> Boxes:
-        """The boxes of a checkpoint that this worker keeps."""
+    def targets(self, shapes: Mapping[str, tuple[int, ...]]) -> Boxes:
         return Boxes(self.model.layout(), list(self.model.tensors.values()))
 
     def _piece(self, piece: Any) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """Engines that are worker processes of this one: how they are started, asked and ended.
 
-`WorkersEngine` is such an engine's handle (wsync.handles.base.EngineHandle); `ModelWorker` is what
-lives in each process.  Processes are asked one question at a time over a pipe and end when it
-closes.
+`WorkersEngine` is such an engine's handle (wsync.handles.base.EngineHandle); what lives in each
+process is a wsync.demo.engines.worker.ModelWorker.  Processes are asked one question at a time
+over a pipe and end when it closes.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextvars import ContextVar
 from multiprocessing.connection import Connection, Pipe
@@ -29,10 +29,8 @@ from wsync._core import (
     WsyncError,
 )
 from wsync.demo.engines.child import Child
-from wsync.engine.groups import BROADCAST_SECONDS, Named, UpdateGroups
-from wsync.engine.loaders import Loader
-from wsync.engine.receiver import Receiver
-from wsync.exchange.groups import connection_of
+from wsync.demo.engines.worker import ModelWorker
+from wsync.engine.groups import BROADCAST_SECONDS
 from wsync.handles.answers import seconds
 from wsync.machine.deadline import left
 from wsync.machine.lanes import Lane
@@ -44,90 +42,6 @@ _update: ContextVar[str] = ContextVar("wsync update", default="")
 """The id of the update that a call of an engine belongs to, "" if it has none."""
 _OF_UPDATES: Final = ("pause", "resume", "update_weights", "update_weights_from_disk", "call")
 _MAIN: Final = "import sys; from wsync.demo.engines.workers import serve; serve(int(sys.argv[1]))"
-
-
-class ModelWorker:
-    """One worker in its process.  Subclasses take keyword settings and answer more questions."""
-
-    def __init__(self, loader: Loader, *, rank: int = 0) -> None:
-        self.rank = rank
-        self.receiver = Receiver(loader, worker=rank)
-        self.state = self.receiver.state
-        self._groups = UpdateGroups(rank)
-
-    def count(self, request: int) -> None:
-        """Is told the number of the next question, which all workers of an engine are asked."""
-        self.state.request = request
-
-    def answer(self, what: str, argument: Any) -> Any:
-        """The answer to one question; an exception becomes the text of a failure."""
-        if what == "update":
-            return self._update(*argument)
-        if what == "state":
-            return self.state.trouble, self.state.weights, self.state.weight_version
-        if what == "init_weights_update_group":
-            self.state.regroup(argument.pop("update"))
-            return self._groups.init(meeting=left(argument.pop("end")), **argument)
-        if what == "destroy_weights_update_group":
-            self.state.regroup(argument.pop("update"))
-            return self._groups.destroy(**argument)
-        if what == "update_weights_from_distributed":
-            return self._broadcast(**argument)
-        if what == "pause":
-            return self.state.begin(argument)
-        if what == "resume":
-            return self.state.go_on(argument)
-        if what in ("ping", "start"):
-            return None
-        raise InvalidArgumentError(f"unknown question {what!r}")
-
-    def names(self) -> Iterable[str]:
-        """What an update in an engine's own payloads has to bring this worker."""
-        raise InvalidArgumentError(f"worker {self.rank} takes wsync's control messages only")
-
-    def load_weights(self, weights: Named) -> None:
-        """Takes named tensors from an engine's own payloads: what a stock engine does."""
-        raise NotImplementedError
-
-    def _broadcast(
-        self, *, update: str, version: str | None, end: float, names: Sequence[str], **what: Any
-    ) -> None:
-        group = what["group_name"]
-        with self._groups.announced(group) as receive, self.state.serving(update, version):
-            # before the broadcast, which would be another request's
-            self.state.admit(names, self._tensors(), connection_of(group))
-            weights = receive(timeout=left(end), names=names, **what)
-            self._take(weights, connection_of(group))
-
-    def _tensors(self) -> dict[str, str]:
-        return {name: name for name in self.names()}
-
-    def _take(self, weights: Named, origin: str = "") -> None:
-        names = [name for name, _ in weights]
-        with self.state.loading(names, self._tensors(), origin):
-            self.load_weights(weights)
-
-    def _update(
-        self, data: bytes, load_format: str | None, version: str | None, update: str
-    ) -> str:
-        content: Any = payload.load(data)
-        if load_format == control.LOAD_FORMAT:
-            told = payload.control_bytes(content)
-            success, text = self.receiver.handle(told, version=version, update=update)
-            if not success:
-                raise RemoteError(text)
-            return text
-        if load_format == control.FLATTENED_BUCKET:
-            from wsync.bucket import FlattenedTensorBucket
-
-            content = FlattenedTensorBucket(
-                flattened_tensor=content["flattened_tensor"], metadata=content["metadata"]
-            ).reconstruct_tensors()
-        elif load_format is not None:
-            raise InvalidArgumentError(f"unknown load_format {load_format!r}")
-        with self.state.serving(update, version):
-            self._take(list(content))
-        return "Success"
 
 
 class WorkersEngine:
@@ -188,7 +102,7 @@ class WorkersEngine:
     # --- the handle -------------------------------------------------------------------------
 
     def pause(self, mode: str, timeout: float) -> None:
-        self._call("pause", [_update.get()] * self.workers, timeout)
+        self._call("begin", [{"update": _update.get()}] * self.workers, timeout)
         self.paused = True
 
     def flush(self, timeout: float) -> None:
@@ -200,7 +114,7 @@ class WorkersEngine:
         end = time.monotonic() + timeout
         with self._alone("resume", timeout):
             self._check_consistent(left(end))
-            if all(self._call("resume", [_update.get()] * self.workers, left(end))):
+            if all(self._call("go_on", [{"update": _update.get()}] * self.workers, left(end))):
                 self.paused = False
 
     def update_weights(
@@ -219,21 +133,19 @@ class WorkersEngine:
         end = time.monotonic() + timeout
         if load_format == control.LOAD_FORMAT:
             control.agree([payload.control_bytes(payload.load(data)) for data in payloads])
-        asked = [(data, load_format, version, _update.get()) for data in payloads]
-        self._write("update", asked, end)
+        told = {"load_format": load_format, "weight_version": version, "update": _update.get()}
+        self._write("update", [{**told, "data": data} for data in payloads], end)
         if version is not None or load_format != control.LOAD_FORMAT:
             self._state(left(end))
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        told = {**arguments, "update": _update.get()}
-        version = told.pop("weight_version", None)
         # the caller waits no longer, whenever a worker gets to it
         end = time.monotonic() + timeout
+        told = {**arguments, "update": _update.get(), "end": end}
         if method == "init_weights_update_group":
             # what is left for the meeting says nothing of how long a broadcast may take
-            told |= {"end": end, "timeout": max(timeout, BROADCAST_SECONDS)}
+            told["timeout"] = max(timeout, BROADCAST_SECONDS)
         if method == "update_weights_from_distributed":
-            told |= {"end": end, "version": version}
             self._write(method, [told] * self.workers, end)
             self._state(left(end))
         else:
@@ -262,20 +174,20 @@ class WorkersEngine:
         return "; ".join(reasons)
 
     def _load_from_disk(self, path: str, weight_version: int | str | None, timeout: float) -> None:
-        """What workers that answer "disk" are asked by update_weights_from_disk."""
+        """The update_weights_from_disk of engines whose workers take checkpoints."""
         with contextlib.suppress(ValueError):  # workers say what ails it
             path = os.path.realpath(path)  # a link may move while they come to it
         version = None if weight_version is None else str(weight_version)
         end = time.monotonic() + timeout
-        asked = (path, timeout, version, _update.get())
-        self._write("disk", [asked] * self.workers, end)
+        told = {"model_path": path, "weight_version": version, "update": _update.get()}
+        self._write("update_weights_from_disk", [told] * self.workers, end)
         self._state(left(end))
 
-    def _write(self, what: str, arguments: Sequence[Any], end: float) -> None:
+    def _write(self, what: str, arguments: Sequence[Mapping[str, Any]], end: float) -> None:
         """Asks for what writes to the weights once all workers are there: of one that comes late
         the others would know too late."""
         self._call("ping", None, left(end))
-        self._call(what, arguments, left(end))
+        self._call(what, [{**each, "end": end} for each in arguments], left(end))
 
     # --- the workers ------------------------------------------------------------------------
 
@@ -409,7 +321,7 @@ def serve(descriptor: int) -> None:
                 raise DeadlineError(f"{what}: nobody waits for this worker any more")
             if what == "start":
                 make, settings = argument
-                worker, argument = make(**settings), None
+                worker, what, argument = make(**settings), "ping", None
             assert worker is not None
             worker.count(sequence)
             reply = (True, worker.answer(what, argument))
