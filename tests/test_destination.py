@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -298,7 +299,11 @@ def engine_of(module: torch.nn.Module, **options: Any) -> Engine:
 
 
 def bucket(engine: Engine, update: str = "", **tensors: torch.Tensor) -> tuple[bool, str]:
-    return engine.update_weights([pickle.dumps(list(tensors.items()))], update=update)
+    data, end = pickle.dumps(list(tensors.items())), time.monotonic() + 60
+    try:
+        return True, engine.update(data, load_format=None, end=end, update=update)
+    except WsyncError as error:
+        return False, str(error)
 
 
 def test_a_bucket_may_bring_names_that_the_engine_is_to_ignore() -> None:

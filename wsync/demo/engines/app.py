@@ -1,9 +1,9 @@
 """SGLang's HTTP endpoints in front of an Engine (paths, shapes and codes of SGLang 0.5.18)."""
 
 import asyncio
-import base64
-import binascii
+import functools
 import hmac
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wsync._core import StateError, WsyncError, __version__
 from wsync.demo.engines import request_bodies
-from wsync.demo.engines.gate import PAUSE_MODES
+from wsync.demo.engines.gate import PAUSE_MODES, REQUEST_SECONDS
 from wsync.demo.engines.request_bodies import (
     Abort,
     Check,
@@ -40,7 +40,6 @@ T = TypeVar("T")
 
 _MANY_THREADS = 32
 _FEW_THREADS = 8
-_CONTROL_SECONDS = 600.0
 _UPDATE = Header("", alias=UPDATE_HEADER)
 
 
@@ -71,7 +70,6 @@ def build_app(engine: "Engine", *, api_key: str | None = None) -> FastAPI:
     _add_information(app, engine, pools)
     _add_generation(app, engine, pools)
     _add_weights(app, engine, pools)
-    _add_groups(app, engine, pools)
     return app
 
 
@@ -180,19 +178,13 @@ def _add_generation(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
         mode = (body or Pause()).mode
         if mode not in PAUSE_MODES:
             return _error(f"mode {mode!r}: one of {', '.join(PAUSE_MODES)}")
-        try:
-            await _run(pools.pause, lambda: engine.pause(mode, _CONTROL_SECONDS, update))
-        except StateError as error:
-            return JSONResponse({"message": str(error), "status": "error"}, 400)
-        return JSONResponse({"message": f"Generation paused: {mode}.", "status": "ok"})
+        call = functools.partial(engine.pause, mode, REQUEST_SECONDS, update)
+        return await _obey(pools.pause, call, f"Generation paused: {mode}.")
 
     @app.post("/continue_generation")
     async def resume(update: str = _UPDATE) -> Response:
-        try:
-            await _run(pools.resume, lambda: engine.resume(_CONTROL_SECONDS, update))
-        except StateError as error:
-            return JSONResponse({"message": str(error), "status": "error"}, 400)
-        return JSONResponse({"message": "Generation continued.", "status": "ok"})
+        call = functools.partial(engine.resume, REQUEST_SECONDS, update)
+        return await _obey(pools.resume, call, "Generation continued.")
 
     @app.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush() -> Response:
@@ -222,85 +214,65 @@ def _add_generation(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
 
 
 def _add_weights(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
-    @app.post("/update_weights_from_tensor")
-    async def update_weights(body: Update, update: str = _UPDATE) -> Response:
+    group = "custom process group"
+    # the engine's method, body, threads, text of success, and what an error begins with
+    for name, kind, pool, done, failed in (
+        ("update_weights_from_tensor", Update, pools.update, "Success", ""),
+        ("update_weight_version", NewVersion, pools.update, "", ""),
+        (
+            *("update_weights_from_disk", FromDisk, pools.update),
+            *("Succeeded to update model weights.", "Failed to update weights: "),
+        ),
+        (
+            *("init_weights_update_group", NewGroup, pools.join),
+            *(f"Succeeded to initialize {group}.", f"Failed to initialize {group}: "),
+        ),
+        (
+            *("destroy_weights_update_group", NamedGroup, pools.leave),
+            *(f"Succeeded to destroy {group}.", ""),
+        ),
+        (
+            *("update_weights_from_distributed", FromDistributed, pools.update),
+            *("Succeeded to update parameter online.", "Failed to update parameter online: "),
+        ),
+    ):
+        app.post(f"/{name}")(_request(engine, name, kind, pool, done, failed))
+
+
+def _request(
+    engine: "Engine", name: str, kind: Any, pool: ThreadPoolExecutor, done: str, failed: str
+) -> Callable[..., Awaitable[Response]]:
+    """An endpoint that calls a method of the engine with the fields of a body."""
+
+    async def endpoint(body: kind, update: str = _UPDATE) -> Response:
+        told = body.model_dump()
+        if told.pop("abort_all_requests", False):
+            engine.gate.abort(None)
+        end = time.monotonic() + REQUEST_SECONDS
+        extra: dict[str, Any] = {}
+        if kind is FromDisk:
+            extra["num_paused_requests"] = 0
+        if kind is NewVersion:
+            extra["new_version"] = told["new_version"]
         try:
-            payloads = [
-                base64.b64decode(text, validate=True) for text in body.serialized_named_tensors
-            ]
-        except (binascii.Error, ValueError) as error:
-            return _error(f"serialized_named_tensors: {error}")
-        if body.abort_all_requests:
-            engine.gate.abort(None)
-        success, message = await _run(
-            pools.update,
-            lambda: engine.update_weights(
-                payloads,
-                load_format=body.load_format,
-                weight_version=body.weight_version,
-                flush_cache=body.flush_cache,
-                update=update,
-            ),
-        )
-        return _outcome(success, message)
+            call = functools.partial(getattr(engine, name), **told, end=end, update=update)
+            text = await _run(pool, call)
+        except Exception as error:  # torch's, too, of a content that is none of a tensor's
+            known = isinstance(error, WsyncError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            return _outcome(False, failed + reason, **extra)
+        return _outcome(True, text or done, **extra)
 
-    @app.post("/update_weights_from_disk")
-    async def update_weights_from_disk(body: FromDisk, update: str = _UPDATE) -> Response:
-        if body.abort_all_requests:
-            engine.gate.abort(None)
-        success, message = await _run(
-            pools.update,
-            lambda: engine.update_weights_from_disk(
-                body.model_path,
-                load_format=body.load_format,
-                weight_version=body.weight_version,
-                flush_cache=body.flush_cache,
-                update=update,
-            ),
-        )
-        return _outcome(success, message, num_paused_requests=0)
-
-    @app.post("/update_weight_version")
-    async def update_weight_version(body: NewVersion, update: str = _UPDATE) -> Response:
-        if body.abort_all_requests:
-            engine.gate.abort(None)
-        try:
-            await _run(
-                pools.update,
-                lambda: engine.set_version(body.new_version, _CONTROL_SECONDS, update),
-            )
-        except StateError as error:
-            return _outcome(False, str(error))
-        return JSONResponse(
-            {
-                "success": True,
-                "message": f"Weight version updated to {body.new_version}",
-                "new_version": body.new_version,
-            }
-        )
+    return endpoint
 
 
-def _add_groups(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
-    @app.post("/init_weights_update_group")
-    async def init_group(body: NewGroup, update: str = _UPDATE) -> Response:
-        what = {**body.model_dump(), "update": update}
-        return _outcome(*await _run(pools.join, lambda: engine.init_weights_update_group(**what)))
-
-    @app.post("/destroy_weights_update_group")
-    async def destroy_group(body: NamedGroup, update: str = _UPDATE) -> Response:
-        name = body.group_name
-        return _outcome(
-            *await _run(pools.leave, lambda: engine.destroy_weights_update_group(name, update))
-        )
-
-    @app.post("/update_weights_from_distributed")
-    async def update_weights(body: FromDistributed, update: str = _UPDATE) -> Response:
-        if body.abort_all_requests:
-            engine.gate.abort(None)
-        what = {**body.model_dump(exclude={"abort_all_requests"}), "update": update}
-        return _outcome(
-            *await _run(pools.update, lambda: engine.update_weights_from_distributed(**what))
-        )
+async def _obey(pool: ThreadPoolExecutor, call: Callable[[], object], done: str) -> Response:
+    """A pause or its end."""
+    try:
+        await _run(pool, call)
+    except StateError as error:
+        return JSONResponse({"message": str(error), "status": "error"}, 400)
+    return JSONResponse({"message": done, "status": "ok"})
 
 
 def _generate(engine: "Engine", body: Generate) -> Response:

@@ -10,6 +10,8 @@ from wsync._core import DeadlineError, InvalidArgumentError, StateError
 from wsync.handles.answers import seconds
 
 PAUSE_MODES: Final = ("abort", "retract", "in_place")
+REQUEST_SECONDS: Final = 600.0
+"""The most that a request waits for others."""
 _RECHECK_SECONDS: Final = 1.0
 
 
