@@ -555,11 +555,11 @@ def test_an_answer_names_the_version_that_it_came_from(
     def followed(*arguments: Any) -> Iterator[Any]:
         with request(*arguments) as ticket:
             yield ticket
-        server.engine.state.weight_version = "new"
+        server.engine.updates.weight_version = "new"
 
     monkeypatch.setattr(gate, "request", followed)
     for tokens in (0, 1, 3):
-        server.engine.state.weight_version = "old"
+        server.engine.updates.weight_version = "old"
         meta = server.generate(max_new_tokens=tokens).json()["meta_info"]
         assert (meta["weight_version"], server.engine.weight_version) == ("old", "new")
 
