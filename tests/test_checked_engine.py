@@ -11,6 +11,7 @@ from test_handles import FakeServer, server
 import wsync
 from wsync.disk import DiskSync
 from wsync.handles.http import HttpHandle
+from wsync.messages.control import Control
 from wsync.trainer.checked_engine import CheckedEngine
 
 __all__ = ["server"]
@@ -100,6 +101,37 @@ def test_a_version_is_not_given_to_an_engine_that_has_lost_its_own() -> None:
     with pytest.raises(wsync.RemoteError, match="version default and had 6 when it was paused"):
         checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
     assert engine.told == ["pause"]
+
+
+class Plain:
+    """A handle that offers what it has to, and passes on whatever else it is asked."""
+
+    name, workers, load_formats = "plain", 1, ()
+
+    def __init__(self) -> None:
+        self.version, self.told = "6", list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self.told.append(name)
+
+    def update_weights(self, *_: Any, weight_version: Any, **__: Any) -> None:
+        self.version = str(weight_version)
+        self.told.append("update")
+
+    def model_info(self, timeout: float) -> dict[str, Any]:
+        return {"version": self.version, "weight_version": self.version}
+
+
+def test_a_handle_of_ones_own_is_asked_for_nothing_else() -> None:
+    """What it calls a version is not what SGLang does."""
+    engine = Plain()
+    checked = CheckedEngine(engine)
+    message = Control(op="close", session="0a", update=1, deadline=5.0)
+    checked.pause("abort", 10)
+    checked.send_control([message], weight_version=7, timeout=10)
+    checked.verify(10)
+    checked.resume(10)
+    assert [what for what in engine.told if what != "during"] == ["pause", "update", "resume"]
 
 
 class Local:

@@ -145,7 +145,7 @@ class Relayed:
             raise wsync.RemoteError(error)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("server_info", "send_control"):
+        if name.startswith("_"):
             raise AttributeError(name)
         return functools.partial(self._ask, name)
 

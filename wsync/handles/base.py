@@ -68,9 +68,9 @@ def send_control(
 ) -> None:
     """One request with a control message for each worker: as they are to a handle with a method of
     this name, else as the payloads of a weight-update request."""
-    own = getattr(engine, "send_control", None)
-    if own is not None:
-        own(messages, weight_version=weight_version, timeout=timeout)
+    if hasattr(type(engine), "send_control"):  # and not by __getattr__
+        own: Any = engine
+        own.send_control(messages, weight_version=weight_version, timeout=timeout)
         return
     from wsync.messages import payload
 

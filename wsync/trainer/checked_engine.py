@@ -48,8 +48,8 @@ class CheckedEngine:
         self._during = told or self._engine
         self._version = None
         self._during.pause(mode, timeout)
-        found = self._ask(end)
-        self._identity, self._before = identity_of(found), found.get("weight_version")
+        self._identity, found = self._ask(end)
+        self._before = found.get("weight_version")
 
     def flush(self, timeout: float) -> None:
         self._during.flush(timeout)
@@ -124,8 +124,7 @@ class CheckedEngine:
 
     def _check_identity(self, end: float) -> dict[str, Any]:
         """What the engine says of itself.  RemoteError if it is another one."""
-        found = self._ask(end)
-        identity = identity_of(found)
+        identity, found = self._ask(end)
         for what, before in self._identity.items():
             if identity.get(what) != before:
                 raise RemoteError(
@@ -134,12 +133,16 @@ class CheckedEngine:
                 )
         return found
 
-    def _ask(self, end: float) -> dict[str, Any]:
-        """What the engine says of itself, in one request where that tells its instance."""
-        found = self._during.model_info(left(end)) or {}
-        if "instance" not in found and hasattr(self._during, "server_info"):
-            found = {**(self._during.server_info(left(end)) or {}), **found}
-        return found
+    def _ask(self, end: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Which engine this is, as far as it says, and its model_info; in one request where that
+        tells its instance."""
+        during: Any = self._during
+        found: dict[str, Any] = during.model_info(left(end)) or {}
+        server: dict[str, Any] = {}
+        if "instance" not in found and hasattr(type(self._during), "server_info"):
+            server = during.server_info(left(end)) or {}
+        known = "instance" in found or server
+        return identity_of({**found, **server}) if known else {}, found
 
 
 def checked_engines(engines: Sequence[EngineHandle]) -> list[CheckedEngine]:
