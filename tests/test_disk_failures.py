@@ -9,17 +9,20 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.interrupts import interrupted
 
 import wsync
 from wsync import _core
 from wsync.checkpoints import versions
-from wsync.disk import DiskSync, newest
+from wsync.disk import DiskSync, _FileCalls, newest
+from wsync.machine.deadline import Deadline
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
 PATIENCE = 60.0
@@ -271,3 +274,33 @@ def test_a_folder_that_does_not_answer_costs_the_deadline_and_gets_no_version(
         sync.options = OPTIONS
         sync.update()
     assert newest(tmp_path).name == "weight_v000001"
+
+
+def test_an_interrupt_at_any_line_leaves_no_folder_locked(tmp_path: Path) -> None:
+    """Another process would find "another trainer is writing" until this one has ended."""
+    kept: list[contextlib.AbstractContextManager[None]] = []  # as a traceback keeps it
+    entered = []
+
+    def update() -> None:
+        kept[:] = [versions.Versions(tmp_path, None, None).writing()]
+        with _FileCalls(1, PATIENCE, lambda: None) as calls, calls.within(tmp_path, kept[0]):
+            entered.append(True)
+
+    places = set()
+    for place in interrupted(update, "wsync.disk", "wsync.machine.lanes"):
+        places.add(place)
+        with (tmp_path / ".lock").open("a") as lock:
+            deadline = Deadline(PATIENCE)
+            while not _lockable(lock.fileno()):
+                deadline.check(f"interrupted at {place}: the folder was not unlocked")
+                time.sleep(0.01)
+    assert entered and len(places) > 20
+
+
+def _lockable(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return True

@@ -329,13 +329,17 @@ class _FileCalls:
         self._check = check
         self._given_up = False
         self._started: list[Future[Any]] = []
+        self._entered = contextlib.ExitStack()  # used by the first lane alone
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for lane in self._lanes:
-            lane.close()
+        try:
+            self._lanes[0].submit(self._entered.close)
+        finally:
+            for lane in self._lanes:
+                lane.close()
 
     def run(
         self,
@@ -359,17 +363,20 @@ class _FileCalls:
     @contextlib.contextmanager
     def within(self, path: object, context: AbstractContextManager[None]) -> Iterator[None]:
         """Around what is done while one context is entered; where the block fails, what has to
-        follow does so once it can."""
+        follow does so once it can.
+
+        An interrupt may come at any line.  So a failure queues the context's end again, whatever
+        was queued before, and leaving these calls does once more; only the first has an effect.
+        """
         try:
-            self.run([(path, context.__enter__)])
+            self.run([(path, lambda: self._entered.enter_context(context))])
             yield
-        except BaseException as error:
+            self.run([(path, self._entered.close)])
+        except BaseException:
             self._given_up = True
-            last = functools.partial(context.__exit__, type(error), error, error.__traceback__)
-            wait([self._lanes[0].submit(last)], min(LEAVE_SECONDS, self._deadline))
+            last = self._lanes[0].submit(self._entered.close)
+            wait([last], min(LEAVE_SECONDS, self._deadline))
             raise
-        else:
-            self.run([(path, lambda: context.__exit__(None, None, None))])
 
     def still_wanted(self) -> None:
         """Raises StateError once the calls have been given up."""
