@@ -46,12 +46,13 @@ import re
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
 from wsync._core import InvalidArgumentError, StateError, WsyncError
+from wsync.machine.turn import Turn
 
 _ID: Final = re.compile(r"[0-9a-f]{1,64}")
 _REMEMBERED: Final = 1024
@@ -148,7 +149,7 @@ class UpdateState:
         self.reason = ""
         self.update: int | None = None
         self.request = self.weights = 0
-        self._busy = threading.Lock()
+        self._busy = Turn()
         self._lock = threading.RLock()  # a pause may come while a bucket is let in
         self._now = _Update()
         self._past: deque[str] = deque(maxlen=_REMEMBERED)
@@ -381,15 +382,9 @@ class UpdateState:
                 self.reason += f": {error}"
                 raise
 
-    @contextmanager
-    def only(self) -> Iterator[None]:
+    def only(self) -> AbstractContextManager[None]:
         """Around what must be alone with the weights.  StateError where something else is."""
-        if not self._busy.acquire(blocking=False):
-            raise _refusal("busy")
-        try:
-            yield
-        finally:
-            self._busy.release()
+        return self._busy.taken(lambda: _refusal("busy"))
 
     def end_buckets(self) -> None:
         """No more buckets are taken in this update: there is another way of updating."""

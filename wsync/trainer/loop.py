@@ -7,7 +7,6 @@ import contextlib
 import json
 import operator
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
@@ -18,6 +17,7 @@ from wsync import _core
 from wsync.exchange.trainers import TrainerGroup, together
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.owner import Owner
+from wsync.machine.turn import Turn
 from wsync.options import Options
 from wsync.report import Report
 
@@ -46,7 +46,7 @@ class Updates(abc.ABC):
         self._following = 1
         self._owner = Owner()
         self._closed = False
-        self._busy = threading.Lock()
+        self._busy = Turn()
         self._group = TrainerGroup(self._source.group, timeout=timeout)
 
     def close(self) -> None:
@@ -58,14 +58,12 @@ class Updates(abc.ABC):
         """
         if not self._owner:
             return  # and what process groups there are stays: their ends wait for threads
-        if not self._busy.acquire(blocking=False):
-            raise _core.StateError(
+        with self._busy.taken(
+            lambda: _core.StateError(
                 "close: an update of another thread is under way: join it before close()"
             )
-        try:
+        ):
             self._close()
-        finally:
-            self._busy.release()
 
     def _close(self) -> None:
         self._closed = True
@@ -126,11 +124,11 @@ class Updates(abc.ABC):
     def _updating(self, version: int | str | None) -> Iterator[Report]:
         """One update at a time: the block fills in its report."""
         self._owner.check("update")
-        if not self._busy.acquire(blocking=False):
-            raise _core.StateError(
+        with self._busy.taken(
+            lambda: _core.StateError(
                 "update: another thread's update is under way here; call them one after another"
             )
-        try:
+        ):
             if self._closed:
                 raise _core.StateError("update after close: connect anew")
             start = time.perf_counter()
@@ -143,8 +141,6 @@ class Updates(abc.ABC):
                 yield report
             report.seconds = time.perf_counter() - start
             self._count()
-        finally:
-            self._busy.release()
 
     def _count(self) -> None:
         """Engines are about to be told of the version, or have been: whatever comes of it, no other
