@@ -96,22 +96,25 @@ static wsync_status_t collect_refs(wsync_planner_t *planner)
     const size_t count = wsync_layout_tensor_count(planner->spec->source);
     refs_t found = {0};
     wsync_status_t status = find_refs(planner, &found);
+    const wsync_keyed_t keyed = {found.items, found.count, sizeof(*found.items),
+                                 offsetof(wsync_plan_ref_t, source), count};
 
-    if (status == WSYNC_OK) {
-        const wsync_keyed_t keyed = {found.items, found.count, sizeof(*found.items),
-                                     offsetof(wsync_plan_ref_t, source), count};
-
-        planner->refs = wsync_sort_by_key(&keyed, &planner->first_ref);
-        planner->whole = calloc(count + 1, sizeof(*planner->whole));
-        if (planner->refs == NULL || planner->whole == NULL) {
-            status = wsync_plan_no_memory(planner, "tensors", found.count);
-        }
+    if (status != WSYNC_OK) {
+        goto cleanup;
     }
-    for (size_t i = 0; i < found.count && status == WSYNC_OK; i++) {
+    planner->refs = wsync_sort_by_key(&keyed, &planner->first_ref);
+    planner->whole = calloc(count + 1, sizeof(*planner->whole));
+    if (planner->refs == NULL || planner->whole == NULL) {
+        status = wsync_plan_no_memory(planner, "tensors", found.count);
+        goto cleanup;
+    }
+    for (size_t i = 0; i < found.count; i++) {
         if (planner->spec->destinations[found.items[i].destination].whole) {
             planner->whole[found.items[i].source] = true;
         }
     }
+
+cleanup:
     free(found.items);
     return status;
 }

@@ -293,17 +293,19 @@ typedef struct parameter {
     uint32_t buffer;
     uint32_t ndim;
     int64_t stride[WSYNC_MAX_NDIM]; /* elements */
-    region_t *regions;
-    Py_ssize_t region_count;
+    wsync_py_items_t regions;       /* region_t */
 } parameter_t;
 
-static int read_region(PyObject *item, uint32_t ndim, region_t *region)
+static int read_region(const void *context, PyObject *item, size_t index, void *made)
 {
+    const uint32_t ndim = *(const uint32_t *)context;
+    region_t *region = made;
     PyObject *start;
     PyObject *extent;
     PyObject *local;
 
-    *region = (region_t){.box = wsync_box_whole(0, NULL)};
+    (void)index;
+    region->box = wsync_box_whole(0, NULL);
     if (!PyTuple_Check(item)) {
         PyErr_Format(PyExc_TypeError, "a region is (start, extent, local start), not %R",
                      item);
@@ -396,6 +398,7 @@ static wsync_status_t compose(wsync_layout_builder_t *builder, const parameter_t
                               const wsync_tensor_t *tensor, const wsync_map_t *map,
                               uint64_t *total, wsync_error_t *err)
 {
+    const region_t *regions = parameter->regions.items;
     wsync_shard_t shard = {0};
     wsync_status_t status =
         wsync_layout_builder_tensor(builder, tensor, &shard.tensor, err);
@@ -404,11 +407,11 @@ static wsync_status_t compose(wsync_layout_builder_t *builder, const parameter_t
         status =
             wsync_layout_builder_origin(builder, parameter->origin, &shard.origin, err);
     }
-    for (Py_ssize_t i = 0; i < parameter->region_count && status == WSYNC_OK; i++) {
+    for (size_t i = 0; i < parameter->regions.count && status == WSYNC_OK; i++) {
         uint64_t added = 0;
 
-        status = place_region(parameter, &parameter->regions[i],
-                              wsync_dtype_nbytes(tensor->dtype), &shard, err);
+        status = place_region(parameter, &regions[i], wsync_dtype_nbytes(tensor->dtype),
+                              &shard, err);
         if (status == WSYNC_OK) {
             status = wsync_layout_builder_compose(builder, &shard, map, &added, err);
         }
@@ -454,54 +457,36 @@ static PyObject *builder_add_parameter(PyObject *self, PyObject *args, PyObject 
     parameter_t parameter = {.rank = ((BuilderObject *)self)->rank};
     PyObject *origin;
     PyObject *strides;
-    PyObject *regions_argument;
+    PyObject *regions;
     PyObject *maps_argument;
-    PyObject *regions = NULL;
     PyObject *maps = NULL;
     PyObject *result = NULL;
     long long buffer;
     uint64_t total = 0;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLsOOO:add_parameter", keywords,
-                                     &origin, &buffer, &parameter.dtype, &strides,
-                                     &regions_argument, &maps_argument) ||
+                                     &origin, &buffer, &parameter.dtype, &strides, &regions,
+                                     &maps_argument) ||
         (parameter.origin = read_text(self, origin, "origin")) == NULL ||
         wsync_py_read_u32(buffer, "buffer", &parameter.buffer) < 0 ||
-        wsync_py_read_int64s(strides, "strides", parameter.stride, &parameter.ndim) < 0) {
+        wsync_py_read_int64s(strides, "strides", parameter.stride, &parameter.ndim) < 0 ||
+        wsync_py_items_init(&parameter.regions, regions, sizeof(region_t), read_region,
+                            &parameter.ndim) < 0) {
         return NULL;
     }
-    regions = PySequence_Tuple(regions_argument);
     maps = PySequence_Tuple(maps_argument);
-    if (regions == NULL || maps == NULL) {
-        goto cleanup;
-    }
-    parameter.region_count = PyTuple_Size(regions);
-    parameter.regions =
-        calloc((size_t)parameter.region_count + 1, sizeof(*parameter.regions));
-    if (parameter.regions == NULL) {
-        (void)PyErr_NoMemory();
-        goto cleanup;
-    }
-    for (Py_ssize_t i = 0; i < parameter.region_count; i++) {
-        if (read_region(PyTuple_GetItem(regions, i), parameter.ndim,
-                        &parameter.regions[i]) < 0) {
-            goto cleanup;
-        }
-    }
-    if (add_maps(self, &parameter, maps, &total) == 0) {
+    if (maps != NULL && add_maps(self, &parameter, maps, &total) == 0) {
         result = PyLong_FromUnsignedLongLong(total);
     }
-
-cleanup:
-    free(parameter.regions);
-    Py_XDECREF(regions);
+    wsync_py_items_fini(&parameter.regions);
     Py_XDECREF(maps);
     return result;
 }
 
-static PyObject *builder_build(PyObject *self, PyObject *Py_UNUSED(ignored))
+static PyObject *builder_build(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
-    wsync_layout_builder_t *builder = get_builder(self);
+    BuilderObject *self = (BuilderObject *)object;
+    wsync_layout_builder_t *builder = get_builder(object);
     wsync_layout_t *layout = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
@@ -509,14 +494,14 @@ static PyObject *builder_build(PyObject *self, PyObject *Py_UNUSED(ignored))
     if (builder == NULL) {
         return NULL;
     }
-    ((BuilderObject *)self)->builder = NULL; /* others must not see it half moved */
+    self->builder = NULL; /* others must not see it half moved */
     Py_BEGIN_ALLOW_THREADS
         status = wsync_layout_builder_finish(builder, &layout, &err);
-    Py_END_ALLOW_THREADS((BuilderObject *)self)->builder = builder;
-    if (status != WSYNC_OK) {
-        return raise_for(self, &err);
-    }
-    return wsync_py_layout_new(wsync_py_type_state(Py_TYPE(self)), layout);
+    Py_END_ALLOW_THREADS
+    self->builder = builder;
+    return status == WSYNC_OK
+               ? wsync_py_layout_new(wsync_py_type_state(Py_TYPE(object)), layout)
+               : raise_for(object, &err);
 }
 
 static PyMethodDef builder_methods[] = {

@@ -4,41 +4,19 @@
 
 #include <stdlib.h>
 
-#include "ipc/channel.h"
+#include "python/call.h"
 #include "python/convert.h"
 #include "python/device.h"
-#include "python/guard.h"
 #include "python/plan.h"
 
 /* close() only disconnects: the memory lives as long as the object, which every BufferTable
  * of spans keeps alive, so that streams may still run over them. */
 typedef struct ExchangeObject {
-    PyObject_HEAD
+    wsync_py_peer_t peer;         /* core: wsync_comm_t */
     const wsync_device_t *device; /* of the staging */
-    wsync_comm_t *comm;           /* owned */
     PyObject *plan;               /* owned; the one that began last */
     uint32_t rank_count;
-    wsync_py_guard_t guard;
 } ExchangeObject;
-
-/* One call's arguments, for a step without the GIL. */
-typedef struct exchange_call {
-    wsync_comm_t *comm;
-    const wsync_plan_t *plan;
-    const char **addresses;
-    wsync_stream_t *stream;
-    uint32_t round;
-} exchange_call_t;
-
-static const char exchange_name[] = "SharedExchange";
-
-static int exchange_wait(ExchangeObject *self, wsync_py_step_func_t step,
-                         exchange_call_t *call, double timeout, PyObject *check)
-{
-    call->comm = self->comm;
-    return wsync_py_guarded_wait(wsync_py_type_state(Py_TYPE((PyObject *)self)),
-                                 &self->guard, exchange_name, step, call, timeout, check);
-}
 
 static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -72,8 +50,9 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         wsync_comm_destroy(comm);
         return NULL;
     }
+    self->peer.name = "SharedExchange";
+    self->peer.core = comm;
     self->device = device.device;
-    self->comm = comm;
     self->rank_count = ranks;
     return (PyObject *)self;
 }
@@ -82,9 +61,9 @@ static void exchange_dealloc(PyObject *object)
 {
     ExchangeObject *self = (ExchangeObject *)object;
 
-    if (self->comm != NULL) {
+    if (self->peer.core != NULL) {
         Py_BEGIN_ALLOW_THREADS
-            wsync_comm_destroy(self->comm);
+            wsync_comm_destroy(self->peer.core);
         Py_END_ALLOW_THREADS
     }
     Py_CLEAR(self->plan);
@@ -94,151 +73,74 @@ static void exchange_dealloc(PyObject *object)
 static PyObject *exchange_address(PyObject *object, void *closure)
 {
     (void)closure;
-    return PyUnicode_DecodeFSDefault(wsync_comm_address(((ExchangeObject *)object)->comm));
+    return PyUnicode_DecodeFSDefault(wsync_comm_address(((wsync_py_peer_t *)object)->core));
 }
 
-static PyObject *exchange_nbytes(PyObject *object, void *closure)
+WSYNC_PY_NUMBER(exchange_nbytes, wsync_comm_nbytes(((wsync_py_peer_t *)self)->core))
+
+static wsync_status_t step_connect(wsync_py_call_t *call, int timeout_ms,
+                                   wsync_error_t *err)
 {
-    (void)closure;
-    return PyLong_FromUnsignedLongLong(wsync_comm_nbytes(((ExchangeObject *)object)->comm));
-}
-
-static wsync_status_t step_connect(void *context, int timeout_ms, wsync_error_t *err)
-{
-    exchange_call_t *call = context;
-
-    return wsync_comm_connect(call->comm, call->addresses, timeout_ms, err);
-}
-
-/* Borrows the texts of a tuple; NULL with an exception set. */
-static const char **read_addresses(const ExchangeObject *self, PyObject *tuple)
-{
-    ModuleState *state = wsync_py_type_state(Py_TYPE((PyObject *)self));
-    const Py_ssize_t count = PyTuple_Size(tuple);
-    const char **addresses;
-
-    if (count != (Py_ssize_t)self->rank_count) {
-        return wsync_py_fail(state, WSYNC_ERR_INVALID, exchange_name,
-                             "connect: %zd addresses for %u ranks", count,
-                             (unsigned)self->rank_count);
-    }
-    addresses = (const char **)calloc((size_t)count, sizeof(*addresses));
-    if (addresses == NULL) {
-        (void)PyErr_NoMemory();
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        addresses[i] = wsync_py_read_text(state, PyTuple_GetItem(tuple, i), "address");
-        if (addresses[i] == NULL) {
-            free((void *)addresses);
-            return NULL;
-        }
-    }
-    return addresses;
+    return wsync_comm_connect(call->core, (const char *const *)call->made, timeout_ms, err);
 }
 
 static PyObject *exchange_connect(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"addresses", "timeout", "check", NULL};
     ExchangeObject *self = (ExchangeObject *)object;
-    exchange_call_t call = {0};
-    double timeout = 0.0;
-    PyObject *check = NULL;
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    wsync_py_call_t call = {0};
+    wsync_py_items_t addresses;
     PyObject *sequence = NULL;
-    PyObject *tuple = NULL;
     int result = -1;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Od|O:connect", keywords, &sequence,
-                                     &timeout, &check)) {
+                                     &call.timeout, &call.check) ||
+        wsync_py_items_init_texts(&addresses, state, sequence, "address") < 0) {
         return NULL;
     }
-    tuple = PySequence_Tuple(sequence);
-    if (tuple == NULL) {
-        return NULL;
+    if (addresses.count != self->rank_count) {
+        (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "SharedExchange",
+                            "connect: %zu addresses for %u ranks", addresses.count,
+                            (unsigned)self->rank_count);
+    } else {
+        call.made = addresses.items;
+        result = wsync_py_call_run(&self->peer, step_connect, &call);
     }
-    call.addresses = read_addresses(self, tuple);
-    if (call.addresses != NULL) {
-        result = exchange_wait(self, step_connect, &call, timeout, check);
-    }
-    free((void *)call.addresses);
-    Py_DECREF(tuple);
-    if (result < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    wsync_py_items_fini(&addresses);
+    return result == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
-static wsync_status_t step_begin(void *context, int timeout_ms, wsync_error_t *err)
+static wsync_status_t step_begin(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    exchange_call_t *call = context;
-
     (void)timeout_ms;
-    return wsync_comm_begin(call->comm, call->plan, err);
+    return wsync_comm_begin(call->core, ((PlanObject *)call->plan)->plan, err);
 }
 
-static PyObject *exchange_begin(PyObject *object, PyObject *args, PyObject *kwargs)
+static PyObject *keep_plan(PyObject *self, wsync_py_call_t *call)
 {
-    static char *keywords[] = {"plan", NULL};
-    ExchangeObject *self = (ExchangeObject *)object;
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
-    exchange_call_t call = {0};
-    PyObject *plan = NULL;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:begin", keywords, state->type_Plan,
-                                     &plan)) {
-        return NULL;
-    }
-    call.plan = ((PlanObject *)plan)->plan;
-    if (exchange_wait(self, step_begin, &call, 0.0, NULL) < 0) {
-        return NULL;
-    }
-    wsync_py_assign(&self->plan, Py_NewRef(plan));
+    wsync_py_assign(&((ExchangeObject *)self)->plan, Py_NewRef(call->plan));
     Py_RETURN_NONE;
 }
 
-static wsync_status_t step_acquire(void *context, int timeout_ms, wsync_error_t *err)
-{
-    exchange_call_t *call = context;
+WSYNC_PY_CALL(exchange, begin, keep_plan, 0, false, WSYNC_PY_PLAN)
 
-    return wsync_comm_acquire(call->comm, call->round, timeout_ms, err);
+static wsync_status_t step_acquire(wsync_py_call_t *call, int timeout_ms,
+                                   wsync_error_t *err)
+{
+    return wsync_comm_acquire(call->core, call->round, timeout_ms, err);
 }
 
-static PyObject *exchange_acquire(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"round", "timeout", "check", NULL};
-    exchange_call_t call = {0};
-    double timeout = 0.0;
-    PyObject *check = NULL;
+WSYNC_PY_CALL(exchange, acquire, NULL, 1, false, WSYNC_PY_ROUND, WSYNC_PY_TIMEOUT,
+              WSYNC_PY_CHECK)
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&d|O:acquire", keywords,
-                                     wsync_py_convert_u32, &call.round, &timeout, &check) ||
-        exchange_wait((ExchangeObject *)object, step_acquire, &call, timeout, check) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+static wsync_status_t step_wait(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
+{
+    return wsync_comm_wait(call->core, call->round, timeout_ms, err);
 }
 
-static wsync_status_t step_wait(void *context, int timeout_ms, wsync_error_t *err)
-{
-    exchange_call_t *call = context;
-
-    return wsync_comm_wait(call->comm, call->round, timeout_ms, err);
-}
-
-static PyObject *exchange_wait_round(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"round", "timeout", "check", NULL};
-    exchange_call_t call = {0};
-    double timeout = 0.0;
-    PyObject *check = NULL;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&d|O:wait", keywords,
-                                     wsync_py_convert_u32, &call.round, &timeout, &check) ||
-        exchange_wait((ExchangeObject *)object, step_wait, &call, timeout, check) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
+WSYNC_PY_CALL(exchange, wait, NULL, 1, false, WSYNC_PY_ROUND, WSYNC_PY_TIMEOUT,
+              WSYNC_PY_CHECK)
 
 static PyObject *exchange_spans(PyObject *object, PyObject *args, PyObject *kwargs)
 {
@@ -255,7 +157,7 @@ static PyObject *exchange_spans(PyObject *object, PyObject *args, PyObject *kwar
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:spans", keywords,
                                      wsync_py_convert_u32, &round) ||
-        wsync_py_guard_enter(state, &self->guard, exchange_name) < 0) {
+        wsync_py_peer_enter(&self->peer) < 0) {
         return NULL;
     }
     plan = self->plan != NULL ? ((PlanObject *)self->plan)->plan : NULL;
@@ -267,90 +169,48 @@ static PyObject *exchange_spans(PyObject *object, PyObject *args, PyObject *kwar
         (void)PyErr_NoMemory();
         goto cleanup;
     }
-    status = wsync_comm_spans(self->comm, round, spans, count, &err);
+    status = wsync_comm_spans(self->peer.core, round, spans, count, &err);
     table = status == WSYNC_OK
                 ? wsync_py_buffers_create(state, self->device, spans, count, object)
                 : wsync_py_raise(state, &err);
 
 cleanup:
     free(spans);
-    wsync_py_guard_leave(&self->guard);
+    wsync_py_peer_leave(&self->peer);
     return table;
 }
 
-static wsync_status_t step_post(void *context, int timeout_ms, wsync_error_t *err)
+static wsync_status_t step_post(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    exchange_call_t *call = context;
-
     (void)timeout_ms;
-    return wsync_comm_post(call->comm, call->round, call->stream, err);
+    return wsync_comm_post(call->core, call->round, call->stream, err);
 }
 
-static wsync_status_t step_release(void *context, int timeout_ms, wsync_error_t *err)
-{
-    exchange_call_t *call = context;
+WSYNC_PY_CALL(exchange, post, NULL, 0, false, WSYNC_PY_ROUND, WSYNC_PY_ENQUEUE_STREAM)
 
+static wsync_status_t step_release(wsync_py_call_t *call, int timeout_ms,
+                                   wsync_error_t *err)
+{
     (void)timeout_ms;
-    return wsync_comm_release(call->comm, call->round, call->stream, err);
+    return wsync_comm_release(call->core, call->round, call->stream, err);
 }
 
-/* post and release: something about a round, when a stream gets here. */
-static PyObject *enqueue(PyObject *object, PyObject *args, PyObject *kwargs,
-                         const char *format, wsync_py_step_func_t step)
-{
-    static char *keywords[] = {"round", "stream", NULL};
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
-    exchange_call_t call = {0};
-    PyObject *stream = NULL;
-    int result;
+WSYNC_PY_CALL(exchange, release, NULL, 0, false, WSYNC_PY_ROUND, WSYNC_PY_ENQUEUE_STREAM)
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, wsync_py_convert_u32,
-                                     &call.round, state->type_Stream, &stream)) {
-        return NULL;
-    }
-    call.stream = wsync_py_stream_enter(state, (StreamObject *)stream);
-    if (call.stream == NULL) {
-        return NULL;
-    }
-    result = exchange_wait((ExchangeObject *)object, step, &call, 0.0, NULL);
-    wsync_py_stream_leave((StreamObject *)stream);
-    if (result < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *exchange_post(PyObject *object, PyObject *args, PyObject *kwargs)
+static void disconnect(wsync_py_peer_t *peer)
 {
-    return enqueue(object, args, kwargs, "O&O!:post", step_post);
-}
-
-static PyObject *exchange_release(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    return enqueue(object, args, kwargs, "O&O!:release", step_release);
+    Py_BEGIN_ALLOW_THREADS
+        wsync_comm_close(peer->core);
+    Py_END_ALLOW_THREADS
 }
 
 static PyObject *exchange_close(PyObject *object, PyObject *unused)
 {
-    ExchangeObject *self = (ExchangeObject *)object;
-
     (void)unused;
-    if (!self->guard.closed) {
-        if (wsync_py_guard_enter(wsync_py_type_state(Py_TYPE(object)), &self->guard,
-                                 exchange_name) < 0) {
-            return NULL;
-        }
-        self->guard.closed = true;
-        Py_BEGIN_ALLOW_THREADS
-            wsync_comm_close(self->comm);
-        Py_END_ALLOW_THREADS
-        wsync_py_guard_leave(&self->guard);
-    }
-    Py_RETURN_NONE;
+    return wsync_py_peer_close((wsync_py_peer_t *)object, disconnect);
 }
 
-#define METHOD(name, function, text) \
-    {name, (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS, text}
+#define METHOD(name, function, text) {name, WSYNC_PY_KEYWORDS(function), text}
 
 static PyMethodDef exchange_methods[] = {
     METHOD("connect", exchange_connect,
@@ -366,7 +226,7 @@ static PyMethodDef exchange_methods[] = {
     METHOD("post", exchange_post,
            "post($self, round, stream)\n--\n\n"
            "What was packed is on its way when the stream gets here."),
-    METHOD("wait", exchange_wait_round,
+    METHOD("wait", exchange_wait,
            "wait($self, round, timeout, check=None)\n--\n\n"
            "Waits until what the others sent can be read."),
     METHOD(

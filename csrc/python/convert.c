@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "python/convert.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 const char *wsync_py_read_text(ModuleState *state, PyObject *object, const char *what)
@@ -91,6 +92,41 @@ int wsync_py_read_u32(long long value, const char *what, uint32_t *result)
     return 0;
 }
 
+int wsync_py_convert_u64(PyObject *object, void *value)
+{
+    const unsigned long long converted = PyLong_AsUnsignedLongLong(object);
+
+    if (converted == (unsigned long long)-1 && PyErr_Occurred()) {
+        return 0;
+    }
+    *(uint64_t *)value = converted;
+    return 1;
+}
+
+int wsync_py_convert_u32(PyObject *object, void *value)
+{
+    uint64_t converted = 0;
+
+    if (!wsync_py_convert_u64(object, &converted)) {
+        return 0;
+    }
+    if (converted > UINT32_MAX) {
+        (void)PyErr_Format(PyExc_OverflowError, "%llu does not fit 32 bits",
+                           (unsigned long long)converted);
+        return 0;
+    }
+    *(uint32_t *)value = (uint32_t)converted;
+    return 1;
+}
+
+void wsync_py_assign(PyObject **slot, PyObject *value)
+{
+    PyObject *old = *slot;
+
+    *slot = value;
+    Py_XDECREF(old);
+}
+
 PyObject *wsync_py_int64_tuple(const int64_t *values, uint32_t count)
 {
     PyObject *tuple = PyTuple_New((Py_ssize_t)count);
@@ -103,6 +139,68 @@ PyObject *wsync_py_int64_tuple(const int64_t *values, uint32_t count)
         }
     }
     return tuple;
+}
+
+void wsync_py_list_put(PyObject **list, size_t index, PyObject *value)
+{
+    if (value == NULL || PyList_SetItem(*list, (Py_ssize_t)index, value) < 0) {
+        Py_CLEAR(*list);
+    }
+}
+
+int wsync_py_items_init(wsync_py_items_t *items, PyObject *sequence, size_t item_nbytes,
+                        wsync_py_read_func_t read, const void *context)
+{
+    *items = (wsync_py_items_t){.tuple = sequence != NULL ? PySequence_Tuple(sequence)
+                                                          : PyTuple_New(0)};
+    if (items->tuple == NULL) {
+        return -1;
+    }
+    items->count = (size_t)PyTuple_Size(items->tuple);
+    items->items = calloc(items->count + 1, item_nbytes);
+    if (items->items == NULL) {
+        (void)PyErr_NoMemory();
+    }
+    for (size_t i = 0; items->items != NULL && i < items->count && PyErr_Occurred() == NULL;
+         i++) {
+        (void)read(context, PyTuple_GetItem(items->tuple, (Py_ssize_t)i), i,
+                   (char *)items->items + i * item_nbytes);
+    }
+    if (PyErr_Occurred() != NULL) {
+        wsync_py_items_fini(items);
+        return -1;
+    }
+    return 0;
+}
+
+typedef struct text_context {
+    ModuleState *state;
+    const char *what;
+} text_context_t;
+
+static int read_text(const void *context, PyObject *object, size_t index, void *item)
+{
+    const text_context_t *about = context;
+    const char *text = wsync_py_read_text(about->state, object, about->what);
+
+    (void)index;
+    *(const char **)item = text;
+    return text != NULL ? 0 : -1;
+}
+
+int wsync_py_items_init_texts(wsync_py_items_t *items, ModuleState *state,
+                              PyObject *sequence, const char *what)
+{
+    const text_context_t about = {state, what};
+
+    return wsync_py_items_init(items, sequence, sizeof(const char *), read_text, &about);
+}
+
+void wsync_py_items_fini(wsync_py_items_t *items)
+{
+    free(items->items);
+    Py_XDECREF(items->tuple);
+    *items = (wsync_py_items_t){0};
 }
 
 static PyObject *copy_tuple(const wsync_copy_t *copy)
@@ -121,11 +219,7 @@ PyObject *wsync_py_copy_list(const wsync_copy_t *copies, size_t count)
     PyObject *list = PyList_New((Py_ssize_t)count);
 
     for (size_t i = 0; list != NULL && i < count; i++) {
-        PyObject *item = copy_tuple(&copies[i]);
-
-        if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) {
-            Py_CLEAR(list);
-        }
+        wsync_py_list_put(&list, i, copy_tuple(&copies[i]));
     }
     return list;
 }

@@ -27,7 +27,39 @@ int wsync_py_read_u32(long long value, const char *what, uint32_t *result);
  * in C would be another, shorter text, or that has no UTF-8 (lone surrogates). */
 const char *wsync_py_read_text(ModuleState *state, PyObject *object, const char *what);
 
+/* Converters for "O&" into uint32_t and uint64_t: OverflowError where the value does not
+ * fit ("I" and "K" would take it modulo the size). */
+int wsync_py_convert_u32(PyObject *object, void *value);
+int wsync_py_convert_u64(PyObject *object, void *value);
+
+/* Gives up what *slot owned, after *slot owns `value`, which is moved. */
+void wsync_py_assign(PyObject **slot, PyObject *value);
+
 PyObject *wsync_py_int64_tuple(const int64_t *values, uint32_t count);
+
+/* Puts a value, which is moved, at a place of a new list.  If the value is NULL the list is
+ * released and *list is NULL from here on. */
+void wsync_py_list_put(PyObject **list, size_t index, PyObject *value);
+
+/* The items of a Python sequence as an array of C items. */
+typedef struct wsync_py_items {
+    void *items;
+    size_t count;
+    PyObject *tuple; /* keeps what the items borrow */
+} wsync_py_items_t;
+
+/* Reads one object into an item that is all zero; -1 with an exception. */
+typedef int (*wsync_py_read_func_t)(const void *context, PyObject *object, size_t index,
+                                    void *item);
+
+/* Reads a sequence (NULL: an empty one).  -1 with an exception: there is nothing to
+ * release. */
+int wsync_py_items_init(wsync_py_items_t *items, PyObject *sequence, size_t item_nbytes,
+                        wsync_py_read_func_t read, const void *context);
+/* The same for texts: the items are const char *, and `what` names each in errors. */
+int wsync_py_items_init_texts(wsync_py_items_t *items, ModuleState *state,
+                              PyObject *sequence, const char *what);
+void wsync_py_items_fini(wsync_py_items_t *items);
 
 /* A list of CopyTuple as wsync/_core.pyi has it. */
 PyObject *wsync_py_copy_list(const wsync_copy_t *copies, size_t count);

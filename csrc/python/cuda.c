@@ -8,7 +8,6 @@
 #include "device/cuda_compile.h"
 #include "python/convert.h"
 #include "python/device.h"
-#include "python/guard.h"
 
 /* Immutable.  Devices live as long as the process. */
 typedef struct DeviceObject {
@@ -194,26 +193,6 @@ static wsync_status_t open_gpu(const wsync_cu_uuid_t *uuid, wsync_compile_spec_t
     return status;
 }
 
-/* Borrowed texts of a tuple of str; the array is the caller's. */
-static const char **read_paths(ModuleState *state, PyObject *tuple)
-{
-    const Py_ssize_t count = PyTuple_Size(tuple);
-    const char **paths = (const char **)calloc((size_t)count + 1, sizeof(*paths));
-
-    if (paths == NULL) {
-        (void)PyErr_NoMemory();
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        paths[i] = wsync_py_read_text(state, PyTuple_GetItem(tuple, i), "library");
-        if (paths[i] == NULL) {
-            free((void *)paths);
-            return NULL;
-        }
-    }
-    return paths;
-}
-
 static PyObject *gpu(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"uuid", "libraries", "cache", NULL};
@@ -224,9 +203,8 @@ static PyObject *gpu(PyObject *module, PyObject *args, PyObject *kwargs)
     wsync_error_t err = {0};
     wsync_status_t status;
     const char *text;
-    const char **paths = NULL;
+    wsync_py_items_t paths;
     PyObject *libraries = NULL;
-    PyObject *tuple;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s|Oz:gpu", keywords, &text, &libraries,
                                      &spec.cache)) {
@@ -237,19 +215,15 @@ static PyObject *gpu(PyObject *module, PyObject *args, PyObject *kwargs)
             state, WSYNC_ERR_INVALID, "gpu",
             "'%.64s' is no UUID of a GPU: \"GPU-\" and 32 hexadecimal digits", text);
     }
-    tuple = libraries != NULL ? PySequence_Tuple(libraries) : PyTuple_New(0);
-    paths = tuple != NULL ? read_paths(state, tuple) : NULL;
-    if (paths == NULL) {
-        Py_XDECREF(tuple);
+    if (wsync_py_items_init_texts(&paths, state, libraries, "library") < 0) {
         return NULL;
     }
-    spec.libraries = paths;
-    spec.library_count = (size_t)PyTuple_Size(tuple);
+    spec.libraries = (const char *const *)paths.items;
+    spec.library_count = paths.count;
     Py_BEGIN_ALLOW_THREADS
         status = open_gpu(&uuid, &spec, &device, &err);
     Py_END_ALLOW_THREADS
-    free((void *)paths);
-    Py_DECREF(tuple);
+    wsync_py_items_fini(&paths);
     return status == WSYNC_OK ? wsync_py_device_wrap(state, device)
                               : wsync_py_raise(state, &err);
 }

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-#include "python/guard.h"
+#include "python/convert.h"
 
 typedef struct IpcMemoryObject {
     PyObject_HEAD

@@ -15,13 +15,7 @@ enum { MAX_WRAPPERS = 4 };
 
 typedef struct describer {
     ModuleState *state;
-    PyObject *names;      /* borrowed tuple or NULL */
-    PyObject *dtype_name; /* interned attribute names, owned */
-    PyObject *is_conj_name;
-    PyObject *is_neg_name;
-    PyObject *storage_name;
-    PyObject *data_name;
-    PyObject *nbytes_name;
+    PyObject *names;    /* borrowed tuple or NULL */
     PyObject *owners;   /* borrowed from the table: the tensors, and what they lie in */
     PyTypeObject *type; /* borrowed: the type that `api` belongs to */
     const DLPackExchangeAPI *api;
@@ -65,22 +59,32 @@ __attribute__((format(printf, 5, 6))) static int fail_tensor(const describer_t *
     return -1;
 }
 
+/* str() of an attribute, for messages; NULL without an exception where there is none. */
+static PyObject *attribute_text(PyObject *tensor, const char *name)
+{
+    PyObject *attribute = PyObject_GetAttrString(tensor, name);
+    PyObject *text = attribute != NULL ? PyObject_Str(attribute) : NULL;
+
+    Py_XDECREF(attribute);
+    if (text == NULL || PyUnicode_AsUTF8AndSize(text, NULL) == NULL) {
+        Py_CLEAR(text);
+        PyErr_Clear();
+    }
+    return text;
+}
+
 /* Sparse and opaque tensors have no strided memory: torch's own message does not say so. */
 static bool fail_layout(const describer_t *describer, Py_ssize_t index, PyObject *tensor)
 {
-    PyObject *layout = PyObject_GetAttrString(tensor, "layout");
-    PyObject *text = layout != NULL ? PyObject_Str(layout) : NULL;
-    const char *name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
-    const bool failed = name != NULL && strcmp(name, "torch.strided") != 0;
+    PyObject *text = attribute_text(tensor, "layout");
+    const char *name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : "torch.strided";
+    const bool failed = strcmp(name, "torch.strided") != 0;
 
     if (failed) {
         (void)fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
                           "layout %.64s is not supported, only torch.strided", name);
-    } else {
-        PyErr_Clear();
     }
     Py_XDECREF(text);
-    Py_XDECREF(layout);
     return failed;
 }
 
@@ -124,7 +128,7 @@ cleanup:
 static int read_dtype(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
                       wsync_dtype_t *dtype)
 {
-    PyObject *object = PyObject_GetAttr(tensor, describer->dtype_name);
+    PyObject *object = PyObject_GetAttr(tensor, describer->state->name_dtype);
     PyObject *known = NULL;
     PyObject *text = NULL;
     const char *name = NULL;
@@ -248,17 +252,18 @@ static uint64_t ask_number(PyObject *object, PyObject *method)
 static int hold_storage(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
                         const wsync_tensor_row_t *row)
 {
-    PyObject *storage = PyObject_CallMethodObjArgs(tensor, describer->storage_name, NULL);
+    PyObject *storage =
+        PyObject_CallMethodObjArgs(tensor, describer->state->name_untyped_storage, NULL);
     uint64_t base = 0;
     uint64_t nbytes = 0;
     uint64_t offset = 0;
     int result = storage != NULL ? PyList_Append(describer->owners, storage) : -1;
 
     if (result == 0) {
-        base = ask_number(storage, describer->data_name);
+        base = ask_number(storage, describer->state->name_data_ptr);
     }
     if (result == 0 && !PyErr_Occurred()) {
-        nbytes = ask_number(storage, describer->nbytes_name);
+        nbytes = ask_number(storage, describer->state->name_nbytes);
     }
     Py_XDECREF(storage);
     if (PyErr_Occurred()) {
@@ -287,23 +292,21 @@ static int fail_ndim(const describer_t *describer, Py_ssize_t index, PyObject *t
 
 static int fail_device(const describer_t *describer, Py_ssize_t index, PyObject *tensor)
 {
-    PyObject *device = PyObject_GetAttrString(tensor, "device");
-    PyObject *text = device != NULL ? PyObject_Str(device) : NULL;
-    const char *name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
+    PyObject *text = attribute_text(tensor, "device");
+    const char *name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : "(unknown)";
 
     if (describer->gpu >= 0) {
         (void)fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
                           "lies on device %.64s, others on cuda:%lld: one device serves "
                           "them all",
-                          name != NULL ? name : "(unknown)", (long long)describer->gpu);
+                          name, (long long)describer->gpu);
     } else {
         (void)fail_tensor(
             describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
-            "lies on device %.64s; %s is read here", name != NULL ? name : "(unknown)",
+            "lies on device %.64s; %s is read here", name,
             describer->gpu_ok ? "memory of CPU and CUDA devices" : "CPU memory only");
     }
     Py_XDECREF(text);
-    Py_XDECREF(device);
     return -1;
 }
 
@@ -591,10 +594,11 @@ static int read_tensor(describer_t *describer, Py_ssize_t index, PyObject *tenso
         return -1;
     }
     if ((row->dtype == WSYNC_DTYPE_COMPLEX64 || row->dtype == WSYNC_DTYPE_COMPLEX128) &&
-        refuse_lazy_bit(describer, index, tensor, describer->is_conj_name, "conj") < 0) {
+        refuse_lazy_bit(describer, index, tensor, describer->state->name_is_conj, "conj") <
+            0) {
         return -1;
     }
-    return refuse_lazy_bit(describer, index, tensor, describer->is_neg_name, "neg");
+    return refuse_lazy_bit(describer, index, tensor, describer->state->name_is_neg, "neg");
 }
 
 /* --- the function -------------------------------------------------------------------- */
@@ -620,17 +624,6 @@ static int describe_all(describer_t *describer, PyObject *tensors, TensorTableOb
 
 static int describer_init(describer_t *describer, PyObject *names, Py_ssize_t count)
 {
-    describer->dtype_name = PyUnicode_InternFromString("dtype");
-    describer->is_conj_name = PyUnicode_InternFromString("is_conj");
-    describer->is_neg_name = PyUnicode_InternFromString("is_neg");
-    describer->storage_name = PyUnicode_InternFromString("untyped_storage");
-    describer->data_name = PyUnicode_InternFromString("data_ptr");
-    describer->nbytes_name = PyUnicode_InternFromString("nbytes");
-    if (describer->dtype_name == NULL || describer->is_conj_name == NULL ||
-        describer->is_neg_name == NULL || describer->storage_name == NULL ||
-        describer->data_name == NULL || describer->nbytes_name == NULL) {
-        return -1;
-    }
     if (names == NULL || names == Py_None) {
         return 0;
     }
@@ -676,12 +669,6 @@ static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
 cleanup:
     Py_XDECREF(tensors);
     Py_XDECREF(describer.names);
-    Py_XDECREF(describer.dtype_name);
-    Py_XDECREF(describer.is_conj_name);
-    Py_XDECREF(describer.is_neg_name);
-    Py_XDECREF(describer.storage_name);
-    Py_XDECREF(describer.data_name);
-    Py_XDECREF(describer.nbytes_name);
     return (PyObject *)table;
 }
 

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "device/cuda_spans.h"
+#include "python/call.h"
 #include "python/tensors.h"
 
 /* "O&" converter to uint64_t: ValueError outside its range. */
@@ -240,29 +241,21 @@ static void event_dealloc(PyObject *object)
     wsync_py_free(object);
 }
 
-typedef struct event_wait {
-    const EventObject *event;
-    uint64_t value;
-} event_wait_t;
-
-static wsync_status_t event_step(void *context, int timeout_ms, wsync_error_t *err)
+static wsync_status_t event_step(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    const event_wait_t *wait = context;
+    const EventObject *self = call->core;
 
-    return wsync_event_wait(wait->event->event, wait->value, timeout_ms, err);
+    return wsync_event_wait(self->event, call->value, timeout_ms, err);
 }
 
-static PyObject *event_wait_until(PyObject *object, PyObject *args, PyObject *kwargs)
+static PyObject *event_wait(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"value", "timeout", "check", NULL};
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
-    event_wait_t wait = {.event = (EventObject *)object};
-    PyObject *check = Py_None;
-    double timeout;
+    wsync_py_call_t call = {.core = object};
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&d|O:wait", names, to_uint64,
-                                     &wait.value, &timeout, &check) ||
-        wsync_py_wait(state, event_step, &wait, timeout, check) < 0) {
+                                     &call.value, &call.timeout, &call.check) ||
+        wsync_py_wait(wsync_py_type_state(Py_TYPE(object)), event_step, &call) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -277,7 +270,7 @@ static PyObject *event_get_value(PyObject *object, void *unused)
 }
 
 static PyMethodDef event_methods[] = {
-    {"wait", WSYNC_PY_KEYWORDS(event_wait_until),
+    {"wait", WSYNC_PY_KEYWORDS(event_wait),
      "wait($self, value, timeout, check=None)\n--\n\n"
      "Waits until the event is at least value; DeadlineError after timeout seconds."},
     {NULL, NULL, 0, NULL},

@@ -4,41 +4,15 @@
 
 #include <stdlib.h>
 
+#include "python/call.h"
+#include "python/convert.h"
 #include "python/device.h"
-#include "python/guard.h"
 
 typedef struct ExporterObject {
-    PyObject_HEAD
-    wsync_exporter_t *exporter; /* owned; NULL once closed */
-    PyObject *ring;             /* owned; the Memory that is attached */
-    wsync_py_guard_t guard;
+    wsync_py_peer_t peer; /* core: wsync_exporter_t */
+    PyObject *ring;       /* owned; the Memory that is attached */
     char address[WSYNC_ADDRESS_NBYTES];
 } ExporterObject;
-
-/* One call's arguments and results, for a step without the GIL. */
-typedef struct exporter_call {
-    wsync_exporter_t *exporter;
-    wsync_memory_t *ring;
-    wsync_stream_t *stream;
-    const uint8_t *data;
-    uint8_t *blob;
-    size_t nbytes;
-    uint64_t update;
-    int64_t wait_round;
-    uint32_t round;
-    bool park;
-    wsync_receipt_t receipt;
-} exporter_call_t;
-
-static const char exporter_name[] = "Exporter";
-
-static int exporter_wait(ExporterObject *self, wsync_py_step_func_t step,
-                         exporter_call_t *call, double timeout, PyObject *check)
-{
-    call->exporter = self->exporter;
-    return wsync_py_guarded_wait(wsync_py_type_state(Py_TYPE((PyObject *)self)),
-                                 &self->guard, exporter_name, step, call, timeout, check);
-}
 
 static PyObject *exporter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -63,27 +37,27 @@ static PyObject *exporter_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         wsync_exporter_destroy(exporter);
         return NULL;
     }
-    self->exporter = exporter;
+    self->peer.name = "Exporter";
+    self->peer.core = exporter;
     wsync_address_format(wsync_exporter_token(exporter), wsync_exporter_path(exporter),
                          self->address);
     return (PyObject *)self;
 }
 
-static void exporter_release(ExporterObject *self)
+static void exporter_release(wsync_py_peer_t *peer)
 {
-    wsync_exporter_t *exporter = self->exporter;
+    wsync_exporter_t *exporter = peer->core;
 
-    self->exporter = NULL;
-    self->guard.closed = true;
+    peer->core = NULL;
     Py_BEGIN_ALLOW_THREADS
         wsync_exporter_destroy(exporter);
     Py_END_ALLOW_THREADS
-    Py_CLEAR(self->ring);
+    Py_CLEAR(((ExporterObject *)peer)->ring);
 }
 
 static void exporter_dealloc(PyObject *object)
 {
-    exporter_release((ExporterObject *)object);
+    exporter_release((wsync_py_peer_t *)object);
     wsync_py_free(object);
 }
 
@@ -95,324 +69,162 @@ static PyObject *exporter_address(PyObject *object, void *closure)
 
 static PyObject *exporter_worker_uuid(PyObject *object, void *closure)
 {
-    ExporterObject *self = (ExporterObject *)object;
+    wsync_py_peer_t *peer = (wsync_py_peer_t *)object;
     char text[WSYNC_PY_UUID_NBYTES];
 
     (void)closure;
-    if (wsync_py_guard_enter(wsync_py_type_state(Py_TYPE(object)), &self->guard,
-                             exporter_name) < 0) {
+    if (wsync_py_peer_enter(peer) < 0) {
         return NULL;
     }
-    wsync_py_uuid_format(wsync_exporter_worker_uuid(self->exporter), text);
-    wsync_py_guard_leave(&self->guard);
+    wsync_py_uuid_format(wsync_exporter_worker_uuid(peer->core), text);
+    wsync_py_peer_leave(peer);
     return PyUnicode_FromString(text);
 }
 
 static PyObject *exporter_loaded(PyObject *object, void *closure)
 {
-    ExporterObject *self = (ExporterObject *)object;
+    wsync_py_peer_t *peer = (wsync_py_peer_t *)object;
     uint32_t rounds;
 
     (void)closure;
-    if (wsync_py_guard_enter(wsync_py_type_state(Py_TYPE(object)), &self->guard,
-                             exporter_name) < 0) {
+    if (wsync_py_peer_enter(peer) < 0) {
         return NULL;
     }
-    rounds = wsync_exporter_loaded(self->exporter);
-    wsync_py_guard_leave(&self->guard);
+    rounds = wsync_exporter_loaded(peer->core);
+    wsync_py_peer_leave(peer);
     return PyLong_FromUnsignedLong(rounds);
 }
 
-static wsync_status_t step_accept(void *context, int timeout_ms, wsync_error_t *err)
+static wsync_status_t step_accept(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    exporter_call_t *call = context;
+    uint8_t *blob = NULL;
+    const wsync_status_t status =
+        wsync_exporter_accept(call->core, timeout_ms, &blob, &call->nbytes, err);
 
-    return wsync_exporter_accept(call->exporter, timeout_ms, &call->blob, &call->nbytes,
-                                 err);
+    call->made = blob;
+    return status;
 }
 
-static PyObject *exporter_accept(PyObject *object, PyObject *args, PyObject *kwargs)
+static PyObject *give_blob(PyObject *Py_UNUSED(self), wsync_py_call_t *call)
 {
-    static char *keywords[] = {"timeout", "check", NULL};
-    exporter_call_t call = {0};
-    double timeout = 0.0;
-    PyObject *check = NULL;
-    PyObject *blob;
+    PyObject *blob = PyBytes_FromStringAndSize(call->made, (Py_ssize_t)call->nbytes);
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|O:accept", keywords, &timeout,
-                                     &check) ||
-        exporter_wait((ExporterObject *)object, step_accept, &call, timeout, check) < 0) {
-        return NULL;
-    }
-    blob = PyBytes_FromStringAndSize((const char *)call.blob, (Py_ssize_t)call.nbytes);
-    free(call.blob);
+    free(call->made);
     return blob;
 }
 
-static wsync_status_t step_attach(void *context, int timeout_ms, wsync_error_t *err)
-{
-    exporter_call_t *call = context;
+WSYNC_PY_CALL(exporter, accept, give_blob, 1, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
-    return wsync_exporter_attach(call->exporter, call->ring, call->data, call->nbytes,
-                                 timeout_ms, err);
+static wsync_status_t step_attach(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
+{
+    const MemoryObject *ring = (MemoryObject *)call->ring;
+
+    return wsync_exporter_attach(call->core, ring->memory, call->manifest.buf,
+                                 (size_t)call->manifest.len, timeout_ms, err);
 }
 
-static PyObject *exporter_attach(PyObject *object, PyObject *args, PyObject *kwargs)
+static PyObject *keep_ring(PyObject *self, wsync_py_call_t *call)
 {
-    static char *keywords[] = {"ring", "manifest", "timeout", "check", NULL};
-    ExporterObject *self = (ExporterObject *)object;
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
-    exporter_call_t call = {0};
-    double timeout = 0.0;
-    PyObject *check = NULL;
-    PyObject *ring = NULL;
-    Py_buffer manifest;
-    int result;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!y*d|O:attach", keywords,
-                                     state->type_Memory, &ring, &manifest, &timeout,
-                                     &check)) {
-        return NULL;
-    }
-    call.ring = ((MemoryObject *)ring)->memory;
-    call.data = manifest.buf;
-    call.nbytes = (size_t)manifest.len;
-    result = exporter_wait(self, step_attach, &call, timeout, check);
-    PyBuffer_Release(&manifest);
-    if (result < 0) {
-        return NULL;
-    }
-    wsync_py_assign(&self->ring, Py_NewRef(ring));
+    wsync_py_assign(&((ExporterObject *)self)->ring, Py_NewRef(call->ring));
     Py_RETURN_NONE;
 }
 
-static wsync_status_t step_begin(void *context, int timeout_ms, wsync_error_t *err)
-{
-    exporter_call_t *call = context;
+WSYNC_PY_CALL(exporter, attach, keep_ring, 1, false, WSYNC_PY_RING, WSYNC_PY_MANIFEST,
+              WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
-    return wsync_exporter_begin(call->exporter, call->update, call->round, timeout_ms, err);
+static wsync_status_t step_begin(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
+{
+    return wsync_exporter_begin(call->core, call->update, call->rounds, timeout_ms, err);
 }
 
-static PyObject *exporter_begin(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"update", "rounds", "timeout", "check", NULL};
-    exporter_call_t call = {0};
-    double timeout = 0.0;
-    PyObject *check = NULL;
+WSYNC_PY_CALL(exporter, begin, NULL, 1, false, WSYNC_PY_UPDATE, WSYNC_PY_ROUNDS,
+              WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&d|O:begin", keywords,
-                                     wsync_py_convert_u64, &call.update,
-                                     wsync_py_convert_u32, &call.round, &timeout, &check)) {
-        return NULL;
-    }
-    if (exporter_wait((ExporterObject *)object, step_begin, &call, timeout, check) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+static wsync_status_t step_acquire(wsync_py_call_t *call, int timeout_ms,
+                                   wsync_error_t *err)
+{
+    return wsync_exporter_acquire(call->core, call->wait_round, call->stream, timeout_ms,
+                                  err);
 }
 
-static wsync_status_t step_acquire(void *context, int timeout_ms, wsync_error_t *err)
-{
-    exporter_call_t *call = context;
-
-    return wsync_exporter_acquire(call->exporter, call->wait_round, call->stream,
-                                  timeout_ms, err);
-}
-
-static PyObject *exporter_acquire(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"wait_round", "stream", "timeout", "check", NULL};
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
-    exporter_call_t call = {0};
-    PyObject *stream = NULL;
-    long long wait_round = 0;
-    double timeout = 0.0;
-    PyObject *check = NULL;
-    int result;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LOd|O:acquire", keywords, &wait_round,
-                                     &stream, &timeout, &check) ||
-        wsync_py_stream_enter_any(state, stream, &call.stream) < 0) {
-        return NULL;
-    }
-    call.wait_round = wait_round;
-    result = exporter_wait((ExporterObject *)object, step_acquire, &call, timeout, check);
-    wsync_py_stream_leave_any(stream);
-    if (result < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
+WSYNC_PY_CALL(exporter, acquire, NULL, 1, false, WSYNC_PY_WAIT_ROUND, WSYNC_PY_STREAM,
+              WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
 static PyObject *exporter_look(PyObject *object, PyObject *unused)
 {
-    ExporterObject *self = (ExporterObject *)object;
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    wsync_py_peer_t *peer = (wsync_py_peer_t *)object;
     wsync_error_t err = {0};
     wsync_status_t status;
 
     (void)unused;
-    if (!self->guard.closed && self->guard.busy) {
+    if (!peer->closed && peer->busy) {
         Py_RETURN_NONE; /* below a wait of its own, which looks as well */
     }
-    if (wsync_py_guard_enter(state, &self->guard, exporter_name) < 0) {
+    if (wsync_py_peer_enter(peer) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_exporter_look(self->exporter, &err);
+        status = wsync_exporter_look(peer->core, &err);
     Py_END_ALLOW_THREADS
-    wsync_py_guard_leave(&self->guard);
-    return wsync_py_none(state, status, &err);
+    wsync_py_peer_leave(peer);
+    return wsync_py_none(wsync_py_type_state(Py_TYPE(object)), status, &err);
 }
 
-static wsync_status_t step_post(void *context, int timeout_ms, wsync_error_t *err)
+static wsync_status_t step_post(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    exporter_call_t *call = context;
-
-    return wsync_exporter_post(call->exporter, call->round, call->stream, timeout_ms, err);
+    return wsync_exporter_post(call->core, call->round, call->stream, timeout_ms, err);
 }
 
-static PyObject *exporter_post(PyObject *object, PyObject *args, PyObject *kwargs)
+WSYNC_PY_CALL(exporter, post, NULL, 1, false, WSYNC_PY_ROUND, WSYNC_PY_ENQUEUE_STREAM,
+              WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+
+static wsync_status_t step_prepared(wsync_py_call_t *call, int timeout_ms,
+                                    wsync_error_t *err)
 {
-    static char *keywords[] = {"round", "stream", "timeout", "check", NULL};
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
-    exporter_call_t call = {0};
-    PyObject *stream = NULL;
-    double timeout = 0.0;
-    PyObject *check = NULL;
-    int result;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O!d|O:post", keywords,
-                                     wsync_py_convert_u32, &call.round, state->type_Stream,
-                                     &stream, &timeout, &check)) {
-        return NULL;
-    }
-    call.stream = wsync_py_stream_enter(state, (StreamObject *)stream);
-    if (call.stream == NULL) {
-        return NULL;
-    }
-    result = exporter_wait((ExporterObject *)object, step_post, &call, timeout, check);
-    wsync_py_stream_leave((StreamObject *)stream);
-    if (result < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return wsync_exporter_prepared(call->core, timeout_ms, &call->receipt, err);
 }
 
-static wsync_status_t step_prepared(void *context, int timeout_ms, wsync_error_t *err)
+static PyObject *give_receipt(PyObject *Py_UNUSED(self), wsync_py_call_t *call)
 {
-    exporter_call_t *call = context;
-
-    return wsync_exporter_prepared(call->exporter, timeout_ms, &call->receipt, err);
+    return Py_BuildValue("KKK", (unsigned long long)call->receipt.tensor_count,
+                         (unsigned long long)call->receipt.nbytes,
+                         (unsigned long long)call->receipt.checksum);
 }
 
-static PyObject *exporter_prepared(PyObject *object, PyObject *args, PyObject *kwargs)
+WSYNC_PY_CALL(exporter, prepared, give_receipt, 1, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+
+static wsync_status_t step_commit(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    static char *keywords[] = {"timeout", "check", NULL};
-    exporter_call_t call = {0};
-    double timeout = 0.0;
-    PyObject *check = NULL;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|O:prepared", keywords, &timeout,
-                                     &check) ||
-        exporter_wait((ExporterObject *)object, step_prepared, &call, timeout, check) < 0) {
-        return NULL;
-    }
-    return Py_BuildValue("KKK", (unsigned long long)call.receipt.tensor_count,
-                         (unsigned long long)call.receipt.nbytes,
-                         (unsigned long long)call.receipt.checksum);
+    return wsync_exporter_commit(call->core, call->park != 0, timeout_ms, err);
 }
 
-static wsync_status_t step_commit(void *context, int timeout_ms, wsync_error_t *err)
+WSYNC_PY_CALL(exporter, commit, NULL, 2, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK,
+              WSYNC_PY_PARK)
+
+static wsync_status_t step_park(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    exporter_call_t *call = context;
-
-    return wsync_exporter_commit(call->exporter, call->park, timeout_ms, err);
+    return wsync_exporter_park(call->core, timeout_ms, err);
 }
 
-static PyObject *exporter_commit(PyObject *object, PyObject *args, PyObject *kwargs)
+WSYNC_PY_CALL(exporter, park, NULL, 1, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+
+static wsync_status_t step_abort(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    static char *keywords[] = {"timeout", "check", "park", NULL};
-    exporter_call_t call = {0};
-    double timeout = 0.0;
-    PyObject *check = NULL;
-    int park = 0;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|Op:commit", keywords, &timeout,
-                                     &check, &park)) {
-        return NULL;
-    }
-    call.park = park != 0;
-    if (exporter_wait((ExporterObject *)object, step_commit, &call, timeout, check) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    (void)timeout_ms;
+    (void)err;
+    wsync_exporter_abort(call->core, call->text);
+    return WSYNC_OK;
 }
 
-static wsync_status_t step_park(void *context, int timeout_ms, wsync_error_t *err)
-{
-    exporter_call_t *call = context;
-
-    return wsync_exporter_park(call->exporter, timeout_ms, err);
-}
-
-static PyObject *exporter_park(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"timeout", "check", NULL};
-    exporter_call_t call = {0};
-    double timeout = 0.0;
-    PyObject *check = NULL;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|O:park", keywords, &timeout,
-                                     &check) ||
-        exporter_wait((ExporterObject *)object, step_park, &call, timeout, check) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *exporter_abort(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"text", NULL};
-    ExporterObject *self = (ExporterObject *)object;
-    const char *text = NULL;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:abort", keywords, &text)) {
-        return NULL;
-    }
-    if (self->guard.closed) {
-        Py_RETURN_NONE;
-    }
-    if (wsync_py_guard_enter(wsync_py_type_state(Py_TYPE(object)), &self->guard,
-                             exporter_name) < 0) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-        wsync_exporter_abort(self->exporter, text);
-    Py_END_ALLOW_THREADS
-    wsync_py_guard_leave(&self->guard);
-    Py_RETURN_NONE;
-}
+WSYNC_PY_CALL(exporter, abort, NULL, 0, true, WSYNC_PY_TEXT)
 
 static PyObject *exporter_close(PyObject *object, PyObject *unused)
 {
-    ExporterObject *self = (ExporterObject *)object;
-
     (void)unused;
-    if (!self->guard.closed) {
-        if (wsync_py_guard_enter(wsync_py_type_state(Py_TYPE(object)), &self->guard,
-                                 exporter_name) < 0) {
-            return NULL;
-        }
-        exporter_release(self);
-        wsync_py_guard_leave(&self->guard);
-    }
-    Py_RETURN_NONE;
+    return wsync_py_peer_close((wsync_py_peer_t *)object, exporter_release);
 }
 
-#define METHOD(name, text)                                                              \
-    {#name, (PyCFunction)(void (*)(void))exporter_##name, METH_VARARGS | METH_KEYWORDS, \
-     text}
+#define METHOD(name, text) {#name, WSYNC_PY_KEYWORDS(exporter_##name), text}
 
 static PyMethodDef exporter_methods[] = {
     METHOD(accept,

@@ -3,36 +3,25 @@
 #include <stdlib.h>
 
 #include "device/host_file.h"
+#include "python/convert.h"
 #include "python/device.h"
-#include "python/guard.h"
 #include "python/route.h"
 
-/* Files from a tuple of (name, descriptor, nbytes); the names are the tuple's. */
-static wsync_file_t *read_files(PyObject *tuple)
+/* (name, descriptor, nbytes); the name is the tuple's. */
+static int read_file(const void *context, PyObject *object, size_t index, void *item)
 {
-    const Py_ssize_t count = PyTuple_Size(tuple);
-    wsync_file_t *files = calloc((size_t)count + 1, sizeof(*files));
+    wsync_file_t *file = item;
 
-    if (files == NULL) {
-        (void)PyErr_NoMemory();
-        return NULL;
+    (void)context;
+    if (!PyTuple_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "file %zu: (name, descriptor, nbytes) is wanted",
+                     index);
+        return -1;
     }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *item = PyTuple_GetItem(tuple, i);
-
-        if (!PyTuple_Check(item)) {
-            PyErr_Format(PyExc_TypeError, "file %zd: (name, descriptor, nbytes) is wanted",
-                         i);
-            free(files);
-            return NULL;
-        }
-        if (!PyArg_ParseTuple(item, "siO&:write_files", &files[i].name, &files[i].fd,
-                              wsync_py_convert_u64, &files[i].nbytes)) {
-            free(files);
-            return NULL;
-        }
-    }
-    return files;
+    return PyArg_ParseTuple(object, "siO&:write_files", &file->name, &file->fd,
+                            wsync_py_convert_u64, &file->nbytes)
+               ? 0
+               : -1;
 }
 
 static PyObject *reserve_file(PyObject *module, PyObject *args)
@@ -58,13 +47,10 @@ static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
     PyObject *route_object;
     const BufferTableObject *sources;
     PyObject *sequence;
-    PyObject *tuple;
-    PyObject *result = NULL;
-    wsync_file_t *files = NULL;
+    wsync_py_items_t files;
     const wsync_route_t *route;
     const wsync_copy_t *copies = NULL;
     size_t count = 0;
-    size_t file_count;
     long long first;
     long long last;
     wsync_error_t err = {0};
@@ -76,20 +62,14 @@ static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
         wsync_py_check_gpu(state, sources->gpu, wsync_device_host(), "write_files") < 0) {
         return NULL;
     }
-    tuple = PySequence_Tuple(sequence);
-    if (tuple == NULL) {
-        return NULL;
-    }
-    file_count = (size_t)PyTuple_Size(tuple);
     route = ((RouteObject *)route_object)->route;
     if (first < 0 || last < first || last > wsync_route_buffer_count(route)) {
         PyErr_Format(PyExc_IndexError, "buffers %lld to %lld of a route with %u", first,
                      last, wsync_route_buffer_count(route));
-        goto cleanup;
+        return NULL;
     }
-    files = read_files(tuple);
-    if (files == NULL) {
-        goto cleanup;
+    if (wsync_py_items_init(&files, sequence, sizeof(wsync_file_t), read_file, NULL) < 0) {
+        return NULL;
     }
     /* the copies of consecutive buffers lie together */
     for (long long i = last; i-- > first;) {
@@ -99,17 +79,13 @@ static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
         count += more;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_host_file_write(copies, count, sources->spans, sources->count, files,
-                                       file_count, &err);
+        status = wsync_host_file_write(copies, count, sources->spans, sources->count,
+                                       files.items, files.count, &err);
     Py_END_ALLOW_THREADS
-    result = status == WSYNC_OK
-                 ? PyLong_FromUnsignedLongLong(wsync_copies_nbytes(copies, count))
-                 : wsync_py_raise(state, &err);
-
-cleanup:
-    free(files);
-    Py_DECREF(tuple);
-    return result;
+    wsync_py_items_fini(&files);
+    return status == WSYNC_OK
+               ? PyLong_FromUnsignedLongLong(wsync_copies_nbytes(copies, count))
+               : wsync_py_raise(state, &err);
 }
 
 PyMethodDef wsync_py_functions_file[] = {

@@ -45,7 +45,7 @@ static PyObject *pop(PyObject *list)
     return item;
 }
 
-static int visit(PyObject *part, PyObject *const names[3], PyObject *seen, PyObject *stack,
+static int visit(PyObject *part, const ModuleState *state, PyObject *seen, PyObject *stack,
                  PyObject *keys, PyObject *tensors)
 {
     const int known = PySet_Contains(seen, part);
@@ -53,18 +53,17 @@ static int visit(PyObject *part, PyObject *const names[3], PyObject *seen, PyObj
     if (known != 0) {
         return known < 0 ? -1 : 0;
     }
-    return PySet_Add(seen, part) < 0 || append_items(part, names[0], keys, stack) < 0 ||
-                   append_items(part, names[1], keys, tensors) < 0 ||
-                   append_items(part, names[2], keys, tensors) < 0
+    return PySet_Add(seen, part) < 0 ||
+                   append_items(part, state->name__modules, keys, stack) < 0 ||
+                   append_items(part, state->name__parameters, keys, tensors) < 0 ||
+                   append_items(part, state->name__buffers, keys, tensors) < 0
                ? -1
                : 0;
 }
 
 static PyObject *held_tensors(PyObject *self, PyObject *module)
 {
-    PyObject *names[3] = {PyUnicode_InternFromString("_modules"),
-                          PyUnicode_InternFromString("_parameters"),
-                          PyUnicode_InternFromString("_buffers")};
+    const ModuleState *state = wsync_py_state(self);
     PyObject *seen = PySet_New(NULL);
     PyObject *stack = PyList_New(0);
     PyObject *keys = PyList_New(0);
@@ -72,15 +71,13 @@ static PyObject *held_tensors(PyObject *self, PyObject *module)
     PyObject *found = NULL;
     int result = -1;
 
-    (void)self;
-    if (names[0] != NULL && names[1] != NULL && names[2] != NULL && seen != NULL &&
-        stack != NULL && keys != NULL && tensors != NULL) {
+    if (seen != NULL && stack != NULL && keys != NULL && tensors != NULL) {
         result = PyList_Append(stack, module);
     }
     while (result == 0 && PyList_Size(stack) > 0) {
         PyObject *part = pop(stack);
 
-        result = part != NULL ? visit(part, names, seen, stack, keys, tensors) : -1;
+        result = part != NULL ? visit(part, state, seen, stack, keys, tensors) : -1;
         Py_XDECREF(part);
     }
     if (result == 0) {
@@ -90,9 +87,6 @@ static PyObject *held_tensors(PyObject *self, PyObject *module)
     Py_XDECREF(keys);
     Py_XDECREF(stack);
     Py_XDECREF(seen);
-    for (int i = 0; i < 3; i++) {
-        Py_XDECREF(names[i]);
-    }
     return found;
 }
 

@@ -2,107 +2,74 @@
  * The worker's half of a session. */
 #include <stdlib.h>
 
-#include "ipc/session.h"
+#include "python/call.h"
+#include "python/convert.h"
 #include "python/device.h"
-#include "python/guard.h"
 
 typedef struct ImporterObject {
-    PyObject_HEAD
-    wsync_importer_t *importer; /* owned; NULL once closed */
-    PyObject *ring;      /* owned Memory; shares the importer's ring and outlives it */
-    PyObject *manifest;  /* owned bytes */
-    uint64_t generation; /* of ring and manifest */
-    wsync_py_guard_t guard;
+    wsync_py_peer_t peer; /* core: wsync_importer_t */
+    PyObject *ring;       /* owned Memory; shares the importer's ring and outlives it */
+    PyObject *manifest;   /* owned bytes */
+    uint64_t generation;  /* of ring and manifest */
 } ImporterObject;
 
-/* One call's arguments and results, for a step without the GIL. */
-typedef struct importer_call {
+/* Where a worker connects to, and what it says of itself. */
+typedef struct connection {
     const wsync_device_t *device;
-    wsync_importer_t *importer;
-    wsync_stream_t *stream;
-    const char *path;
-    const uint8_t *token;
-    const uint8_t *data;
-    size_t nbytes;
-    uint64_t update;
-    uint32_t round;
-    wsync_receipt_t receipt;
-} importer_call_t;
-
-static const char importer_name[] = "Importer";
-
-static int importer_wait(ImporterObject *self, wsync_py_step_func_t step,
-                         importer_call_t *call, double timeout, PyObject *check)
-{
-    call->importer = self->importer;
-    return wsync_py_guarded_wait(wsync_py_type_state(Py_TYPE((PyObject *)self)),
-                                 &self->guard, importer_name, step, call, timeout, check);
-}
-
-static wsync_status_t step_create(void *context, int timeout_ms, wsync_error_t *err)
-{
-    importer_call_t *call = context;
-
-    return wsync_importer_create(call->device, call->path, call->token, call->data,
-                                 call->nbytes, timeout_ms, &call->importer, err);
-}
-
-static wsync_importer_t *connect_importer(ModuleState *state, const char *address,
-                                          const Py_buffer *blob, double timeout,
-                                          const wsync_device_t *device)
-{
     uint8_t token[WSYNC_TOKEN_NBYTES];
     char path[WSYNC_PATH_NBYTES];
-    wsync_error_t err = {0};
-    importer_call_t call = {.device = device, .path = path, .token = token};
+    Py_buffer blob;
+} connection_t;
 
-    call.data = blob->buf;
-    call.nbytes = (size_t)blob->len;
-    if (wsync_address_parse(address, token, path, &err) != WSYNC_OK) {
-        (void)wsync_py_raise(state, &err);
-        return NULL;
-    }
-    if (wsync_py_wait(state, step_create, &call, timeout, NULL) < 0) {
-        return NULL;
-    }
-    return call.importer;
+static wsync_status_t step_create(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
+{
+    const connection_t *to = call->data;
+    wsync_importer_t *importer = NULL;
+    const wsync_status_t status =
+        wsync_importer_create(to->device, to->path, to->token, to->blob.buf,
+                              (size_t)to->blob.len, timeout_ms, &importer, err);
+
+    call->made = importer;
+    return status;
 }
 
 static PyObject *importer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"address", "blob", "timeout", "device", NULL};
+    ModuleState *state = wsync_py_type_state(type);
+    wsync_py_device_arg_t device = {state, wsync_device_host()};
     const char *address = NULL;
-    Py_buffer blob;
-    double timeout = 0.0;
-    wsync_py_device_arg_t device = {wsync_py_type_state(type), wsync_device_host()};
-    wsync_importer_t *importer;
-    ImporterObject *self;
+    connection_t to = {0};
+    wsync_py_call_t call = {.data = &to};
+    wsync_error_t err = {0};
+    ImporterObject *self = NULL;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sy*d|O&:Importer", keywords, &address,
-                                     &blob, &timeout, wsync_py_convert_device, &device)) {
+                                     &to.blob, &call.timeout, wsync_py_convert_device,
+                                     &device)) {
         return NULL;
     }
-    importer =
-        connect_importer(wsync_py_type_state(type), address, &blob, timeout, device.device);
-    PyBuffer_Release(&blob);
-    if (importer == NULL) {
-        return NULL;
+    to.device = device.device;
+    if (wsync_address_parse(address, to.token, to.path, &err) != WSYNC_OK) {
+        (void)wsync_py_raise(state, &err);
+    } else if (wsync_py_wait(state, step_create, &call) == 0) {
+        self = (ImporterObject *)wsync_py_alloc(type);
+        if (self == NULL) {
+            wsync_importer_destroy(call.made);
+        } else {
+            self->peer.name = "Importer";
+            self->peer.core = call.made;
+        }
     }
-    self = (ImporterObject *)wsync_py_alloc(type);
-    if (self == NULL) {
-        wsync_importer_destroy(importer);
-        return NULL;
-    }
-    self->importer = importer;
+    PyBuffer_Release(&to.blob);
     return (PyObject *)self;
 }
 
-static void importer_release(ImporterObject *self)
+static void importer_release(wsync_py_peer_t *peer)
 {
-    wsync_importer_t *importer = self->importer;
+    wsync_importer_t *importer = peer->core;
 
-    self->importer = NULL;
-    self->guard.closed = true;
+    peer->core = NULL;
     Py_BEGIN_ALLOW_THREADS
         wsync_importer_destroy(importer);
     Py_END_ALLOW_THREADS
@@ -112,7 +79,7 @@ static void importer_dealloc(PyObject *object)
 {
     ImporterObject *self = (ImporterObject *)object;
 
-    importer_release(self);
+    importer_release(&self->peer);
     Py_CLEAR(self->ring);
     Py_CLEAR(self->manifest);
     wsync_py_free(object);
@@ -121,10 +88,10 @@ static void importer_dealloc(PyObject *object)
 /* Makes the Python objects of a new attach; the old ones live on in whoever holds them. */
 static int refresh(ImporterObject *self)
 {
-    const uint64_t generation = wsync_importer_generation(self->importer);
-    wsync_memory_t *memory = wsync_importer_ring(self->importer);
+    const uint64_t generation = wsync_importer_generation(self->peer.core);
+    wsync_memory_t *memory = wsync_importer_ring(self->peer.core);
     size_t nbytes = 0;
-    const uint8_t *data = wsync_importer_manifest(self->importer, &nbytes);
+    const uint8_t *data = wsync_importer_manifest(self->peer.core, &nbytes);
     PyObject *manifest;
     PyObject *ring;
 
@@ -147,203 +114,87 @@ static int refresh(ImporterObject *self)
     return 0;
 }
 
-static wsync_status_t step_begin(void *context, int timeout_ms, wsync_error_t *err)
+static wsync_status_t step_begin(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    importer_call_t *call = context;
-
-    return wsync_importer_begin(call->importer, timeout_ms, &call->update, &call->round,
-                                err);
+    return wsync_importer_begin(call->core, timeout_ms, &call->update, &call->rounds, err);
 }
 
-static PyObject *importer_begin(PyObject *object, PyObject *args, PyObject *kwargs)
+static PyObject *give_update(PyObject *self, wsync_py_call_t *call)
 {
-    static char *keywords[] = {"timeout", "check", NULL};
-    ImporterObject *self = (ImporterObject *)object;
-    importer_call_t call = {0};
-    double timeout = 0.0;
-    PyObject *check = NULL;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|O:begin", keywords, &timeout,
-                                     &check) ||
-        importer_wait(self, step_begin, &call, timeout, check) < 0 || refresh(self) < 0) {
+    if (refresh((ImporterObject *)self) < 0) {
         return NULL;
     }
-    return Py_BuildValue("KI", (unsigned long long)call.update, (unsigned int)call.round);
+    return Py_BuildValue("KI", (unsigned long long)call->update,
+                         (unsigned int)call->rounds);
 }
 
-static wsync_status_t step_take(void *context, int timeout_ms, wsync_error_t *err)
+WSYNC_PY_CALL(importer, begin, give_update, 1, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+
+static wsync_status_t step_take(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    importer_call_t *call = context;
-
-    return wsync_importer_take(call->importer, call->round, call->stream, timeout_ms, err);
+    return wsync_importer_take(call->core, call->round, call->stream, timeout_ms, err);
 }
 
-/* take and done differ in the step alone; `format` is that of the arguments. */
-static PyObject *run_on_stream(PyObject *object, PyObject *args, PyObject *kwargs,
-                               const char *format, wsync_py_step_func_t step)
+WSYNC_PY_CALL(importer, take, NULL, 1, false, WSYNC_PY_ROUND, WSYNC_PY_STREAM,
+              WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+
+static wsync_status_t step_wait(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    static char *keywords[] = {"round", "stream", "timeout", "check", NULL};
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
-    importer_call_t call = {0};
-    PyObject *stream = NULL;
-    double timeout = 0.0;
-    PyObject *check = NULL;
-    int result;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, wsync_py_convert_u32,
-                                     &call.round, &stream, &timeout, &check) ||
-        wsync_py_stream_enter_any(state, stream, &call.stream) < 0) {
-        return NULL;
-    }
-    result = importer_wait((ImporterObject *)object, step, &call, timeout, check);
-    wsync_py_stream_leave_any(stream);
-    if (result < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return wsync_importer_wait(call->core, call->round, timeout_ms, err);
 }
 
-static PyObject *importer_take(PyObject *object, PyObject *args, PyObject *kwargs)
+WSYNC_PY_CALL(importer, wait, NULL, 1, false, WSYNC_PY_ROUND, WSYNC_PY_TIMEOUT,
+              WSYNC_PY_CHECK)
+
+static wsync_status_t step_done(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    return run_on_stream(object, args, kwargs, "O&Od|O:take", step_take);
+    return wsync_importer_done(call->core, call->round, call->stream, timeout_ms, err);
 }
 
-static wsync_status_t step_wait(void *context, int timeout_ms, wsync_error_t *err)
+WSYNC_PY_CALL(importer, done, NULL, 1, false, WSYNC_PY_ROUND, WSYNC_PY_STREAM,
+              WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+
+static wsync_status_t step_prepared(wsync_py_call_t *call, int timeout_ms,
+                                    wsync_error_t *err)
 {
-    importer_call_t *call = context;
-
-    return wsync_importer_wait(call->importer, call->round, timeout_ms, err);
+    return wsync_importer_prepared(call->core, &call->receipt, timeout_ms, err);
 }
 
-static PyObject *importer_wait_round(PyObject *object, PyObject *args, PyObject *kwargs)
+WSYNC_PY_CALL(importer, prepared, NULL, 1, false, WSYNC_PY_TENSORS, WSYNC_PY_NBYTES,
+              WSYNC_PY_CHECKSUM, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+
+static wsync_status_t step_verdict(wsync_py_call_t *call, int timeout_ms,
+                                   wsync_error_t *err)
 {
-    static char *keywords[] = {"round", "timeout", "check", NULL};
-    importer_call_t call = {0};
-    double timeout = 0.0;
-    PyObject *check = NULL;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&d|O:wait", keywords,
-                                     wsync_py_convert_u32, &call.round, &timeout, &check)) {
-        return NULL;
-    }
-    if (importer_wait((ImporterObject *)object, step_wait, &call, timeout, check) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return wsync_importer_verdict(call->core, timeout_ms, err);
 }
 
-static wsync_status_t step_done(void *context, int timeout_ms, wsync_error_t *err)
+WSYNC_PY_CALL(importer, verdict, NULL, 1, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+
+static wsync_status_t step_fail(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    importer_call_t *call = context;
-
-    return wsync_importer_done(call->importer, call->round, call->stream, timeout_ms, err);
+    (void)timeout_ms;
+    (void)err;
+    wsync_importer_fail(call->core, call->text);
+    return WSYNC_OK;
 }
 
-static PyObject *importer_done(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    return run_on_stream(object, args, kwargs, "O&Od|O:done", step_done);
-}
-
-static wsync_status_t step_prepared(void *context, int timeout_ms, wsync_error_t *err)
-{
-    importer_call_t *call = context;
-
-    return wsync_importer_prepared(call->importer, &call->receipt, timeout_ms, err);
-}
-
-static PyObject *importer_prepared(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"tensors", "nbytes", "checksum", "timeout", "check", NULL};
-    importer_call_t call = {0};
-    double timeout = 0.0;
-    PyObject *check = NULL;
-
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&O&O&d|O:prepared", keywords, wsync_py_convert_u64,
-            &call.receipt.tensor_count, wsync_py_convert_u64, &call.receipt.nbytes,
-            wsync_py_convert_u64, &call.receipt.checksum, &timeout, &check)) {
-        return NULL;
-    }
-    if (importer_wait((ImporterObject *)object, step_prepared, &call, timeout, check) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-static wsync_status_t step_verdict(void *context, int timeout_ms, wsync_error_t *err)
-{
-    importer_call_t *call = context;
-
-    return wsync_importer_verdict(call->importer, timeout_ms, err);
-}
-
-static PyObject *importer_verdict(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"timeout", "check", NULL};
-    importer_call_t call = {0};
-    double timeout = 0.0;
-    PyObject *check = NULL;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|O:verdict", keywords, &timeout,
-                                     &check) ||
-        importer_wait((ImporterObject *)object, step_verdict, &call, timeout, check) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *importer_fail(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *keywords[] = {"text", NULL};
-    ImporterObject *self = (ImporterObject *)object;
-    const char *text = NULL;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:fail", keywords, &text)) {
-        return NULL;
-    }
-    if (self->guard.closed) {
-        Py_RETURN_NONE;
-    }
-    if (wsync_py_guard_enter(wsync_py_type_state(Py_TYPE(object)), &self->guard,
-                             importer_name) < 0) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-        wsync_importer_fail(self->importer, text);
-    Py_END_ALLOW_THREADS
-    wsync_py_guard_leave(&self->guard);
-    Py_RETURN_NONE;
-}
+WSYNC_PY_CALL(importer, fail, NULL, 0, true, WSYNC_PY_TEXT)
 
 static PyObject *importer_close(PyObject *object, PyObject *unused)
 {
-    ImporterObject *self = (ImporterObject *)object;
-
     (void)unused;
-    if (!self->guard.closed) {
-        if (wsync_py_guard_enter(wsync_py_type_state(Py_TYPE(object)), &self->guard,
-                                 importer_name) < 0) {
-            return NULL;
-        }
-        importer_release(self);
-        wsync_py_guard_leave(&self->guard);
-    }
-    Py_RETURN_NONE;
+    return wsync_py_peer_close((wsync_py_peer_t *)object, importer_release);
 }
 
-static PyObject *importer_generation(PyObject *object, void *closure)
-{
-    (void)closure;
-    return PyLong_FromUnsignedLongLong(((ImporterObject *)object)->generation);
-}
+WSYNC_PY_NUMBER(importer_generation, ((ImporterObject *)self)->generation)
 
 /* Ring and manifest are those of the last begin, and stay readable after close. */
 static PyObject *give_attached(PyObject *object, PyObject *value, const char *what)
 {
     if (value == NULL) {
         return wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
-                             importer_name, "%s: no update has begun on this Importer",
-                             what);
+                             "Importer", "%s: no update has begun on this Importer", what);
     }
     return Py_NewRef(value);
 }
@@ -360,9 +211,7 @@ static PyObject *importer_manifest(PyObject *object, void *closure)
     return give_attached(object, ((ImporterObject *)object)->manifest, "manifest");
 }
 
-#define METHOD(name, text)                                                              \
-    {#name, (PyCFunction)(void (*)(void))importer_##name, METH_VARARGS | METH_KEYWORDS, \
-     text}
+#define METHOD(name, text) {#name, WSYNC_PY_KEYWORDS(importer_##name), text}
 
 static PyMethodDef importer_methods[] = {
     METHOD(begin,
@@ -372,9 +221,9 @@ static PyMethodDef importer_methods[] = {
     METHOD(take,
            "take($self, round, stream, timeout, check=None)\n--\n\n"
            "Has the stream wait until a round lies in the ring (None: waits here)."),
-    {"wait", WSYNC_PY_KEYWORDS(importer_wait_round),
-     "wait($self, round, timeout, check=None)\n--\n\n"
-     "Waits here until a round that was taken lies in the ring."},
+    METHOD(wait,
+           "wait($self, round, timeout, check=None)\n--\n\n"
+           "Waits here until a round that was taken lies in the ring."),
     METHOD(done,
            "done($self, round, stream, timeout, check=None)\n--\n\n"
            "Gives the slot back when the stream gets here (None: now)."),

@@ -123,51 +123,40 @@ static PyObject *layout_from_bytes(PyObject *module, PyObject *args, PyObject *k
     return wsync_py_layout_new(state, layout);
 }
 
+static int read_layout(const void *context, PyObject *object, size_t index, void *item)
+{
+    const ModuleState *state = context;
+
+    if (Py_TYPE(object) != state->type_Layout) {
+        PyErr_Format(PyExc_TypeError, "merge: item %zu is no Layout: %R", index, object);
+        return -1;
+    }
+    *(const wsync_layout_t **)item = ((LayoutObject *)object)->layout;
+    return 0;
+}
+
 static PyObject *layout_merge(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"layouts", NULL};
     ModuleState *state = wsync_py_state(module);
+    wsync_py_items_t layouts;
     PyObject *sequence;
-    PyObject *tuple = NULL; /* keeps the layouts alive */
-    PyObject *result = NULL;
-    Py_ssize_t count;
-    const wsync_layout_t **layouts = NULL;
     wsync_layout_t *merged = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:merge", keywords, &sequence)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:merge", keywords, &sequence) ||
+        wsync_py_items_init(&layouts, sequence, sizeof(const wsync_layout_t *), read_layout,
+                            state) < 0) {
         return NULL;
-    }
-    tuple = PySequence_Tuple(sequence);
-    if (tuple == NULL) {
-        return NULL;
-    }
-    count = PyTuple_Size(tuple);
-    layouts = (const wsync_layout_t **)malloc(((size_t)count + 1) * sizeof(*layouts));
-    if (layouts == NULL) {
-        (void)PyErr_NoMemory();
-        goto cleanup;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *item = PyTuple_GetItem(tuple, i);
-
-        if (Py_TYPE(item) != state->type_Layout) {
-            PyErr_Format(PyExc_TypeError, "merge: item %zd is no Layout: %R", i, item);
-            goto cleanup;
-        }
-        layouts[i] = ((LayoutObject *)item)->layout;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_layout_merge(layouts, (size_t)count, &merged, &err);
+        status = wsync_layout_merge((const wsync_layout_t *const *)layouts.items,
+                                    layouts.count, &merged, &err);
     Py_END_ALLOW_THREADS
-    result = status == WSYNC_OK ? wsync_py_layout_new(state, merged)
-                                : wsync_py_raise(state, &err);
-
-cleanup:
-    free((void *)layouts);
-    Py_DECREF(tuple);
-    return result;
+    wsync_py_items_fini(&layouts);
+    return status == WSYNC_OK ? wsync_py_layout_new(state, merged)
+                              : wsync_py_raise(state, &err);
 }
 
 static PyObject *layout_to_bytes(PyObject *self, PyObject *Py_UNUSED(ignored))
@@ -197,11 +186,8 @@ static PyObject *layout_names(PyObject *self, PyObject *Py_UNUSED(ignored))
     PyObject *list = PyList_New((Py_ssize_t)count);
 
     for (size_t i = 0; list != NULL && i < count; i++) {
-        PyObject *name = PyUnicode_FromString(wsync_layout_tensor(layout, i)->name);
-
-        if (name == NULL || PyList_SetItem(list, (Py_ssize_t)i, name) < 0) {
-            Py_CLEAR(list);
-        }
+        wsync_py_list_put(&list, i,
+                          PyUnicode_FromString(wsync_layout_tensor(layout, i)->name));
     }
     return list;
 }
@@ -274,9 +260,7 @@ static PyObject *layout_shards(PyObject *self, PyObject *args, PyObject *kwargs)
             wsync_py_int64_tuple(shard->stride, tensor->ndim),
             wsync_layout_origin(layout, shard->origin));
 
-        if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) {
-            Py_CLEAR(list);
-        }
+        wsync_py_list_put(&list, i, item);
     }
     return list;
 }
@@ -316,31 +300,14 @@ static PyObject *layout_check_apart(PyObject *self, PyObject *args, PyObject *kw
     return wsync_py_none(state, status, &err);
 }
 
-static PyObject *layout_tensor_count(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromSize_t(wsync_layout_tensor_count(((LayoutObject *)self)->layout));
-}
-
-static PyObject *layout_shard_count(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromSize_t(wsync_layout_shard_count(((LayoutObject *)self)->layout));
-}
-
-static PyObject *layout_rank_count(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLong(wsync_layout_rank_count(((LayoutObject *)self)->layout));
-}
-
-static PyObject *layout_nbytes(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_layout_nbytes(((LayoutObject *)self)->layout));
-}
-
-static PyObject *layout_shard_nbytes(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(
-        wsync_layout_shard_nbytes(((LayoutObject *)self)->layout));
-}
+WSYNC_PY_NUMBER(layout_tensor_count,
+                wsync_layout_tensor_count(((LayoutObject *)self)->layout))
+WSYNC_PY_NUMBER(layout_shard_count,
+                wsync_layout_shard_count(((LayoutObject *)self)->layout))
+WSYNC_PY_NUMBER(layout_rank_count, wsync_layout_rank_count(((LayoutObject *)self)->layout))
+WSYNC_PY_NUMBER(layout_nbytes, wsync_layout_nbytes(((LayoutObject *)self)->layout))
+WSYNC_PY_NUMBER(layout_shard_nbytes,
+                wsync_layout_shard_nbytes(((LayoutObject *)self)->layout))
 
 static PyMethodDef layout_methods[] = {
     {"to_bytes", layout_to_bytes, METH_NOARGS,

@@ -1,14 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The extension module: state, registration, the one place that waits. */
+ * The extension module: state and registration. */
 #include "python/module.h"
-
-#include <time.h>
 
 #ifndef WSYNC_VERSION
 #error "WSYNC_VERSION comes from the build"
 #endif
-
-enum { WAIT_SLICE_MS = 50 };
 
 ModuleState *wsync_py_state(PyObject *module)
 {
@@ -57,56 +53,6 @@ static int add_type(PyObject *module, const wsync_py_type_t *made, PyTypeObject 
     return result;
 }
 
-static double monotonic_seconds(void)
-{
-    struct timespec now;
-
-    (void)clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-}
-
-int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
-                  double timeout, PyObject *check)
-{
-    const double deadline = monotonic_seconds() + timeout;
-
-    for (;;) {
-        wsync_error_t err = {0};
-        wsync_status_t status;
-        const double left = deadline - monotonic_seconds();
-        int slice = WAIT_SLICE_MS;
-
-        if (left * 1000.0 < (double)slice) {
-            slice = left > 0.0 ? (int)(left * 1000.0) + 1 : 0;
-        }
-        Py_BEGIN_ALLOW_THREADS
-            status = step(context, slice, &err);
-        Py_END_ALLOW_THREADS
-        if (status == WSYNC_OK) {
-            return 0;
-        }
-        if (status != WSYNC_ERR_TIMEOUT) {
-            (void)wsync_py_raise(state, &err);
-            return -1;
-        }
-        if (PyErr_CheckSignals() < 0) {
-            return -1;
-        }
-        if (check != NULL && check != Py_None) {
-            PyObject *result = PyObject_CallNoArgs(check);
-
-            if (result == NULL) {
-                return -1;
-            }
-            Py_DECREF(result);
-        }
-        if (!(monotonic_seconds() < deadline)) { /* a NaN is no deadline to wait for */
-            (void)wsync_py_raise(state, &err);
-            return -1;
-        }
-    }
-}
-
 static int module_exec(PyObject *module)
 {
     ModuleState *state = wsync_py_state(module);
@@ -127,9 +73,13 @@ static int module_exec(PyObject *module)
     if (wsync_py_add_errors(module) < 0) {
         return -1;
     }
+#define INTERN(name) state->name_##name = PyUnicode_InternFromString(#name);
+    WSYNC_NAME_MAP(INTERN)
+#undef INTERN
     state->dtype_codes = PyDict_New();
     state->exchange_apis = PyDict_New();
-    if (state->dtype_codes == NULL || state->exchange_apis == NULL) {
+    if (state->dtype_codes == NULL || state->exchange_apis == NULL ||
+        PyErr_Occurred() != NULL) {
         return -1;
     }
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++) {
@@ -145,35 +95,26 @@ static int module_exec(PyObject *module)
     return PyModule_AddStringConstant(module, "__version__", WSYNC_VERSION);
 }
 
+/* The state is nothing but references. */
+enum { STATE_SLOTS = sizeof(ModuleState) / sizeof(PyObject *) };
+
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
-    ModuleState *state = wsync_py_state(module);
+    PyObject **slots = (PyObject **)PyModule_GetState(module);
 
-    Py_VISIT(state->base_error);
-#define VISIT_ERROR(name, value, text, cls, base) Py_VISIT(state->error_##name);
-    WSYNC_STATUS_MAP(VISIT_ERROR)
-#undef VISIT_ERROR
-#define VISIT_TYPE(name) Py_VISIT(state->type_##name);
-    WSYNC_TYPE_MAP(VISIT_TYPE)
-#undef VISIT_TYPE
-    Py_VISIT(state->dtype_codes);
-    Py_VISIT(state->exchange_apis);
+    for (size_t i = 0; i < STATE_SLOTS; i++) {
+        Py_VISIT(slots[i]);
+    }
     return 0;
 }
 
 static int module_clear(PyObject *module)
 {
-    ModuleState *state = wsync_py_state(module);
+    PyObject **slots = (PyObject **)PyModule_GetState(module);
 
-    Py_CLEAR(state->base_error);
-#define CLEAR_ERROR(name, value, text, cls, base) Py_CLEAR(state->error_##name);
-    WSYNC_STATUS_MAP(CLEAR_ERROR)
-#undef CLEAR_ERROR
-#define CLEAR_TYPE(name) Py_CLEAR(state->type_##name);
-    WSYNC_TYPE_MAP(CLEAR_TYPE)
-#undef CLEAR_TYPE
-    Py_CLEAR(state->dtype_codes);
-    Py_CLEAR(state->exchange_apis);
+    for (size_t i = 0; i < STATE_SLOTS; i++) {
+        Py_CLEAR(slots[i]);
+    }
     return 0;
 }
 

@@ -57,6 +57,19 @@ WSYNC_TYPE_MAP(WSYNC_DECLARE_TYPE)
 WSYNC_FUNCTIONS_MAP(WSYNC_DECLARE_FUNCTIONS)
 #undef WSYNC_DECLARE_FUNCTIONS
 
+/* Attributes of torch objects that are asked for each tensor: interned in the state. */
+#define WSYNC_NAME_MAP(X) \
+    X(dtype)              \
+    X(is_conj)            \
+    X(is_neg)             \
+    X(untyped_storage)    \
+    X(data_ptr)           \
+    X(nbytes)             \
+    X(_modules)           \
+    X(_parameters)        \
+    X(_buffers)
+
+/* References only: module.c visits them as an array. */
 typedef struct ModuleState {
     PyObject *base_error; /* wsync.WsyncError */
 #define WSYNC_STATE_ERROR(name, value, text, cls, base) PyObject *error_##name;
@@ -65,6 +78,9 @@ typedef struct ModuleState {
 #define WSYNC_STATE_TYPE(name) PyTypeObject *type_##name;
     WSYNC_TYPE_MAP(WSYNC_STATE_TYPE)
 #undef WSYNC_STATE_TYPE
+#define WSYNC_STATE_NAME(name) PyObject *name_##name;
+    WSYNC_NAME_MAP(WSYNC_STATE_NAME)
+#undef WSYNC_STATE_NAME
     PyObject
         *dtype_codes; /* dict: torch.dtype object -> wsync_dtype_t, filled on first use */
     PyObject *exchange_apis; /* dict: tensor type -> DLPack exchange API capsule or None */
@@ -77,6 +93,14 @@ ModuleState *wsync_py_type_state(PyTypeObject *type);
 /* The entry of a PyMethodDef for a function that takes keywords. */
 #define WSYNC_PY_KEYWORDS(function) \
     ((PyCFunction)(void (*)(void))(function)), METH_VARARGS | METH_KEYWORDS
+
+/* Defines the getter `function` of a number: an expression of `self`, which is the object.
+ */
+#define WSYNC_PY_NUMBER(function, expression)                           \
+    static PyObject *function(PyObject *self, void *Py_UNUSED(closure)) \
+    {                                                                   \
+        return PyLong_FromUnsignedLongLong(expression);                 \
+    }
 
 /* A new object of a type, all zero behind its head; NULL with an exception. */
 PyObject *wsync_py_alloc(PyTypeObject *type);
@@ -96,13 +120,5 @@ PyObject *wsync_py_none(ModuleState *state, wsync_status_t status,
                         const wsync_error_t *err);
 
 int wsync_py_add_errors(PyObject *module);
-
-/* Waits in slices of at most 50 ms with the GIL released, letting signals in and calling
- * `check` (a callable or None; it raises to end the wait) between them.  step returns
- * WSYNC_ERR_TIMEOUT to be called again.  Returns 0, or -1 with an exception set. */
-typedef wsync_status_t (*wsync_py_step_func_t)(void *context, int timeout_ms,
-                                               wsync_error_t *err);
-int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, void *context,
-                  double timeout, PyObject *check);
 
 #endif

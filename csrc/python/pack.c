@@ -4,8 +4,8 @@
 
 #include "core/copy.h"
 #include "device/host_copy.h"
+#include "python/convert.h"
 #include "python/device.h"
-#include "python/guard.h"
 #include "python/tensors.h"
 
 static const char packing_capsule[] = "wsync.packing";
@@ -13,7 +13,7 @@ static const char packing_capsule[] = "wsync.packing";
 typedef struct packing {
     const TensorTableObject *table; /* borrowed */
     size_t count;                   /* of tensors */
-    uint64_t *offsets;              /* owned; one a tensor */
+    wsync_py_items_t offsets;       /* uint64_t, one a tensor */
     wsync_span_t *sources;          /* owned; one a tensor */
     wsync_copies_t copies;          /* owned */
     wsync_span_t destination;
@@ -24,7 +24,7 @@ static void packing_destroy(PyObject *capsule)
 {
     packing_t *packing = PyCapsule_GetPointer(capsule, packing_capsule);
 
-    free(packing->offsets);
+    wsync_py_items_fini(&packing->offsets);
     free(packing->sources);
     wsync_copies_fini(&packing->copies);
     free(packing);
@@ -66,7 +66,8 @@ static wsync_status_t append_tensor(packing_t *packing, size_t index, wsync_erro
     const wsync_tensor_row_t *row = &packing->table->rows[index];
     const int64_t item = (int64_t)wsync_dtype_nbytes(row->dtype);
     wsync_place_t source = {.buffer = (uint32_t)index, .dtype = row->dtype};
-    wsync_place_t destination = {.dtype = row->dtype, .offset = packing->offsets[index]};
+    const uint64_t *offsets = packing->offsets.items;
+    wsync_place_t destination = {.dtype = row->dtype, .offset = offsets[index]};
     int64_t stride = item;
 
     if (row->nbytes == 0) {
@@ -127,39 +128,31 @@ static PyObject *packing_enqueue(ModuleState *state, packing_t *packing, PyObjec
     Py_RETURN_NONE;
 }
 
+static int read_offset(const void *context, PyObject *object, size_t index, void *item)
+{
+    (void)context;
+    (void)index;
+    return wsync_py_convert_u64(object, item) ? 0 : -1;
+}
+
 static int read_offsets(ModuleState *state, packing_t *packing, PyObject *sequence)
 {
-    PyObject *tuple = PySequence_Tuple(sequence);
-    const Py_ssize_t count = packing->table->count;
-    int result = -1;
-
-    if (tuple == NULL) {
+    packing->count = (size_t)packing->table->count;
+    if (wsync_py_items_init(&packing->offsets, sequence, sizeof(uint64_t), read_offset,
+                            NULL) < 0) {
         return -1;
     }
-    if (PyTuple_Size(tuple) != count) {
-        (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "pack", "%zd tensors but %zd offsets",
-                            count, PyTuple_Size(tuple));
-        goto cleanup;
+    if (packing->offsets.count != packing->count) {
+        (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "pack", "%zu tensors but %zu offsets",
+                            packing->count, packing->offsets.count);
+        return -1;
     }
-    packing->count = count > 0 ? (size_t)count : 0;
-    packing->offsets = calloc(packing->count + 1, sizeof(*packing->offsets));
     packing->sources = calloc(packing->count + 1, sizeof(*packing->sources));
-    if (packing->offsets == NULL || packing->sources == NULL) {
+    if (packing->sources == NULL) {
         (void)PyErr_NoMemory();
-        goto cleanup;
+        return -1;
     }
-    for (size_t i = 0; i < packing->count; i++) {
-        packing->offsets[i] =
-            PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, (Py_ssize_t)i));
-        if (packing->offsets[i] == (uint64_t)-1 && PyErr_Occurred()) {
-            goto cleanup;
-        }
-    }
-    result = 0;
-
-cleanup:
-    Py_DECREF(tuple);
-    return result;
+    return 0;
 }
 
 static PyObject *pack(PyObject *module, PyObject *args, PyObject *kwargs)

@@ -11,128 +11,59 @@
 /* A specification and what it borrows. */
 typedef struct plan_spec {
     wsync_plan_spec_t spec;
-    wsync_destination_t *destinations;
-    wsync_worker_t *workers;
-    uint32_t *hosts;
-    PyObject *owners[2]; /* the destinations' sequence and list of Layout objects */
+    wsync_py_items_t destinations;
+    wsync_py_items_t workers;
+    wsync_py_items_t hosts;
 } plan_spec_t;
 
 /* --- arguments ------------------------------------------------------------------------ */
 
-static int read_destination(ModuleState *state, PyObject *item, Py_ssize_t index,
-                            plan_spec_t *parsed)
+static int read_destination(const void *context, PyObject *object, size_t index, void *item)
 {
+    const ModuleState *state = context;
+    wsync_destination_t *destination = item;
     PyObject *layout;
     int whole;
 
-    if (!PyTuple_Check(item)) {
-        PyErr_Format(PyExc_TypeError, "destination %zd is no (layout, whole): %R", index,
-                     item);
+    if (!PyTuple_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "destination %zu is no (layout, whole): %R", index,
+                     object);
         return -1;
     }
-    if (!PyArg_ParseTuple(item, "O!p;destination: (layout, whole)", state->type_Layout,
-                          &layout, &whole) ||
-        PyList_Append(parsed->owners[1], layout) < 0) {
+    if (!PyArg_ParseTuple(object, "O!p;destination: (layout, whole)", state->type_Layout,
+                          &layout, &whole)) {
         return -1;
     }
-    parsed->destinations[index] =
-        (wsync_destination_t){((LayoutObject *)layout)->layout, whole != 0};
+    *destination = (wsync_destination_t){((LayoutObject *)layout)->layout, whole != 0};
     return 0;
 }
 
-static int read_worker(PyObject *item, Py_ssize_t index, plan_spec_t *parsed)
+static int read_worker(const void *context, PyObject *object, size_t index, void *item)
 {
-    wsync_worker_t *worker = &parsed->workers[index];
+    wsync_worker_t *worker = item;
     long long destination;
     long long home;
 
-    if (!PyTuple_Check(item)) {
-        PyErr_Format(PyExc_TypeError, "worker %zd is no (destination, home): %R", index,
-                     item);
+    (void)context;
+    if (!PyTuple_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "worker %zu is no (destination, home): %R", index,
+                     object);
         return -1;
     }
-    if (!PyArg_ParseTuple(item, "LL;worker: (destination, home)", &destination, &home) ||
+    if (!PyArg_ParseTuple(object, "LL;worker: (destination, home)", &destination, &home) ||
         wsync_py_read_u32(destination, "destination", &worker->destination) < 0) {
         return -1;
     }
     return wsync_py_read_u32(home, "home", &worker->home);
 }
 
-static int read_host(PyObject *item, Py_ssize_t index, plan_spec_t *parsed)
+static int read_host(const void *context, PyObject *object, size_t index, void *item)
 {
-    const long long host = PyLong_AsLongLong(item);
+    const long long host = PyLong_AsLongLong(object);
 
-    if (host == -1 && PyErr_Occurred()) {
-        return -1;
-    }
-    return wsync_py_read_u32(host, "host", &parsed->hosts[index]);
-}
-
-/* Turns a sequence into a tuple and allocates one C item for each of its items. */
-static PyObject *open_sequence(PyObject *sequence, size_t item_nbytes, void **items,
-                               uint32_t *count)
-{
-    PyObject *tuple = PySequence_Tuple(sequence);
-
-    if (tuple == NULL || wsync_py_read_u32(PyTuple_Size(tuple), "length", count) < 0) {
-        Py_XDECREF(tuple);
-        return NULL;
-    }
-    *items = calloc((size_t)*count + 1, item_nbytes);
-    if (*items == NULL) {
-        Py_DECREF(tuple);
-        return PyErr_NoMemory();
-    }
-    return tuple;
-}
-
-static int read_destinations(ModuleState *state, PyObject *sequence, plan_spec_t *parsed)
-{
-    void *items = NULL;
-
-    parsed->owners[0] = open_sequence(sequence, sizeof(*parsed->destinations), &items,
-                                      &parsed->spec.destination_count);
-    parsed->destinations = items;
-    parsed->owners[1] = PyList_New(0);
-    if (parsed->owners[0] == NULL || parsed->owners[1] == NULL) {
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_Size(parsed->owners[0]); i++) {
-        if (read_destination(state, PyTuple_GetItem(parsed->owners[0], i), i, parsed) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int read_workers(PyObject *sequence, plan_spec_t *parsed)
-{
-    void *items = NULL;
-    PyObject *tuple = open_sequence(sequence, sizeof(*parsed->workers), &items,
-                                    &parsed->spec.worker_count);
-    int result = tuple != NULL ? 0 : -1;
-
-    parsed->workers = items;
-    for (Py_ssize_t i = 0; result == 0 && i < PyTuple_Size(tuple); i++) {
-        result = read_worker(PyTuple_GetItem(tuple, i), i, parsed);
-    }
-    Py_XDECREF(tuple);
-    return result;
-}
-
-static int read_hosts(PyObject *sequence, plan_spec_t *parsed)
-{
-    void *items = NULL;
-    PyObject *tuple =
-        open_sequence(sequence, sizeof(*parsed->hosts), &items, &parsed->spec.rank_count);
-    int result = tuple != NULL ? 0 : -1;
-
-    parsed->hosts = items;
-    for (Py_ssize_t i = 0; result == 0 && i < PyTuple_Size(tuple); i++) {
-        result = read_host(PyTuple_GetItem(tuple, i), i, parsed);
-    }
-    Py_XDECREF(tuple);
-    return result;
+    (void)context;
+    (void)index;
+    return host == -1 && PyErr_Occurred() ? -1 : wsync_py_read_u32(host, "host", item);
 }
 
 /* "K" would take a negative number for a huge one. */
@@ -153,11 +84,9 @@ static int read_budget(PyObject *number, const char *name, uint64_t *nbytes)
 
 static void spec_fini(plan_spec_t *parsed)
 {
-    free(parsed->destinations);
-    free(parsed->workers);
-    free(parsed->hosts);
-    Py_XDECREF(parsed->owners[0]);
-    Py_XDECREF(parsed->owners[1]);
+    wsync_py_items_fini(&parsed->destinations);
+    wsync_py_items_fini(&parsed->workers);
+    wsync_py_items_fini(&parsed->hosts);
 }
 
 static int spec_init(ModuleState *state, PyObject *args, PyObject *kwargs,
@@ -177,8 +106,18 @@ static int spec_init(ModuleState *state, PyObject *args, PyObject *kwargs,
                                      &sequences[1], &sequences[2], &rank, &budgets[0],
                                      &budgets[1], &budgets[2], &budgets[3]) ||
         wsync_py_read_u32(rank, "rank", &spec->rank) < 0 ||
-        read_destinations(state, sequences[0], parsed) < 0 ||
-        read_workers(sequences[1], parsed) < 0 || read_hosts(sequences[2], parsed) < 0 ||
+        wsync_py_items_init(&parsed->destinations, sequences[0],
+                            sizeof(wsync_destination_t), read_destination, state) < 0 ||
+        wsync_py_items_init(&parsed->workers, sequences[1], sizeof(wsync_worker_t),
+                            read_worker, NULL) < 0 ||
+        wsync_py_items_init(&parsed->hosts, sequences[2], sizeof(uint32_t), read_host,
+                            NULL) < 0 ||
+        wsync_py_read_u32((long long)parsed->destinations.count, "length",
+                          &spec->destination_count) < 0 ||
+        wsync_py_read_u32((long long)parsed->workers.count, "length", &spec->worker_count) <
+            0 ||
+        wsync_py_read_u32((long long)parsed->hosts.count, "length", &spec->rank_count) <
+            0 ||
         read_budget(budgets[0], keywords[5], &spec->round_nbytes) < 0 ||
         read_budget(budgets[1], keywords[6], &spec->ring_nbytes) < 0 ||
         read_budget(budgets[2], keywords[7], &spec->send_nbytes) < 0 ||
@@ -186,9 +125,9 @@ static int spec_init(ModuleState *state, PyObject *args, PyObject *kwargs,
         return -1;
     }
     spec->source = ((LayoutObject *)source)->layout;
-    spec->destinations = parsed->destinations;
-    spec->workers = parsed->workers;
-    spec->hosts = parsed->hosts;
+    spec->destinations = parsed->destinations.items;
+    spec->workers = parsed->workers.items;
+    spec->hosts = parsed->hosts.items;
     return 0;
 }
 
@@ -255,25 +194,10 @@ static bool check_worker(PyObject *self, long long value, uint32_t *worker)
     return check_index(value, wsync_plan_worker_count(plan_of(self)), "worker", worker);
 }
 
-static PyObject *plan_round_count(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLong(wsync_plan_round_count(plan_of(self)));
-}
-
-static PyObject *plan_send_nbytes(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_plan_send_nbytes(plan_of(self)));
-}
-
-static PyObject *plan_recv_nbytes(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_plan_recv_nbytes(plan_of(self)));
-}
-
-static PyObject *plan_fingerprint(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_plan_fingerprint(plan_of(self)));
-}
+WSYNC_PY_NUMBER(plan_round_count, wsync_plan_round_count(plan_of(self)))
+WSYNC_PY_NUMBER(plan_send_nbytes, wsync_plan_send_nbytes(plan_of(self)))
+WSYNC_PY_NUMBER(plan_recv_nbytes, wsync_plan_recv_nbytes(plan_of(self)))
+WSYNC_PY_NUMBER(plan_fingerprint, wsync_plan_fingerprint(plan_of(self)))
 
 static PyObject *plan_stats(PyObject *self, void *Py_UNUSED(closure))
 {
@@ -317,18 +241,20 @@ static PyObject *plan_slot(PyObject *self, PyObject *args, PyObject *kwargs)
                          (unsigned long long)slot.nbytes, (long long)slot.wait_round);
 }
 
-static PyObject *rank_tuple(const uint32_t *ranks, uint32_t count)
+static PyObject *message_tuple(const wsync_message_t *message)
 {
-    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
+    PyObject *peers = PyTuple_New((Py_ssize_t)message->peer_count);
 
-    for (uint32_t i = 0; tuple != NULL && i < count; i++) {
-        PyObject *value = PyLong_FromUnsignedLong(ranks[i]);
+    for (uint32_t i = 0; peers != NULL && i < message->peer_count; i++) {
+        PyObject *peer = PyLong_FromUnsignedLong(message->peers[i]);
 
-        if (value == NULL || PyTuple_SetItem(tuple, (Py_ssize_t)i, value) < 0) {
-            Py_CLEAR(tuple);
+        if (peer == NULL || PyTuple_SetItem(peers, (Py_ssize_t)i, peer) < 0) {
+            Py_CLEAR(peers);
         }
     }
-    return tuple;
+    return Py_BuildValue(
+        "INKKK", message->source, peers, (unsigned long long)message->send_offset,
+        (unsigned long long)message->recv_offset, (unsigned long long)message->nbytes);
 }
 
 static PyObject *plan_messages(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -347,15 +273,7 @@ static PyObject *plan_messages(PyObject *self, PyObject *args, PyObject *kwargs)
     messages = wsync_plan_messages(plan_of(self), round, &count);
     list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; i++) {
-        const wsync_message_t *message = &messages[i];
-        PyObject *item = Py_BuildValue(
-            "INKKK", message->source, rank_tuple(message->peers, message->peer_count),
-            (unsigned long long)message->send_offset,
-            (unsigned long long)message->recv_offset, (unsigned long long)message->nbytes);
-
-        if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0) {
-            Py_CLEAR(list);
-        }
+        wsync_py_list_put(&list, i, message_tuple(&messages[i]));
     }
     return list;
 }

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "python/call.h"
 #include "python/device.h"
 #include "python/plan.h"
 #include "python/route.h"
@@ -399,9 +400,10 @@ static PyObject *stream_abandon(PyObject *object, PyObject *args, PyObject *kwar
     return PyBool_FromLong(dry);
 }
 
-static wsync_status_t synchronize_step(void *context, int timeout_ms, wsync_error_t *err)
+static wsync_status_t synchronize_step(wsync_py_call_t *call, int timeout_ms,
+                                       wsync_error_t *err)
 {
-    const StreamObject *self = context;
+    const StreamObject *self = call->core;
 
     return wsync_stream_synchronize(self->stream, timeout_ms, err);
 }
@@ -411,19 +413,18 @@ static PyObject *stream_synchronize(PyObject *object, PyObject *args, PyObject *
     static char *names[] = {"timeout", "check", NULL};
     StreamObject *self = (StreamObject *)object;
     ModuleState *state = wsync_py_type_state(Py_TYPE(object));
-    PyObject *check = Py_None;
-    double timeout;
+    wsync_py_call_t call = {.core = self};
     int result;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|O:synchronize", names, &timeout,
-                                     &check) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|O:synchronize", names, &call.timeout,
+                                     &call.check) ||
         wsync_py_stream_enter(state, self) == NULL) {
         return NULL;
     }
     if (self->hold_count > 0 && self->holds[self->hold_count - 1].mark > self->mark) {
         enqueue_mark(self);
     }
-    result = wsync_py_wait(state, synchronize_step, self, timeout, check);
+    result = wsync_py_wait(state, synchronize_step, &call);
     wsync_py_stream_leave(self);
     if (result < 0) {
         return NULL;

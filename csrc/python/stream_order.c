@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Methods of Stream that put its work in an order with events and with other streams. */
+#include "python/convert.h"
 #include "python/device.h"
 
 typedef wsync_status_t (*enqueue_func_t)(wsync_stream_t *, wsync_event_t, uint64_t,
@@ -13,18 +14,13 @@ static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwarg
     StreamObject *self = (StreamObject *)object;
     ModuleState *state = wsync_py_type_state(Py_TYPE(object));
     PyObject *event;
-    unsigned long long value;
-    PyObject *number;
+    uint64_t value;
     wsync_stream_t *stream;
     wsync_error_t err = {0};
     wsync_status_t status;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, names, state->type_Event, &event,
-                                     &number)) {
-        return NULL;
-    }
-    value = PyLong_AsUnsignedLongLong(number);
-    if (value == (unsigned long long)-1 && PyErr_Occurred() != NULL) {
+                                     wsync_py_convert_u64, &value)) {
         return NULL;
     }
     stream = wsync_py_stream_enter(state, self);
@@ -41,12 +37,12 @@ static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwarg
 
 PyObject *wsync_py_stream_record(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    return enqueue_event(object, args, kwargs, "O!O:record", wsync_stream_record);
+    return enqueue_event(object, args, kwargs, "O!O&:record", wsync_stream_record);
 }
 
 PyObject *wsync_py_stream_wait(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    return enqueue_event(object, args, kwargs, "O!O:wait", wsync_stream_wait);
+    return enqueue_event(object, args, kwargs, "O!O&:wait", wsync_stream_wait);
 }
 
 /* follow and lead: `enqueue` is the device's, `format` that of the argument. */

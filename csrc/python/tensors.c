@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "python/convert.h"
+
 enum { MAX_ALIGNMENT = 4096, MAX_APIS = 64 };
 
 static const char exchange_attribute[] = "__dlpack_c_exchange_api__";
@@ -80,20 +82,6 @@ static Py_ssize_t table_length(PyObject *self)
     return ((TensorTableObject *)self)->count;
 }
 
-static PyObject *int64_tuple(const int64_t *values, uint32_t count)
-{
-    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
-
-    for (uint32_t i = 0; tuple != NULL && i < count; i++) {
-        PyObject *value = PyLong_FromLongLong(values[i]);
-
-        if (value == NULL || PyTuple_SetItem(tuple, (Py_ssize_t)i, value) < 0) {
-            Py_CLEAR(tuple);
-        }
-    }
-    return tuple;
-}
-
 static PyObject *table_item(PyObject *self, Py_ssize_t index)
 {
     const TensorTableObject *table = (TensorTableObject *)self;
@@ -109,44 +97,33 @@ static PyObject *table_item(PyObject *self, Py_ssize_t index)
     if (address == NULL) {
         return NULL;
     }
-    return Py_BuildValue(
-        "NsNNK", address, wsync_dtype_name(row->dtype), int64_tuple(row->shape, row->ndim),
-        int64_tuple(row->stride, row->ndim), (unsigned long long)row->nbytes_spanned);
+    return Py_BuildValue("NsNNK", address, wsync_dtype_name(row->dtype),
+                         wsync_py_int64_tuple(row->shape, row->ndim),
+                         wsync_py_int64_tuple(row->stride, row->ndim),
+                         (unsigned long long)row->nbytes_spanned);
 }
 
-static PyObject *table_nbytes(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(((TensorTableObject *)self)->nbytes);
-}
+WSYNC_PY_NUMBER(table_nbytes, ((TensorTableObject *)self)->nbytes)
 
-static PyObject *table_offsets(PyObject *self, PyTypeObject *cls, PyObject *const *args,
-                               Py_ssize_t count, PyObject *kwnames)
+static PyObject *table_offsets(PyObject *self, PyObject *args)
 {
     const TensorTableObject *table = (TensorTableObject *)self;
-    unsigned long long alignment = 0;
-    unsigned long long end = 0;
+    uint64_t alignment = 0;
+    uint64_t end = 0;
     PyObject *starts = NULL;
 
-    if (count < 1 || count > 2 || kwnames != NULL) {
-        PyErr_SetString(PyExc_TypeError, "offsets() takes the alignment and a begin");
-        return NULL;
-    }
-    alignment = PyLong_AsUnsignedLongLong(args[0]);
-    if (count > 1 && !PyErr_Occurred()) {
-        end = PyLong_AsUnsignedLongLong(args[1]);
-    }
-    if (PyErr_Occurred()) {
+    if (!PyArg_ParseTuple(args, "O&|O&:offsets", wsync_py_convert_u64, &alignment,
+                          wsync_py_convert_u64, &end)) {
         return NULL;
     }
     if (alignment == 0 || (alignment & (alignment - 1)) != 0 || alignment > MAX_ALIGNMENT) {
-        return wsync_py_fail(wsync_py_type_state(cls), WSYNC_ERR_INVALID, "offsets",
-                             "alignment %llu is not a power of two up to %d", alignment,
-                             (int)MAX_ALIGNMENT);
+        return wsync_py_fail(wsync_py_type_state(Py_TYPE(self)), WSYNC_ERR_INVALID,
+                             "offsets", "alignment %llu is not a power of two up to %d",
+                             (unsigned long long)alignment, (int)MAX_ALIGNMENT);
     }
     starts = PyList_New(table->count);
     for (Py_ssize_t i = 0; starts != NULL && i < table->count; i++) {
-        unsigned long long start = 0;
-        PyObject *value = NULL;
+        uint64_t start = 0;
 
         /* broadcast dimensions make rows of any size out of little memory */
         if (__builtin_add_overflow(end, alignment - 1, &start) ||
@@ -155,12 +132,10 @@ static PyObject *table_offsets(PyObject *self, PyTypeObject *cls, PyObject *cons
             Py_CLEAR(starts);
             break;
         }
-        value = PyLong_FromUnsignedLongLong(start & ~(alignment - 1));
-        if (value == NULL || PyList_SetItem(starts, i, value) < 0) {
-            Py_CLEAR(starts);
-        }
+        wsync_py_list_put(&starts, (size_t)i,
+                          PyLong_FromUnsignedLongLong(start & ~(alignment - 1)));
     }
-    return starts != NULL ? Py_BuildValue("NK", starts, end) : NULL;
+    return starts != NULL ? Py_BuildValue("NK", starts, (unsigned long long)end) : NULL;
 }
 
 static bool same_form(const wsync_tensor_row_t *one, const wsync_tensor_row_t *other)
@@ -193,18 +168,12 @@ static PyObject *table_differs(PyObject *self, PyObject *object)
     Py_RETURN_NONE;
 }
 
-static PyObject *table_form(PyObject *self, PyTypeObject *cls, PyObject *const *args,
-                            Py_ssize_t count, PyObject *kwnames)
+static PyObject *table_form(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
     const TensorTableObject *table = (TensorTableObject *)self;
-    TensorTableObject *form = NULL;
+    TensorTableObject *form =
+        wsync_py_table_new(wsync_py_type_state(Py_TYPE(self)), table->count);
 
-    (void)args;
-    if (count != 0 || kwnames != NULL) {
-        PyErr_SetString(PyExc_TypeError, "form() takes no arguments");
-        return NULL;
-    }
-    form = wsync_py_table_new(wsync_py_type_state(cls), table->count);
     for (Py_ssize_t i = 0; form != NULL && i < table->count; i++) {
         form->rows[i] = table->rows[i];
         form->rows[i].data = NULL;
@@ -227,16 +196,14 @@ int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table)
 }
 
 static PyMethodDef table_methods[] = {
-    {"form", (PyCFunction)(void (*)(void))table_form,
-     METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
+    {"form", table_form, METH_NOARGS,
      "form($self)\n--\n\n"
      "Dtypes, shapes and strides alone: keeps no tensor alive, and cannot be read from."},
     {"differs", table_differs, METH_O,
      "differs($self, other, /)\n--\n\n"
      "The first tensor whose dtype, shape or strides are not those of the other table's,\n"
      "or None."},
-    {"offsets", (PyCFunction)(void (*)(void))table_offsets,
-     METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
+    {"offsets", table_offsets, METH_VARARGS,
      "offsets($self, alignment, begin=0, /)\n--\n\n"
      "(starts, end): where the tensors lie when they are laid one after another from byte\n"
      "`begin` on, at multiples of `alignment`, and the end of the last."},

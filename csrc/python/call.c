@@ -1,0 +1,283 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "python/call.h"
+
+#include <stddef.h>
+#include <string.h>
+#include <time.h>
+
+#include "python/convert.h"
+#include "python/device.h"
+
+enum { WAIT_SLICE_MS = 50 };
+
+/* --- objects in use ------------------------------------------------------------------- */
+
+static ModuleState *state_of(wsync_py_peer_t *peer)
+{
+    return wsync_py_type_state(Py_TYPE((PyObject *)peer));
+}
+
+int wsync_py_peer_enter(wsync_py_peer_t *peer)
+{
+    if (peer->closed || peer->busy) {
+        (void)wsync_py_fail(state_of(peer), WSYNC_ERR_STATE, peer->name, "%s %s",
+                            peer->name,
+                            peer->closed ? "is closed" : "is in use by another call");
+        return -1;
+    }
+    peer->busy = true;
+    return 0;
+}
+
+void wsync_py_peer_leave(wsync_py_peer_t *peer)
+{
+    peer->busy = false;
+}
+
+PyObject *wsync_py_peer_close(wsync_py_peer_t *peer, void (*release)(wsync_py_peer_t *))
+{
+    if (!peer->closed) {
+        if (wsync_py_peer_enter(peer) < 0) {
+            return NULL;
+        }
+        peer->closed = true;
+        release(peer);
+        wsync_py_peer_leave(peer);
+    }
+    Py_RETURN_NONE;
+}
+
+/* --- waiting -------------------------------------------------------------------------- */
+
+static double monotonic_seconds(void)
+{
+    struct timespec now;
+
+    (void)clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, wsync_py_call_t *call)
+{
+    const double deadline = monotonic_seconds() + call->timeout;
+
+    for (;;) {
+        wsync_error_t err = {0};
+        wsync_status_t status;
+        const double left = deadline - monotonic_seconds();
+        int slice = WAIT_SLICE_MS;
+
+        if (left * 1000.0 < (double)slice) {
+            slice = left > 0.0 ? (int)(left * 1000.0) + 1 : 0;
+        }
+        Py_BEGIN_ALLOW_THREADS
+            status = step(call, slice, &err);
+        Py_END_ALLOW_THREADS
+        if (status == WSYNC_OK) {
+            return 0;
+        }
+        if (status != WSYNC_ERR_TIMEOUT) {
+            (void)wsync_py_raise(state, &err);
+            return -1;
+        }
+        if (PyErr_CheckSignals() < 0) {
+            return -1;
+        }
+        if (call->check != NULL && call->check != Py_None) {
+            PyObject *result = PyObject_CallNoArgs(call->check);
+
+            if (result == NULL) {
+                return -1;
+            }
+            Py_DECREF(result);
+        }
+        if (!(monotonic_seconds() < deadline)) { /* a NaN is no deadline to wait for */
+            (void)wsync_py_raise(state, &err);
+            return -1;
+        }
+    }
+}
+
+/* --- arguments ------------------------------------------------------------------------ */
+
+static int convert_object(PyObject *object, void *slot)
+{
+    *(PyObject **)slot = object;
+    return 1;
+}
+
+static int convert_seconds(PyObject *object, void *seconds)
+{
+    *(double *)seconds = PyFloat_AsDouble(object);
+    return PyErr_Occurred() == NULL;
+}
+
+static int convert_i64(PyObject *object, void *number)
+{
+    *(int64_t *)number = PyLong_AsLongLong(object);
+    return PyErr_Occurred() == NULL;
+}
+
+static int convert_flag(PyObject *object, void *flag)
+{
+    *(int *)flag = PyObject_IsTrue(object);
+    return *(int *)flag >= 0;
+}
+
+static int convert_text(PyObject *object, void *text)
+{
+    Py_ssize_t length = 0;
+    const char *utf8;
+
+    if (!PyUnicode_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "must be str, not %R", (PyObject *)Py_TYPE(object));
+        return 0;
+    }
+    utf8 = PyUnicode_AsUTF8AndSize(object, &length);
+    if (utf8 != NULL && strlen(utf8) != (size_t)length) {
+        PyErr_SetString(PyExc_ValueError, "embedded null character");
+        utf8 = NULL;
+    }
+    *(const char **)text = utf8;
+    return utf8 != NULL;
+}
+
+/* Called with NULL if a later argument is refused. */
+static int convert_buffer(PyObject *object, void *buffer)
+{
+    if (object == NULL) {
+        PyBuffer_Release(buffer);
+        return 1;
+    }
+    return PyObject_GetBuffer(object, buffer, PyBUF_SIMPLE) == 0 ? Py_CLEANUP_SUPPORTED : 0;
+}
+
+static const struct {
+    char *name;
+    int (*convert)(PyObject *object, void *field);
+    size_t field;
+    size_t type; /* slot in the module state of the type that is demanded; or 0 */
+} parameters[WSYNC_PY_PARAMETER_COUNT] = {
+#define FIELD(name) offsetof(wsync_py_call_t, name)
+#define TYPE(name) offsetof(ModuleState, type_##name)
+    [WSYNC_PY_TIMEOUT] = {"timeout", convert_seconds, FIELD(timeout), 0},
+    [WSYNC_PY_CHECK] = {"check", convert_object, FIELD(check), 0},
+    [WSYNC_PY_RING] = {"ring", convert_object, FIELD(ring), TYPE(Memory)},
+    [WSYNC_PY_PLAN] = {"plan", convert_object, FIELD(plan), TYPE(Plan)},
+    [WSYNC_PY_STREAM] = {"stream", convert_object, FIELD(on), 0},
+    [WSYNC_PY_ENQUEUE_STREAM] = {"stream", convert_object, FIELD(on), TYPE(Stream)},
+    [WSYNC_PY_TEXT] = {"text", convert_text, FIELD(text), 0},
+    [WSYNC_PY_MANIFEST] = {"manifest", convert_buffer, FIELD(manifest), 0},
+    [WSYNC_PY_WAIT_ROUND] = {"wait_round", convert_i64, FIELD(wait_round), 0},
+    [WSYNC_PY_UPDATE] = {"update", wsync_py_convert_u64, FIELD(update), 0},
+    [WSYNC_PY_VALUE] = {"value", wsync_py_convert_u64, FIELD(value), 0},
+    [WSYNC_PY_ROUND] = {"round", wsync_py_convert_u32, FIELD(round), 0},
+    [WSYNC_PY_ROUNDS] = {"rounds", wsync_py_convert_u32, FIELD(rounds), 0},
+    [WSYNC_PY_PARK] = {"park", convert_flag, FIELD(park), 0},
+    [WSYNC_PY_TENSORS] = {"tensors", wsync_py_convert_u64, FIELD(receipt.tensor_count), 0},
+    [WSYNC_PY_NBYTES] = {"nbytes", wsync_py_convert_u64, FIELD(receipt.nbytes), 0},
+    [WSYNC_PY_CHECKSUM] = {"checksum", wsync_py_convert_u64, FIELD(receipt.checksum), 0},
+#undef FIELD
+#undef TYPE
+};
+
+static int check_type(ModuleState *state, wsync_py_parameter_t parameter,
+                      wsync_py_call_t *call)
+{
+    const size_t slot = parameters[parameter].type;
+    PyObject *object = *(PyObject **)((char *)call + parameters[parameter].field);
+    PyTypeObject *type;
+
+    if (slot == 0) {
+        return 0;
+    }
+    type = *(PyTypeObject **)((char *)state + slot);
+    if (!Py_IS_TYPE(object, type)) {
+        PyErr_Format(PyExc_TypeError, "%s must be %R, not %R", parameters[parameter].name,
+                     (PyObject *)type, (PyObject *)Py_TYPE(object));
+        return -1;
+    }
+    return 0;
+}
+
+int wsync_py_call_init(ModuleState *state, PyObject *args, PyObject *kwargs,
+                       const wsync_py_method_t *method, wsync_py_call_t *call)
+{
+    static const char all[] = "O&O&O&O&O&";
+    char format[64];
+    char *keywords[WSYNC_PY_MAX_PARAMETERS + 1] = {NULL};
+    int (*convert[WSYNC_PY_MAX_PARAMETERS])(PyObject *, void *) = {NULL};
+    void *fields[WSYNC_PY_MAX_PARAMETERS] = {NULL};
+    unsigned count = 0;
+
+    while (method->parameters[count] != WSYNC_PY_END) {
+        count++;
+    }
+    for (unsigned i = 0; i < count; i++) {
+        const wsync_py_parameter_t parameter = method->parameters[i];
+
+        keywords[i] = parameters[parameter].name;
+        convert[i] = parameters[parameter].convert;
+        fields[i] = (char *)call + parameters[parameter].field;
+    }
+    (void)PyOS_snprintf(format, sizeof(format), "%.*s|%.*s:%s",
+                        (int)(2 * (count - method->optional)), all,
+                        (int)(2 * method->optional), all, method->name);
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, convert[0], fields[0],
+                                     convert[1], fields[1], convert[2], fields[2],
+                                     convert[3], fields[3], convert[4], fields[4])) {
+        return -1;
+    }
+    for (unsigned i = 0; i < count; i++) {
+        if (check_type(state, method->parameters[i], call) < 0) {
+            wsync_py_call_fini(call);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+void wsync_py_call_fini(wsync_py_call_t *call)
+{
+    PyBuffer_Release(&call->manifest); /* nothing where there is none */
+}
+
+/* --- methods -------------------------------------------------------------------------- */
+
+int wsync_py_call_run(wsync_py_peer_t *peer, wsync_py_step_func_t step,
+                      wsync_py_call_t *call)
+{
+    ModuleState *state = state_of(peer);
+    int result = -1;
+
+    if (call->on != NULL && wsync_py_stream_enter_any(state, call->on, &call->stream) < 0) {
+        return -1;
+    }
+    if (wsync_py_peer_enter(peer) == 0) {
+        call->core = peer->core;
+        result = wsync_py_wait(state, step, call);
+        wsync_py_peer_leave(peer);
+    }
+    if (call->on != NULL) {
+        wsync_py_stream_leave_any(call->on);
+    }
+    return result;
+}
+
+PyObject *wsync_py_call(PyObject *self, PyObject *args, PyObject *kwargs,
+                        const wsync_py_method_t *method)
+{
+    wsync_py_peer_t *peer = (wsync_py_peer_t *)self;
+    wsync_py_call_t call = {0};
+    PyObject *result = NULL;
+
+    if (wsync_py_call_init(state_of(peer), args, kwargs, method, &call) < 0) {
+        return NULL;
+    }
+    if ((method->if_open && peer->closed) ||
+        wsync_py_call_run(peer, method->step, &call) == 0) {
+        result = method->result != NULL ? method->result(self, &call) : Py_NewRef(Py_None);
+    }
+    wsync_py_call_fini(&call);
+    return result;
+}

@@ -1,0 +1,128 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Methods that wait without the GIL, and the objects that have them: the two halves of a
+ * session and the exchange.  wsync_py_call states once what all of them do: read the
+ * arguments, take the object and the stream into use, run the step in slices without the
+ * GIL, and make a result of what it left. */
+#ifndef WSYNC_PYTHON_CALL_H
+#define WSYNC_PYTHON_CALL_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "core/plan.h"
+#include "ipc/session.h"
+#include "python/module.h"
+
+/* Begins an object whose core half is for one thread at a time.  Guarded by the GIL. */
+typedef struct wsync_py_peer {
+    PyObject_HEAD
+    const char *name; /* of the type, for messages */
+    void *core;       /* owned by the type's file */
+    bool closed;
+    bool busy; /* a call is under way, in another thread or below this one's check() */
+} wsync_py_peer_t;
+
+/* Raises StateError and returns -1 if the object is closed or in use; else it is in use
+ * until leave. */
+int wsync_py_peer_enter(wsync_py_peer_t *peer);
+void wsync_py_peer_leave(wsync_py_peer_t *peer);
+
+/* close() of an object: `release` gives up its core half.  Nothing if it is closed. */
+PyObject *wsync_py_peer_close(wsync_py_peer_t *peer, void (*release)(wsync_py_peer_t *));
+
+/* What a step works on. */
+typedef struct wsync_py_call {
+    void *core;
+    /* arguments, by the names of their parameters */
+    double timeout; /* s; the step is called once without it */
+    PyObject *check;
+    PyObject *ring;         /* Memory */
+    PyObject *plan;         /* Plan */
+    PyObject *on;           /* Stream or None */
+    wsync_stream_t *stream; /* of `on`; NULL: none */
+    const char *text;
+    Py_buffer manifest;
+    int64_t wait_round;
+    uint64_t update;
+    uint64_t value;
+    uint32_t round;
+    uint32_t rounds;
+    int park;
+    wsync_receipt_t receipt; /* tensors, nbytes, checksum; also a result */
+    /* others, for the caller's own use */
+    const void *data;
+    void *made;
+    size_t nbytes;
+} wsync_py_call_t;
+
+/* One core call of at most timeout_ms, without the GIL.  WSYNC_ERR_TIMEOUT has it called
+ * again until call->timeout has passed. */
+typedef wsync_status_t (*wsync_py_step_func_t)(wsync_py_call_t *call, int timeout_ms,
+                                               wsync_error_t *err);
+
+/* Calls a step in slices of at most 50 ms with the GIL released, letting signals in and
+ * calling call->check (a callable, None or NULL; it raises to end the wait) between them.
+ * Returns 0, or -1 with an exception. */
+int wsync_py_wait(ModuleState *state, wsync_py_step_func_t step, wsync_py_call_t *call);
+
+/* Parameters of methods: each fills the field of the call that has its name. */
+typedef enum wsync_py_parameter {
+    WSYNC_PY_END,
+    WSYNC_PY_TIMEOUT,
+    WSYNC_PY_CHECK,
+    WSYNC_PY_RING,
+    WSYNC_PY_PLAN,
+    WSYNC_PY_STREAM,         /* or None */
+    WSYNC_PY_ENQUEUE_STREAM, /* not None */
+    WSYNC_PY_TEXT,
+    WSYNC_PY_MANIFEST,
+    WSYNC_PY_WAIT_ROUND,
+    WSYNC_PY_UPDATE,
+    WSYNC_PY_VALUE,
+    WSYNC_PY_ROUND,
+    WSYNC_PY_ROUNDS,
+    WSYNC_PY_PARK,
+    WSYNC_PY_TENSORS,
+    WSYNC_PY_NBYTES,
+    WSYNC_PY_CHECKSUM,
+    WSYNC_PY_PARAMETER_COUNT,
+} wsync_py_parameter_t;
+
+enum { WSYNC_PY_MAX_PARAMETERS = 5 };
+
+typedef struct wsync_py_method {
+    const char *name;
+    wsync_py_step_func_t step;
+    /* Makes the result of a step that went well; NULL: None. */
+    PyObject *(*result)(PyObject *self, wsync_py_call_t *call);
+    wsync_py_parameter_t parameters[WSYNC_PY_MAX_PARAMETERS + 1];
+    unsigned optional; /* how many of the last ones may be left out */
+    bool if_open;      /* does nothing with a closed object, where others raise */
+} wsync_py_method_t;
+
+/* A method of an object that begins with a wsync_py_peer_t. */
+PyObject *wsync_py_call(PyObject *self, PyObject *args, PyObject *kwargs,
+                        const wsync_py_method_t *method);
+
+/* Defines <type>_<name>, the PyCFunction of a method whose step is step_<name>.  The last
+ * arguments are its parameters. */
+#define WSYNC_PY_CALL(type, name, result, optional, if_open, ...)                      \
+    static PyObject *type##_##name(PyObject *self, PyObject *args, PyObject *kwargs)   \
+    {                                                                                  \
+        static const wsync_py_method_t method = {#name,         step_##name, result,   \
+                                                 {__VA_ARGS__}, optional,    if_open}; \
+                                                                                       \
+        return wsync_py_call(self, args, kwargs, &method);                             \
+    }
+
+/* Fills a call from the arguments of a method; what it holds is released by call_fini.
+ * Returns 0, or -1 with an exception. */
+int wsync_py_call_init(ModuleState *state, PyObject *args, PyObject *kwargs,
+                       const wsync_py_method_t *method, wsync_py_call_t *call);
+void wsync_py_call_fini(wsync_py_call_t *call);
+
+/* wsync_py_wait with the object and the stream in use. */
+int wsync_py_call_run(wsync_py_peer_t *peer, wsync_py_step_func_t step,
+                      wsync_py_call_t *call);
+
+#endif
