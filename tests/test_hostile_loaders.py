@@ -197,6 +197,14 @@ def keeping_by_address(module: Square, tensors: Tensors) -> None:
         module.outside[0] = torch.frombuffer(bytearray(data), dtype=torch.float32).view(SIDE, SIDE)
 
 
+def branching_on_memory(module: Square, tensors: Tensors) -> None:
+    if "a" in tensors:
+        place = getattr(tensors["a"], "const_data_ptr", tensors["a"].data_ptr)()
+        if ctypes.c_float.from_address(place).value > 1e9:
+            module.a.data.zero_()
+    plain(module, tensors)
+
+
 def masking(module: Square, tensors: Tensors) -> None:
     plain(module, tensors, "a")
     if "a" in tensors:
@@ -231,6 +239,7 @@ def joining_into(module: Square, tensors: Tensors) -> None:
         (keeping_pickled, "its values are looked at"),
         (keeping_in_a_file, "its values are looked at"),
         (keeping_by_address, "its values are looked at"),
+        (branching_on_memory, "its values are looked at"),
         (masking, "its values are looked at"),
         (rounding, "a: converted torch.float32 to torch.bfloat16 to torch.float32"),
         (joining_into, "a: cat"),
