@@ -1,6 +1,7 @@
 """Handles against engines that answer, refuse, die or stall."""
 
 import base64
+import dataclasses
 import json
 import socket
 import threading
@@ -8,7 +9,9 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
+import numpy
 import pytest
+import requests
 
 from wsync._core import (
     DeadlineError,
@@ -304,6 +307,61 @@ def test_a_local_engines_failure_is_translated(
     local = LocalEngine()
     local.answer = answer
     with pytest.raises(kind, match=f"engine local: update_weights_from_tensor: .*{text}"):
+        update(handle(local))
+
+
+def _response(status: int) -> requests.Response:
+    """What slime's actors answer to pause_generation."""
+    response = requests.Response()
+    response.status_code = status
+    return response
+
+
+@dataclasses.dataclass
+class Flushed:
+    """As SGLang's FlushCacheReqOutput."""
+
+    success: bool
+    message: str = ""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(None, True, numpy.True_, (True,), (True, "Success"), (True, "Success", 0), [True, True]),
+        {"success": True, "message": "Success", "num_paused_requests": 0},
+        {"message": "Generation paused successfully.", "status": "ok"},
+        *([(True, "ok"), (True, "ok")], [None, {"success": True}], Flushed(True), _response(200)),
+    ],
+)
+def test_what_engines_answer_of_success(answer: Any) -> None:
+    local = LocalEngine()
+    local.answer = answer
+    engine = handle(local)
+    engine.pause("abort", 60)
+    engine.flush(60)
+    update(engine)
+    engine.resume(60)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        *((False, "refused"), (numpy.False_, "refused"), ((numpy.False_, "no"), "no")),
+        *(({"success": value, "message": "no"}, "no") for value in (None, 0, "false")),
+        *(({"success": numpy.False_, "message": "no"}, "no"), ((False, "no", 1, 2), "no")),
+        *(({"error": "no"}, "no"), ({"status": "error", "message": "no"}, "no")),
+        ([(True, "ok"), (False, "worker 1 failed")], "worker 1 failed"),
+        ([{"success": True}, {"success": False, "message": "no"}], "no"),
+        *(([True, False], "refused"), ([], r"\[\]"), ({}, r"\{\}"), ("error: no", "error: no")),
+        *((RuntimeError("no"), "RuntimeError: no"), (Flushed(False, "busy"), "busy")),
+        (_response(500), "500"),
+    ],
+)
+def test_whatever_else_an_engine_answers_is_a_refusal(answer: Any, text: str) -> None:
+    local = LocalEngine()
+    local.answer = lambda: answer
+    with pytest.raises(RemoteError, match=f"engine local: update_weights_from_tensor: .*{text}"):
         update(handle(local))
 
 

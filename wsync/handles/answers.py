@@ -2,12 +2,13 @@
 errors for a person to read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from wsync._core import DeadlineError, PeerClosedError, RemoteError
 
 _TEXT_LIMIT: Final = 2000
+_GOOD_STATUS: Final = ("ok", "success", "paused", "resumed")
 # of SGLang's server_info and model_info, what does not change while it runs
 _IDENTITY: Final = (
     "random_seed",
@@ -32,17 +33,48 @@ def identity_of(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusal(answer: object) -> str | None:
-    """The engine's text if its answer says that it failed, else None.
+    """None if an engine's answer says success, else the engine's text.
 
-    SGLang answers {"success", "message"}, its in-process engine (success, message, ...).
+    Success is None, True, {"success": True}, (True, message, ...), an object with `success`, or
+    one of these from each worker; {"status": "ok"} or {"message"} alone, which is SGLang's answer
+    to pausing; and requests' Response of a good status, which is that of slime's actors.
     """
-    if isinstance(answer, Mapping) and answer.get("success", True) is False:
-        return str(answer.get("message", answer))
-    if isinstance(answer, list | tuple) and len(answer) in (2, 3) and answer[0] is False:
-        return str(answer[1])
+    if hasattr(answer, "item"):
+        answer = answer.item()  # numpy's bool
+    if answer is None or answer is True:
+        return None
     if answer is False:
         return "refused"
-    return None
+    if isinstance(answer, Mapping):
+        return _refusal_of_fields(answer)
+    if isinstance(answer, list | tuple) and answer:
+        return _refusal_of_parts(answer)
+    if isinstance(answer, BaseException):
+        return f"{type(answer).__name__}: {answer}"
+    if hasattr(answer, "success"):
+        return refusal((answer.success, getattr(answer, "message", answer)))
+    if getattr(answer, "ok", False) is True:
+        return None
+    return answer if isinstance(answer, str) and answer else repr(answer)
+
+
+def _refusal_of_fields(answer: Mapping[Any, Any]) -> str | None:
+    text = str(answer.get("message") or answer.get("error") or dict(answer))
+    if "success" in answer:
+        good = answer["success"] is not None and refusal(answer["success"]) is None
+    elif "status" in answer:
+        good = str(answer["status"]).lower() in _GOOD_STATUS and not answer.get("error")
+    else:
+        good = "message" in answer and not answer.get("error")
+    return None if good else text
+
+
+def _refusal_of_parts(answer: Sequence[Any]) -> str | None:
+    """Of (success, message, ...), or of one answer from each worker."""
+    first, *others = (part.item() if hasattr(part, "item") else part for part in answer)
+    if isinstance(first, bool) and not all(isinstance(part, bool) for part in others):
+        return None if first else str(others[0])
+    return next((text for text in map(refusal, answer) if text is not None), None)
 
 
 def check_answer(name: str, what: str, answer: object) -> None:

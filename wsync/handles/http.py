@@ -159,9 +159,9 @@ class HttpHandle(ApiHandle):
         if status != 200:
             raise self._failed(path, status, text)
         answer = json_or_text(text)
-        check_answer(self.name, path, answer)
         if not isinstance(answer, dict) or not any(name in answer for name in form):
             raise self._strange(path, text)
+        check_answer(self.name, path, answer)
 
     def _strange(self, path: str, text: str) -> RemoteError:
         return RemoteError(
