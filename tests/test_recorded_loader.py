@@ -405,3 +405,74 @@ def test_memory_that_copies_cannot_reach_is_named(monkeypatch: pytest.MonkeyPatc
         sync.update(draw(1))
     assert "o is on cuda:0" in loader.reason
     assert differing(held(module), loaded(Fused(), 1)) == []
+
+
+class Whole(torch.nn.Module):
+    """Fuses q, k and v where one call brings all three; computes the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Parameter(torch.zeros(24, 8), requires_grad=False)
+        self.o = torch.nn.Parameter(torch.zeros(5, 8, 8), requires_grad=False)
+        self.calls: list[list[str]] = []
+
+    def load_weights(self, pairs: Pairs) -> None:
+        given = dict(pairs)
+        self.calls.append(list(given))
+        for number in range(5):
+            if f"o{number}" in given:
+                self.o[number] = given[f"o{number}"] * 2 + 1
+        self.fuse(given)
+
+    def fuse(self, given: dict[str, torch.Tensor]) -> None:
+        if {"q", "k", "v"} <= given.keys():
+            self.qkv.copy_(torch.cat([given["q"], given["k"], given["v"]]))
+
+
+class InPieces(Whole):
+    def fuse(self, given: dict[str, torch.Tensor]) -> None:
+        for number, name in enumerate("qkv"):
+            if name in given:
+                self.qkv[8 * number :][:8] = given[name]
+
+
+class Complaining(Whole):
+    def fuse(self, given: dict[str, torch.Tensor]) -> None:
+        self.qkv.copy_(torch.cat([given["q"], given["k"], given["v"]]))
+
+
+class Finishing(InPieces):
+    """Does at the end of a call what may be done once."""
+
+    def load_weights(self, pairs: Pairs) -> None:
+        super().load_weights(pairs)
+        self.qkv.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"), [(Whole, 1), (Complaining, 1), (Finishing, 1), (InPieces, 8)]
+)
+def test_what_cannot_be_learnt_is_called_once_where_it_makes_a_difference(
+    kind: type[Whole], calls: int
+) -> None:
+    """A round brings one tensor here."""
+    names = ["q", "o0", "o1", "k", "o2", "v", "o3", "o4"]
+    tensors = {name: torch.randn(8, 8) for name in names} | {"none": torch.empty(0, 8)}
+    module, other = kind(), kind()
+    loader = RecordedLoader(module)
+    options = wsync.Options(deadline=60, progress=False, round_nbytes=256, ring_nbytes=8192)
+    with wsync.connect(tensors, engines=[ThreadEngine([loader])], options=options) as sync:
+        for _ in range(2):
+            for tensor in tensors.values():
+                tensor.normal_()
+            before = len(module.calls)
+            sync.update()
+            other.load_weights(list(tensors.items()))
+            assert torch.equal(module.qkv, other.qkv) and torch.equal(module.o, other.o)
+    assert "cannot be learnt" in loader.reason
+    brought = module.calls[before:]
+    assert sorted(name for call in brought for name in call) == sorted(tensors)
+    # tensors without elements come in a call of their own after the rounds
+    assert len(brought) == calls + (calls > 1)
+    if calls == 1:
+        assert brought == [list(tensors)]

@@ -286,6 +286,8 @@ class ModuleLoader:
     [(name, tensor)], the tensors being views of the ring that it must not keep; a loader that
     keeps them is named in a warning and gets copies from then on.  Its answer, where it is a set
     of parameter names (vLLM's convention), is used to check that every parameter was loaded.
+    at_once: it is called once an update instead, with copies of all tensors in host memory, in
+    the trainer's order.
 
     Otherwise tensors are copied to the module's parameters and persistent buffers of the same
     name: an unknown name and a parameter that is not delivered are errors.  Names that stand for
@@ -297,6 +299,7 @@ class ModuleLoader:
         module: torch.nn.Module,
         load_weights: LoadWeights | None = None,
         *,
+        at_once: bool = False,
         ignore: Iterable[str] = (),
         threads: int = 1,
     ) -> None:
@@ -304,7 +307,7 @@ class ModuleLoader:
         self._way: _ByCall | _ByName = (
             _ByName(module, frozenset(ignore), threads)
             if method is None
-            else _ByCall(module, method, frozenset(ignore))
+            else _ByCall(module, method, frozenset(ignore), at_once)
         )
 
     @property
@@ -402,11 +405,17 @@ class _ByCall(_Loading):
     stream = None
 
     def __init__(
-        self, module: torch.nn.Module, method: LoadWeights, ignore: frozenset[str]
+        self,
+        module: torch.nn.Module,
+        method: LoadWeights,
+        ignore: frozenset[str],
+        at_once: bool,
     ) -> None:
         super().__init__()
         self._module = module
         self._method = method
+        self._at_once = at_once
+        self._staged: dict[str, torch.Tensor] = {}  # what one call is to bring
         self._ignore = ignore
         self.device = device.find(device.of_module(module))
         self._like = torch.empty(0)
@@ -424,7 +433,7 @@ class _ByCall(_Loading):
         """What the loader does with its tensors is not known; those that go by the name and shape
         of a parameter must not lie in one place."""
         super().begin(rounds)
-        self._named, self._sums = None, {}
+        self._named, self._sums, self._staged = None, {}, {}
         shapes = self._attached().shapes
         state = {
             name: tensor
@@ -456,6 +465,11 @@ class _ByCall(_Loading):
         assert self._pool is not None
         if round not in manifest.rounds:
             return
+        if self._at_once:
+            views = self._pool.views(self._like, manifest.layout, round)
+            # a view of the host's memory has to be copied, too
+            self._staged |= {name: view.to("cpu", copy=True) for name, view in views}
+            return
         if self._keeps is None:
             self._watch(round)
             return
@@ -479,7 +493,10 @@ class _ByCall(_Loading):
             (name, torch.empty(manifest.shapes[name], dtype=dtype_of(dtype)))
             for name, dtype in manifest.empty
         ]
-        if empty:
+        if self._at_once:
+            staged, self._staged = self._staged | dict(empty), {}
+            self._call([(name, staged[name]) for name in manifest.shapes])
+        elif empty:
             self._call(empty)
         if self._named is None:
             return receipt
@@ -494,6 +511,7 @@ class _ByCall(_Loading):
 
     def abandon(self) -> None:
         """Nothing is kept from one update to the next."""
+        self._staged = {}
 
     def _watch(self, round: int) -> None:
         """The first round is given out as views of a private copy, so that a loader that keeps

@@ -24,7 +24,7 @@ from wsync.engine.learn.recorder import (
     record,
     unseen,
 )
-from wsync.engine.learn.verify import add_boxes, load_made_up, verify
+from wsync.engine.learn.verify import add_boxes, load_made_up, may_be_split, verify
 from wsync.engine.loaders import (
     LoadWeights,
     Losing,
@@ -49,7 +49,9 @@ class RecordedLoader:
     When a trainer lists its tensors for the first time, load_weights runs on made-up tensors and
     is recorded.  The recording is used if replaying it gives the same bytes.  Tensors that
     load_weights computes with still go through it, all together, when every round has arrived.
-    A loader that cannot be replaced is used as it is; `reason` is why.
+    A loader that cannot be replaced is used as it is; `reason` is why.  It is called once a round
+    if made-up tensors that came one by one gave the same bytes as in one call; otherwise it is
+    called once an update, with copies of all tensors in host memory.
 
     A recording is valid while the module has the same tensors, wherever they lie, and while what
     load_weights read is the same: values of tensors, and attributes of the module and of its
@@ -142,7 +144,10 @@ class RecordedLoader:
             torch.OutOfMemoryError,
         ) as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
-            _log.warning("%s; whole tensors go through its load_weights", self.reason)
+            at_once = not self._may_be_split(model)
+            how = ", all in one call" if at_once else ""
+            _log.warning("%s; whole tensors go through its load_weights%s", self.reason, how)
+            self._plain = ModuleLoader(self._module, self._load, at_once=at_once)
             self._doubtful = self._find_doubtful(model)
             return WHOLE
         try:
@@ -175,6 +180,20 @@ class RecordedLoader:
 
     def _stays(self, path: str) -> bool:
         return any(fnmatch.fnmatchcase(path, pattern.strip()) for pattern in self._ignore)
+
+    def _may_be_split(self, model: _core.Layout) -> bool:
+        """Whether load_weights, which cannot be learnt, was seen to do the same with whatever
+        tensors a call brings."""
+        try:
+            return may_be_split(self._module, self._load, model)
+        except (
+            RecordingError,
+            _core.LayoutError,
+            _core.NoMemoryError,
+            torch.OutOfMemoryError,
+        ) as error:
+            _log.info("load_weights is not called for each round: %s", error)
+            return False
 
     def _find_doubtful(self, model: _core.Layout) -> list[str]:
         """Parameters that load_weights, which cannot be learnt, was not seen to load."""

@@ -31,14 +31,17 @@ class MadeUpModel:
     """The tensors of a model, with made-up values.
 
     model: names, dtypes and shapes; `layout` is where they lie from `address`, in one buffer.
-    seed: other values.
+    seed: other values.  together: indices of the tensors that no rounds bring apart.
     """
 
     def __init__(self, model: Layout, seed: int = 0) -> None:
         builder = LayoutBuilder()
         self.tensors: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        groups: dict[int, list[int]] = {}
         offset = 0
-        for name, dtype, shape, _ in map(model.tensor, range(model.tensor_count)):
+        for index, fact in enumerate(map(model.tensor, range(model.tensor_count))):
+            name, dtype, shape, group = fact
+            groups.setdefault(group or -1 - index, []).append(index)
             item = dtype_of(dtype).itemsize
             strides = [item * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
             builder.add_tensor(name, dtype, shape)
@@ -46,6 +49,7 @@ class MadeUpModel:
             nbytes = item * math.prod(shape)
             self.tensors.append((name, dtype, shape, offset, nbytes))
             offset += -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        self.together = list(groups.values())
         self.layout = builder.build()
         self.nbytes = max(offset, 1)
         self._memory = _repeating(self.nbytes, seed)

@@ -7,15 +7,16 @@ dispatch modes do not see.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Final
 
 import torch
 
-from wsync._core import BufferTable, LayoutBuilder, Route, Stream
+from wsync._core import BufferTable, Layout, LayoutBuilder, Route, Stream
 from wsync.dtypes import dtype_of
 from wsync.engine.learn.deadline import check
 from wsync.engine.learn.made_up_model import MadeUpModel
-from wsync.engine.learn.module_memory import ModuleMemory, region
+from wsync.engine.learn.module_memory import Bindings, ModuleMemory, region
 from wsync.engine.learn.recorder import Recording, RecordingError
 from wsync.engine.learn.regions import Box
 from wsync.engine.loaders import LoadWeights
@@ -80,17 +81,58 @@ def _check_gaps(held: ModuleMemory, recording: Recording, before: dict[int, list
             raise RecordingError(f"{path}: written by means that cannot be seen")
 
 
+def may_be_split(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> bool:
+    """Whether load_weights makes of a model's tensors the same, however many a call brings.
+
+    The module's weights are put back: a loader that is not replaced may go by them.
+
+    Raises:
+        RecordingError: the loader has failed.
+    """
+    model = MadeUpModel(layout)
+    with _put_back(module):
+        # what is not loaded after this must not look right
+        load_made_up(load, MadeUpModel(layout, seed=1))
+        load_made_up(load, model, apart=True)
+        held = ModuleMemory(module)
+        sums = held.sums({fact[0] for fact in held.facts})
+        load_made_up(load, model)
+        now = ModuleMemory(module)
+        return now.facts == held.facts and now.sums(sums.keys()) == sums
+
+
+@contextmanager
+def _put_back(module: torch.nn.Module) -> Iterator[None]:
+    """Keeps a copy of a module's memory on the host meanwhile."""
+    bindings, held = Bindings(module), ModuleMemory(module)
+    copies = [area.bytes().to("cpu", copy=True) for area in held.areas]
+    try:
+        yield
+    finally:
+        bindings.restore()
+        for area, copy in zip(held.areas, copies, strict=True):
+            area.bytes().copy_(copy)
+
+
 def load_made_up(
-    load: LoadWeights, model: MadeUpModel, names: frozenset[str] | None = None
+    load: LoadWeights,
+    model: MadeUpModel,
+    names: frozenset[str] | None = None,
+    *,
+    apart: bool = False,
 ) -> None:
-    """Loads made-up tensors, all or these.
+    """Loads made-up tensors, all or these, in one call; apart: all, in as many calls as rounds may
+    make of them.
 
     Raises:
         RecordingError: the loader has failed.
     """
     try:
         with torch.no_grad():
-            load(model.pairs(names))
+            pairs = model.pairs(names)
+            for call in model.together if apart else [range(len(pairs))]:
+                load([pairs[index] for index in call])
+                check()
     except Exception as error:
         raise RecordingError(f"it raised {type(error).__name__}: {error}") from error
     finally:
