@@ -141,7 +141,7 @@ TRANSITIONS: list[tuple[list[Step], Phase, str, str]] = [
     ([begin(), load("a"), regroup()], Phase.ENDED, LOST, "default"),
     ([begin("a1"), load("a", "a1"), regroup("a1")], Phase.PARTIAL, LOST, "default"),
     # other ways
-    ([begin(), load("a"), replace], Phase.ENDED, WHOLE, "default"),
+    ([begin(), load("a"), replace], Phase.ENDED, WHOLE, "unknown"),
     ([replace_named], Phase.NONE, WHOLE, "disk"),
     ([fail_midway], Phase.NONE, LOST, "default"),
     ([begin(), load("a"), open_], Phase.ENDED, LOST, "default"),
@@ -150,7 +150,7 @@ TRANSITIONS: list[tuple[list[Step], Phase, str, str]] = [
     ([commit, close(), close()], Phase.NONE, WHOLE, "v3"),  # repeated on its way
     ([commit, close(version=None)], Phase.NONE, WHOLE, "unknown"),
     ([commit, begin("b2")], Phase.BEGUN, UNNAMED, "default"),
-    ([commit, replace], Phase.NONE, WHOLE, "default"),
+    ([commit, replace], Phase.NONE, WHOLE, "unknown"),
     ([commit, load("ab", version="7")], Phase.NONE, WHOLE, "7"),
     ([rename("x")], Phase.NONE, WHOLE, "x"),
     ([begin("a1"), rename("x", "a1")], Phase.BEGUN, WHOLE, "x"),
@@ -396,3 +396,35 @@ def test_writing_excludes_everything_else() -> None:
     state.restored()
     replace(state)
     assert weights(state) == WHOLE
+
+
+class Watched(UpdateState):
+    """Notes what another thread may read after every step since the weights were written to; it
+    asks for the trouble first."""
+
+    seen: list[str]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "consistent" and not value:
+            self.__dict__["seen"] = []
+        elif "seen" in self.__dict__ and not self.trouble:
+            self.seen.append(self.weight_version)
+
+
+@pytest.mark.parametrize(
+    ("steps", "version"),
+    [
+        ([replace], "unknown"),
+        ([replace_named], "disk"),
+        ([begin("a1"), load("a", "a1"), load("b", "a1", "7")], "7"),
+        ([begin(), load("a", version="7"), load("b")], "7"),
+        ([begin(), load("ab")], "unknown"),
+        ([commit, close()], "v3"),
+    ],
+)
+def test_new_weights_never_bear_the_old_version(steps: list[Step], version: str) -> None:
+    state = Watched()
+    for step in steps:
+        step(state)
+    assert set(state.seen) == {version}

@@ -134,7 +134,8 @@ class _Update:
 class UpdateState:
     """The state machine above, from any thread.
 
-    weight_version: changes only with all weights of one update.
+    weight_version: changes only with all weights of one update, before `trouble` says that they
+    are here; read `trouble` first.
     consistent: False from the first byte written until all weights are those of one update.
     reason: why they are not, or "".
     update: number of the last update that was committed by a control message, or None.
@@ -261,8 +262,7 @@ class UpdateState:
         try:
             yield
             if not self.trouble:
-                said = mine.version if version is None else version
-                self.weight_version = UNKNOWN_VERSION if said is None else said
+                self._name(mine, version)
             elif update and version is not None:  # sent only with the last request
                 raise _refusal("no version", version=version, trouble=self.trouble)
         except Refused:
@@ -340,15 +340,27 @@ class UpdateState:
         self.consistent, self.reason = False, REFUSALS["inconsistent"].format(why=why)
 
     def restored(self) -> None:
-        """Every weight has been replaced."""
-        self._committed = self._unnamed = ""
-        self.consistent, self.reason, self.weights = True, "", self.request
+        """Every weight has been replaced; they are called what the request under way says."""
+        self._unnamed = ""
+        self._name(self._serving, self._said)
+        self._whole()
 
     def commit(self, session: str, number: int) -> None:
         """Every weight has been replaced by an update whose closing message is to come."""
-        self.restored()
-        self.update, self._committed = number, session
+        self.update = number
         self._unnamed = REFUSALS["unnamed"].format(number=number)
+        self._whole(session)
+
+    def _name(self, update: _Update | None, said: str | None) -> None:
+        """Calls the weights what a request said, or else what an earlier one of its update did."""
+        if said is None and update is not None:
+            said = update.version
+        self.weight_version = UNKNOWN_VERSION if said is None else said
+
+    def _whole(self, session: str = "") -> None:
+        self._committed = session
+        self.reason, self.weights = "", self.request
+        self.consistent = True  # comes last: whoever reads this must find what the rest is now
 
     def close(self, session: str, number: int, version: str | None) -> None:
         """The closing message of an update.  StateError if the weights are not that update's:
@@ -360,8 +372,8 @@ class UpdateState:
             raise _refusal("not committed", number=number, last=last)
         if self._committed != session:
             raise _refusal("replaced", number=number)
-        self._unnamed = ""
         self.weight_version = UNKNOWN_VERSION if version is None else version
+        self._unnamed = ""
 
     @contextmanager
     def replacing(self, what: str) -> Iterator[None]:

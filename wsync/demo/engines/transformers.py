@@ -227,6 +227,7 @@ class Engine(ModuleWorker):
 
     def model_info(self) -> dict[str, Any]:
         config = self.model.config
+        trouble = self.updates.trouble  # before the version: see UpdateState
         return {
             "model_path": self.model_path,
             "served_model_name": self.model_path,
@@ -235,8 +236,8 @@ class Engine(ModuleWorker):
             "weight_version": self.weight_version,
             "model_type": config.model_type,
             "architectures": config.architectures or [type(self.model).__name__],
-            "consistent": not self.updates.trouble,
-            "reason": self.updates.trouble,
+            "consistent": not trouble,
+            "reason": trouble,
             "instance": self.instance,
         }
 
