@@ -476,3 +476,22 @@ def test_what_cannot_be_learnt_is_called_once_where_it_makes_a_difference(
     assert len(brought) == calls + (calls > 1)
     if calls == 1:
         assert brought == [list(tensors)]
+
+
+class Empty(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = torch.nn.Parameter(torch.empty(0, 8), requires_grad=False)
+
+    def load_weights(self, pairs: Pairs) -> None:
+        for name, tensor in pairs:
+            getattr(self, name).copy_(tensor)
+
+
+def test_a_module_without_elements_is_updated() -> None:
+    tensors = {"none": torch.empty(0, 8)}
+    engine = ThreadEngine([RecordedLoader(Empty())])
+    with wsync.connect(tensors, engines=[engine], options=OPTIONS) as sync:
+        for version in (1, 2):
+            sync.update(version=version)
+    assert engine.receivers[0].state.trouble == "" and engine.version == "2"

@@ -238,7 +238,7 @@ class RecordedLoader:
         router = self._attached()
         router.manifest.check_rounds(rounds)
         held = self._find_held(self.recording)
-        place = held.tensors[0].device
+        place = held.tensors[0].device if held.tensors else torch.device("cpu")
         self._staged = [
             (name, torch.empty(shape, dtype=dtype_of(dtype), device=place))
             for name, dtype, shape, _ in self._set_aside
