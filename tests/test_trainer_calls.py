@@ -120,8 +120,8 @@ class OneRound:
     def ring_nbytes(self, worker: int) -> int:
         return 64
 
-    def slot(self, worker: int, round: int) -> tuple[int, int, int]:
-        return (0, 16, -1) if round == 0 else (16, 0, -1)
+    def slot(self, worker: int, round: int) -> _core.Slot:
+        return _core.Slot((0, 16, -1) if round == 0 else (16, 0, -1))
 
     def manifest(self, worker: int) -> wsync.Layout:
         builder = _core.LayoutBuilder()

@@ -4,6 +4,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, Self, final
 
+from _typeshed import structseq
+
 __version__: Final[str]
 
 Check = Callable[[], object] | None
@@ -33,8 +35,39 @@ class DeviceError(WsyncError, RuntimeError): ...
 Map = tuple[str, str, Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int], int]
 # (start in the full parameter, extent, start in the local tensor)
 Region = tuple[Sequence[int], Sequence[int], Sequence[int]]
-# (rank, buffer, offset, start, extent, strides in bytes, origin)
-Shard = tuple[int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]
+
+@final
+class Shard(structseq[Any], tuple[int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], str]):
+    """A box of a tensor and where it lies."""
+    __match_args__: Final = ("rank", "buffer", "offset", "start", "extent", "strides", "origin")
+    @property
+    def rank(self) -> int: ...
+    @property
+    def buffer(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def start(self) -> tuple[int, ...]: ...
+    @property
+    def extent(self) -> tuple[int, ...]: ...
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes."""
+    @property
+    def origin(self) -> str: ...
+
+@final
+class TensorInfo(structseq[Any], tuple[str, str, tuple[int, ...], int]):
+    """A tensor of a layout."""
+    __match_args__: Final = ("name", "dtype", "shape", "group")
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def group(self) -> int: ...
 
 @final
 class LayoutBuilder:
@@ -63,8 +96,7 @@ class Layout:
     def names(self) -> list[str]: ...
     def find(self, name: str) -> int:
         """Index of a tensor, or -1."""
-    def tensor(self, index: int) -> tuple[str, str, tuple[int, ...], int]:
-        """(name, dtype, shape, group)"""
+    def tensor(self, index: int) -> TensorInfo: ...
     def shards(self, index: int) -> list[Shard]: ...
     @property
     def tensor_count(self) -> int: ...
@@ -89,6 +121,33 @@ UNPACK: Final[int]
 CopyTuple = tuple[int, int, int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @final
+class Slot(structseq[int], tuple[int, int, int]):
+    """Where a round lies in a worker's ring."""
+    __match_args__: Final = ("offset", "nbytes", "wait_round")
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def wait_round(self) -> int:
+        """The slot may be written once the worker has finished this round; -1: at once."""
+
+@final
+class Message(structseq[Any], tuple[int, tuple[int, ...], int, int, int]):
+    """Equal bytes from one rank to one or more others in one round."""
+    __match_args__: Final = ("source", "peers", "send_offset", "recv_offset", "nbytes")
+    @property
+    def source(self) -> int: ...
+    @property
+    def peers(self) -> tuple[int, ...]: ...
+    @property
+    def send_offset(self) -> int: ...
+    @property
+    def recv_offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+@final
 class Plan:
     def __new__(cls, source: Layout, destinations: Sequence[tuple[Layout, bool]],
                  workers: Sequence[tuple[int, int]], hosts: Sequence[int], rank: int, *,
@@ -105,10 +164,8 @@ class Plan:
     @property
     def stats(self) -> dict[str, int]: ...
     def ring_nbytes(self, worker: int) -> int: ...
-    def slot(self, worker: int, round: int) -> tuple[int, int, int]:
-        """(offset, nbytes, wait_round)"""
-    def messages(self, round: int) -> list[tuple[int, tuple[int, ...], int, int, int]]:
-        """(source, peers, send_offset, recv_offset, nbytes)"""
+    def slot(self, worker: int, round: int) -> Slot: ...
+    def messages(self, round: int) -> list[Message]: ...
     def copies(self, round: int, phase: int) -> list[CopyTuple]: ...
     def copy_count(self, round: int, phase: int) -> int: ...
     def manifest(self, worker: int) -> Layout: ...

@@ -233,8 +233,10 @@ static PyObject *layout_tensor(PyObject *self, PyObject *args, PyObject *kwargs)
     if (tensor == NULL) {
         return NULL;
     }
-    return Py_BuildValue("ssNI", tensor->name, wsync_dtype_name(tensor->dtype),
-                         wsync_py_int64_tuple(tensor->shape, tensor->ndim), tensor->group);
+    return wsync_py_record(
+        wsync_py_type_state(Py_TYPE(self))->record_TensorInfo,
+        Py_BuildValue("ssNI", tensor->name, wsync_dtype_name(tensor->dtype),
+                      wsync_py_int64_tuple(tensor->shape, tensor->ndim), tensor->group));
 }
 
 static PyObject *layout_shards(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -253,12 +255,14 @@ static PyObject *layout_shards(PyObject *self, PyObject *args, PyObject *kwargs)
     list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; i++) {
         const wsync_shard_t *shard = &shards[i];
-        PyObject *item = Py_BuildValue(
-            "IIKNNNs", shard->rank, shard->buffer, (unsigned long long)shard->offset,
-            wsync_py_int64_tuple(shard->box.start, tensor->ndim),
-            wsync_py_int64_tuple(shard->box.extent, tensor->ndim),
-            wsync_py_int64_tuple(shard->stride, tensor->ndim),
-            wsync_layout_origin(layout, shard->origin));
+        PyObject *item = wsync_py_record(
+            wsync_py_type_state(Py_TYPE(self))->record_Shard,
+            Py_BuildValue("IIKNNNs", shard->rank, shard->buffer,
+                          (unsigned long long)shard->offset,
+                          wsync_py_int64_tuple(shard->box.start, tensor->ndim),
+                          wsync_py_int64_tuple(shard->box.extent, tensor->ndim),
+                          wsync_py_int64_tuple(shard->stride, tensor->ndim),
+                          wsync_layout_origin(layout, shard->origin)));
 
         wsync_py_list_put(&list, i, item);
     }

@@ -70,7 +70,7 @@ static int module_exec(PyObject *module)
 #undef LIST_FUNCTIONS
     };
 
-    if (wsync_py_add_errors(module) < 0) {
+    if (wsync_py_add_errors(module) < 0 || wsync_py_add_records(module) < 0) {
         return -1;
     }
 #define INTERN(name) state->name_##name = PyUnicode_InternFromString(#name);

@@ -69,6 +69,13 @@ WSYNC_FUNCTIONS_MAP(WSYNC_DECLARE_FUNCTIONS)
     X(_parameters)        \
     X(_buffers)
 
+/* Tuples with named fields that methods return (records.c). */
+#define WSYNC_RECORD_MAP(X) \
+    X(Shard)                \
+    X(TensorInfo)           \
+    X(Slot)                 \
+    X(Message)
+
 /* References only: module.c visits them as an array. */
 typedef struct ModuleState {
     PyObject *base_error; /* wsync.WsyncError */
@@ -78,6 +85,9 @@ typedef struct ModuleState {
 #define WSYNC_STATE_TYPE(name) PyTypeObject *type_##name;
     WSYNC_TYPE_MAP(WSYNC_STATE_TYPE)
 #undef WSYNC_STATE_TYPE
+#define WSYNC_STATE_RECORD(name) PyTypeObject *record_##name;
+    WSYNC_RECORD_MAP(WSYNC_STATE_RECORD)
+#undef WSYNC_STATE_RECORD
 #define WSYNC_STATE_NAME(name) PyObject *name_##name;
     WSYNC_NAME_MAP(WSYNC_STATE_NAME)
 #undef WSYNC_STATE_NAME
@@ -120,5 +130,10 @@ PyObject *wsync_py_none(ModuleState *state, wsync_status_t status,
                         const wsync_error_t *err);
 
 int wsync_py_add_errors(PyObject *module);
+int wsync_py_add_records(PyObject *module);
+
+/* A record of a type in the module state with the values of a tuple, which is moved; NULL
+ * if that is NULL. */
+PyObject *wsync_py_record(PyTypeObject *type, PyObject *values);
 
 #endif

@@ -237,11 +237,13 @@ static PyObject *plan_slot(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     slot = wsync_plan_slot(plan_of(self), worker, round);
-    return Py_BuildValue("KKL", (unsigned long long)slot.offset,
-                         (unsigned long long)slot.nbytes, (long long)slot.wait_round);
+    return wsync_py_record(
+        wsync_py_type_state(Py_TYPE(self))->record_Slot,
+        Py_BuildValue("KKL", (unsigned long long)slot.offset,
+                      (unsigned long long)slot.nbytes, (long long)slot.wait_round));
 }
 
-static PyObject *message_tuple(const wsync_message_t *message)
+static PyObject *message_record(const ModuleState *state, const wsync_message_t *message)
 {
     PyObject *peers = PyTuple_New((Py_ssize_t)message->peer_count);
 
@@ -252,9 +254,11 @@ static PyObject *message_tuple(const wsync_message_t *message)
             Py_CLEAR(peers);
         }
     }
-    return Py_BuildValue(
-        "INKKK", message->source, peers, (unsigned long long)message->send_offset,
-        (unsigned long long)message->recv_offset, (unsigned long long)message->nbytes);
+    return wsync_py_record(state->record_Message,
+                           Py_BuildValue("INKKK", message->source, peers,
+                                         (unsigned long long)message->send_offset,
+                                         (unsigned long long)message->recv_offset,
+                                         (unsigned long long)message->nbytes));
 }
 
 static PyObject *plan_messages(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -273,7 +277,8 @@ static PyObject *plan_messages(PyObject *self, PyObject *args, PyObject *kwargs)
     messages = wsync_plan_messages(plan_of(self), round, &count);
     list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; i++) {
-        wsync_py_list_put(&list, i, message_tuple(&messages[i]));
+        wsync_py_list_put(&list, i,
+                          message_record(wsync_py_type_state(Py_TYPE(self)), &messages[i]));
     }
     return list;
 }

@@ -71,8 +71,8 @@ class OneSlot:
     def ring_nbytes(self, worker: int) -> int:
         return 64
 
-    def slot(self, worker: int, round: int) -> tuple[int, int, int]:
-        return 0, 16, round - 1
+    def slot(self, worker: int, round: int) -> wsync._core.Slot:
+        return wsync._core.Slot((0, 16, round - 1))
 
     def manifest(self, worker: int) -> wsync.Layout:
         builder = wsync._core.LayoutBuilder()

@@ -191,9 +191,9 @@ def owners(model: _core.Layout, ranks: int) -> list[list[tuple[str, Box]]]:
     for index in range(model.tensor_count):
         name, _, shape, _ = model.tensor(index)
         holders: dict[Box, list[int]] = {}
-        for rank, _, _, start, extent, _, _ in model.shards(index):
-            if math.prod(extent):
-                holders.setdefault((start, extent), []).append(rank)
+        for shard in model.shards(index):
+            if math.prod(shard.extent):
+                holders.setdefault((shard.start, shard.extent), []).append(shard.rank)
         count = 0
         for box, candidates in _disjoint(sorted(holders)):
             able = holders[candidates]

@@ -127,10 +127,11 @@ class RingManifest:
             shards = layout.shards(index)
             if not shards:
                 self.empty.append((name, dtype))
-            for _, buffer, offset, _, extent, _, _ in shards:
-                self.rounds.setdefault(buffer, []).append((name, dtype, extent, offset))
-                size = _numel(extent) * dtype_of(dtype).itemsize
-                self.nbytes[buffer] = self.nbytes.get(buffer, 0) + size
+            for shard in shards:
+                entry = (name, dtype, shard.extent, shard.offset)
+                self.rounds.setdefault(shard.buffer, []).append(entry)
+                size = _numel(shard.extent) * dtype_of(dtype).itemsize
+                self.nbytes[shard.buffer] = self.nbytes.get(shard.buffer, 0) + size
 
     def check_rounds(self, rounds: int) -> None:
         if self.rounds and max(self.rounds) >= rounds:

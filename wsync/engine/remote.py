@@ -144,7 +144,7 @@ class RemoteImporter:
         self._worker = orders.worker
         self.manifest = plan.manifest(orders.worker).to_bytes()
         self.ring = _core.Memory(max(plan.ring_nbytes(orders.worker), 1), self._device)
-        self._waits = [plan.slot(orders.worker, k)[2] for k in range(plan.round_count)]
+        self._waits = [plan.slot(orders.worker, k).wait_round for k in range(plan.round_count)]
         look, backend = self._channel.look, orders.rendezvous.backend
         device = device_of(backend, self._device)
         self._group = orders.rendezvous.join(orders.rank, timeout, look, device=device, greet=True)

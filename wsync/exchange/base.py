@@ -125,18 +125,16 @@ class _Half:
         self.send = self._make(0)
         self.recv = self._make(0)
 
-    def place(
-        self, messages: list[tuple[int, tuple[int, ...], int, int, int]], rank: int, size: int
-    ) -> _core.BufferTable:
+    def place(self, messages: list[_core.Message], rank: int, size: int) -> _core.BufferTable:
         """Lays the messages out by peer and returns where each is packed to or read from."""
         self.send_counts = [0] * size
         self.recv_counts = [0] * size
-        for source, peers, _, _, nbytes in messages:
-            if source == rank:
-                for peer in peers:
-                    self.send_counts[peer] += nbytes
+        for message in messages:
+            if message.source == rank:
+                for peer in message.peers:
+                    self.send_counts[peer] += message.nbytes
             else:
-                self.recv_counts[source] += nbytes
+                self.recv_counts[message.source] += message.nbytes
         send_at = list(accumulate(self.send_counts, initial=0))
         recv_at = list(accumulate(self.recv_counts, initial=0))
         self.send = self._at_least(self.send, sum(self.send_counts))

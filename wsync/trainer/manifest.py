@@ -19,8 +19,7 @@ class Manifest:
     Attributes:
         layout: what is delivered; buffer k is round k.
         nbytes: of the receiver's ring.
-        slots: by round, offset and bytes of its slot, and the round that has to have left it
-            before, or -1.
+        slots: by round.
     """
 
     def __init__(self, plan: _core.Plan, receiver: int) -> None:
@@ -36,10 +35,10 @@ class Manifest:
             name, dtype_name, shape, _ = self.layout.tensor(index)
             dtype, size = dtype_of(dtype_name), torch.Size(shape)
             nbytes = size.numel() * dtype.itemsize
-            for _, round, offset, *_ in self.layout.shards(index):
-                start = offset - self.slots[round][0]
+            for shard in self.layout.shards(index):
+                start = shard.offset - self.slots[shard.buffer].offset
                 entry = FlattenedTensorMetadata(name, size, dtype, start, start + nbytes, nbytes)
-                buckets[round].append(entry)
+                buckets[shard.buffer].append(entry)
         return buckets
 
     @functools.cached_property

@@ -140,7 +140,7 @@ class Roster:
     def _first_stages(self) -> list[int]:
         stages, model = self.stages, self.model
         return [
-            min((stages[shard[0]] for shard in model.shards(i)), default=min(stages))
+            min((stages[shard.rank] for shard in model.shards(i)), default=min(stages))
             for i in range(model.tensor_count)
         ]
 

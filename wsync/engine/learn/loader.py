@@ -40,7 +40,7 @@ from wsync.messages.control import LEARN, WHOLE
 KEEP: Final = "WSYNC_KEEP"
 
 _log = logging.getLogger(__name__)
-_Model = list[tuple[str, str, tuple[int, ...], int]]
+_Model = list[_core.TensorInfo]
 
 
 class RecordedLoader:
@@ -156,7 +156,7 @@ class RecordedLoader:
             self.recording = None
             raise
         self._model = facts
-        by_name = {fact[0]: fact for fact in facts}
+        by_name = {fact.name: fact for fact in facts}
         self._set_aside = [by_name[name] for name in self.recording.fallback]
         self._layout = self._destination(self.recording)
         self._tell(self.recording)

@@ -120,7 +120,7 @@ class BucketSession(Session):
         self._sent = []
 
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        former = self.manifest.slots[round][2]
+        former = self.manifest.slots[round].wait_round
         if former >= 0:
             self.wait(former, timeout, check)
 

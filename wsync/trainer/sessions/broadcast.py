@@ -153,7 +153,7 @@ class BroadcastSession(BucketSession):
                 raise _core.StateError("the update has been given up")
 
         check()
-        slot = self._ring[self.manifest.slots[round][0] :]
+        slot = self._ring[self.manifest.slots[round].offset :]
         self._group.broadcast(self._tensors(slot, bucket), check)
 
     def _tensors(self, slot: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:

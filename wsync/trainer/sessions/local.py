@@ -143,7 +143,7 @@ class WorkerSession(Session):
 
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         with self._said:
-            self._exporter.acquire(self.manifest.slots[round][2], stream, timeout, check)
+            self._exporter.acquire(self.manifest.slots[round].wait_round, stream, timeout, check)
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         with self._said:

@@ -85,9 +85,9 @@ class StockSession(BucketSession):
         deadline = Deadline(timeout)
         super().acquire(round, stream, timeout, check)
         assert self._ring is not None
-        offset, nbytes, _ = self.manifest.slots[round]
+        slot = self.manifest.slots[round]
         try:
-            self._ring.acquire(offset, nbytes, deadline.left, check)
+            self._ring.acquire(slot.offset, slot.nbytes, deadline.left, check)
         except _core.DeadlineError as error:
             raise _core.DeadlineError(f"engine {self._engine.name}: {error}") from None
 
@@ -106,9 +106,9 @@ class StockSession(BucketSession):
         if self._given_up.is_set() or not metadata:
             return
         assert ring is not None
-        offset, nbytes, _ = self.manifest.slots[round]
+        slot = self.manifest.slots[round]
         self._engine.update_weights(
-            [ring.payload(offset, nbytes, metadata) for _ in range(self._engine.workers)],
+            [ring.payload(slot.offset, slot.nbytes, metadata) for _ in range(self._engine.workers)],
             load_format=FLATTENED_BUCKET,
             weight_version=self._version if round == self._last else None,
             timeout=self._timeout,
