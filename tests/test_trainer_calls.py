@@ -171,7 +171,7 @@ def test_a_bucket_that_is_answered_late_is_no_error() -> None:
 def test_all_ranks_hear_of_what_one_rank_finds() -> None:
     with Ranks(3, path=sys.path) as ranks:
         found = ranks.run(call_cases.unfortunate, timeout=240)
-    for what in ("absent", "stalled", "getter", "different"):
+    for what in ("absent", "stalled", "getter", "different", "exchange"):
         assert len({facts[what] for facts in found}) == 1, what
     first = found[0]
     assert first["absent"].startswith("PeerClosedError: trainer rank 0: engine http://127.0.0.1:9")
@@ -179,6 +179,9 @@ def test_all_ranks_hear_of_what_one_rank_finds() -> None:
     assert first["getter"] == "RemoteError: trainer rank 1: ValueError: no weights today"
     assert first["different"].endswith(
         "have to make the same thing together: Sync on ranks [0, 2], DiskSync on ranks [1]"
+    )
+    assert first["exchange"].endswith(
+        "together: exchange='gloo' on ranks [0, 2], exchange='shared' on ranks [1]"
     )
     # sockets of communicators that were given up
     assert [facts["leaked"] for facts in found] == [0] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 import threading
@@ -87,5 +88,10 @@ def unfortunate() -> dict[str, Any]:
         release.set()
         found["getter"] = error_of(lambda: sync.update(_no_weights))
     found["different"] = error_of(lambda: _different(options))
+    exchange = "shared" if dist.get_rank() == 1 else "gloo"
+    mine = dataclasses.replace(options, exchange=exchange)
+    found["exchange"] = error_of(
+        lambda: wsync.connect(_layout(), [Engine()], options=mine).update()
+    )
     found["leaked"] = len(os.listdir("/proc/self/fd")) - before
     return found

@@ -70,16 +70,19 @@ class Updates(abc.ABC):
         self._group.close()
 
     def _same_call(self) -> None:
-        """Raises InvalidArgumentError where ranks make different things at the same time."""
-        made = [part.decode() for part in self._group.all_gather(type(self).__name__.encode())]
-        if len(set(made)) > 1:
-            each = ", ".join(
-                f"{kind} on ranks {[rank for rank, other in enumerate(made) if other == kind]}"
-                for kind in dict.fromkeys(made)
-            )
-            raise _core.InvalidArgumentError(
-                f"trainer ranks have to make the same thing together: {each}"
-            )
+        """Raises InvalidArgumentError where ranks make different things at the same time, or mean
+        to exchange rounds in different ways: they would not meet."""
+        mine = [type(self).__name__, f"exchange={self.options.exchange!r}"]
+        found = self._group.all_gather(json.dumps(mine).encode())
+        for meant in zip(*map(json.loads, found), strict=True):
+            if len(set(meant)) > 1:
+                each = ", ".join(
+                    f"{one} on ranks {[rank for rank, other in enumerate(meant) if other == one]}"
+                    for one in dict.fromkeys(meant)
+                )
+                raise _core.InvalidArgumentError(
+                    f"trainer ranks have to make the same thing together: {each}"
+                )
 
     def __enter__(self) -> Self:
         return self
