@@ -309,7 +309,7 @@ class Stream:
         next calls of copy that write anything are noted, up to `capacity` of them (0: none).  For an idle stream."""
     def close(self) -> None: ...
 
-# --- sessions (csrc/python/session.c) -------------------------------------------------------
+# --- sessions (csrc/python/exporter.c, importer.c) -------------------------------------------
 
 @final
 class Exporter:

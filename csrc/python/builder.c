@@ -296,7 +296,8 @@ typedef struct parameter {
     wsync_py_items_t regions;       /* region_t */
 } parameter_t;
 
-static int read_region(const void *context, PyObject *item, size_t index, void *made)
+static int read_region(const void *context, PyObject *item, size_t Py_UNUSED(index),
+                       void *made)
 {
     const uint32_t ndim = *(const uint32_t *)context;
     region_t *region = made;
@@ -304,7 +305,6 @@ static int read_region(const void *context, PyObject *item, size_t index, void *
     PyObject *extent;
     PyObject *local;
 
-    (void)index;
     region->box = wsync_box_whole(0, NULL);
     if (!PyTuple_Check(item)) {
         PyErr_Format(PyExc_TypeError, "a region is (start, extent, local start), not %R",

@@ -3,12 +3,11 @@
 
 #include "python/module.h"
 
-static PyObject *checksum(PyObject *module, PyObject *data)
+static PyObject *checksum(PyObject *Py_UNUSED(module), PyObject *data)
 {
     Py_buffer buffer;
     uint64_t sum;
 
-    (void)module;
     if (PyObject_GetBuffer(data, &buffer, PyBUF_SIMPLE) < 0) {
         return NULL;
     }

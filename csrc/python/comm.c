@@ -70,9 +70,8 @@ static void exchange_dealloc(PyObject *object)
     wsync_py_free(object);
 }
 
-static PyObject *exchange_address(PyObject *object, void *closure)
+static PyObject *exchange_address(PyObject *object, void *Py_UNUSED(closure))
 {
-    (void)closure;
     return PyUnicode_DecodeFSDefault(wsync_comm_address(((wsync_py_peer_t *)object)->core));
 }
 
@@ -111,9 +110,9 @@ static PyObject *exchange_connect(PyObject *object, PyObject *args, PyObject *kw
     return result == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
-static wsync_status_t step_begin(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
+static wsync_status_t step_begin(wsync_py_call_t *call, int Py_UNUSED(timeout_ms),
+                                 wsync_error_t *err)
 {
-    (void)timeout_ms;
     return wsync_comm_begin(call->core, ((PlanObject *)call->plan)->plan, err);
 }
 
@@ -180,18 +179,17 @@ cleanup:
     return table;
 }
 
-static wsync_status_t step_post(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
+static wsync_status_t step_post(wsync_py_call_t *call, int Py_UNUSED(timeout_ms),
+                                wsync_error_t *err)
 {
-    (void)timeout_ms;
     return wsync_comm_post(call->core, call->round, call->stream, err);
 }
 
 WSYNC_PY_CALL(exchange, post, NULL, 0, false, WSYNC_PY_ROUND, WSYNC_PY_ENQUEUE_STREAM)
 
-static wsync_status_t step_release(wsync_py_call_t *call, int timeout_ms,
+static wsync_status_t step_release(wsync_py_call_t *call, int Py_UNUSED(timeout_ms),
                                    wsync_error_t *err)
 {
-    (void)timeout_ms;
     return wsync_comm_release(call->core, call->round, call->stream, err);
 }
 
@@ -204,9 +202,8 @@ static void disconnect(wsync_py_peer_t *peer)
     Py_END_ALLOW_THREADS
 }
 
-static PyObject *exchange_close(PyObject *object, PyObject *unused)
+static PyObject *exchange_close(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return wsync_py_peer_close((wsync_py_peer_t *)object, disconnect);
 }
 

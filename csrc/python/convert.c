@@ -178,12 +178,12 @@ typedef struct text_context {
     const char *what;
 } text_context_t;
 
-static int read_text(const void *context, PyObject *object, size_t index, void *item)
+static int read_text(const void *context, PyObject *object, size_t Py_UNUSED(index),
+                     void *item)
 {
     const text_context_t *about = context;
     const char *text = wsync_py_read_text(about->state, object, about->what);
 
-    (void)index;
     *(const char **)item = text;
     return text != NULL ? 0 : -1;
 }

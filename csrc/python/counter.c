@@ -30,13 +30,12 @@ static bool lower_64(_Atomic int64_t *counter, long long least)
     return false;
 }
 
-static PyObject *count_down(PyObject *module, PyObject *args)
+static PyObject *count_down(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_buffer counter;
     long long least;
     bool lowered;
 
-    (void)module;
     if (!PyArg_ParseTuple(args, "w*L:count_down", &counter, &least)) {
         return NULL;
     }
@@ -56,8 +55,7 @@ static PyObject *count_down(PyObject *module, PyObject *args)
 PyMethodDef wsync_py_functions_counter[] = {
     {"count_down", count_down, METH_VARARGS,
      "count_down(counter, least, /)\n--\n\n"
-     "Takes 1 from an integer of 4 or 8 bytes that other processes change too, unless it "
-     "is\n"
-     "`least` or less; whether it did."},
+     "Takes 1 from an integer of 4 or 8 bytes that other processes change too, unless it\n"
+     "is `least` or less; whether it did."},
     {NULL, NULL, 0, NULL},
 };

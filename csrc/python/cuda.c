@@ -156,9 +156,8 @@ const wsync_py_type_t wsync_py_type_Device = {"wsync._core.Device",
                                               NULL,
                                               NULL};
 
-static PyObject *host(PyObject *module, PyObject *unused)
+static PyObject *host(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return wsync_py_device_wrap(wsync_py_state(module), wsync_device_host());
 }
 
@@ -256,7 +255,7 @@ static PyObject *make_list(ModuleState *state, const wsync_cuda_driver_t *driver
     return list;
 }
 
-static PyObject *cuda_devices(PyObject *module, PyObject *unused)
+static PyObject *cuda_devices(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     const wsync_cuda_driver_t *driver = NULL;
     ModuleState *state = wsync_py_state(module);
@@ -264,7 +263,6 @@ static PyObject *cuda_devices(PyObject *module, PyObject *unused)
     wsync_status_t status;
     PyObject *list;
 
-    (void)unused;
     Py_BEGIN_ALLOW_THREADS
         status = wsync_cuda_driver(&driver, &err);
     Py_END_ALLOW_THREADS

@@ -11,10 +11,27 @@ typedef struct IpcMemoryObject {
     wsync_cuda_ipc_t *memory; /* owned; NULL: closed */
 } IpcMemoryObject;
 
-static PyObject *wrap(PyTypeObject *type, wsync_cuda_ipc_t *memory)
+/* Opens what a handle stands for, or makes memory of its own where that is NULL. */
+static PyObject *make(PyTypeObject *type, int ordinal, const wsync_cu_ipc_t *handle,
+                      uint64_t nbytes)
 {
-    PyObject *self = wsync_py_alloc(type);
+    const wsync_cuda_device_t *device = NULL;
+    wsync_cuda_ipc_t *memory = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+    PyObject *self;
 
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_cuda_device(ordinal, &device, &err);
+        if (status == WSYNC_OK) {
+            status = handle != NULL ? wsync_cuda_ipc_open(device, handle, &memory, &err)
+                                    : wsync_cuda_ipc_create(device, nbytes, &memory, &err);
+        }
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
+        return wsync_py_raise(wsync_py_type_state(type), &err);
+    }
+    self = wsync_py_alloc(type);
     if (self == NULL) {
         wsync_cuda_ipc_destroy(memory);
         return NULL;
@@ -26,10 +43,6 @@ static PyObject *wrap(PyTypeObject *type, wsync_cuda_ipc_t *memory)
 static PyObject *ipc_memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"ordinal", "nbytes", NULL};
-    const wsync_cuda_device_t *device = NULL;
-    wsync_cuda_ipc_t *memory = NULL;
-    wsync_error_t err = {0};
-    wsync_status_t status;
     uint64_t nbytes;
     int ordinal;
 
@@ -37,27 +50,14 @@ static PyObject *ipc_memory_new(PyTypeObject *type, PyObject *args, PyObject *kw
                                      wsync_py_convert_u64, &nbytes)) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-        status = wsync_cuda_device(ordinal, &device, &err);
-        if (status == WSYNC_OK) {
-            status = wsync_cuda_ipc_create(device, nbytes, &memory, &err);
-        }
-    Py_END_ALLOW_THREADS
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(wsync_py_type_state(type), &err);
-    }
-    return wrap(type, memory);
+    return make(type, ordinal, NULL, nbytes);
 }
 
 static PyObject *ipc_memory_open(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"ordinal", "handle", NULL};
     ModuleState *state = wsync_py_state(module);
-    const wsync_cuda_device_t *device = NULL;
-    wsync_cuda_ipc_t *memory = NULL;
     wsync_cu_ipc_t handle;
-    wsync_error_t err = {0};
-    wsync_status_t status;
     const char *bytes;
     Py_ssize_t nbytes;
     int ordinal;
@@ -72,16 +72,7 @@ static PyObject *ipc_memory_open(PyObject *module, PyObject *args, PyObject *kwa
                              sizeof(handle), (long long)nbytes);
     }
     memcpy(&handle, bytes, sizeof(handle));
-    Py_BEGIN_ALLOW_THREADS
-        status = wsync_cuda_device(ordinal, &device, &err);
-        if (status == WSYNC_OK) {
-            status = wsync_cuda_ipc_open(device, &handle, &memory, &err);
-        }
-    Py_END_ALLOW_THREADS
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(state, &err);
-    }
-    return wrap(state->type_IpcMemory, memory);
+    return make(state->type_IpcMemory, ordinal, &handle, 0);
 }
 
 static void shut(IpcMemoryObject *self)
@@ -102,9 +93,8 @@ static void ipc_memory_dealloc(PyObject *object)
     wsync_py_free(object);
 }
 
-static PyObject *ipc_memory_close(PyObject *object, PyObject *unused)
+static PyObject *ipc_memory_close(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     shut((IpcMemoryObject *)object);
     Py_RETURN_NONE;
 }
@@ -121,27 +111,24 @@ static const wsync_cuda_ipc_t *get_memory(PyObject *object)
     return memory;
 }
 
-static PyObject *ipc_memory_get_address(PyObject *object, void *unused)
+static PyObject *ipc_memory_get_address(PyObject *object, void *Py_UNUSED(unused))
 {
     const wsync_cuda_ipc_t *memory = get_memory(object);
 
-    (void)unused;
     return memory != NULL ? PyLong_FromUnsignedLongLong(memory->at) : NULL;
 }
 
-static PyObject *ipc_memory_get_nbytes(PyObject *object, void *unused)
+static PyObject *ipc_memory_get_nbytes(PyObject *object, void *Py_UNUSED(unused))
 {
     const wsync_cuda_ipc_t *memory = get_memory(object);
 
-    (void)unused;
     return memory != NULL ? PyLong_FromUnsignedLongLong(memory->nbytes) : NULL;
 }
 
-static PyObject *ipc_memory_get_handle(PyObject *object, void *unused)
+static PyObject *ipc_memory_get_handle(PyObject *object, void *Py_UNUSED(unused))
 {
     const wsync_cuda_ipc_t *memory = get_memory(object);
 
-    (void)unused;
     return memory != NULL ? PyBytes_FromStringAndSize(memory->handle.bytes,
                                                       sizeof(memory->handle.bytes))
                           : NULL;

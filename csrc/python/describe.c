@@ -675,8 +675,7 @@ cleanup:
 PyMethodDef wsync_py_functions_describe[] = {
     {"describe", WSYNC_PY_KEYWORDS(describe),
      "describe(tensors, names=None, gpu=False)\n--\n\n"
-     "Describes torch tensors without copying; names are for error messages.  With gpu "
-     "they\n"
-     "may lie on a GPU, all of those on the same one."},
+     "Describes torch tensors without copying; names are for error messages.  With gpu\n"
+     "they may lie on a GPU, all of those on the same one."},
     {NULL, NULL, 0, NULL},
 };

@@ -102,12 +102,11 @@ static void memory_dealloc(PyObject *object)
     wsync_py_free(object);
 }
 
-static PyObject *memory_fileno(PyObject *object, PyObject *unused)
+static PyObject *memory_fileno(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     const MemoryObject *self = (MemoryObject *)object;
     const int fd = self->memory->fd;
 
-    (void)unused;
     if (fd < 0) {
         return wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
                              "fileno", "the memory is parked");
@@ -115,19 +114,17 @@ static PyObject *memory_fileno(PyObject *object, PyObject *unused)
     return PyLong_FromLong(fd);
 }
 
-static PyObject *memory_get_address(PyObject *object, void *unused)
+static PyObject *memory_get_address(PyObject *object, void *Py_UNUSED(unused))
 {
     const MemoryObject *self = (MemoryObject *)object;
 
-    (void)unused;
     return PyLong_FromVoidPtr(self->memory->data);
 }
 
-static PyObject *memory_get_nbytes(PyObject *object, void *unused)
+static PyObject *memory_get_nbytes(PyObject *object, void *Py_UNUSED(unused))
 {
     const MemoryObject *self = (MemoryObject *)object;
 
-    (void)unused;
     return PyLong_FromUnsignedLongLong(self->memory->nbytes);
 }
 
@@ -153,11 +150,10 @@ static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
     return 0;
 }
 
-static void memory_releasebuffer(PyObject *object, Py_buffer *view)
+static void memory_releasebuffer(PyObject *object, Py_buffer *Py_UNUSED(view))
 {
     const MemoryObject *self = (MemoryObject *)object;
 
-    (void)view;
     wsync_memory_unpin(self->memory);
 }
 
@@ -179,9 +175,8 @@ static PyType_Slot memory_slots[] = {
      "Memory(nbytes, device=None, control=False)\n--\n\n"
      "Memory that another process can map: of a GPU, or shared memory of the host (a\n"
      "sealed memfd), mapped and faulted in.\n\n"
-     "Zeroed; that of the host supports the buffer protocol (writable bytes).  control: "
-     "it\n"
-     "holds events and nothing else."},
+     "Zeroed; that of the host supports the buffer protocol (writable bytes).  control:\n"
+     "it holds events and nothing else."},
     {Py_tp_new, memory_new},
     {Py_tp_dealloc, memory_dealloc},
     {Py_tp_methods, memory_methods},
@@ -195,9 +190,8 @@ static PyMethodDef memory_static_methods[] = {
     {"from_fd", WSYNC_PY_KEYWORDS(memory_from_fd),
      "from_fd(fd, nbytes, device=None)\n--\n\nMaps memory that another process made; fd is "
      "duplicated.\n\n"
-     "PeerRefusedError if it is not sealed against a change of size, InvalidArgumentError "
-     "if\n"
-     "its size is not nbytes."},
+     "PeerRefusedError if it is not sealed against a change of size, InvalidArgumentError\n"
+     "if its size is not nbytes."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -261,11 +255,10 @@ static PyObject *event_wait(PyObject *object, PyObject *args, PyObject *kwargs)
     Py_RETURN_NONE;
 }
 
-static PyObject *event_get_value(PyObject *object, void *unused)
+static PyObject *event_get_value(PyObject *object, void *Py_UNUSED(unused))
 {
     const EventObject *self = (EventObject *)object;
 
-    (void)unused;
     return PyLong_FromUnsignedLongLong(wsync_event_query(self->event));
 }
 

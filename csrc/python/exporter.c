@@ -61,18 +61,16 @@ static void exporter_dealloc(PyObject *object)
     wsync_py_free(object);
 }
 
-static PyObject *exporter_address(PyObject *object, void *closure)
+static PyObject *exporter_address(PyObject *object, void *Py_UNUSED(closure))
 {
-    (void)closure;
     return PyUnicode_DecodeFSDefault(((ExporterObject *)object)->address);
 }
 
-static PyObject *exporter_worker_uuid(PyObject *object, void *closure)
+static PyObject *exporter_worker_uuid(PyObject *object, void *Py_UNUSED(closure))
 {
     wsync_py_peer_t *peer = (wsync_py_peer_t *)object;
     char text[WSYNC_PY_UUID_NBYTES];
 
-    (void)closure;
     if (wsync_py_peer_enter(peer) < 0) {
         return NULL;
     }
@@ -81,12 +79,11 @@ static PyObject *exporter_worker_uuid(PyObject *object, void *closure)
     return PyUnicode_FromString(text);
 }
 
-static PyObject *exporter_loaded(PyObject *object, void *closure)
+static PyObject *exporter_loaded(PyObject *object, void *Py_UNUSED(closure))
 {
     wsync_py_peer_t *peer = (wsync_py_peer_t *)object;
     uint32_t rounds;
 
-    (void)closure;
     if (wsync_py_peer_enter(peer) < 0) {
         return NULL;
     }
@@ -150,13 +147,12 @@ static wsync_status_t step_acquire(wsync_py_call_t *call, int timeout_ms,
 WSYNC_PY_CALL(exporter, acquire, NULL, 1, false, WSYNC_PY_WAIT_ROUND, WSYNC_PY_STREAM,
               WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
-static PyObject *exporter_look(PyObject *object, PyObject *unused)
+static PyObject *exporter_look(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     wsync_py_peer_t *peer = (wsync_py_peer_t *)object;
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    (void)unused;
     if (!peer->closed && peer->busy) {
         Py_RETURN_NONE; /* below a wait of its own, which looks as well */
     }
@@ -208,19 +204,17 @@ static wsync_status_t step_park(wsync_py_call_t *call, int timeout_ms, wsync_err
 
 WSYNC_PY_CALL(exporter, park, NULL, 1, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
-static wsync_status_t step_abort(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
+static wsync_status_t step_abort(wsync_py_call_t *call, int Py_UNUSED(timeout_ms),
+                                 wsync_error_t *Py_UNUSED(err))
 {
-    (void)timeout_ms;
-    (void)err;
     wsync_exporter_abort(call->core, call->text);
     return WSYNC_OK;
 }
 
 WSYNC_PY_CALL(exporter, abort, NULL, 0, true, WSYNC_PY_TEXT)
 
-static PyObject *exporter_close(PyObject *object, PyObject *unused)
+static PyObject *exporter_close(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return wsync_py_peer_close((wsync_py_peer_t *)object, exporter_release);
 }
 
@@ -241,9 +235,8 @@ static PyMethodDef exporter_methods[] = {
            "-1: nothing to wait for."),
     {"look", exporter_look, METH_NOARGS,
      "look($self)\n--\n\n"
-     "Raises what the worker has said, or that it is gone; waits for nothing, and does "
-     "nothing\n"
-     "while another call is under way."},
+     "Raises what the worker has said, or that it is gone; waits for nothing, and does\n"
+     "nothing while another call is under way."},
     METHOD(post,
            "post($self, round, stream, timeout, check=None)\n--\n\n"
            "Announces a round, ready when the stream gets here."),
@@ -257,9 +250,8 @@ static PyMethodDef exporter_methods[] = {
     METHOD(park,
            "park($self, timeout, check=None)\n--\n\n"
            "Gives the ring's memory back on both sides until the next begin.\n\n"
-           "PeerRefusedError: it stays where it is, because somebody looks at it; the "
-           "session\n"
-           "goes on."),
+           "PeerRefusedError: it stays where it is, because somebody looks at it; the\n"
+           "session goes on."),
     METHOD(abort,
            "abort($self, text)\n--\n\nEnds the update badly and the session with it."),
     {"close", exporter_close, METH_NOARGS, "close($self)\n--\n\nEnds the session."},

@@ -8,11 +8,11 @@
 #include "python/route.h"
 
 /* (name, descriptor, nbytes); the name is the tuple's. */
-static int read_file(const void *context, PyObject *object, size_t index, void *item)
+static int read_file(const void *Py_UNUSED(context), PyObject *object, size_t index,
+                     void *item)
 {
     wsync_file_t *file = item;
 
-    (void)context;
     if (!PyTuple_Check(object)) {
         PyErr_Format(PyExc_TypeError, "file %zu: (name, descriptor, nbytes) is wanted",
                      index);

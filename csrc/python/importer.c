@@ -171,19 +171,17 @@ static wsync_status_t step_verdict(wsync_py_call_t *call, int timeout_ms,
 
 WSYNC_PY_CALL(importer, verdict, NULL, 1, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
-static wsync_status_t step_fail(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
+static wsync_status_t step_fail(wsync_py_call_t *call, int Py_UNUSED(timeout_ms),
+                                wsync_error_t *Py_UNUSED(err))
 {
-    (void)timeout_ms;
-    (void)err;
     wsync_importer_fail(call->core, call->text);
     return WSYNC_OK;
 }
 
 WSYNC_PY_CALL(importer, fail, NULL, 0, true, WSYNC_PY_TEXT)
 
-static PyObject *importer_close(PyObject *object, PyObject *unused)
+static PyObject *importer_close(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return wsync_py_peer_close((wsync_py_peer_t *)object, importer_release);
 }
 
@@ -199,15 +197,13 @@ static PyObject *give_attached(PyObject *object, PyObject *value, const char *wh
     return Py_NewRef(value);
 }
 
-static PyObject *importer_ring(PyObject *object, void *closure)
+static PyObject *importer_ring(PyObject *object, void *Py_UNUSED(closure))
 {
-    (void)closure;
     return give_attached(object, ((ImporterObject *)object)->ring, "ring");
 }
 
-static PyObject *importer_manifest(PyObject *object, void *closure)
+static PyObject *importer_manifest(PyObject *object, void *Py_UNUSED(closure))
 {
-    (void)closure;
     return give_attached(object, ((ImporterObject *)object)->manifest, "manifest");
 }
 

@@ -331,9 +331,8 @@ static PyMethodDef layout_methods[] = {
      "One more than the largest buffer index that a rank uses."},
     {"check_apart", WSYNC_PY_KEYWORDS(layout_check_apart),
      "check_apart($self, buffers)\n--\n\n"
-     "Checks that no byte belongs to two shards when buffer i lies at buffers[i]; spans "
-     "of\n"
-     "the table may share memory.  LayoutError names the two tensors."},
+     "Checks that no byte belongs to two shards when buffer i lies at buffers[i]; spans\n"
+     "of the table may share memory.  LayoutError names the two tensors."},
     {NULL, NULL, 0, NULL},
 };
 

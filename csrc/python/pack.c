@@ -128,10 +128,9 @@ static PyObject *packing_enqueue(ModuleState *state, packing_t *packing, PyObjec
     Py_RETURN_NONE;
 }
 
-static int read_offset(const void *context, PyObject *object, size_t index, void *item)
+static int read_offset(const void *Py_UNUSED(context), PyObject *object,
+                       size_t Py_UNUSED(index), void *item)
 {
-    (void)context;
-    (void)index;
     return wsync_py_convert_u64(object, item) ? 0 : -1;
 }
 
@@ -218,8 +217,7 @@ cleanup:
 PyMethodDef wsync_py_functions_pack[] = {
     {"pack", WSYNC_PY_KEYWORDS(pack),
      "pack(tensors, address, nbytes, offsets, stream=<unset>)\n--\n\n"
-     "Copies tensor i, contiguous, to address + offsets[i]: in this thread, without the "
-     "GIL,\n"
-     "or on a stream.  What lies at address must stay until that has passed."},
+     "Copies tensor i, contiguous, to address + offsets[i]: in this thread, without the\n"
+     "GIL, or on a stream.  What lies at address must stay until that has passed."},
     {NULL, NULL, 0, NULL},
 };

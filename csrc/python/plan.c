@@ -38,13 +38,13 @@ static int read_destination(const void *context, PyObject *object, size_t index,
     return 0;
 }
 
-static int read_worker(const void *context, PyObject *object, size_t index, void *item)
+static int read_worker(const void *Py_UNUSED(context), PyObject *object, size_t index,
+                       void *item)
 {
     wsync_worker_t *worker = item;
     long long destination;
     long long home;
 
-    (void)context;
     if (!PyTuple_Check(object)) {
         PyErr_Format(PyExc_TypeError, "worker %zu is no (destination, home): %R", index,
                      object);
@@ -57,12 +57,11 @@ static int read_worker(const void *context, PyObject *object, size_t index, void
     return wsync_py_read_u32(home, "home", &worker->home);
 }
 
-static int read_host(const void *context, PyObject *object, size_t index, void *item)
+static int read_host(const void *Py_UNUSED(context), PyObject *object,
+                     size_t Py_UNUSED(index), void *item)
 {
     const long long host = PyLong_AsLongLong(object);
 
-    (void)context;
-    (void)index;
     return host == -1 && PyErr_Occurred() ? -1 : wsync_py_read_u32(host, "host", item);
 }
 

@@ -490,11 +490,10 @@ static PyObject *stream_trace(PyObject *object, PyObject *args)
     return list;
 }
 
-static PyObject *stream_close(PyObject *object, PyObject *unused)
+static PyObject *stream_close(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     StreamObject *self = (StreamObject *)object;
 
-    (void)unused;
     if (self->users > 0) {
         return wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
                              "Stream.close",
@@ -514,9 +513,8 @@ static PyMethodDef stream_methods[] = {
     {"copy", WSYNC_PY_KEYWORDS(stream_copy),
      "copy($self, copies, index, phase, sources, destinations)\n--\n\n"
      "Enqueues the copies of a plan's round and phase, or of a route's buffer (phase\n"
-     "ignored).  Returns the bytes written.  Everything is kept alive until the stream "
-     "has\n"
-     "passed."},
+     "ignored).  Returns the bytes written.  Everything is kept alive until the stream\n"
+     "has passed."},
     {"record", WSYNC_PY_KEYWORDS(wsync_py_stream_record),
      "record($self, event, value)\n--\n\n"
      "Enqueues: set the event once everything enqueued before has happened."},
