@@ -1,4 +1,4 @@
-"""The README's notebook example runs in a real kernel, and its limits hold."""
+"""The README's notebook example runs in a real kernel, and what it and the guide say holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 
 from wsync.demo.engines.serve import command_line
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+GUIDE = ROOT / "wsync/README.md"
 
 
 def notebook_cell() -> str:
@@ -33,10 +35,20 @@ def test_the_notebook_example_runs_under_ipykernel() -> None:
 
 def test_the_server_is_started_as_it_says() -> None:
     found = re.findall(
-        r"`python -m wsync\.demo\.engines\.transformers ([^`]*)`", README.read_text("utf-8")
+        r"`python -m wsync\.demo\.engines\.transformers ([^`]*)`", GUIDE.read_text("utf-8")
     )
     assert [command_line().parse_args(words.split()).port for words in found] == [30000]
 
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    "page",
+    [README, GUIDE, ROOT / "csrc/README.md", ROOT / "benchmarks/README.md"],
+    ids=lambda page: page.parent.name,
+)
+def test_what_a_page_refers_to_is_there(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
