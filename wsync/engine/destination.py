@@ -67,7 +67,7 @@ class Snapshot:
         return None
 
 
-class Twin(NamedTuple):
+class OtherName(NamedTuple):
     """A further name that a tensor is delivered under; `first` is the place of its first one."""
 
     name: str
@@ -89,7 +89,7 @@ class Destination:
         self,
         names: Sequence[str],
         tensors: Sequence[torch.Tensor],
-        twins: Sequence[Twin] = (),
+        twins: Sequence[OtherName] = (),
         snapshot: Snapshot | None = None,
     ) -> None:
         self.snapshot = snapshot
@@ -123,7 +123,7 @@ class Destination:
         if unknown:
             raise LayoutError(f"{listed(unknown)}: not in {who}")
         names: list[str] = []
-        twins: list[Twin] = []
+        twins: list[OtherName] = []
         missing: list[str] = []
         for group in aliases(state):
             given = [name for name in group if name in delivered]
@@ -136,7 +136,7 @@ class Destination:
                         f"in {who}"
                     )
             if given and state[given[0]].numel():
-                twins += [Twin(name, len(names), state[name]) for name in given[1:]]
+                twins += [OtherName(name, len(names), state[name]) for name in given[1:]]
                 names.append(given[0])
         if missing:
             raise MissingError(f"{listed(missing)}: in {who}, not delivered")

@@ -32,7 +32,7 @@ from wsync._core import (
     describe,
 )
 from wsync.dtypes import dtype_of
-from wsync.engine.destination import Boxes, Destination, LoadTarget, Twin, aliases, listed
+from wsync.engine.destination import Boxes, Destination, LoadTarget, OtherName, aliases, listed
 from wsync.engine.learn.module_memory import seen
 from wsync.machine import device
 from wsync.messages.control import PIECES, WHOLE
@@ -391,7 +391,8 @@ class _Found:
             return None
         names, pairs = self.names
         twins = [
-            Twin(*pair, tensor) for pair, tensor in zip(pairs, tensors[len(names) :], strict=True)
+            OtherName(*pair, tensor)
+            for pair, tensor in zip(pairs, tensors[len(names) :], strict=True)
         ]
         return Destination(names, tensors[: len(names)], twins, self._snapshot)
 
