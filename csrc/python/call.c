@@ -185,12 +185,13 @@ static int check_type(ModuleState *state, wsync_py_parameter_t parameter,
                       wsync_py_call_t *call)
 {
     const size_t slot = parameters[parameter].type;
-    PyObject *object = *(PyObject **)((char *)call + parameters[parameter].field);
+    PyObject *object;
     PyTypeObject *type;
 
     if (slot == 0) {
-        return 0;
+        return 0; /* and the field may be no pointer */
     }
+    object = *(PyObject **)((char *)call + parameters[parameter].field);
     type = *(PyTypeObject **)((char *)state + slot);
     if (!Py_IS_TYPE(object, type)) {
         PyErr_Format(PyExc_TypeError, "%s must be %R, not %R", parameters[parameter].name,
