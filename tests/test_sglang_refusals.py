@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,7 +140,7 @@ def test_the_trainer_is_told_what_a_worker_says_to_the_closing_message(
 
         with monkeypatch.context() as patch:
             patch.setattr(state, "close", replace_first)
-            patch.setattr(state, "_busy", threading.RLock())
+            patch.setattr(state, "only", contextlib.nullcontext)
             with pytest.raises(WsyncError, match="have been replaced by others after update 2"):
                 sync.update(version=2)
         assert engine.paused
