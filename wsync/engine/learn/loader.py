@@ -41,6 +41,13 @@ KEEP: Final = "WSYNC_KEEP"
 
 _log = logging.getLogger(__name__)
 _Model = list[_core.TensorInfo]
+# why a recording or a rehearsal of load_weights came to nothing
+_NOT_RECORDED: Final = (
+    RecordingError,
+    _core.LayoutError,
+    _core.NoMemoryError,
+    torch.OutOfMemoryError,
+)
 
 
 class RecordedLoader:
@@ -137,12 +144,7 @@ class RecordedLoader:
         except (ClashError, SharedError) as error:
             self.reason = str(error)
             raise
-        except (
-            RecordingError,
-            _core.LayoutError,
-            _core.NoMemoryError,
-            torch.OutOfMemoryError,
-        ) as error:
+        except _NOT_RECORDED as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
             at_once = not self._may_be_split(model)
             how = ", all in one call" if at_once else ""
@@ -186,12 +188,7 @@ class RecordedLoader:
         tensors a call brings."""
         try:
             return may_be_split(self._module, self._load, model)
-        except (
-            RecordingError,
-            _core.LayoutError,
-            _core.NoMemoryError,
-            torch.OutOfMemoryError,
-        ) as error:
+        except _NOT_RECORDED as error:
             _log.info("load_weights is not called for each round: %s", error)
             return False
 
