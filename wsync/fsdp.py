@@ -32,7 +32,7 @@ from wsync.layout import (
     global_name,
     position,
 )
-from wsync.module_tensors import Slot, Slots, homes_of, two_tensors
+from wsync.module_tensors import Slot, Slots, homes_of, same_bytes, two_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,7 +195,7 @@ class _Reader:
         """Whether what this rank has of two tensors is equal to the bit."""
         first, second = list(self._parts(TIED, one)), list(self._parts(TIED, other))
         return [part.form for part in first] == [part.form for part in second] and all(
-            _bits(a.tensor).equal(_bits(b.tensor)) for a, b in zip(first, second, strict=True)
+            same_bytes(a.tensor, b.tensor) for a, b in zip(first, second, strict=True)
         )
 
     def _parts(self, name: str, tensor: Any) -> Iterator[_Part]:
@@ -231,12 +231,6 @@ class _Reader:
                 regions = regions_of(runs)
             self._placed[key] = regions
         return regions
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    import torch
-
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _is_fsdp2(module: Any) -> bool:

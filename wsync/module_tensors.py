@@ -1,4 +1,4 @@
-"""Where the modules of a trainer keep their tensors."""
+"""Where modules keep their tensors, and whether two of them are equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["Slot", "Slots", "homes_of"]
+__all__ = ["Slot", "Slots", "homes_of", "same_bytes"]
 
 
 class Slot(NamedTuple):
@@ -118,3 +118,11 @@ def two_tensors(one: str, other: str, name: str) -> _core.LayoutError:
     return _core.LayoutError(
         f"{one} and {other}: two tensors, but without their wrappers both are {name}"
     )
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are equal to the bit."""
+    import torch
+
+    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*flat)

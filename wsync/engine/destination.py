@@ -25,6 +25,7 @@ from wsync._core import (
     held_tensors,
 )
 from wsync.engine.learn.module_memory import seen, slots
+from wsync.module_tensors import same_bytes
 
 # names listed in one message
 _LISTED: Final = 5
@@ -234,12 +235,6 @@ def aliases(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
     for name, tensor in state.items():
         groups.setdefault(seen(tensor) if tensor.numel() else name, []).append(name)
     return list(groups.values())
-
-
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape are equal to the bit."""
-    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*flat)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -16,7 +16,6 @@ from wsync.engine.destination import (
     Snapshot,
     aliases,
     check_owned,
-    same_bytes,
     state_of,
 )
 from wsync.engine.groups import BROADCAST_SECONDS, Named, UpdateGroups
@@ -25,6 +24,7 @@ from wsync.engine.receiver import Receiver
 from wsync.exchange.groups import connection_of
 from wsync.machine.deadline import left
 from wsync.messages import control, payload
+from wsync.module_tensors import same_bytes
 
 Facts = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 _QUESTIONS: Final = (
