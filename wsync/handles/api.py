@@ -50,11 +50,7 @@ class ApiHandle(ABC):
         weight_version: int | str | None,
         timeout: float,
     ) -> None:
-        if len(payloads) != self.workers:
-            raise InvalidArgumentError(
-                f"engine {self.name}: {len(payloads)} payloads for {self.workers} workers, one "
-                "each is needed"
-            )
+        check_payloads(self.name, self.workers, payloads)
         # SGLang's own flush inside an update asserts that the engine is idle, and the assertion
         # ends the server
         settings = {
@@ -88,6 +84,14 @@ class ApiHandle(ABC):
     def server_info(self, timeout: float) -> dict[str, Any]:
         """How the engine was started."""
         return self._info(("server_info", "get_server_info"), timeout)
+
+
+def check_payloads(name: str, workers: int, payloads: Sequence[bytes]) -> None:
+    """InvalidArgumentError unless there is one for each worker of the engine."""
+    if len(payloads) != workers:
+        raise InvalidArgumentError(
+            f"engine {name}: {len(payloads)} payloads for {workers} workers, one each is needed"
+        )
 
 
 def _version(version: int | str | None) -> dict[str, str]:

@@ -23,7 +23,6 @@ import torch
 
 from wsync._core import (
     DeadlineError,
-    InvalidArgumentError,
     PeerClosedError,
     RemoteError,
     WsyncError,
@@ -32,6 +31,7 @@ from wsync.demo.engines.child import Child
 from wsync.demo.engines.worker import ModelWorker
 from wsync.engine.groups import BROADCAST_SECONDS
 from wsync.handles.answers import seconds
+from wsync.handles.api import check_payloads
 from wsync.machine.deadline import left
 from wsync.machine.lanes import Lane
 from wsync.machine.owner import Owner
@@ -125,10 +125,7 @@ class WorkersEngine:
         weight_version: int | str | None,
         timeout: float,
     ) -> None:
-        if len(payloads) != self.workers:
-            raise InvalidArgumentError(
-                f"engine {self.name}: {len(payloads)} payloads for {self.workers} workers"
-            )
+        check_payloads(self.name, self.workers, payloads)
         version = None if weight_version is None else str(weight_version)
         end = time.monotonic() + timeout
         if load_format == control.LOAD_FORMAT:
