@@ -497,6 +497,30 @@ class Indirect(Loading):
             target.weight_loader(target.data, found)
 
 
+def unfinished() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """A function that refers to a variable which nothing has set."""
+    if not Pair:
+        unset = None
+
+    def copy(target: torch.Tensor, tensor: torch.Tensor) -> None:
+        if tensor is None:
+            print(unset)
+        target.copy_(tensor)
+
+    return copy
+
+
+def test_a_function_with_an_empty_cell_is_learnt() -> None:
+    module = Indirect()
+    module.a.weight_loader = unfinished()  # type: ignore[attr-defined]
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        for seed in range(2):
+            sync.update(draw(seed))
+            assert torch.equal(module.a, draw(seed)["a"])
+    assert loader.reason == ""
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -121,13 +121,20 @@ def _freeze(value: Any, depth: int = 0) -> Any:
         return kind, tuple((_inner(k, depth), _inner(v, depth)) for k, v in pairs)
     if isinstance(value, types.FunctionType | types.MethodType):
         cells = value.__closure__ or ()
-        return kind, value.__code__, tuple(_inner(cell.cell_contents, depth) for cell in cells)
+        return kind, value.__code__, tuple(_inner(_content(cell), depth) for cell in cells)
     if dataclasses.is_dataclass(kind) or hasattr(kind, "to_dict"):
         return kind, _inner(getattr(value, "__dict__", None), depth)
     dtype = getattr(value, "dtype", None) if kind.__module__ == "numpy" else None
     if dtype is not None and not dtype.hasobject:
         return kind, str(dtype), value.shape, value.tobytes()
     return _Absent.OTHER
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has set the variable
+        return _Absent.ABSENT
 
 
 def _inner(value: Any, depth: int) -> Any:
