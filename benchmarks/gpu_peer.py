@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from benchmarks.gpu_device import SECONDS, each_span, one_each, read
+from benchmarks.gpu_device import SECONDS, each_span, fill, one_each, read
 from wsync import _core
 from wsync.machine import device
 
@@ -130,21 +130,24 @@ class _State:
 
     # --- order -----------------------------------------------------------------------------------
 
-    def follow(self, address: str, count: int, nbytes: int) -> bytes:
-        """Takes part in `count` rounds of one slot and keeps what came; returns that."""
+    def follow(self, address: str, updates: int, count: int, nbytes: int) -> bytes:
+        """Takes part in updates of `count` rounds of one slot and keeps what came; returns what
+        came last."""
         importer = _core.Importer(address, b"", SECONDS, self._device)
-        importer.begin(SECONDS)
         log = _core.Memory(count * nbytes, self._device)
         copies = one_each(count, nbytes, nbytes // 2)
-        slot = [(importer.ring.address, nbytes)] * count
-        sources = _core.BufferTable(slot, owner=importer.ring)
         targets = each_span(log, count, nbytes)
-        for number in range(count):
-            importer.take(number, self._stream, SECONDS)
-            self._stream.copy(copies, number, 0, sources, targets)
-            importer.done(number, self._stream, SECONDS)
-        self._stream.synchronize(SECONDS)
-        importer.prepared(count, count * nbytes, 0, SECONDS)
-        importer.verdict(SECONDS)
+        for _ in range(updates):
+            importer.begin(SECONDS)
+            ring = importer.ring
+            sources = _core.BufferTable([(ring.address, nbytes)] * count, owner=ring)
+            fill(self._stream, log, torch.zeros(count * nbytes, dtype=torch.uint8))
+            for number in range(count):
+                importer.take(number, self._stream, SECONDS)
+                self._stream.copy(copies, number, 0, sources, targets)
+                importer.done(number, self._stream, SECONDS)
+            self._stream.synchronize(SECONDS)
+            importer.prepared(count, count * nbytes, 0, SECONDS)
+            importer.verdict(SECONDS)
         importer.close()
         return read(self._stream, log, count * nbytes).numpy().tobytes()
