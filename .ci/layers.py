@@ -65,7 +65,7 @@ def judge(layer: str, include: str, allowed: bool, result: tuple[bool, str]) -> 
 def escapes() -> tuple[list[str], int]:
     """Includes that would go round the include roots."""
     wrong, count = [], 0
-    for path in sorted(CSRC.glob("*/*.[ch]")):
+    for path in sorted(path for layer in MAY_USE for path in (CSRC / layer).rglob("*.[ch]")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             match = re.match(r"\s*#\s*include\s*(\S+)", line)
             if match is None:
@@ -86,12 +86,11 @@ def main() -> int:
     wrong, checked = escapes()
     if set(known) != set(MAY_USE):
         wrong.append(f"layers in the build: {sorted(known)}, here: {sorted(MAY_USE)}")
-    headers = sorted(path for layer in MAY_USE for path in (CSRC / layer).glob("*.h"))
+    headers = sorted(path for layer in MAY_USE for path in (CSRC / layer).rglob("*.h"))
     for layer in sorted(known.keys() & MAY_USE):
         command = known[layer]
-        cases = [
-            (f'"{path.relative_to(CSRC)}"', path.parent.name in MAY_USE[layer]) for path in headers
-        ]
+        names = [path.relative_to(CSRC) for path in headers]
+        cases = [(f'"{name}"', name.parts[0] in MAY_USE[layer]) for name in names]
         cases += [(f"<{name}>", layer == "python") for name in PYTHON_ONLY]
         for include, allowed in cases:
             checked += 1
