@@ -4,10 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/array.h"
+#include "core/base/array.h"
+#include "core/base/sort.h"
 #include "core/layout.h"
 #include "core/layout_parts.h"
-#include "core/sort.h"
 
 struct wsync_layout_builder {
     wsync_names_t names;

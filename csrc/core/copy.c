@@ -4,7 +4,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
-#include "core/array.h"
+#include "core/base/array.h"
 
 /* One dimension of a copy on its way to being coalesced. */
 typedef struct copy_dim {

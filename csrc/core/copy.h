@@ -7,9 +7,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "core/base/status.h"
 #include "core/box.h"
 #include "core/dtype.h"
-#include "core/status.h"
 
 enum { WSYNC_COPY_NDIM = 4 };
 

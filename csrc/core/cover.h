@@ -4,9 +4,9 @@
 #ifndef WSYNC_CORE_COVER_H
 #define WSYNC_CORE_COVER_H
 
-#include "core/array.h"
+#include "core/base/array.h"
+#include "core/base/status.h"
 #include "core/box.h"
-#include "core/status.h"
 
 typedef WSYNC_ARRAY(wsync_box_t) wsync_boxes_t;
 

@@ -6,7 +6,7 @@
 
 #include <stddef.h>
 
-#include "core/status.h"
+#include "core/base/status.h"
 
 /*  C name, torch name, item size in bytes  */
 #define WSYNC_DTYPE_MAP(X)                     \

@@ -6,10 +6,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "core/base/status.h"
 #include "core/box.h"
 #include "core/copy.h"
 #include "core/dtype.h"
-#include "core/status.h"
 
 /* Ranks are below this: tables of ranks stay small, whatever a peer sends. */
 enum { WSYNC_MAX_RANKS = 1 << 16 };

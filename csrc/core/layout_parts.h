@@ -5,8 +5,8 @@
 
 #include <stdbool.h>
 
+#include "core/base/names.h"
 #include "core/layout.h"
-#include "core/names.h"
 
 struct wsync_layout {
     wsync_names_t names; /* index = tensor */

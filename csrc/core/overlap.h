@@ -6,9 +6,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+#include "core/base/status.h"
 #include "core/copy.h"
 #include "core/layout.h"
-#include "core/status.h"
 
 typedef struct wsync_overlap {
     bool found;

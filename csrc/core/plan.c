@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/base/sort.h"
 #include "core/layout_parts.h"
 #include "core/plan_internal.h"
-#include "core/sort.h"
 
 static const uint64_t default_round_nbytes = UINT64_C(32) << 20;
 

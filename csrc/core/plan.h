@@ -9,9 +9,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "core/base/status.h"
 #include "core/copy.h"
 #include "core/layout.h"
-#include "core/status.h"
 
 /* What a set of engine workers wants.  Only tensors and boxes of `layout` are read.  A
  * `whole` destination wants every tensor of its layout whole: its boxes, where there are

@@ -13,12 +13,12 @@
 #ifndef WSYNC_CORE_PLAN_INTERNAL_H
 #define WSYNC_CORE_PLAN_INTERNAL_H
 
-#include "core/array.h"
+#include "core/base/array.h"
+#include "core/base/idsets.h"
+#include "core/base/names.h"
+#include "core/base/table.h"
 #include "core/cover.h"
-#include "core/idsets.h"
-#include "core/names.h"
 #include "core/plan.h"
-#include "core/table.h"
 
 enum { WSYNC_PLAN_ALIGN = 64 };
 #define WSYNC_PLAN_NONE UINT32_MAX

@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/base/sort.h"
 #include "core/layout_parts.h"
 #include "core/plan_internal.h"
-#include "core/sort.h"
 
 /* --- who wants what ------------------------------------------------------------------- */
 

@@ -3,8 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/base/sort.h"
 #include "core/plan_internal.h"
-#include "core/sort.h"
 
 enum {
     /* Rounds that items are still put into.  More of them find room for more, fewer keep

@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-#include "core/array.h"
+#include "core/base/array.h"
 #include "core/cover.h"
 #include "core/layout_parts.h"
 #include "core/overlap.h"

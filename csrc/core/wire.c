@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/array.h"
+#include "core/base/array.h"
 #include "core/layout_parts.h"
 
 static const uint8_t wire_magic[5] = {'W', 'S', 'L', 'Y', 1};

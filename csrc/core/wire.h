@@ -6,8 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "core/base/status.h"
 #include "core/layout.h"
-#include "core/status.h"
 
 /* Allocates *data (owned by the caller: free()). */
 wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,

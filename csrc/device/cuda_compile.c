@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/checksum.h"
+#include "core/base/checksum.h"
 #include "device/cuda_compile_cache.h"
 
 enum {

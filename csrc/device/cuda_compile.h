@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/status.h"
+#include "core/base/status.h"
 
 /* kernels.cu and kernel_table.h as they were when the extension was built; end in NUL. */
 extern const char wsync_kernel_source[];

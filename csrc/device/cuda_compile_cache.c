@@ -15,7 +15,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/checksum.h"
+#include "core/base/checksum.h"
 #include "device/io.h"
 
 enum {

@@ -7,7 +7,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-#include "core/status.h"
+#include "core/base/status.h"
 
 /* The file `name` of the folder, if both belong to this user, nobody else can write them
  * and the content is what was stored.  False: there is nothing to use.  *data is the

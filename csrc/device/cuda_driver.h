@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-#include "core/status.h"
+#include "core/base/status.h"
 
 typedef int wsync_cu_result_t;
 typedef int wsync_cu_device_t;                /* ordinal in this process */

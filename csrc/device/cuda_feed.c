@@ -6,7 +6,7 @@
 
 #include <stdlib.h>
 
-#include "core/array.h"
+#include "core/base/array.h"
 
 enum {
     SLOT_ALIGNMENT = 64,

@@ -15,7 +15,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/array.h"
+#include "core/base/array.h"
 #include "device/cuda_batch.h"
 #include "device/deadline.h"
 

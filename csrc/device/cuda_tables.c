@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/checksum.h"
+#include "core/base/checksum.h"
 
 enum {
     SLAB_NBYTES = 2 * 1024 * 1024,

@@ -10,8 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "core/base/status.h"
 #include "core/copy.h"
-#include "core/status.h"
 #include "device/pins.h"
 
 typedef struct wsync_memory_ops wsync_memory_ops_t;

@@ -4,7 +4,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
-#include "core/array.h"
+#include "core/base/array.h"
 
 enum {
     /* A fill is worth a path of its own if its rows hold some vectors for every lane. */

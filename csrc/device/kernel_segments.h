@@ -7,8 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "core/base/status.h"
 #include "core/copy.h"
-#include "core/status.h"
 #include "device/kernel_table.h"
 
 /* Growable: initialise with {0}, release with wsync_segments_fini.  What is uploaded are

@@ -7,7 +7,7 @@
 #include <limits.h>
 #include <stdatomic.h>
 
-#include "core/status.h"
+#include "core/base/status.h"
 
 typedef atomic_uint wsync_pins_t;
 

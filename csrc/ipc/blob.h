@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/status.h"
+#include "core/base/status.h"
 
 #define WSYNC_BLOB_MAX_NBYTES (UINT64_C(1) << 30)
 

@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/status.h"
+#include "core/base/status.h"
 
 enum {
     WSYNC_FRAME_PAYLOAD_NBYTES = 4096,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Exceptions: one class per status code, made from the table in core/status.h. */
+ * Exceptions: one class per status code, made from the table in core/base/status.h. */
 #include "python/module.h"
 
 #include <stdarg.h>

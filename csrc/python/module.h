@@ -7,7 +7,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "core/status.h"
+#include "core/base/status.h"
 
 /* The module's types: each has a slot of the module state. */
 #define WSYNC_TYPE_MAP(X) \

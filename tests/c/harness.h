@@ -14,7 +14,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "core/status.h"
+#include "core/base/status.h"
 
 enum { HARNESS_FAILED = 1, HARNESS_SKIPPED = 77, HARNESS_MAX_TESTS = 256 };
 

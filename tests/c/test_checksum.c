@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/checksum.h"
+#include "core/base/checksum.h"
 #include "harness.h"
 
 /* Every byte and its place matter, at every length around the widths of the loop. */

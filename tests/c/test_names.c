@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Tables of names that a peer has chosen. */
-#include "core/names.h"
+#include "core/base/names.h"
 #include "harness.h"
 
 enum { COUNT = 1000, LOW_BITS = 0xfff, LONGEST = 200 };

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/table.h"
+#include "core/base/table.h"
 #include "harness.h"
 
 enum { COUNT = 5000 };

@@ -44,7 +44,7 @@ def fake_driver() -> str:
     """Where the driver lies."""
     sources = [*sorted(_TREE.glob("tests/fakecuda/*.c")), _TREE / "tests/c/kernel_host.c"]
     used = [*_TREE.glob("tests/fakecuda/*.h"), *_TREE.glob("csrc/device/*")]
-    used += [_TREE / "csrc/core/status.h", _TREE / "tests/c/kernel_host.h"]
+    used += [_TREE / "csrc/core/base/status.h", _TREE / "tests/c/kernel_host.h"]
     return _built("libfakecuda", sources, used)
 
 

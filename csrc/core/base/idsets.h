@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Lists of numbers (ranks, destinations) stored once each and numbered in the order of
  * their arrival: equal lists have equal indices. */
-#ifndef WSYNC_CORE_IDSETS_H
-#define WSYNC_CORE_IDSETS_H
+#ifndef WSYNC_CORE_BASE_IDSETS_H
+#define WSYNC_CORE_BASE_IDSETS_H
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/array.h"
-#include "core/status.h"
-#include "core/table.h"
+#include "core/base/array.h"
+#include "core/base/status.h"
+#include "core/base/table.h"
 
 typedef struct wsync_idset {
     size_t first; /* in ids */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/array.h"
+#include "core/base/array.h"
 
 #include <stdint.h>
 #include <stdlib.h>

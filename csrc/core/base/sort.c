@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/sort.h"
+#include "core/base/sort.h"
 
 #include <stdint.h>
 #include <stdlib.h>

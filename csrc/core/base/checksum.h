@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * A fast checksum against lost or misplaced bytes; not against malice. */
-#ifndef WSYNC_CORE_CHECKSUM_H
-#define WSYNC_CORE_CHECKSUM_H
+#ifndef WSYNC_CORE_BASE_CHECKSUM_H
+#define WSYNC_CORE_BASE_CHECKSUM_H
 
 #include <stddef.h>
 #include <stdint.h>

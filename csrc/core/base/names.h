@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  * A set of texts numbered in the order of their arrival. */
-#ifndef WSYNC_CORE_NAMES_H
-#define WSYNC_CORE_NAMES_H
+#ifndef WSYNC_CORE_BASE_NAMES_H
+#define WSYNC_CORE_BASE_NAMES_H
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/array.h"
-#include "core/status.h"
-#include "core/table.h"
+#include "core/base/array.h"
+#include "core/base/status.h"
+#include "core/base/table.h"
 
 /* Initialise with {0}, release with wsync_names_fini; may be moved by assignment.  The
  * texts (items) belong to the set and do not move. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Status codes and the caller-owned error record that every fallible function fills. */
-#ifndef WSYNC_CORE_STATUS_H
-#define WSYNC_CORE_STATUS_H
+#ifndef WSYNC_CORE_BASE_STATUS_H
+#define WSYNC_CORE_BASE_STATUS_H
 
 /*  C name, value, text, Python class, built-in base class  */
 #define WSYNC_STATUS_MAP(X)                                                    \

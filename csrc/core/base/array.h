@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Arrays that grow.  The arithmetic of their sizes is checked in one place. */
-#ifndef WSYNC_CORE_ARRAY_H
-#define WSYNC_CORE_ARRAY_H
+#ifndef WSYNC_CORE_BASE_ARRAY_H
+#define WSYNC_CORE_BASE_ARRAY_H
 
 #include <stdbool.h>
 #include <stddef.h>

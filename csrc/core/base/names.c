@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/names.h"
+#include "core/base/names.h"
 
 #include <stdlib.h>
 #include <string.h>

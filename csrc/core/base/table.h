@@ -5,14 +5,14 @@
  *
  * A key may be all there is to compare (a pair of 32-bit numbers), or the hash of something
  * larger: then several entries can have one key, and the caller compares their items. */
-#ifndef WSYNC_CORE_TABLE_H
-#define WSYNC_CORE_TABLE_H
+#ifndef WSYNC_CORE_BASE_TABLE_H
+#define WSYNC_CORE_BASE_TABLE_H
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/array.h"
+#include "core/base/array.h"
 
 #define WSYNC_TABLE_NONE UINT32_MAX
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/idsets.h"
+#include "core/base/idsets.h"
 
 #include <stdlib.h>
 #include <string.h>
