@@ -8,8 +8,8 @@
 #include <stdint.h>
 
 #include "core/base/status.h"
-#include "core/box.h"
-#include "core/dtype.h"
+#include "core/layout/box.h"
+#include "core/layout/dtype.h"
 
 enum { WSYNC_COPY_NDIM = 4 };
 

@@ -6,7 +6,7 @@
 
 #include "core/base/array.h"
 #include "core/base/status.h"
-#include "core/box.h"
+#include "core/layout/box.h"
 
 typedef WSYNC_ARRAY(wsync_box_t) wsync_boxes_t;
 

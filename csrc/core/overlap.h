@@ -8,7 +8,7 @@
 
 #include "core/base/status.h"
 #include "core/copy.h"
-#include "core/layout.h"
+#include "core/layout/layout.h"
 
 typedef struct wsync_overlap {
     bool found;

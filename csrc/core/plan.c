@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "core/base/sort.h"
-#include "core/layout_parts.h"
+#include "core/layout/layout_parts.h"
 #include "core/plan_internal.h"
 
 static const uint64_t default_round_nbytes = UINT64_C(32) << 20;

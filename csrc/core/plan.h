@@ -11,7 +11,7 @@
 
 #include "core/base/status.h"
 #include "core/copy.h"
-#include "core/layout.h"
+#include "core/layout/layout.h"
 
 /* What a set of engine workers wants.  Only tensors and boxes of `layout` are read.  A
  * `whole` destination wants every tensor of its layout whole: its boxes, where there are

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/layout_parts.h"
+#include "core/layout/layout_parts.h"
 #include "core/plan_internal.h"
 
 static int compare_boxes(const wsync_box_t *a, const wsync_box_t *b)

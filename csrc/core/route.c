@@ -5,7 +5,7 @@
 
 #include "core/base/array.h"
 #include "core/cover.h"
-#include "core/layout_parts.h"
+#include "core/layout/layout_parts.h"
 #include "core/overlap.h"
 
 /* A peer chooses the source's boxes.  Boxes that lie across each other cut what is missing

@@ -5,7 +5,7 @@
 #define WSYNC_CORE_ROUTE_H
 
 #include "core/copy.h"
-#include "core/layout.h"
+#include "core/layout/layout.h"
 
 typedef struct wsync_route wsync_route_t;
 

@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/dtype.h"
+#include "core/layout/dtype.h"
 
 /* Two dimensions of single elements, or of the pair's inner one alone (outer_count 1). */
 typedef struct wsync_host_tile {

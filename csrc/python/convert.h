@@ -7,8 +7,8 @@
 
 #include <stdint.h>
 
-#include "core/box.h"
 #include "core/copy.h"
+#include "core/layout/box.h"
 
 /* Reads at most WSYNC_MAX_NDIM integers from a sequence; `what` names it in errors. Entries
  * at *count and beyond are left alone.  Returns 0, or -1 with an exception set. */

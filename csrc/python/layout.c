@@ -4,8 +4,8 @@
 
 #include <stdlib.h>
 
+#include "core/layout/wire.h"
 #include "core/overlap.h"
-#include "core/wire.h"
 #include "python/convert.h"
 #include "python/device.h"
 

@@ -5,7 +5,7 @@
 
 #include "python/module.h"
 
-#include "core/layout.h"
+#include "core/layout/layout.h"
 
 /* Immutable. */
 typedef struct LayoutObject {

@@ -9,8 +9,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "core/box.h"
-#include "core/dtype.h"
+#include "core/layout/box.h"
+#include "core/layout/dtype.h"
 #include "dlpack/dlpack.h"
 
 /* One tensor; entries of shape and stride at ndim and beyond are 1 and 0.  Strides are

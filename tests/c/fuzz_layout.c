@@ -5,8 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/layout/wire.h"
 #include "core/route.h"
-#include "core/wire.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes);
 

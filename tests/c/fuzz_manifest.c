@@ -6,8 +6,8 @@
 #include <string.h>
 
 #include "core/copy.h"
+#include "core/layout/wire.h"
 #include "core/route.h"
-#include "core/wire.h"
 #include "device/host_copy.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes);

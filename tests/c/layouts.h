@@ -3,7 +3,7 @@
 #ifndef WSYNC_TESTS_LAYOUTS_H
 #define WSYNC_TESTS_LAYOUTS_H
 
-#include "core/layout.h"
+#include "core/layout/layout.h"
 #include "harness.h"
 
 static inline wsync_layout_builder_t *new_builder(void)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/box.h"
+#include "core/layout/box.h"
 #include "harness.h"
 
 static wsync_box_t square(int64_t row, int64_t column, int64_t rows, int64_t columns)

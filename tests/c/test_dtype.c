@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/dtype.h"
+#include "core/layout/dtype.h"
 #include "harness.h"
 
 TEST(names_and_sizes_go_both_ways)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/layout.h"
+#include "core/layout/layout.h"
 #include "layouts.h"
 
 TEST(shards_come_sorted_by_tensor)

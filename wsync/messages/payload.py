@@ -57,7 +57,7 @@ _MOST_DIMENSIONS: Final = 64
 _MOST_ELEMENTS: Final = 2**63
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _VERSION: Final = 1001
-# the dtypes of layouts (csrc/core/dtype.h): those whose elements are bytes of their own
+# the dtypes of layouts (csrc/core/layout/dtype.h): those whose elements are bytes of their own
 _DTYPES: Final = {
     ("torch", name): getattr(torch, name)
     for name in (

@@ -61,7 +61,7 @@ from wsync.engine.loaders import LoadWeights
 
 # conversions that lose nothing, so that the way back gives the same bytes
 _WIDENINGS: Final = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
-# conversions that copies can do on their way (csrc/core/dtype.h)
+# conversions that copies can do on their way (csrc/core/layout/dtype.h)
 _CASTS: Final = {
     (torch.float32, torch.bfloat16),
     (torch.float32, torch.float16),

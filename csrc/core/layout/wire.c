@@ -6,13 +6,13 @@
  *   for each tensor: shard count, for each: rank, buffer, origin, offset,
  *                    ndim times (start, extent, stride)
  * A layout has one encoding: what decodes also encodes back to the same bytes. */
-#include "core/wire.h"
+#include "core/layout/wire.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #include "core/base/array.h"
-#include "core/layout_parts.h"
+#include "core/layout/layout_parts.h"
 
 static const uint8_t wire_magic[5] = {'W', 'S', 'L', 'Y', 1};
 

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/layout.h"
+#include "core/layout/layout.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/layout_parts.h"
+#include "core/layout/layout_parts.h"
 
 const char *wsync_shape_text(char text[WSYNC_SHAPE_TEXT_NBYTES], unsigned ndim,
                              const int64_t *shape)

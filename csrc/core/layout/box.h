@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Axis-aligned boxes of a tensor's index space. */
-#ifndef WSYNC_CORE_BOX_H
-#define WSYNC_CORE_BOX_H
+#ifndef WSYNC_CORE_LAYOUT_BOX_H
+#define WSYNC_CORE_LAYOUT_BOX_H
 
 #include <stdbool.h>
 #include <stdint.h>

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Layouts as bytes: little-endian, versioned, parsed as hostile input. */
-#ifndef WSYNC_CORE_WIRE_H
-#define WSYNC_CORE_WIRE_H
+#ifndef WSYNC_CORE_LAYOUT_WIRE_H
+#define WSYNC_CORE_LAYOUT_WIRE_H
 
 #include <stddef.h>
 #include <stdint.h>
 
 #include "core/base/status.h"
-#include "core/layout.h"
+#include "core/layout/layout.h"
 
 /* Allocates *data (owned by the caller: free()). */
 wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  * What a layout is made of, for the files that build one.  Others use layout.h. */
-#ifndef WSYNC_CORE_LAYOUT_PARTS_H
-#define WSYNC_CORE_LAYOUT_PARTS_H
+#ifndef WSYNC_CORE_LAYOUT_LAYOUT_PARTS_H
+#define WSYNC_CORE_LAYOUT_LAYOUT_PARTS_H
 
 #include <stdbool.h>
 
 #include "core/base/names.h"
-#include "core/layout.h"
+#include "core/layout/layout.h"
 
 struct wsync_layout {
     wsync_names_t names; /* index = tensor */

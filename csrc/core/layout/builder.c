@@ -6,8 +6,8 @@
 
 #include "core/base/array.h"
 #include "core/base/sort.h"
-#include "core/layout.h"
-#include "core/layout_parts.h"
+#include "core/layout/layout.h"
+#include "core/layout/layout_parts.h"
 
 struct wsync_layout_builder {
     wsync_names_t names;

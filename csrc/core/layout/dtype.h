@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Element types.  A dtype is its torch name and item size; it is never derived from a
  * DLPack type code, because several torch types share one. */
-#ifndef WSYNC_CORE_DTYPE_H
-#define WSYNC_CORE_DTYPE_H
+#ifndef WSYNC_CORE_LAYOUT_DTYPE_H
+#define WSYNC_CORE_LAYOUT_DTYPE_H
 
 #include <stddef.h>
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/box.h"
+#include "core/layout/box.h"
 
 wsync_box_t wsync_box_whole(unsigned ndim, const int64_t *shape)
 {

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Layouts: which boxes of which tensors lie where.  Immutable once built. */
-#ifndef WSYNC_CORE_LAYOUT_H
-#define WSYNC_CORE_LAYOUT_H
+#ifndef WSYNC_CORE_LAYOUT_LAYOUT_H
+#define WSYNC_CORE_LAYOUT_LAYOUT_H
 
 #include <stddef.h>
 #include <stdint.h>
 
 #include "core/base/status.h"
-#include "core/box.h"
 #include "core/copy.h"
-#include "core/dtype.h"
+#include "core/layout/box.h"
+#include "core/layout/dtype.h"
 
 /* Ranks are below this: tables of ranks stay small, whatever a peer sends. */
 enum { WSYNC_MAX_RANKS = 1 << 16 };
