@@ -18,7 +18,7 @@
 #ifndef WSYNC_COMM_COMM_H
 #define WSYNC_COMM_COMM_H
 
-#include "core/plan.h"
+#include "core/plan/plan.h"
 #include "device/device.h"
 
 typedef struct wsync_comm wsync_comm_t;

@@ -9,7 +9,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "core/plan.h"
+#include "core/plan/plan.h"
 #include "ipc/session.h"
 #include "python/module.h"
 

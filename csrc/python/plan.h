@@ -5,7 +5,7 @@
 
 #include "python/module.h"
 
-#include "core/plan.h"
+#include "core/plan/plan.h"
 
 /* Immutable. */
 typedef struct PlanObject {

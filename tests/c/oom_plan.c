@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Every allocation of the planner fails once. */
-#include "core/plan.h"
+#include "core/plan/plan.h"
 #include "layouts.h"
 #include "oom.h"
 

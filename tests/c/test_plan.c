@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Plans as C sees them.  tests/test_plan.py plays many more, byte by byte. */
-#include "core/plan.h"
+#include "core/plan/plan.h"
 #include "layouts.h"
 
 enum { RANKS = 4 };

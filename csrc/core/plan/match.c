@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "core/layout/layout_parts.h"
-#include "core/plan_internal.h"
+#include "core/plan/planner.h"
 
 static int compare_boxes(const wsync_box_t *a, const wsync_box_t *b)
 {

@@ -2,8 +2,8 @@
  * The planner: source layout x destination layouts -> rounds of copies and messages.
  * Deterministic: every rank that is given the same specification decides the same rounds,
  * and emits only its own copies. */
-#ifndef WSYNC_CORE_PLAN_H
-#define WSYNC_CORE_PLAN_H
+#ifndef WSYNC_CORE_PLAN_PLAN_H
+#define WSYNC_CORE_PLAN_PLAN_H
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -6,7 +6,7 @@
 
 #include "core/base/sort.h"
 #include "core/layout/layout_parts.h"
-#include "core/plan_internal.h"
+#include "core/plan/planner.h"
 
 /* --- who wants what ------------------------------------------------------------------- */
 

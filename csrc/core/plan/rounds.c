@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "core/base/sort.h"
-#include "core/plan_internal.h"
+#include "core/plan/planner.h"
 
 enum {
     /* Rounds that items are still put into.  More of them find room for more, fewer keep

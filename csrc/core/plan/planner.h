@@ -10,15 +10,15 @@
  *
  * Everything but the emitted copies is decided from what all ranks know, so that all ranks
  * decide the same. */
-#ifndef WSYNC_CORE_PLAN_INTERNAL_H
-#define WSYNC_CORE_PLAN_INTERNAL_H
+#ifndef WSYNC_CORE_PLAN_PLANNER_H
+#define WSYNC_CORE_PLAN_PLANNER_H
 
 #include "core/base/array.h"
 #include "core/base/idsets.h"
 #include "core/base/names.h"
 #include "core/base/table.h"
 #include "core/cover.h"
-#include "core/plan.h"
+#include "core/plan/plan.h"
 
 enum { WSYNC_PLAN_ALIGN = 64 };
 #define WSYNC_PLAN_NONE UINT32_MAX

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/plan.h"
+#include "core/plan/plan.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #include "core/base/sort.h"
 #include "core/layout/layout_parts.h"
-#include "core/plan_internal.h"
+#include "core/plan/planner.h"
 
 static const uint64_t default_round_nbytes = UINT64_C(32) << 20;
 

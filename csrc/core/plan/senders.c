@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/plan_internal.h"
+#include "core/plan/planner.h"
 
 /* --- audiences ------------------------------------------------------------------------ */
 

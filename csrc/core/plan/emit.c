@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/plan_internal.h"
+#include "core/plan/planner.h"
 
 /* A message of the round at hand. */
 typedef struct message {
