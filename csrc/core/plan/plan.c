@@ -1,11 +1,10 @@
-/* SPDX-License-Identifier: Apache-2.0 */
+/* SPDX-License-Identifier: Apache-2.0
+ * Plans: how one is made, and the accessors. */
 #include "core/plan/plan.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "core/base/sort.h"
-#include "core/layout/layout_parts.h"
 #include "core/plan/planner.h"
 
 static const uint64_t default_round_nbytes = UINT64_C(32) << 20;
@@ -147,89 +146,6 @@ static void planner_fini(wsync_planner_t *planner)
     free(planner->touched);
 }
 
-/* --- what manifests are made of ------------------------------------------------------- */
-
-/* The plan's own description of a source tensor; group numbers are the first taker's. */
-static wsync_status_t keep_tensor(const wsync_planner_t *planner, wsync_plan_t *plan,
-                                  uint32_t source, uint32_t *numbers)
-{
-    const wsync_plan_ref_t *ref = &planner->refs[planner->first_ref[source]];
-    const wsync_tensor_t *tensor = wsync_layout_tensor(planner->spec->source, source);
-    uint32_t index;
-    bool added;
-    wsync_status_t status;
-
-    if (numbers[source] != WSYNC_PLAN_NONE) {
-        return WSYNC_OK;
-    }
-    status = wsync_names_add(&plan->names, tensor->name, &index, &added, planner->err);
-    if (status == WSYNC_OK) {
-        plan->tensors[index] = *tensor;
-        plan->tensors[index].name = plan->names.items[index];
-        plan->tensors[index].group =
-            wsync_layout_tensor(planner->spec->destinations[ref->destination].layout,
-                                ref->tensor)
-                ->group;
-        numbers[source] = index;
-    }
-    return status;
-}
-
-static wsync_status_t keep_want(const wsync_planner_t *planner, wsync_plan_t *plan,
-                                const wsync_plan_want_t *want, uint32_t round,
-                                uint32_t *numbers)
-{
-    const wsync_status_t status = keep_tensor(planner, plan, want->tensor, numbers);
-
-    if (status == WSYNC_OK) {
-        plan->deliveries[plan->delivery_count++] =
-            (wsync_plan_delivery_t){.box = want->box,
-                                    .nbytes = want->nbytes,
-                                    .tensor = numbers[want->tensor],
-                                    .audience = want->audience,
-                                    .round = round,
-                                    .dtype = want->dtype};
-    }
-    return status;
-}
-
-static wsync_status_t keep_deliveries(const wsync_planner_t *planner, wsync_plan_t *plan)
-{
-    const size_t count = wsync_layout_tensor_count(planner->spec->source);
-    const size_t room = planner->wants.count + planner->empties.count + 1;
-    uint32_t *numbers = malloc((count + 1) * sizeof(*numbers));
-    wsync_status_t status = WSYNC_OK;
-
-    plan->tensors = malloc((count + 1) * sizeof(*plan->tensors));
-    plan->deliveries = malloc(room * sizeof(*plan->deliveries));
-    if (numbers == NULL || plan->tensors == NULL || plan->deliveries == NULL) {
-        status = wsync_plan_no_memory(planner, "boxes", room);
-        goto cleanup;
-    }
-    for (size_t i = 0; i < count; i++) {
-        numbers[i] = WSYNC_PLAN_NONE;
-    }
-    for (uint32_t round = 0; round < plan->round_count; round++) {
-        for (size_t i = planner->first_in_round[round];
-             i < planner->first_in_round[round + 1]; i++) {
-            const wsync_plan_item_t *item = &planner->items.items[planner->turns[i].item];
-
-            for (size_t j = 0; j < item->want_count && status == WSYNC_OK; j++) {
-                status =
-                    keep_want(planner, plan, &planner->wants.items[item->first_want + j],
-                              round, numbers);
-            }
-        }
-    }
-    for (size_t i = 0; i < planner->empties.count && status == WSYNC_OK; i++) {
-        status = keep_want(planner, plan, &planner->empties.items[i], 0, numbers);
-    }
-
-cleanup:
-    free(numbers);
-    return status;
-}
-
 /* Bytes of the boxes that the workers asked for, counted from their layouts. */
 static uint64_t count_needed(const wsync_planner_t *planner)
 {
@@ -295,7 +211,7 @@ static wsync_status_t fill_plan(wsync_planner_t *planner, wsync_plan_t *plan)
     }
     if (status == WSYNC_OK) {
         drop_pieces(planner);
-        status = keep_deliveries(planner, plan);
+        status = wsync_plan_keep_deliveries(planner, plan);
     }
     if (status == WSYNC_OK) {
         plan->stats.needed_nbytes = count_needed(planner);
@@ -424,67 +340,4 @@ wsync_plan_stats_t wsync_plan_stats(const wsync_plan_t *plan)
 uint64_t wsync_plan_fingerprint(const wsync_plan_t *plan)
 {
     return plan->fingerprint;
-}
-
-/* --- manifests ------------------------------------------------------------------------ */
-
-static wsync_status_t add_delivery(const wsync_plan_t *plan,
-                                   const wsync_plan_delivery_t *delivery, uint64_t offset,
-                                   uint32_t origin, wsync_layout_builder_t *builder,
-                                   wsync_error_t *err)
-{
-    wsync_tensor_t tensor = plan->tensors[delivery->tensor];
-    wsync_shard_t shard = {.buffer = delivery->round,
-                           .origin = origin,
-                           .offset = offset,
-                           .box = delivery->box};
-    int64_t step = (int64_t)wsync_dtype_nbytes(delivery->dtype);
-    wsync_status_t status;
-
-    tensor.dtype = delivery->dtype;
-    for (unsigned i = WSYNC_MAX_NDIM; i-- > 0;) {
-        shard.stride[i] = i < tensor.ndim ? step : 0;
-        step *= delivery->box.extent[i];
-    }
-    status = wsync_layout_builder_tensor(builder, &tensor, &shard.tensor, err);
-    if (status == WSYNC_OK && delivery->nbytes != 0) {
-        status = wsync_layout_builder_shard(builder, &shard, err);
-    }
-    return status;
-}
-
-wsync_status_t wsync_plan_manifest(const wsync_plan_t *plan, uint32_t worker,
-                                   wsync_layout_t **manifest, wsync_error_t *err)
-{
-    const uint32_t destination = plan->destinations[worker];
-    const wsync_slot_t *slots = plan->slots + (size_t)destination * plan->round_count;
-    wsync_layout_builder_t *builder = NULL;
-    uint64_t fill = 0;
-    uint32_t round = 0;
-    uint32_t origin = 0;
-    wsync_status_t status = wsync_layout_builder_create(&builder, err);
-
-    if (status == WSYNC_OK) {
-        status = wsync_layout_builder_origin(builder, "", &origin, err);
-    }
-    for (size_t i = 0; i < plan->delivery_count && status == WSYNC_OK; i++) {
-        const wsync_plan_delivery_t *delivery = &plan->deliveries[i];
-        uint64_t offset = 0;
-
-        if (!wsync_idsets_contains(&plan->audiences, delivery->audience, destination)) {
-            continue;
-        }
-        if (delivery->nbytes != 0) {
-            fill = delivery->round == round ? fill : 0;
-            round = delivery->round;
-            offset = slots[round].offset + fill;
-            fill += wsync_plan_pad(delivery->nbytes);
-        }
-        status = add_delivery(plan, delivery, offset, origin, builder, err);
-    }
-    if (status == WSYNC_OK) {
-        status = wsync_layout_builder_finish(builder, manifest, err);
-    }
-    wsync_layout_builder_destroy(builder);
-    return status;
 }

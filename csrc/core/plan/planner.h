@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  * What the files of the planner share; others use plan.h.
  *
- *   plan_items.c   tensors -> items: what is never cut, and what is cut to fit
- *   plan_match.c   one tensor: which source boxes serve which wanted boxes
- *   plan_choose.c  one piece: which replica serves which workers
- *   plan_rounds.c  items -> rounds, and where the rounds lie in the rings
- *   plan_emit.c    rounds -> messages and this rank's copies
- *   plan.c         the entry point, the accessors and the manifest
+ *   items.c     tensors -> items: what is never cut, and what is cut to fit
+ *   match.c     one tensor: which source boxes serve which wanted boxes
+ *   senders.c   one piece: which replica serves which workers
+ *   rounds.c    items -> rounds
+ *   rings.c     rounds -> slots of the rings
+ *   copies.c    rounds -> messages, and this rank's copies: pack, local and unpack
+ *   manifest.c  what is delivered, and the layout of a worker's ring
+ *   plan.c      the entry point and the accessors
  *
  * Everything but the emitted copies is decided from what all ranks know, so that all ranks
  * decide the same. */
@@ -219,6 +221,9 @@ void wsync_plan_use_clear(wsync_planner_t *planner);
 wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner);
 /* Decides the slots (destination-major) and ring sizes of all destinations. */
 wsync_status_t wsync_plan_make_rings(wsync_planner_t *planner, wsync_plan_t *plan);
+/* Fills the plan's tensors and deliveries, for manifests. */
+wsync_status_t wsync_plan_keep_deliveries(const wsync_planner_t *planner,
+                                          wsync_plan_t *plan);
 /* Fills the plan's messages, copies, staging sizes, statistics and fingerprint. */
 wsync_status_t wsync_plan_emit(wsync_planner_t *planner, wsync_plan_t *plan);
 
