@@ -179,7 +179,7 @@ class Route:
     def copies(self, buffer: int) -> list[CopyTuple]: ...
     def nbytes(self, buffer: int) -> int: ...
 
-# --- torch exchange (csrc/python/tensors.c, views.c) ----------------------------------------
+# --- torch exchange (csrc/python/tensor_table.c, view_pool.c) ---------------------------
 
 @final
 class TensorTable:
@@ -365,7 +365,7 @@ class Importer:
     def fail(self, text: str) -> None: ...
     def close(self) -> None: ...
 
-# --- exchange between trainer ranks (csrc/python/comm.c) ------------------------------------
+# --- exchange between trainer ranks (csrc/python/shared_exchange.c) ------------------------
 
 @final
 class SharedExchange:
@@ -387,7 +387,7 @@ class SharedExchange:
     def release(self, round: int, stream: Stream) -> None: ...
     def close(self) -> None: ...
 
-# --- the GPU (csrc/python/cuda.c) -------------------------------------------------------------
+# --- the GPU (csrc/python/device.c) -----------------------------------------------------------
 
 def cuda_devices() -> tuple[int, list[tuple[str, str, int, tuple[int, int]]]]:
     """The CUDA version that the driver speaks (12080 is 12.8), and (uuid, name, bytes of memory,

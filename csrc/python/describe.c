@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * describe(): reads where torch tensors lie, without copying and without Python calls where
  * torch offers DLPack's C exchange API (2.10 and newer). */
-#include "python/tensors.h"
+#include "python/tensor_table.h"
 
 #include <stdarg.h>
 #include <stdbool.h>

@@ -1,540 +1,379 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Memory, Event and BufferTable. */
-#include "python/device.h"
-
+ * Device, and what the GPU driver says of itself. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "device/cuda_spans.h"
-#include "python/call.h"
-#include "python/tensors.h"
+#include "device/cuda.h"
+#include "device/cuda_compile.h"
+#include "python/convert.h"
+#include "python/device.h"
 
-/* "O&" converter to uint64_t: ValueError outside its range. */
-static int to_uint64(PyObject *object, void *result)
+/* Immutable.  Devices live as long as the process. */
+typedef struct DeviceObject {
+    PyObject_HEAD
+    const wsync_device_t *device;
+} DeviceObject;
+
+/* --- UUIDs ------------------------------------------------------------------------------
+ */
+
+void wsync_py_uuid_format(const uint8_t *uuid, char text[WSYNC_PY_UUID_NBYTES])
 {
-    const unsigned long long value = PyLong_AsUnsignedLongLong(object);
+    static const uint8_t host[WSYNC_DEVICE_UUID_NBYTES];
+    char *at = text;
 
-    if (value == (unsigned long long)-1 && PyErr_Occurred() != NULL) {
-        if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
-            PyErr_Clear();
-            PyErr_Format(PyExc_ValueError, "%R is not between 0 and 2**64 - 1", object);
+    text[0] = '\0';
+    if (memcmp(uuid, host, sizeof(host)) == 0) {
+        return;
+    }
+    at += snprintf(text, WSYNC_PY_UUID_NBYTES, "GPU");
+    for (int i = 0; i < WSYNC_DEVICE_UUID_NBYTES; i++) {
+        const char *dash = i == 0 || i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "";
+
+        at += snprintf(at, (size_t)(text + WSYNC_PY_UUID_NBYTES - at), "%s%02x", dash,
+                       uuid[i]);
+    }
+}
+
+/* The value of a hexadecimal digit, or -1. */
+static int digit_value(char digit)
+{
+    static const char digits[] = "0123456789abcdef";
+    const char lower = digit >= 'A' && digit <= 'F' ? (char)(digit - 'A' + 'a') : digit;
+    const char *found = digit != '\0' ? strchr(digits, lower) : NULL;
+
+    return found != NULL ? (int)(found - digits) : -1;
+}
+
+/* Takes 32 hexadecimal digits in groups as they please, after "GPU-" or nothing. */
+static bool parse_uuid(const char *text, wsync_cu_uuid_t *uuid)
+{
+    const char *at = strncmp(text, "GPU-", 4) == 0 ? text + 4 : text;
+
+    for (int i = 0; i < WSYNC_CUDA_UUID_NBYTES; i++) {
+        int high;
+        int low;
+
+        at += *at == '-';
+        high = digit_value(at[0]);
+        low = high >= 0 ? digit_value(at[1]) : -1;
+        if (low < 0) {
+            return false;
         }
+        uuid->bytes[i] = (uint8_t)(high * 16 + low);
+        at += 2;
+    }
+    return *at == '\0';
+}
+
+/* --- Device -----------------------------------------------------------------------------
+ */
+
+int wsync_py_convert_device(PyObject *object, void *argument)
+{
+    wsync_py_device_arg_t *device = argument;
+
+    if (object == Py_None) {
+        return 1;
+    }
+    if (!Py_IS_TYPE(object, device->state->type_Device)) {
+        PyErr_Format(PyExc_TypeError, "device must be a Device or None, not %R",
+                     (PyObject *)Py_TYPE(object));
         return 0;
     }
-    *(uint64_t *)result = value;
+    device->device = ((DeviceObject *)object)->device;
     return 1;
 }
 
-/* --- Memory ----------------------------------------------------------------------------
- */
-
-PyObject *wsync_py_memory_wrap(ModuleState *state, wsync_memory_t *memory)
+PyObject *wsync_py_device_wrap(ModuleState *state, const wsync_device_t *device)
 {
-    PyObject *self = wsync_py_alloc(state->type_Memory);
+    DeviceObject *self = (DeviceObject *)wsync_py_alloc(state->type_Device);
 
-    if (self == NULL) {
-        wsync_memory_destroy(memory);
-        return NULL;
+    if (self != NULL) {
+        self->device = device;
     }
-    ((MemoryObject *)self)->memory = memory;
-    return self;
+    return (PyObject *)self;
 }
 
-static PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static void device_dealloc(PyObject *object)
 {
-    static char *names[] = {"nbytes", "device", "control", NULL};
-    ModuleState *state = wsync_py_type_state(type);
-    wsync_py_device_arg_t device = {state, wsync_device_host()};
-    wsync_memory_t *memory = NULL;
-    wsync_error_t err = {0};
-    wsync_status_t status;
-    uint64_t nbytes;
-    int control = 0;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|O&p:Memory", names, to_uint64,
-                                     &nbytes, wsync_py_convert_device, &device, &control)) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-        status = (control ? wsync_control_create : wsync_memory_create)(
-            device.device, nbytes, &memory, &err);
-    Py_END_ALLOW_THREADS
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(state, &err);
-    }
-    return wsync_py_memory_wrap(state, memory);
-}
-
-static PyObject *memory_from_fd(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"fd", "nbytes", "device", NULL};
-    ModuleState *state = wsync_py_state(module);
-    wsync_py_device_arg_t device = {state, wsync_device_host()};
-    wsync_memory_t *memory = NULL;
-    wsync_error_t err = {0};
-    wsync_status_t status;
-    uint64_t nbytes;
-    int fd;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&|O&:from_fd", names, &fd, to_uint64,
-                                     &nbytes, wsync_py_convert_device, &device)) {
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-        status = wsync_memory_import(device.device, fd, nbytes, &memory, &err);
-    Py_END_ALLOW_THREADS
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(state, &err);
-    }
-    return wsync_py_memory_wrap(state, memory);
-}
-
-static void memory_dealloc(PyObject *object)
-{
-    MemoryObject *self = (MemoryObject *)object;
-
-    if (self->memory != NULL) {
-        /* A driver may wait for its device, and that for a thread of this process. */
-        Py_BEGIN_ALLOW_THREADS
-            wsync_memory_destroy(self->memory);
-        Py_END_ALLOW_THREADS
-    }
     wsync_py_free(object);
 }
 
-static PyObject *memory_fileno(PyObject *object, PyObject *Py_UNUSED(unused))
+static PyObject *device_get_name(PyObject *object, void *Py_UNUSED(closure))
 {
-    const MemoryObject *self = (MemoryObject *)object;
-    const int fd = self->memory->fd;
+    return PyUnicode_FromString(((DeviceObject *)object)->device->name);
+}
 
-    if (fd < 0) {
-        return wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
-                             "fileno", "the memory is parked");
+static PyObject *device_get_uuid(PyObject *object, void *Py_UNUSED(closure))
+{
+    char text[WSYNC_PY_UUID_NBYTES];
+
+    wsync_py_uuid_format(((DeviceObject *)object)->device->uuid, text);
+    return PyUnicode_FromString(text);
+}
+
+static PyObject *device_get_ordinal(PyObject *object, void *Py_UNUSED(closure))
+{
+    return PyLong_FromLong(((DeviceObject *)object)->device->ordinal);
+}
+
+static PyObject *device_repr(PyObject *object)
+{
+    PyObject *uuid = device_get_uuid(object, NULL);
+    PyObject *text;
+
+    if (uuid == NULL) {
+        return NULL;
     }
-    return PyLong_FromLong(fd);
+    text = PyUnicode_GetLength(uuid) > 0 ? PyUnicode_FromFormat("<wsync device: %U>", uuid)
+                                         : PyUnicode_FromString("<wsync device: the host>");
+    Py_DECREF(uuid);
+    return text;
 }
 
-static PyObject *memory_get_address(PyObject *object, void *Py_UNUSED(unused))
-{
-    const MemoryObject *self = (MemoryObject *)object;
-
-    return PyLong_FromVoidPtr(self->memory->data);
-}
-
-static PyObject *memory_get_nbytes(PyObject *object, void *Py_UNUSED(unused))
-{
-    const MemoryObject *self = (MemoryObject *)object;
-
-    return PyLong_FromUnsignedLongLong(self->memory->nbytes);
-}
-
-static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
-{
-    const MemoryObject *self = (MemoryObject *)object;
-    wsync_error_t err = {0};
-
-    view->obj = NULL;
-    if (self->memory->device != wsync_device_host()) {
-        PyErr_SetString(PyExc_BufferError, "memory of a GPU has no buffer on the host");
-        return -1;
-    }
-    if (wsync_memory_pin(self->memory, &err) != WSYNC_OK) {
-        PyErr_SetString(PyExc_BufferError, err.message);
-        return -1;
-    }
-    if (PyBuffer_FillInfo(view, object, self->memory->data,
-                          (Py_ssize_t)self->memory->nbytes, 0, flags) < 0) {
-        wsync_memory_unpin(self->memory);
-        return -1;
-    }
-    return 0;
-}
-
-static void memory_releasebuffer(PyObject *object, Py_buffer *Py_UNUSED(view))
-{
-    const MemoryObject *self = (MemoryObject *)object;
-
-    wsync_memory_unpin(self->memory);
-}
-
-static PyMethodDef memory_methods[] = {
-    {"fileno", memory_fileno, METH_NOARGS,
-     "fileno($self, /)\n--\n\nWhat another process maps; valid as long as this object."},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyGetSetDef memory_getset[] = {
-    {"address", memory_get_address, NULL, "Where the memory is mapped in this process.",
+static PyGetSetDef device_getset[] = {
+    {"name", device_get_name, NULL, "\"host\" or \"cuda\".", NULL},
+    {"uuid", device_get_uuid, NULL, "\"GPU-...\"; \"\" for the host.", NULL},
+    {"ordinal", device_get_ordinal, NULL, "Of the GPU in this process; -1: the host.",
      NULL},
-    {"nbytes", memory_get_nbytes, NULL, "Size in bytes.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot memory_slots[] = {
-    {Py_tp_doc,
-     "Memory(nbytes, device=None, control=False)\n--\n\n"
-     "Memory that another process can map: of a GPU, or shared memory of the host (a\n"
-     "sealed memfd), mapped and faulted in.\n\n"
-     "Zeroed; that of the host supports the buffer protocol (writable bytes).  control:\n"
-     "it holds events and nothing else."},
-    {Py_tp_new, memory_new},
-    {Py_tp_dealloc, memory_dealloc},
-    {Py_tp_methods, memory_methods},
-    {Py_tp_getset, memory_getset},
-    {Py_bf_getbuffer, memory_getbuffer},
-    {Py_bf_releasebuffer, memory_releasebuffer},
+static PyType_Slot device_slots[] = {
+    {Py_tp_doc, "Where memory and streams are made.  Made by host() and gpu()."},
+    {Py_tp_dealloc, device_dealloc},
+    {Py_tp_repr, device_repr},
+    {Py_tp_getset, device_getset},
     {0, NULL},
 };
 
-static PyMethodDef memory_static_methods[] = {
-    {"from_fd", WSYNC_PY_KEYWORDS(memory_from_fd),
-     "from_fd(fd, nbytes, device=None)\n--\n\nMaps memory that another process made; fd is "
-     "duplicated.\n\n"
-     "PeerRefusedError if it is not sealed against a change of size, InvalidArgumentError\n"
-     "if its size is not nbytes."},
-    {NULL, NULL, 0, NULL},
-};
+const wsync_py_type_t wsync_py_type_Device = {"wsync._core.Device",
+                                              sizeof(DeviceObject),
+                                              Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                              device_slots,
+                                              NULL,
+                                              NULL};
 
-const wsync_py_type_t wsync_py_type_Memory = {
-    "wsync._core.Memory", sizeof(MemoryObject),  0,
-    memory_slots,         memory_static_methods, NULL};
+static PyObject *host(PyObject *module, PyObject *Py_UNUSED(unused))
+{
+    return wsync_py_device_wrap(wsync_py_state(module), wsync_device_host());
+}
 
-/* --- Event -----------------------------------------------------------------------------
+/* --- gpu() ------------------------------------------------------------------------------
  */
 
-static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+/* Without the GIL: compiling takes seconds. */
+static wsync_status_t open_gpu(const wsync_cu_uuid_t *uuid, wsync_compile_spec_t *spec,
+                               const wsync_device_t **device, wsync_error_t *err)
 {
-    static char *names[] = {"memory", "offset", NULL};
-    ModuleState *state = wsync_py_type_state(type);
-    PyObject *memory;
-    EventObject *self;
-    wsync_event_t event = {0};
-    wsync_error_t err = {0};
+    wsync_kernel_image_t image = {0};
+    const wsync_cuda_driver_t *driver = NULL;
+    wsync_cuda_info_t info;
+    int ordinal = -1;
+    wsync_status_t status = wsync_cuda_driver(&driver, err);
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&:Event", names, state->type_Memory,
-                                     &memory, to_uint64, &event.offset)) {
+    if (status == WSYNC_OK) {
+        status = wsync_cuda_find(driver, uuid, &ordinal, &info, err);
+    }
+    if (status == WSYNC_OK && wsync_device_cuda(uuid, NULL, device, NULL) == WSYNC_OK) {
+        return WSYNC_OK; /* its kernels are loaded */
+    }
+    if (status == WSYNC_OK) {
+        spec->capability = (unsigned)(info.major * 10 + info.minor);
+        spec->driver = driver->version;
+        status = wsync_cuda_compile(spec, &image, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_device_cuda(uuid, image.data, device, err);
+    }
+    wsync_kernel_image_fini(&image);
+    return status;
+}
+
+static PyObject *gpu(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"uuid", "libraries", "cache", NULL};
+    ModuleState *state = wsync_py_state(module);
+    const wsync_device_t *device = NULL;
+    wsync_compile_spec_t spec = {0};
+    wsync_cu_uuid_t uuid;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+    const char *text;
+    wsync_py_items_t paths;
+    PyObject *libraries = NULL;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s|Oz:gpu", keywords, &text, &libraries,
+                                     &spec.cache)) {
         return NULL;
     }
-    event.memory = ((MemoryObject *)memory)->memory;
-    if (wsync_event_check(event, &err) != WSYNC_OK) {
+    if (!parse_uuid(text, &uuid)) {
+        return wsync_py_fail(
+            state, WSYNC_ERR_INVALID, "gpu",
+            "'%.64s' is no UUID of a GPU: \"GPU-\" and 32 hexadecimal digits", text);
+    }
+    if (wsync_py_items_init_texts(&paths, state, libraries, "library") < 0) {
+        return NULL;
+    }
+    spec.libraries = (const char *const *)paths.items;
+    spec.library_count = paths.count;
+    Py_BEGIN_ALLOW_THREADS
+        status = open_gpu(&uuid, &spec, &device, &err);
+    Py_END_ALLOW_THREADS
+    wsync_py_items_fini(&paths);
+    return status == WSYNC_OK ? wsync_py_device_wrap(state, device)
+                              : wsync_py_raise(state, &err);
+}
+
+/* --- gpus() -----------------------------------------------------------------------------
+ */
+
+static PyObject *make_list(ModuleState *state, const wsync_cuda_driver_t *driver)
+{
+    PyObject *list = PyList_New(0);
+
+    for (int i = 0; list != NULL && i < driver->device_count; i++) {
+        wsync_cuda_info_t info;
+        wsync_error_t err = {0};
+        char uuid[WSYNC_PY_UUID_NBYTES];
+        PyObject *item = NULL;
+
+        if (wsync_cuda_describe(driver, i, &info, &err) != WSYNC_OK) {
+            (void)wsync_py_raise(state, &err);
+        } else {
+            wsync_py_uuid_format(info.uuid.bytes, uuid);
+            item = Py_BuildValue("(ssK(ii))", uuid, info.name,
+                                 (unsigned long long)info.nbytes, info.major, info.minor);
+        }
+        if (item == NULL || PyList_Append(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+static PyObject *cuda_devices(PyObject *module, PyObject *Py_UNUSED(unused))
+{
+    const wsync_cuda_driver_t *driver = NULL;
+    ModuleState *state = wsync_py_state(module);
+    wsync_error_t err = {0};
+    wsync_status_t status;
+    PyObject *list;
+
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_cuda_driver(&driver, &err);
+    Py_END_ALLOW_THREADS
+    if (status != WSYNC_OK) {
         return wsync_py_raise(state, &err);
     }
-    self = (EventObject *)wsync_py_alloc(type);
-    if (self == NULL) {
-        return NULL;
-    }
-    Py_INCREF(memory);
-    self->memory = (MemoryObject *)memory;
-    self->event = event;
-    return (PyObject *)self;
+    list = make_list(state, driver);
+    return list != NULL ? Py_BuildValue("(iN)", driver->version, list) : NULL;
 }
 
-static void event_dealloc(PyObject *object)
-{
-    Py_XDECREF((PyObject *)((EventObject *)object)->memory);
-    wsync_py_free(object);
-}
-
-static wsync_status_t event_step(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
-{
-    const EventObject *self = call->core;
-
-    return wsync_event_wait(self->event, call->value, timeout_ms, err);
-}
-
-static PyObject *event_wait(PyObject *object, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"value", "timeout", "check", NULL};
-    wsync_py_call_t call = {.core = object};
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&d|O:wait", names, to_uint64,
-                                     &call.value, &call.timeout, &call.check) ||
-        wsync_py_wait(wsync_py_type_state(Py_TYPE(object)), event_step, &call) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *event_get_value(PyObject *object, void *Py_UNUSED(unused))
-{
-    const EventObject *self = (EventObject *)object;
-
-    return PyLong_FromUnsignedLongLong(wsync_event_query(self->event));
-}
-
-static PyMethodDef event_methods[] = {
-    {"wait", WSYNC_PY_KEYWORDS(event_wait),
-     "wait($self, value, timeout, check=None)\n--\n\n"
-     "Waits until the event is at least value; DeadlineError after timeout seconds."},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyGetSetDef event_getset[] = {
-    {"value", event_get_value, NULL, "The last value that was recorded.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
-static PyType_Slot event_slots[] = {
-    {Py_tp_doc,
-     "Event(memory, offset)\n--\n\n"
-     "A 64-bit sequence number in memory that two processes share."},
-    {Py_tp_new, event_new},
-    {Py_tp_dealloc, event_dealloc},
-    {Py_tp_methods, event_methods},
-    {Py_tp_getset, event_getset},
-    {0, NULL},
-};
-
-const wsync_py_type_t wsync_py_type_Event = {
-    "wsync._core.Event", sizeof(EventObject), 0, event_slots, NULL, NULL};
-
-/* --- BufferTable -----------------------------------------------------------------------
+/* --- host_register() --------------------------------------------------------------------
  */
 
-/* A table with room for count spans, all zero. */
-static BufferTableObject *buffers_alloc(ModuleState *state, size_t count, PyObject *owner)
+static const char registration_capsule[] = "wsync.registration";
+
+typedef struct registration {
+    const wsync_cuda_device_t *device;
+    void *data;
+    PyObject *owner; /* owned; keeps the memory */
+} registration_t;
+
+/* The destructor of a capsule. */
+static void registration_destroy(PyObject *capsule)
 {
-    BufferTableObject *self = (BufferTableObject *)wsync_py_alloc(state->type_BufferTable);
+    registration_t *self = PyCapsule_GetPointer(capsule, registration_capsule);
+
+    /* A driver may wait for its device, and that for a thread of this process. */
+    Py_BEGIN_ALLOW_THREADS
+        if (wsync_cuda_enter_to_free(self->device)) {
+            wsync_cuda_unregister(self->device, self->data);
+            wsync_cuda_leave(self->device);
+        }
+    Py_END_ALLOW_THREADS
+    Py_DECREF(self->owner);
+    free(self);
+}
+
+/* Takes over what is registered, also on failure. */
+static PyObject *registration_wrap(const registration_t *made)
+{
+    registration_t *self = malloc(sizeof(*self));
+    PyObject *capsule = NULL;
 
     if (self == NULL) {
-        return NULL;
+        (void)PyErr_NoMemory();
+    } else {
+        *self = *made;
+        Py_INCREF(self->owner);
+        capsule = PyCapsule_New(self, registration_capsule, registration_destroy);
     }
-    self->spans = calloc(count > 0 ? count : 1, sizeof(*self->spans));
-    if (self->spans == NULL) {
-        Py_DECREF((PyObject *)self);
-        PyErr_NoMemory();
-        return NULL;
+    if (capsule == NULL && wsync_cuda_enter_to_free(made->device)) {
+        wsync_cuda_unregister(made->device, made->data);
+        wsync_cuda_leave(made->device);
     }
-    self->count = count;
-    self->gpu = -1;
-    self->owner = Py_XNewRef(owner);
-    return self;
+    if (capsule == NULL && self != NULL) {
+        Py_DECREF(self->owner);
+        free(self);
+    }
+    return capsule;
 }
 
-PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_device_t *device,
-                                  const wsync_span_t *spans, size_t count, PyObject *owner)
+static PyObject *host_register(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    BufferTableObject *self = buffers_alloc(state, count, owner);
-
-    if (self != NULL) {
-        self->gpu = device->ordinal;
-    }
-    if (self != NULL && count > 0) {
-        memcpy(self->spans, spans, count * sizeof(*spans));
-    }
-    return (PyObject *)self;
-}
-
-/* Reads (address, nbytes). */
-static int parse_span(ModuleState *state, PyObject *item, size_t index, wsync_span_t *span)
-{
-    PyObject *pair = PySequence_Tuple(item);
-    uint64_t address;
-    uint64_t end;
-    int result = -1;
-
-    if (pair == NULL) {
-        return -1;
-    }
-    if (PyTuple_Size(pair) != 2) {
-        PyErr_Format(PyExc_ValueError, "span %zu is not (address, nbytes): %R", index,
-                     item);
-    } else if (to_uint64(PyTuple_GetItem(pair, 0), &address) &&
-               to_uint64(PyTuple_GetItem(pair, 1), &span->nbytes)) {
-        if ((address == 0 && span->nbytes > 0) ||
-            __builtin_add_overflow(address, span->nbytes, &end) || end > UINTPTR_MAX) {
-            (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "BufferTable",
-                                "span %zu: %llu bytes at address 0x%llx", index,
-                                (unsigned long long)span->nbytes,
-                                (unsigned long long)address);
-        } else {
-            span->data = PyLong_AsVoidPtr(PyTuple_GetItem(pair, 0));
-            result = 0;
-        }
-    }
-    Py_DECREF(pair);
-    return result;
-}
-
-static PyObject *buffers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"spans", "owner", NULL};
-    ModuleState *state = wsync_py_type_state(type);
-    PyObject *spans;
-    PyObject *owner = Py_None;
-    PyObject *items;
-    BufferTableObject *self = NULL;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:BufferTable", names, &spans,
-                                     &owner)) {
-        return NULL;
-    }
-    items = PySequence_Tuple(spans);
-    if (items == NULL) {
-        return NULL;
-    }
-    self = buffers_alloc(state, (size_t)PyTuple_Size(items), owner);
-    for (size_t i = 0; self != NULL && i < self->count; i++) {
-        if (parse_span(state, PyTuple_GetItem(items, (Py_ssize_t)i), i, &self->spans[i]) <
-            0) {
-            Py_CLEAR(self);
-        }
-    }
-    Py_DECREF(items);
-    return (PyObject *)self;
-}
-
-static int fail_unmapped(ModuleState *state, const TensorTableObject *table, size_t index)
-{
-    const wsync_tensor_row_t *row = &table->rows[index];
-    PyObject *name = table->names != NULL
-                         ? PyObject_Str(PyTuple_GetItem(table->names, (Py_ssize_t)index))
-                         : PyUnicode_FromFormat("tensor %zu", index);
-    const char *text = name != NULL ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
-
-    if (text != NULL) {
-        (void)wsync_py_fail(state, WSYNC_ERR_STATE, "BufferTable",
-                            "%s: no memory of GPU %d lies at its address %p, as when an "
-                            "allocator (torch_memory_saver) has paused and not resumed",
-                            text, table->gpu, row->data);
-    }
-    Py_XDECREF(name);
-    return -1;
-}
-
-/* A thread that reads what is not there ends the process, and a device its context. */
-static int check_mapped(ModuleState *state, const TensorTableObject *table)
-{
-    const wsync_cuda_device_t *device = NULL;
-    const size_t count = (size_t)table->count;
-    wsync_span_t *spans;
-    size_t index = 0;
+    static char *keywords[] = {"address", "nbytes", "device", "owner", NULL};
+    ModuleState *state = wsync_py_state(module);
+    wsync_py_device_arg_t device = {state, wsync_device_host()};
+    registration_t made = {0};
+    PyObject *address;
+    uint64_t nbytes;
+    wsync_cu_ptr_t at;
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    if (table->gpu < 0) {
-        return 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&O&O:host_register", keywords,
+                                     &address, wsync_py_convert_u64, &nbytes,
+                                     wsync_py_convert_device, &device, &made.owner)) {
+        return NULL;
     }
-    spans = calloc(count + 1, sizeof(*spans));
-    if (spans == NULL) {
-        (void)PyErr_NoMemory();
-        return -1;
+    made.data = PyLong_AsVoidPtr(address);
+    if (PyErr_Occurred() != NULL) {
+        return NULL;
     }
-    for (size_t i = 0; i < count; i++) {
-        if (table->rows[i].on_gpu) {
-            spans[i] = (wsync_span_t){table->rows[i].data, table->rows[i].nbytes_spanned};
-        }
+    if (device.device == wsync_device_host()) {
+        return Py_NewRef(made.owner);
     }
+    made.device = wsync_cuda_of(device.device);
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_cuda_device(table->gpu, &device, &err);
+        status = wsync_cuda_enter(made.device, &err);
         if (status == WSYNC_OK) {
-            status = wsync_cuda_enter(device, &err);
-        }
-        if (status == WSYNC_OK) {
-            status = wsync_cuda_find_unmapped(device, spans, count, &index, &err);
-            wsync_cuda_leave(device);
+            status = wsync_cuda_register(made.device, made.data, nbytes, "host memory", &at,
+                                         &err);
+            wsync_cuda_leave(made.device);
         }
     Py_END_ALLOW_THREADS
-    free(spans);
-    if (status != WSYNC_OK) {
-        (void)wsync_py_raise(state, &err);
-        return -1;
-    }
-    return index < count ? fail_unmapped(state, table, index) : 0;
+    return status == WSYNC_OK ? registration_wrap(&made) : wsync_py_raise(state, &err);
 }
 
-static PyObject *buffers_of(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"tensors", "owner", NULL};
-    ModuleState *state = wsync_py_state(module);
-    PyObject *tensors;
-    PyObject *owner = Py_None;
-    PyObject *owners;
-    const TensorTableObject *table;
-    BufferTableObject *self;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O:of", names,
-                                     state->type_TensorTable, &tensors, &owner)) {
-        return NULL;
-    }
-    table = (const TensorTableObject *)tensors;
-    if (wsync_py_table_readable(state, table) < 0 || check_mapped(state, table) < 0) {
-        return NULL;
-    }
-    owners = PyTuple_Pack(2, tensors, owner);
-    self = owners != NULL ? buffers_alloc(state, (size_t)table->count, owners) : NULL;
-    Py_XDECREF(owners);
-    if (self != NULL) {
-        self->gpu = table->gpu;
-    }
-    for (Py_ssize_t i = 0; self != NULL && i < table->count; i++) {
-        self->spans[i].data = table->rows[i].data;
-        self->spans[i].nbytes = table->rows[i].nbytes_spanned;
-    }
-    return (PyObject *)self;
-}
-
-static int buffers_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(((BufferTableObject *)object)->owner);
-    return 0;
-}
-
-static int buffers_clear(PyObject *object)
-{
-    Py_CLEAR(((BufferTableObject *)object)->owner);
-    return 0;
-}
-
-static void buffers_dealloc(PyObject *object)
-{
-    PyObject_GC_UnTrack(object);
-    (void)buffers_clear(object);
-    free(((BufferTableObject *)object)->spans);
-    wsync_py_free(object);
-}
-
-static Py_ssize_t buffers_length(PyObject *object)
-{
-    return (Py_ssize_t)((BufferTableObject *)object)->count;
-}
-
-static PyObject *buffers_item(PyObject *object, Py_ssize_t index)
-{
-    const BufferTableObject *self = (BufferTableObject *)object;
-
-    if (index < 0 || (size_t)index >= self->count) {
-        PyErr_Format(PyExc_IndexError, "buffer %zd of a table of %zu", index, self->count);
-        return NULL;
-    }
-    return Py_BuildValue("(NK)", PyLong_FromVoidPtr(self->spans[index].data),
-                         (unsigned long long)self->spans[index].nbytes);
-}
-
-static PyType_Slot buffers_slots[] = {
-    {Py_tp_doc,
-     "BufferTable(spans, owner=None)\n--\n\n"
-     "Spans (address, nbytes) that buffer indices stand for while copies run.\n\n"
-     "owner is kept alive with the table."},
-    {Py_tp_new, buffers_new},
-    {Py_tp_dealloc, buffers_dealloc},
-    {Py_tp_traverse, buffers_traverse},
-    {Py_tp_clear, buffers_clear},
-    {Py_sq_length, buffers_length},
-    {Py_sq_item, buffers_item},
-    {0, NULL},
-};
-
-static PyMethodDef buffers_static_methods[] = {
-    {"of", WSYNC_PY_KEYWORDS(buffers_of),
-     "of(tensors, owner=None)\n--\n\n"
-     "Span i covers what tensors[i] describes, and is kept alive with the table.\n\n"
-     "StateError names a tensor whose memory on a GPU is not there now."},
+PyMethodDef wsync_py_functions_device[] = {
+    {"host", host, METH_NOARGS, "host()\n--\n\nThe host as a device."},
+    {"gpu", WSYNC_PY_KEYWORDS(gpu),
+     "gpu(uuid, libraries=(), cache=None)\n--\n\n"
+     "A GPU of this process, with its kernels compiled and loaded.\n\n"
+     "libraries: paths at which NVRTC may lie; cache: folder for compiled kernels.\n"
+     "UnsupportedError says why it cannot be used."},
+    {"cuda_devices", cuda_devices, METH_NOARGS,
+     "cuda_devices()\n--\n\n"
+     "(version, [(uuid, name, bytes, (major, minor)), ...]) of the GPUs that this process\n"
+     "sees.  UnsupportedError says why there is none to use."},
+    {"host_register", WSYNC_PY_KEYWORDS(host_register),
+     "host_register(address, nbytes, device, owner)\n--\n\n"
+     "Has a GPU reach memory of the host for as long as the result lives, which keeps\n"
+     "owner.  Nothing to do for the host as the device."},
     {NULL, NULL, 0, NULL},
 };
-
-const wsync_py_type_t wsync_py_type_BufferTable = {
-    "wsync._core.BufferTable", sizeof(BufferTableObject),
-    Py_TPFLAGS_HAVE_GC,        buffers_slots,
-    buffers_static_methods,    NULL};

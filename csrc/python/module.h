@@ -30,12 +30,12 @@
 /* Files that define functions of the module. */
 #define WSYNC_FUNCTIONS_MAP(X) \
     X(describe)                \
-    X(held)                    \
+    X(held_tensors)            \
     X(checksum)                \
-    X(counter)                 \
-    X(cuda)                    \
+    X(count_down)              \
+    X(device)                  \
     X(pack)                    \
-    X(file)
+    X(files)
 
 /* What a type is made from: one constant in the type's file. */
 typedef struct wsync_py_type {

@@ -6,7 +6,7 @@
 #include "device/host_copy.h"
 #include "python/convert.h"
 #include "python/device.h"
-#include "python/tensors.h"
+#include "python/tensor_table.h"
 
 static const char packing_capsule[] = "wsync.packing";
 

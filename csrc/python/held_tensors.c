@@ -90,7 +90,7 @@ static PyObject *held_tensors(PyObject *self, PyObject *module)
     return found;
 }
 
-PyMethodDef wsync_py_functions_held[] = {
+PyMethodDef wsync_py_functions_held_tensors[] = {
     {"held_tensors", held_tensors, METH_O,
      "held_tensors(module, /)\n--\n\n"
      "(names, tensors): every parameter and buffer of a torch module and of the modules in "

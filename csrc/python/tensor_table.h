@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * TensorTable: where torch tensors lie, read once through DLPack's C exchange API, and the
  * tensors themselves. */
-#ifndef WSYNC_PYTHON_TENSORS_H
-#define WSYNC_PYTHON_TENSORS_H
+#ifndef WSYNC_PYTHON_TENSOR_TABLE_H
+#define WSYNC_PYTHON_TENSOR_TABLE_H
 
 #include "python/module.h"
 

@@ -88,7 +88,7 @@ static PyObject *write_files(PyObject *module, PyObject *args, PyObject *kwargs)
                : wsync_py_raise(state, &err);
 }
 
-PyMethodDef wsync_py_functions_file[] = {
+PyMethodDef wsync_py_functions_files[] = {
     {"reserve_file", reserve_file, METH_VARARGS,
      "reserve_file(name, descriptor, nbytes, /)\n--\n\n"
      "Makes a new file nbytes long and takes the space on its device, where the file\n"

@@ -5,7 +5,7 @@
 
 #include "python/convert.h"
 #include "python/layout.h"
-#include "python/tensors.h"
+#include "python/tensor_table.h"
 
 typedef struct BuilderObject {
     PyObject_HEAD

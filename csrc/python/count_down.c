@@ -52,7 +52,7 @@ static PyObject *count_down(PyObject *Py_UNUSED(module), PyObject *args)
     return PyBool_FromLong(lowered);
 }
 
-PyMethodDef wsync_py_functions_counter[] = {
+PyMethodDef wsync_py_functions_count_down[] = {
     {"count_down", count_down, METH_VARARGS,
      "count_down(counter, least, /)\n--\n\n"
      "Takes 1 from an integer of 4 or 8 bytes that other processes change too, unless it\n"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * TensorTable, and where to find DLPack's C exchange API. */
-#include "python/tensors.h"
+#include "python/tensor_table.h"
 
 #include <stdbool.h>
 #include <stdlib.h>

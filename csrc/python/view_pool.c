@@ -7,7 +7,7 @@
 #include "python/convert.h"
 #include "python/device.h"
 #include "python/layout.h"
-#include "python/tensors.h"
+#include "python/tensor_table.h"
 
 static const DLDataType dlpack_dtypes[WSYNC_DTYPE_COUNT] = {
     [WSYNC_DTYPE_FLOAT64] = {kDLFloat, 64, 1},
