@@ -242,7 +242,7 @@ def write_files(route: Route, first: int, last: int, sources: BufferTable, files
     """Runs the copies of source buffers [first, last) of a route, destination buffer i being the file files[i]:
     (name, descriptor, nbytes); in this thread, without the GIL.  Returns the bytes written."""
 
-# --- devices (csrc/python/device.c) ---------------------------------------------------------
+# --- memory and streams (csrc/python/memory.c, event.c, stream.c, buffer_table.c) -----------
 
 @final
 class Device:

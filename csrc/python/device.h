@@ -99,12 +99,6 @@ int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_t *device
 enum { WSYNC_PY_STREAM_HOLDS = 3 };
 void wsync_py_stream_hold(StreamObject *self, PyObject *owner);
 
-/* Methods that stream_order.c has. */
-PyObject *wsync_py_stream_record(PyObject *object, PyObject *args, PyObject *kwargs);
-PyObject *wsync_py_stream_wait(PyObject *object, PyObject *args, PyObject *kwargs);
-PyObject *wsync_py_stream_follow(PyObject *object, PyObject *args);
-PyObject *wsync_py_stream_lead(PyObject *object, PyObject *args);
-
 /* Copies to enqueue, and whose memory all of this is; everything is borrowed. */
 typedef struct wsync_py_batch {
     const wsync_copy_t *copies;

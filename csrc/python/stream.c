@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "python/call.h"
+#include "python/convert.h"
 #include "python/device.h"
 #include "python/plan.h"
 #include "python/route.h"
@@ -362,6 +363,89 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
     return wsync_py_stream_copy(state, (StreamObject *)object, &batch);
 }
 
+typedef wsync_status_t (*enqueue_func_t)(wsync_stream_t *, wsync_event_t, uint64_t,
+                                         wsync_error_t *);
+
+/* record and wait: `enqueue` is the device's, `format` that of the arguments. */
+static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwargs,
+                               const char *format, enqueue_func_t enqueue)
+{
+    static char *names[] = {"event", "value", NULL};
+    StreamObject *self = (StreamObject *)object;
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    PyObject *event;
+    uint64_t value;
+    wsync_stream_t *stream;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, names, state->type_Event, &event,
+                                     wsync_py_convert_u64, &value)) {
+        return NULL;
+    }
+    stream = wsync_py_stream_enter(state, self);
+    if (stream == NULL) {
+        return NULL;
+    }
+    /* a driver whose queue is full waits, and whoever ends that may need the lock */
+    Py_BEGIN_ALLOW_THREADS
+        status = enqueue(stream, ((EventObject *)event)->event, value, &err);
+    Py_END_ALLOW_THREADS
+    wsync_py_stream_leave(self);
+    return wsync_py_none(state, status, &err);
+}
+
+static PyObject *stream_record(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    return enqueue_event(object, args, kwargs, "O!O&:record", wsync_stream_record);
+}
+
+static PyObject *stream_wait(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    return enqueue_event(object, args, kwargs, "O!O&:wait", wsync_stream_wait);
+}
+
+/* follow and lead: `enqueue` is the device's, `format` that of the argument. */
+static PyObject *order_streams(PyObject *object, PyObject *args, const char *format,
+                               wsync_status_t (*enqueue)(wsync_stream_t *, void *,
+                                                         wsync_error_t *))
+{
+    StreamObject *self = (StreamObject *)object;
+    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    PyObject *number;
+    void *other;
+    wsync_stream_t *stream;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTuple(args, format, &number)) {
+        return NULL;
+    }
+    other = PyLong_AsVoidPtr(number);
+    if (other == NULL && PyErr_Occurred() != NULL) {
+        return NULL;
+    }
+    stream = wsync_py_stream_enter(state, self);
+    if (stream == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = enqueue(stream, other, &err);
+    Py_END_ALLOW_THREADS
+    wsync_py_stream_leave(self);
+    return wsync_py_none(state, status, &err);
+}
+
+static PyObject *stream_follow(PyObject *object, PyObject *args)
+{
+    return order_streams(object, args, "O:follow", wsync_stream_follow);
+}
+
+static PyObject *stream_lead(PyObject *object, PyObject *args)
+{
+    return order_streams(object, args, "O:lead", wsync_stream_lead);
+}
+
 static PyObject *stream_abandon(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"timeout", NULL};
@@ -515,17 +599,17 @@ static PyMethodDef stream_methods[] = {
      "Enqueues the copies of a plan's round and phase, or of a route's buffer (phase\n"
      "ignored).  Returns the bytes written.  Everything is kept alive until the stream\n"
      "has passed."},
-    {"record", WSYNC_PY_KEYWORDS(wsync_py_stream_record),
+    {"record", WSYNC_PY_KEYWORDS(stream_record),
      "record($self, event, value)\n--\n\n"
      "Enqueues: set the event once everything enqueued before has happened."},
-    {"wait", WSYNC_PY_KEYWORDS(wsync_py_stream_wait),
+    {"wait", WSYNC_PY_KEYWORDS(stream_wait),
      "wait($self, event, value)\n--\n\n"
      "Enqueues: what follows starts once the event is at least value."},
-    {"follow", wsync_py_stream_follow, METH_VARARGS,
+    {"follow", stream_follow, METH_VARARGS,
      "follow($self, other, /)\n--\n\n"
      "Enqueues: what follows starts once everything has happened that another stream of\n"
      "the GPU (torch's cuda_stream) has been given by now.  Nothing on the host."},
-    {"lead", wsync_py_stream_lead, METH_VARARGS,
+    {"lead", stream_lead, METH_VARARGS,
      "lead($self, other, /)\n--\n\n"
      "Has another stream of the GPU wait for what is enqueued here.  Nothing on the host."},
     {"abandon", WSYNC_PY_KEYWORDS(stream_abandon),

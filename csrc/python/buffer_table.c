@@ -1,0 +1,257 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * BufferTable: the spans of memory that buffer indices stand for. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/cuda_spans.h"
+#include "python/convert.h"
+#include "python/device.h"
+#include "python/tensor_table.h"
+
+/* A table with room for count spans, all zero. */
+static BufferTableObject *buffers_alloc(ModuleState *state, size_t count, PyObject *owner)
+{
+    BufferTableObject *self = (BufferTableObject *)wsync_py_alloc(state->type_BufferTable);
+
+    if (self == NULL) {
+        return NULL;
+    }
+    self->spans = calloc(count > 0 ? count : 1, sizeof(*self->spans));
+    if (self->spans == NULL) {
+        Py_DECREF((PyObject *)self);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    self->count = count;
+    self->gpu = -1;
+    self->owner = Py_XNewRef(owner);
+    return self;
+}
+
+PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_device_t *device,
+                                  const wsync_span_t *spans, size_t count, PyObject *owner)
+{
+    BufferTableObject *self = buffers_alloc(state, count, owner);
+
+    if (self != NULL) {
+        self->gpu = device->ordinal;
+    }
+    if (self != NULL && count > 0) {
+        memcpy(self->spans, spans, count * sizeof(*spans));
+    }
+    return (PyObject *)self;
+}
+
+/* Reads (address, nbytes). */
+static int parse_span(ModuleState *state, PyObject *item, size_t index, wsync_span_t *span)
+{
+    PyObject *pair = PySequence_Tuple(item);
+    uint64_t address;
+    uint64_t end;
+    int result = -1;
+
+    if (pair == NULL) {
+        return -1;
+    }
+    if (PyTuple_Size(pair) != 2) {
+        PyErr_Format(PyExc_ValueError, "span %zu is not (address, nbytes): %R", index,
+                     item);
+    } else if (wsync_py_convert_range_u64(PyTuple_GetItem(pair, 0), &address) &&
+               wsync_py_convert_range_u64(PyTuple_GetItem(pair, 1), &span->nbytes)) {
+        if ((address == 0 && span->nbytes > 0) ||
+            __builtin_add_overflow(address, span->nbytes, &end) || end > UINTPTR_MAX) {
+            (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "BufferTable",
+                                "span %zu: %llu bytes at address 0x%llx", index,
+                                (unsigned long long)span->nbytes,
+                                (unsigned long long)address);
+        } else {
+            span->data = PyLong_AsVoidPtr(PyTuple_GetItem(pair, 0));
+            result = 0;
+        }
+    }
+    Py_DECREF(pair);
+    return result;
+}
+
+static PyObject *buffers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"spans", "owner", NULL};
+    ModuleState *state = wsync_py_type_state(type);
+    PyObject *spans;
+    PyObject *owner = Py_None;
+    PyObject *items;
+    BufferTableObject *self = NULL;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:BufferTable", names, &spans,
+                                     &owner)) {
+        return NULL;
+    }
+    items = PySequence_Tuple(spans);
+    if (items == NULL) {
+        return NULL;
+    }
+    self = buffers_alloc(state, (size_t)PyTuple_Size(items), owner);
+    for (size_t i = 0; self != NULL && i < self->count; i++) {
+        if (parse_span(state, PyTuple_GetItem(items, (Py_ssize_t)i), i, &self->spans[i]) <
+            0) {
+            Py_CLEAR(self);
+        }
+    }
+    Py_DECREF(items);
+    return (PyObject *)self;
+}
+
+static int fail_unmapped(ModuleState *state, const TensorTableObject *table, size_t index)
+{
+    const wsync_tensor_row_t *row = &table->rows[index];
+    PyObject *name = table->names != NULL
+                         ? PyObject_Str(PyTuple_GetItem(table->names, (Py_ssize_t)index))
+                         : PyUnicode_FromFormat("tensor %zu", index);
+    const char *text = name != NULL ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
+
+    if (text != NULL) {
+        (void)wsync_py_fail(state, WSYNC_ERR_STATE, "BufferTable",
+                            "%s: no memory of GPU %d lies at its address %p, as when an "
+                            "allocator (torch_memory_saver) has paused and not resumed",
+                            text, table->gpu, row->data);
+    }
+    Py_XDECREF(name);
+    return -1;
+}
+
+/* A thread that reads what is not there ends the process, and a device its context. */
+static int check_mapped(ModuleState *state, const TensorTableObject *table)
+{
+    const wsync_cuda_device_t *device = NULL;
+    const size_t count = (size_t)table->count;
+    wsync_span_t *spans;
+    size_t index = 0;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (table->gpu < 0) {
+        return 0;
+    }
+    spans = calloc(count + 1, sizeof(*spans));
+    if (spans == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (table->rows[i].on_gpu) {
+            spans[i] = (wsync_span_t){table->rows[i].data, table->rows[i].nbytes_spanned};
+        }
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_cuda_device(table->gpu, &device, &err);
+        if (status == WSYNC_OK) {
+            status = wsync_cuda_enter(device, &err);
+        }
+        if (status == WSYNC_OK) {
+            status = wsync_cuda_find_unmapped(device, spans, count, &index, &err);
+            wsync_cuda_leave(device);
+        }
+    Py_END_ALLOW_THREADS
+    free(spans);
+    if (status != WSYNC_OK) {
+        (void)wsync_py_raise(state, &err);
+        return -1;
+    }
+    return index < count ? fail_unmapped(state, table, index) : 0;
+}
+
+static PyObject *buffers_of(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tensors", "owner", NULL};
+    ModuleState *state = wsync_py_state(module);
+    PyObject *tensors;
+    PyObject *owner = Py_None;
+    PyObject *owners;
+    const TensorTableObject *table;
+    BufferTableObject *self;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O:of", names,
+                                     state->type_TensorTable, &tensors, &owner)) {
+        return NULL;
+    }
+    table = (const TensorTableObject *)tensors;
+    if (wsync_py_table_readable(state, table) < 0 || check_mapped(state, table) < 0) {
+        return NULL;
+    }
+    owners = PyTuple_Pack(2, tensors, owner);
+    self = owners != NULL ? buffers_alloc(state, (size_t)table->count, owners) : NULL;
+    Py_XDECREF(owners);
+    if (self != NULL) {
+        self->gpu = table->gpu;
+    }
+    for (Py_ssize_t i = 0; self != NULL && i < table->count; i++) {
+        self->spans[i].data = table->rows[i].data;
+        self->spans[i].nbytes = table->rows[i].nbytes_spanned;
+    }
+    return (PyObject *)self;
+}
+
+static int buffers_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((BufferTableObject *)object)->owner);
+    return 0;
+}
+
+static int buffers_clear(PyObject *object)
+{
+    Py_CLEAR(((BufferTableObject *)object)->owner);
+    return 0;
+}
+
+static void buffers_dealloc(PyObject *object)
+{
+    PyObject_GC_UnTrack(object);
+    (void)buffers_clear(object);
+    free(((BufferTableObject *)object)->spans);
+    wsync_py_free(object);
+}
+
+static Py_ssize_t buffers_length(PyObject *object)
+{
+    return (Py_ssize_t)((BufferTableObject *)object)->count;
+}
+
+static PyObject *buffers_item(PyObject *object, Py_ssize_t index)
+{
+    const BufferTableObject *self = (BufferTableObject *)object;
+
+    if (index < 0 || (size_t)index >= self->count) {
+        PyErr_Format(PyExc_IndexError, "buffer %zd of a table of %zu", index, self->count);
+        return NULL;
+    }
+    return Py_BuildValue("(NK)", PyLong_FromVoidPtr(self->spans[index].data),
+                         (unsigned long long)self->spans[index].nbytes);
+}
+
+static PyType_Slot buffers_slots[] = {
+    {Py_tp_doc,
+     "BufferTable(spans, owner=None)\n--\n\n"
+     "Spans (address, nbytes) that buffer indices stand for while copies run.\n\n"
+     "owner is kept alive with the table."},
+    {Py_tp_new, buffers_new},
+    {Py_tp_dealloc, buffers_dealloc},
+    {Py_tp_traverse, buffers_traverse},
+    {Py_tp_clear, buffers_clear},
+    {Py_sq_length, buffers_length},
+    {Py_sq_item, buffers_item},
+    {0, NULL},
+};
+
+static PyMethodDef buffers_static_methods[] = {
+    {"of", WSYNC_PY_KEYWORDS(buffers_of),
+     "of(tensors, owner=None)\n--\n\n"
+     "Span i covers what tensors[i] describes, and is kept alive with the table.\n\n"
+     "StateError names a tensor whose memory on a GPU is not there now."},
+    {NULL, NULL, 0, NULL},
+};
+
+const wsync_py_type_t wsync_py_type_BufferTable = {
+    "wsync._core.BufferTable", sizeof(BufferTableObject),
+    Py_TPFLAGS_HAVE_GC,        buffers_slots,
+    buffers_static_methods,    NULL};
