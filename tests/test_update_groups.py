@@ -330,6 +330,46 @@ def test_a_group_whose_end_takes_long_keeps_nobody(monkeypatch: pytest.MonkeyPat
     assert ended.wait(PATIENCE)
 
 
+# a collective that is stuck when its group is left, and ends after the interpreter has begun to
+ENDING = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from wsync import DeadlineError
+from wsync.exchange.groups import Rendezvous, Store, UpdateGroup
+
+store = Store(60.0)
+place = Rendezvous("localhost", store.port, 2)
+with ThreadPoolExecutor(2) as pool:
+    make = lambda rank: UpdateGroup(place, rank, timeout=60.0)
+    first, second = pool.map(make, (0, 1))
+second.timeout = 0.0
+try:
+    second.broadcast([torch.zeros(4)])
+except DeadlineError:
+    second.close()
+
+class Late:
+    def __init__(self, peer):
+        self.peer = peer
+
+    def __del__(self, sleep=time.sleep):
+        self.peer = None
+        sleep(0.5)
+
+late = Late(first._group._group)
+del first, second
+sys.exit(3)
+"""
+
+
+def test_a_process_ends_as_it_wants_to_whatever_is_stuck_in_a_group() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", ENDING], stderr=subprocess.PIPE, text=True, timeout=180.0
+    )
+    assert ended.returncode == 3, ended.stderr
+
+
 def chosen(options: wsync.Options, *, crowded: bool) -> str:
     """By one of two ranks on one host, whose torch has NCCL."""
     group: Any = SimpleNamespace(rank=0, size=2)

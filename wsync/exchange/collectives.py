@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
-from typing import Any
+from typing import Any, Final
 
 from wsync import _core
 from wsync.machine.deadline import LEAVE_SECONDS, POLL_SECONDS, Check, Deadline
@@ -24,7 +25,8 @@ class Collectives:
         self._group = group
         self._lingers = lingers
         self._whole, self._member = whole, member
-        self._underway = 0  # started, and not seen to end
+        self._underway: set[Any] = set()  # what was started, and not seen to end
+        self._broken = False
 
     def start(self, name: str, *arguments: Any) -> Any:
         """Starts the backend's collective of that name; `finish` waits for it.
@@ -36,11 +38,13 @@ class Collectives:
         group = self._group  # which another thread may close
         if group is None:
             raise _core.StateError(f"the group of {self._whole} is closed")
-        self._underway += 1  # also where it fails: who knows what that leaves behind
         try:
-            return getattr(group, name)(*arguments)
+            work = getattr(group, name)(*arguments)
         except RuntimeError as error:
+            self._broken = True  # who knows what that leaves behind
             raise self._gone(error) from error
+        self._underway.add(work)
+        return work
 
     def finish(
         self,
@@ -66,11 +70,11 @@ class Collectives:
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
         # a failed one has ended as well, and keeps no thread of a backend that does not linger
-        self._underway -= 1
+        self._underway.discard(work)
         try:
             work.wait()
         except RuntimeError as error:
-            self._underway += self._lingers
+            self._broken |= self._lingers
             if verdict is not None:
                 verdict()
             raise self._gone(error) from error
@@ -82,10 +86,36 @@ class Collectives:
         """Leaves the group.  Its end, which is waited for for a moment, or not at all where it
         waits for a collective that is stuck, keeps nobody but a thread."""
         held, self._group = [self._group], None
-        ending = threading.Thread(target=held.clear, daemon=True, name="wsync-group")
+        # only its end gives up what is stuck in a group that lingers
+        before = set() if self._lingers else self._underway
+        ending = threading.Thread(target=_end, args=(held, before), daemon=True, name="wsync-group")
         ending.start()
-        if not self._underway:
+        if not (self._underway or self._broken):
             ending.join(LEAVE_SECONDS)
+
+
+_turn: Final = threading.Lock()
+_ending: Final = set[threading.Thread]()
+
+
+def _end(held: list[Any], before: set[Any]) -> None:
+    """Lets a group go, after these collectives of it."""
+    while not all(work.is_completed() for work in before):
+        time.sleep(POLL_SECONDS)
+    with _turn:
+        _ending.add(threading.current_thread())
+    held.clear()
+    _ending.discard(threading.current_thread())
+
+
+@atexit.register
+def _keep() -> None:
+    """Torch aborts a process whose interpreter ends while a daemon thread is in a group's
+    destructor: groups that are left now are kept."""
+    _turn.acquire()
+    deadline = Deadline(LEAVE_SECONDS)
+    for thread in list(_ending):
+        thread.join(deadline.left)
 
 
 def first_line(error: BaseException) -> str:
