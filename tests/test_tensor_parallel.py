@@ -121,7 +121,7 @@ def test_the_workers_boxes_cover_the_model(family: str, tp: int, experts: str) -
         worker.load_weights(weights.items())
         layout = worker.layout()
         buffers = list(worker.tensors.values())
-        assert layout.shard_count == len(worker.pieces)
+        assert layout.shard_count == len(worker.boxes)
         for index in range(layout.tensor_count):
             name, dtype, shape, _ = layout.tensor(index)
             assert (dtype, shape) == ("float32", tuple(weights[name].shape))
@@ -171,6 +171,7 @@ def test_vocabulary_padding_is_zero_and_no_part_of_the_layout() -> None:
     ("changes", "options", "kind", "text"),
     [
         ({}, {"rank": 0, "tp": 3}, InvalidArgumentError, "num_attention_heads 4 .* 3 workers"),
+        ({"intermediate_size": 50}, {"tp": 4}, LayoutError, "gate_up_proj.*: .* 50 .* 4 ranks"),
         ({"num_key_value_heads": 4}, {"rank": 2, "tp": 2}, InvalidArgumentError, "rank 2 of 2"),
         ({}, {"experts": "dp"}, InvalidArgumentError, "experts 'dp'"),
         ({"hidden_act": "gelu"}, {}, UnsupportedError, "hidden_act 'gelu'"),

@@ -3,99 +3,94 @@
 Parameters are fused and cut the way SGLang keeps them: `qkv_proj` (key and value heads are
 replicated where there are more workers than heads), `gate_up_proj`, row-parallel `o_proj` and
 `down_proj`, vocabulary-parallel embedding and head padded to a multiple of 64 rows with zeros,
-experts `w13_weight` / `w2_weight` cut by column ("tp") or dealt out whole ("ep").
+experts `w13_weight` / `w2_weight` cut by column ("tp") or dealt out whole ("ep").  Rules say so,
+in the language of wsync.families.rules.
 
 Families: llama, qwen2, qwen3, qwen3_moe.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from wsync._core import InvalidArgumentError, Layout, LayoutBuilder, UnsupportedError
+from wsync._core import InvalidArgumentError, Layout, LayoutBuilder, LayoutError, UnsupportedError
 from wsync.demo.engines.worker import check_fit
+from wsync.families.rules import Cut, Rule, Target
+from wsync.families.tables import read_model
+from wsync.layout import contiguous_strides
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
 EXPERTS: Final = ("tp", "ep")
 _VOCAB_MULTIPLE: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ModelPiece:
-    """A box of a Hugging Face tensor and where it lies in a parameter: `local` is the first
-    index of the box there, with the box's axes last."""
+# --- the rules: `*` is cut over all workers, `@` over those whose key and value heads differ ------
 
-    parameter: str
+
+def _same(name: str, view: str, target: str) -> Rule:
+    """A parameter that holds one tensor, of the same name."""
+    return Rule(name, view, Target(name, target))
+
+
+def _vocabulary(name: str) -> Rule:
+    return _same(name, "*(vocab | pad:?) h", "vocab h")
+
+
+def _attention(config: Any) -> Iterator[Rule]:
+    prefix = "model.layers.{layer}.self_attn."
+    kinds = {"weight": " h", "bias": ""} if config.model_type == "qwen2" else {"weight": " h"}
+    for kind, width in kinds.items():
+        targets = [Target(f"{prefix}{part}_proj.{kind}", part + width) for part in "qkv"]
+        yield Rule(f"{prefix}qkv_proj.{kind}", f"(*q | @k:kv | @v:kv){width}", *targets)
+    yield _same(f"{prefix}o_proj.weight", "h *q", "h q")
+    for part in "qk" if config.model_type.startswith("qwen3") else "":
+        yield _same(f"{prefix}{part}_norm.weight", "d", "d")
+
+
+def _dense() -> Iterator[Rule]:
+    prefix = "model.layers.{layer}.mlp."
+    targets = [Target(f"{prefix}{part}_proj.weight", f"{part} h") for part in ("gate", "up")]
+    yield Rule(f"{prefix}gate_up_proj.weight", "(*gate:ffn | *up:ffn) h", *targets)
+    yield _same(f"{prefix}down_proj.weight", "h *ffn", "h ffn")
+
+
+def _sparse(experts: str) -> Iterator[Rule]:
+    prefix = "model.layers.{layer}.mlp."
+    each = prefix + "experts.{experts}."
+    whole, part = ("", "*") if experts == "tp" else ("*", "")
+    yield _same(f"{prefix}gate.weight", "experts h", "experts h")
+    yield Rule(
+        f"{prefix}experts.w13_weight",
+        f"{whole}experts ({part}gate:moe_ffn | {part}up:moe_ffn) h",
+        Target(f"{each}gate_proj.weight", "gate h"),
+        Target(f"{each}up_proj.weight", "up h"),
+    )
+    down = Target(f"{each}down_proj.weight", "h moe_ffn")
+    yield Rule(f"{prefix}experts.w2_weight", f"{whole}experts h {part}moe_ffn", down)
+
+
+class Box(NamedTuple):
+    """A box of a Hugging Face tensor, and the part of a parameter that holds it."""
+
     name: str
     shape: tuple[int, ...]
     start: tuple[int, ...]
-    extent: tuple[int, ...]
-    local: tuple[int, ...]
+    held: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Sizes of the whole model, and this worker's place in it."""
-
-    config: Any
-    rank: int
-    tp: int
-    experts: str
-
-    @property
-    def heads(self) -> int:
-        return int(self.config.num_attention_heads)
-
-    @property
-    def kv_heads(self) -> int:
-        return int(self.config.num_key_value_heads)
-
-    @property
-    def head_dim(self) -> int:
-        given = getattr(self.config, "head_dim", None)
-        return int(given or self.config.hidden_size // self.heads)
-
-    @property
-    def local_heads(self) -> int:
-        return self.heads // self.tp
-
-    @property
-    def local_kv_heads(self) -> int:
-        return max(1, self.kv_heads // self.tp)
-
-    @property
-    def first_kv_head(self) -> int:
-        return self.rank * self.kv_heads // self.tp
-
-    @property
-    def vocab_rows(self) -> int:
-        padded = -(-int(self.config.vocab_size) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-        if padded % self.tp:
-            raise InvalidArgumentError(f"padded vocabulary of {padded} rows, {self.tp} workers")
-        return padded // self.tp
-
-    @property
-    def expert_range(self) -> range:
-        count = int(self.config.num_experts)
-        if self.experts == "tp":
-            return range(count)
-        return range(self.rank * count // self.tp, (self.rank + 1) * count // self.tp)
-
-    def sparse(self, layer: int) -> bool:
-        if self.config.model_type != "qwen3_moe" or layer in (self.config.mlp_only_layers or ()):
-            return False
-        return (layer + 1) % int(self.config.decoder_sparse_step) == 0
+def box_at(start: Sequence[int], extent: Sequence[int]) -> tuple[slice, ...]:
+    """The index of a box in its whole tensor."""
+    return tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))
 
 
 class ShardedModel(torch.nn.Module):
     """The parameters of worker `rank` of `tp`, and the forward pass over all workers.
 
-    tensors: local parameters by SGLang's names.  pieces: which boxes of which Hugging Face
-    tensors they hold.  group: gloo group of the tp workers (None: no forward with tp > 1).
+    tensors: local parameters by SGLang's names.  boxes: what they hold of the Hugging Face tensors;
+    padding belongs to none.  With tp > 1 the forward pass needs a process group of the workers.
     """
 
     def __init__(
@@ -109,183 +104,93 @@ class ShardedModel(torch.nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.dtype = dtype
-        self.sizes = _Sizes(config, rank, tp, experts)
-        _check(self.sizes)
+        _check(config, rank, tp, experts)
+        self.config, self.dtype = config, dtype
+        self.rank, self.tp, self.experts = rank, tp, experts
+        sizes = read_model(config).sizes
+        self.head_dim, heads, groups = sizes["d"], sizes["heads"], sizes["g"]
+        self.local_heads, self.local_kv_heads = heads // tp, max(1, groups // tp)
+        self._sizes = {**sizes, "q": heads * self.head_dim, "kv": groups * self.head_dim}
         self.tensors: dict[str, torch.Tensor] = {}
-        self.pieces: list[ModelPiece] = []
-        self._by_name: dict[str, list[ModelPiece]] = {}
-        self._build()
-        self._draw(seed)
-
-    # --- parameters -------------------------------------------------------------------------
+        self._layout = self._build()
+        self.boxes = list(self._find_boxes())
+        generator = torch.Generator().manual_seed(seed + rank)
+        for box in self.boxes:  # random values wherever a weight belongs; padding stays zero
+            box.held.copy_(torch.randn(box.held.shape, generator=generator) * 0.02)
 
     def layout(self) -> Layout:
-        """This worker's boxes; buffer i is the i-th of `tensors`.  Padding is no part of it."""
-        builder = LayoutBuilder()
-        buffers = {name: index for index, name in enumerate(self.tensors)}
-        dtype = str(self.dtype).removeprefix("torch.")
-        for piece in self.pieces:
-            tensor = self.tensors[piece.parameter]
-            size = tensor.element_size()
-            strides = [stride * size for stride in tensor.stride()]
-            offset = sum(a * b for a, b in zip(piece.local, strides, strict=True))
-            builder.add_shard(
-                piece.name,
-                dtype,
-                piece.shape,
-                piece.start,
-                piece.extent,
-                buffers[piece.parameter],
-                offset,
-                strides[len(strides) - len(piece.extent) :],
-                origin=piece.parameter,
-            )
-        return builder.build()
+        """This worker's boxes; buffer i is the i-th of `tensors`."""
+        return self._layout
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies from whole Hugging Face tensors, as an engine's own loader does."""
-        mine = [(n, t) for n, t in weights if n in self._by_name or not self._elsewhere(n)]
-        facts = {name: (pieces[0].shape, self.dtype) for name, pieces in self._by_name.items()}
+        facts = {box.name: (box.shape, self.dtype) for box in self.boxes}
+        mine = [(n, t) for n, t in weights if n in facts or not self._elsewhere(n)]
         check_fit(mine, facts, self.config.model_type)
-        for name, tensor in mine:
-            for piece in self._by_name[name]:
-                box = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.extent, strict=True))
-                self.box(piece).copy_(tensor[box])
-
-    def box(self, piece: ModelPiece) -> torch.Tensor:
-        """The part of a parameter that holds a piece."""
-        tensor = self.tensors[piece.parameter]
-        outer = len(piece.local) - len(piece.extent)
-        for index in piece.local[:outer]:
-            tensor = tensor[index]
-        for axis, (start, count) in enumerate(zip(piece.local[outer:], piece.extent, strict=True)):
-            tensor = tensor.narrow(axis, start, count)
-        return tensor
+        whole = dict(mine)
+        for box in self.boxes:
+            if box.name in whole:
+                box.held.copy_(whole[box.name][box_at(box.start, box.held.shape)])
 
     def _elsewhere(self, name: str) -> bool:
         """Whether other workers hold it, or it is the head of a tied model."""
         if name == "lm_head.weight":
             return bool(self.config.tie_word_embeddings)
-        return ".mlp.experts." in name and self.sizes.experts == "ep"
+        return ".mlp.experts." in name and self.experts == "ep"
 
-    def _build(self) -> None:
-        sizes, config = self.sizes, self.config
-        hidden, depth = int(config.hidden_size), int(config.num_hidden_layers)
-        self._vocabulary("model.embed_tokens.weight")
-        for layer in range(depth):
-            prefix = f"model.layers.{layer}."
-            self._attention(prefix + "self_attn.")
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                self._whole(f"{prefix}{norm}.weight", (hidden,))
-            if sizes.sparse(layer):
-                self._experts(prefix + "mlp.")
-            else:
-                self._dense(prefix + "mlp.")
-        self._whole("model.norm.weight", (hidden,))
-        if not config.tie_word_embeddings:
-            self._vocabulary("lm_head.weight")
+    def _is_sparse(self, layer: int) -> bool:
+        config = self.config
+        if config.model_type != "qwen3_moe" or layer in (config.mlp_only_layers or ()):
+            return False
+        return (layer + 1) % int(config.decoder_sparse_step) == 0
 
-    def _new(self, name: str, shape: Sequence[int]) -> None:
-        self.tensors[name] = torch.zeros(tuple(shape), dtype=self.dtype)
+    def _rules(self) -> Iterator[tuple[Rule, dict[str, int]]]:
+        """Every parameter's rule, and the numbers in its name."""
+        layer = "model.layers.{layer}."
+        norms = [
+            _same(f"{layer}{name}.weight", "h", "h")
+            for name in ("input_layernorm", "post_attention_layernorm")
+        ]
+        attention = [*norms, *_attention(self.config)]
+        dense, sparse = list(_dense()), list(_sparse(self.experts))
+        yield _vocabulary("model.embed_tokens.weight"), {}
+        for number in range(self._sizes["layers"]):
+            for rule in (*attention, *(sparse if self._is_sparse(number) else dense)):
+                yield rule, {"layer": number}
+        yield _same("model.norm.weight", "h", "h"), {}
+        if not self.config.tie_word_embeddings:
+            yield _vocabulary("lm_head.weight"), {}
 
-    def _add(self, piece: ModelPiece) -> None:
-        if all(piece.extent):
-            self.pieces.append(piece)
-            self._by_name.setdefault(piece.name, []).append(piece)
+    def _build(self) -> Layout:
+        """Makes the parameters, of zeros; returns their layout."""
+        builder = LayoutBuilder()
+        dtype = str(self.dtype).removeprefix("torch.")
+        padding = -self._sizes["vocab"] % _VOCAB_MULTIPLE
+        ranks = min(self.tp, self._sizes["g"])
+        cuts = Cut(self.rank, self.tp), Cut(self.rank * ranks // self.tp, ranks)
+        for rule, numbers in self._rules():
+            name = rule.name.format(**numbers)
+            expansion = rule.expand(self._sizes, padding)
+            try:
+                placement = expansion.place(*cuts)
+            except LayoutError as error:
+                raise LayoutError(f"{name}: {error}") from None
+            maps = [piece.map(numbers) for piece in expansion.pieces if placement.meets(piece)]
+            strides = contiguous_strides(placement.shape)
+            builder.add_parameter(name, len(self.tensors), dtype, strides, placement.regions, maps)
+            self.tensors[name] = torch.zeros(placement.shape, dtype=self.dtype)
+        return builder.build()
 
-    def _whole(self, name: str, shape: tuple[int, ...]) -> None:
-        self._new(name, shape)
-        zero = (0,) * len(shape)
-        self._add(ModelPiece(name, name, shape, zero, shape, zero))
-
-    def _vocabulary(self, name: str) -> None:
-        vocab, hidden = int(self.config.vocab_size), int(self.config.hidden_size)
-        rows = self.sizes.vocab_rows
-        start = min(self.sizes.rank * rows, vocab)
-        self._new(name, (rows, hidden))
-        extent = (min(rows, vocab - start), hidden)
-        self._add(ModelPiece(name, name, (vocab, hidden), (start, 0), extent, (0, 0)))
-
-    def _rows(self, parameter: str, parts: Sequence[tuple[str, int, int, int]], width: int) -> None:
-        """A parameter of row blocks: (name, rows of the whole tensor, first row, rows here);
-        width 0: a bias."""
-        self._new(parameter, (sum(part[3] for part in parts), *((width,) if width else ())))
-        at = 0
-        for name, rows, start, count in parts:
-            tail: tuple[int, ...] = (width,) if width else ()
-            zero = (0,) * len(tail)
-            piece = ModelPiece(
-                parameter, name, (rows, *tail), (start, *zero), (count, *tail), (at, *zero)
-            )
-            self._add(piece)
-            at += count
-
-    def _columns(self, name: str, rows: int, columns: int) -> None:
-        """A row-parallel weight: a block of columns."""
-        count = columns // self.sizes.tp
-        self._new(name, (rows, count))
-        start = (0, self.sizes.rank * count)
-        self._add(ModelPiece(name, name, (rows, columns), start, (rows, count), (0, 0)))
-
-    def _attention(self, prefix: str) -> None:
-        sizes, dim = self.sizes, self.sizes.head_dim
-        q = (sizes.heads * dim, sizes.rank * sizes.local_heads * dim, sizes.local_heads * dim)
-        kv = (sizes.kv_heads * dim, sizes.first_kv_head * dim, sizes.local_kv_heads * dim)
-        hidden = int(self.config.hidden_size)
-        kinds = ("weight", "bias") if self.config.model_type == "qwen2" else ("weight",)
-        for kind in kinds:
-            parts = [
-                (f"{prefix}{letter}_proj.{kind}", *rows)
-                for letter, rows in (("q", q), ("k", kv), ("v", kv))
-            ]
-            self._rows(f"{prefix}qkv_proj.{kind}", parts, hidden if kind == "weight" else 0)
-        self._columns(f"{prefix}o_proj.weight", hidden, sizes.heads * dim)
-        if self.config.model_type in ("qwen3", "qwen3_moe"):
-            self._whole(f"{prefix}q_norm.weight", (dim,))
-            self._whole(f"{prefix}k_norm.weight", (dim,))
-
-    def _dense(self, prefix: str) -> None:
-        hidden, inner = int(self.config.hidden_size), int(self.config.intermediate_size)
-        count = inner // self.sizes.tp
-        rows = (inner, self.sizes.rank * count, count)
-        parts = [(f"{prefix}{half}_proj.weight", *rows) for half in ("gate", "up")]
-        self._rows(f"{prefix}gate_up_proj.weight", parts, hidden)
-        self._columns(f"{prefix}down_proj.weight", hidden, inner)
-
-    def _experts(self, prefix: str) -> None:
-        config, sizes = self.config, self.sizes
-        hidden, inner = int(config.hidden_size), int(config.moe_intermediate_size)
-        self._whole(prefix + "gate.weight", (int(config.num_experts), hidden))
-        count = inner // sizes.tp if sizes.experts == "tp" else inner
-        first = sizes.rank * count if sizes.experts == "tp" else 0
-        w13, w2 = prefix + "experts.w13_weight", prefix + "experts.w2_weight"
-        self._new(w13, (len(sizes.expert_range), 2 * count, hidden))
-        self._new(w2, (len(sizes.expert_range), hidden, count))
-        for local, expert in enumerate(sizes.expert_range):
-            name = f"{prefix}experts.{expert}."
-            for at, half in ((0, "gate"), (count, "up")):
-                self._add(
-                    ModelPiece(
-                        w13,
-                        f"{name}{half}_proj.weight",
-                        (inner, hidden),
-                        (first, 0),
-                        (count, hidden),
-                        (local, at, 0),
-                    )
+    def _find_boxes(self) -> Iterator[Box]:
+        parameters, size = list(self.tensors.values()), self.dtype.itemsize
+        for index in range(self._layout.tensor_count):
+            name, _, shape, _ = self._layout.tensor(index)
+            for shard in self._layout.shards(index):
+                strides = [stride // size for stride in shard.strides]
+                held = parameters[shard.buffer].as_strided(
+                    shard.extent, strides, shard.offset // size
                 )
-            down = f"{name}down_proj.weight"
-            at_down = (local, 0, 0)
-            self._add(ModelPiece(w2, down, (hidden, inner), (0, first), (hidden, count), at_down))
-
-    def _draw(self, seed: int) -> None:
-        """Random values wherever a weight belongs; padding stays zero."""
-        generator = torch.Generator().manual_seed(seed + self.sizes.rank)
-        for piece in self.pieces:
-            values = torch.randn(piece.extent, generator=generator) * 0.02
-            self.box(piece).copy_(values)
+                yield Box(name, shape, shard.start, held)
 
     # --- forward ----------------------------------------------------------------------------
 
@@ -293,26 +198,25 @@ class ShardedModel(torch.nn.Module):
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """[len(ids), vocab] of one prompt; every worker calls it with the same ids."""
         tokens = torch.tensor(list(ids))
-        config = self.config
         hidden = self._embed(tokens)
         rotation = self._rotation(len(tokens))
-        for layer in range(int(config.num_hidden_layers)):
+        for layer in range(self._sizes["layers"]):
             prefix = f"model.layers.{layer}."
             normed = self._norm(hidden, prefix + "input_layernorm.weight")
             hidden = hidden + self._attend(normed, prefix + "self_attn.", rotation)
             normed = self._norm(hidden, prefix + "post_attention_layernorm.weight")
-            mix = self._mix_experts if self.sizes.sparse(layer) else self._mix
+            mix = self._mix_experts if self._is_sparse(layer) else self._mix
             hidden = hidden + mix(normed, prefix + "mlp.")
         hidden = self._norm(hidden, "model.norm.weight")
-        tied = config.tie_word_embeddings
+        tied = self.config.tie_word_embeddings
         head = self.tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
-        return self._gather(hidden @ head.T)[:, : int(config.vocab_size)]
+        return self._gather(hidden @ head.T)[:, : self._sizes["vocab"]]
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         table = self.tensors["model.embed_tokens.weight"]
-        local = tokens - self.sizes.rank * self.sizes.vocab_rows
-        here = (local >= 0) & (local < self.sizes.vocab_rows)
-        rows = table[local.clamp(0, self.sizes.vocab_rows - 1)]
+        local = tokens - self.rank * len(table)
+        here = (local >= 0) & (local < len(table))
+        rows = table[local.clamp(0, len(table) - 1)]
         return self._reduce(rows * here[:, None])
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -321,8 +225,8 @@ class ShardedModel(torch.nn.Module):
         return self.tensors[name] * (wide * scale).to(self.dtype)
 
     def _rotation(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        dim = self.sizes.head_dim
-        frequency = 1.0 / self.config.rope_theta ** (torch.arange(0, dim, 2).float() / dim)
+        exponents = torch.arange(0, self.head_dim, 2).float() / self.head_dim
+        frequency = 1.0 / self.config.rope_theta**exponents
         angle = torch.arange(length).float()[:, None] * frequency
         angle = torch.cat([angle, angle], -1)[:, None]
         return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
@@ -330,20 +234,20 @@ class ShardedModel(torch.nn.Module):
     def _attend(
         self, x: torch.Tensor, prefix: str, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        sizes, length = self.sizes, len(x)
+        length = len(x)
         bias = self.tensors.get(prefix + "qkv_proj.bias")
         fused = F.linear(x, self.tensors[prefix + "qkv_proj.weight"], bias)
-        fused = fused.view(length, -1, sizes.head_dim)
+        fused = fused.view(length, -1, self.head_dim)
         q, k, v = torch.split(
-            fused, [sizes.local_heads, sizes.local_kv_heads, sizes.local_kv_heads], 1
+            fused, [self.local_heads, self.local_kv_heads, self.local_kv_heads], 1
         )
         if prefix + "q_norm.weight" in self.tensors:
             q = self._norm(q, prefix + "q_norm.weight")
             k = self._norm(k, prefix + "k_norm.weight")
-        repeats = sizes.local_heads // sizes.local_kv_heads
+        repeats = self.local_heads // self.local_kv_heads
         q, k = _rotate(q, rotation), _rotate(k, rotation)
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * sizes.head_dim**-0.5
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self.head_dim**-0.5
         later = torch.ones(length, length, dtype=torch.bool).triu(1)
         weights = scores.masked_fill(later, -torch.inf).softmax(-1, dtype=torch.float32)
         mixed = torch.einsum("hqk,khd->qhd", weights.to(self.dtype), v).reshape(length, -1)
@@ -363,22 +267,23 @@ class ShardedModel(torch.nn.Module):
         w13 = self.tensors[prefix + "experts.w13_weight"]
         w2 = self.tensors[prefix + "experts.w2_weight"]
         total = torch.zeros_like(x)
-        for local, expert in enumerate(self.sizes.expert_range):
-            rows, slots = (chosen == expert).nonzero(as_tuple=True)
+        first = self.rank * len(w13) if self.experts == "ep" else 0
+        for local in range(len(w13)):
+            rows, slots = (chosen == first + local).nonzero(as_tuple=True)
             inner = _gated(x[rows] @ w13[local].T) @ w2[local].T
             total.index_add_(0, rows, inner * weights[rows, slots, None])
         return self._reduce(total)
 
     def _reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if self.sizes.tp > 1:
+        if self.tp > 1:
             x = x.contiguous()
             dist.all_reduce(x)
         return x
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        if self.sizes.tp == 1:
+        if self.tp == 1:
             return x
-        parts = [torch.empty_like(x) for _ in range(self.sizes.tp)]
+        parts = [torch.empty_like(x) for _ in range(self.tp)]
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, -1)
 
@@ -393,33 +298,22 @@ def _gated(fused: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def _check(sizes: _Sizes) -> None:
+def _check(config: Any, rank: int, tp: int, experts: str) -> None:
     """Refuses what this engine cannot compute or cut, with names and numbers."""
-    config, tp = sizes.config, sizes.tp
     if config.model_type not in FAMILIES:
         raise UnsupportedError(f"model_type {config.model_type!r}: one of {', '.join(FAMILIES)}")
-    if sizes.experts not in EXPERTS:
-        raise InvalidArgumentError(f"experts {sizes.experts!r}: one of {', '.join(EXPERTS)}")
-    if not 0 <= sizes.rank < tp:
-        raise InvalidArgumentError(f"rank {sizes.rank} of {tp} workers")
+    if experts not in EXPERTS:
+        raise InvalidArgumentError(f"experts {experts!r}: one of {', '.join(EXPERTS)}")
+    if not 0 <= rank < tp:
+        raise InvalidArgumentError(f"rank {rank} of {tp} workers")
     if getattr(config, "rope_scaling", None) or getattr(config, "use_sliding_window", False):
         raise UnsupportedError("rope_scaling and sliding windows are not computed here")
     if config.hidden_act != "silu":
         raise UnsupportedError(f"hidden_act {config.hidden_act!r}: only silu")
     if config.model_type != "qwen2" and getattr(config, "attention_bias", False):
         raise UnsupportedError("attention_bias is not computed here")
-    for name, count in (
-        ("num_attention_heads", sizes.heads),
-        ("intermediate_size", int(config.intermediate_size)),
-        ("moe_intermediate_size", int(getattr(config, "moe_intermediate_size", 0) or 0)),
-        ("num_experts", int(getattr(config, "num_experts", 0) or 0)),
-    ):
-        cut = not (name == "num_experts" and sizes.experts == "tp")
-        cut = cut and not (name == "moe_intermediate_size" and sizes.experts == "ep")
-        if cut and count % tp:
-            raise InvalidArgumentError(f"{name} {count} is not a multiple of {tp} workers")
-    if sizes.kv_heads % tp and tp % sizes.kv_heads:
-        raise InvalidArgumentError(
-            f"num_key_value_heads {sizes.kv_heads} does not fit {tp} workers"
-        )
-    _ = sizes.vocab_rows
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    if heads % tp:
+        raise InvalidArgumentError(f"num_attention_heads {heads} is not a multiple of {tp} workers")
+    if groups % tp and tp % groups:
+        raise InvalidArgumentError(f"num_key_value_heads {groups} does not fit {tp} workers")

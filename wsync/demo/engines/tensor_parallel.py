@@ -5,6 +5,7 @@ delivers those and nothing else; `delivery="full"` asks for whole tensors instea
 worker then cuts itself, as stock engines do.
 """
 
+import io
 import os
 import tempfile
 import time
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from wsync._core import InvalidArgumentError, LayoutError, StateError
-from wsync.demo.engines.sharded import ShardedModel
+from wsync.demo.engines.sharded import ShardedModel, box_at
 from wsync.demo.engines.worker import ModelWorker
 from wsync.demo.engines.workers import WorkersEngine
 from wsync.dtypes import dtype_of
@@ -25,6 +26,7 @@ from wsync.engine.destination import Boxes
 from wsync.engine.groups import Named
 from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.machine.deadline import left
+from wsync.module_tensors import same_bytes
 
 DELIVERIES: Final = ("needed", "full")
 _GROUP_SECONDS: Final = 120.0
@@ -112,17 +114,14 @@ class TensorParallelEngine(WorkersEngine):
         """
         whole: dict[str, torch.Tensor] = {}
         held: dict[str, torch.Tensor] = {}
-        for rank, pieces in enumerate(self._call("pieces", None, timeout)):
-            for name, dtype, shape, start, extent, data in pieces:
-                kind = dtype_of(dtype)
-                values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-                values = values.view(kind).reshape(extent).view(_bits(kind))
+        for rank, data in enumerate(self._call("boxes", None, timeout)):
+            for name, shape, start, values in torch.load(io.BytesIO(data)):
                 if name not in whole:
-                    whole[name] = torch.zeros(shape, dtype=kind)
+                    whole[name] = torch.zeros(shape, dtype=values.dtype)
                     held[name] = torch.zeros(shape, dtype=torch.bool)
-                box = tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))
-                target, known = whole[name].view(_bits(kind))[box], held[name][box]
-                if not torch.equal(target[known], values[known]):
+                box = box_at(start, values.shape)
+                target, known = whole[name][box], held[name][box]
+                if not same_bytes(target[known], values[known]):
                     raise LayoutError(f"{name}: worker {rank} disagrees with an earlier one")
                 target.copy_(values)
                 known.fill_(True)
@@ -136,27 +135,13 @@ class _Worker(ModelWorker):
     """A worker process: its share of the model, its receiver."""
 
     def __init__(
-        self,
-        *,
-        config: Any,
-        rank: int,
-        tp: int,
-        experts: str,
-        dtype: str,
-        delivery: str,
-        seed: int,
-        store: str,
+        self, *, rank: int, tp: int, dtype: str, delivery: str, store: str, **model: Any
     ) -> None:
-        self.model = ShardedModel(
-            config, rank=rank, tp=tp, experts=experts, dtype=dtype_of(dtype), seed=seed
-        )
+        self.model = ShardedModel(rank=rank, tp=tp, dtype=dtype_of(dtype), **model)
         if tp > 1:
+            timeout = timedelta(seconds=_GROUP_SECONDS)
             dist.init_process_group(
-                "gloo",
-                init_method="file://" + store,
-                rank=rank,
-                world_size=tp,
-                timeout=timedelta(seconds=_GROUP_SECONDS),
+                "gloo", init_method="file://" + store, rank=rank, world_size=tp, timeout=timeout
             )
         loader: Loader
         if delivery == "needed":
@@ -170,26 +155,17 @@ class _Worker(ModelWorker):
             logits = self.model.logits(argument).float().contiguous()
             # plain bytes: torch would share tensors by descriptors
             return (logits.numpy().tobytes(), tuple(logits.shape)) if self.rank == 0 else None
-        if what == "pieces":
-            return [self._piece(piece) for piece in self.model.pieces]
+        if what == "boxes":
+            held = [(*box[:3], box.held.clone()) for box in self.model.boxes]
+            torch.save(held, data := io.BytesIO())
+            return data.getvalue()
         return super().answer(what, argument)
 
     def names(self) -> Iterable[str]:
-        return (piece.name for piece in self.model.pieces)
+        return self.model.layout().names()
 
     def load_weights(self, weights: Named) -> None:
         self.model.load_weights(weights)
 
     def targets(self, shapes: Mapping[str, tuple[int, ...]]) -> Boxes:
         return Boxes(self.model.layout(), list(self.model.tensors.values()))
-
-    def _piece(self, piece: Any) -> tuple[Any, ...]:
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        values = self.model.box(piece).contiguous().reshape(-1).view(torch.uint8)
-        data = values.numpy().tobytes()
-        return piece.name, dtype, piece.shape, piece.start, piece.extent, data
-
-
-def _bits(dtype: torch.dtype) -> torch.dtype:
-    """Integers of the same size: bytes are compared, not numbers."""
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
