@@ -17,8 +17,8 @@ from support.workers import ThreadEngine
 
 import wsync
 from wsync._core import DeadlineError, LayoutBuilder, WsyncError, describe
-from wsync.engine.learn.deadline import learning
 from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.time_limit import learning
 from wsync.engine.loaders import LayoutLoader, ModuleLoader
 
 OPTIONS = wsync.Options(deadline=20, progress=False)

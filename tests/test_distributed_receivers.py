@@ -20,7 +20,7 @@ from exchange_ranks import make_plan
 from support import distributed_receivers as cases
 from support.fused import Fused, bytes_of, draw, held
 from support.procs import Ranks, spawned
-from support.relay import RelayedDoor
+from support.relay import RelayedListener
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
@@ -34,7 +34,7 @@ from wsync.exchange.groups import Rendezvous, Store, UpdateGroup
 from wsync.exchange.orders import Orders
 from wsync.layout import from_tensors
 from wsync.machine.addresses import own_address
-from wsync.messages.channel import Channel, Door, Frame, knock
+from wsync.messages.channel import Channel, Frame, Listener
 from wsync.trainer.planning import whole
 from wsync.trainer.roster import Delivery, RolloutEngine
 from wsync.trainer.sessions import remote
@@ -190,8 +190,8 @@ def test_a_network_that_carries_nothing_any_more(
     """The connections stay open, and neither end hears from the other."""
     answers: list[str] = []
     stalled, relays = threading.Event(), []
-    door = type("Door", (RelayedDoor,), {"stalled": stalled, "relays": relays})
-    monkeypatch.setattr(remote, "Door", door)
+    listener = type("Listener", (RelayedListener,), {"stalled": stalled, "relays": relays})
+    monkeypatch.setattr(remote, "Listener", listener)
     weights = {"a": torch.arange(5000.0)}
     deliver, post = engine.update_weights, RemoteSession.post
 
@@ -289,10 +289,10 @@ def test_remote_workers_and_shared_memory_exclude_each_other(engine: ProcessEngi
 
 def pair() -> tuple[Channel, Channel]:
     """The trainer's end and the worker's."""
-    door = Door("127.0.0.1", "worker 0")
-    worker = knock(door.address, 5)
-    trainer = door.accept(5)
-    door.close()
+    listener = Listener("127.0.0.1", "worker 0")
+    worker = Channel.connect(listener.address, 5)
+    trainer = listener.accept(5)
+    listener.close()
     return trainer, worker
 
 
@@ -360,13 +360,13 @@ def test_a_worker_that_connects_late_has_less_time_to_say_what_it_keeps(
 
     monkeypatch.setattr(Channel, "wait", noting)
     exporter = RemoteExporter("127.0.0.1", "worker 0")
-    knocking = threading.Timer(0.5, lambda: ends.append(knock(exporter.address, 5)))
+    connecting = threading.Timer(0.5, lambda: ends.append(Channel.connect(exporter.address, 5)))
     ends: list[Channel] = []
-    knocking.start()
+    connecting.start()
     with pytest.raises(wsync.DeadlineError, match="worker 0 did not send BLOB"):
         exporter.accept(1.0)
     assert given[0] < 1.0  # what is left of it, and not all
-    knocking.join()
+    connecting.join()
     exporter.close()
     ends[0].close()
 
@@ -426,34 +426,34 @@ def test_frames_that_no_worker_sends_are_refused(data: bytes, text: str) -> None
     worker.close()
 
 
-def test_strangers_are_not_let_in_and_keep_nobody_out() -> None:
-    door = Door("127.0.0.1", "worker 0")
-    host, port = door.address.partition("@")[2].split(":")
+def test_connections_without_the_token_are_closed_and_keep_nobody_out() -> None:
+    listener = Listener("127.0.0.1", "worker 0")
+    host, port = listener.address.partition("@")[2].split(":")
     strangers = [socket.create_connection((host, int(port)), 5) for _ in range(40)]
     for number, stranger in enumerate(strangers):
         stranger.send(bytes([1] * (number % 4)))  # some say nothing
     strangers[0].send(bytes(100))
     with pytest.raises(wsync.DeadlineError, match="worker 0 did not connect within 0 s"):
-        door.accept(0.2)
-    wrong = knock("f" * 32 + door.address[32:], 5)
-    worker = knock(door.address, 5)
-    trainer = door.accept(5)
+        listener.accept(0.2)
+    wrong = Channel.connect("f" * 32 + listener.address[32:], 5)
+    worker = Channel.connect(listener.address, 5)
+    trainer = listener.accept(5)
     trainer.send(Frame.COMMIT, b"", 5)
     assert worker.wait((Frame.COMMIT,), 5)[0] == Frame.COMMIT
     with pytest.raises(wsync.PeerClosedError):
         wrong.wait((Frame.COMMIT,), 5)
-    door.close()
+    listener.close()
     for end in (trainer, worker, wrong, *strangers):
         end.close()
 
 
 def test_addresses_that_lead_nowhere() -> None:
     with pytest.raises(wsync.ProtocolError, match="expected <token>@<host>:<port>"):
-        knock("0" * 32 + "@nowhere", 1)
+        Channel.connect("0" * 32 + "@nowhere", 1)
     with pytest.raises(wsync.PeerClosedError, match=r"no trainer at 127\.0\.0\.1:1"):
-        knock("0" * 32 + "@127.0.0.1:1", 1)
+        Channel.connect("0" * 32 + "@127.0.0.1:1", 1)
     with pytest.raises(wsync.PeerClosedError, match=r"no trainer at 127\.0\.0\.1:99999"):
-        knock("0" * 32 + "@127.0.0.1:99999", 1)
+        Channel.connect("0" * 32 + "@127.0.0.1:99999", 1)
 
 
 @pytest.mark.parametrize(
@@ -574,10 +574,14 @@ def test_a_round_is_not_loaded_before_it_is_unpacked(monkeypatch: pytest.MonkeyP
     class Channel:
         look = close = send = staticmethod(lambda *_: None)
 
+        @classmethod
+        def connect(cls, *_: object) -> Channel:
+            return cls()
+
     class Exchange:
         wait = release = staticmethod(lambda *_: None)
 
-    monkeypatch.setattr(wsync.engine.remote, "knock", lambda *_: Channel())
+    monkeypatch.setattr(wsync.engine.remote, "Channel", Channel)
     host = wsync._core.host()
     importer = wsync.engine.remote.RemoteImporter("anywhere", b"", 5.0, host)
     plan = make_plan(0)

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from wsync.messages.channel import Door
+from wsync.messages.channel import Listener
 
 
 class Relay:
@@ -61,8 +61,8 @@ class Relay:
         threading.Thread(target=what, args=arguments, daemon=True, name="relay").start()
 
 
-class RelayedDoor(Door):
-    """A door that workers reach through a relay."""
+class RelayedListener(Listener):
+    """A listener that workers reach through a relay."""
 
     stalled: threading.Event
     relays: list[Relay]

@@ -16,7 +16,7 @@ from wsync._core import (
     WsyncError,
     host,
 )
-from wsync.engine.learn.deadline import learning
+from wsync.engine.learn.time_limit import learning
 from wsync.engine.loaders import Confirms, Describes, Learner, Loader, Receipt
 from wsync.engine.update_state import UpdateState
 from wsync.machine.device import await_torch, follow_torch
@@ -233,8 +233,8 @@ class Receiver:
             )
         # the trainer listens to the teacher's session until this one has come
         self._teacher = teacher
-        door = address.decode("ascii", "replace")
-        self._importer = connect(door, blob, message.deadline, self._loader.device)
+        following = address.decode("ascii", "replace")
+        self._importer = connect(following, blob, message.deadline, self._loader.device)
 
     def _forget_teacher(self) -> None:
         teacher, self._teacher = self._teacher, None

@@ -6,7 +6,7 @@ from wsync import _core
 from wsync.exchange.base import GroupExchange
 from wsync.exchange.groups import UpdateGroup, device_of
 from wsync.exchange.orders import Orders
-from wsync.messages.channel import COUNTS, UPDATE, Frame, knock
+from wsync.messages.channel import COUNTS, UPDATE, Channel, Frame
 
 
 class RemoteImporter:
@@ -35,18 +35,18 @@ class RemoteImporter:
         self._passed = 0  # rounds of former updates, which the event has counted
         self._rounds = 0
         self._recorded: list[bool] = []
-        self._channel = knock(address, timeout)
+        self._channel = Channel.connect(address, timeout)
         try:
             self._channel.send(Frame.BLOB, blob, timeout)
         except BaseException:
             self.close()
             raise
 
-    def begin(self, timeout: float, check: _core.Check = None) -> tuple[int, int]:
+    def begin(self, timeout: float) -> tuple[int, int]:
         """Waits for an update, and before it for a plan or a lesson; (update, rounds)."""
         while True:
             wanted = (Frame.BEGIN,) if self.generation else (Frame.LESSON, Frame.PLAN)
-            kind, content = self._channel.wait(wanted, timeout, check)
+            kind, content = self._channel.wait(wanted, timeout)
             if kind == Frame.BEGIN:
                 break
             self.generation += 1
@@ -66,13 +66,7 @@ class RemoteImporter:
             self._following = self._join_round(0, timeout)
         return update, rounds
 
-    def take(
-        self,
-        round: int,
-        stream: _core.Stream | None,
-        timeout: float,
-        check: _core.Check = None,
-    ) -> None:
+    def take(self, round: int, stream: _core.Stream | None, timeout: float) -> None:
         """Has the stream wait until a round lies in the ring (None: waits here)."""
         exchange, plan, spans = self._exchange, self._plan, self._following
         if exchange is None or plan is None or spans is None:
@@ -93,35 +87,21 @@ class RemoteImporter:
             self._stream.record(self._unpacked, self._passed + round + 1)
             stream.wait(self._unpacked, self._passed + round + 1)
 
-    def wait(self, round: int, timeout: float, check: _core.Check = None) -> None:
+    def wait(self, round: int, timeout: float) -> None:
         """Has nothing to wait for: a round that was taken lies in the ring."""
 
-    def done(
-        self,
-        round: int,
-        stream: _core.Stream | None,
-        timeout: float,
-        check: _core.Check = None,
-    ) -> None:
+    def done(self, round: int, stream: _core.Stream | None, timeout: float) -> None:
         """The slot of a round is free again: now, or when the stream gets here."""
         if stream is not None:
             stream.record(self._loaded, self._passed + round + 1)
         self._recorded.append(stream is not None)
         self._channel.look()
 
-    def prepared(
-        self,
-        tensors: int,
-        nbytes: int,
-        checksum: int,
-        timeout: float,
-        check: _core.Check = None,
-    ) -> None:
-        counts = COUNTS.pack(tensors, nbytes, checksum)
-        self._channel.send(Frame.PREPARED, counts, timeout, check)
+    def prepared(self, tensors: int, nbytes: int, checksum: int, timeout: float) -> None:
+        self._channel.send(Frame.PREPARED, COUNTS.pack(tensors, nbytes, checksum), timeout)
 
-    def verdict(self, timeout: float, check: _core.Check = None) -> None:
-        self._channel.wait((Frame.COMMIT,), timeout, check)
+    def verdict(self, timeout: float) -> None:
+        self._channel.wait((Frame.COMMIT,), timeout)
 
     def fail(self, text: str) -> None:
         self._channel.fail(text)

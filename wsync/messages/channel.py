@@ -16,13 +16,12 @@ import secrets
 import select
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Collection
 from typing import Final
 
 from wsync import _core
-from wsync.machine.deadline import Check
+from wsync.machine.deadline import POLL_SECONDS, Check, Deadline
 
 # what BEGIN and PREPARED hold
 UPDATE: Final = struct.Struct("<QQ")
@@ -30,12 +29,11 @@ COUNTS: Final = struct.Struct("<QQQ")
 
 _HEADER: Final = struct.Struct("<BQ")
 _ADDRESS: Final = re.compile(r"([0-9a-f]{32})@([0-9A-Za-z._:%-]{1,253}):([0-9]{1,5})")
-_SLICE_SECONDS: Final = 0.05
 _LAST_SECONDS: Final = 1.0  # for the last words to leave
 _READ_NBYTES: Final = 1 << 20
 _SHOWN_NBYTES: Final = 2000
 _MAX_FRAMES: Final = 4  # that nobody has asked for yet
-_MAX_STRANGERS: Final = 16  # connections without a token so far
+_MAX_UNAUTHENTICATED: Final = 16  # connections that have shown no token so far
 
 
 class Frame(enum.IntEnum):
@@ -79,6 +77,35 @@ class Channel:
         self._ended = False
         self._torn = False  # a frame was sent in part: what follows would be taken for its rest
 
+    @classmethod
+    def connect(cls, address: str, timeout: float) -> Channel:
+        """A worker's end of a connection to the Listener at an address.
+
+        Raises:
+            ProtocolError: no such address.
+            PeerClosedError, DeadlineError: nobody is there.
+        """
+        match = _ADDRESS.fullmatch(address)
+        if match is None:
+            raise _core.ProtocolError(
+                f"address {address[33:120]!r}: expected <token>@<host>:<port>"
+            )
+        token, host, port = match.groups()
+        where = f"trainer at {host}:{port}"
+        try:
+            connection = socket.create_connection((host, int(port)), timeout)
+        except TimeoutError as error:
+            raise _core.DeadlineError(f"no {where} within {timeout:.0f} s") from error
+        except (OSError, OverflowError) as error:
+            raise _core.PeerClosedError(f"no {where}: {error}") from error
+        channel = cls(connection, where, _FROM_TRAINERS)
+        try:
+            channel.send(Frame.HELLO, token.encode(), timeout)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
     def send(self, kind: Frame, content: bytes, timeout: float, check: Check | None = None) -> None:
         """Sends a frame.
 
@@ -89,7 +116,7 @@ class Channel:
         """
         if self._torn:
             raise _core.StateError(f"{self.peer} was sent a part of a frame, and can only be left")
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         for part in (_HEADER.pack(kind, len(content)), content):
             left = memoryview(part)
             while left:
@@ -97,7 +124,7 @@ class Channel:
                     left = left[self._socket.send(left[:_READ_NBYTES]) :]
                     self._torn = True
                 except BlockingIOError:
-                    self._pause(select.POLLOUT, end, timeout, check, f"did not take {kind.name}")
+                    self._pause(select.POLLOUT, deadline, check, f"did not take {kind.name}")
                 except OSError as error:
                     self.look()  # its last words say more
                     raise self._gone(error) from error
@@ -112,7 +139,7 @@ class Channel:
             RemoteError: the other side has failed; its own words.
             DeadlineError, PeerClosedError, ProtocolError: nothing came, nor will, or another kind.
         """
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         names = " or ".join(kind.name for kind in wanted)
         while True:
             self.look()
@@ -123,7 +150,7 @@ class Channel:
                 return kind, content
             if self._ended:
                 raise self._gone()
-            self._pause(select.POLLIN, end, timeout, check, f"did not send {names}")
+            self._pause(select.POLLIN, deadline, check, f"did not send {names}")
 
     def numbers(self, form: struct.Struct, content: bytes) -> tuple[int, ...]:
         """What a frame of fixed size holds; ProtocolError for one of another size."""
@@ -186,22 +213,18 @@ class Channel:
         del self._buffer[:last]
         return True
 
-    def _pause(
-        self, event: int, end: float, timeout: float, check: Check | None, otherwise: str
-    ) -> None:
+    def _pause(self, event: int, deadline: Deadline, check: Check | None, late: str) -> None:
         if check is not None:
             check()
-        left = end - time.monotonic()
-        if left <= 0:
-            raise _core.DeadlineError(f"{self.peer} {otherwise} within {timeout:.0f} s")
-        _poll(self._socket, event, left)
+        deadline.check(f"{self.peer} {late}")
+        _poll(self._socket, event, deadline.left)
 
     def _gone(self, error: OSError | None = None) -> _core.PeerClosedError:
         why = f": {error.strerror}" if error is not None else ""
         return _core.PeerClosedError(f"{self.peer} is gone{why}")
 
 
-class Door:
+class Listener:
     """Where one worker is to connect.
 
     host: the address of this host that it can reach; peer: what errors call the worker.
@@ -216,50 +239,46 @@ class Door:
         self.address = f"{self._token}@{host}:{self._listener.getsockname()[1]}"
 
     def accept(self, timeout: float, check: Check | None = None) -> Channel:
-        """Waits for the worker; nobody else is let in.
+        """Waits for the worker; any other connection is closed.
 
         Raises:
             DeadlineError: it did not come.
         """
-        end = time.monotonic() + timeout
-        strangers: list[socket.socket] = []
+        deadline = Deadline(timeout)
+        waiting: list[socket.socket] = []  # for their token
         try:
             while True:
                 with contextlib.suppress(BlockingIOError, ConnectionError):
-                    strangers.append(self._listener.accept()[0])
-                    strangers[-1].setblocking(False)
-                for stranger in list(strangers):
-                    known = self._knows(stranger)
-                    if known is not None:
-                        strangers.remove(stranger)
-                        if known:
-                            return Channel(stranger, self._peer, _FROM_WORKERS)
-                        stranger.close()
-                if len(strangers) > _MAX_STRANGERS:
-                    strangers.pop(0).close()
+                    waiting.append(self._listener.accept()[0])
+                    waiting[-1].setblocking(False)
+                for connection in list(waiting):
+                    authentic = self._authenticate(connection)
+                    if authentic is not None:
+                        waiting.remove(connection)
+                        if authentic:
+                            return Channel(connection, self._peer, _FROM_WORKERS)
+                        connection.close()
+                if len(waiting) > _MAX_UNAUTHENTICATED:
+                    waiting.pop(0).close()
                 if check is not None:
                     check()
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise _core.DeadlineError(
-                        f"{self._peer} did not connect within {timeout:.0f} s"
-                    )
-                # a stranger who says nothing must not make this spin, nor one who speaks wait
-                _poll(self._listener, select.POLLIN, min(left, 0.005 if strangers else left))
+                deadline.check(f"{self._peer} did not connect")
+                # a connection that sends nothing must not make this spin, nor one that does wait
+                _poll(self._listener, select.POLLIN, min(deadline.left, 0.005 if waiting else 1.0))
         finally:
-            for stranger in strangers:
-                stranger.close()
+            for connection in waiting:
+                connection.close()
 
     def close(self) -> None:
         self._listener.close()
 
-    def _knows(self, stranger: socket.socket) -> bool | None:
+    def _authenticate(self, connection: socket.socket) -> bool | None:
         """Whether a connection has shown the token; None while it may yet."""
         hello = _HEADER.pack(Frame.HELLO, 32) + self._token.encode()
         try:
-            if len(stranger.recv(len(hello), socket.MSG_PEEK)) in range(1, len(hello)):
+            if len(connection.recv(len(hello), socket.MSG_PEEK)) in range(1, len(hello)):
                 return None
-            return hmac.compare_digest(stranger.recv(len(hello)), hello)
+            return hmac.compare_digest(connection.recv(len(hello)), hello)
         except BlockingIOError:
             return None
         except OSError:
@@ -267,34 +286,8 @@ class Door:
 
 
 def is_remote(address: str) -> bool:
-    """Whether an address is one of a Door, not of a socket on this host."""
+    """Whether an address is one of a Listener, not of a socket on this host."""
     return _ADDRESS.fullmatch(address) is not None
-
-
-def knock(address: str, timeout: float) -> Channel:
-    """Connects a worker to the door at an address.
-
-    Raises:
-        ProtocolError: no such address.
-        PeerClosedError, DeadlineError: nobody is there.
-    """
-    match = _ADDRESS.fullmatch(address)
-    if match is None:
-        raise _core.ProtocolError(f"address {address[33:120]!r}: expected <token>@<host>:<port>")
-    token, host, port = match.groups()
-    try:
-        connection = socket.create_connection((host, int(port)), timeout)
-    except TimeoutError as error:
-        raise _core.DeadlineError(f"no trainer at {host}:{port} within {timeout:.0f} s") from error
-    except (OSError, OverflowError) as error:
-        raise _core.PeerClosedError(f"no trainer at {host}:{port}: {error}") from error
-    channel = Channel(connection, f"trainer at {host}:{port}", _FROM_TRAINERS)
-    try:
-        channel.send(Frame.HELLO, token.encode(), timeout)
-    except BaseException:
-        channel.close()
-        raise
-    return channel
 
 
 def _printable(content: bytes) -> str:
@@ -306,4 +299,4 @@ def _poll(waited: socket.socket, event: int, seconds: float) -> None:
     """Waits for a socket, but no longer than until the next look around."""
     poll = select.poll()
     poll.register(waited, event)
-    poll.poll(1e3 * min(max(seconds, 0.0), _SLICE_SECONDS))
+    poll.poll(1e3 * min(seconds, POLL_SECONDS))

@@ -22,7 +22,6 @@ import torch
 from wsync._core import LayoutError
 from wsync.dtypes import dtype_of
 from wsync.engine.learn.attributes import Attribute
-from wsync.engine.learn.deadline import check
 from wsync.engine.learn.made_up_model import MadeUpModel
 from wsync.engine.learn.module_memory import (
     Area,
@@ -46,6 +45,7 @@ from wsync.engine.learn.regions import (
     minus,
     without,
 )
+from wsync.engine.learn.time_limit import check
 from wsync.engine.learn.tracer import (
     COMPUTED,
     CONSTANT,

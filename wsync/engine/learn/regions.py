@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
-from wsync.engine.learn.deadline import check
+from wsync.engine.learn.time_limit import check
 
 Dim = tuple[int, int, int]
 

@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wsync._core import checksum
-from wsync.engine.learn.deadline import check
 from wsync.engine.learn.made_up_model import MadeUpModel, there, weak
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.regions import Move, UnexpressedError, compose, without
+from wsync.engine.learn.time_limit import check
 
 SOURCE: Final = "source"  # a tensor of the model
 HELD: Final = "held"  # a tensor of the module, read when the recording's clock was `clock`

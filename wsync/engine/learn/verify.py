@@ -14,11 +14,11 @@ import torch
 
 from wsync._core import BufferTable, Layout, LayoutBuilder, Route, Stream
 from wsync.dtypes import dtype_of
-from wsync.engine.learn.deadline import check
 from wsync.engine.learn.made_up_model import MadeUpModel
 from wsync.engine.learn.module_memory import Bindings, ModuleMemory, region
 from wsync.engine.learn.recorder import Recording, RecordingError
 from wsync.engine.learn.regions import Box
+from wsync.engine.learn.time_limit import check
 from wsync.engine.loaders import LoadWeights
 from wsync.machine.device import follow_torch
 

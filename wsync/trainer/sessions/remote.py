@@ -8,7 +8,7 @@ from __future__ import annotations
 from wsync import _core
 from wsync.exchange.orders import Orders
 from wsync.machine.deadline import Check, Deadline
-from wsync.messages.channel import COUNTS, UPDATE, Channel, Door, Frame
+from wsync.messages.channel import COUNTS, UPDATE, Channel, Frame, Listener
 from wsync.trainer.manifest import Manifest
 from wsync.trainer.sessions.base import Span
 from wsync.trainer.sessions.local import WorkerSession
@@ -18,13 +18,13 @@ class RemoteExporter:
     """A trainer rank's end, with the methods of `_core.Exporter`; its rounds need no care."""
 
     def __init__(self, host: str, peer: str) -> None:
-        self._door = Door(host, peer)
+        self._listener = Listener(host, peer)
         self._channel: Channel | None = None
         self.loaded = 0  # rounds that have been exchanged: what is known here
 
     @property
     def address(self) -> str:
-        return self._door.address
+        return self._listener.address
 
     @property
     def worker_uuid(self) -> str:
@@ -39,8 +39,8 @@ class RemoteExporter:
 
     def accept(self, timeout: float, check: _core.Check = None) -> bytes:
         deadline = Deadline(timeout)
-        self._channel = self._door.accept(timeout, check)
-        self._door.close()
+        self._channel = self._listener.accept(timeout, check)
+        self._listener.close()
         return self._channel.wait((Frame.BLOB,), deadline.left, check)[1]
 
     def attach(
@@ -92,7 +92,7 @@ class RemoteExporter:
             self._channel.fail(text)
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
         if self._channel is not None:
             self._channel.close()
 

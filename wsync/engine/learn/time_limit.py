@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
 from wsync._core import DeadlineError
+from wsync.machine.deadline import Deadline
 
-# (when it ends, seconds that it may take)
-_limit: ContextVar[tuple[float, float]] = ContextVar("wsync_learning", default=(math.inf, 0.0))
+_limit: ContextVar[Deadline | None] = ContextVar("wsync_learning", default=None)
 
 
 @contextlib.contextmanager
 def learning(seconds: float) -> Iterator[None]:
     """Around what may take so long, in this thread; it calls `check` time and again."""
-    token = _limit.set((time.monotonic() + seconds, seconds))
+    token = _limit.set(Deadline(seconds))
     try:
         yield
     finally:
@@ -26,6 +24,6 @@ def learning(seconds: float) -> Iterator[None]:
 
 def check() -> None:
     """Raises DeadlineError where learning has taken too long."""
-    end, seconds = _limit.get()
-    if time.monotonic() > end:
-        raise DeadlineError(f"learning what load_weights does took over {seconds:.1f} s")
+    limit = _limit.get()
+    if limit is not None and not limit.left:
+        raise DeadlineError(f"learning what load_weights does took over {limit.seconds:.1f} s")
