@@ -641,12 +641,32 @@ def delete(managed: int) -> int:
     return 0
 
 
+def test_what_is_not_where_a_table_says_is_found() -> None:
+    tensors = [torch.ones(2, 3), torch.ones(4), torch.ones(0), torch.ones(3, 3)]
+    form = describe(tensors).form()
+    assert form.moved(tensors) is None
+    for place, change in (
+        (0, lambda tensor: tensor.clone()),
+        (1, lambda tensor: tensor.view(2, 2)),
+        (1, lambda tensor: tensor.view(torch.int32)),
+        (2, lambda tensor: torch.ones(1)),
+        (3, lambda tensor: tensor.t()),
+        (3, lambda tensor: tensor.to("meta")),  # lies nowhere
+        (3, lambda tensor: "no tensor"),
+    ):
+        changed = [change(t) if i == place else t for i, t in enumerate(tensors)]
+        assert form.moved(changed) == place, place
+    with pytest.raises(InvalidArgumentError, match="3 tensors for a table of 4"):
+        form.moved(tensors[:3])
+
+
 def test_a_form_describes_but_is_not_read() -> None:
     tensor = torch.ones(2, 3)
     form = describe([tensor]).form()
-    assert (len(form), form.nbytes, form[0]) == (1, 24, (0, "float32", (2, 3), (3, 1), 24))
+    row = (tensor.data_ptr(), "float32", (2, 3), (3, 1), 24)
+    assert (len(form), form.nbytes, form[0]) == (1, 24, row)
     assert form.differs(describe([torch.zeros(2, 3)])) is None
-    text = r"a table's form\(\) does not say where tensors lie"
+    text = r"a table's form\(\) does not keep what it describes"
     with pytest.raises(InvalidArgumentError, match=text):
         BufferTable.of(form)
     with pytest.raises(InvalidArgumentError, match=text):

@@ -194,9 +194,12 @@ class TensorTable:
     def gpu(self) -> int | None:
         """The CUDA device that some of them lie on, or None."""
     def form(self) -> TensorTable:
-        """Dtypes, shapes and strides alone: keeps no tensor alive, and cannot be read from."""
+        """The same facts, to compare with later ones: keeps no tensor alive, and cannot be read from."""
     def differs(self, other: TensorTable, /) -> int | None:
         """The first tensor whose dtype, shape or strides are not those of the other table's, or None."""
+    def moved(self, tensors: Sequence[Any], /) -> int | None:
+        """The first of these tensors whose address, dtype, shape or strides are not what the table says, or None.
+        There are as many as the table has."""
     def offsets(self, alignment: int, begin: int = 0, /) -> tuple[list[int], int]:
         """(starts, nbytes): the tensors one after another at multiples of `alignment`, a power of two up to 4096."""
 

@@ -16,7 +16,8 @@ enum { MAX_WRAPPERS = 4 };
 typedef struct describer {
     ModuleState *state;
     PyObject *names;    /* borrowed tuple or NULL */
-    PyObject *owners;   /* borrowed from the table: the tensors, and what they lie in */
+    PyObject *owners;   /* borrowed from the table: the tensors, and what they lie in; NULL:
+                         * what is read is compared at once, and nothing has to be kept */
     PyTypeObject *type; /* borrowed: the type that `api` belongs to */
     const DLPackExchangeAPI *api;
     int depth;   /* wrappers around the tensor at hand */
@@ -590,6 +591,9 @@ static int read_tensor(describer_t *describer, Py_ssize_t index, PyObject *tenso
     if (row->data == NULL && row->nbytes_spanned > 0) {
         return read_wrapper(describer, index, tensor, row);
     }
+    if (describer->owners == NULL) {
+        return 0;
+    }
     if (hold_storage(describer, index, tensor, row) < 0) {
         return -1;
     }
@@ -601,7 +605,56 @@ static int read_tensor(describer_t *describer, Py_ssize_t index, PyObject *tenso
     return refuse_lazy_bit(describer, index, tensor, describer->state->name_is_neg, "neg");
 }
 
-/* --- the function -------------------------------------------------------------------- */
+/* --- the functions ------------------------------------------------------------------- */
+
+/* The index of the first tensor that is not where a row says, or not seen as it says; the
+ * count if there is none, -1 with an exception. */
+static Py_ssize_t find_moved(describer_t *describer, PyObject *tensors,
+                             const TensorTableObject *table)
+{
+    for (Py_ssize_t i = 0; i < table->count; i++) {
+        wsync_tensor_row_t row = {0};
+
+        if (read_tensor(describer, i, PyTuple_GetItem(tensors, i), &row) < 0) {
+            /* one that lies nowhere, or that cannot be described any more */
+            if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
+                !PyErr_ExceptionMatches(PyExc_Exception)) {
+                return -1;
+            }
+            PyErr_Clear();
+            return i;
+        }
+        if (row.data != table->rows[i].data || !wsync_py_same_form(&row, &table->rows[i])) {
+            return i;
+        }
+    }
+    return table->count;
+}
+
+PyObject *wsync_py_table_moved(PyObject *self, PyObject *sequence)
+{
+    const TensorTableObject *table = (TensorTableObject *)self;
+    PyObject *tensors = PySequence_Tuple(sequence);
+    describer_t describer = {
+        .state = wsync_py_type_state(Py_TYPE(self)), .gpu = -1, .gpu_ok = 1};
+    Py_ssize_t index = -1;
+
+    if (tensors == NULL) {
+        return NULL;
+    }
+    if (PyTuple_Size(tensors) != table->count) {
+        (void)wsync_py_fail(describer.state, WSYNC_ERR_INVALID, "moved",
+                            "%zd tensors for a table of %zd", PyTuple_Size(tensors),
+                            table->count);
+    } else {
+        index = find_moved(&describer, tensors, table);
+    }
+    Py_DECREF(tensors);
+    if (index < 0) {
+        return NULL;
+    }
+    return index < table->count ? PyLong_FromSsize_t(index) : Py_NewRef(Py_None);
+}
 
 static int describe_all(describer_t *describer, PyObject *tensors, TensorTableObject *table)
 {
@@ -620,6 +673,20 @@ static int describe_all(describer_t *describer, PyObject *tensors, TensorTableOb
         }
     }
     return 0;
+}
+
+/* An object for each storage is new, and many new objects have Python look for garbage, at
+ * last among all objects of the process: that took longer than everything else here. */
+static int describe_undisturbed(describer_t *describer, PyObject *tensors,
+                                TensorTableObject *table)
+{
+    const int collects = PyGC_Disable();
+    const int result = describe_all(describer, tensors, table);
+
+    if (collects) {
+        (void)PyGC_Enable();
+    }
+    return result;
 }
 
 static int describer_init(describer_t *describer, PyObject *names, Py_ssize_t count)
@@ -658,7 +725,7 @@ static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
         goto cleanup;
     }
     table = wsync_py_table_new(describer.state, PyTuple_Size(tensors));
-    if (table != NULL && describe_all(&describer, tensors, table) < 0) {
+    if (table != NULL && describe_undisturbed(&describer, tensors, table) < 0) {
         Py_CLEAR(table);
     }
     if (table != NULL) {

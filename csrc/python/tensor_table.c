@@ -138,7 +138,7 @@ static PyObject *table_offsets(PyObject *self, PyObject *args)
     return starts != NULL ? Py_BuildValue("NK", starts, (unsigned long long)end) : NULL;
 }
 
-static bool same_form(const wsync_tensor_row_t *one, const wsync_tensor_row_t *other)
+bool wsync_py_same_form(const wsync_tensor_row_t *one, const wsync_tensor_row_t *other)
 {
     return one->dtype == other->dtype && one->ndim == other->ndim &&
            memcmp(one->shape, other->shape, sizeof(one->shape)) == 0 &&
@@ -158,7 +158,7 @@ static PyObject *table_differs(PyObject *self, PyObject *object)
     }
     count = table->count < other->count ? table->count : other->count;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (!same_form(&table->rows[i], &other->rows[i])) {
+        if (!wsync_py_same_form(&table->rows[i], &other->rows[i])) {
             return PyLong_FromSsize_t(i);
         }
     }
@@ -176,7 +176,6 @@ static PyObject *table_form(PyObject *self, PyObject *Py_UNUSED(ignored))
 
     for (Py_ssize_t i = 0; form != NULL && i < table->count; i++) {
         form->rows[i] = table->rows[i];
-        form->rows[i].data = NULL;
     }
     if (form != NULL) {
         form->nbytes = table->nbytes;
@@ -191,18 +190,24 @@ int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table)
         return 0;
     }
     (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "TensorTable",
-                        "a table's form() does not say where tensors lie");
+                        "a table's form() does not keep what it describes");
     return -1;
 }
 
 static PyMethodDef table_methods[] = {
     {"form", table_form, METH_NOARGS,
      "form($self)\n--\n\n"
-     "Dtypes, shapes and strides alone: keeps no tensor alive, and cannot be read from."},
+     "The same facts, to compare with later ones: keeps no tensor alive, and cannot be "
+     "read\n"
+     "from."},
     {"differs", table_differs, METH_O,
      "differs($self, other, /)\n--\n\n"
      "The first tensor whose dtype, shape or strides are not those of the other table's,\n"
      "or None."},
+    {"moved", wsync_py_table_moved, METH_O,
+     "moved($self, tensors, /)\n--\n\n"
+     "The first of these tensors whose address, dtype, shape or strides are not what the\n"
+     "table says, or None.  There are as many as the table has."},
     {"offsets", table_offsets, METH_VARARGS,
      "offsets($self, alignment, begin=0, /)\n--\n\n"
      "(starts, end): where the tensors lie when they are laid one after another from byte\n"

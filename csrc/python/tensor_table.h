@@ -16,7 +16,7 @@
 /* One tensor; entries of shape and stride at ndim and beyond are 1 and 0.  Strides are
  * never negative.  data may be NULL only where nbytes_spanned is 0. */
 typedef struct wsync_tensor_row {
-    void *data; /* the first element; NULL in a form */
+    void *data; /* the first element; of a form, where it was */
     wsync_dtype_t dtype;
     uint32_t ndim;
     int64_t shape[WSYNC_MAX_NDIM];
@@ -30,8 +30,8 @@ typedef struct wsync_tensor_row {
 typedef struct TensorTableObject {
     PyObject_HEAD
     PyObject *owners; /* owned list of tensors and storages, which keep what the rows point
-                       * to as long as the table lives; NULL in a form, which points to
-                       * nothing */
+                       * to as long as the table lives; NULL in a form, whose rows are only
+                       * compared */
     Py_ssize_t count;
     wsync_tensor_row_t *rows; /* owned */
     uint64_t nbytes;          /* of all elements of all tensors */
@@ -44,6 +44,12 @@ TensorTableObject *wsync_py_table_new(ModuleState *state, Py_ssize_t count);
 
 /* Raises InvalidArgumentError and returns -1 for a form. */
 int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table);
+
+/* Whether two rows have the same dtype, shape and strides. */
+bool wsync_py_same_form(const wsync_tensor_row_t *one, const wsync_tensor_row_t *other);
+
+/* TensorTable.moved(), which reads tensors as describe() does. */
+PyObject *wsync_py_table_moved(PyObject *self, PyObject *sequence);
 
 /* DLPack's description of a wsync dtype. */
 DLDataType wsync_py_dlpack_dtype(wsync_dtype_t dtype);

@@ -97,11 +97,12 @@ class Destination:
         self.names = list(names)
         self.tensors = list(tensors)
         self.twins = list(twins)
-        copies = [torch.empty_like(tensors[twin.first]) for twin in twins]
-        self._memory = [tensor.detach() for tensor in (*tensors, *copies)]
-        every = [*names, *(twin.name for twin in twins)]
-        self.table = describe(self._memory, every, gpu=True)
-        self._every = every
+        # what a twin brings, and the memory that it is compared with
+        self._copies = [
+            (torch.empty_like(tensors[twin.first]), tensors[twin.first].detach()) for twin in twins
+        ]
+        self._every = [*names, *(twin.name for twin in twins)]
+        self.table = describe(self._targets(), self._every, gpu=True)
 
     @classmethod
     def of(
@@ -152,22 +153,25 @@ class Destination:
         return builder.build()
 
     def buffers(self) -> BufferTable:
-        return BufferTable.of(self.table, self._memory)
+        return BufferTable.of(self.table)
+
+    def _targets(self) -> list[torch.Tensor]:
+        return [*self.tensors, *(copy for copy, _ in self._copies)]
 
     def check_places(self) -> None:
         """StateError: a tensor is not where it was any more, or not in the module."""
-        found = list(zip(self.names, self.tensors, self._memory, strict=False))
-        found += [(name, tensor, self._memory[index]) for name, index, tensor in self.twins]
-        for name, tensor, memory in found:
-            if seen(tensor) != seen(memory):
-                raise StateError(f"{name}: its memory was replaced while the update ran")
+        place = self.table.moved(self._targets())
+        moved = [] if place is None else [self._every[place]]
+        moved += [n for n, first, twin in self.twins if seen(twin) != seen(self.tensors[first])]
+        if moved:
+            raise StateError(f"{moved[0]}: its memory was replaced while the update ran")
         if self.snapshot is not None and self.snapshot.tensors() is None:
             raise StateError("a tensor of the module was replaced while the update ran")
 
     def check_values(self) -> None:
         """LayoutError: two names of one tensor have brought different values."""
-        for number, (name, index, _) in enumerate(self.twins, len(self.names)):
-            if not same_bytes(self._memory[number], self._memory[index]):
+        for (name, index, _), (copy, first) in zip(self.twins, self._copies, strict=True):
+            if not same_bytes(copy, first):
                 raise LayoutError(
                     f"{name} and {self.names[index]} are one tensor of the module, and {name} "
                     "brings other values"
@@ -181,22 +185,21 @@ class Boxes:
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
         self._layout = layout
         self._tensors = list(tensors)
-        self._memory = [tensor.detach() for tensor in tensors]
+        self._table = describe(self._tensors, gpu=True)
 
     def layout(self) -> Layout:
         return self._layout
 
     def buffers(self) -> BufferTable:
-        return BufferTable.of(describe(self._memory, gpu=True), self._memory)
+        return BufferTable.of(self._table)
 
     def check_values(self) -> None:
         """Each element has one name."""
 
     def check_places(self) -> None:
         """StateError: a tensor is not where it was any more."""
-        for number, (tensor, memory) in enumerate(zip(self._tensors, self._memory, strict=True)):
-            if seen(tensor) != seen(memory):
-                raise StateError(f"tensor {number}: its memory was replaced while the update ran")
+        if (place := self._table.moved(self._tensors)) is not None:
+            raise StateError(f"tensor {place}: its memory was replaced while the update ran")
 
 
 def check_owned(

@@ -33,7 +33,6 @@ from wsync._core import (
 )
 from wsync.dtypes import dtype_of
 from wsync.engine.destination import Boxes, Destination, LoadTarget, OtherName, aliases, listed
-from wsync.engine.learn.module_memory import seen
 from wsync.machine import device
 from wsync.messages.control import PIECES, WHOLE
 
@@ -379,7 +378,7 @@ class _Found:
         places = {id(t): place for place, t in enumerate(self._snapshot.tensors() or [])}
         # where a state_dict of the module's own making gives others, it is asked each time
         self._places = [places.get(id(tensor), -1) for tensor in tensors]
-        self._seen = list(map(seen, tensors))
+        self._form = describe(tensors, gpu=True).form()
 
     def again(self) -> Destination | None:
         """None: the module, or the memory of a tensor, is not what it was."""
@@ -387,7 +386,7 @@ class _Found:
         if held is None:
             return None
         tensors = [held[place] for place in self._places]
-        if list(map(seen, tensors)) != self._seen:
+        if self._form.moved(tensors) is not None:
             return None
         names, pairs = self.names
         twins = [
