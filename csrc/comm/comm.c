@@ -626,43 +626,58 @@ wsync_status_t wsync_comm_spans(wsync_comm_t *comm, uint32_t round, wsync_span_t
     return WSYNC_OK;
 }
 
-/* The messages of a round, with no rank marked. */
-static const wsync_message_t *clear_marks(wsync_comm_t *self, uint32_t round, size_t *count)
+/* Marks the peers that have to know that this rank has packed a round (READY: those that
+ * it sends to), or has read it (RELEASED: those that it receives from). */
+static void mark_peers(wsync_comm_t *self, comm_word_t word, uint32_t round)
 {
+    size_t count = 0;
+    const wsync_message_t *messages = wsync_plan_messages(self->plan, round, &count);
+
     for (uint32_t i = 0; i < self->rank_count; i++) {
         self->peers[i].marked = false;
     }
-    return wsync_plan_messages(self->plan, round, count);
+    for (size_t i = 0; i < count; i++) {
+        const bool sent = messages[i].source == self->rank;
+
+        for (uint32_t j = 0; word == COMM_WORD_READY && sent && j < messages[i].peer_count;
+             j++) {
+            self->peers[messages[i].peers[j]].marked = true;
+        }
+        self->peers[messages[i].source].marked |= word == COMM_WORD_RELEASED && !sent;
+    }
+}
+
+/* post and release: records a word for the round, announces it, and moves on *next. */
+static wsync_status_t finish_round(wsync_comm_t *self, const char *call, comm_word_t word,
+                                   uint32_t round, uint32_t *next, uint32_t limit,
+                                   wsync_stream_t *stream, wsync_error_t *err)
+{
+    wsync_status_t status = require_round(self, call, round, *next, limit, stream, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    mark_peers(self, word, round);
+    status = announce(self, word, sequence_of(self, round), stream, round, err);
+    *next += status == WSYNC_OK;
+    return wsync_ending_note_failure(&self->ending, status, err);
 }
 
 wsync_status_t wsync_comm_post(wsync_comm_t *comm, uint32_t round, wsync_stream_t *stream,
                                wsync_error_t *err)
 {
     const uint64_t sequence = sequence_of(comm, round);
-    const wsync_message_t *messages;
-    size_t count = 0;
-    wsync_status_t status = require_round(comm, "post", round, comm->next_post,
-                                          comm->next_acquire, stream, err);
+    const wsync_status_t status =
+        finish_round(comm, "post", COMM_WORD_READY, round, &comm->next_post,
+                     comm->next_acquire, stream, err);
 
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    messages = clear_marks(comm, round, &count);
-    for (size_t i = 0; i < count; i++) {
-        for (uint32_t k = 0; messages[i].source == comm->rank && k < messages[i].peer_count;
-             k++) {
-            comm->peers[messages[i].peers[k]].marked = true;
-        }
-    }
-    status = announce(comm, COMM_WORD_READY, sequence, stream, round, err);
     if (status == WSYNC_OK) {
         for (uint32_t i = 0; i < comm->rank_count; i++) {
             comm->peers[i].readers[sequence & 1] = comm->peers[i].marked;
         }
         comm->posted[sequence & 1] = sequence;
-        comm->next_post++;
     }
-    return wsync_ending_note_failure(&comm->ending, status, err);
+    return status;
 }
 
 wsync_status_t wsync_comm_wait(wsync_comm_t *comm, uint32_t round, int timeout_ms,
@@ -685,33 +700,15 @@ wsync_status_t wsync_comm_wait(wsync_comm_t *comm, uint32_t round, int timeout_m
                                 sequence_of(comm, round), deadline, round, err);
         }
     }
-    if (status == WSYNC_OK) {
-        comm->next_wait++;
-    }
+    comm->next_wait += status == WSYNC_OK;
     return wsync_ending_note_failure(&comm->ending, status, err);
 }
 
 wsync_status_t wsync_comm_release(wsync_comm_t *comm, uint32_t round,
                                   wsync_stream_t *stream, wsync_error_t *err)
 {
-    const wsync_message_t *messages;
-    size_t count = 0;
-    wsync_status_t status = require_round(comm, "release", round, comm->next_release,
-                                          comm->next_wait, stream, err);
-
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    messages = clear_marks(comm, round, &count);
-    for (size_t i = 0; i < count; i++) {
-        comm->peers[messages[i].source].marked |= messages[i].source != comm->rank;
-    }
-    status =
-        announce(comm, COMM_WORD_RELEASED, sequence_of(comm, round), stream, round, err);
-    if (status == WSYNC_OK) {
-        comm->next_release++;
-    }
-    return wsync_ending_note_failure(&comm->ending, status, err);
+    return finish_round(comm, "release", COMM_WORD_RELEASED, round, &comm->next_release,
+                        comm->next_wait, stream, err);
 }
 
 void wsync_comm_close(wsync_comm_t *comm)

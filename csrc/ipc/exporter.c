@@ -25,7 +25,6 @@ struct wsync_exporter {
     wsync_memory_t *ring; /* counted; NULL before the first attach */
     exporter_state_t state;
     bool control_sent;
-    bool post_recorded; /* the next round's record is enqueued, its frame not sent */
     bool prepared;
     uint32_t round_count;
     uint32_t next_post;
@@ -57,8 +56,11 @@ static const char *state_text(const wsync_exporter_t *self)
     return "unknown";
 }
 
+/* STATE unless `call` may come now.  INVALID for a stream (NULL: none) of another device.
+ */
 static wsync_status_t require(const wsync_exporter_t *self, const char *call,
-                              exporter_state_t state, wsync_error_t *err)
+                              exporter_state_t state, const wsync_stream_t *stream,
+                              wsync_error_t *err)
 {
     const wsync_status_t status = wsync_ending_check(&self->ending, err);
 
@@ -66,7 +68,7 @@ static wsync_status_t require(const wsync_exporter_t *self, const char *call,
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session", "%s: %s", call,
                           state_text(self));
     }
-    return status;
+    return status == WSYNC_OK ? session_check_stream(&self->link, stream, err) : status;
 }
 
 static wsync_status_t handle_frame(void *owner, wsync_frame_t *frame, wsync_error_t *err)
@@ -164,7 +166,7 @@ wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
     wsync_channel_t *channel = NULL;
     wsync_frame_t hello;
     uint8_t *data = NULL;
-    wsync_status_t status = require(exporter, "accept", EXPORTER_LISTENING, err);
+    wsync_status_t status = require(exporter, "accept", EXPORTER_LISTENING, NULL, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -288,7 +290,7 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
     wsync_frame_t frame = {.kind = SESSION_BEGIN,
                            .arguments = {update, round_count, exporter->base}};
     wsync_status_t status =
-        require(exporter, "begin", parked ? EXPORTER_PARKED : EXPORTER_ATTACHED, err);
+        require(exporter, "begin", parked ? EXPORTER_PARKED : EXPORTER_ATTACHED, NULL, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -320,7 +322,7 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
         exporter->round_count = round_count;
         exporter->next_post = 0;
         exporter->done_count = 0;
-        exporter->post_recorded = false;
+        exporter->link.recorded = false;
         exporter->prepared = false;
     }
     return wsync_ending_note_failure(&exporter->ending, status, err);
@@ -352,13 +354,8 @@ wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_r
                                       wsync_stream_t *stream, int timeout_ms,
                                       wsync_error_t *err)
 {
-    wsync_status_t status = require(exporter, "acquire", EXPORTER_UPDATING, err);
+    wsync_status_t status = require(exporter, "acquire", EXPORTER_UPDATING, stream, err);
 
-    if (status == WSYNC_OK) {
-        status = stream != NULL ? wsync_stream_check(stream, exporter->link.control->device,
-                                                     "the session", err)
-                                : WSYNC_OK;
-    }
     if (status != WSYNC_OK) {
         return status;
     }
@@ -405,13 +402,8 @@ wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
     const wsync_awaited_t awaited = {"room for round", round};
     const wsync_frame_t frame = {.kind = SESSION_ROUND, .arguments = {round}};
     const uint64_t value = exporter->base + (uint64_t)round + 1;
-    wsync_status_t status = require(exporter, "post", EXPORTER_UPDATING, err);
+    wsync_status_t status = require(exporter, "post", EXPORTER_UPDATING, stream, err);
 
-    if (status == WSYNC_OK) {
-        status = stream != NULL ? wsync_stream_check(stream, exporter->link.control->device,
-                                                     "the session", err)
-                                : WSYNC_OK;
-    }
     if (status != WSYNC_OK) {
         return status;
     }
@@ -420,22 +412,9 @@ wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
                           "post: round %u, the next is %u of %u", (unsigned)round,
                           (unsigned)exporter->next_post, (unsigned)exporter->round_count);
     }
-    status = wsync_link_drain(link, awaited, err);
-    /* Recorded first: the frame must not announce a word that nobody will write. */
-    if (status == WSYNC_OK && !exporter->post_recorded) {
-        status = wsync_stream_record(stream, wsync_link_event(link, SESSION_READY_OFFSET),
-                                     value, err);
-        if (status == WSYNC_OK) {
-            exporter->post_recorded = true;
-        }
-    }
-    if (status == WSYNC_OK) {
-        status = wsync_link_send(link, &frame, timeout_ms, awaited, err);
-    }
-    if (status == WSYNC_OK) {
-        exporter->post_recorded = false;
-        exporter->next_post++;
-    }
+    status = wsync_link_announce(link, stream, SESSION_READY_OFFSET, value, &frame,
+                                 timeout_ms, awaited, err);
+    exporter->next_post += status == WSYNC_OK;
     return wsync_ending_note_failure(&exporter->ending, status, err);
 }
 
@@ -444,7 +423,7 @@ wsync_status_t wsync_exporter_prepared(wsync_exporter_t *exporter, int timeout_m
 {
     const int64_t deadline = wsync_deadline_ms(timeout_ms);
     const wsync_awaited_t awaited = {"the receipt", -1};
-    wsync_status_t status = require(exporter, "prepared", EXPORTER_UPDATING, err);
+    wsync_status_t status = require(exporter, "prepared", EXPORTER_UPDATING, NULL, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -473,7 +452,7 @@ wsync_status_t wsync_exporter_commit(wsync_exporter_t *exporter, bool park, int 
 {
     const wsync_awaited_t awaited = {"room for the commit", -1};
     const wsync_frame_t frame = {.kind = SESSION_COMMIT, .arguments = {park ? 1 : 0}};
-    wsync_status_t status = require(exporter, "commit", EXPORTER_UPDATING, err);
+    wsync_status_t status = require(exporter, "commit", EXPORTER_UPDATING, NULL, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -482,10 +461,8 @@ wsync_status_t wsync_exporter_commit(wsync_exporter_t *exporter, bool park, int 
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
                           "commit: the worker has not said that it is prepared");
     }
-    status = wsync_link_drain(&exporter->link, awaited, err);
-    if (status == WSYNC_OK) {
-        status = wsync_link_send(&exporter->link, &frame, timeout_ms, awaited, err);
-    }
+    status =
+        wsync_link_announce(&exporter->link, NULL, 0, 0, &frame, timeout_ms, awaited, err);
     if (status == WSYNC_OK) {
         exporter->base += exporter->round_count;
         exporter->state = park ? EXPORTER_PARKING : EXPORTER_ATTACHED;
@@ -500,7 +477,7 @@ wsync_status_t wsync_exporter_park(wsync_exporter_t *exporter, int timeout_ms,
     const int64_t deadline = wsync_deadline_ms(timeout_ms);
     const wsync_awaited_t awaited = {"the parking of the ring", -1};
     wsync_error_t reason = {0};
-    wsync_status_t status = require(exporter, "park", EXPORTER_PARKING, err);
+    wsync_status_t status = require(exporter, "park", EXPORTER_PARKING, NULL, err);
 
     if (status != WSYNC_OK) {
         return status;

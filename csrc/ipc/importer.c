@@ -22,7 +22,6 @@ struct wsync_importer {
     bool committed;  /* the same of COMMIT */
     bool park_asked; /* by COMMIT */
     bool prepared_sent;
-    bool done_recorded; /* the next done's record is enqueued, its frame not sent */
     uint32_t round_count;
     uint32_t announced; /* rounds */
     uint32_t next_take;
@@ -90,7 +89,7 @@ static wsync_status_t take_begin(wsync_importer_t *self, const wsync_frame_t *fr
         self->next_take = 0;
         self->next_done = 0;
         self->prepared_sent = false;
-        self->done_recorded = false;
+        self->link.recorded = false;
         self->updating = true;
         self->begun = true;
     }
@@ -231,10 +230,11 @@ const uint8_t *wsync_importer_manifest(const wsync_importer_t *importer, size_t 
     return importer->manifest;
 }
 
-/* STATE unless an update is under way and `round` is the next to be `call`ed. */
+/* STATE unless an update is under way and `round` is the next to be `call`ed.  INVALID for
+ * a stream (NULL: none) of another device. */
 static wsync_status_t require_round(const wsync_importer_t *self, const char *call,
                                     uint32_t round, uint32_t next, uint32_t limit,
-                                    wsync_error_t *err)
+                                    const wsync_stream_t *stream, wsync_error_t *err)
 {
     const wsync_status_t status = wsync_ending_check(&self->ending, err);
 
@@ -250,7 +250,7 @@ static wsync_status_t require_round(const wsync_importer_t *self, const char *ca
                           "%s: round %u, the next is %u of %u", call, (unsigned)round,
                           (unsigned)next, (unsigned)limit);
     }
-    return WSYNC_OK;
+    return session_check_stream(&self->link, stream, err);
 }
 
 wsync_status_t wsync_importer_take(wsync_importer_t *importer, uint32_t round,
@@ -261,13 +261,8 @@ wsync_status_t wsync_importer_take(wsync_importer_t *importer, uint32_t round,
     const int64_t deadline = wsync_deadline_ms(timeout_ms);
     const wsync_awaited_t awaited = {"round", round};
     wsync_status_t status = require_round(importer, "take", round, importer->next_take,
-                                          importer->round_count, err);
+                                          importer->round_count, stream, err);
 
-    if (status == WSYNC_OK) {
-        status = stream != NULL ? wsync_stream_check(stream, importer->link.control->device,
-                                                     "the session", err)
-                                : WSYNC_OK;
-    }
     if (status != WSYNC_OK) {
         return status;
     }
@@ -292,7 +287,7 @@ wsync_status_t wsync_importer_wait(wsync_importer_t *importer, uint32_t round,
     wsync_link_t *link = &importer->link;
     const wsync_awaited_t awaited = {"round", round};
     wsync_status_t status =
-        require_round(importer, "wait", round, round, importer->next_take, err);
+        require_round(importer, "wait", round, round, importer->next_take, NULL, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -316,31 +311,14 @@ wsync_status_t wsync_importer_done(wsync_importer_t *importer, uint32_t round,
                                  .arguments = {round, stream == NULL ? 1 : 0}};
     const uint64_t value = importer->base + (uint64_t)round + 1;
     wsync_status_t status = require_round(importer, "done", round, importer->next_done,
-                                          importer->next_take, err);
+                                          importer->next_take, stream, err);
 
-    if (status == WSYNC_OK) {
-        status = stream != NULL ? wsync_stream_check(stream, importer->link.control->device,
-                                                     "the session", err)
-                                : WSYNC_OK;
-    }
     if (status != WSYNC_OK) {
         return status;
     }
-    status = wsync_link_drain(link, awaited, err);
-    if (status == WSYNC_OK && stream != NULL && !importer->done_recorded) {
-        status = wsync_stream_record(stream, wsync_link_event(link, SESSION_DONE_OFFSET),
-                                     value, err);
-        if (status == WSYNC_OK) {
-            importer->done_recorded = true;
-        }
-    }
-    if (status == WSYNC_OK) {
-        status = wsync_link_send(link, &frame, timeout_ms, awaited, err);
-    }
-    if (status == WSYNC_OK) {
-        importer->done_recorded = false;
-        importer->next_done++;
-    }
+    status = wsync_link_announce(link, stream, SESSION_DONE_OFFSET, value, &frame,
+                                 timeout_ms, awaited, err);
+    importer->next_done += status == WSYNC_OK;
     return wsync_ending_note_failure(&importer->ending, status, err);
 }
 
@@ -367,13 +345,8 @@ wsync_status_t wsync_importer_prepared(wsync_importer_t *importer,
                                                     : "an update is under way",
                           (unsigned)importer->next_done, (unsigned)importer->round_count);
     }
-    status = wsync_link_drain(link, awaited, err);
-    if (status == WSYNC_OK) {
-        status = wsync_link_send(link, &frame, timeout_ms, awaited, err);
-    }
-    if (status == WSYNC_OK) {
-        importer->prepared_sent = true;
-    }
+    status = wsync_link_announce(link, NULL, 0, 0, &frame, timeout_ms, awaited, err);
+    importer->prepared_sent = status == WSYNC_OK;
     return wsync_ending_note_failure(&importer->ending, status, err);
 }
 

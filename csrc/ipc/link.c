@@ -205,6 +205,25 @@ wsync_event_t wsync_link_event(const wsync_link_t *link, uint64_t offset)
     return (wsync_event_t){.memory = link->control, .offset = offset};
 }
 
+wsync_status_t wsync_link_announce(wsync_link_t *link, wsync_stream_t *stream,
+                                   uint64_t offset, uint64_t value,
+                                   const wsync_frame_t *frame, int timeout_ms,
+                                   wsync_awaited_t awaited, wsync_error_t *err)
+{
+    wsync_status_t status = wsync_link_drain(link, awaited, err);
+
+    /* Recorded first: the frame must not announce a word that nobody will write. */
+    if (status == WSYNC_OK && stream != NULL && !link->recorded) {
+        status = wsync_stream_record(stream, wsync_link_event(link, offset), value, err);
+        link->recorded = status == WSYNC_OK;
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_link_send(link, frame, timeout_ms, awaited, err);
+    }
+    link->recorded = link->recorded && status != WSYNC_OK;
+    return status;
+}
+
 wsync_status_t wsync_link_wait_word(wsync_link_t *link, uint64_t offset, uint64_t value,
                                     int64_t deadline_ms, wsync_awaited_t awaited,
                                     wsync_error_t *err)

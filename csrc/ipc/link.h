@@ -50,6 +50,7 @@ typedef struct wsync_link {
     wsync_memory_t *control;           /* owned; the words that the peer writes */
     int pid;                           /* of the peer */
     bool departed; /* the peer has said that it leaves: then its end is no failure */
+    bool recorded; /* the next announcement's record is enqueued, its frame not sent */
 
     void *owner;
     /* Takes one frame into the owner's state.  PROTOCOL: wsync_link_unexpected. */
@@ -76,6 +77,13 @@ void wsync_link_read(const wsync_frame_t *frame, char text[WSYNC_LINK_TEXT_NBYTE
 /* CLOSED if the peer is gone; what it sent before says why, if it sent anything. */
 wsync_status_t wsync_link_send(wsync_link_t *link, const wsync_frame_t *frame,
                                int timeout_ms, wsync_awaited_t awaited, wsync_error_t *err);
+/* Has the stream record `value` in the word at `offset`, then sends the frame that
+ * announces it; without a stream (NULL) only sends.  Handles first what has come.  After
+ * TIMEOUT a call with the same arguments sends the frame, and does not record again. */
+wsync_status_t wsync_link_announce(wsync_link_t *link, wsync_stream_t *stream,
+                                   uint64_t offset, uint64_t value,
+                                   const wsync_frame_t *frame, int timeout_ms,
+                                   wsync_awaited_t awaited, wsync_error_t *err);
 /* Receives one frame and lets the owner handle it. */
 wsync_status_t wsync_link_pump(wsync_link_t *link, int64_t deadline_ms,
                                wsync_awaited_t awaited, wsync_error_t *err);

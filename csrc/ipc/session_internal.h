@@ -30,4 +30,14 @@ enum {
     SESSION_PARKED_MS = 100, /* for the last frame of an update, which has been committed */
 };
 
+/* INVALID for a stream (NULL: none) of another device than the control memory's. */
+static inline wsync_status_t session_check_stream(const wsync_link_t *link,
+                                                  const wsync_stream_t *stream,
+                                                  wsync_error_t *err)
+{
+    return stream != NULL
+               ? wsync_stream_check(stream, link->control->device, "the session", err)
+               : WSYNC_OK;
+}
+
 #endif
