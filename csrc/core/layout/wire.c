@@ -118,82 +118,52 @@ wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,
     return WSYNC_OK;
 }
 
+/* After the first failure, which status tells, reads do nothing and give 0 or "". */
 typedef struct reader {
     const uint8_t *data;
     size_t nbytes;
     size_t at;
     char *text; /* scratch for one text and its end */
     size_t text_capacity;
+    wsync_status_t status;
     wsync_error_t *err;
 } reader_t;
 
-static wsync_status_t read_number(reader_t *reader, const char *what, uint64_t limit,
-                                  uint64_t *value)
+static uint64_t read_number(reader_t *reader, const char *what, uint64_t limit)
 {
     const size_t start = reader->at;
     uint64_t number = 0;
+    uint8_t byte = 0x80;
 
-    for (unsigned i = 0;; i++) {
-        uint8_t byte;
-
+    for (unsigned i = 0; byte >= 0x80 && reader->status == WSYNC_OK; i++) {
         if (reader->at == reader->nbytes) {
-            return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                              "byte %zu: the layout ends inside a %s", reader->at, what);
+            reader->status =
+                wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                           "byte %zu: the layout ends inside a %s", reader->at, what);
+            break;
         }
         byte = reader->data[reader->at++];
         if ((i == VARINT_MAX_NBYTES - 1 && byte > 1) || (i > 0 && byte == 0)) {
-            return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                              "byte %zu: 0x%02x does not end a %s", reader->at - 1, byte,
-                              what);
+            reader->status = wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                                        "byte %zu: 0x%02x does not end a %s",
+                                        reader->at - 1, byte, what);
         }
         number |= (uint64_t)(byte & 0x7f) << (7 * i);
-        if (byte < 0x80) {
-            break;
-        }
     }
-    if (number > limit) {
-        return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                          "byte %zu: %s %llu exceeds %llu", start, what,
-                          (unsigned long long)number, (unsigned long long)limit);
+    if (reader->status == WSYNC_OK && number > limit) {
+        reader->status = wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                                    "byte %zu: %s %llu exceeds %llu", start, what,
+                                    (unsigned long long)number, (unsigned long long)limit);
     }
-    *value = number;
-    return WSYNC_OK;
+    return reader->status == WSYNC_OK ? number : 0;
 }
 
-static wsync_status_t read_u32(reader_t *reader, const char *what, uint32_t limit,
-                               uint32_t *value)
+static int64_t read_signed(reader_t *reader, const char *what)
 {
-    uint64_t number = 0;
-    const wsync_status_t status = read_number(reader, what, limit, &number);
+    const uint64_t number = read_number(reader, what, UINT64_MAX);
+    const int64_t half = (int64_t)(number >> 1);
 
-    if (status == WSYNC_OK) {
-        *value = (uint32_t)number;
-    }
-    return status;
-}
-
-static wsync_status_t read_i64(reader_t *reader, const char *what, int64_t *value)
-{
-    uint64_t number = 0;
-    const wsync_status_t status = read_number(reader, what, INT64_MAX, &number);
-
-    if (status == WSYNC_OK) {
-        *value = (int64_t)number;
-    }
-    return status;
-}
-
-static wsync_status_t read_signed(reader_t *reader, const char *what, int64_t *value)
-{
-    uint64_t number = 0;
-    const wsync_status_t status = read_number(reader, what, UINT64_MAX, &number);
-
-    if (status == WSYNC_OK) {
-        const int64_t half = (int64_t)(number >> 1);
-
-        *value = (number & 1) != 0 ? -half - 1 : half;
-    }
-    return status;
+    return (number & 1) != 0 ? -half - 1 : half;
 }
 
 /* Length of the well-formed UTF-8 sequence at `text`, or 0: overlong forms, surrogates and
@@ -218,187 +188,165 @@ static size_t utf8_length(const uint8_t *text, size_t left)
     return length;
 }
 
-/* Leaves the text in reader->text. */
-static wsync_status_t read_text(reader_t *reader, const char *what)
+/* A text that is valid until the next one is read. */
+static const char *read_text(reader_t *reader, const char *what)
 {
-    uint64_t nbytes = 0;
+    const size_t nbytes = (size_t)read_number(reader, what, UINT32_MAX);
     char *text;
-    wsync_status_t status = read_number(reader, what, UINT32_MAX, &nbytes);
 
-    if (status != WSYNC_OK) {
-        return status;
+    if (reader->status != WSYNC_OK) {
+        return "";
     }
     if (nbytes > reader->nbytes - reader->at) {
-        return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                          "byte %zu: a %s of %llu bytes where %zu are left", reader->at,
-                          what, (unsigned long long)nbytes, reader->nbytes - reader->at);
+        reader->status = wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                                    "byte %zu: a %s of %zu bytes where %zu are left",
+                                    reader->at, what, nbytes, reader->nbytes - reader->at);
+        return "";
     }
     for (size_t i = 0; i < nbytes;) {
         const size_t length = utf8_length(reader->data + reader->at + i, nbytes - i);
 
         if (length == 0) {
-            return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                              "byte %zu: 0x%02x in a %s is not UTF-8 text", reader->at + i,
-                              reader->data[reader->at + i], what);
+            reader->status = wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                                        "byte %zu: 0x%02x in a %s is not UTF-8 text",
+                                        reader->at + i, reader->data[reader->at + i], what);
+            return "";
         }
         i += length;
     }
     text = wsync_array_reserve(reader->text, &reader->text_capacity, nbytes + 1, 1);
     if (text == NULL) {
-        return wsync_fail(reader->err, WSYNC_ERR_NO_MEMORY, 0, "wire",
-                          "no memory for a %s of %llu bytes", what,
-                          (unsigned long long)nbytes);
+        reader->status = wsync_fail(reader->err, WSYNC_ERR_NO_MEMORY, 0, "wire",
+                                    "no memory for a %s of %zu bytes", what, nbytes);
+        return "";
     }
     reader->text = text;
     memcpy(text, reader->data + reader->at, nbytes);
     text[nbytes] = '\0';
     reader->at += nbytes;
-    return WSYNC_OK;
+    return text;
 }
 
-/* What the builder refuses is malformed here; `at` is where the refused part starts. */
-static wsync_status_t refuse(reader_t *reader, size_t at, wsync_status_t status)
+/* Notes what the builder made of the part that starts at `at`: what it refuses is malformed
+ * here. */
+static void note_built(reader_t *reader, size_t at, wsync_status_t status)
 {
-    if ((status == WSYNC_ERR_INVALID || status == WSYNC_ERR_LAYOUT) &&
-        reader->err != NULL) {
+    const bool malformed = status == WSYNC_ERR_INVALID || status == WSYNC_ERR_LAYOUT;
+
+    reader->status = malformed ? WSYNC_ERR_PROTOCOL : status;
+    if (malformed && reader->err != NULL) {
         const wsync_error_t cause = *reader->err;
 
-        return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire", "byte %zu: %.700s",
-                          at, cause.message);
+        (void)wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire", "byte %zu: %.700s", at,
+                         cause.message);
     }
-    return status == WSYNC_ERR_INVALID || status == WSYNC_ERR_LAYOUT ? WSYNC_ERR_PROTOCOL
-                                                                     : status;
 }
 
-static wsync_status_t fail_twice(reader_t *reader, size_t at, const char *what)
+/* Fails if the text that starts at `at` was known: its index is not the `expected` one. */
+static void check_new(reader_t *reader, size_t at, const char *what, uint32_t index,
+                      uint32_t expected)
 {
-    return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                      "byte %zu: %s '%.256s' appears twice", at, what, reader->text);
+    if (reader->status == WSYNC_OK && index != expected) {
+        reader->status =
+            wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                       "byte %zu: %s '%.256s' appears twice", at, what, reader->text);
+    }
 }
 
-static wsync_status_t read_tensor(reader_t *reader, wsync_layout_builder_t *builder,
-                                  uint32_t expected)
+static void read_tensor(reader_t *reader, wsync_layout_builder_t *builder,
+                        uint32_t expected)
 {
     const size_t start = reader->at;
+    const char *dtype = read_text(reader, "dtype name");
     wsync_tensor_t tensor = {0};
     uint32_t index = 0;
-    wsync_status_t status = read_text(reader, "dtype name");
 
-    if (status == WSYNC_OK) {
-        status = refuse(reader, start,
-                        wsync_dtype_from_name(reader->text, &tensor.dtype, reader->err));
+    if (reader->status == WSYNC_OK) {
+        note_built(reader, start, wsync_dtype_from_name(dtype, &tensor.dtype, reader->err));
     }
-    if (status == WSYNC_OK && strcmp(wsync_dtype_name(tensor.dtype), reader->text) != 0) {
-        return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                          "byte %zu: dtype %s is spelled '%.64s'", start,
-                          wsync_dtype_name(tensor.dtype), reader->text);
+    if (reader->status == WSYNC_OK && strcmp(wsync_dtype_name(tensor.dtype), dtype) != 0) {
+        reader->status = wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                                    "byte %zu: dtype %s is spelled '%.64s'", start,
+                                    wsync_dtype_name(tensor.dtype), dtype);
     }
-    if (status == WSYNC_OK) {
-        status = read_u32(reader, "number of dimensions", WSYNC_MAX_NDIM, &tensor.ndim);
+    tensor.ndim = (uint32_t)read_number(reader, "number of dimensions", WSYNC_MAX_NDIM);
+    tensor.group = (uint32_t)read_number(reader, "group", UINT32_MAX);
+    for (unsigned i = 0; i < tensor.ndim; i++) {
+        tensor.shape[i] = (int64_t)read_number(reader, "shape", INT64_MAX);
     }
-    if (status == WSYNC_OK) {
-        status = read_u32(reader, "group", UINT32_MAX, &tensor.group);
+    tensor.name = read_text(reader, "tensor name");
+    if (reader->status == WSYNC_OK) {
+        note_built(reader, start,
+                   wsync_layout_builder_tensor(builder, &tensor, &index, reader->err));
+        check_new(reader, start, "tensor", index, expected);
     }
-    for (unsigned i = 0; i < tensor.ndim && status == WSYNC_OK; i++) {
-        status = read_i64(reader, "shape", &tensor.shape[i]);
-    }
-    if (status == WSYNC_OK) {
-        status = read_text(reader, "tensor name");
-    }
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    tensor.name = reader->text;
-    status = refuse(reader, start,
-                    wsync_layout_builder_tensor(builder, &tensor, &index, reader->err));
-    if (status == WSYNC_OK && index != expected) {
-        return fail_twice(reader, start, "tensor");
-    }
-    return status;
 }
 
-static wsync_status_t read_origin(reader_t *reader, wsync_layout_builder_t *builder,
-                                  uint32_t expected)
+static void read_origin(reader_t *reader, wsync_layout_builder_t *builder,
+                        uint32_t expected)
 {
     const size_t start = reader->at;
+    const char *name = read_text(reader, "origin name");
     uint32_t index = 0;
-    wsync_status_t status = read_text(reader, "origin name");
 
-    if (status == WSYNC_OK) {
-        status = wsync_layout_builder_origin(builder, reader->text, &index, reader->err);
+    if (reader->status == WSYNC_OK) {
+        reader->status = wsync_layout_builder_origin(builder, name, &index, reader->err);
+        check_new(reader, start, "origin", index, expected);
     }
-    if (status == WSYNC_OK && index != expected) {
-        return fail_twice(reader, start, "origin");
-    }
-    return status;
 }
 
-static wsync_status_t read_shard(reader_t *reader, wsync_layout_builder_t *builder,
-                                 uint32_t tensor, unsigned ndim)
+static void read_shard(reader_t *reader, wsync_layout_builder_t *builder, uint32_t tensor,
+                       unsigned ndim)
 {
     const size_t start = reader->at;
     wsync_shard_t shard = {.tensor = tensor, .box = wsync_box_whole(0, NULL)};
-    wsync_status_t status = read_u32(reader, "rank", WSYNC_MAX_RANKS - 1, &shard.rank);
 
-    if (status == WSYNC_OK) {
-        status = read_u32(reader, "buffer", UINT32_MAX - 1, &shard.buffer);
+    shard.rank = (uint32_t)read_number(reader, "rank", WSYNC_MAX_RANKS - 1);
+    shard.buffer = (uint32_t)read_number(reader, "buffer", UINT32_MAX - 1);
+    shard.origin = (uint32_t)read_number(reader, "origin", UINT32_MAX);
+    shard.offset = read_number(reader, "offset", INT64_MAX);
+    for (unsigned i = 0; i < ndim; i++) {
+        shard.box.start[i] = (int64_t)read_number(reader, "start", INT64_MAX);
+        shard.box.extent[i] = (int64_t)read_number(reader, "extent", INT64_MAX);
+        shard.stride[i] = read_signed(reader, "stride");
     }
-    if (status == WSYNC_OK) {
-        status = read_u32(reader, "origin", UINT32_MAX, &shard.origin);
+    if (reader->status == WSYNC_OK && wsync_box_count(&shard.box) == 0) {
+        reader->status =
+            wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                       "byte %zu: a shard of tensor %u is empty", start, tensor);
     }
-    if (status == WSYNC_OK) {
-        status = read_number(reader, "offset", INT64_MAX, &shard.offset);
+    if (reader->status == WSYNC_OK) {
+        note_built(reader, start, wsync_layout_builder_shard(builder, &shard, reader->err));
     }
-    for (unsigned i = 0; i < ndim && status == WSYNC_OK; i++) {
-        status = read_i64(reader, "start", &shard.box.start[i]);
-        if (status == WSYNC_OK) {
-            status = read_i64(reader, "extent", &shard.box.extent[i]);
-        }
-        if (status == WSYNC_OK) {
-            status = read_signed(reader, "stride", &shard.stride[i]);
-        }
-    }
-    if (status != WSYNC_OK) {
-        return status;
-    }
-    if (wsync_box_count(&shard.box) == 0) {
-        return wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                          "byte %zu: a shard of tensor %u is empty", start, tensor);
-    }
-    return refuse(reader, start, wsync_layout_builder_shard(builder, &shard, reader->err));
 }
 
 /* Counts are not trusted with memory: every item takes bytes of its own, and what is made
  * of it grows as it is read. */
-static wsync_status_t read_layout(reader_t *reader, wsync_layout_builder_t *builder)
+static void read_layout(reader_t *reader, wsync_layout_builder_t *builder)
 {
-    uint64_t tensor_count = 0;
-    uint64_t count = 0;
-    wsync_status_t status = read_number(reader, "tensor count", UINT32_MAX, &tensor_count);
+    const uint64_t tensor_count = read_number(reader, "tensor count", UINT32_MAX);
+    uint64_t count;
 
-    for (uint64_t i = 0; i < tensor_count && status == WSYNC_OK; i++) {
-        status = read_tensor(reader, builder, (uint32_t)i);
+    for (uint64_t i = 0; i < tensor_count && reader->status == WSYNC_OK; i++) {
+        read_tensor(reader, builder, (uint32_t)i);
     }
-    if (status == WSYNC_OK) {
-        status = read_number(reader, "origin count", UINT32_MAX, &count);
+    count = read_number(reader, "origin count", UINT32_MAX);
+    for (uint64_t i = 0; i < count && reader->status == WSYNC_OK; i++) {
+        read_origin(reader, builder, (uint32_t)i);
     }
-    for (uint64_t i = 0; i < count && status == WSYNC_OK; i++) {
-        status = read_origin(reader, builder, (uint32_t)i);
-    }
-    for (uint64_t i = 0; i < tensor_count && status == WSYNC_OK; i++) {
+    for (uint64_t i = 0; i < tensor_count && reader->status == WSYNC_OK; i++) {
         const unsigned ndim = wsync_layout_builder_peek(builder, (uint32_t)i)->ndim;
 
-        status = read_number(reader, "shard count", UINT32_MAX, &count);
-        for (uint64_t j = 0; j < count && status == WSYNC_OK; j++) {
-            status = read_shard(reader, builder, (uint32_t)i, ndim);
+        count = read_number(reader, "shard count", UINT32_MAX);
+        for (uint64_t j = 0; j < count && reader->status == WSYNC_OK; j++) {
+            read_shard(reader, builder, (uint32_t)i, ndim);
         }
     }
-    if (status == WSYNC_OK && reader->at != reader->nbytes) {
-        status = wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                            "byte %zu: %zu bytes follow the layout", reader->at,
-                            reader->nbytes - reader->at);
+    if (reader->status == WSYNC_OK && reader->at != reader->nbytes) {
+        reader->status = wsync_fail(reader->err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                                    "byte %zu: %zu bytes follow the layout", reader->at,
+                                    reader->nbytes - reader->at);
     }
-    return status;
 }
 
 wsync_status_t wsync_layout_decode(const uint8_t *data, size_t nbytes,
@@ -417,7 +365,8 @@ wsync_status_t wsync_layout_decode(const uint8_t *data, size_t nbytes,
     }
     status = wsync_layout_builder_create(&builder, err);
     if (status == WSYNC_OK) {
-        status = read_layout(&reader, builder);
+        read_layout(&reader, builder);
+        status = reader.status;
     }
     if (status == WSYNC_OK) {
         status = wsync_layout_builder_finish(builder, layout, err);
