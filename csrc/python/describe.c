@@ -20,14 +20,14 @@ typedef struct describer {
                          * what is read is compared at once, and nothing has to be kept */
     PyTypeObject *type; /* borrowed: the type that `api` belongs to */
     const DLPackExchangeAPI *api;
-    int depth;   /* wrappers around the tensor at hand */
-    int gpu_ok;  /* whether tensors may lie on a GPU */
-    int64_t gpu; /* that they lie on; -1: none has so far */
+    Py_ssize_t index; /* of the tensor at hand */
+    int depth;        /* wrappers around the tensor at hand */
+    int gpu_ok;       /* whether tensors may lie on a GPU */
+    int64_t gpu;      /* that they lie on; -1: none has so far */
 } describer_t;
 
 /* Raises "<name> (<type>): <what>" for one tensor; drops an exception that is set. */
-__attribute__((format(printf, 5, 6))) static int fail_tensor(const describer_t *describer,
-                                                             Py_ssize_t index,
+__attribute__((format(printf, 4, 5))) static int fail_tensor(const describer_t *describer,
                                                              PyObject *tensor,
                                                              wsync_status_t status,
                                                              const char *format, ...)
@@ -44,11 +44,11 @@ __attribute__((format(printf, 5, 6))) static int fail_tensor(const describer_t *
     va_end(arguments);
     PyErr_Clear();
     if (describer->names != NULL) {
-        name = PyObject_Str(PyTuple_GetItem(describer->names, index));
+        name = PyObject_Str(PyTuple_GetItem(describer->names, describer->index));
     }
     if (name == NULL) {
         PyErr_Clear();
-        name = PyUnicode_FromFormat("tensor %zd", index);
+        name = PyUnicode_FromFormat("tensor %zd", describer->index);
     }
     name_text = name != NULL ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
     if (name_text != NULL && type_text != NULL) {
@@ -75,14 +75,14 @@ static PyObject *attribute_text(PyObject *tensor, const char *name)
 }
 
 /* Sparse and opaque tensors have no strided memory: torch's own message does not say so. */
-static bool fail_layout(const describer_t *describer, Py_ssize_t index, PyObject *tensor)
+static bool fail_layout(const describer_t *describer, PyObject *tensor)
 {
     PyObject *text = attribute_text(tensor, "layout");
     const char *name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : "torch.strided";
     const bool failed = strcmp(name, "torch.strided") != 0;
 
     if (failed) {
-        (void)fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+        (void)fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
                           "layout %.64s is not supported, only torch.strided", name);
     }
     Py_XDECREF(text);
@@ -90,7 +90,7 @@ static bool fail_layout(const describer_t *describer, Py_ssize_t index, PyObject
 }
 
 /* Turns the exception that is set into UnsupportedError that names the tensor. */
-static int fail_with_cause(const describer_t *describer, Py_ssize_t index, PyObject *tensor)
+static int fail_with_cause(const describer_t *describer, PyObject *tensor)
 {
     PyObject *type = NULL;
     PyObject *value = NULL;
@@ -104,7 +104,7 @@ static int fail_with_cause(const describer_t *describer, Py_ssize_t index, PyObj
         return -1;
     }
     PyErr_Fetch(&type, &value, &traceback);
-    if (fail_layout(describer, index, tensor)) {
+    if (fail_layout(describer, tensor)) {
         goto cleanup;
     }
     text = value != NULL ? PyObject_Str(value) : NULL;
@@ -113,7 +113,7 @@ static int fail_with_cause(const describer_t *describer, Py_ssize_t index, PyObj
         cause = "no reason given";
     }
     length = (int)strcspn(cause, "\n"); /* torch appends pages of hints */
-    (void)fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+    (void)fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
                       "torch does not tell where its elements lie: %.*s", length, cause);
 
 cleanup:
@@ -126,8 +126,7 @@ cleanup:
 
 /* --- dtype ---------------------------------------------------------------------------- */
 
-static int read_dtype(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                      wsync_dtype_t *dtype)
+static int read_dtype(const describer_t *describer, PyObject *tensor, wsync_dtype_t *dtype)
 {
     PyObject *object = PyObject_GetAttr(tensor, describer->state->name_dtype);
     PyObject *known = NULL;
@@ -136,7 +135,7 @@ static int read_dtype(const describer_t *describer, Py_ssize_t index, PyObject *
     int result = -1;
 
     if (object == NULL) {
-        return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
+        return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
                            "not a torch tensor: it has no dtype");
     }
     known = PyDict_GetItemWithError(describer->state->dtype_codes, object);
@@ -154,12 +153,12 @@ static int read_dtype(const describer_t *describer, Py_ssize_t index, PyObject *
         goto cleanup;
     }
     if (strncmp(name, "torch.", 6) != 0) {
-        result = fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
+        result = fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
                              "not a torch tensor: its dtype is %.64s", name);
         goto cleanup;
     }
     if (wsync_dtype_from_name(name, dtype, NULL) != WSYNC_OK) {
-        result = fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+        result = fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
                              "dtype %.64s is not supported", name);
         goto cleanup;
     }
@@ -177,18 +176,18 @@ cleanup:
 
 /* Conjugation and negation are bits on the tensor, not in its bytes, and DLPack drops them.
  */
-static int refuse_lazy_bit(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                           PyObject *method, const char *what)
+static int refuse_lazy_bit(const describer_t *describer, PyObject *tensor, PyObject *method,
+                           const char *what)
 {
     PyObject *answer = PyObject_CallMethodObjArgs(tensor, method, NULL);
     const int set = answer != NULL ? PyObject_IsTrue(answer) : -1;
 
     Py_XDECREF(answer);
     if (set < 0) {
-        return fail_with_cause(describer, index, tensor);
+        return fail_with_cause(describer, tensor);
     }
     if (set != 0) {
-        return fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+        return fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
                            "its %s bit is set: its bytes are not its values", what);
     }
     return 0;
@@ -197,7 +196,7 @@ static int refuse_lazy_bit(const describer_t *describer, Py_ssize_t index, PyObj
 /* --- shape, strides and address ------------------------------------------------------- */
 
 /* Fills the sizes of a row whose data, dtype, ndim, shape and stride are set. */
-static int finish_row(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
+static int finish_row(const describer_t *describer, PyObject *tensor,
                       wsync_tensor_row_t *row)
 {
     const int64_t item = (int64_t)wsync_dtype_nbytes(row->dtype);
@@ -215,7 +214,7 @@ static int finish_row(const describer_t *describer, Py_ssize_t index, PyObject *
         int64_t reach = 0;
 
         if (row->shape[i] < 0 || row->stride[i] < 0) {
-            return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
+            return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
                                "dim %u: extent %lld, stride %lld", (unsigned)i,
                                (long long)row->shape[i], (long long)row->stride[i]);
         }
@@ -229,7 +228,7 @@ static int finish_row(const describer_t *describer, Py_ssize_t index, PyObject *
                    __builtin_mul_overflow(count, item, &nbytes);
     }
     if (overflow) {
-        return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
+        return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
                            "shape and strides span more than 2^63 bytes");
     }
     row->nbytes = (uint64_t)nbytes;
@@ -250,7 +249,7 @@ static uint64_t ask_number(PyObject *object, PyObject *method)
 /* Has the table own the storage that a finished row lies in: a tensor may get another one
  * (x.data = y) while the row is in use.  The storage was asked for after the row was read,
  * so it is checked to be the same, and that it was not made smaller than its tensor. */
-static int hold_storage(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
+static int hold_storage(const describer_t *describer, PyObject *tensor,
                         const wsync_tensor_row_t *row)
 {
     PyObject *storage =
@@ -268,12 +267,12 @@ static int hold_storage(const describer_t *describer, Py_ssize_t index, PyObject
     }
     Py_XDECREF(storage);
     if (PyErr_Occurred()) {
-        return fail_with_cause(describer, index, tensor);
+        return fail_with_cause(describer, tensor);
     }
     offset = (uint64_t)(uintptr_t)row->data - base;
     if (row->nbytes_spanned > 0 && ((uintptr_t)row->data < base || offset > nbytes ||
                                     row->nbytes_spanned > nbytes - offset)) {
-        return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
+        return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
                            "its elements span %llu bytes at 0x%llx, but its storage is "
                            "%llu bytes at 0x%llx: it was made smaller, freed or replaced",
                            (unsigned long long)row->nbytes_spanned,
@@ -283,27 +282,26 @@ static int hold_storage(const describer_t *describer, Py_ssize_t index, PyObject
     return 0;
 }
 
-static int fail_ndim(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                     long long ndim)
+static int fail_ndim(const describer_t *describer, PyObject *tensor, long long ndim)
 {
-    return fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+    return fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
                        "has %lld dimensions, at most %d are supported", ndim,
                        (int)WSYNC_MAX_NDIM);
 }
 
-static int fail_device(const describer_t *describer, Py_ssize_t index, PyObject *tensor)
+static int fail_device(const describer_t *describer, PyObject *tensor)
 {
     PyObject *text = attribute_text(tensor, "device");
     const char *name = text != NULL ? PyUnicode_AsUTF8AndSize(text, NULL) : "(unknown)";
 
     if (describer->gpu >= 0) {
-        (void)fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+        (void)fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
                           "lies on device %.64s, others on cuda:%lld: one device serves "
                           "them all",
                           name, (long long)describer->gpu);
     } else {
         (void)fail_tensor(
-            describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+            describer, tensor, WSYNC_ERR_UNSUPPORTED,
             "lies on device %.64s; %s is read here", name,
             describer->gpu_ok ? "memory of CPU and CUDA devices" : "CPU memory only");
     }
@@ -322,18 +320,18 @@ static bool take_gpu(describer_t *describer, int64_t ordinal)
 }
 
 /* Copies what DLPack says of a tensor whose dtype is known. */
-static int read_view(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                     const DLTensor *view, wsync_tensor_row_t *row)
+static int read_view(const describer_t *describer, PyObject *tensor, const DLTensor *view,
+                     wsync_tensor_row_t *row)
 {
     const DLDataType dtype = wsync_py_dlpack_dtype(row->dtype);
     uintptr_t data = 0;
 
     if (view->ndim < 0 || view->ndim > WSYNC_MAX_NDIM) {
-        return fail_ndim(describer, index, tensor, view->ndim);
+        return fail_ndim(describer, tensor, view->ndim);
     }
     if (view->dtype.code != dtype.code || view->dtype.bits != dtype.bits ||
         view->dtype.lanes != dtype.lanes) {
-        return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
+        return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
                            "its dtype is %s, but its elements are of DLPack's code %u with "
                            "%u bits and %u lanes",
                            wsync_dtype_name(row->dtype), view->dtype.code, view->dtype.bits,
@@ -341,7 +339,7 @@ static int read_view(const describer_t *describer, Py_ssize_t index, PyObject *t
     }
     if ((view->ndim > 0 && (view->shape == NULL || view->strides == NULL)) ||
         __builtin_add_overflow((uintptr_t)view->data, view->byte_offset, &data)) {
-        return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
+        return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
                            "DLPack gives no shape, no strides or no address for it");
     }
     row->data = view->data != NULL ? (char *)view->data + view->byte_offset : NULL;
@@ -353,8 +351,7 @@ static int read_view(const describer_t *describer, Py_ssize_t index, PyObject *t
     return 0;
 }
 
-static int read_exchange(describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                         wsync_tensor_row_t *row)
+static int read_exchange(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
 {
     DLTensor view; /* shape and strides are borrowed from the tensor: copy them at once */
 
@@ -362,15 +359,15 @@ static int read_exchange(describer_t *describer, Py_ssize_t index, PyObject *ten
         if (!PyErr_Occurred()) {
             PyErr_SetString(PyExc_RuntimeError, "DLPack exchange failed");
         }
-        return fail_with_cause(describer, index, tensor);
+        return fail_with_cause(describer, tensor);
     }
     if (view.device.device_type != kDLCPU && view.device.device_type != kDLCUDAHost &&
         !(view.device.device_type == kDLCUDA &&
           take_gpu(describer, view.device.device_id))) {
-        return fail_device(describer, index, tensor);
+        return fail_device(describer, tensor);
     }
     row->on_gpu = view.device.device_type == kDLCUDA;
-    return read_view(describer, index, tensor, &view, row);
+    return read_view(describer, tensor, &view, row);
 }
 
 /* Copies tensor.shape or tensor.stride() into out; returns the length or -1. */
@@ -411,18 +408,17 @@ static bool on_readable_device(describer_t *describer, PyObject *tensor, bool *o
     return readable && PyErr_Occurred() == NULL;
 }
 
-static int check_item(const describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                      wsync_dtype_t dtype)
+static int check_item(const describer_t *describer, PyObject *tensor, wsync_dtype_t dtype)
 {
     PyObject *answer = PyObject_CallMethod(tensor, "element_size", NULL);
     const size_t nbytes = answer != NULL ? PyLong_AsSize_t(answer) : 0;
 
     Py_XDECREF(answer);
     if (PyErr_Occurred()) {
-        return fail_with_cause(describer, index, tensor);
+        return fail_with_cause(describer, tensor);
     }
     if (nbytes != wsync_dtype_nbytes(dtype)) {
-        return fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
+        return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
                            "its dtype is %s, but its elements have %zu bytes",
                            wsync_dtype_name(dtype), nbytes);
     }
@@ -430,7 +426,7 @@ static int check_item(const describer_t *describer, Py_ssize_t index, PyObject *
 }
 
 /* The way of torch before 2.10: five Python calls a tensor. */
-static int read_attributes(describer_t *describer, Py_ssize_t index, PyObject *tensor,
+static int read_attributes(describer_t *describer, PyObject *tensor,
                            wsync_tensor_row_t *row)
 {
     const bool readable = on_readable_device(describer, tensor, &row->on_gpu);
@@ -438,50 +434,49 @@ static int read_attributes(describer_t *describer, Py_ssize_t index, PyObject *t
     Py_ssize_t ndim = -1;
 
     if (PyErr_Occurred()) {
-        return fail_with_cause(describer, index, tensor);
+        return fail_with_cause(describer, tensor);
     }
     if (!readable) {
-        return fail_device(describer, index, tensor);
+        return fail_device(describer, tensor);
     }
     ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), row->shape);
     if (ndim > WSYNC_MAX_NDIM) {
-        return fail_ndim(describer, index, tensor, ndim);
+        return fail_ndim(describer, tensor, ndim);
     }
     if (ndim < 0 ||
         read_integers(PyObject_CallMethod(tensor, "stride", NULL), row->stride) != ndim) {
         if (!PyErr_Occurred()) {
             PyErr_SetString(PyExc_ValueError, "shape and stride() differ in length");
         }
-        return fail_with_cause(describer, index, tensor);
+        return fail_with_cause(describer, tensor);
     }
     address = PyObject_CallMethod(tensor, "data_ptr", NULL);
     row->data = address != NULL ? PyLong_AsVoidPtr(address) : NULL;
     Py_XDECREF(address);
     if (PyErr_Occurred()) {
-        return fail_with_cause(describer, index, tensor);
+        return fail_with_cause(describer, tensor);
     }
     row->ndim = (uint32_t)ndim;
-    return check_item(describer, index, tensor, row->dtype);
+    return check_item(describer, tensor, row->dtype);
 }
 
 /* --- one tensor ----------------------------------------------------------------------- */
 
-static int read_tensor(describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                       wsync_tensor_row_t *row);
+static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row);
 
 /* The elements of a wrapper that says nothing of placements lie as its shape says. */
-static int check_same_shape(const describer_t *describer, Py_ssize_t index,
-                            PyObject *tensor, const wsync_tensor_row_t *row)
+static int check_same_shape(const describer_t *describer, PyObject *tensor,
+                            const wsync_tensor_row_t *row)
 {
     int64_t shape[WSYNC_MAX_NDIM];
     const Py_ssize_t ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), shape);
 
     if (ndim < 0) {
-        return fail_with_cause(describer, index, tensor);
+        return fail_with_cause(describer, tensor);
     }
     if (ndim != (Py_ssize_t)row->ndim ||
         memcmp(shape, row->shape, (size_t)ndim * sizeof(*shape)) != 0) {
-        return fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+        return fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
                            "its _local_tensor has another shape, and it has no placements "
                            "that would say why");
     }
@@ -490,8 +485,8 @@ static int check_same_shape(const describer_t *describer, Py_ssize_t index,
 
 /* A DTensor holds its elements in _local_tensor.  Placements that hold partial sums are not
  * a weight's bytes. */
-static int read_local(describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                      PyObject *local, wsync_tensor_row_t *row)
+static int read_local(describer_t *describer, PyObject *tensor, PyObject *local,
+                      wsync_tensor_row_t *row)
 {
     PyObject *placements = NULL;
     PyObject *tuple = NULL;
@@ -499,7 +494,7 @@ static int read_local(describer_t *describer, Py_ssize_t index, PyObject *tensor
     int result = 0;
 
     if (describer->depth == MAX_WRAPPERS) {
-        return fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+        return fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
                            "its elements lie below more than %d wrappers", MAX_WRAPPERS);
     }
     placements = PyObject_GetAttrString(tensor, "placements");
@@ -513,19 +508,19 @@ static int read_local(describer_t *describer, Py_ssize_t index, PyObject *tensor
 
         Py_XDECREF(partial);
         if (is_partial < 0) {
-            result = fail_with_cause(describer, index, tensor);
+            result = fail_with_cause(describer, tensor);
         } else if (is_partial > 0) {
-            result = fail_tensor(describer, index, tensor, WSYNC_ERR_UNSUPPORTED,
+            result = fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
                                  "mesh dim %zd holds partial sums, not a weight", i);
         }
     }
     if (result == 0) {
         describer->depth++;
-        result = read_tensor(describer, index, local, row);
+        result = read_tensor(describer, local, row);
         describer->depth--;
     }
     if (result == 0 && tuple == NULL) {
-        result = check_same_shape(describer, index, tensor, row);
+        result = check_same_shape(describer, tensor, row);
     }
     Py_XDECREF(tuple);
     Py_XDECREF(placements);
@@ -533,8 +528,7 @@ static int read_local(describer_t *describer, Py_ssize_t index, PyObject *tensor
 }
 
 /* Torch gave no address: the elements are in an inner tensor, or nowhere. */
-static int read_wrapper(describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                        wsync_tensor_row_t *row)
+static int read_wrapper(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
 {
     PyObject *type = NULL;
     PyObject *value = NULL;
@@ -545,12 +539,12 @@ static int read_wrapper(describer_t *describer, Py_ssize_t index, PyObject *tens
     PyErr_Fetch(&type, &value, &traceback);
     local = PyObject_GetAttrString(tensor, "_local_tensor");
     if (local != NULL && local != tensor) {
-        result = read_local(describer, index, tensor, local, row);
+        result = read_local(describer, tensor, local, row);
     } else if (type != NULL) {
         PyErr_Restore(type, value, traceback);
         type = value = traceback = NULL;
     } else {
-        (void)fail_tensor(describer, index, tensor, WSYNC_ERR_INVALID,
+        (void)fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
                           "its %llu bytes lie nowhere: torch gives a NULL pointer (a "
                           "wrapper subclass, or storage that was freed)",
                           (unsigned long long)row->nbytes);
@@ -562,8 +556,7 @@ static int read_wrapper(describer_t *describer, Py_ssize_t index, PyObject *tens
     return result;
 }
 
-static int read_tensor(describer_t *describer, Py_ssize_t index, PyObject *tensor,
-                       wsync_tensor_row_t *row)
+static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_row_t *row)
 {
     int result;
 
@@ -574,35 +567,34 @@ static int read_tensor(describer_t *describer, Py_ssize_t index, PyObject *tenso
         }
         describer->type = Py_TYPE(tensor);
     }
-    if (read_dtype(describer, index, tensor, &row->dtype) < 0) {
+    if (read_dtype(describer, tensor, &row->dtype) < 0) {
         return -1;
     }
     if (describer->api != NULL && describer->api->dltensor_from_py_object_no_sync != NULL) {
-        result = read_exchange(describer, index, tensor, row);
+        result = read_exchange(describer, tensor, row);
     } else {
-        result = read_attributes(describer, index, tensor, row);
+        result = read_attributes(describer, tensor, row);
     }
     if (result < 0) {
-        return read_wrapper(describer, index, tensor, row);
+        return read_wrapper(describer, tensor, row);
     }
-    if (finish_row(describer, index, tensor, row) < 0) {
+    if (finish_row(describer, tensor, row) < 0) {
         return -1;
     }
     if (row->data == NULL && row->nbytes_spanned > 0) {
-        return read_wrapper(describer, index, tensor, row);
+        return read_wrapper(describer, tensor, row);
     }
     if (describer->owners == NULL) {
         return 0;
     }
-    if (hold_storage(describer, index, tensor, row) < 0) {
+    if (hold_storage(describer, tensor, row) < 0) {
         return -1;
     }
     if ((row->dtype == WSYNC_DTYPE_COMPLEX64 || row->dtype == WSYNC_DTYPE_COMPLEX128) &&
-        refuse_lazy_bit(describer, index, tensor, describer->state->name_is_conj, "conj") <
-            0) {
+        refuse_lazy_bit(describer, tensor, describer->state->name_is_conj, "conj") < 0) {
         return -1;
     }
-    return refuse_lazy_bit(describer, index, tensor, describer->state->name_is_neg, "neg");
+    return refuse_lazy_bit(describer, tensor, describer->state->name_is_neg, "neg");
 }
 
 /* --- the functions ------------------------------------------------------------------- */
@@ -615,7 +607,8 @@ static Py_ssize_t find_moved(describer_t *describer, PyObject *tensors,
     for (Py_ssize_t i = 0; i < table->count; i++) {
         wsync_tensor_row_t row = {0};
 
-        if (read_tensor(describer, i, PyTuple_GetItem(tensors, i), &row) < 0) {
+        describer->index = i;
+        if (read_tensor(describer, PyTuple_GetItem(tensors, i), &row) < 0) {
             /* one that lies nowhere, or that cannot be described any more */
             if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
                 !PyErr_ExceptionMatches(PyExc_Exception)) {
@@ -664,7 +657,8 @@ static int describe_all(describer_t *describer, PyObject *tensors, TensorTableOb
     }
     describer->owners = table->owners;
     for (Py_ssize_t i = 0; i < table->count; i++) {
-        if (read_tensor(describer, i, PyTuple_GetItem(tensors, i), &table->rows[i]) < 0) {
+        describer->index = i;
+        if (read_tensor(describer, PyTuple_GetItem(tensors, i), &table->rows[i]) < 0) {
             return -1;
         }
         if (__builtin_add_overflow(table->nbytes, table->rows[i].nbytes, &table->nbytes)) {
