@@ -6,8 +6,9 @@ import itertools
 import math
 from typing import Any
 
+import hypothesis
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
@@ -15,6 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 from wsync.engine.learn import regions
+from wsync.engine.learn.deadline import learning
 from wsync.engine.learn.regions import (
     Move,
     UnexpressedError,
@@ -54,9 +56,12 @@ def pairs(draw: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
     return count, draw(views(count)), draw(views(count))
 
 
-def between(view: torch.Tensor, other: int, *, writes: bool) -> Move:
-    """A move from (or to) a view of memory at 0, to (or from) contiguous memory at `other`."""
-    strides = [math.prod(view.shape[axis + 1 :]) * ITEM for axis in range(view.dim())]
+def between(view: torch.Tensor, other: int, *, writes: bool, gap: int = 0) -> Move:
+    """A move from (or to) a view of memory at 0, to (or from) memory at `other` that is contiguous,
+    or has so many elements between each two rows."""
+    strides = [
+        math.prod(n + gap for n in view.shape[axis + 1 :]) * ITEM for axis in range(view.dim())
+    ]
     mine = [stride * ITEM for stride in view.stride()]
     place = view.storage_offset() * ITEM
     if writes:
@@ -93,16 +98,35 @@ def test_reading_what_was_written(drawn: tuple[int, torch.Tensor, torch.Tensor])
     }
 
 
+@st.composite
+def windows(draw: Any) -> tuple[int, torch.Tensor]:
+    """Views whose rows may begin anywhere, and have elements in common."""
+    count = draw(st.sampled_from(SIZES))
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    strides = draw(st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape)))
+    reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    hypothesis.assume(reach < count)
+    start = draw(st.integers(0, count - 1 - reach))
+    return count, torch.arange(count).as_strided(shape, strides, start)
+
+
 @settings(max_examples=300, deadline=None)
-@given(pairs(), st.sampled_from([(-1,), (-1, 4), (2, -1, 3), (1, -1, 6, 1)]))
+@example((48, torch.arange(48)[2:10].view(2, 4)), (-1, 8), 4)
+@given(
+    st.one_of(pairs().map(lambda drawn: drawn[::2]), windows()),
+    st.sampled_from([(-1,), (-1, 4), (2, -1, 3), (1, -1, 6, 1)]),
+    st.sampled_from([0, 4]),
+)
 def test_boxes_of_a_tensor(
-    drawn: tuple[int, torch.Tensor, torch.Tensor], shape: tuple[int, ...]
+    drawn: tuple[int, torch.Tensor], shape: tuple[int, ...], gap: int
 ) -> None:
-    count, _, seen = drawn
+    count, seen = drawn
     tensor = torch.arange(count).reshape(shape)
-    read = between(seen, 50_000, writes=False)
+    read = between(seen, 50_000, writes=False, gap=gap)
     found: dict[int, int] = {}
-    for box in boxes(read, 0, tensor.shape, ITEM):
+    with learning(60.0):
+        cells = boxes(read, 0, tensor.shape, ITEM)
+    for box in cells:
         for index in itertools.product(*(range(n) for n in box.extent)):
             place = tuple(i + j for i, j in zip(index, box.start, strict=True))
             address = box.address + sum(i * s for i, s in zip(index, box.strides, strict=True))

@@ -200,7 +200,7 @@ def _divided(
     if room < 1:
         return _peeled(part, dim)
     carries = axis > 0 and grid.strides[axis - 1] == extent * grid.strides[axis]
-    if carries and extent % steps == 0 and digit < steps:
+    if carries and extent % steps == 0 and digit + inner < steps:
         row = extent // steps
         if count % row == 0:
             outer = (count // row, stride * row, destination * row)
@@ -383,7 +383,7 @@ def _cell_boxes(cell: Cell, axes: Sequence[int], ndim: int) -> Iterator[Box]:
     repeated: list[tuple[int, int, int, int]] = []
     for count, k, steps, stride in sorted(cell.dims, key=lambda d: d[2]):
         axis = axes[k] if k >= 0 else -1
-        if axis >= 0 and steps == 1:
+        if axis >= 0 and steps == extent[axis] == 1:
             extent[axis], strides[axis] = count, stride
         elif axis >= 0 and steps == extent[axis] and stride == strides[axis] * steps > 0:
             extent[axis] *= count
