@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,8 +82,8 @@ class Dead(Engine):
         raise wsync.PeerClosedError("engine dead: gone")
 
 
-def disk(folder: Path, *engines: Any, options: wsync.Options = OPTIONS) -> DiskSync:
-    return DiskSync({"a": torch.zeros(3)}, engines, folder=folder, options=options)
+def disk(folder: Path, *engines: Any, options: wsync.Options = OPTIONS, **more: Any) -> DiskSync:
+    return DiskSync({"a": torch.zeros(3)}, engines, folder=folder, options=options, **more)
 
 
 def fail_once(folder: Path, slow: Engine, what: str, go_on: threading.Event) -> DiskSync:
@@ -159,6 +160,59 @@ def test_versions_that_engines_fail_to_load_do_not_add_up(tmp_path: Path) -> Non
             found = sorted(path.name for path in tmp_path.glob("weight_v*"))
             assert found == [f"weight_v{k:06d}" for k in (number - 1, number) if k]
             assert newest(tmp_path).name == found[-1]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_slime_s_updater_calls_no_other_weights_what_was_published(
+    again: bool, tmp_path: Path
+) -> None:
+    engine = Engine("engine")
+    engine.acts["load 1"] = wsync.RemoteError("no room")
+    args = SimpleNamespace(update_weight_disk_dir=str(tmp_path))
+    layout = wsync.layout.from_tensors({"a": torch.zeros(3)})
+    updater = wsync.UpdateWeightFromDisk(args, layout, None, model_name="any", options=OPTIONS)
+    updater.connect_rollout_engines([engine])
+    with pytest.raises(wsync.RemoteError, match="no room"):
+        updater.update_weights()
+    if again:
+        updater.connect_rollout_engines([engine])
+    updater.update_weights()
+    updater.disconnect_rollout_engines()
+    assert engine.told[-2:] == ["load 2", "resume"]
+    assert updater.weight_version == 2
+
+
+def test_a_version_counts_though_a_rank_dies_when_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> None:
+        if (tmp_path / "latest").exists():
+            raise wsync.PeerClosedError("a trainer rank is gone")
+
+    with disk(tmp_path) as sync:
+        with monkeypatch.context() as patch, pytest.raises(wsync.PeerClosedError):
+            patch.setattr(sync._group, "barrier", gone)
+            sync.update()
+        assert newest(tmp_path).name == "weight_v000001"
+        assert sync.update().version == "2"
+
+
+def test_a_reader_is_not_told_that_there_is_no_version_when_a_newer_one_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Path.resolve
+    with disk(tmp_path, keep=1) as sync:
+        sync.update()
+
+        def resolve(self: Path, strict: bool = False) -> Path:
+            found = original(self, strict)
+            if self.name == "latest" and found.name == "weight_v000001":
+                monkeypatch.undo()
+                sync.update()
+            return found
+
+        monkeypatch.setattr(Path, "resolve", resolve)
+        assert newest(tmp_path).name == "weight_v000002"
 
 
 # --- what the file system does ----------------------------------------------------------------
@@ -272,8 +326,8 @@ def test_a_folder_that_does_not_answer_costs_the_deadline_and_gets_no_version(
         kept = {".lock", versions._UNFINISHED}
         assert not [path for path in tmp_path.iterdir() if path.name not in kept]
         sync.options = OPTIONS
-        sync.update()
-    assert newest(tmp_path).name == "weight_v000001"
+        version = sync.update().version
+    assert newest(tmp_path).name == f"weight_v{int(version):06d}"
 
 
 def test_an_interrupt_at_any_line_leaves_no_folder_locked(tmp_path: Path) -> None:

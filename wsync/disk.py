@@ -156,6 +156,7 @@ class DiskSync(Updates):
             if self._group.rank == 0:
                 stack.enter_context(calls.within(root, self._versions.writing()))
             folder = self._write(self._given(weights), report, calls)
+            self._count()
             with report.phase("publish"):
                 if self._group.rank == 0:
                     publish = functools.partial(self._versions.publish, folder, calls.still_wanted)
@@ -163,7 +164,6 @@ class DiskSync(Updates):
                     # it counts, whatever engines make of it: tries that fail must not add up
                     stack.callback(self._prune, calls)
                 self._group.barrier()
-            self._count()
             with report.phase("engines"):
                 if self._group.rank == 0:
                     self._load(str(folder), report.version)

@@ -152,8 +152,10 @@ class Updater:
         if self._sync is None:
             raise _core.StateError("update_weights before connect_rollout_engines")
         self._sync.version = self.weight_version
-        report = self._sync.update(self._weights_getter)
-        self.weight_version = self._sync.version
+        try:
+            report = self._sync.update(self._weights_getter)
+        finally:  # one that fails may have told somebody of the version
+            self.weight_version = self._sync.version
         self.update_weight_metrics = report.metrics()
 
     def pop_metrics(self) -> dict[str, float]:

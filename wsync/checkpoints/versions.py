@@ -43,10 +43,12 @@ def newest(root: str | os.PathLike[str]) -> Path:
     It can be read until `keep` - 1 more have become complete; what is open by then, to the end.
     Raises StateError where there is none yet.
     """
-    found = Path(_folder(root), LATEST).resolve()
-    if not (found / INDEX).exists():
-        raise _core.StateError(f"{os.fspath(root)}: holds no complete version yet")
-    return found
+    link, before = Path(_folder(root), LATEST), None
+    while (found := link.resolve()) != before:  # a writer may have removed what it led to
+        if (found / INDEX).exists():
+            return found
+        before = found
+    raise _core.StateError(f"{os.fspath(root)}: holds no complete version yet")
 
 
 class Versions:
