@@ -28,112 +28,82 @@ sent what it keeps, and is compared with what load_weights makes of whole tensor
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; 0 if everything was verified, 1 if not, 2 for bad arguments."""
     parser = _parser()
-    chosen = parser.parse_args(arguments)
-    expert_parallel = chosen.ep
-    if expert_parallel is None:
-        expert_parallel = 2 if chosen.model == "qwen3-moe" else 1
+    chosen = vars(parser.parse_args(arguments))
+    report, picture = chosen.pop("json"), chosen.pop("timeline")
+    if chosen["ep"] is None:
+        chosen["ep"] = 2 if chosen["model"] == "qwen3-moe" else 1
     try:
-        settings = Settings(
-            chosen.model,
-            chosen.tp,
-            chosen.pp,
-            expert_parallel,
-            updates=chosen.updates,
-            mode=chosen.mode,
-            engine=chosen.engine,
-            engine_tp=chosen.engine_tp,
-            engine_ep=chosen.engine_ep,
-            broadcast=chosen.broadcast,
-            engine_path=tuple(chosen.engine_path.split(os.pathsep)) if chosen.engine_path else (),
-        )
+        settings = Settings(**chosen)
     except ValueError as error:
         parser.error(str(error))
-    if chosen.timeline and Path(chosen.timeline).suffix not in timeline.SUFFIXES:
-        parser.error(f"--timeline {chosen.timeline}: ends with neither .svg nor .json")
-    if chosen.timeline and chosen.mode == "disk":
+    if picture and picture.suffix not in timeline.SUFFIXES:
+        parser.error(f"--timeline {picture}: ends with neither .svg nor .json")
+    if picture and settings.mode == "disk":
         parser.error("--timeline: in mode disk there are no rounds to draw")
-    for option, path in (("--json", chosen.json), ("--timeline", chosen.timeline)):
-        if path:
-            try:
-                with open(path, "a", encoding="utf-8"):
-                    pass
-            except OSError as error:
-                parser.error(f"{option} {path}: {error.strerror}")
+    for path in filter(None, (report, picture)):
+        try:
+            path.open("a").close()
+        except OSError as error:
+            parser.error(f"{path}: {error.strerror}")
     # Four trainer processes and four engine processes share the machine's cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         with tempfile.TemporaryDirectory(prefix="wsync-trace-") as folder:
-            if chosen.timeline:
+            if picture:
                 os.environ[trace.VARIABLE] = folder
             facts = run_demo(settings)
-            if chosen.timeline:
-                _draw(Path(chosen.timeline), Path(folder), facts)
+            if picture:
+                _draw(picture, Path(folder), facts)
     except DemoFailed as error:
         print(f"wsync demo: {error}", file=sys.stderr)
         return 1
     print_report(facts)
-    if chosen.json:
-        with open(chosen.json, "w", encoding="utf-8") as file:
-            json.dump(facts, file, indent=2)
-            file.write("\n")
+    if report:
+        report.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return 0 if facts["verified"] else 1
 
 
 def _parser() -> argparse.ArgumentParser:
+    """All but --json and --timeline are fields of Settings."""
     parser = argparse.ArgumentParser(prog="wsync demo", description=_DESCRIPTION)
-    parser.add_argument("--model", choices=("qwen3", "qwen3-moe"), default="qwen3")
-    parser.add_argument(
-        "--tp", type=int, default=2, help="tensor-parallel size: 1, 2, 4 or 8 (default 2)"
-    )
-    parser.add_argument(
-        "--pp", type=int, default=2, help="pipeline-parallel size: 1, 2 or 4 (default 2)"
-    )
-    parser.add_argument(
-        "--ep", type=int, help="expert-parallel size: 1, 2, 4 or 8 (default 2 for qwen3-moe)"
-    )
-    parser.add_argument(
-        "--updates",
-        type=int,
-        default=3,
-        help="weight updates, each after some optimizer steps (default 3)",
-    )
-    parser.add_argument(
-        "--mode",
-        choices=MODES,
-        default="colocated",
-        help="how weights travel: through shared memory (colocated, the default), over gloo as to "
-        "remote engines (distributed) or to the HTTP engine alone (mixed), or through a checkpoint",
-    )
-    parser.add_argument(
-        "--broadcast",
-        choices=("auto", "bucket", "tensor"),
-        default="auto",
-        help="bucket, tensor: remote engines get whole tensors in broadcasts, as without wsync",
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("transformers", "sglang"),
-        default="transformers",
-        help="sglang: SGLang's own model classes, which are learnt from, in place of both engines",
-    )
-    parser.add_argument(
-        "--engine-tp",
-        type=int,
-        default=2,
-        help="tensor-parallel size of the engine: 1, 2, 4 or 8 (default 2)",
-    )
-    parser.add_argument(
-        "--engine-ep", type=int, default=1, help="its experts' (sglang, qwen3-moe; default 1)"
-    )
+    for name, default, known, text in (
+        ("model", "qwen3", ("qwen3", "qwen3-moe"), "what is trained"),
+        (
+            *("mode", "colocated", MODES),
+            "how weights travel: through shared memory (colocated), over gloo as to remote engines "
+            "(distributed) or to the HTTP engine alone (mixed), or through a checkpoint (disk)",
+        ),
+        (
+            *("broadcast", "auto", ("auto", "bucket", "tensor")),
+            "bucket, tensor: remote engines get whole tensors in broadcasts, as without wsync",
+        ),
+        (
+            *("engine", "transformers", ("transformers", "sglang")),
+            "sglang: SGLang's own model classes, which are learnt from, in place of both engines",
+        ),
+    ):
+        text += f" (default {default})"
+        parser.add_argument(f"--{name}", choices=known, default=default, help=text)
+    for name, size, text in (
+        ("tp", 2, "tensor-parallel size: 1, 2, 4 or 8"),
+        ("pp", 2, "pipeline-parallel size: 1, 2 or 4"),
+        ("ep", None, "expert-parallel size: 1, 2, 4 or 8; 2 for qwen3-moe"),
+        ("updates", 3, "weight updates, each after some optimizer steps"),
+        ("engine-tp", 2, "tensor-parallel size of the engine: 1, 2, 4 or 8"),
+        ("engine-ep", 1, "expert-parallel size of the engine, for sglang and qwen3-moe"),
+    ):
+        text += f" (default {size or 1})"
+        parser.add_argument(f"--{name}", type=int, default=size, help=text)
     parser.add_argument(
         "--engine-path",
         metavar="FOLDERS",
+        type=lambda text: tuple(text.split(os.pathsep)),
+        default=(),
         help="where SGLang and what it imports are looked for first, separated by colons",
     )
-    parser.add_argument(
-        "--timeline", metavar="FILE", help="draw the last update: FILE.svg, or a trace FILE.json"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the facts to FILE")
+    text = "draw the last update: FILE.svg, or a trace FILE.json"
+    parser.add_argument("--timeline", metavar="FILE", type=Path, help=text)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the facts to FILE")
     return parser
 
 

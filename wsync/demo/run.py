@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
-import multiprocessing.context
 import multiprocessing.forkserver
 import os
-import socket
 import tempfile
-import time
-import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
+from wsync._core import DeadlineError
 from wsync.demo.sglang_files import how_to_get
 from wsync.doctor import importable
+from wsync.machine.deadline import Deadline
 from wsync.machine.environment import variable
 
 MODES = ("colocated", "distributed", "mixed", "disk")
-_START_SECONDS = 600.0
+LACKING = "lacking"  # a file in which a rank says what the machine lacks
+_FACTS = "facts.json"  # rank 0's
+_SECONDS = 600.0
 
 
 class DemoFailed(RuntimeError):
@@ -139,31 +139,35 @@ def run_demo(settings: Settings) -> dict[str, Any]:
             "(--tp, --pp and --ep do not apply)",
             flush=True,
         )
-    context = _forked()
     with tempfile.TemporaryDirectory(prefix="wsync-demo-") as folder:
-        processes: list[BaseProcess] = []
-        pipes: list[Connection] = []
-        store = f"{folder}/store"
-        try:
-            for rank in range(settings.ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_rank, args=(rank, settings, store, theirs))
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            return _collect(pipes)
-        finally:
-            _end(processes)
+        _run_ranks(settings, Path(folder))
+        facts: dict[str, Any] = json.loads(Path(folder, _FACTS).read_text(encoding="utf-8"))
+        return facts
 
 
-def _forked() -> multiprocessing.context.ForkServerContext:
-    """A context whose processes are forked from one that has imported what they need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["wsync.demo.preload"])
+def _run_ranks(settings: Settings, folder: Path) -> None:
+    """Runs the trainer's processes, forked from one that has imported what they need."""
+    from torch.multiprocessing.spawn import ProcessException, start_processes
+
+    multiprocessing.set_forkserver_preload(["wsync.demo.preload"])
     with variable("PYTHONSAFEPATH", "1"):  # the current folder may be the source's
         multiprocessing.forkserver.ensure_running()
-    return context
+    start: Any = start_processes
+    ranks = start(_rank, (settings, folder), settings.ranks, join=False, start_method="forkserver")
+    deadline = Deadline(_SECONDS)
+    try:
+        while not ranks.join(deadline.left):
+            deadline.check("the trainer's processes did not finish")
+    except DeadlineError as error:
+        raise DemoFailed(str(error)) from None
+    except ProcessException as error:
+        lacking = folder / LACKING
+        if lacking.exists():
+            raise DemoFailed(lacking.read_text(encoding="utf-8")) from None
+        raise DemoFailed(f"trainer rank {error.error_index} failed: {error}") from None
+    finally:
+        for process in ranks.processes:
+            process.terminate()
 
 
 def _sglang_missing(path: Sequence[str]) -> str:
@@ -180,65 +184,15 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _collect(pipes: list[Connection]) -> dict[str, Any]:
-    """Waits for every rank; the first failure counts."""
-    facts: dict[str, Any] = {}
-    pending = dict(enumerate(pipes))
-    deadline = time.monotonic() + _START_SECONDS
-    while pending:
-        if time.monotonic() > deadline:
-            raise DemoFailed(f"ranks {sorted(pending)} did not finish in {_START_SECONDS:.0f} s")
-        for rank, pipe in list(pending.items()):
-            if pipe not in wait(list(pending.values()), timeout=0.2):
-                continue
-            try:
-                kind, content = pipe.recv()
-            except EOFError:
-                raise DemoFailed(f"trainer rank {rank} died") from None
-            if kind == "progress":
-                print(content, flush=True)
-                continue
-            if kind == "error":
-                raise DemoFailed(f"trainer rank {rank} failed:\n{content}")
-            if kind == "lacking":
-                raise DemoFailed(content)
-            if rank == 0:
-                facts = content
-            del pending[rank]
-    return facts
-
-
-def _end(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        process.join(10)
-        if process.is_alive():
-            process.terminate()
-            process.join(5)
-        if process.is_alive():
-            process.kill()
-
-
-def _rank(rank: int, settings: Settings, store: str, results: Connection) -> None:
+def _rank(rank: int, settings: Settings, folder: Path) -> None:
     """Main function of one trainer process."""
     import torch
 
+    from wsync.demo.trainer import train
+
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    try:
-        from wsync.demo.trainer import train
-
-        def say(text: str) -> None:
-            results.send(("progress", text))
-
-        results.send(("facts", train(rank, settings, store, say)))
-    except DemoFailed as error:
-        results.send(("lacking", str(error)))
-        raise SystemExit(1) from None
-    except BaseException:
-        results.send(("error", traceback.format_exc()))
-        raise SystemExit(1) from None
-
-
-def _loopback() -> str:
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    facts = train(rank, settings, folder)
+    if rank == 0:
+        (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")

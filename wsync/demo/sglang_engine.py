@@ -28,7 +28,7 @@ _SECONDS = 120.0
 
 
 class SglangEngine(WorkersEngine):
-    """tp workers with a model of `config` each; close it, or use `with`.
+    """tp workers with a model of `config` each, as the demo's engine; close it, or use `with`.
 
     path: folders in which the workers find SGLang and what it imports, before all others.
 
@@ -39,14 +39,35 @@ class SglangEngine(WorkersEngine):
         facts = {**config.to_dict(), "architectures": None}
         settings = [{"config": facts, "rank": rank, "tp": tp, "ep": ep} for rank in range(tp)]
         super().__init__(_Worker, settings, name="SGLang", timeout=_SECONDS, path=path)
+        self.handles: list[EngineHandle] = [self]
+        self.processes = {str(pid): f"SGLang worker {rank}" for rank, pid in enumerate(self.pids)}
+        parallel = f"TP{tp}" + (f", EP{ep}" if ep > 1 else "")
+        name = f"SGLang's model classes, {parallel}, {tp} processes"
+        self.facts: list[dict[str, Any]] = [{"name": name, "checked": ""}]
 
-    def compare(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
-        """What a worker holds that SGLang's own load_weights would not have made of the weights,
-        as texts."""
+    def note(self, moment: str, prompt: list[int]) -> None:
+        """Nothing: these engines do not generate."""
+
+    def check(
+        self, expected: Mapping[str, torch.Tensor], version: str, **generation: object
+    ) -> list[str]:
+        """Compares every worker's bytes with SGLang's own loading of the same weights; returns what
+        is wrong."""
         data = io.BytesIO()
-        torch.save(dict(weights), data)
+        torch.save(dict(expected), data)
         differing = self._call("compare", [data.getvalue()] * self.workers, _SECONDS)
-        return [f"worker {rank}: {name}" for rank, names in enumerate(differing) for name in names]
+        problems = [
+            f"SGLang: worker {rank}: {name} has other bytes"
+            for rank, names in enumerate(differing)
+            for name in names
+        ]
+        if self.weight_version != version:
+            problems.append(f"SGLang: version {self.weight_version!r} instead of {version!r}")
+        self.facts[0]["checked"] = (
+            f"all that its workers keep of {len(expected)} tensors is what SGLang's own "
+            f"load_weights makes of them; version {self.weight_version}"
+        )
+        return problems
 
 
 class _Worker(ModelWorker):
@@ -96,7 +117,7 @@ class _Worker(ModelWorker):
         own.load_weights(list(weights.items()))
         wanted, found = _held(own), _held(self._model)
         names = sorted(wanted.keys() | found.keys())
-        return [f"{name} has other bytes" for name in names if wanted.get(name) != found.get(name)]
+        return [name for name in names if wanted.get(name) != found.get(name)]
 
     def _build(self) -> Any:
         return sglang_host.build(self._config.model_type, self._config, dtype=torch.float32)
@@ -122,48 +143,3 @@ def _held(model: torch.nn.Module) -> dict[str, bytes]:
         fact[0]: tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         for fact, tensor in zip(held.facts, held.tensors, strict=True)
     }
-
-
-class SglangEngines:
-    """The demo's engines where SGLang's model classes are wanted: one."""
-
-    def __init__(self, config: Any, *, tp: int, ep: int, path: Sequence[str]) -> None:
-        self._engine = SglangEngine(config, tp=tp, ep=ep, path=path)
-        parallel = f"TP{tp}" + (f", EP{ep}" if ep > 1 else "")
-        name = f"SGLang's model classes, {parallel}, {tp} processes"
-        self._facts: list[dict[str, Any]] = [{"name": name, "checked": ""}]
-
-    @property
-    def handles(self) -> list[EngineHandle]:
-        return [self._engine]
-
-    def note(self, moment: str, prompt: list[int]) -> None:
-        """Nothing: these engines do not generate."""
-
-    def check(
-        self,
-        expected: dict[str, torch.Tensor],
-        ids: torch.Tensor,
-        logits: torch.Tensor,
-        version: str,
-        tolerance: float,
-    ) -> list[str]:
-        """Compares every worker's bytes with SGLang's own loading of the same weights."""
-        problems = self._engine.compare(expected)
-        if self._engine.weight_version != version:
-            problems.append(f"version {self._engine.weight_version!r} instead of {version!r}")
-        self._facts[0]["checked"] = (
-            f"all that its workers keep of {len(expected)} tensors is what SGLang's own "
-            f"load_weights makes of them; version {self._engine.weight_version}"
-        )
-        return [f"SGLang: {problem}" for problem in problems]
-
-    def processes(self) -> dict[str, str]:
-        """What runs in each process, by its id."""
-        return {str(pid): f"SGLang worker {rank}" for rank, pid in enumerate(self._engine.pids)}
-
-    def facts(self) -> list[dict[str, Any]]:
-        return self._facts
-
-    def close(self) -> None:
-        self._engine.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 import wsync
 from wsync.demo import reference
 from wsync.demo.pair import Engines
-from wsync.demo.run import DemoFailed, Settings
-from wsync.demo.sglang_engine import SglangEngines
+from wsync.demo.run import LACKING, Settings
+from wsync.demo.sglang_engine import SglangEngine
 from wsync.handles.base import EngineHandle
 from wsync.layout import TrainerLayout, from_tensors
 
@@ -82,39 +82,36 @@ class PlainTrainer:
         pass
 
 
-def train(rank: int, settings: Settings, store: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """What one rank does; rank 0 says how far it is and returns the facts of the demo."""
+def train(rank: int, settings: Settings, folder: Path) -> dict[str, Any]:
+    """What one rank does; rank 0 prints how far it is and returns the facts of the demo."""
     config = settings.config()
-    with _distributed(rank, settings, store):
+    with contextlib.ExitStack() as stack:
+        if settings.megatron:
+            stack.enter_context(_distributed(rank, settings, folder / "store"))
         trainer = MegatronTrainer(settings, config) if settings.megatron else PlainTrainer(config)
-        engines = _start_engines(settings, config) if rank == 0 else None
-        if engines is not None:
-            say("engines: " + "; ".join(fact["name"] for fact in engines.facts()))
-        try:
-            facts = _updates(trainer, engines, settings, Path(store).with_name("versions"), say)
-        finally:
-            if engines is not None:
-                engines.close()
-            trainer.close()
-    return facts
+        stack.callback(trainer.close)
+        engines = None
+        if rank == 0:
+            engines = _start_engines(settings, config, folder)
+            stack.callback(engines.close)
+            print("engines: " + "; ".join(fact["name"] for fact in engines.facts), flush=True)
+        return _updates(trainer, engines, settings, folder / "versions")
 
 
-def _start_engines(settings: Settings, config: Any) -> Engines | SglangEngines:
+def _start_engines(settings: Settings, config: Any, folder: Path) -> Engines | SglangEngine:
     if settings.engine == "transformers":
         return Engines(config, settings.engine_tp)
     try:
-        return SglangEngines(
+        return SglangEngine(
             config, tp=settings.engine_tp, ep=settings.engine_ep, path=settings.engine_path
         )
     except wsync.RemoteError as error:
-        raise DemoFailed(str(error)) from error
+        (folder / LACKING).write_text(str(error), encoding="utf-8")
+        raise
 
 
 @contextlib.contextmanager
-def _distributed(rank: int, settings: Settings, store: str) -> Iterator[None]:
-    if settings.ranks == 1 and not settings.megatron:
-        yield
-        return
+def _distributed(rank: int, settings: Settings, store: Path) -> Iterator[None]:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -130,12 +127,11 @@ def _distributed(rank: int, settings: Settings, store: str) -> Iterator[None]:
 
 def _updates(
     trainer: MegatronTrainer | PlainTrainer,
-    engines: Engines | SglangEngines | None,
+    engines: Engines | SglangEngine | None,
     settings: Settings,
     folder: Path,
-    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Alternates training and updating; every rank takes part, rank 0 reports."""
+    """Alternates training and updating; every rank takes part, rank 0 has engines and reports."""
     text = list(SENTENCE.encode())
     ids = torch.tensor([text])
     prompt = text[:PROMPT_LENGTH]
@@ -143,25 +139,27 @@ def _updates(
     updates: list[dict[str, Any]] = []
     if engines is not None:
         engines.note("before", prompt)
-    handles = engines.handles if engines is not None else []
-    count = nbytes = 0
+    expected: dict[str, torch.Tensor] = {}
+    handles = [] if engines is None else engines.handles
     with _connect(trainer.layout, handles, settings, folder) as sync:
         for number in range(1, settings.updates + 1):
             for _ in range(STEPS_PER_UPDATE):
                 trainer.step(ids)
             report = sync.update(version=number)
             expected = trainer.reference()
-            logits = trainer.logits(ids)
-            found: list[str] = []
-            if engines is not None:
-                found = engines.check(expected, ids, logits, str(number), TOLERANCE)
-                say(f"update {number} of {settings.updates}: {'WRONG' if found else 'verified'}")
+            logits = trainer.logits(ids)[0]
+            if engines is None:
+                continue
+            found = engines.check(
+                expected, str(number), ids=text, logits=logits, tolerance=TOLERANCE
+            )
+            verdict = "WRONG" if found else "verified"
+            print(f"update {number} of {settings.updates}: {verdict}", flush=True)
             problems += [f"update {number}: {problem}" for problem in found]
             updates.append({**report.facts(), "verified": not found})
-            count = len(expected)
-            nbytes = sum(t.numel() * t.itemsize for t in expected.values())
-    if engines is not None:
-        engines.note("after", prompt)
+    if engines is None:
+        return {}
+    engines.note("after", prompt)
     if isinstance(engines, Engines) and settings.mode == "disk":
         found = engines.join_late(folder, expected, str(settings.updates))
         problems += [f"after the last update: {problem}" for problem in found]
@@ -173,13 +171,13 @@ def _updates(
         "trainer": "megatron-core" if settings.megatron else "torch",
         "parallel": settings.parallel,
         "ranks": settings.ranks,
-        "tensors": count,
-        "bytes": nbytes,
+        "tensors": len(expected),
+        "bytes": sum(tensor.nbytes for tensor in expected.values()),
         "phases": updates[-1]["phases"],
         "redundancy": updates[-1]["redundancy"],
         "updates": updates,
-        "engines": [] if engines is None else engines.facts(),
-        "processes": {} if engines is None else engines.processes(),
+        "engines": engines.facts,
+        "processes": engines.processes,
         "versions": _versions(),
     }
 

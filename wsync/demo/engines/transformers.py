@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wsync._core import InvalidArgumentError, StateError, checksum
+from wsync import _core
+from wsync._core import InvalidArgumentError, StateError
 from wsync.demo.engines.gate import REQUEST_SECONDS, Gate
 from wsync.demo.engines.worker import ModuleWorker
 from wsync.engine.destination import aliases
@@ -223,7 +224,7 @@ class Engine(ModuleWorker):
         update that is under way."""
         state: Mapping[str, torch.Tensor] = self.model.state_dict()
         with self.gate.update(REQUEST_SECONDS):
-            return {names[0]: f"{_checksum(state[names[0]]):016x}" for names in aliases(state)}
+            return {names[0]: checksum(state[names[0]]) for names in aliases(state)}
 
     def model_info(self) -> dict[str, Any]:
         config = self.model.config
@@ -284,9 +285,10 @@ def _pick(logits: torch.Tensor, temperature: float) -> tuple[int, float]:
     return token, float(logprobs[token])
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> str:
+    """64 bits of a tensor's bytes, in hex."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return checksum(flat.numpy())
+    return f"{_core.checksum(flat.numpy()):016x}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
