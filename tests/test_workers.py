@@ -81,6 +81,15 @@ def test_the_version_is_the_workers_whoever_waited_for_it(monkeypatch: pytest.Mo
             [("v", torch.ones(2)), ("w", torch.ones(8, dtype=torch.complex64))],
             r"w: torch\.complex64 delivered, torch\.float32 in",
         ),
+        *(
+            (
+                [("v", torch.ones(2)), ("w", torch.ones(8, dtype=dtype))],
+                rf"w: {dtype} delivered, torch\.float32 in",
+            )
+            for dtype in (torch.int8, torch.bool, torch.float64, torch.float8_e4m3fn)
+        ),
+        ([("b", torch.ones(2))], r"b: torch\.float32 delivered, torch\.int8 in"),
+        ([("h", torch.ones(2).bfloat16())], r"h: torch\.bfloat16 delivered, torch\.float16 in"),
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_written(
@@ -94,5 +103,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(
 
 @pytest.fixture(scope="module")
 def bare() -> Iterator[ProcessEngine]:
-    with ProcessEngine({"v": ((2,), torch.float32), "w": ((8,), torch.float32)}) as engine:
+    shapes = {"v": ((2,), torch.float32), "w": ((8,), torch.float32)}
+    more = {"b": ((2,), torch.int8), "h": ((2,), torch.float16)}
+    with ProcessEngine({**shapes, **more}) as engine:
         yield engine
