@@ -116,6 +116,46 @@ def test_what_is_computed_and_then_written_over_is_refused() -> None:
             sync.update()
 
 
+def test_of_what_is_computed_from_two_tensors_one_of_them_may_replace_a_part() -> None:
+    def load(module: Head, tensors: Tensors) -> None:
+        if "filler" in tensors:
+            module.filler.copy_(tensors["filler"])
+        if "head" in tensors:
+            module.embed[6:].fill_(0)
+            module.head[:6].copy_(tensors["embed"] * tensors["head"])
+            module.head[:2].copy_(tensors["embed"][:2])
+
+    module = Head(load)
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+    assert loader.recording is not None
+    assert loader.recording.fallback.keys() == {"embed", "head"}
+    expected = draw(1)["embed"] * draw(1)["head"]
+    expected[:2] = draw(1)["embed"][:2]
+    assert torch.equal(module.head[:6], expected)
+
+
+def test_a_copy_of_one_part_is_compared_with_a_tensor_that_lies_in_another() -> None:
+    """Where both lie in one storage, only the part that was copied is in question."""
+
+    def load(module: Head, tensors: Tensors) -> None:
+        common(module, {"embed": tensors["embed"], "filler": tensors["filler"]})
+        module.pair[:6].copy_(tensors["embed"])
+        module.pair[6:].copy_(tensors["tail"])
+        module.copy[:6].copy_(module.pair[6:])
+        module.copy[:6].copy_(tensors["embed"])
+
+    module = Head(load)
+    module.pair = torch.zeros(12, 4)
+    tensors = draw(1)
+    tensors["tail"] = tensors.pop("head")
+    loaders = [RecordedLoader(module)]
+    with wsync.connect(tensors, engines=[ThreadEngine(loaders)], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match=r"tail and embed are both loaded there"):
+            sync.update()
+
+
 def test_what_a_loader_makes_of_one_tensor_is_its_own_matter() -> None:
     def load(module: Head, tensors: Tensors) -> None:
         module.embed.fill_(7)

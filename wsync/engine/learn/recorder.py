@@ -471,8 +471,8 @@ class _Analysis:
         """Notes what one tensor of the model has brought where another is written over it."""
         mine = self._tracer.names_of([first])
         others = self._tracer.names_of([second])
-        if not mine or not others or mine <= others:
-            return
+        if not mine or not others or mine <= others or others <= mine:
+            return  # steps of one computation, not two tensors in one place
         move = second.move
         dims = tuple((n, d, d) for n, _, d in move.dims)
         read = Move(move.destination, move.destination, dims, move.into, move.into)

@@ -269,11 +269,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found |= write.names
             if write.kind == SOURCE:
                 found.add(self.name_at(write.move.source))
-            elif write.kind == HELD:
-                area = self._held.find(write.move.source)
-                if area not in seen:
-                    seen.add(area)
-                    todo += self.writes[area]
+            elif write.kind == HELD and id(write) not in seen:
+                seen.add(id(write))
+                low, high = write.move.reversed().span()
+                for other in self.writes[self._held.find(low)]:
+                    start, end = other.move.span()
+                    if start < high and low < end:
+                        todo.append(other)
         return frozenset(found)
 
     # -- movements
