@@ -82,6 +82,25 @@ def test_a_tensor_comes_once_in_a_broadcast() -> None:
         groups.receive(group_name="g", **twice, timeout=1.0)
 
 
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_a_broadcast_that_is_shorter_than_announced_is_refused(load_format: str | None) -> None:
+    """Gloo takes it, and leaves in the rest what was there: here what came before."""
+    groups = UpdateGroups()
+    what: dict[str, Any] = {"names": ["a"], "dtypes": ["float32"], "shapes": [[8]]}
+    what |= {"group_name": "g", "load_format": load_format}
+    with joined(groups) as trainer, ThreadPoolExecutor() as pool:
+        whole = torch.arange(8.0)
+        taken = pool.submit(groups.receive, **what)
+        trainer.broadcast([whole])
+        assert torch.equal(taken.result(PATIENCE)[0][1], whole)
+        taken = pool.submit(groups.receive, **what)
+        trainer.broadcast([whole.bfloat16()])
+        with pytest.raises(wsync.ProtocolError, match="group g: a broadcast is shorter"):
+            taken.result(PATIENCE)
+        with pytest.raises(wsync.InvalidArgumentError, match="in none of that name"):
+            groups.receive(**what)
+
+
 @pytest.mark.parametrize("how", ["told", "another"])
 def test_a_worker_that_waits_for_a_broadcast_can_be_called_away(how: str) -> None:
     groups = UpdateGroups()

@@ -1,5 +1,6 @@
 """An engine worker's part in updates over process groups, with SGLang's semantics."""
 
+import hashlib
 import math
 import threading
 import time
@@ -10,7 +11,13 @@ from typing import Any, Final
 
 import torch
 
-from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, StateError
+from wsync._core import (
+    DeadlineError,
+    InvalidArgumentError,
+    LayoutError,
+    ProtocolError,
+    StateError,
+)
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.dtypes import dtype_of
 from wsync.engine.update_state import Repeated
@@ -21,6 +28,7 @@ BROADCAST_SECONDS: Final = 120.0
 """The most that a broadcast may take where an engine is not told otherwise: as many seconds as a
 trainer waits for it by default.  SGLang has no such deadline of its own."""
 _KEPT_NBYTES: Final = 64 << 20
+_MARK_NBYTES: Final = 16
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -175,6 +183,14 @@ class UpdateGroups:
     ) -> None:
         assert member.group is not None
         member.used = True
+        # A backend takes fewer bytes than announced without a word: those written to the ends are
+        # still there then.  All members write the same, because they pass on what they have.
+        mark = torch.frombuffer(
+            bytearray(hashlib.blake2b(name.encode(), digest_size=_MARK_NBYTES).digest()),
+            dtype=torch.uint8,
+        )
+        ends = [tensor.reshape(-1).view(torch.uint8)[-_MARK_NBYTES:] for tensor in tensors]
+        marked = [end.copy_(mark) for end in ends if end.numel() == _MARK_NBYTES]
 
         def check() -> None:
             self._check(name, member)
@@ -184,6 +200,8 @@ class UpdateGroups:
         end = time.monotonic() + timeout
         try:
             member.group.broadcast(tensors, check)
+            if any(torch.equal(end, mark) for end in marked):
+                raise ProtocolError(f"group {name}: a broadcast is shorter than announced")
         except BaseException:
             self._leave(name, member)
             self._kept = self._kept[:0].clone()  # what is stuck may still write there
