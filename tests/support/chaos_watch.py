@@ -19,7 +19,8 @@ import requests
 import torch
 from support import known_weights
 
-from wsync.demo.engines.transformers import Engine, Sampling
+from wsync.demo.engines.request_bodies import SamplingParams
+from wsync.demo.engines.transformers import Engine
 
 TOLERANCE = 1e-5  # the same operations on the same weights
 SENSITIVITY = 1e-3  # what half a tensor of another version changes at least
@@ -73,7 +74,7 @@ class Oracle:
 
     def of(self, weights: dict[str, torch.Tensor]) -> Answer:
         known_weights.put(self._engine.model, weights)
-        sampling = Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
         found = self._engine.generate(self.prompt(), sampling)
         return found.output_ids[0], found.logprobs[0]
 

@@ -43,7 +43,7 @@ SLACK_NBYTES = 1 << 20  # what allocators may keep
 JUDGED = 500  # cycles from which memory is judged: in fewer, that says nothing
 PATIENCE = 120.0
 SETTLE_SECONDS = 10.0  # for threads and descriptors that are on their way out
-_GENERATE_THREADS, _CONTROL_THREADS = 32, 8  # as wsync.demo.engines.app has them
+_THREADS = 32  # as wsync.demo.engines.app has them for each kind of request
 
 Figures = dict[str, int]
 
@@ -111,13 +111,13 @@ def fill_pools(url: str) -> None:
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
     handle = wsync.handle(url)
     handle.pause("in_place", PATIENCE)
-    with concurrent.futures.ThreadPoolExecutor(_GENERATE_THREADS + _CONTROL_THREADS) as pool:
-        waiting = [_post(pool, url + "/generate", body) for _ in range(_GENERATE_THREADS)]
+    with concurrent.futures.ThreadPoolExecutor(2 * _THREADS) as pool:
+        waiting = [_post(pool, url + "/generate", body) for _ in range(_THREADS)]
         time.sleep(1.0)
         handle.resume(PATIENCE)
         path = {"model_path": folder}
         url += "/update_weights_from_disk"
-        updates = [_post(pool, url, path) for _ in range(_CONTROL_THREADS)]
+        updates = [_post(pool, url, path) for _ in range(_THREADS)]
         assert all(answer.result(PATIENCE) == 200 for answer in waiting)
         assert all(answer.result(PATIENCE) == 400 for answer in updates)
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wsync._core import StateError, WsyncError, __version__
 from wsync.demo.engines import request_bodies
-from wsync.demo.engines.gate import PAUSE_MODES, REQUEST_SECONDS
+from wsync.demo.engines.gate import REQUEST_SECONDS
 from wsync.demo.engines.request_bodies import (
     Abort,
     Check,
@@ -38,38 +38,31 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MANY_THREADS = 32
-_FEW_THREADS = 8
+_THREADS = 32
 _UPDATE = Header("", alias=UPDATE_HEADER)
 
 
-class _Pools:
-    """Threads for what blocks, for each kind of request its own: requests that wait hold a thread
-    each, and must not lock out those that end their wait."""
+def _threaded(function: Callable[..., T]) -> Callable[..., Awaitable[T]]:
+    """An endpoint of a function that blocks, in threads of its own: requests that wait hold a
+    thread each, and must not lock out those that end their wait."""
+    pool = ThreadPoolExecutor(_THREADS, f"wsync-{function.__name__}")
 
-    def __init__(self) -> None:
-        self.generate = ThreadPoolExecutor(_MANY_THREADS, "wsync-generate")
-        self.pause = ThreadPoolExecutor(_FEW_THREADS, "wsync-pause")
-        self.resume = ThreadPoolExecutor(_FEW_THREADS, "wsync-resume")
-        self.update = ThreadPoolExecutor(_FEW_THREADS, "wsync-update")
-        self.check = ThreadPoolExecutor(_FEW_THREADS, "wsync-check")
-        self.join = ThreadPoolExecutor(_MANY_THREADS, "wsync-join")
-        self.leave = ThreadPoolExecutor(_FEW_THREADS, "wsync-leave")
+    @functools.wraps(function)
+    async def endpoint(*given: Any, **named: Any) -> T:
+        call = functools.partial(function, *given, **named)
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
 
-
-async def _run(pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(pool, function)
+    return endpoint
 
 
 def build_app(engine: "Engine", *, api_key: str | None = None) -> FastAPI:
     """The endpoints around `engine`, which is at `app.state.engine`."""
     app = FastAPI(title="wsync.demo.engines.transformers", version=__version__)
     app.state.engine = engine
-    pools = _Pools()
     _add_rules(app, api_key)
-    _add_information(app, engine, pools)
-    _add_generation(app, engine, pools)
-    _add_weights(app, engine, pools)
+    _add_information(app, engine)
+    _add_generation(app, engine)
+    _add_weights(app, engine)
     return app
 
 
@@ -131,7 +124,7 @@ class _BodyLimit:
         await self._app(scope, counted, send)
 
 
-def _add_information(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
+def _add_information(app: FastAPI, engine: "Engine") -> None:
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200)
@@ -156,35 +149,31 @@ def _add_information(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
         }
 
     @app.api_route("/weights_checker", methods=["GET", "POST"])
-    async def weights_checker(body: Check | None = None) -> Response:
-        action = (body or Check()).action
-        if action != "checksum":
-            return _outcome(False, f"action {action!r}: only checksum is known here")
-        sums = await _run(pools.check, engine.checksums)
+    @_threaded
+    def weights_checker(body: Check | None = None) -> Any:
+        sums = engine.checksums()
         digest = sha256(repr(sorted(sums.items())).encode()).hexdigest()
         rank = {
             "checksums": sums,
             "per_gpu_checksum": digest,
             "parallelism_info": {"tp_rank": 0, "tp_size": 1},
         }
-        return JSONResponse(
-            {"success": True, "message": "", "ranks": [rank], "per_engine_checksum": digest}
-        )
+        return {"success": True, "message": "", "ranks": [rank], "per_engine_checksum": digest}
 
 
-def _add_generation(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
+def _add_generation(app: FastAPI, engine: "Engine") -> None:
     @app.post("/pause_generation")
-    async def pause(body: Pause | None = None, update: str = _UPDATE) -> Response:
+    @_threaded
+    def pause(body: Pause | None = None, update: str = _UPDATE) -> Response:
         mode = (body or Pause()).mode
-        if mode not in PAUSE_MODES:
-            return _error(f"mode {mode!r}: one of {', '.join(PAUSE_MODES)}")
         call = functools.partial(engine.pause, mode, REQUEST_SECONDS, update)
-        return await _obey(pools.pause, call, f"Generation paused: {mode}.")
+        return _obey(call, f"Generation paused: {mode}.")
 
     @app.post("/continue_generation")
-    async def resume(update: str = _UPDATE) -> Response:
+    @_threaded
+    def resume(update: str = _UPDATE) -> Response:
         call = functools.partial(engine.resume, REQUEST_SECONDS, update)
-        return await _obey(pools.resume, call, "Generation continued.")
+        return _obey(call, "Generation continued.")
 
     @app.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush() -> Response:
@@ -200,101 +189,34 @@ def _add_generation(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
         return Response(status_code=200)
 
     @app.post("/generate")
-    async def generate(body: Generate) -> Response:
-        if body.stream:
-            return _error("stream: not supported here")
-        return await _run(pools.generate, lambda: _generate(engine, body))
+    @_threaded
+    def generate(body: Generate) -> Response:
+        """One answer for one prompt, a list of answers for a list of prompts."""
+        if (body.text is None) == (body.input_ids is None):
+            return _error("give either text or input_ids")
+        given: Any = body.text if body.input_ids is None else body.input_ids
+        single = isinstance(given, str) or not given or isinstance(given[0], int)
+        answers = []
+        for prompt in [given] if single else given:
+            ids = engine.encode(prompt) if isinstance(prompt, str) else prompt
+            done = engine.generate(ids, body.sampling_params, body.rid)
+            answers.append(_answer(engine, ids, done, body.return_logprob))
+        return JSONResponse(answers[0] if single else answers)
 
     @app.post("/wsync/logits")
-    async def logits(body: Logits) -> Any:
+    @_threaded
+    def logits(body: Logits) -> Response:
         """Ours: fp32 logits [tokens, vocab] of a prompt, for comparisons."""
-        return await _run(
-            pools.generate, lambda: JSONResponse({"logits": engine.logits(body.input_ids)})
-        )
+        return JSONResponse({"logits": engine.logits(body.input_ids)})
 
 
-def _add_weights(app: FastAPI, engine: "Engine", pools: _Pools) -> None:
-    group = "custom process group"
-    # the engine's method, body, threads, text of success, and what an error begins with
-    for name, kind, pool, done, failed in (
-        ("update_weights_from_tensor", Update, pools.update, "Success", ""),
-        ("update_weight_version", NewVersion, pools.update, "", ""),
-        (
-            *("update_weights_from_disk", FromDisk, pools.update),
-            *("Succeeded to update model weights.", "Failed to update weights: "),
-        ),
-        (
-            *("init_weights_update_group", NewGroup, pools.join),
-            *(f"Succeeded to initialize {group}.", f"Failed to initialize {group}: "),
-        ),
-        (
-            *("destroy_weights_update_group", NamedGroup, pools.leave),
-            *(f"Succeeded to destroy {group}.", ""),
-        ),
-        (
-            *("update_weights_from_distributed", FromDistributed, pools.update),
-            *("Succeeded to update parameter online.", "Failed to update parameter online: "),
-        ),
-    ):
-        app.post(f"/{name}")(_request(engine, name, kind, pool, done, failed))
-
-
-def _request(
-    engine: "Engine", name: str, kind: Any, pool: ThreadPoolExecutor, done: str, failed: str
-) -> Callable[..., Awaitable[Response]]:
-    """An endpoint that calls a method of the engine with the fields of a body."""
-
-    async def endpoint(body: kind, update: str = _UPDATE) -> Response:
-        told = body.model_dump()
-        if told.pop("abort_all_requests", False):
-            engine.gate.abort(None)
-        end = time.monotonic() + REQUEST_SECONDS
-        extra: dict[str, Any] = {}
-        if kind is FromDisk:
-            extra["num_paused_requests"] = 0
-        if kind is NewVersion:
-            extra["new_version"] = told["new_version"]
-        try:
-            call = functools.partial(getattr(engine, name), **told, end=end, update=update)
-            text = await _run(pool, call)
-        except Exception as error:  # torch's, too, of a content that is none of a tensor's
-            known = isinstance(error, WsyncError)
-            reason = str(error) if known else f"{type(error).__name__}: {error}"
-            return _outcome(False, failed + reason, **extra)
-        return _outcome(True, text or done, **extra)
-
-    return endpoint
-
-
-async def _obey(pool: ThreadPoolExecutor, call: Callable[[], object], done: str) -> Response:
+def _obey(call: Callable[[], object], done: str) -> Response:
     """A pause or its end."""
     try:
-        await _run(pool, call)
+        call()
     except StateError as error:
         return JSONResponse({"message": str(error), "status": "error"}, 400)
     return JSONResponse({"message": done, "status": "ok"})
-
-
-def _generate(engine: "Engine", body: Generate) -> Response:
-    """One answer for one prompt, a list of answers for a list of prompts."""
-    from wsync.demo.engines.transformers import Sampling
-
-    if (body.text is None) == (body.input_ids is None):
-        return _error("give either text or input_ids")
-    sampling = Sampling(**body.sampling_params.model_dump())
-    prompts: list[list[int]]
-    if body.input_ids is not None:
-        single = not body.input_ids or isinstance(body.input_ids[0], int)
-        prompts = [body.input_ids] if single else body.input_ids  # type: ignore[assignment,list-item]
-    else:
-        single = isinstance(body.text, str)
-        texts = [body.text] if isinstance(body.text, str) else (body.text or [])
-        prompts = [engine.encode(text) for text in texts]
-    answers = []
-    for prompt in prompts:
-        done = engine.generate(prompt, sampling, body.rid)
-        answers.append(_answer(engine, prompt, done, body.return_logprob))
-    return JSONResponse(answers[0] if single else answers)
 
 
 def _answer(
@@ -315,6 +237,55 @@ def _answer(
         "output_ids": done.output_ids,
         "meta_info": meta,
     }
+
+
+def _add_weights(app: FastAPI, engine: "Engine") -> None:
+    """Endpoints that call the engine's method of their name with the fields of a body."""
+    group = "custom process group"
+    # name, body, text of success, and what an error begins with
+    for name, kind, done, failed in (
+        ("update_weights_from_tensor", Update, "Success", ""),
+        ("update_weight_version", NewVersion, "", ""),
+        (
+            *("update_weights_from_disk", FromDisk),
+            *("Succeeded to update model weights.", "Failed to update weights: "),
+        ),
+        (
+            *("init_weights_update_group", NewGroup),
+            *(f"Succeeded to initialize {group}.", f"Failed to initialize {group}: "),
+        ),
+        ("destroy_weights_update_group", NamedGroup, f"Succeeded to destroy {group}.", ""),
+        (
+            *("update_weights_from_distributed", FromDistributed),
+            *("Succeeded to update parameter online.", "Failed to update parameter online: "),
+        ),
+    ):
+        app.post(f"/{name}")(_request(engine, name, kind, done, failed))
+
+
+def _request(
+    engine: "Engine", name: str, kind: Any, done: str, failed: str
+) -> Callable[..., Awaitable[Response]]:
+    @_threaded
+    def endpoint(body: kind, update: str = _UPDATE) -> Response:
+        told = body.model_dump()
+        if told.pop("abort_all_requests", False):
+            engine.gate.abort(None)
+        extra: dict[str, Any] = {}
+        if kind is FromDisk:
+            extra["num_paused_requests"] = 0
+        if kind is NewVersion:
+            extra["new_version"] = told["new_version"]
+        end = time.monotonic() + REQUEST_SECONDS
+        try:
+            text = getattr(engine, name)(**told, end=end, update=update)
+        except Exception as error:  # torch's, too, of a content that is none of a tensor's
+            known = isinstance(error, WsyncError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            return _outcome(False, failed + reason, **extra)
+        return _outcome(True, text or done, **extra)
+
+    return endpoint
 
 
 def _outcome(success: bool, message: str, **more: Any) -> Response:

@@ -1,7 +1,6 @@
 """Who may run in an engine: requests, pauses and weight updates, with SGLang's rules."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -12,7 +11,6 @@ from wsync.handles.answers import seconds
 PAUSE_MODES: Final = ("abort", "retract", "in_place")
 REQUEST_SECONDS: Final = 600.0
 """The most that a request waits for others."""
-_RECHECK_SECONDS: Final = 1.0
 
 
 class Ticket:
@@ -152,9 +150,5 @@ class Gate:
                 )
 
     def _wait(self, ready: Callable[[], object], timeout: float, otherwise: str) -> None:
-        deadline = time.monotonic() + timeout
-        while not ready():
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise DeadlineError(f"{otherwise}: waited {seconds(timeout)}")
-            self._changed.wait(min(remaining, _RECHECK_SECONDS))
+        if not self._changed.wait_for(ready, timeout):
+            raise DeadlineError(f"{otherwise}: waited {seconds(timeout)}")

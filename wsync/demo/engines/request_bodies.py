@@ -4,7 +4,7 @@ A field is taken as the type it has, and one that is not known is refused: nothi
 asks for is left out silently.  What SGLang's clients send beside and means nothing here is known.
 """
 
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -47,7 +47,7 @@ class Body(BaseModel):
 
 
 class Pause(Body):
-    mode: Word = "abort"
+    mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class _Weights(Body):
@@ -103,11 +103,12 @@ class Abort(_Weights):
 
 
 class Check(Body):
-    action: Word = "checksum"
+    action: Literal["checksum"] = "checksum"
 
 
 class SamplingParams(Body):
-    """Neutral are SGLang's defaults of what this engine cannot do."""
+    """How to generate; a temperature below 1e-6 takes the likeliest token, as SGLang's does.
+    Neutral are SGLang's defaults of what this engine cannot do."""
 
     max_new_tokens: Token = 128
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
@@ -130,12 +131,11 @@ class Generate(Body):
     sampling_params: SamplingParams = SamplingParams()
     rid: Word = ""
     return_logprob: bool = False
-    stream: bool = False
     _ignored = Body._ignored | {"log_metrics", "priority", "return_text_in_logprobs"}
     _neutral: ClassVar[dict[str, object]] = {
         **dict.fromkeys(("image_data", "video_data", "audio_data", "input_embeds", "lora_path")),
         **dict.fromkeys(("session_params", "custom_logit_processor", "token_ids_logprob")),
-        **dict.fromkeys(("return_hidden_states", "return_routed_experts"), False),
+        **dict.fromkeys(("return_hidden_states", "return_routed_experts", "stream"), False),
         "logprob_start_len": -1,
         "top_logprobs_num": 0,
     }

@@ -13,7 +13,6 @@ by one, as checkpoints do; 5 fuses them, so MoE updates need 4.57 here.
 """
 
 import base64
-import math
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +24,7 @@ import torch
 from wsync import _core
 from wsync._core import InvalidArgumentError, StateError
 from wsync.demo.engines.gate import REQUEST_SECONDS, Gate
+from wsync.demo.engines.request_bodies import SamplingParams
 from wsync.demo.engines.worker import ModuleWorker
 from wsync.engine.destination import aliases
 from wsync.engine.groups import BROADCAST_SECONDS
@@ -34,21 +34,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _GREEDY_TEMPERATURE = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How to generate; a temperature below 1e-6 takes the likeliest token, as SGLang's does."""
-
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if type(self.max_new_tokens) is not int or self.max_new_tokens < 0:
-            raise InvalidArgumentError(f"max_new_tokens {self.max_new_tokens!r}: an integer >= 0")
-        if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
-            raise InvalidArgumentError(f"temperature {self.temperature!r}: a number >= 0")
 
 
 @dataclass(slots=True)
@@ -64,7 +49,12 @@ class Generation:
 
 
 class Engine(ModuleWorker):
-    """The engine behind the endpoints: a model, its receiver, and who may run when."""
+    """The engine behind the endpoints: a model, its receiver, and who may run when.
+
+    ignore: tensor names that an update may lack, or bring although the model does not have them.
+    threads: copy threads.  broadcast_seconds: the most that one broadcast of a trainer may take;
+    the engine then leaves that trainer's group.
+    """
 
     def __init__(
         self,
@@ -108,7 +98,7 @@ class Engine(ModuleWorker):
             return str(self.tokenizer.decode(ids, skip_special_tokens=True))
         return " ".join(map(str, ids))
 
-    def generate(self, ids: Sequence[int], sampling: Sampling, rid: str = "") -> Generation:
+    def generate(self, ids: Sequence[int], sampling: SamplingParams, rid: str = "") -> Generation:
         """Continues `ids`.  Waits while the engine is paused; what runs when it is paused ends,
         starts over or goes on as the pause's mode says."""
         self._check_prompt(ids, sampling)
@@ -146,7 +136,7 @@ class Engine(ModuleWorker):
 
     def logits(self, ids: Sequence[int]) -> list[list[float]]:
         """fp32 logits [len(ids), vocab] of one prompt, for comparisons."""
-        self._check_prompt(ids, Sampling(max_new_tokens=0))
+        self._check_prompt(ids, SamplingParams(max_new_tokens=0))
         with (
             self.gate.request(uuid.uuid4().hex, REQUEST_SECONDS) as ticket,
             self.gate.step(ticket, REQUEST_SECONDS) as go,
@@ -173,7 +163,7 @@ class Engine(ModuleWorker):
             self.check_consistent()  # at once, whatever a bucket that does not come holds up
         self.gate.resume(timeout, lambda: self.updates.go_on(update))
 
-    def _check_prompt(self, ids: Sequence[int], sampling: Sampling) -> None:
+    def _check_prompt(self, ids: Sequence[int], sampling: SamplingParams) -> None:
         vocab = int(self.model.config.vocab_size)
         if not ids:
             raise InvalidArgumentError("the prompt is empty")
@@ -243,37 +233,15 @@ class Engine(ModuleWorker):
         }
 
 
-def create_app(
-    model: Any,
-    *,
-    tokenizer: Any = None,
-    api_key: str | None = None,
-    model_path: str = "",
-    weight_version: str = "default",
-    ignore: Sequence[str] = (),
-    threads: int = 1,
-    broadcast_seconds: float = BROADCAST_SECONDS,
-) -> "FastAPI":
+def create_app(model: Any, *, api_key: str | None = None, **options: Any) -> "FastAPI":
     """An ASGI application around a transformers causal language model.
 
-    api_key: asked for as a bearer key everywhere but on /health.  ignore: tensor names that an
-    update may lack, or bring although the model does not have them.  threads: copy threads.
-    broadcast_seconds: the most that one broadcast of a trainer may take; the engine then leaves
-    that trainer's group.
-    The Engine is at `app.state.engine`.
+    api_key: asked for as a bearer key everywhere but on /health.  options: as of Engine, which is
+    at `app.state.engine`.
     """
     from wsync.demo.engines.app import build_app
 
-    engine = Engine(
-        model,
-        tokenizer=tokenizer,
-        model_path=model_path,
-        weight_version=weight_version,
-        ignore=ignore,
-        threads=threads,
-        broadcast_seconds=broadcast_seconds,
-    )
-    return build_app(engine, api_key=api_key)
+    return build_app(Engine(model, **options), api_key=api_key)
 
 
 def _pick(logits: torch.Tensor, temperature: float) -> tuple[int, float]:
