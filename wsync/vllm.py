@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from wsync._core import Device, Layout, Memory, Stream, UnsupportedError, checksum
+from wsync._core import Layout, UnsupportedError, checksum
 from wsync.engine.hooks import run_in_place, wait_for_device
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.recorder import Recording
-from wsync.engine.loaders import Confirms, Loader, LoadWeights, Losing, ModuleLoader, Receipt
+from wsync.engine.loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.engine.receiver import Receiver
 from wsync.messages.control import WHOLE
 
@@ -94,7 +94,7 @@ def _model(runner: Any) -> torch.nn.Module:
     return model
 
 
-class VllmLoader:
+class VllmLoader(ChoosingLoader):
     """Learns from load_weights, and runs vLLM's process_weights_after_loading after each update.
 
     Where that changes what load_weights has written (packed, quantised or shuffled weights), all
@@ -114,16 +114,8 @@ class VllmLoader:
         self._model_config = model_config
         self._device = torch.device("cpu" if device is None else device)
         self.recorded = RecordedLoader(model, after=self._process)
-        self._chosen: Loader = self.recorded
+        self._chosen = self.recorded
         self._tried: tuple[Recording | None, str] = (None, "")
-
-    @property
-    def device(self) -> Device:
-        return self._chosen.device
-
-    @property
-    def stream(self) -> Stream | None:
-        return self._chosen.stream
 
     def blob(self) -> bytes:
         self._chosen = self.recorded
@@ -152,25 +144,6 @@ class VllmLoader:
         if self._chosen is self.recorded:
             return facts
         return {"module": facts["module"], "unlearnt": self.reason}
-
-    def attach(self, ring: Memory, manifest: Layout) -> None:
-        self._chosen.attach(ring, manifest)
-
-    def begin(self, rounds: int) -> None:
-        self._chosen.begin(rounds)
-
-    def load(self, round: int) -> None:
-        self._chosen.load(round)
-
-    def finish(self, timeout: float) -> Receipt:
-        return self._chosen.finish(timeout)
-
-    def confirm(self) -> None:
-        if isinstance(self._chosen, Confirms):
-            self._chosen.confirm()
-
-    def abandon(self) -> None:
-        self._chosen.abandon()
 
     def _process(self, _: object = None) -> None:
         from vllm.config import set_current_vllm_config

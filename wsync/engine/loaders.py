@@ -10,6 +10,7 @@ A loader belongs to one worker and is driven by wsync.engine.receiver.Receiver:
 """
 
 import gc
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ class RingManifest:
             for shard in shards:
                 entry = (name, dtype, shard.extent, shard.offset)
                 self.rounds.setdefault(shard.buffer, []).append(entry)
-                size = _numel(shard.extent) * dtype_of(dtype).itemsize
+                size = math.prod(shard.extent) * dtype_of(dtype).itemsize
                 self.nbytes[shard.buffer] = self.nbytes.get(shard.buffer, 0) + size
 
     def check_rounds(self, rounds: int) -> None:
@@ -279,7 +280,43 @@ class LayoutLoader(_Routed):
         self._route(Boxes(self._layout, self._tensors))
 
 
-class ModuleLoader:
+class ChoosingLoader:
+    """A loader that has `_chosen`, another one, do the work."""
+
+    _chosen: Loader
+
+    @property
+    def device(self) -> Device:
+        return self._chosen.device
+
+    @property
+    def stream(self) -> Stream | None:
+        return self._chosen.stream
+
+    def blob(self) -> bytes:
+        return self._chosen.blob()
+
+    def attach(self, ring: Memory, manifest: Layout) -> None:
+        self._chosen.attach(ring, manifest)
+
+    def begin(self, rounds: int) -> None:
+        self._chosen.begin(rounds)
+
+    def load(self, round: int) -> None:
+        self._chosen.load(round)
+
+    def finish(self, timeout: float) -> Receipt:
+        return self._chosen.finish(timeout)
+
+    def confirm(self) -> None:
+        if isinstance(self._chosen, Confirms):
+            self._chosen.confirm()
+
+    def abandon(self) -> None:
+        self._chosen.abandon()
+
+
+class ModuleLoader(ChoosingLoader):
     """Loads whole tensors into a torch module.
 
     If the module has a `load_weights` method (or one is given) it is called once a round with
@@ -304,40 +341,11 @@ class ModuleLoader:
         threads: int = 1,
     ) -> None:
         method = load_weights if load_weights is not None else getattr(module, "load_weights", None)
-        self._way: _ByCall | _ByName = (
+        self._chosen = (
             _ByName(module, frozenset(ignore), threads)
             if method is None
             else _ByCall(module, method, frozenset(ignore), at_once)
         )
-
-    @property
-    def device(self) -> Device:
-        return self._way.device
-
-    @property
-    def stream(self) -> Stream | None:
-        return self._way.stream
-
-    def blob(self) -> bytes:
-        return PIECES if isinstance(self._way, _ByName) else WHOLE
-
-    def attach(self, ring: Memory, manifest: Layout) -> None:
-        self._way.attach(ring, manifest)
-
-    def begin(self, rounds: int) -> None:
-        self._way.begin(rounds)
-
-    def load(self, round: int) -> None:
-        self._way.load(round)
-
-    def finish(self, timeout: float) -> Receipt:
-        return self._way.finish(timeout)
-
-    def confirm(self) -> None:
-        self._way.confirm()
-
-    def abandon(self) -> None:
-        self._way.abandon()
 
 
 class _ByName(_Routed):
@@ -349,6 +357,9 @@ class _ByName(_Routed):
         self._ignore = ignore
         self._found: _Found | None = None
         self._table = describe([]).form()  # of the tensors that the router knows
+
+    def blob(self) -> bytes:
+        return PIECES
 
     def begin(self, rounds: int) -> None:
         """Finds the parameters as they are now: they may be replaced, move, come apart or change
@@ -425,6 +436,9 @@ class _ByCall(_Loading):
         self._named: set[str] | None = None
         self._tied: dict[str, str] = {}  # names of one tensor: the first of them
         self._sums: dict[str, tuple[str, int]] = {}  # of those tensors, and who brought it
+
+    def blob(self) -> bytes:
+        return WHOLE
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         super().attach(ring, manifest)
@@ -507,9 +521,6 @@ class _ByCall(_Loading):
             raise LayoutError(f"{listed(missing)}: not loaded by {self._who()}")
         return receipt
 
-    def confirm(self) -> None:
-        """What the loader has done with the module is its own."""
-
     def abandon(self) -> None:
         """Nothing is kept from one update to the next."""
         self._staged = {}
@@ -520,9 +531,7 @@ class _ByCall(_Loading):
         manifest = self._attached()
         items = manifest.rounds[round]
         start = min(offset for _, _, _, offset in items)
-        end = max(
-            offset + _numel(shape) * dtype_of(dtype).itemsize for _, dtype, shape, offset in items
-        )
+        end = max(at + math.prod(box) * dtype_of(dtype).itemsize for _, dtype, box, at in items)
         pool = ViewPool(Memory(end - start, self.device))
         ring = ViewPool(manifest.ring)
         every = ("uint8", (end - start,))
@@ -561,10 +570,3 @@ def _live(pool: ViewPool) -> int:
     if pool.live:
         gc.collect()
     return pool.live
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
