@@ -27,7 +27,6 @@ try:
         include=[
             "pickle",
             "wsync.messages.payload",
-            "wsync.messages.gpu_payload",
             "wsync.messages.control",
         ]
     )
@@ -39,7 +38,7 @@ with instrumented:
 
     from wsync._core import ProtocolError
     from wsync.bucket import FlattenedTensorMetadata
-    from wsync.messages import gpu_payload, payload, peer_memory
+    from wsync.messages import payload, peer_memory
     from wsync.messages.control import Control
 
 _PLAIN = (str, bytes, int, float, torch.dtype, torch.Size, FlattenedTensorMetadata, type(None))
@@ -70,10 +69,6 @@ def check(value: object) -> None:
         end = (value.storage_offset() + last + 1) * value.element_size() if value.numel() else 0
         assert end <= value.untyped_storage().nbytes(), (value.shape, value.stride())
         return
-    if isinstance(value, gpu_payload.GpuTensor):
-        end = (value.start + value.spanned) * value.dtype.itemsize if value.spanned else 0
-        assert end <= value.nbytes, value
-        return
     plain = isinstance(value, (*_PLAIN, list, tuple, dict, payload._State))
     storage = isinstance(value, torch.UntypedStorage | torch.storage.TypedStorage)
     named = callable(value)  # what is only named is not called
@@ -82,7 +77,7 @@ def check(value: object) -> None:
 
 def read(data: bytes) -> None:
     try:
-        value = gpu_payload.load(data)
+        value = payload.load(data)
         for part in values(value, set()):
             check(part)
         control = payload.control_bytes(value)

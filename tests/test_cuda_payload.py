@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import NEWEST, SGLANG_VERSIONS, SglangReceiver, engine_tree
 from support.fakecuda import fake_driver, fake_environment
+from support.gpu_reader import load, load_vllm_handles, spanned
 from support.peer import Peer, PeerError
 from support.sglang_receiver import add_packages, digest
 from torch.multiprocessing.reductions import reduce_tensor
@@ -61,10 +62,10 @@ while True:
         ring = GpuRing(64, uuid)
         tensor = ring.export(0, 64)
         try:
-            opened = lent.open()
+            opened = open_tensor(lent)
             opened.close()
         finally:
-            gpu_payload._count_down(*tensor.counter)
+            count_down(*tensor.counter)
             ring.close()
     except _core.DeviceError:
         pass
@@ -85,6 +86,7 @@ failed
 PRELUDE = """
 import ctypes, os, time
 import torch
+from support.gpu_reader import count_down, load, load_vllm_handles, open_tensor
 from wsync import _core
 from wsync.messages import gpu_payload, payload
 from wsync.messages.gpu_payload import GpuRing, GpuTensor
@@ -238,13 +240,13 @@ def test_payloads_are_read_back() -> None:
     metadata = FlattenedTensorBucket([("w", torch.ones(5))]).get_metadata()
     data = gpu_payload.bucket(TENSOR, metadata)
     for form in (data, payload.to_text(data)):
-        assert gpu_payload.load(form) == {"flattened_tensor": TENSOR, "metadata": metadata}
+        assert load(form) == {"flattened_tensor": TENSOR, "metadata": metadata}
     other = dataclasses.replace(
         TENSOR, uuid=OTHER, dtype=torch.bfloat16, shape=(5, 4), stride=(4, 1), start=80
     )
     packed = {UUID: TENSOR, OTHER: other}
     for handles in (packed, [packed, {UUID: TENSOR}]):
-        assert gpu_payload.load_vllm_handles(gpu_payload.vllm_handles(handles)) == handles
+        assert load_vllm_handles(gpu_payload.vllm_handles(handles)) == handles
 
 
 def test_engines_of_the_host_refuse_them() -> None:
@@ -294,19 +296,15 @@ ARGUMENTS = TENSOR.arguments(UUID)
 def test_made_up_arguments_are_refused(place: int, value: object, text: str) -> None:
     arguments = [*ARGUMENTS[:place], value, *ARGUMENTS[place + 1 :]]
     with pytest.raises(ProtocolError, match=text):
-        gpu_payload.load(
-            payload.values(payload.called(payload.REDUCTIONS, "rebuild_cuda_tensor", *arguments))
-        )
+        load(payload.values(payload.called(payload.REDUCTIONS, "rebuild_cuda_tensor", *arguments)))
 
 
 @pytest.mark.parametrize("value", [None, {UUID: None}, {UUID: ()}, [{UUID: 3}], {"x": ()}, [7]])
 def test_made_up_handles_are_refused(value: object) -> None:
     with pytest.raises(ProtocolError, match="payload: "):
-        gpu_payload.load_vllm_handles(payload.values(value))
+        load_vllm_handles(payload.values(value))
     with pytest.raises(ProtocolError, match="15 arguments"):
-        gpu_payload.load(
-            payload.values(payload.called(payload.REDUCTIONS, "rebuild_cuda_tensor", value))
-        )
+        load(payload.values(payload.called(payload.REDUCTIONS, "rebuild_cuda_tensor", value)))
 
 
 @settings(deadline=None, max_examples=150)
@@ -317,13 +315,13 @@ def test_damaged_payloads_never_escape(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     try:
-        value: Any = gpu_payload.load(bytes(whole))
+        value: Any = load(bytes(whole))
     except ProtocolError:
         return
     for part in value.values() if isinstance(value, dict) else ():
         if isinstance(part, GpuTensor):
-            end = (part.start + part.spanned) * part.dtype.itemsize
-            assert end <= part.nbytes or part.spanned == 0
+            end = (part.start + spanned(part)) * part.dtype.itemsize
+            assert end <= part.nbytes or spanned(part) == 0
 
 
 # --- between processes ------------------------------------------------------------------------
@@ -333,16 +331,16 @@ def test_another_process_reads_a_bucket(owner: Peer, reader: Peer) -> None:
     data = bytes(i % 251 for i in range(3000))
     owner(f"ring = GpuRing(8192, '{UUID}'); write(ring, 1024, data)", data=data)
     bucket = owner("ring.payload(1024, 3000, [])")
-    read = reader("tensor = gpu_payload.load(data)['flattened_tensor']; tensor", data=bucket)
+    read = reader("tensor = load(data)['flattened_tensor']; tensor", data=bucket)
     assert read.nbytes == 3000 and read.offset == 1024
-    assert reader("opened = tensor.open(); read(opened)") == data
+    assert reader("opened = open_tensor(tensor); read(opened)") == data
     assert owner("ring.held(), ring.held(0, 1024), ring.held(4023, 1), ring.held(4024, 1)") == (
         *(True, False, True, False),
     )
     reader("opened.close(); opened.close()")  # counts once
     owner("ring.acquire(0, 8192, 60, never)")
     assert owner("tensor = ring.export(0, 10); tensor.counter[1]") == 0  # and may be used again
-    owner("gpu_payload._count_down(*tensor.counter)")
+    owner("count_down(*tensor.counter)")
 
 
 def test_tensors_of_one_storage_are_read_apart(owner: Peer, reader: Peer) -> None:
@@ -352,12 +350,12 @@ def test_tensors_of_one_storage_are_read_apart(owner: Peer, reader: Peer) -> Non
         "gpu_payload.vllm_handles([{ring._uuid: ring.export(64, 200, dtype=torch.int16, "
         "shape=(2, 3), start=4)}, {ring._uuid: ring.export(64, 200)}])"
     )
-    reader("first, second = gpu_payload.load_vllm_handles(data)", data=data)
-    assert reader("with first[ring].open() as o: got = read(o)\ngot", ring=UUID) == bytes(
+    reader("first, second = load_vllm_handles(data)", data=data)
+    assert reader("with open_tensor(first[ring]) as o: got = read(o)\ngot", ring=UUID) == bytes(
         range(8, 20)
     )
     assert owner("ring.held()")
-    assert reader("with second[ring].open() as o: got = read(o)\ngot") == bytes(range(200))
+    assert reader("with open_tensor(second[ring]) as o: got = read(o)\ngot") == bytes(range(200))
     assert not owner("ring.held()")
 
 
@@ -378,7 +376,10 @@ def test_a_ring_has_as_many_buckets_as_a_file_has_counters(owner: Peer) -> None:
 def test_a_consumer_that_does_not_let_go_holds_nobody_up(owner: Peer, reader: Peer) -> None:
     """The next ring is fresh memory; the first is freed when it may be."""
     owner(f"first = GpuRing(64, '{UUID}')")
-    reader("opened = gpu_payload.load(data)['flattened_tensor'].open()", data=owner(FIRST))
+    reader(
+        "opened = open_tensor(load(data)['flattened_tensor'])",
+        data=owner(FIRST),
+    )
     with raises(f"DeadlineError: 64 bytes of GPU {UUID} were not let go of in 0 s; .*/dev/shm/t"):
         owner("first.acquire(0, 64, 0.05, never)")
     with raises("ZeroDivisionError"):
@@ -400,7 +401,10 @@ def test_a_consumer_that_dies_holds_nobody_up() -> None:
 
 def consumer_dies(owner: Peer, reader: Peer) -> None:
     owner(f"first = GpuRing(64, '{UUID}')")
-    reader("opened = gpu_payload.load(data)['flattened_tensor'].open()", data=owner(FIRST))
+    reader(
+        "opened = open_tensor(load(data)['flattened_tensor'])",
+        data=owner(FIRST),
+    )
     reader.kill()
     with raises("DeadlineError"):
         owner("first.acquire(0, 64, 0.05, never)")
@@ -424,22 +428,25 @@ def refusals(owner: Peer, reader: Peer) -> None:
     owner(f"ring = GpuRing(64, '{UUID}')")
     tensor = owner("ring.export(0, 64)")
     with raises("StateError: .*this process has made it"):
-        owner("tensor.open()", tensor=tensor)
+        owner("open_tensor(tensor)", tensor=tensor)
     with raises(f"UnsupportedError: GPU {ABSENT} is none of the 2 that this process sees: {UUID}"):
-        reader("tensor.open()", tensor=dataclasses.replace(tensor, uuid=ABSENT))
+        reader("open_tensor(tensor)", tensor=dataclasses.replace(tensor, uuid=ABSENT))
     with raises(f"ProtocolError: payload: storage of {GRAIN} bytes at 1 of {GRAIN} bytes"):
-        reader("tensor.open()", tensor=dataclasses.replace(tensor, offset=1, nbytes=GRAIN))
+        reader(
+            "open_tensor(tensor)",
+            tensor=dataclasses.replace(tensor, offset=1, nbytes=GRAIN),
+        )
     with raises("PeerClosedError: .*no such memory"):
-        reader("tensor.open()", tensor=dataclasses.replace(tensor, handle=bytes(64)))
+        reader("open_tensor(tensor)", tensor=dataclasses.replace(tensor, handle=bytes(64)))
     with raises("InvalidArgumentError: a handle of GPU memory is 64 bytes, this one is 3"):
         reader("_core.IpcMemory.open(0, b'abc')")
     with raises("UnsupportedError: GPU 2: this process sees 2"):
         reader("_core.IpcMemory(2, 64)")
-    reader("opened = tensor.open()", tensor=tensor)
+    reader("opened = open_tensor(tensor)", tensor=tensor)
     owner.kill()
     reader("opened.close()")  # the file of counters may be gone
     with raises("PeerClosedError: .*its owner has ended"):
-        reader("tensor.open()")
+        reader("open_tensor(tensor)")
     assert reader(CENSUS, path=fake_driver())[3] == 0  # allocated
 
 
@@ -448,11 +455,11 @@ def test_only_files_of_counters_are_counted_in(reader: Peer) -> None:
     file = Path("/dev/shm" + name)
     file.write_bytes(bytes(100))
     try:
-        reader("gpu_payload._count_down(name, 0)", name=name.encode())
+        reader("count_down(name, 0)", name=name.encode())
         assert file.read_bytes() == bytes(100)
         # nobody has the memory open
         file.write_bytes(bytes(64 + 8 * gpu_payload.COUNTERS))
-        reader("gpu_payload._count_down(name, 0)", name=name.encode())
+        reader("count_down(name, 0)", name=name.encode())
         assert not any(file.read_bytes())
     finally:
         file.unlink()

@@ -7,11 +7,11 @@ import gc
 from typing import Any
 
 import torch
+from support import gpu_reader
 from support.played_gpu import put, reserve, source_of
 
 import wsync
 from wsync import _core
-from wsync.messages import gpu_payload
 from wsync.messages.gpu_payload import GpuTensor
 
 SHAPES = {"a": (40, 5), "b": (300,), "c": (7, 7, 7)}
@@ -36,11 +36,11 @@ class StockEngine:
     ) -> tuple[bool, str]:
         assert len(serialized_named_tensors) == self.workers
         for loaded, text in zip(self.loaded, serialized_named_tensors, strict=True):
-            bucket: Any = gpu_payload.load(text)
+            bucket: Any = gpu_reader.load(text)
             flat = bucket["flattened_tensor"]
             if isinstance(flat, GpuTensor):
                 self.where.add("gpu")
-                gpu_payload._count_down(*flat.counter)
+                gpu_reader.count_down(*flat.counter)
                 continue
             self.where.add("host")
             for entry in bucket["metadata"]:

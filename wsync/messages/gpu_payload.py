@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import mmap
-import os
-import re
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,19 +21,13 @@ import torch
 
 from wsync import _core
 from wsync.layout import contiguous_strides
-from wsync.machine.deadline import Check
-from wsync.messages import payload, peer_memory
+from wsync.machine.deadline import Check, Deadline
+from wsync.messages import payload
 
 Handles = Mapping[str, "GpuTensor"]
 
 COUNTERS: Final = 10_000  # in a file, as torch has it
-_COUNTER: Final = struct.Struct("=q")
-_FILE_NBYTES: Final = peer_memory.HEADER_NBYTES + COUNTERS * _COUNTER.size
-_UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_HANDLE_NBYTES: Final = 64
-_PLAIN: Final = b"c"  # of cudaMalloc; "e" is torch's expandable segments
-_VERSIONS: Final = (2, 3)  # of torch's handles; what is in a plain one has not changed
-_MOST_NBYTES: Final = 2**63
+_KIND: Final = b"\x02c"  # of torch's handles: version 2, of cudaMalloc
 _POLL_SECONDS: Final = 0.001
 
 
@@ -70,82 +60,14 @@ class GpuTensor:
             payload.named("torch.storage", "TypedStorage"),
             self.dtype,
             device,
-            bytes((_VERSIONS[0],)) + _PLAIN + self.handle,
+            _KIND + self.handle,
             self.nbytes,
             self.offset,
             False,
             *self.counter,
-            bytes(_HANDLE_NBYTES),
+            bytes(64),
             False,
         )
-
-    def open(self) -> Opened:
-        """Opens the memory in this process.
-
-        Raises:
-            UnsupportedError: this process does not see the GPU.
-            StateError: the memory is this process's own.
-            PeerClosedError: it is there no more.
-            ProtocolError: the tensor does not lie inside it.
-        """
-        memory = _core.IpcMemory.open(_ordinal(self.uuid), self.handle)
-        if self.offset + self.nbytes > memory.nbytes:
-            text = f"storage of {self.nbytes} bytes at {self.offset} of {memory.nbytes} bytes"
-            memory.close()
-            raise payload.malformed(f"{text}")
-        return Opened(self, memory)
-
-    @property
-    def spanned(self) -> int:
-        """Elements from the tensor's first to its last."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-
-
-class Opened:
-    """A GpuTensor that is open in this process: `nbytes` from `address` on.  A context manager."""
-
-    def __init__(self, tensor: GpuTensor, memory: _core.IpcMemory) -> None:
-        self._counter: tuple[bytes, int] | None = tensor.counter
-        self._memory = memory
-        itemsize = tensor.dtype.itemsize
-        self.address = memory.address + tensor.offset + tensor.start * itemsize
-        self.nbytes = tensor.spanned * itemsize
-
-    def close(self) -> None:
-        """Closes the memory and says so to its owner.  No work on it may be under way."""
-        counter, self._counter = self._counter, None
-        self._memory.close()
-        if counter is not None:
-            _count_down(*counter)
-
-    def __enter__(self) -> Opened:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _count_down(file: bytes, counter: int) -> None:
-    """Counts a consumer that has closed the memory, unless the owner has ended.  A file that is not
-    torch's counters, and a counter of no consumers, stay as they are."""
-    try:
-        found = peer_memory.open_file(file, _FILE_NBYTES)
-    except (OSError, _core.ProtocolError):
-        return
-    try:
-        if os.fstat(found).st_size != _FILE_NBYTES:
-            return
-        at = peer_memory.HEADER_NBYTES + counter * _COUNTER.size
-        with (
-            mmap.mmap(found, _FILE_NBYTES) as data,
-            memoryview(data) as whole,
-            whole[at : at + _COUNTER.size] as word,
-        ):
-            _core.count_down(word, 0)
-    finally:
-        os.close(found)
 
 
 def _plain_uuid(uuid: str) -> str:
@@ -184,88 +106,6 @@ def vllm_handles(handles: Handles | Sequence[Handles]) -> bytes:
 def _by_uuid(handles: Handles) -> dict[str, object]:
     # a worker puts its own ordinal in the place of the owner's
     return {uuid: tensor.arguments(0) for uuid, tensor in handles.items()}
-
-
-# --- reading ---------------------------------------------------------------------------------
-
-
-def load(data: bytes | str) -> object:
-    """`payload.load` that takes tensors on a GPU too, as GpuTensor."""
-    return payload.load(data, gpu=_rebuild)
-
-
-def load_vllm_handles(data: bytes | str) -> dict[str, GpuTensor] | list[dict[str, GpuTensor]]:
-    """What `vllm_handles` was given, from its payload.  ProtocolError for anything else."""
-    value = payload.load(data)
-    if isinstance(value, list):
-        return [_from_uuids(each) for each in value]
-    return _from_uuids(value)
-
-
-def _from_uuids(value: object) -> dict[str, GpuTensor]:
-    if not isinstance(value, dict):
-        raise payload.malformed(f"handles are a {type(value).__name__} instead of a dict")
-    return {uuid: _parse(arguments, uuid) for uuid, arguments in value.items()}
-
-
-def _rebuild(*arguments: object) -> GpuTensor:
-    """torch.multiprocessing.reductions.rebuild_cuda_tensor, of any arguments."""
-    return _parse(arguments, arguments[6] if len(arguments) > 6 else None)
-
-
-def _parse(arguments: object, uuid: object) -> GpuTensor:
-    """A tensor from rebuild_cuda_tensor's arguments, which anyone may have made up."""
-    if not isinstance(arguments, tuple) or len(arguments) != 15:
-        raise payload.malformed("a tensor on a GPU has 15 arguments")
-    kind, shape, stride, start, storage, dtype, _, handle, nbytes, offset = arguments[:10]
-    _, file, counter, _, waits = arguments[10:]
-    if kind is not payload.refuse_call or storage is not payload.refuse_call:
-        raise payload.malformed("a tensor on a GPU is not of torch's own classes")
-    if not isinstance(uuid, str) or not _UUID.fullmatch(uuid):
-        raise payload.malformed(f"{payload.brief(uuid)} is not the UUID of a GPU")
-    if not isinstance(dtype, torch.dtype):
-        raise payload.malformed(f"{payload.brief(dtype)} is not the dtype of a tensor")
-    if not isinstance(file, bytes) or not peer_memory.is_file_name(file):
-        raise payload.malformed(f"{payload.brief(file)} is not torch's file of counters")
-    if waits is not False:  # torch's exporter asks for that, and its event ends with it
-        raise payload.malformed("a tensor on a GPU that is to wait for an event")
-    tensor = GpuTensor(
-        uuid,
-        _plain_handle(handle),
-        _number("offset of a storage", offset, _MOST_NBYTES),
-        _number("size of a storage", nbytes, _MOST_NBYTES),
-        (file, _number("counter", counter, COUNTERS)),
-        dtype,
-        payload.read_sizes(shape),
-        payload.read_sizes(stride),
-        _number("offset of a tensor", start, _MOST_NBYTES),
-    )
-    if len(tensor.shape) != len(tensor.stride):
-        raise payload.malformed(f"shape {tensor.shape} with stride {tensor.stride}")
-    end = (tensor.start + tensor.spanned) * dtype.itemsize if tensor.spanned else 0
-    if end > tensor.nbytes:
-        raise payload.malformed(
-            f"tensor of shape {tensor.shape} and stride {tensor.stride} at "
-            f"{tensor.start} needs {end} bytes of a storage of {tensor.nbytes}"
-        )
-    return tensor
-
-
-def _number(what: str, value: object, end: int) -> int:
-    if type(value) is not int or not 0 <= value < end:
-        raise payload.malformed(f"{what} {payload.brief(value)}: not from 0 to {end - 1}")
-    return value
-
-
-def _plain_handle(handle: object) -> bytes:
-    if not isinstance(handle, bytes) or len(handle) < 2 or handle[0] not in _VERSIONS:
-        raise payload.malformed("a handle of GPU memory in no form that is known")
-    if handle[1:2] != _PLAIN or len(handle) != 2 + _HANDLE_NBYTES:
-        raise payload.malformed(
-            f"a handle of GPU memory of kind {handle[1:2]!r} and {len(handle)} bytes: "
-            "only plain allocations are opened, no expandable segments"
-        )
-    return handle[2:]
 
 
 # --- memory ----------------------------------------------------------------------------------
@@ -308,7 +148,7 @@ class GpuRing:
         self.nbytes = nbytes
         self._uuid = _plain_uuid(uuid)
         self._handle = self._memory.handle
-        self._counters = payload.shared_bytes(COUNTERS * _COUNTER.size).view(torch.int64)
+        self._counters = payload.shared_bytes(8 * COUNTERS).view(torch.int64)
         self._file: bytes = self._counters.untyped_storage()._share_filename_cpu_()[1]
         self._free = list(range(COUNTERS - 1, -1, -1))
         self._exports: dict[int, tuple[int, int]] = {}  # by counter, from where to where
@@ -368,10 +208,10 @@ class GpuRing:
         Raises:
             DeadlineError: one has not; the ring may be closed, and another one made.
         """
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         while self.held(offset, nbytes):
             check()
-            if time.monotonic() > end:
+            if not deadline.left:
                 raise _core.DeadlineError(
                     f"{nbytes} bytes of GPU {self._uuid} were not let go of in {timeout:.0f} s; "
                     f"engines say so in /dev/shm{self._file.decode()}, if they see it"
