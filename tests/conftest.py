@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["PYTHONSAFEPATH"] = "1"
 
 import pytest
+from support.nursery import Nursery
 
 import wsync
 
@@ -51,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from support.fakecuda import coherent
 
         os.environ.update(coherent())
+    config.add_cleanup(Nursery().close)
 
 
 def _device_count() -> int:

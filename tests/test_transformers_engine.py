@@ -4,6 +4,7 @@ import base64
 import pickle
 import re
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -635,7 +636,13 @@ def test_an_unknown_pause_mode_is_refused(shared: Server) -> None:
 # --- the process ----------------------------------------------------------------------------
 
 
-def test_an_engine_process_serves_and_ends_with_its_parent() -> None:
+@pytest.fixture
+def interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are started as users start them, and not by the tests' nursery."""
+    monkeypatch.setattr("wsync.demo.engines.child.Popen", subprocess.Popen)
+
+
+def test_an_engine_process_serves_and_ends_with_its_parent(interpreters: None) -> None:
     with serve_in_process(config(), api_key="k", dtype="float32", seed=0) as server:
         assert isinstance(server, ServerProcess)
         engine = handle(server.url, api_key="k")
@@ -657,7 +664,7 @@ def test_an_engine_process_serves_and_ends_with_its_parent() -> None:
             engine.model_info(5)
 
 
-def test_an_engine_that_cannot_start_says_why(tmp_path: Any) -> None:
+def test_an_engine_that_cannot_start_says_why(tmp_path: Any, interpreters: None) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
     with pytest.raises(PeerClosedError, match=r"(?s)ended with 2: .*nonesuch") as caught:
         serve_in_process(tmp_path, random_weights=True)

@@ -13,6 +13,8 @@ import time
 import traceback
 from multiprocessing.connection import Connection, wait
 
+from support import nursery
+
 PRELOADED = ["torch.distributed", "wsync.demo.preload"]
 GRACE = 30.0  # seconds that the other ranks have once one has failed
 
@@ -61,6 +63,7 @@ def _serve(rank, count, store, setup, pipe):
     import torch
     import torch.distributed as dist
 
+    nursery.install()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

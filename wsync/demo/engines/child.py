@@ -2,9 +2,9 @@
 
 import contextlib
 import os
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from subprocess import PIPE, Popen, TimeoutExpired
 
 from wsync._core import PeerClosedError
 from wsync.machine.owner import Owner
@@ -30,10 +30,10 @@ class Child:
         self._owner = Owner()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         try:
-            self.process = subprocess.Popen(
+            self.process = Popen(
                 command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=PIPE,
+                stdout=PIPE,
                 stderr=self._log,
                 env={**os.environ, **(environment or {})},
                 pass_fds=tuple(pass_fds),
@@ -73,7 +73,7 @@ class Child:
         self.process.terminate()
         try:
             self.process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             self.process.kill()
             self.process.wait()
         self._log.close()
