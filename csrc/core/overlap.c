@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/overlap.h"
+#include "core/base/sort.h"
 
 #include <stdlib.h>
 
@@ -49,14 +50,10 @@ static int compare_reaches(const void *left, const void *right)
 {
     const reach_t *a = left;
     const reach_t *b = right;
+    int order = WSYNC_COMPARE(a->buffer, b->buffer);
 
-    if (a->buffer != b->buffer) {
-        return a->buffer < b->buffer ? -1 : 1;
-    }
-    if (a->low != b->low) {
-        return a->low < b->low ? -1 : 1;
-    }
-    return (a->copy > b->copy) - (a->copy < b->copy);
+    order = order != 0 ? order : WSYNC_COMPARE(a->low, b->low);
+    return order != 0 ? order : WSYNC_COMPARE(a->copy, b->copy);
 }
 
 /* Every dimension steps over all that lies inside it: no byte can be met twice. */
@@ -244,7 +241,7 @@ static int compare_places(const void *left, const void *right)
     const place_t *a = left;
     const place_t *b = right;
 
-    return (a->low > b->low) - (a->low < b->low);
+    return WSYNC_COMPARE(a->low, b->low);
 }
 
 /* Sets shared[i] for spans that lie in one piece of memory with others; returns whether any

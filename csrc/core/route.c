@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/route.h"
+#include "core/base/sort.h"
 
 #include <stdlib.h>
 
@@ -170,11 +171,9 @@ static int compare_keys(const void *left, const void *right)
 {
     const sort_key_t *a = left;
     const sort_key_t *b = right;
+    const int buffers = WSYNC_COMPARE(a->buffer, b->buffer);
 
-    if (a->buffer != b->buffer) {
-        return a->buffer < b->buffer ? -1 : 1;
-    }
-    return (a->index > b->index) - (a->index < b->index);
+    return buffers != 0 ? buffers : WSYNC_COMPARE(a->index, b->index);
 }
 
 static wsync_status_t sort_copies(wsync_copies_t *copies, wsync_error_t *err)

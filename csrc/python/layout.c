@@ -4,6 +4,7 @@
 
 #include <stdlib.h>
 
+#include "core/base/sort.h"
 #include "core/layout/wire.h"
 #include "core/overlap.h"
 #include "python/convert.h"
@@ -34,11 +35,9 @@ static int compare_buffers(const void *left, const void *right)
 {
     const wsync_shard_t *a = *(const wsync_shard_t *const *)left;
     const wsync_shard_t *b = *(const wsync_shard_t *const *)right;
+    const int buffers = WSYNC_COMPARE(a->buffer, b->buffer);
 
-    if (a->buffer != b->buffer) {
-        return a->buffer < b->buffer ? -1 : 1;
-    }
-    return (a > b) - (a < b);
+    return buffers != 0 ? buffers : WSYNC_COMPARE(a, b);
 }
 
 /* Orders the shards by buffer.  A ring has thousands of rounds, and each asks for its own:
@@ -172,7 +171,7 @@ static PyObject *layout_to_bytes(PyObject *self, PyObject *Py_UNUSED(ignored))
         status = wsync_layout_encode(layout, &data, &nbytes, &err);
     Py_END_ALLOW_THREADS
     if (status != WSYNC_OK) {
-        return wsync_py_raise(wsync_py_type_state(Py_TYPE(self)), &err);
+        return wsync_py_raise(wsync_py_state_of(self), &err);
     }
     result = PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)nbytes);
     free(data);
@@ -234,7 +233,7 @@ static PyObject *layout_tensor(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     return wsync_py_record(
-        wsync_py_type_state(Py_TYPE(self))->record_TensorInfo,
+        wsync_py_state_of(self)->record_TensorInfo,
         Py_BuildValue("ssNI", tensor->name, wsync_dtype_name(tensor->dtype),
                       wsync_py_int64_tuple(tensor->shape, tensor->ndim), tensor->group));
 }
@@ -256,7 +255,7 @@ static PyObject *layout_shards(PyObject *self, PyObject *args, PyObject *kwargs)
     for (size_t i = 0; list != NULL && i < count; i++) {
         const wsync_shard_t *shard = &shards[i];
         PyObject *item = wsync_py_record(
-            wsync_py_type_state(Py_TYPE(self))->record_Shard,
+            wsync_py_state_of(self)->record_Shard,
             Py_BuildValue("IIKNNNs", shard->rank, shard->buffer,
                           (unsigned long long)shard->offset,
                           wsync_py_int64_tuple(shard->box.start, tensor->ndim),
@@ -286,7 +285,7 @@ static PyObject *layout_buffer_count(PyObject *self, PyObject *args, PyObject *k
 static PyObject *layout_check_apart(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"buffers", NULL};
-    ModuleState *state = wsync_py_type_state(Py_TYPE(self));
+    ModuleState *state = wsync_py_state_of(self);
     PyObject *buffers;
     const BufferTableObject *table;
     wsync_error_t err = {0};

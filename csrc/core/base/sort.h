@@ -6,6 +6,9 @@
 
 #include <stddef.h>
 
+/* -1, 0 or 1: a comes before b, they are equal, or it comes after.  For qsort. */
+#define WSYNC_COMPARE(a, b) (((a) > (b)) - ((a) < (b)))
+
 /* What is sorted: `count` items of `item_nbytes`, whose key lies `key_offset` bytes from
  * the item's start and is below `key_count`. */
 typedef struct wsync_keyed {

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/base/sort.h"
 #include "core/plan/planner.h"
 
 /* A message of the round at hand. */
@@ -122,11 +123,9 @@ static int compare_keys(const void *left, const void *right)
 {
     const message_key_t *a = left;
     const message_key_t *b = right;
+    const int sources = WSYNC_COMPARE(a->source, b->source);
 
-    if (a->source != b->source) {
-        return a->source < b->source ? -1 : 1;
-    }
-    return (a->peers > b->peers) - (a->peers < b->peers);
+    return sources != 0 ? sources : WSYNC_COMPARE(a->peers, b->peers);
 }
 
 /* Lays the round's messages out in everybody's staging and keeps this rank's. */

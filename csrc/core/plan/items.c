@@ -132,14 +132,10 @@ static int compare_members(const void *left, const void *right)
 {
     const member_t *a = left;
     const member_t *b = right;
+    int order = WSYNC_COMPARE(a->layout, b->layout);
 
-    if (a->layout != b->layout) {
-        return a->layout < b->layout ? -1 : 1;
-    }
-    if (a->group != b->group) {
-        return a->group < b->group ? -1 : 1;
-    }
-    return (a->tensor > b->tensor) - (a->tensor < b->tensor);
+    order = order != 0 ? order : WSYNC_COMPARE(a->group, b->group);
+    return order != 0 ? order : WSYNC_COMPARE(a->tensor, b->tensor);
 }
 
 static uint32_t find_leader(const wsync_planner_t *planner, uint32_t tensor)

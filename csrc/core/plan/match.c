@@ -3,22 +3,21 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/base/sort.h"
 #include "core/layout/layout_parts.h"
 #include "core/plan/planner.h"
 
 static int compare_boxes(const wsync_box_t *a, const wsync_box_t *b)
 {
-    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
-        if (a->start[i] != b->start[i]) {
-            return a->start[i] < b->start[i] ? -1 : 1;
-        }
+    int order = 0;
+
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM && order == 0; i++) {
+        order = WSYNC_COMPARE(a->start[i], b->start[i]);
     }
-    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
-        if (a->extent[i] != b->extent[i]) {
-            return a->extent[i] < b->extent[i] ? -1 : 1;
-        }
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM && order == 0; i++) {
+        order = WSYNC_COMPARE(a->extent[i], b->extent[i]);
     }
-    return 0;
+    return order;
 }
 
 /* --- pairs of boxes that overlap ------------------------------------------------------ */
@@ -42,11 +41,9 @@ static int compare_marks(const void *left, const void *right)
 {
     const mark_t *a = left;
     const mark_t *b = right;
+    const int starts = WSYNC_COMPARE(a->start, b->start);
 
-    if (a->start != b->start) {
-        return a->start < b->start ? -1 : 1;
-    }
-    return (a->index > b->index) - (a->index < b->index);
+    return starts != 0 ? starts : WSYNC_COMPARE(a->index, b->index);
 }
 
 /* The axis along which boxes are shortest on average: sorted along it, few boxes have to be
@@ -130,18 +127,11 @@ static int compare_shards(const void *left, const void *right)
 {
     const shard_key_t *a = left;
     const shard_key_t *b = right;
-    const int boxes = compare_boxes(&a->shard->box, &b->shard->box);
+    int order = compare_boxes(&a->shard->box, &b->shard->box);
 
-    if (boxes != 0) {
-        return boxes;
-    }
-    if (a->shard->origin != b->shard->origin) {
-        return a->shard->origin < b->shard->origin ? -1 : 1;
-    }
-    if (a->shard->rank != b->shard->rank) {
-        return a->shard->rank < b->shard->rank ? -1 : 1;
-    }
-    return (a->index > b->index) - (a->index < b->index);
+    order = order != 0 ? order : WSYNC_COMPARE(a->shard->origin, b->shard->origin);
+    order = order != 0 ? order : WSYNC_COMPARE(a->shard->rank, b->shard->rank);
+    return order != 0 ? order : WSYNC_COMPARE(a->index, b->index);
 }
 
 /* Makes one source of shards that are copies of each other, ranks ascending. */
@@ -254,15 +244,10 @@ static int compare_demands(const void *left, const void *right)
 {
     const demand_key_t *a = left;
     const demand_key_t *b = right;
-    const int boxes = compare_boxes(a->box, b->box);
+    int order = compare_boxes(a->box, b->box);
 
-    if (boxes != 0) {
-        return boxes;
-    }
-    if (a->dtype != b->dtype) {
-        return a->dtype < b->dtype ? -1 : 1;
-    }
-    return (a->destination > b->destination) - (a->destination < b->destination);
+    order = order != 0 ? order : WSYNC_COMPARE(a->dtype, b->dtype);
+    return order != 0 ? order : WSYNC_COMPARE(a->destination, b->destination);
 }
 
 /* The dtype that travels: narrowing is done at the source, widening by the engine. */

@@ -179,7 +179,7 @@ static int compare_progress(const progress_t *a, const progress_t *b)
     const wide_t left = (wide_t)a->done * b->total;
     const wide_t right = (wide_t)b->done * a->total;
 
-    return (left > right) - (left < right);
+    return WSYNC_COMPARE(left, right);
 }
 
 static bool goes_before(const owner_t *a, const owner_t *b)
@@ -215,14 +215,10 @@ static int compare_entries(const void *left, const void *right)
 {
     const entry_t *a = left;
     const entry_t *b = right;
+    int order = WSYNC_COMPARE(a->owner, b->owner);
 
-    if (a->owner != b->owner) {
-        return a->owner < b->owner ? -1 : 1;
-    }
-    if (a->audience != b->audience) {
-        return a->audience < b->audience ? -1 : 1;
-    }
-    return (a->item > b->item) - (a->item < b->item);
+    order = order != 0 ? order : WSYNC_COMPARE(a->audience, b->audience);
+    return order != 0 ? order : WSYNC_COMPARE(a->item, b->item);
 }
 
 static void owners_fini(owners_t *owners)

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/base/sort.h"
 #include "core/plan/planner.h"
 
 /* --- audiences ------------------------------------------------------------------------ */
@@ -14,7 +15,7 @@ static int compare_ids(const void *left, const void *right)
     const uint32_t *a = left;
     const uint32_t *b = right;
 
-    return (*a > *b) - (*a < *b);
+    return WSYNC_COMPARE(*a, *b);
 }
 
 /* The homes of all workers behind a set of destinations. */
@@ -92,11 +93,9 @@ static int compare_placed(const void *left, const void *right)
 {
     const placed_t *a = left;
     const placed_t *b = right;
+    const int hosts = WSYNC_COMPARE(a->host, b->host);
 
-    if (a->host != b->host) {
-        return a->host < b->host ? -1 : 1;
-    }
-    return (a->rank > b->rank) - (a->rank < b->rank);
+    return hosts != 0 ? hosts : WSYNC_COMPARE(a->rank, b->rank);
 }
 
 static wsync_status_t add_group(wsync_planner_t *planner, wsync_plan_class_t *class,
