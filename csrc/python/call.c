@@ -14,7 +14,7 @@ enum { WAIT_SLICE_MS = 50 };
 
 static ModuleState *state_of(wsync_py_peer_t *peer)
 {
-    return wsync_py_type_state(Py_TYPE((PyObject *)peer));
+    return wsync_py_state_of((PyObject *)peer);
 }
 
 int wsync_py_peer_enter(wsync_py_peer_t *peer)

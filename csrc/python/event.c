@@ -52,7 +52,7 @@ static PyObject *event_wait(PyObject *object, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&d|O:wait", names,
                                      wsync_py_convert_range_u64, &call.value, &call.timeout,
                                      &call.check) ||
-        wsync_py_wait(wsync_py_type_state(Py_TYPE(object)), event_step, &call) < 0) {
+        wsync_py_wait(wsync_py_state_of(object), event_step, &call) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;

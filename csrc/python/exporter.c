@@ -163,7 +163,7 @@ static PyObject *exporter_look(PyObject *object, PyObject *Py_UNUSED(unused))
         status = wsync_exporter_look(peer->core, &err);
     Py_END_ALLOW_THREADS
     wsync_py_peer_leave(peer);
-    return wsync_py_none(wsync_py_type_state(Py_TYPE(object)), status, &err);
+    return wsync_py_none(wsync_py_state_of(object), status, &err);
 }
 
 static wsync_status_t step_post(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)

@@ -103,7 +103,7 @@ static int refresh(ImporterObject *self)
         return -1;
     }
     wsync_memory_retain(memory);
-    ring = wsync_py_memory_wrap(wsync_py_type_state(Py_TYPE((PyObject *)self)), memory);
+    ring = wsync_py_memory_wrap(wsync_py_state_of((PyObject *)self), memory);
     if (ring == NULL) {
         Py_DECREF(manifest);
         return -1;
@@ -191,8 +191,8 @@ WSYNC_PY_NUMBER(importer_generation, ((ImporterObject *)self)->generation)
 static PyObject *give_attached(PyObject *object, PyObject *value, const char *what)
 {
     if (value == NULL) {
-        return wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
-                             "Importer", "%s: no update has begun on this Importer", what);
+        return wsync_py_fail(wsync_py_state_of(object), WSYNC_ERR_STATE, "Importer",
+                             "%s: no update has begun on this Importer", what);
     }
     return Py_NewRef(value);
 }

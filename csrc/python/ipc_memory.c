@@ -105,8 +105,8 @@ static const wsync_cuda_ipc_t *get_memory(PyObject *object)
     const wsync_cuda_ipc_t *memory = ((IpcMemoryObject *)object)->memory;
 
     if (memory == NULL) {
-        (void)wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
-                            "IpcMemory", "the memory is closed");
+        (void)wsync_py_fail(wsync_py_state_of(object), WSYNC_ERR_STATE, "IpcMemory",
+                            "the memory is closed");
     }
     return memory;
 }

@@ -15,7 +15,7 @@ typedef struct BuilderObject {
 
 static PyObject *raise_for(PyObject *self, const wsync_error_t *err)
 {
-    return wsync_py_raise(wsync_py_type_state(Py_TYPE(self)), err);
+    return wsync_py_raise(wsync_py_state_of(self), err);
 }
 
 /* The builder, or NULL with StateError while another thread is in build(). */
@@ -24,8 +24,8 @@ static wsync_layout_builder_t *get_builder(PyObject *self)
     wsync_layout_builder_t *builder = ((BuilderObject *)self)->builder;
 
     if (builder == NULL) {
-        (void)wsync_py_fail(wsync_py_type_state(Py_TYPE(self)), WSYNC_ERR_STATE,
-                            "LayoutBuilder", "build() is running in another thread");
+        (void)wsync_py_fail(wsync_py_state_of(self), WSYNC_ERR_STATE, "LayoutBuilder",
+                            "build() is running in another thread");
     }
     return builder;
 }
@@ -62,7 +62,7 @@ static void builder_dealloc(PyObject *self)
 
 static const char *read_text(PyObject *self, PyObject *object, const char *what)
 {
-    return wsync_py_read_text(wsync_py_type_state(Py_TYPE(self)), object, what);
+    return wsync_py_read_text(wsync_py_state_of(self), object, what);
 }
 
 /* Reads what names a tensor; shape becomes tensor->shape and tensor->ndim.  The name is
@@ -82,7 +82,7 @@ static int read_tensor(PyObject *self, PyObject *name_object, const char *dtype,
     if (wsync_dtype_from_name(dtype, &tensor->dtype, &err) != WSYNC_OK) {
         const wsync_error_t cause = err;
 
-        (void)wsync_py_fail(wsync_py_type_state(Py_TYPE(self)), cause.status, cause.origin,
+        (void)wsync_py_fail(wsync_py_state_of(self), cause.status, cause.origin,
                             "%.256s: %.256s", name, cause.message);
         return -1;
     }
@@ -222,7 +222,7 @@ static int add_row(PyObject *self, const wsync_tensor_row_t *row, const char *na
 static PyObject *builder_add_tensors(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"names", "tensors", "groups", NULL};
-    ModuleState *state = wsync_py_type_state(Py_TYPE(self));
+    ModuleState *state = wsync_py_state_of(self);
     PyObject *names_argument;
     PyObject *groups_argument = Py_None;
     PyObject *object;
@@ -441,9 +441,8 @@ static int add_maps(PyObject *self, const parameter_t *parameter, PyObject *maps
         if (compose(builder, parameter, &tensor, &map, total, &err) != WSYNC_OK) {
             const wsync_error_t cause = err;
 
-            (void)wsync_py_fail(wsync_py_type_state(Py_TYPE(self)), cause.status,
-                                cause.origin, "%.256s: %.500s", parameter->origin,
-                                cause.message);
+            (void)wsync_py_fail(wsync_py_state_of(self), cause.status, cause.origin,
+                                "%.256s: %.500s", parameter->origin, cause.message);
             return -1;
         }
     }
@@ -499,9 +498,8 @@ static PyObject *builder_build(PyObject *object, PyObject *Py_UNUSED(ignored))
         status = wsync_layout_builder_finish(builder, &layout, &err);
     Py_END_ALLOW_THREADS
     self->builder = builder;
-    return status == WSYNC_OK
-               ? wsync_py_layout_new(wsync_py_type_state(Py_TYPE(object)), layout)
-               : raise_for(object, &err);
+    return status == WSYNC_OK ? wsync_py_layout_new(wsync_py_state_of(object), layout)
+                              : raise_for(object, &err);
 }
 
 static PyMethodDef builder_methods[] = {

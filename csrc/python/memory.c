@@ -85,8 +85,8 @@ static PyObject *memory_fileno(PyObject *object, PyObject *Py_UNUSED(unused))
     const int fd = self->memory->fd;
 
     if (fd < 0) {
-        return wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
-                             "fileno", "the memory is parked");
+        return wsync_py_fail(wsync_py_state_of(object), WSYNC_ERR_STATE, "fileno",
+                             "the memory is parked");
     }
     return PyLong_FromLong(fd);
 }

@@ -16,6 +16,11 @@ ModuleState *wsync_py_type_state(PyTypeObject *type)
     return PyType_GetModuleState(type);
 }
 
+ModuleState *wsync_py_state_of(PyObject *object)
+{
+    return PyType_GetModuleState(Py_TYPE(object));
+}
+
 PyObject *wsync_py_alloc(PyTypeObject *type)
 {
     return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);

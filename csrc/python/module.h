@@ -99,6 +99,8 @@ typedef struct ModuleState {
 ModuleState *wsync_py_state(PyObject *module);
 /* State from one of the module's types; borrowed for the type's life. */
 ModuleState *wsync_py_type_state(PyTypeObject *type);
+/* The same from an object of such a type. */
+ModuleState *wsync_py_state_of(PyObject *object);
 
 /* The entry of a PyMethodDef for a function that takes keywords. */
 #define WSYNC_PY_KEYWORDS(function) \

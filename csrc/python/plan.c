@@ -237,7 +237,7 @@ static PyObject *plan_slot(PyObject *self, PyObject *args, PyObject *kwargs)
     }
     slot = wsync_plan_slot(plan_of(self), worker, round);
     return wsync_py_record(
-        wsync_py_type_state(Py_TYPE(self))->record_Slot,
+        wsync_py_state_of(self)->record_Slot,
         Py_BuildValue("KKL", (unsigned long long)slot.offset,
                       (unsigned long long)slot.nbytes, (long long)slot.wait_round));
 }
@@ -276,8 +276,7 @@ static PyObject *plan_messages(PyObject *self, PyObject *args, PyObject *kwargs)
     messages = wsync_plan_messages(plan_of(self), round, &count);
     list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; i++) {
-        wsync_py_list_put(&list, i,
-                          message_record(wsync_py_type_state(Py_TYPE(self)), &messages[i]));
+        wsync_py_list_put(&list, i, message_record(wsync_py_state_of(self), &messages[i]));
     }
     return list;
 }
@@ -327,7 +326,7 @@ static PyObject *plan_copy_count(PyObject *self, PyObject *args, PyObject *kwarg
 static PyObject *plan_manifest(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"worker", NULL};
-    ModuleState *state = wsync_py_type_state(Py_TYPE(self));
+    ModuleState *state = wsync_py_state_of(self);
     const wsync_plan_t *plan = plan_of(self);
     wsync_layout_t *manifest = NULL;
     wsync_error_t err = {0};

@@ -87,7 +87,7 @@ static PyObject *exchange_connect(PyObject *object, PyObject *args, PyObject *kw
 {
     static char *keywords[] = {"addresses", "timeout", "check", NULL};
     ExchangeObject *self = (ExchangeObject *)object;
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    ModuleState *state = wsync_py_state_of(object);
     wsync_py_call_t call = {0};
     wsync_py_items_t addresses;
     PyObject *sequence = NULL;
@@ -145,7 +145,7 @@ static PyObject *exchange_spans(PyObject *object, PyObject *args, PyObject *kwar
 {
     static char *keywords[] = {"round", NULL};
     ExchangeObject *self = (ExchangeObject *)object;
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    ModuleState *state = wsync_py_state_of(object);
     const wsync_plan_t *plan = NULL;
     wsync_span_t *spans = NULL;
     wsync_error_t err = {0};

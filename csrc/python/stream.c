@@ -338,7 +338,7 @@ int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_t *device
 static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"copies", "index", "phase", "sources", "destinations", NULL};
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    ModuleState *state = wsync_py_state_of(object);
     const wsync_device_t *device = ((StreamObject *)object)->device;
     wsync_py_batch_t batch = {0};
     PyObject *sources;
@@ -372,7 +372,7 @@ static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwarg
 {
     static char *names[] = {"event", "value", NULL};
     StreamObject *self = (StreamObject *)object;
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    ModuleState *state = wsync_py_state_of(object);
     PyObject *event;
     uint64_t value;
     wsync_stream_t *stream;
@@ -411,7 +411,7 @@ static PyObject *order_streams(PyObject *object, PyObject *args, const char *for
                                                          wsync_error_t *))
 {
     StreamObject *self = (StreamObject *)object;
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    ModuleState *state = wsync_py_state_of(object);
     PyObject *number;
     void *other;
     wsync_stream_t *stream;
@@ -458,7 +458,7 @@ static PyObject *stream_abandon(PyObject *object, PyObject *args, PyObject *kwar
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|d:abandon", names, &timeout)) {
         return NULL;
     }
-    stream = wsync_py_stream_enter(wsync_py_type_state(Py_TYPE(object)), self);
+    stream = wsync_py_stream_enter(wsync_py_state_of(object), self);
     if (stream == NULL) {
         return NULL;
     }
@@ -496,7 +496,7 @@ static PyObject *stream_synchronize(PyObject *object, PyObject *args, PyObject *
 {
     static char *names[] = {"timeout", "check", NULL};
     StreamObject *self = (StreamObject *)object;
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    ModuleState *state = wsync_py_state_of(object);
     wsync_py_call_t call = {.core = self};
     int result;
 
@@ -541,7 +541,7 @@ static PyObject *trace_list(PyObject *labels, const wsync_stream_span_t *spans,
 static PyObject *stream_trace(PyObject *object, PyObject *args)
 {
     StreamObject *self = (StreamObject *)object;
-    ModuleState *state = wsync_py_type_state(Py_TYPE(object));
+    ModuleState *state = wsync_py_state_of(object);
     wsync_stream_span_t *next = NULL;
     wsync_stream_span_t *spans = NULL;
     wsync_error_t err = {0};
@@ -579,15 +579,14 @@ static PyObject *stream_close(PyObject *object, PyObject *Py_UNUSED(unused))
     StreamObject *self = (StreamObject *)object;
 
     if (self->users > 0) {
-        return wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
-                             "Stream.close",
+        return wsync_py_fail(wsync_py_state_of(object), WSYNC_ERR_STATE, "Stream.close",
                              "%u calls of other threads use the stream: join them before "
                              "close()",
                              self->users);
     }
     if (self->closing) { /* and needs what the stream holds until it is through */
-        return wsync_py_fail(wsync_py_type_state(Py_TYPE(object)), WSYNC_ERR_STATE,
-                             "Stream.close", "another thread is closing the stream");
+        return wsync_py_fail(wsync_py_state_of(object), WSYNC_ERR_STATE, "Stream.close",
+                             "another thread is closing the stream");
     }
     shut(self);
     Py_RETURN_NONE;
@@ -635,7 +634,7 @@ static PyMethodDef stream_methods[] = {
 
 static PyObject *stream_get_device(PyObject *object, void *Py_UNUSED(closure))
 {
-    return wsync_py_device_wrap(wsync_py_type_state(Py_TYPE(object)),
+    return wsync_py_device_wrap(wsync_py_state_of(object),
                                 ((StreamObject *)object)->device);
 }
 

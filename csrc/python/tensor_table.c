@@ -89,8 +89,8 @@ static PyObject *table_item(PyObject *self, Py_ssize_t index)
     PyObject *address = NULL;
 
     if (index < 0 || index >= table->count) {
-        PyErr_Format(PyExc_IndexError, "tensor %zd of a table of %zd", index, table->count);
-        return NULL;
+        return PyErr_Format(PyExc_IndexError, "tensor %zd of a table of %zd", index,
+                            table->count);
     }
     row = &table->rows[index];
     address = PyLong_FromVoidPtr(row->data);
@@ -117,8 +117,8 @@ static PyObject *table_offsets(PyObject *self, PyObject *args)
         return NULL;
     }
     if (alignment == 0 || (alignment & (alignment - 1)) != 0 || alignment > MAX_ALIGNMENT) {
-        return wsync_py_fail(wsync_py_type_state(Py_TYPE(self)), WSYNC_ERR_INVALID,
-                             "offsets", "alignment %llu is not a power of two up to %d",
+        return wsync_py_fail(wsync_py_state_of(self), WSYNC_ERR_INVALID, "offsets",
+                             "alignment %llu is not a power of two up to %d",
                              (unsigned long long)alignment, (int)MAX_ALIGNMENT);
     }
     starts = PyList_New(table->count);
@@ -152,9 +152,8 @@ static PyObject *table_differs(PyObject *self, PyObject *object)
     Py_ssize_t count;
 
     if (!Py_IS_TYPE(object, Py_TYPE(self))) {
-        PyErr_Format(PyExc_TypeError, "differs() takes a TensorTable, not %R",
-                     (PyObject *)Py_TYPE(object));
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "differs() takes a TensorTable, not %R",
+                            (PyObject *)Py_TYPE(object));
     }
     count = table->count < other->count ? table->count : other->count;
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -171,8 +170,7 @@ static PyObject *table_differs(PyObject *self, PyObject *object)
 static PyObject *table_form(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
     const TensorTableObject *table = (TensorTableObject *)self;
-    TensorTableObject *form =
-        wsync_py_table_new(wsync_py_type_state(Py_TYPE(self)), table->count);
+    TensorTableObject *form = wsync_py_table_new(wsync_py_state_of(self), table->count);
 
     for (Py_ssize_t i = 0; form != NULL && i < table->count; i++) {
         form->rows[i] = table->rows[i];

@@ -258,8 +258,7 @@ cleanup:
 
 static PyObject *refuse_keywords(const char *name)
 {
-    PyErr_Format(PyExc_TypeError, "%s() takes positional arguments only", name);
-    return NULL;
+    return PyErr_Format(PyExc_TypeError, "%s() takes positional arguments only", name);
 }
 
 static PyObject *pool_view(PyObject *self, PyTypeObject *cls, PyObject *const *args,
