@@ -1,10 +1,10 @@
 """Two processes that take turns in one slot of device memory, ordered by words alone.
 
-One round: the trainer's side waits for the slot, fills it with a launch and says so; the engine's
-waits for that, copies the slot away and gives it back.  The turns are taken twice: in the first pass
-the tables of copies are still uploaded, so that the host waits; in the second, which is timed,
-the host announces rounds and the GPU alone waits.  What came is compared with what was sent, in
-order: a wait that does not hold shows.
+One round: the trainer's side waits for the slot, fills it with a launch and says so; the
+engine's waits for that, copies the slot away and gives it back.  The turns are taken twice: in
+the first pass the tables of copies are still uploaded, so that the host waits; in the second,
+which is timed, the host announces rounds and the GPU alone waits.  What came is compared with
+what was sent, in order: a wait that does not hold shows.
 """
 
 from __future__ import annotations

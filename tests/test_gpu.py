@@ -6,6 +6,7 @@ stand-in for the driver (test_cuda_update.py does so) all of it runs that needs 
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -16,10 +17,13 @@ import pytest
 import torch
 from support import fused
 from support.gpu_engine import FusedEngine, GpuEngine, dry, module, slow, where
+from support.gpu_mapping import Mapping
+from support.gpu_stock import StockEngine
 
 import wsync
 from wsync import _core
 from wsync.machine import device
+from wsync.messages import gpu_payload
 
 pytestmark = pytest.mark.gpu
 
@@ -180,6 +184,58 @@ def test_a_load_weights_on_the_gpu_gives_the_same_module(learnt: bool) -> None:
                 own.load_weights(list(weights.items()))
                 assert wrong(engine.held(), fused.held(own)) == []
         assert engine.reason() == ("" if learnt else "not asked to learn")
+
+
+# --- engines without wsync -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("workers", "memory"), [(1, "gpu"), (1, "host"), (2, "host"), (2, "gpu")])
+def test_torch_rebuilds_the_buckets_of_an_engine_without_wsync(
+    workers: int, memory: str, torch_cuda: None
+) -> None:
+    options = wsync.Options(
+        deadline=60.0,
+        progress=False,
+        delivery="stock",
+        stock_memory=memory,
+        bucket_nbytes=1 << 20,
+        ring_nbytes=16 << 20,
+    )
+    weights = draw(13, {**DENSE, **LARGE})
+    engine = StockEngine(workers)
+    try:
+        with wsync.connect(weights, [engine], options=options) as sync:
+            free = []
+            for seed in (14, 15, 16):
+                weights = draw(seed, {**DENSE, **LARGE})
+                sync.update(weights)
+                assert [wrong(found, weights) for found in engine.weights()] == [[]] * workers
+                free.append(torch.cuda.mem_get_info()[0])
+            assert free[2] >= free[1]
+        gc.collect()
+        assert gpu_payload.collect() == 0  # the engine has let go of all
+    finally:
+        engine.close()
+
+
+# --- memory that is not there --------------------------------------------------------------------
+
+
+def test_a_tensor_whose_memory_was_taken_away_is_named(torch_cuda: None) -> None:
+    mapping = Mapping()
+    paused = mapping.tensor()
+    weights = {**draw(17, DENSE), "paused": paused}
+    with GpuEngine(weights) as engine, wsync.connect(weights, [engine], options=OPTIONS) as sync:
+        paused.copy_(torch.randn(paused.shape))
+        sync.update()
+        assert wrong(engine.weights(), weights) == []
+        mapping.unmap()
+        with pytest.raises(wsync.StateError, match="paused: no memory of GPU 0 lies at its addr"):
+            sync.update()
+        mapping.map()
+        paused.copy_(torch.randn(paused.shape))
+        sync.update()
+        assert wrong(engine.weights(), weights) == []
 
 
 # --- kernels -------------------------------------------------------------------------------------
