@@ -8,9 +8,11 @@ it ought to have.  In a dry run the weights are in host memory and only the ring
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from multiprocessing import current_process
 from multiprocessing.reduction import ForkingPickler
@@ -22,7 +24,10 @@ import wsync
 from benchmarks import peers, plan_shapes
 from benchmarks.bucket import bucket_class
 from benchmarks.gpu_device import Gpu
+from wsync import _core
 from wsync.demo.engines.process import BareWorker, ProcessEngine, Shapes
+from wsync.demo.engines.worker import ModelWorker
+from wsync.engine.loaders import LayoutLoader
 from wsync.machine import device
 from wsync.machine.device import VARIABLE
 from wsync.machine.environment import variable
@@ -41,15 +46,17 @@ def run(gpu: Gpu, layers: int) -> Iterator[dict[str, Any]]:
     shapes = _shapes(gpu, layers)
     nbytes = _nbytes(shapes)
     weights = make(shapes, 0, _where(gpu))
-    # for weights in host memory
-    with variable(VARIABLE, gpu.device.uuid), _Engine(shapes, _where(gpu)) as engine:
-        peer, seconds, good = "none: the stock way: " + gpu.torch, 0.0, True
-        if not gpu.torch:
-            origin, kind = bucket_class()
-            peer = f"torch IPC, {origin}"
-            seconds, good = _measure(gpu, engine, weights, lambda: _stock(engine, weights, kind))
-        for round_nbytes in DRY_ROUNDS if gpu.dry else ROUNDS:
-            yield _update(gpu, engine, weights, round_nbytes, nbytes, (peer, seconds, good))
+    for worker in (_Worker, _FusedWorker):
+        # for weights in host memory
+        with variable(VARIABLE, gpu.device.uuid), _Engine(shapes, _where(gpu), worker) as engine:
+            peer, seconds, good = "none: the stock way: " + gpu.torch, 0.0, True
+            if not gpu.torch:
+                origin, kind = bucket_class()
+                peer = f"torch IPC, {origin}"
+                way = functools.partial(_stock, engine, weights, kind)
+                seconds, good = _measure(gpu, engine, weights, way)
+            for round_nbytes in DRY_ROUNDS if gpu.dry else ROUNDS:
+                yield _update(gpu, engine, weights, round_nbytes, nbytes, (peer, seconds, good))
 
 
 def _shapes(gpu: Gpu, layers: int) -> Shapes:
@@ -128,7 +135,7 @@ def _update(
     peer, peer_seconds, good = other
     rate = 4 * nbytes / seconds / 1e9  # read and written, twice
     return gpu.row(
-        f"update: {len(weights)} tensors, {round_nbytes >> 20} MiB",
+        f"update: {len(weights)} to {engine.tensors} tensors, {round_nbytes >> 20} MiB",
         nbytes,
         seconds,
         peer=peer,
@@ -161,13 +168,12 @@ def _stock(engine: _Engine, weights: dict[str, torch.Tensor], kind: Any) -> None
 class _Engine(ProcessEngine):
     """Bare weights on a device, which take stock buckets as well."""
 
-    def __init__(self, shapes: Shapes, where: str) -> None:
-        worker = _Worker if where == "cpu" else _GpuWorker
+    def __init__(self, shapes: Shapes, where: str, worker: type[_Worker]) -> None:
         super().__init__(shapes, name="gpu", worker=worker, timeout=_SECONDS)
         kind = bucket_class()[1]
         key = bytes(current_process().authkey)  # torch shares tensors among those who know it
         plain = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
-        self._call("device", [(key, kind, plain, where)], _SECONDS)
+        self.tensors: int = self._call("device", [(key, kind, plain, where)], _SECONDS)[0]
 
     def take(self, payload: bytes) -> None:
         self._call("bucket", [payload], _SECONDS)
@@ -183,10 +189,17 @@ class _Engine(ProcessEngine):
 
 
 class _Worker(BareWorker):
+    """A tensor for each of the trainer's, as transformers has them."""
+
+    def __init__(self, *, shapes: Shapes, threads: int) -> None:
+        with _device():
+            super().__init__(shapes=shapes, threads=threads)
+        self.kept = len(self.tensors)
+
     def answer(self, what: str, argument: Any) -> Any:
         if what == "device":
             current_process().authkey, self._kind, self._shapes, self._where = argument
-            return None
+            return self.kept
         if what == "bucket":
             return peers.load(argument, self.tensors, self._kind)
         if what == "settle":
@@ -202,8 +215,34 @@ class _Worker(BareWorker):
         return super().answer(what, argument)
 
 
-class _GpuWorker(_Worker):
-    def __init__(self, **settings: Any) -> None:
-        found = device.find(device.wanted())
-        with torch.device(f"cuda:{found.ordinal}"):
-            super().__init__(**settings)
+class _FusedWorker(_Worker):
+    """The experts of a layer in two tensors, as SGLang and vLLM have them."""
+
+    def __init__(self, *, shapes: Shapes, threads: int) -> None:
+        places = defaultdict[str, list[str]](list)
+        for name in shapes:
+            layer, experts, rest = name.partition(".experts.")
+            which = "w2" if "down_proj" in rest else "w13"
+            places[f"{layer}.{which}" if experts else name].append(name)
+        builder, fused = _core.LayoutBuilder(), []
+        self.tensors = {}
+        for names in places.values():
+            sizes = [torch.Size(shapes[name][0]).numel() for name in names]
+            with _device():
+                fused.append(torch.zeros(sum(sizes), dtype=torch.bfloat16))
+            parts = zip(names, fused[-1].split(sizes), strict=True)
+            self.tensors |= {name: part.view(*shapes[name][0]) for name, part in parts}
+            for name in names:
+                view = self.tensors[name]
+                shape, offset = tuple(view.shape), 2 * int(view.storage_offset())
+                box = (name, "bfloat16", shape, [0] * len(shape), shape, len(fused) - 1, offset)
+                builder.add_shard(*box, [2 * stride for stride in view.stride()])
+        ModelWorker.__init__(self, LayoutLoader(builder.build(), fused, threads=threads))
+        self.kept = len(fused)
+
+
+def _device() -> torch.device:
+    """Where the engine's weights are made."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device(f"cuda:{device.find(device.wanted()).ordinal}")
