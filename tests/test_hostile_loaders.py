@@ -9,12 +9,14 @@ import io
 import pickle
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.fused import bytes_of, differing
@@ -205,6 +207,16 @@ def branching_on_memory(module: Square, tensors: Tensors) -> None:
     plain(module, tensors)
 
 
+def branching_on_storage(module: Square, tensors: Tensors) -> None:
+    plain(module, tensors)
+    if "a" in tensors:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is old
+            place = tensors["a"].storage().data_ptr()
+        if abs(ctypes.c_float.from_address(place).value) < 1e9:
+            module.a.data.mul_(0.5)
+
+
 def masking(module: Square, tensors: Tensors) -> None:
     plain(module, tensors, "a")
     if "a" in tensors:
@@ -240,6 +252,7 @@ def joining_into(module: Square, tensors: Tensors) -> None:
         (keeping_in_a_file, "its values are looked at"),
         (keeping_by_address, "its values are looked at"),
         (branching_on_memory, "its values are looked at"),
+        (branching_on_storage, "its values are looked at"),
         (masking, "its values are looked at"),
         (rounding, "a: converted torch.float32 to torch.bfloat16 to torch.float32"),
         (joining_into, "a: cat"),
@@ -251,6 +264,41 @@ def test_the_rest_is_left_to_the_loader(load: Any, reason: str) -> None:
     assert loader.reason == ""
     assert loader.recording is not None
     assert loader.recording.fallback == {"a": reason}
+    assert differing(module.held(), loaded(load, 1, 2)) == []
+
+
+class Capsule:
+    """What torch hands to others, by a function that is no method of tensors."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return torch.utils.dlpack.to_dlpack(self._tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+def by_capsule(tensor: torch.Tensor) -> float:
+    return float(np.abs(np.from_dlpack(Capsule(tensor))).max())
+
+
+def without_modes(tensor: torch.Tensor) -> float:
+    with torch._C.DisableTorchFunction():
+        return max(abs(value) for row in tensor.tolist() for value in row)
+
+
+@pytest.mark.parametrize("read", [by_capsule, without_modes])
+def test_who_goes_by_the_size_of_values_is_found_however_they_were_read(read: Any) -> None:
+    def load(module: Square, tensors: Tensors) -> None:
+        plain(module, tensors)
+        if "a" in tensors and read(tensors["a"]) < 1e6:
+            module.a.data.mul_(0.5)
+
+    module = Square(load)
+    loader = updated(module, 1, 2)
+    assert "of its storage is" in loader.reason
     assert differing(module.held(), loaded(load, 1, 2)) == []
 
 

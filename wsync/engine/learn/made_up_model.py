@@ -3,6 +3,9 @@
 They take a range of addresses with hardly any memory behind it: a few megabytes of random bytes,
 mapped over and over.  Neighbours differ, and a loader may write into what it was given, because
 nobody else reads it.
+
+Seed 0 gives values of all sizes, others give such as weights have: who goes by the size of values
+that it reads where nobody can see it does not do the same with both.
 """
 
 from __future__ import annotations
@@ -105,6 +108,9 @@ def _repeating(nbytes: int, seed: int) -> mmap.mmap:
     data = torch.empty(period, dtype=torch.uint8).random_(generator=generator)
     # of the two highest bits of an exponent one is zero: large and small, but never infinite
     data &= ~((data & 0x20) << 1)
+    if seed:
+        # the byte of the exponent in formats of two bytes and more: from 2**-14 to 2
+        data[1::2] = data[1::2] & 0x83 | 0x3C
     remap = ctypes.CDLL(None, use_errno=True).mmap
     remap.restype = ctypes.c_void_p
     remap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

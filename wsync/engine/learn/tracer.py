@@ -54,7 +54,7 @@ _LETS_OUT = {
     *("apply_", "map_", "map2_"),
 }
 # those that hand out the memory itself; of a module's tensors, loaders ask who shares it
-_HANDS_OUT = {"data_ptr", "const_data_ptr", "untyped_storage"}
+_HANDS_OUT = {"data_ptr", "const_data_ptr", "untyped_storage", "storage", "share_memory_"}
 
 
 class ReadsValuesError(BaseException):
