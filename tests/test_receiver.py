@@ -115,6 +115,33 @@ def test_tensors_are_copied_by_name_update_after_update(start: Start) -> None:
     assert (receiver.consistent, receiver.state.reason, receiver.state.update) == (True, "", 2)
 
 
+def test_a_repeated_opening_message_is_refused_and_the_session_stays(start: Start) -> None:
+    module = Tiny()
+    trainer, receiver, _ = first_update(start, ModuleLoader(module), tiny_weights(1))
+    success, text = receiver.handle(trainer.control(1, deadline=1.0))
+    assert not success
+    assert "update 1 since the trainer connected has begun before" in text
+    handled = start(receiver, trainer.control(2))
+    trainer.update(2, tiny_weights(2))
+    assert handled.result(SECONDS)[0]
+    check(module, tiny_weights(2))
+
+
+def test_a_late_message_of_a_trainer_that_is_gone_does_not_end_anothers_session(
+    start: Start,
+) -> None:
+    module = Tiny()
+    late = Trainer(tiny_weights(1), ROUNDS, session="b2")
+    message = late.control(1)
+    del late
+    trainer, receiver, _ = first_update(start, ModuleLoader(module), tiny_weights(1))
+    assert not receiver.handle(message)[0]
+    handled = start(receiver, trainer.control(2))
+    trainer.update(2, tiny_weights(2))
+    assert handled.result(SECONDS)[0]
+    check(module, tiny_weights(2))
+
+
 def test_parameters_may_move_between_updates(start: Start) -> None:
     module = Tiny()
     trainer, receiver, _ = first_update(start, ModuleLoader(module), tiny_weights(1))

@@ -49,6 +49,7 @@ class Receiver:
         self._loader = loader
         self._worker = worker
         self._session = ""
+        self._opened = 0  # the last update of the session
         self._importer: Session | None = None
         self._teacher: Session | None = None  # until the session that came of it is under way
         self._generation = -1
@@ -137,6 +138,8 @@ class Receiver:
         return True, "inspected"
 
     def _open(self, message: Control) -> tuple[bool, str]:
+        if self._session == message.session and message.update <= self._opened:
+            raise StateError(f"{_nth(message.update)} has begun before: the request was repeated")
         self.state.end_buckets()
         try:
             self._run(message)
@@ -144,9 +147,7 @@ class Receiver:
             said = f"{_nth(message.update)}: {_text(error)}"
             text = f"worker {self._worker}: {said}"
             _log.warning("%s", text)
-            if self._importer is not None:
-                self._importer.fail(said)  # the trainer knows who it is
-            self.close()
+            self.fail(message, said)  # the trainer knows who it is
             if not self.consistent:
                 self.state.lose(text)
             return False, text
@@ -207,23 +208,25 @@ class Receiver:
         return receipt
 
     def _connect(self, message: Control) -> Session:
-        if self._importer is None or self._session != message.session:
+        importer = self._importer
+        if importer is None or self._session != message.session:
+            blob, device = self._loader.blob(), self._loader.device
+            # first: a late message of a trainer that is gone does not end another's session
+            importer = connect(message.address, blob, message.deadline, device)
             if self._importer is not None:
                 self._importer.fail("another trainer has taken over")
             self.close()
+            self._importer, self._session = importer, message.session
             self._generation = -1
-            blob, device = self._loader.blob(), self._loader.device
-            self._importer = connect(message.address, blob, message.deadline, device)
             if blob == LEARN:
-                self._learn(message)
-            self._session = message.session
-        return self._importer
+                importer = self._learn(message, importer)
+        self._opened = message.update
+        return importer
 
-    def _learn(self, message: Control) -> None:
+    def _learn(self, message: Control, teacher: Session) -> Session:
         """Is told what tensors the trainer has, learns what to keep of them, and connects again
         with that."""
-        teacher = self._importer
-        assert teacher is not None and isinstance(self._loader, Learner)
+        assert isinstance(self._loader, Learner)
         teacher.begin(message.deadline)
         address, _, model = teacher.manifest.partition(b"\n")
         with learning(message.deadline):
@@ -235,6 +238,7 @@ class Receiver:
         self._teacher = teacher
         following = address.decode("ascii", "replace")
         self._importer = connect(following, blob, message.deadline, self._loader.device)
+        return self._importer
 
     def _forget_teacher(self) -> None:
         teacher, self._teacher = self._teacher, None
