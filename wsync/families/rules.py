@@ -33,6 +33,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,7 +47,8 @@ INFERRED = "?"
 MAX_DIMENSIONS = 6
 MAX_BOXES = 1 << 20  # far above any real rule; a bound for a mistyped one
 
-_TOKEN = re.compile(r"\s*(?:(?P<mark>[*@])|(?P<name>[a-z_][a-z0-9_]*)|(?P<other>[()|:?]|\d+))")
+_TOKEN = re.compile(r"[a-z_][a-z0-9_]*|[0-9]+|[*@()|:?]")
+_NO_TOKEN = re.compile(r"[^a-z0-9_*@()|:?\s]")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _NUMBERED = ("layer", "expert")
 _Shape = tuple[int, ...]
@@ -77,59 +79,49 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tokens: list[str] = []
-        position = 0
-        text = text.rstrip()
-        while position < len(text):
-            match = _TOKEN.match(text, position)
-            if match is None:
-                raise RuleError(f"view {self.text!r}: unexpected text at column {position}")
-            self.tokens.append(match.group().strip())
-            position = match.end()
-        self.at = 0
+        if (odd := _NO_TOKEN.search(text)) is not None:
+            raise self.error(f"unexpected text at column {odd.start()}")
+        self.tokens: deque[str] = deque([*_TOKEN.findall(text), ""])
 
-    def peek(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+    def error(self, what: str) -> RuleError:
+        return RuleError(f"view {self.text!r}: {what}")
 
-    def take(self) -> str:
-        token = self.peek()
-        self.at += 1
-        return token
+    def take(self, *wanted: str) -> str:
+        """The next token, if it is one of these (none given: whatever it is), else ""."""
+        token = self.tokens[0]
+        if token and (not wanted or token in wanted):
+            return self.tokens.popleft()
+        return ""
 
     def view(self) -> tuple[_Item, ...]:
         items = self.items()
-        if self.peek():
-            raise RuleError(f"view {self.text!r}: unexpected {self.peek()!r}")
+        if self.tokens[0]:
+            raise self.error(f"unexpected {self.tokens[0]!r}")
         if len(items) > MAX_DIMENSIONS:
-            raise RuleError(f"view {self.text!r}: more than {MAX_DIMENSIONS} dimensions")
+            raise self.error(f"more than {MAX_DIMENSIONS} dimensions")
         return items
 
     def items(self) -> tuple[_Item, ...]:
         items: list[_Item] = []
-        while self.peek() not in ("", ")", "|"):
+        while self.tokens[0] not in ("", ")", "|"):
             items.append(self.item())
         return tuple(items)
 
     def item(self) -> _Item:
-        mark = self.take() if self.peek() in ("*", "@") else ""
-        token = self.take()
-        if token == "(":
+        mark = self.take("*", "@")
+        if self.take("("):
             alternatives = [self.items()]
-            while self.peek() == "|":
-                self.take()
+            while self.take("|"):
                 alternatives.append(self.items())
-            if self.take() != ")":
-                raise RuleError(f"view {self.text!r}: a group is not closed")
+            if not self.take(")"):
+                raise self.error("a group is not closed")
             if not all(alternatives):
-                raise RuleError(f"view {self.text!r}: an alternative is empty")
+                raise self.error("an alternative is empty")
             return _Group(tuple(alternatives), mark)
-        if not re.fullmatch(r"[a-z_]\w*", token):
-            raise RuleError(f"view {self.text!r}: {token!r} is not the name of an axis")
-        size = token
-        if self.peek() == ":":
-            self.take()
-            size = self.take()
-        return _Axis(token, size, mark)
+        name = self.take()
+        if not re.fullmatch(r"[a-z_]\w*", name):
+            raise self.error(f"{name!r} is not the name of an axis")
+        return _Axis(name, self.take() if self.take(":") else name, mark)
 
 
 def _axes(items: Sequence[_Item]) -> Iterator[_Axis]:

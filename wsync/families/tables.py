@@ -24,16 +24,17 @@ _LAYER = "decoder.layers.{layer}."
 _HF = "model.layers.{layer}."
 
 
-def _rename(name: str, view: str, target: str) -> Rule:
-    return Rule(name, view, Target(target, re.sub(r"[*]|:\w+", "", view)))
+def renamed(name: str, view: str, target: str) -> Rule:
+    """A parameter that holds one tensor, laid out as the parameter is."""
+    return Rule(name, view, Target(target, re.sub(r"[*@]|:\w+", "", view)))
 
 
 def _layer(*rows: tuple[str, str, str]) -> tuple[Rule, ...]:
     """Parameters of a layer that lie as the tensors of other names do: (name, view, other name)."""
-    return tuple(_rename(_LAYER + name, view, _HF + target) for name, view, target in rows)
+    return tuple(renamed(_LAYER + name, view, _HF + target) for name, view, target in rows)
 
 
-def _gated(name: str, size: str, target: str, *, kind: str = "weight") -> Rule:
+def gated(name: str, size: str, target: str, *, kind: str = "weight") -> Rule:
     """A gated first linear layer: every rank holds its gate rows, then its up rows."""
     tail = " h" if kind == "weight" else ""
     return Rule(
@@ -57,14 +58,15 @@ def _qkv(kind: str) -> Rule:
     )
 
 
-def _vocabulary(name: str, target: str) -> Rule:
+def vocabulary(name: str, target: str) -> Rule:
+    """An embedding or head, whose rows are padded."""
     return Rule(name, "*(vocab | pad:?) h", Target(target, "vocab h"))
 
 
 EMBEDDING: tuple[Rule, ...] = (
-    _vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-    _vocabulary("output_layer.weight", "lm_head.weight"),
-    _rename("decoder.final_layernorm.weight", "h", "model.norm.weight"),
+    vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+    vocabulary("output_layer.weight", "lm_head.weight"),
+    renamed("decoder.final_layernorm.weight", "h", "model.norm.weight"),
 )
 
 ATTENTION: tuple[Rule, ...] = (
@@ -84,8 +86,8 @@ ATTENTION: tuple[Rule, ...] = (
 )
 
 DENSE_MLP: tuple[Rule, ...] = (
-    _gated(f"{_LAYER}mlp.linear_fc1.weight", "ffn", f"{_HF}mlp."),
-    _gated(f"{_LAYER}mlp.linear_fc1.bias", "ffn", f"{_HF}mlp.", kind="bias"),
+    gated(f"{_LAYER}mlp.linear_fc1.weight", "ffn", f"{_HF}mlp."),
+    gated(f"{_LAYER}mlp.linear_fc1.bias", "ffn", f"{_HF}mlp.", kind="bias"),
     *_layer(
         ("mlp.linear_fc2.weight", "h *ffn", "mlp.down_proj.weight"),
         ("mlp.linear_fc2.bias", "h", "mlp.down_proj.bias"),
@@ -103,8 +105,8 @@ EXPERTS: tuple[Rule, ...] = (
         for before, after in (("", "{expert}"), ("local_experts.{expert}.", ""))
         for name in (f"{_LAYER}mlp.experts.{before}linear_fc",)
         for rule in (
-            _gated(f"{name}1.weight{after}", "moe_ffn", _EXPERT),
-            _rename(f"{name}2.weight{after}", "h *moe_ffn", f"{_EXPERT}down_proj.weight"),
+            gated(f"{name}1.weight{after}", "moe_ffn", _EXPERT),
+            renamed(f"{name}2.weight{after}", "h *moe_ffn", f"{_EXPERT}down_proj.weight"),
         )
     ),
     # Legacy grouped experts: one tensor per rank, transposed for each expert.
@@ -127,7 +129,7 @@ EXPERTS: tuple[Rule, ...] = (
 def _shared_experts(target: str) -> tuple[Rule, ...]:
     name = "mlp.shared_experts.linear_fc"
     return (
-        _gated(f"{_LAYER}{name}1.weight", "shared_ffn", f"{_HF}{target}"),
+        gated(f"{_LAYER}{name}1.weight", "shared_ffn", f"{_HF}{target}"),
         *_layer((f"{name}2.weight", "h *shared_ffn", f"{target}down_proj.weight")),
     )
 
@@ -227,7 +229,7 @@ RUNTIME: Mapping[str, Family] = {
         Family(
             "mixtral",
             _fused_experts(f"{_HF}block_sparse_moe.experts.", ("w1", "w3", "w2"), size="ffn"),
-            (_rename(f"{_HF}mlp.gate.weight", "experts h", f"{_HF}block_sparse_moe.gate.weight"),),
+            (renamed(f"{_HF}mlp.gate.weight", "experts h", f"{_HF}block_sparse_moe.gate.weight"),),
         ),
         Family("gpt_oss"),  # saved fused
     )

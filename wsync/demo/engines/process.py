@@ -4,9 +4,8 @@ For tests, benchmarks and notebooks: an update is all that it is good for.
 """
 
 import hashlib
-import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from io import BytesIO
 
 import torch
 
@@ -37,7 +36,7 @@ class ProcessEngine(WorkersEngine):
 
     def fill(self, byte: int, timeout: float = 60.0) -> None:
         """Overwrites every byte of the weights with one value."""
-        self._call("fill", [byte], timeout)
+        self._call("fill", [{"byte": byte}], timeout)
 
     def digest(self, timeout: float = 60.0) -> str:
         """What `digest` makes of the weights as they are now."""
@@ -47,7 +46,7 @@ class ProcessEngine(WorkersEngine):
     def weights(self, timeout: float = 60.0) -> dict[str, torch.Tensor]:
         """A copy of the weights as they are now."""
         data = self._call("weights", None, timeout)[0]
-        loaded: dict[str, torch.Tensor] = torch.load(io.BytesIO(data))
+        loaded: dict[str, torch.Tensor] = torch.load(BytesIO(data))
         return loaded
 
 
@@ -67,18 +66,16 @@ class BareWorker(ModuleWorker):
         self.tensors: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
         super().__init__(module, threads=threads)
 
-    def answer(self, what: str, argument: Any) -> Any:
-        if what == "fill":
-            for tensor in self.tensors.values():
-                tensor.view(-1).view(torch.uint8).fill_(argument)
-            return None
-        if what == "digest":
-            return digest(self.tensors)
-        if what == "weights":
-            data = io.BytesIO()
-            torch.save({name: tensor.cpu() for name, tensor in self.tensors.items()}, data)
-            return data.getvalue()
-        return super().answer(what, argument)
+    def fill(self, byte: int) -> None:
+        for tensor in self.tensors.values():
+            tensor.view(-1).view(torch.uint8).fill_(byte)
+
+    def digest(self) -> str:
+        return digest(self.tensors)
+
+    def weights(self) -> bytes:
+        torch.save({name: tensor.cpu() for name, tensor in self.tensors.items()}, data := BytesIO())
+        return data.getvalue()
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

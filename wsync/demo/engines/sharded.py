@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from wsync._core import InvalidArgumentError, Layout, LayoutBuilder, LayoutError, UnsupportedError
 from wsync.demo.engines.worker import check_fit
 from wsync.families.rules import Cut, Rule, Target
-from wsync.families.tables import read_model
+from wsync.families.tables import gated, read_model, renamed, vocabulary
 from wsync.layout import contiguous_strides
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -30,13 +30,8 @@ _VOCAB_MULTIPLE: Final = 64
 # --- the rules: `*` is cut over all workers, `@` over those whose key and value heads differ ------
 
 
-def _same(name: str, view: str, target: str) -> Rule:
-    """A parameter that holds one tensor, of the same name."""
-    return Rule(name, view, Target(name, target))
-
-
-def _vocabulary(name: str) -> Rule:
-    return _same(name, "*(vocab | pad:?) h", "vocab h")
+def _kept(name: str, view: str) -> Rule:
+    return renamed(name, view, name)
 
 
 def _attention(config: Any) -> Iterator[Rule]:
@@ -45,23 +40,22 @@ def _attention(config: Any) -> Iterator[Rule]:
     for kind, width in kinds.items():
         targets = [Target(f"{prefix}{part}_proj.{kind}", part + width) for part in "qkv"]
         yield Rule(f"{prefix}qkv_proj.{kind}", f"(*q | @k:kv | @v:kv){width}", *targets)
-    yield _same(f"{prefix}o_proj.weight", "h *q", "h q")
+    yield _kept(f"{prefix}o_proj.weight", "h *q")
     for part in "qk" if config.model_type.startswith("qwen3") else "":
-        yield _same(f"{prefix}{part}_norm.weight", "d", "d")
+        yield _kept(f"{prefix}{part}_norm.weight", "d")
 
 
 def _dense() -> Iterator[Rule]:
     prefix = "model.layers.{layer}.mlp."
-    targets = [Target(f"{prefix}{part}_proj.weight", f"{part} h") for part in ("gate", "up")]
-    yield Rule(f"{prefix}gate_up_proj.weight", "(*gate:ffn | *up:ffn) h", *targets)
-    yield _same(f"{prefix}down_proj.weight", "h *ffn", "h ffn")
+    yield gated(f"{prefix}gate_up_proj.weight", "ffn", prefix)
+    yield _kept(f"{prefix}down_proj.weight", "h *ffn")
 
 
 def _sparse(experts: str) -> Iterator[Rule]:
     prefix = "model.layers.{layer}.mlp."
     each = prefix + "experts.{experts}."
     whole, part = ("", "*") if experts == "tp" else ("*", "")
-    yield _same(f"{prefix}gate.weight", "experts h", "experts h")
+    yield _kept(f"{prefix}gate.weight", "experts h")
     yield Rule(
         f"{prefix}experts.w13_weight",
         f"{whole}experts ({part}gate:moe_ffn | {part}up:moe_ffn) h",
@@ -147,19 +141,17 @@ class ShardedModel(torch.nn.Module):
     def _rules(self) -> Iterator[tuple[Rule, dict[str, int]]]:
         """Every parameter's rule, and the numbers in its name."""
         layer = "model.layers.{layer}."
-        norms = [
-            _same(f"{layer}{name}.weight", "h", "h")
-            for name in ("input_layernorm", "post_attention_layernorm")
-        ]
-        attention = [*norms, *_attention(self.config)]
+        norms = ("input_layernorm", "post_attention_layernorm")
+        attention = [_kept(f"{layer}{norm}.weight", "h") for norm in norms]
+        attention += _attention(self.config)
         dense, sparse = list(_dense()), list(_sparse(self.experts))
-        yield _vocabulary("model.embed_tokens.weight"), {}
+        yield vocabulary("model.embed_tokens.weight", "model.embed_tokens.weight"), {}
         for number in range(self._sizes["layers"]):
             for rule in (*attention, *(sparse if self._is_sparse(number) else dense)):
                 yield rule, {"layer": number}
-        yield _same("model.norm.weight", "h", "h"), {}
+        yield _kept("model.norm.weight", "h"), {}
         if not self.config.tie_word_embeddings:
-            yield _vocabulary("lm_head.weight"), {}
+            yield vocabulary("lm_head.weight", "lm_head.weight"), {}
 
     def _build(self) -> Layout:
         """Makes the parameters, of zeros; returns their layout."""
@@ -255,7 +247,7 @@ class ShardedModel(torch.nn.Module):
 
     def _mix(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
         fused = x @ self.tensors[prefix + "gate_up_proj.weight"].T
-        return self._reduce(_gated(fused) @ self.tensors[prefix + "down_proj.weight"].T)
+        return self._reduce(_activate(fused) @ self.tensors[prefix + "down_proj.weight"].T)
 
     def _mix_experts(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
         config = self.config
@@ -270,7 +262,7 @@ class ShardedModel(torch.nn.Module):
         first = self.rank * len(w13) if self.experts == "ep" else 0
         for local in range(len(w13)):
             rows, slots = (chosen == first + local).nonzero(as_tuple=True)
-            inner = _gated(x[rows] @ w13[local].T) @ w2[local].T
+            inner = _activate(x[rows] @ w13[local].T) @ w2[local].T
             total.index_add_(0, rows, inner * weights[rows, slots, None])
         return self._reduce(total)
 
@@ -293,7 +285,7 @@ def _rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> tor
     return x * rotation[0] + torch.cat([-second, first], -1) * rotation[1]
 
 
-def _gated(fused: torch.Tensor) -> torch.Tensor:
+def _activate(fused: torch.Tensor) -> torch.Tensor:
     gate, up = fused.chunk(2, -1)
     return F.silu(gate) * up
 

@@ -5,6 +5,7 @@ delivers those and nothing else; `delivery="full"` asks for whole tensors instea
 worker then cuts itself, as stock engines do.
 """
 
+import contextlib
 import io
 import os
 import tempfile
@@ -79,7 +80,13 @@ class TensorParallelEngine(WorkersEngine):
     def update_weights_from_disk(
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
-        self._load_from_disk(path, weight_version, timeout)
+        with contextlib.suppress(ValueError):  # workers say what ails it
+            path = os.path.realpath(path)  # a link may move while they come to it
+        version = None if weight_version is None else str(weight_version)
+        end = time.monotonic() + timeout
+        told = {"model_path": path, "weight_version": version}
+        self._write("update_weights_from_disk", [told] * self.workers, end)
+        self._state(left(end))
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         return {**super().model_info(timeout), "model_type": self._config.model_type}
@@ -91,7 +98,7 @@ class TensorParallelEngine(WorkersEngine):
         end = time.monotonic() + timeout
         with self._alone("logits", timeout):  # they are of the weights that were looked at
             self._check_consistent(left(end))
-            data, shape = self._call("logits", [list(ids)] * self.workers, left(end))[0]
+            data, shape = self._call("logits", [{"ids": list(ids)}] * self.workers, left(end))[0]
         return torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape)
 
     def generate(
@@ -150,16 +157,15 @@ class _Worker(ModelWorker):
             loader = ModuleLoader(self.model)
         super().__init__(loader, rank=rank)
 
-    def answer(self, what: str, argument: Any) -> Any:
-        if what == "logits":
-            logits = self.model.logits(argument).float().contiguous()
-            # plain bytes: torch would share tensors by descriptors
-            return (logits.numpy().tobytes(), tuple(logits.shape)) if self.rank == 0 else None
-        if what == "boxes":
-            held = [(*box[:3], box.held.clone()) for box in self.model.boxes]
-            torch.save(held, data := io.BytesIO())
-            return data.getvalue()
-        return super().answer(what, argument)
+    def logits(self, ids: list[int]) -> tuple[bytes, torch.Size] | None:
+        logits = self.model.logits(ids).float().contiguous()
+        # plain bytes: torch would share tensors by descriptors
+        return (logits.numpy().tobytes(), logits.shape) if self.rank == 0 else None
+
+    def boxes(self) -> bytes:
+        held = [(*box[:3], box.held.clone()) for box in self.model.boxes]
+        torch.save(held, data := io.BytesIO())
+        return data.getvalue()
 
     def names(self) -> Iterable[str]:
         return self.model.layout().names()

@@ -130,7 +130,7 @@ class WorkersEngine:
         end = time.monotonic() + timeout
         if load_format == control.LOAD_FORMAT:
             control.agree([payload.control_bytes(payload.load(data)) for data in payloads])
-        told = {"load_format": load_format, "weight_version": version, "update": _update.get()}
+        told = {"load_format": load_format, "weight_version": version}
         self._write("update", [{**told, "data": data} for data in payloads], end)
         if version is not None or load_format != control.LOAD_FORMAT:
             self._state(left(end))
@@ -170,21 +170,12 @@ class WorkersEngine:
             self.weight_version = states[0][2]
         return "; ".join(reasons)
 
-    def _load_from_disk(self, path: str, weight_version: int | str | None, timeout: float) -> None:
-        """The update_weights_from_disk of engines whose workers take checkpoints."""
-        with contextlib.suppress(ValueError):  # workers say what ails it
-            path = os.path.realpath(path)  # a link may move while they come to it
-        version = None if weight_version is None else str(weight_version)
-        end = time.monotonic() + timeout
-        told = {"model_path": path, "weight_version": version, "update": _update.get()}
-        self._write("update_weights_from_disk", [told] * self.workers, end)
-        self._state(left(end))
-
     def _write(self, what: str, arguments: Sequence[Mapping[str, Any]], end: float) -> None:
         """Asks for what writes to the weights once all workers are there: of one that comes late
         the others would know too late."""
         self._call("ping", None, left(end))
-        self._call(what, [{**each, "end": end} for each in arguments], left(end))
+        told = {"end": end, "update": _update.get()}
+        self._call(what, [{**each, **told} for each in arguments], left(end))
 
     # --- the workers ------------------------------------------------------------------------
 
