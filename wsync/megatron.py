@@ -243,7 +243,11 @@ class _Reader:
         if cut.ranks > 1:
             _check_attributes(name, tensor, plan, cut.ranks)
         if rule.stored is not None:
-            strides = _view_strides(name, plan, shape, strides)
+            if strides != contiguous_strides(shape):
+                raise _core.LayoutError(
+                    f"{name}: strides {strides} of shape {shape} are not contiguous"
+                )
+            strides = contiguous_strides(plan.placement.shape)
         return plan.placement.regions, [piece.map(numbers) for piece in plan.pieces], strides
 
     def _cut(self, rule: Rule) -> Cut:
@@ -308,15 +312,6 @@ def _stored(rule: Rule, shape: tuple[int, ...]) -> tuple[int, ...]:
     if rule.stored is None:
         return shape
     return tuple(math.prod(shape[axis] for axis in axes) for axes in rule.stored)
-
-
-def _view_strides(
-    name: str, plan: _Plan, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Strides of the rule's view over the contiguous storage of a legacy parameter."""
-    if strides != contiguous_strides(shape):
-        raise _core.LayoutError(f"{name}: strides {strides} of shape {shape} are not contiguous")
-    return contiguous_strides(plan.placement.shape)
 
 
 def _check_attributes(name: str, tensor: Tensor, plan: _Plan, ranks: int) -> None:

@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -51,37 +52,28 @@ def _same(tensor: Any, *args: object, **options: object) -> Any:
     return tensor
 
 
-def _replace(stack: contextlib.ExitStack, home: Any, name: str, value: object) -> None:
-    missing = object()
-    old = home.__dict__.get(name, missing)
-    setattr(home, name, value)
-    if old is missing:
-        stack.callback(delattr, home, name)
-    else:
-        stack.callback(setattr, home, name, old)
-
-
 def _patch(stack: contextlib.ExitStack) -> None:
-    stream = _Stream()
-    for name, value in (
-        ("current_device", lambda: torch.device("cpu")),
-        ("Stream", _Stream),
-        ("current_stream", lambda *args, **options: stream),
-        ("stream", lambda stream: contextlib.nullcontext()),
-        ("synchronize", lambda *args: None),
-    ):
-        _replace(stack, torch.cuda, name, value)
-    _replace(stack, torch.Tensor, "cuda", _same)
-    _replace(stack, torch.nn.Module, "cuda", _same)
-
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
 
-    # 0.16.1 names this function even where TransformerEngine is missing.
-    _replace(stack, moe_utils, "te_general_gemm", None)
+    stream = _Stream()
+    answers: list[tuple[Any, str, object]] = [
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "current_stream", lambda *args, **options: stream),
+        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        (torch.cuda, "synchronize", lambda *args: None),
+        (torch.Tensor, "cuda", _same),
+        (torch.nn.Module, "cuda", _same),
+        # 0.16.1 names this function even where TransformerEngine is missing.
+        (moe_utils, "te_general_gemm", None),
+    ]
+    for home, name, value in answers:
+        stack.enter_context(mock.patch.object(home, name, value, create=True))
     megatron_random.initialize_rng_tracker()
     tracker = type(megatron_random.get_cuda_rng_tracker())
-    _replace(stack, tracker, "fork", lambda self, name=None: contextlib.nullcontext())
+    fork = mock.patch.object(tracker, "fork", lambda self, name=None: contextlib.nullcontext())
+    stack.enter_context(fork)
 
 
 @contextlib.contextmanager
@@ -272,9 +264,12 @@ def named_weights(chunks: Sequence[Module], experts: int = 0) -> Iterator[tuple[
     share = experts // state.get_expert_model_parallel_world_size()
     first = share * state.get_expert_model_parallel_rank()
     for chunk in chunks:
-        layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # type: ignore[union-attr]
-        buffers = [item for item in chunk.named_buffers() if item[0].endswith("expert_bias")]
-        for name, tensor in [*chunk.named_parameters(), *buffers]:
+        model: Any = chunk
+        while not hasattr(model, "decoder"):  # a wrapper
+            model = model.module
+        layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        buffers = [item for item in model.named_buffers() if item[0].endswith("expert_bias")]
+        for name, tensor in [*model.named_parameters(), *buffers]:
             if name.startswith("decoder.layers."):
                 _, _, local, rest = name.split(".", 3)
                 name = f"decoder.layers.{layers[int(local)]}.{rest}"
@@ -284,6 +279,24 @@ def named_weights(chunks: Sequence[Module], experts: int = 0) -> Iterator[tuple[
                 name,
             )
             yield name, tensor
+
+
+class _Hop(torch.autograd.Function):
+    """Hands hidden states of one pipeline stage to the others, and their gradients back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: ProcessGroup, holder: int) -> Tensor:
+        ctx.group, ctx.holder = group, holder
+        passed = hidden.detach().clone()
+        dist.broadcast(passed, dist.get_global_rank(group, holder), group=group)
+        return passed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        total = gradient.contiguous().clone()  # of all but the next stage it is zero
+        dist.all_reduce(total, group=ctx.group)
+        mine = ctx.holder == ctx.group.rank()
+        return total if mine else torch.zeros_like(total), None, None
 
 
 @dataclass
@@ -317,102 +330,66 @@ class CpuTrainer:
             values = torch.randn(tensor.shape, generator=generator) * scale
             tensor.copy_(values + 1.0 if "norm" in name else values)
 
-    def _pipeline(self, run: Callable[[int, Tensor | None], Tensor], shape: tuple[int, ...]) -> Any:
-        """Runs all chunks in model order; passes hidden states on between stages."""
+    def _run(self, ids: Tensor, **options: Any) -> Tensor:
+        """Runs all chunks in model order.  The last stage gets the output; the others get what
+        `backward` of it needs to pass gradients on between stages.  options: of the last chunk."""
         from megatron.core import parallel_state as state
 
         group = state.get_pipeline_model_parallel_group()
-        stages, stage = group.size(), group.rank()
-        hidden: Tensor | None = None
-        output: Tensor | None = None
-        for virtual in range(len(self.chunks)):
-            for holder in range(stages):
-                if holder == stage:
-                    output = run(virtual, hidden)
-                if (virtual, holder) == (len(self.chunks) - 1, stages - 1):
-                    return output if holder == stage else None
-                if holder == stage and output is not None:
-                    hidden = output.detach().contiguous()
-                else:
-                    hidden = torch.empty(shape, dtype=self.dtype)
-                if stages > 1:
-                    dist.broadcast(hidden, dist.get_global_rank(group, holder), group=group)
-        return None
-
-    def _call(self, virtual: int, hidden: Tensor | None, ids: Tensor, **options: Any) -> Tensor:
-        chunk: Any = self.chunks[virtual]
-        if not chunk.pre_process:
-            chunk.set_input_tensor(hidden)
         batch, length = ids.shape
         mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
         positions = torch.arange(length)[None].expand(batch, length)
-        result: Tensor = chunk(
-            input_ids=ids, position_ids=positions, attention_mask=mask, **options
-        )
-        return result
+        shape = (length, batch, self.hf.hidden_size)
+        hidden = torch.zeros(shape, dtype=self.dtype, requires_grad=True)
+        hop: Any = _Hop.apply
+        for number in range(len(self.chunks) * group.size()):
+            virtual, holder = divmod(number, group.size())
+            if number:
+                hidden = hop(hidden, group, (holder - 1) % group.size())
+            if holder == group.rank():
+                chunk: Any = self.chunks[virtual]
+                if not chunk.pre_process:
+                    chunk.set_input_tensor(hidden)
+                hidden = chunk(
+                    input_ids=ids,
+                    position_ids=positions,
+                    attention_mask=mask,
+                    **(options if chunk.post_process else {}),
+                )
+        return hidden
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
         """Logits (batch, length, vocab_size) of token ids (batch, length), on every rank."""
         from megatron.core import parallel_state as state
 
-        shape = (ids.shape[1], ids.shape[0], self.hf.hidden_size)
-        output = self._pipeline(lambda virtual, hidden: self._call(virtual, hidden, ids), shape)
+        output = self._run(ids)
         pipeline = state.get_pipeline_model_parallel_group()
         tensor = state.get_tensor_model_parallel_group()
         full = torch.empty((*ids.shape, self.hf.vocab_size), dtype=self.dtype)
-        if output is not None:
+        if state.is_pipeline_last_stage(ignore_virtual=True):
             parts = [torch.empty_like(output) for _ in range(tensor.size())]
             dist.all_gather(parts, output.contiguous(), group=tensor)
             full = torch.cat(parts, -1)[..., : self.hf.vocab_size].contiguous()
-        if pipeline.size() > 1:
-            last = dist.get_global_rank(pipeline, pipeline.size() - 1)
-            dist.broadcast(full, last, group=pipeline)
+        last = dist.get_global_rank(pipeline, pipeline.size() - 1)
+        dist.broadcast(full, last, group=pipeline)
         return full
 
     def step(self, ids: Tensor, learning_rate: float = 1e-2) -> float | None:
         """One AdamW step on predicting the next token; the loss on the last stage, else None."""
+        from megatron.core import parallel_state as state
+
         if self.optimizer is None:
             parameters = [p for chunk in self.chunks for p in chunk.parameters()]
             self.optimizer = torch.optim.AdamW(parameters, lr=learning_rate)
         self.optimizer.zero_grad()
-        loss = self._backward(ids)
+        output = self._run(ids, labels=torch.roll(ids, -1, 1))
+        last = state.is_pipeline_last_stage(ignore_virtual=True)
+        loss = output.float().mean() if last else 0.0 * output.sum()
+        torch.autograd.backward(loss)
         self._reduce_gradients()
         self.optimizer.step()
-        return loss
-
-    def _backward(self, ids: Tensor) -> float | None:
-        from megatron.core import parallel_state as state
-
-        kept: dict[int, tuple[Tensor | None, Tensor]] = {}
-        labels = torch.roll(ids, -1, 1)
-
-        def run(virtual: int, hidden: Tensor | None) -> Tensor:
-            first = self.chunks[virtual].pre_process
-            start = None if first or hidden is None else hidden.detach().requires_grad_()
-            options = {"labels": labels} if self.chunks[virtual].post_process else {}
-            output = self._call(virtual, start, ids, **options)
-            kept[virtual] = (start, output.float().mean() if options else output)
-            return kept[virtual][1]
-
-        shape = (ids.shape[1], ids.shape[0], self.hf.hidden_size)
-        loss = self._pipeline(run, shape)
-        group = state.get_pipeline_model_parallel_group()
-        gradient: Tensor | None = None
-        for virtual in reversed(range(len(self.chunks))):
-            for holder in reversed(range(group.size())):
-                if holder == group.rank():
-                    start, output = kept[virtual]
-                    torch.autograd.backward(output, gradient)
-                    gradient = None if start is None else start.grad
-                if (virtual, holder) == (0, 0):
-                    break
-                if gradient is None or holder != group.rank():
-                    gradient = torch.empty(shape, dtype=self.dtype)
-                gradient = gradient.contiguous()
-                if group.size() > 1:
-                    dist.broadcast(gradient, dist.get_global_rank(group, holder), group=group)
-        return None if loss is None else loss.item()
+        return loss.item() if last else None
 
     def _reduce_gradients(self) -> None:
         """Keeps replicas equal: sums over shared parts, averages over data-parallel ranks."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wsync.demo.megatron_cpu import named_weights
+
 Part = tuple[str, int, int, torch.Tensor]
 
 
@@ -45,26 +47,13 @@ def own_parameters(chunks: Sequence[torch.nn.Module], config: Any) -> Iterator[P
     from megatron.core import parallel_state as ps
 
     stage = ps.get_pipeline_model_parallel_rank()
-    for chunk in chunks:
-        module: Any = chunk
-        while not hasattr(module, "decoder"):
-            module = module.module
-        for local, parameter in module.named_parameters():
-            name = local
-            found = re.match(r"decoder\.layers\.(\d+)\.(.*)", local)
-            if found:
-                layer = module.decoder.layers[int(found[1])].layer_number - 1
-                name = f"decoder.layers.{layer}.{found[2]}"
-            expert = re.search(r"local_experts\.(\d+)\.|\.weight(\d+)$", name)
-            rank = ps.get_tensor_model_parallel_rank()
-            if ".experts." in name and expert:
-                local_count = config.num_experts // ps.get_expert_model_parallel_world_size()
-                index = int(expert[1] or expert[2])
-                index += ps.get_expert_model_parallel_rank() * local_count
-                start, end = expert.span(1 if expert[1] else 2)
-                name = f"{name[:start]}{index}{name[end:]}"
-                rank = ps.get_expert_tensor_parallel_rank()
-            yield name, stage, rank, parameter
+    for name, tensor in named_weights(chunks, getattr(config, "num_experts", 0) or 0):
+        expert = ".experts." in name
+        rank = (
+            ps.get_expert_tensor_parallel_rank() if expert else ps.get_tensor_model_parallel_rank()
+        )
+        if isinstance(tensor, torch.nn.Parameter):
+            yield name, stage, rank, tensor
 
 
 def is_replicated(name: str) -> bool:
