@@ -83,8 +83,8 @@ static wsync_status_t look_now(void *owner, wsync_awaited_t awaited, wsync_error
     return look(peer->comm, 0, awaited, err);
 }
 
-/* Waits until a word of a peer has reached `value`, and looks at all peers all the while.
- */
+/* Waits until a word of a peer has reached `value`, and looks at all peers all the
+ * while. */
 static wsync_status_t await_word(wsync_comm_t *self, uint32_t rank, comm_word_t word,
                                  uint64_t value, int64_t deadline_ms, uint32_t round,
                                  wsync_error_t *err)

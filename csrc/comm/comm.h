@@ -2,11 +2,11 @@
  * Exchange of a plan's messages between the trainer ranks of one host, one step per round.
  * Every rank's send staging (two halves, one per round parity, each as large as the largest
  * round it sends) is shared memory that the others map and read; nothing is received into
- * staging of one's own.  Calls of one rank, for every round in order:
+ * staging of its own.  Calls of one rank, for every round in order:
  *
- *   acquire k   send staging of round k may be written (its former readers are done)
- *   spans k     where the round's messages are packed to and unpacked from
- *   post k      what this rank packed for round k is on its way once `stream` gets here
+ *   acquire k   send staging of round k may be written: the ranks that read this half
+ * before are done with it spans k     where the round's messages are packed to and unpacked
+ * from post k      what this rank packed for round k is on its way once `stream` gets here
  *   wait k      what the others sent to this rank in round k can be read
  *   release k   this rank has read it once `stream` gets here
  *

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * One strided copy between two buffers.  Buffers are indices into tables that are bound
- * when the copy runs, so a copy list survives memory that moves. */
+ * when the copy runs, so a copy list stays valid when memory moves. */
 #ifndef WSYNC_CORE_COPY_H
 #define WSYNC_CORE_COPY_H
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Covers a box with others: which part of it comes from which of them.  Boxes are offered
- * one after another, and each serves what those before it have left. */
+ * Covers a box with other boxes and tells which part of it comes from which of them.
+ * Candidates are offered one after another; each serves what no earlier one has served. */
 #ifndef WSYNC_CORE_COVER_H
 #define WSYNC_CORE_COVER_H
 
@@ -13,7 +13,7 @@ typedef WSYNC_ARRAY(wsync_box_t) wsync_boxes_t;
 /* Initialise with {0}, release with wsync_cover_fini. */
 typedef struct wsync_cover {
     wsync_boxes_t missing; /* disjoint parts of the box that nothing serves yet */
-    wsync_boxes_t next;    /* those after the box that is being offered */
+    wsync_boxes_t next;    /* scratch: the missing parts after the present offer */
 } wsync_cover_t;
 
 /* Called for each part of the box that the offered one serves.  Another status than

@@ -83,8 +83,8 @@ static uint64_t common_divisor(uint64_t a, uint64_t b)
     return a;
 }
 
-/* Marks the granules of one row; returns the first that was marked before, or UINT64_MAX.
- */
+/* Marks the granules of one row; returns the first that was marked before, or
+ * UINT64_MAX. */
 static uint64_t mark_row(cluster_t *cluster, uint64_t first, uint64_t count)
 {
     for (uint64_t at = first; at < first + count; at++) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Whether copies write some byte twice. */
+ * Finds copies that write the same byte. */
 #ifndef WSYNC_CORE_OVERLAP_H
 #define WSYNC_CORE_OVERLAP_H
 
@@ -18,8 +18,8 @@ typedef struct wsync_overlap {
     uint64_t offset; /* a byte that both write */
 } wsync_overlap_t;
 
-/* Looks for memory that the copies' destinations share.  Exact for any strides.  Scratch:
- * the list's order, and bits for memory where destinations interleave. */
+/* Looks for memory that the copies' destinations share.  Exact for any strides.  Allocates
+ * a sorted index of the copies, and a bitmap of memory where destinations interleave. */
 wsync_status_t wsync_copies_find_overlap(const wsync_copy_t *copies, size_t count,
                                          wsync_overlap_t *overlap, wsync_error_t *err);
 

@@ -13,8 +13,8 @@ typedef struct wsync_route wsync_route_t;
  * must agree in shape; dtypes may differ where a transform exists.  Every destination byte
  * must be written exactly once (LAYOUT names tensor and box otherwise); where several
  * source shards hold an element the first one serves.  Source tensors unknown to the
- * destination are ignored.  LAYOUT too where source shards lie across each other so that
- * they cut a destination box into tens of thousands of parts. */
+ * destination are ignored.  LAYOUT also if overlapping source shards would cut a
+ * destination box into tens of thousands of parts. */
 wsync_status_t wsync_route_create(const wsync_layout_t *source,
                                   const wsync_layout_t *destination, wsync_route_t **route,
                                   wsync_error_t *err);

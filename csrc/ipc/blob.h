@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Bytes too large for a frame, handed over as a memfd that nobody can change any more. */
+ * Bytes too large for a frame, passed as a sealed memfd, which no process can change. */
 #ifndef WSYNC_IPC_BLOB_H
 #define WSYNC_IPC_BLOB_H
 

@@ -52,11 +52,12 @@ wsync_status_t wsync_listener_create(const char *parent, wsync_listener_t **list
 void wsync_listener_destroy(wsync_listener_t *listener);
 const char *wsync_listener_path(const wsync_listener_t *listener);
 
-/* Waits for a peer that shows `token` in its first frame (kind HELLO), which is moved to
- * *hello without the token.  Strangers (other uid, wrong token, malformed first frame, two
- * seconds of silence) are closed and do not end the wait, nor does a silent one hold up
- * others; *refused (NULL allowed) is increased by their number.  TIMEOUT after timeout_ms;
- * a connection that has not spoken yet is kept for the next call. */
+/* Waits for a peer that sends `token` in its first frame (kind HELLO), which is moved to
+ * *hello without the token.  Unauthenticated connections (other uid, wrong token, malformed
+ * first frame, none within two seconds) are closed, and *refused (NULL allowed) is
+ * increased by their number.  They neither end the wait nor delay other connections.
+ * TIMEOUT after timeout_ms; connections without a first frame so far are kept for the next
+ * call. */
 wsync_status_t wsync_listener_accept(wsync_listener_t *listener,
                                      const uint8_t token[WSYNC_TOKEN_NBYTES],
                                      int timeout_ms, wsync_channel_t **channel,
@@ -78,9 +79,9 @@ void wsync_channel_destroy(wsync_channel_t *channel);
 wsync_status_t wsync_channel_send(wsync_channel_t *channel, const wsync_frame_t *frame,
                                   int timeout_ms, wsync_error_t *err);
 /* *frame is overwritten (not released) on success and untouched on failure.  TIMEOUT: no
- * frame yet, the channel is still good; without a message if timeout_ms is not positive,
- * because sessions look at every step.  CLOSED: the peer is gone and everything it sent
- * has been received.  PROTOCOL: malformed, or descriptors were lost; the channel is
+ * frame yet, the channel can still be used; *err has no message if timeout_ms is not
+ * positive, because sessions poll at every step.  CLOSED: the peer is gone and everything
+ * it sent has been received.  PROTOCOL: malformed, or descriptors were lost; the channel is
  * unusable. */
 wsync_status_t wsync_channel_receive(wsync_channel_t *channel, wsync_frame_t *frame,
                                      int timeout_ms, wsync_error_t *err);

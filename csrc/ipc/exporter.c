@@ -56,8 +56,8 @@ static const char *state_text(const wsync_exporter_t *self)
     return "unknown";
 }
 
-/* STATE unless `call` may come now.  INVALID for a stream (NULL: none) of another device.
- */
+/* STATE unless `call` may come now.  INVALID for a stream (NULL: none) of another
+ * device. */
 static wsync_status_t require(const wsync_exporter_t *self, const char *call,
                               exporter_state_t state, const wsync_stream_t *stream,
                               wsync_error_t *err)

@@ -17,8 +17,8 @@ enum {
     WSYNC_LINK_FAILED = 9,
 };
 
-/* Whether a session or an exchange has ended, and why.  Begins with its name, all else 0.
- */
+/* Whether a session or an exchange has ended, and why.  Begins with its name, all else
+ * 0. */
 typedef struct wsync_ending {
     const char *name; /* "session" */
     bool ended;
@@ -34,7 +34,8 @@ void wsync_ending_note(wsync_ending_t *ending, const char *reason);
 wsync_status_t wsync_ending_note_failure(wsync_ending_t *ending, wsync_status_t status,
                                          const wsync_error_t *err);
 
-/* What a wait is for, for messages: "round 7" or, without a number (-1), "the commit". */
+/* What a call waits for, for error messages: "round 7" or, without a number (-1), "the
+ * commit". */
 typedef struct wsync_awaited {
     const char *what;
     int64_t number;
@@ -55,10 +56,11 @@ typedef struct wsync_link {
     void *owner;
     /* Takes one frame into the owner's state.  PROTOCOL: wsync_link_unexpected. */
     wsync_status_t (*handle)(void *owner, wsync_frame_t *frame, wsync_error_t *err);
-    /* False while the owner has no room for another frame, because its caller has not seen
-     * yet what came.  NULL: there is always room. */
+    /* False while no further frame may be read, because the owner's caller has not taken
+     * the result of the last one yet.  NULL: always true. */
     bool (*can_accept)(const void *owner);
-    /* Handles what has come, also from others; NULL: wsync_link_drain of this link. */
+    /* Called while a wait goes on: handles the frames that have come, also those of other
+     * links.  NULL: wsync_link_drain of this link. */
     wsync_status_t (*look)(void *owner, wsync_awaited_t awaited, wsync_error_t *err);
 } wsync_link_t;
 
@@ -87,15 +89,16 @@ wsync_status_t wsync_link_announce(wsync_link_t *link, wsync_stream_t *stream,
 /* Receives one frame and lets the owner handle it. */
 wsync_status_t wsync_link_pump(wsync_link_t *link, int64_t deadline_ms,
                                wsync_awaited_t awaited, wsync_error_t *err);
-/* Handles what has come already: a failure over there is noticed by the next call here. */
+/* Handles all frames that have come, without waiting: so the next call here reports a
+ * failure of the peer. */
 wsync_status_t wsync_link_drain(wsync_link_t *link, wsync_awaited_t awaited,
                                 wsync_error_t *err);
-/* Waits for a word, and looks at the channel all the while. */
+/* Waits until a word has reached `value`, and handles frames meanwhile. */
 wsync_status_t wsync_link_wait_word(wsync_link_t *link, uint64_t offset, uint64_t value,
                                     int64_t deadline_ms, wsync_awaited_t awaited,
                                     wsync_error_t *err);
-/* The same on a stream, where there is one (else NULL): returns when no more than
- * wsync_stream_ahead values have to come there. */
+/* Has a stream wait until a word has reached `value`.  Returns when the word lacks at most
+ * wsync_stream_ahead of it.  Without a stream (NULL): wsync_link_wait_word. */
 wsync_status_t wsync_link_order(wsync_link_t *link, wsync_stream_t *stream, uint64_t offset,
                                 uint64_t value, int64_t deadline_ms,
                                 wsync_awaited_t awaited, wsync_error_t *err);

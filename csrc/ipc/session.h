@@ -13,11 +13,12 @@
  *   commit       -- COMMIT ---------> verdict       or ABORT(text)
  *   park         <------- PARKED ----               where COMMIT asked for it
  *
- * Between updates the ring can be parked (device.h): the worker parks its side within the
- * verdict and says so, then the exporter parks its own.  The next BEGIN carries the
- * descriptor of new memory, and both sides have the ring where it was, so that nothing is
- * bound anew.  A worker whose ring is pinned, or of a kind that cannot be parked, says why
- * not: both sides keep the ring, and that is all.
+ * Between updates the ring can be parked: its memory is given back, and its addresses stay
+ * reserved (wsync_memory_park).  The worker parks its side within the verdict and says so,
+ * then the exporter parks its own.  The next BEGIN carries the descriptor of new memory,
+ * which both sides map at the old addresses, so that no copies have to be planned again.  A
+ * worker whose ring is pinned, or of a kind that cannot be parked, says why; then both
+ * sides keep the ring.
  *
  * Either side may send FAILED(text) at any time during an update; the other gets it as
  * WSYNC_ERR_REMOTE from whatever it waits for.  Every wait takes a timeout; TIMEOUT leaves
@@ -25,18 +26,18 @@
  * abort and destroy are allowed.  A call out of order is WSYNC_ERR_STATE, and changes
  * nothing.
  *
- * Rounds are posted, taken and done in order, each on one stream a session: what a stream
- * records for a round also vouches for the rounds before it.  With streams on both sides no
- * host thread waits for data: both run ahead by as many rounds as the ring has slots, 64 at
- * most.  A stream of another device than the ring's is INVALID, and changes nothing.  One
- * thread at a time may use a session. */
+ * Rounds are posted, taken and done in order, each kind of call on one stream: what a
+ * stream records for a round also holds for the rounds before it.  With streams on both
+ * sides no host thread waits for data: both run ahead by as many rounds as the ring has
+ * slots, 64 at most.  A stream of another device than the ring's is INVALID, and changes
+ * nothing.  One thread at a time may use a session. */
 #ifndef WSYNC_IPC_SESSION_H
 #define WSYNC_IPC_SESSION_H
 
 #include "device/device.h"
 #include "ipc/channel.h"
 
-/* What a worker says it loaded. */
+/* What a worker reports to have loaded. */
 typedef struct wsync_receipt {
     uint64_t tensor_count;
     uint64_t nbytes;
@@ -56,8 +57,8 @@ void wsync_exporter_destroy(wsync_exporter_t *exporter);
 const char *wsync_exporter_path(const wsync_exporter_t *exporter);
 const uint8_t *wsync_exporter_token(const wsync_exporter_t *exporter);
 
-/* Waits for the worker.  *blob (owned by the caller, free()) is what it said of itself: the
- * bytes that were given to wsync_importer_create. */
+/* Waits for the worker.  *blob (owned by the caller, free()) holds the bytes that were
+ * given to wsync_importer_create. */
 wsync_status_t wsync_exporter_accept(wsync_exporter_t *exporter, int timeout_ms,
                                      uint8_t **blob, size_t *nbytes, wsync_error_t *err);
 /* The device that the worker is on (all zero: the host), once it has been accepted. */
@@ -74,16 +75,16 @@ wsync_status_t wsync_exporter_begin(wsync_exporter_t *exporter, uint64_t update,
                                     uint32_t round_count, int timeout_ms,
                                     wsync_error_t *err);
 /* Has `stream` wait until the worker has finished `wait_round` (-1: nothing to wait for);
- * returns when the worker has said when that will be.  Without a stream (NULL) the calling
- * thread waits. */
+ * returns when the worker has enqueued the end of that round.  Without a stream (NULL) the
+ * calling thread waits. */
 wsync_status_t wsync_exporter_acquire(wsync_exporter_t *exporter, int64_t wait_round,
                                       wsync_stream_t *stream, int timeout_ms,
                                       wsync_error_t *err);
-/* What the worker has said that ended the session, or that it is gone; waits for nothing.
- * OK before a worker has come. */
+/* Polls: reports a failure that the worker has sent, or that it is gone.  OK before a
+ * worker has connected. */
 wsync_status_t wsync_exporter_look(wsync_exporter_t *exporter, wsync_error_t *err);
-/* Rounds of this update that the worker has finished, as far as is known without waiting.
- */
+/* Rounds of this update that the worker has finished, as far as is known without
+ * waiting. */
 uint32_t wsync_exporter_loaded(const wsync_exporter_t *exporter);
 /* Announces `round`, ready when `stream` gets here.  Rounds are posted in order. */
 wsync_status_t wsync_exporter_post(wsync_exporter_t *exporter, uint32_t round,
@@ -101,8 +102,8 @@ wsync_status_t wsync_exporter_commit(wsync_exporter_t *exporter, bool park, int 
  * update has been committed in any case. */
 wsync_status_t wsync_exporter_park(wsync_exporter_t *exporter, int timeout_ms,
                                    wsync_error_t *err);
-/* Ends the update badly; never fails (a peer that cannot be told will see the end of file).
- * The session is closed. */
+/* Ends the update with an error; never fails (a worker that does not get the text sees the
+ * end of file).  The session is closed. */
 void wsync_exporter_abort(wsync_exporter_t *exporter, const char *text);
 
 /* Connects and shows token and blob (copied into a sealed memfd). */

@@ -19,8 +19,8 @@ enum {
     SESSION_PARKED = 10, /* 1, or 0 if it cannot be; payload: text that says why */
 };
 
-/* HELLO's arguments: blob size, the two halves of the worker's UUID, this word ("session").
- */
+/* HELLO's arguments: blob size, the two halves of the worker's UUID, this word
+ * ("session"). */
 #define SESSION_PURPOSE UINT64_C(0x6e6f6973736573)
 
 enum {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Lists of numbers (ranks, destinations) stored once each and numbered in the order of
- * their arrival: equal lists have equal indices. */
+ * Interned lists of numbers (ranks, destinations).  Each distinct list is stored once and
+ * has an index; indices count up in the order of addition. */
 #ifndef WSYNC_CORE_BASE_IDSETS_H
 #define WSYNC_CORE_BASE_IDSETS_H
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A set of texts numbered in the order of their arrival. */
+ * Interned strings.  Each distinct string is stored once and has an index; indices count up
+ * in the order of addition. */
 #ifndef WSYNC_CORE_BASE_NAMES_H
 #define WSYNC_CORE_BASE_NAMES_H
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Element types.  A dtype is its torch name and item size; it is never derived from a
+ * Element types.  A dtype is identified by its torch name.  It is never derived from a
  * DLPack type code, because several torch types share one. */
 #ifndef WSYNC_CORE_LAYOUT_DTYPE_H
 #define WSYNC_CORE_LAYOUT_DTYPE_H
@@ -39,7 +39,7 @@ typedef enum wsync_dtype {
         WSYNC_DTYPE_COUNT,
 } wsync_dtype_t;
 
-/* What a copy does to the elements on their way. */
+/* The conversion that a copy applies to its elements. */
 typedef enum wsync_transform {
     WSYNC_TRANSFORM_NONE, /* bytes as they are */
     WSYNC_TRANSFORM_F32_TO_BF16,

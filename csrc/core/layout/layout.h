@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Layouts: which boxes of which tensors lie where.  Immutable once built. */
+ * Layouts: the shards of all tensors on a set of ranks, and where their bytes lie.
+ * Immutable once built. */
 #ifndef WSYNC_CORE_LAYOUT_LAYOUT_H
 #define WSYNC_CORE_LAYOUT_LAYOUT_H
 
@@ -18,8 +19,8 @@ enum { WSYNC_MAX_RANKS = 1 << 16 };
 typedef struct wsync_tensor {
     const char *name;
     wsync_dtype_t dtype;
-    uint32_t ndim;                 /* 0..WSYNC_MAX_NDIM; 0 is a scalar of one element */
-    uint32_t group;                /* keep-together group, 0 for none */
+    uint32_t ndim;  /* 0..WSYNC_MAX_NDIM; 0 is a scalar of one element */
+    uint32_t group; /* tensors of one group are delivered in one round; 0: none */
     int64_t shape[WSYNC_MAX_NDIM]; /* a layout's tensors have 1 at ndim and beyond */
 } wsync_tensor_t;
 

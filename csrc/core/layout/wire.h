@@ -13,9 +13,9 @@
 wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,
                                    size_t *nbytes, wsync_error_t *err);
 
-/* PROTOCOL names the byte offset and the value that is wrong.  Never allocates more than a
- * hundred times nbytes (a shard may be four bytes) and half a MiB.  Bytes after the layout
- * are an error. */
+/* PROTOCOL names the byte offset and the value that is wrong.  Allocates at most 100 *
+ * nbytes + 512 KiB (a shard may be as short as four bytes).  Bytes after the layout are an
+ * error. */
 wsync_status_t wsync_layout_decode(const uint8_t *data, size_t nbytes,
                                    wsync_layout_t **layout, wsync_error_t *err);
 

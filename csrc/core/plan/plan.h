@@ -15,9 +15,9 @@
 
 /* What a set of engine workers wants.  Only tensors and boxes of `layout` are read.  A
  * `whole` destination wants every tensor of its layout whole: its boxes, where there are
- * any, must be whole tensors, and neither a tensor nor a keep-together group (of its layout
- * or of the source's) is split over rounds.  Any other destination wants the boxes alone,
- * which may be cut. */
+ * any, must be whole tensors.  No round boundary falls inside a tensor or a group
+ * (wsync_tensor_t) of its layout or of the source's.  Any other destination wants only the
+ * boxes, which may be cut. */
 typedef struct wsync_destination {
     const wsync_layout_t *layout; /* borrowed until wsync_plan_create returns */
     bool whole;
@@ -38,12 +38,14 @@ typedef struct wsync_plan_spec {
     uint32_t worker_count;
     uint32_t rank_count;
     uint32_t rank; /* whose copies are emitted */
-    /* Budgets in bytes, in which every box and every piece of a message is padded to 64.  0
-     * takes the default: rounds of 32 MiB, or a quarter of a smaller explicit ring; a ring
-     * of four rounds, or of the two largest neighbours or 256 KiB if that is more; staging
-     * as large as a round.  A round exceeds a default for the sake of one tensor or group
-     * that cannot be cut and is larger; an explicit budget that cannot hold it is INVALID
-     * and names both. No ring is larger than all that its worker gets. */
+    /* Budgets in bytes.  Every box and every piece of a message counts with its padding to
+     * 64 bytes.  0 takes the default:
+     *   round      32 MiB, or a quarter of an explicit ring if that is less
+     *   ring       four rounds; at least 256 KiB and any two successive rounds
+     *   send, recv as large as a round
+     * No ring is larger than all that its worker gets.  A tensor or group that cannot be
+     * cut may exceed a default.  If it exceeds an explicit budget the plan is INVALID, and
+     * the message names both. */
     uint64_t round_nbytes; /* slot of one worker in one round */
     uint64_t ring_nbytes;  /* all slots of one worker */
     uint64_t send_nbytes;  /* send staging of one rank in one round */
@@ -87,8 +89,8 @@ typedef struct wsync_plan_stats {
 typedef struct wsync_plan wsync_plan_t;
 
 /* LAYOUT: a destination box that no source holds, overlapping boxes of different origins
- * (both named), destination boxes of one worker that overlap, disagreeing shapes or dtypes.
- */
+ * (both named), destination boxes of one worker that overlap, disagreeing shapes or
+ * dtypes. */
 wsync_status_t wsync_plan_create(const wsync_plan_spec_t *spec, wsync_plan_t **plan,
                                  wsync_error_t *err);
 void wsync_plan_destroy(wsync_plan_t *plan);
