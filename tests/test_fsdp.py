@@ -112,6 +112,20 @@ def test_ranks_without_rows_take_part(four: Ranks) -> None:
     assert [fact["empty"] > 0 for fact in facts] == [False, False, False, True]
 
 
+@pytest.mark.parametrize("how", ["fsdp1-orig", "fsdp1-orig-whole"])
+def test_parameters_of_fsdp1_that_are_assigned_are_seen(two: Ranks, how: str) -> None:
+    for shards in two.run(cases.assigned_matches, how):
+        assert min(shards) > 20
+
+
+def test_parameters_of_fsdp1_that_it_does_not_have_yet_or_cannot_take_are_refused(
+    two: Ranks,
+) -> None:
+    for summoned, reshaped in two.run(cases.assigned_errors):
+        assert "FSDP unit '': within summon_full_params" in summoned
+        assert "FSDP unit '" in reshaped and "shape" in reshaped
+
+
 @pytest.mark.parametrize("how", ["fsdp2", "fsdp1", "fsdp1-orig"])
 def test_training_is_seen(two: Ranks, how: str) -> None:
     for fact in two.run(cases.trained_matches, "dense", how):

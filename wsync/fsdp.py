@@ -353,6 +353,7 @@ def _flat_handles(module: Any) -> Iterator[tuple[str, Any]]:
 def _flat_parts(prefix: str, handle: Any, tied: bool) -> Iterator[_Part]:
     """The intervals that this rank keeps of a unit's parameters, flattened one after another."""
     flat = handle.flat_param
+    _write_back(prefix, handle)
     # before the first forward pass, and without sharding, the parameter itself is the local shard
     tensor = getattr(flat, "_local_shard", None)
     tensor = flat if tensor is None or not handle.uses_sharded_strategy else tensor
@@ -373,6 +374,21 @@ def _flat_parts(prefix: str, handle: Any, tied: bool) -> Iterator[_Part]:
                 local = (0,) * (len(shape) - 1) + (info.offset_in_shard + at - first,)
                 regions.append((start, extent, local))
         yield _Part(name, tensor, shape, tuple(regions), contiguous_strides(shape))
+
+
+def _write_back(prefix: str, handle: Any) -> None:
+    """Has a unit take on parameters that were assigned, as its next forward pass would."""
+    where = f"FSDP unit {prefix!r}"
+    if handle._training_state.name == "SUMMON_FULL_PARAMS":
+        raise _core.StateError(
+            f"{where}: within summon_full_params, whose changes are written back at its end: "
+            "update after it"
+        )
+    try:
+        if handle._use_orig_params:
+            handle._writeback_orig_params()
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise _core.LayoutError(f"{where}: {error}") from error
 
 
 def _boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape, int]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from support.errors import error_of
 from support.megatron_cases import check_everything, host_bytes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -139,6 +140,8 @@ def fsdp1(model: Any, how: str) -> Any:
     }
     if "mesh" in how:
         options["device_mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
+    if "whole" in how:
+        options["sharding_strategy"] = ShardingStrategy.NO_SHARD
     if "hybrid" in how:
         options["device_mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
         options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
@@ -212,6 +215,40 @@ def layout_matches(kind: str, how: str, changes: dict[str, Any]) -> dict[str, An
         "empty": sum(t.numel() == 0 for t in layout.tensors()),
         "mine": sum(len(layout.layout.shards(i)) for i in range(layout.layout.tensor_count)),
     }
+
+
+@torch.no_grad()
+def assigned_matches(how: str) -> list[int]:
+    """Parameters that are given other memory, or are others, between updates."""
+    model, state = build("dense")
+    model = shard(model, how)
+    layout = wsync.fsdp.layout(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5 + 3
+    for tensor in state.values():
+        tensor.mul_(0.5).add_(3)
+    shards = [check_everything(*gathered(layout), state)]
+    for owner in model.modules():
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is not None and name != "_flat_param":
+                setattr(owner, name, torch.nn.Parameter(parameter * 2))
+    for tensor in state.values():
+        tensor.mul_(2)
+    return [*shards, check_everything(*gathered(layout), state)]
+
+
+@torch.no_grad()
+def assigned_errors() -> list[str]:
+    """Within a block that writes back at its end, and where other shapes were assigned."""
+    model, _ = build("dense")
+    model = shard(model, "fsdp1-orig")
+    layout = wsync.fsdp.layout(model)
+    with FullyShardedDataParallel.summon_full_params(model, writeback=True):
+        errors = [error_of(layout.bind)]
+    layout.bind()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.new_zeros(parameter.numel() + 1)
+    return [*errors, error_of(layout.bind)]
 
 
 def trained_matches(kind: str, how: str) -> dict[str, Any]:
