@@ -284,11 +284,31 @@ def test_a_module_that_was_replaced_is_read_anew() -> None:
     assert found.bind()[1][0] == model["b"].weight.data_ptr()
     model["b"] = torch.nn.Linear(3, 3)
     for _ in range(2):
-        with pytest.raises(wsync.LayoutError, match=r"b\.bias: differs since modules were"):
+        with pytest.raises(wsync.LayoutError, match=r"b\.bias: differs since the layout was"):
             found.bind()
     model["b"] = torch.nn.Linear(3, 3, bias=False)
     del model["a"].weight
     with pytest.raises(wsync.LayoutError, match=r"a\.weight: "):
+        found.bind()
+
+
+def test_a_tensor_that_a_module_gets_later_is_refused() -> None:
+    model = _linears()
+    model["b"].register_buffer("scratch", None, persistent=False)
+    found = layout(model)
+    weight = model["a"].weight
+    del model["a"].weight
+    model["a"].register_parameter("weight", weight)
+    model["b"].scratch = torch.ones(1)
+    model["b"].register_buffer("other", torch.ones(1), persistent=False)
+    assert len(found.bind()) == 3
+    model["a"].bias = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(wsync.LayoutError, match=r"a\.bias: differs since the layout was made"):
+        found.bind()
+    model["a"].bias = None
+    assert len(found.bind()) == 3
+    model["c"].register_buffer("kept", torch.ones(1))
+    with pytest.raises(wsync.LayoutError, match=r"c\.kept: differs since the layout was made"):
         found.bind()
 
 
@@ -315,7 +335,7 @@ def test_modules_that_exchange_their_names_are_read_under_the_new_ones() -> None
     rest = [(name, part) for name, part in model.items() if name not in "ab"]
     model._modules.clear()
     model._modules.update([("b", b), ("a", a), *rest])
-    with pytest.raises(wsync.LayoutError, match="the order of tensors: differs since modules were"):
+    with pytest.raises(wsync.LayoutError, match="the order of tensors: differs since the layout was"):
         found.bind()
 
 

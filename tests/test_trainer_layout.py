@@ -44,6 +44,15 @@ def test_bind_finds_tensors_that_moved(tensors):
     assert layout.bind()[1][0] == tensors["model.proj.weight"].data_ptr()
 
 
+def test_a_tensor_that_a_mapping_gets_later_is_refused(tensors):
+    layout = from_tensors(tensors)
+    tensors["extra"] = torch.zeros(1)
+    with pytest.raises(LayoutError, match="extra: not among the layout's tensors"):
+        layout.bind()
+    del tensors["extra"]
+    assert len(layout.bind()) == 2
+
+
 def test_bind_takes_the_trainers_own_weights(tensors):
     layout = from_tensors(tensors)
     backup = {f"module.module.{name}": tensor.clone() for name, tensor in tensors.items()}

@@ -159,7 +159,7 @@ def from_tensors(
     and where several hold one under the same name they hold the same values.  Not collective.
 
     The mapping is read again at every update, so its tensors may be replaced by others of the
-    same dtype, shape and strides.
+    same names, dtypes, shapes and strides.
     """
     if not isinstance(tensors, Mapping):
         raise _core.InvalidArgumentError(
@@ -189,9 +189,13 @@ def from_tensors(
 
     def current() -> Sequence[Tensor]:
         try:
-            return [tensors[name] for name in names]
+            found = [tensors[name] for name in names]
         except KeyError as error:
             raise _core.LayoutError(f"{error.args[0]}: no longer among the tensors") from None
+        new = [] if len(tensors) == len(names) else [name for name in tensors if name not in seen]
+        if new:
+            raise _core.LayoutError(f"{new[0]}: not among the layout's tensors: make it anew")
+        return found
 
     return TrainerLayout(builder.build(), names, current, table, rank, count, group)
 

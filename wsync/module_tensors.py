@@ -30,6 +30,7 @@ class _Found(NamedTuple):
     slots: list[Slot]
     others: list[tuple[Slot, int]]  # further names, and whose tensor they are of
     children: list[tuple[dict[str, Any], tuple[Any, ...]]]  # of all modules, and what they were
+    homes: list[tuple[dict[str, Any], set[str]]]  # of all modules, and which keys had tensors
 
 
 class Slots:
@@ -37,7 +38,8 @@ class Slots:
 
     Args:
         roots: the modules in which `find` looks.
-        find: the slots there are now; it is asked again when modules were replaced.
+        find: the slots there are now; it is asked again when modules were replaced, or
+            have more tensors.
 
     Raises:
         LayoutError: two tensors have the same name.
@@ -59,12 +61,14 @@ class Slots:
         Raises:
             LayoutError: one is gone or new, or is no longer the one of all its names.
         """
-        if any(tuple(now.items()) != before for now, before in self._found.children):
+        if any(tuple(now.items()) != before for now, before in self._found.children) or any(
+            not _filled(now) <= before for now, before in self._found.homes
+        ):
             found = self._scan()
             if found.names != self.names:
                 odd = next(iter({*self.names} ^ {*found.names}), "the order of tensors")
                 raise _core.LayoutError(
-                    f"{odd}: differs since modules were replaced: make the layout anew"
+                    f"{odd}: differs since the layout was made: make the layout anew"
                 )
             self._found = found
         slots = self._found.slots
@@ -81,8 +85,9 @@ class Slots:
         return tensors
 
     def _scan(self) -> _Found:
-        modules = [module._modules for root in self._roots for module in root.modules()]
-        children = [(module, tuple(module.items())) for module in modules]
+        modules = [module for root in self._roots for module in root.modules()]
+        children = [(module._modules, tuple(module._modules.items())) for module in modules]
+        homes = [(h, _filled(h)) for m in modules for h in (m._parameters, m._buffers)]
         slots: list[Slot] = []
         others: list[tuple[Slot, int]] = []
         tensors: list[Any] = []
@@ -102,7 +107,12 @@ class Slots:
             else:
                 slots.append(slot)
                 tensors.append(tensor)
-        return _Found(tuple(slot.name for slot in slots), slots, others, children)
+        return _Found(tuple(slot.name for slot in slots), slots, others, children, homes)
+
+
+def _filled(home: dict[str, Any]) -> set[str]:
+    """The keys of a home that have tensors."""
+    return {key for key, tensor in home.items() if tensor is not None}
 
 
 def homes_of(root: Module) -> Iterator[tuple[Module, dict[str, Any], str, str]]:
