@@ -15,21 +15,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wsync._core import StateError, WsyncError, __version__
-from wsync.demo.engines import request_bodies
+from wsync.demo.engines import request_bodies as bodies
 from wsync.demo.engines.gate import REQUEST_SECONDS
-from wsync.demo.engines.request_bodies import (
-    Abort,
-    Check,
-    FromDisk,
-    FromDistributed,
-    Generate,
-    Logits,
-    NamedGroup,
-    NewGroup,
-    NewVersion,
-    Pause,
-    Update,
-)
 from wsync.handles.answers import cut
 from wsync.messages.control import UPDATE_HEADER
 
@@ -108,7 +95,7 @@ class _BodyLimit:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        most = request_bodies.MAX_NBYTES
+        most = bodies.MAX_NBYTES
         count = int(dict(scope.get("headers", ())).get(b"content-length", 0))
         if count <= most:
             count = 0
@@ -150,7 +137,7 @@ def _add_information(app: FastAPI, engine: "Engine") -> None:
 
     @app.api_route("/weights_checker", methods=["GET", "POST"])
     @_threaded
-    def weights_checker(body: Check | None = None) -> Any:
+    def weights_checker(body: bodies.Check | None = None) -> Any:
         sums = engine.checksums()
         digest = sha256(repr(sorted(sums.items())).encode()).hexdigest()
         rank = {
@@ -164,8 +151,8 @@ def _add_information(app: FastAPI, engine: "Engine") -> None:
 def _add_generation(app: FastAPI, engine: "Engine") -> None:
     @app.post("/pause_generation")
     @_threaded
-    def pause(body: Pause | None = None, update: str = _UPDATE) -> Response:
-        mode = (body or Pause()).mode
+    def pause(body: bodies.Pause | None = None, update: str = _UPDATE) -> Response:
+        mode = (body or bodies.Pause()).mode
         call = functools.partial(engine.pause, mode, REQUEST_SECONDS, update)
         return _obey(call, f"Generation paused: {mode}.")
 
@@ -184,13 +171,13 @@ def _add_generation(app: FastAPI, engine: "Engine") -> None:
         return PlainTextResponse("Cache flushed.\n")
 
     @app.post("/abort_request")
-    async def abort(body: Abort) -> Response:
+    async def abort(body: bodies.Abort) -> Response:
         engine.gate.abort(None if body.abort_all else body.rid)
         return Response(status_code=200)
 
     @app.post("/generate")
     @_threaded
-    def generate(body: Generate) -> Response:
+    def generate(body: bodies.Generate) -> Response:
         """One answer for one prompt, a list of answers for a list of prompts."""
         if (body.text is None) == (body.input_ids is None):
             return _error("give either text or input_ids")
@@ -205,7 +192,7 @@ def _add_generation(app: FastAPI, engine: "Engine") -> None:
 
     @app.post("/wsync/logits")
     @_threaded
-    def logits(body: Logits) -> Response:
+    def logits(body: bodies.Logits) -> Response:
         """Ours: fp32 logits [tokens, vocab] of a prompt, for comparisons."""
         return JSONResponse({"logits": engine.logits(body.input_ids)})
 
@@ -244,19 +231,19 @@ def _add_weights(app: FastAPI, engine: "Engine") -> None:
     group = "custom process group"
     # name, body, text of success, and what an error begins with
     for name, kind, done, failed in (
-        ("update_weights_from_tensor", Update, "Success", ""),
-        ("update_weight_version", NewVersion, "", ""),
+        ("update_weights_from_tensor", bodies.Update, "Success", ""),
+        ("update_weight_version", bodies.NewVersion, "", ""),
         (
-            *("update_weights_from_disk", FromDisk),
+            *("update_weights_from_disk", bodies.FromDisk),
             *("Succeeded to update model weights.", "Failed to update weights: "),
         ),
         (
-            *("init_weights_update_group", NewGroup),
+            *("init_weights_update_group", bodies.NewGroup),
             *(f"Succeeded to initialize {group}.", f"Failed to initialize {group}: "),
         ),
-        ("destroy_weights_update_group", NamedGroup, f"Succeeded to destroy {group}.", ""),
+        ("destroy_weights_update_group", bodies.NamedGroup, f"Succeeded to destroy {group}.", ""),
         (
-            *("update_weights_from_distributed", FromDistributed),
+            *("update_weights_from_distributed", bodies.FromDistributed),
             *("Succeeded to update parameter online.", "Failed to update parameter online: "),
         ),
     ):
@@ -272,9 +259,9 @@ def _request(
         if told.pop("abort_all_requests", False):
             engine.gate.abort(None)
         extra: dict[str, Any] = {}
-        if kind is FromDisk:
+        if kind is bodies.FromDisk:
             extra["num_paused_requests"] = 0
-        if kind is NewVersion:
+        if kind is bodies.NewVersion:
             extra["new_version"] = told["new_version"]
         end = time.monotonic() + REQUEST_SECONDS
         try:

@@ -14,17 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from wsync._core import DeadlineError, InvalidArgumentError, WsyncError
 from wsync.checkpoints.files import INDEX, read_index
 from wsync.demo.engines.child import Child
 from wsync.handles.answers import seconds
-from wsync.machine.deadline import MAX_DEADLINE
+from wsync.machine.deadline import MAX_DEADLINE, POLL_SECONDS, Deadline
 
 _EXIT_USAGE = 2
 _STOP_SECONDS = 10.0
-_POLL_SECONDS = 0.05
 
 
 class ServerProcess(Child):
@@ -38,28 +35,15 @@ class ServerProcess(Child):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def await_health(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        port = self._read_port(deadline, timeout)
-        self.url = f"http://127.0.0.1:{port}"
-        while time.monotonic() < deadline:
-            self.check_alive()
-            with contextlib.suppress(requests.RequestException), requests.Session() as session:
-                session.trust_env = False
-                if session.get(self.url + "/health", timeout=5).status_code == 200:
-                    return
-            time.sleep(_POLL_SECONDS)
-        raise DeadlineError(
-            f"engine {self.name}: not healthy after {seconds(timeout)}: {self.log()}"
-        )
-
-    def _read_port(self, deadline: float, timeout: float) -> int:
+    def await_port(self, timeout: float) -> None:
+        """Waits until the engine says its port, where it listens from then on."""
         assert self.process.stdout is not None
-        while time.monotonic() < deadline:
-            if select.select([self.process.stdout], [], [], _POLL_SECONDS)[0]:
-                line = self.process.stdout.readline()
-                if line:
-                    return int(json.loads(line)["port"])
+        deadline = Deadline(timeout)
+        while deadline.left:
+            if select.select([self.process.stdout], [], [], POLL_SECONDS)[0]:
+                if line := self.process.stdout.readline():
+                    self.url = f"http://127.0.0.1:{json.loads(line)['port']}"
+                    return
                 self.process.wait(_STOP_SECONDS)
             self.check_alive()
         raise DeadlineError(f"engine {self.name}: no port after {seconds(timeout)}: {self.log()}")
@@ -72,10 +56,9 @@ def serve_in_process(
     api_key: str | None = None,
     dtype: str | None = None,
     seed: int = 0,
-    ignore: Sequence[str] = (),
     timeout: float = 120.0,
 ) -> ServerProcess:
-    """Starts an engine in a child process on a free port and waits until it is healthy.
+    """Starts an engine in a child process on a free port and waits until it listens.
 
     model: a checkpoint folder; or a config (a folder that holds one with random_weights=True,
     or a transformers config object), of which the weights are drawn with `seed`.  dtype: torch's
@@ -91,12 +74,10 @@ def serve_in_process(
     command += ["--config" if random_weights else "--model", os.fspath(model)]
     command += ["--port", "0", "--child", "--seed", str(seed)]
     command += ["--dtype", dtype] if dtype else []
-    for name in ignore:
-        command += ["--ignore", name]
     # the key does not go on the command line, which everybody can read
     server = ServerProcess(command, str(model), environment={"WSYNC_API_KEY": api_key or ""})
     try:
-        server.await_health(timeout)
+        server.await_port(timeout)
     except BaseException:
         server.close()
         raise
@@ -146,8 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     parser = command_line()
     options = parser.parse_args(arguments)
-    broadcast = options.broadcast_seconds
-    chosen = {} if broadcast is None else {"broadcast_seconds": broadcast}
     with contextlib.ExitStack() as stack:
         try:
             listener = stack.enter_context(_bind(options.host, options.port))
@@ -161,13 +140,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 api_key=options.api_key or os.environ.get("WSYNC_API_KEY") or None,
                 model_path=options.model or options.config,
                 weight_version=version,
-                ignore=options.ignore,
                 threads=options.threads,
-                **chosen,
+                broadcast_seconds=options.broadcast_seconds,
             )
         except (OSError, ValueError, WsyncError) as error:  # transformers' are among them
             text = " ".join(str(error).split())
             parser.exit(_EXIT_USAGE, f"{parser.prog}: {text}\n")
+        listener.listen()  # requests are answered as soon as the server runs
         print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
         level = "warning" if options.child else "info"
         server = uvicorn.Server(uvicorn.Config(app, log_level=level, access_log=False))
@@ -177,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket that has a port before a model is loaded, and listens once the server does."""
+    """A socket that has a port before a model is loaded, and does not listen yet."""
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -220,6 +199,8 @@ def _count(text: str) -> int:
 
 
 def command_line() -> argparse.ArgumentParser:
+    from wsync.engine.groups import BROADCAST_SECONDS
+
     parser = argparse.ArgumentParser(
         prog="python -m wsync.demo.engines.transformers",
         description="A small inference engine with SGLang's weight-update endpoints.",
@@ -236,11 +217,9 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--broadcast-seconds",
         type=_duration,
-        help="the most that one broadcast of a trainer may take, by default 120",
+        default=BROADCAST_SECONDS,
+        help=f"the most that one broadcast of a trainer may take, by default {BROADCAST_SECONDS:g}",
     )
     parser.add_argument("--weight-version", help="by default the checkpoint's, if it has one")
-    parser.add_argument(
-        "--ignore", action="append", default=[], metavar="NAME", help="tensor an update may lack"
-    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -51,9 +51,8 @@ class Generation:
 class Engine(ModuleWorker):
     """The engine behind the endpoints: a model, its receiver, and who may run when.
 
-    ignore: tensor names that an update may lack, or bring although the model does not have them.
-    threads: copy threads.  broadcast_seconds: the most that one broadcast of a trainer may take;
-    the engine then leaves that trainer's group.
+    broadcast_seconds: the most that one broadcast of a trainer may take; the engine then leaves
+    that trainer's group.  worker: as of ModuleWorker.
     """
 
     def __init__(
@@ -62,14 +61,10 @@ class Engine(ModuleWorker):
         *,
         tokenizer: Any = None,
         model_path: str = "",
-        weight_version: str = "default",
-        ignore: Sequence[str] = (),
-        threads: int = 1,
         broadcast_seconds: float = BROADCAST_SECONDS,
+        **worker: Any,
     ) -> None:
-        super().__init__(
-            model.eval(), ignore=ignore, threads=threads, weight_version=weight_version
-        )
+        super().__init__(model.eval(), **worker)
         self.model = model
         self.tokenizer = tokenizer
         self.model_path = model_path or str(getattr(model.config, "name_or_path", ""))
@@ -114,7 +109,7 @@ class Engine(ModuleWorker):
                     if not go:
                         result.finish = {"type": "abort", "message": "Aborted by a pause."}
                         break
-                    self.check_consistent()
+                    self.updates.check_whole()
                     # not later: an update may follow as soon as the gate is left
                     result.weight_version = self.weight_version
                     if ticket.retracted:
@@ -144,13 +139,10 @@ class Engine(ModuleWorker):
         ):
             if not go:
                 raise StateError("aborted by a pause")
-            self.check_consistent()
+            self.updates.check_whole()
             logits = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
         rows: list[list[float]] = logits.float().tolist()
         return rows
-
-    def check_consistent(self) -> None:
-        self.updates.check_whole()
 
     def pause(self, mode: str, timeout: float, update: str = "") -> None:
         """As Gate.pause; what trainers begin an update with, and say its id."""
@@ -160,7 +152,7 @@ class Engine(ModuleWorker):
         """Refused while the weights are inconsistent or have no version yet, and to a trainer whose
         update has been ended by another one's."""
         if not self.updates.consistent:
-            self.check_consistent()  # at once, whatever a bucket that does not come holds up
+            self.updates.check_whole()  # at once, whatever a bucket that does not come holds up
         self.gate.resume(timeout, lambda: self.updates.go_on(update))
 
     def _check_prompt(self, ids: Sequence[int], sampling: SamplingParams) -> None:

@@ -34,6 +34,7 @@ class ModelWorker:
 
     `end` is a time of time.monotonic(); `update` the id of the update that a request belongs to,
     or ""; `weight_version` what the weights are called once all of it have come, or None.
+    `request` stands for the last two and flush_cache.
     """
 
     threads = 1
@@ -95,44 +96,31 @@ class ModelWorker:
     # --- requests ----------------------------------------------------------------------------
 
     def update(
-        self,
-        data: bytes | str,
-        *,
-        load_format: str | None,
-        end: float,
-        weight_version: str | None = None,
-        update: str = "",
-        flush_cache: bool = False,
+        self, data: bytes | str, *, load_format: str | None, end: float, **request: Any
     ) -> str:
         """A control message, or a bucket in a stock engine's payload; a text about it."""
         # before it has the weights: the payload may name a process that does not answer
         content: Any = payload.load(data, timeout=min(left(end), payload.PEER_SECONDS))
         if load_format == control.LOAD_FORMAT:
+            message = payload.control_bytes(content)
+            version, update = request.get("weight_version"), request.get("update", "")
             with self.exclusive(end):
-                message = payload.control_bytes(content)
-                success, text = self.receiver.handle(message, version=weight_version, update=update)
+                success, text = self.receiver.handle(message, version=version, update=update)
             if not success:
                 raise RemoteError(text)
             return text
-        with self._request(update, weight_version, end, flush_cache):
+        with self._request(end, **request):
             self.take(_tensors(content, load_format))
         return "Success"
 
     def update_weights_from_disk(
-        self,
-        model_path: str,
-        *,
-        end: float,
-        load_format: str | None = None,
-        weight_version: str | None = None,
-        update: str = "",
-        flush_cache: bool = False,
+        self, model_path: str, *, end: float, load_format: str | None = None, **request: Any
     ) -> None:
         """A checkpoint folder.  One that is not whole or does not fit is refused before anything
         is loaded."""
         if load_format not in (None, "auto", "safetensors"):
             raise InvalidArgumentError(f"load_format {load_format!r}: only safetensors here")
-        with self._request(update, weight_version, end, flush_cache):
+        with self._request(end, **request):
             threads, timeout = self.threads, left(end)
             disk.load(model_path, self.targets, self.receiver, threads=threads, timeout=timeout)
 
@@ -164,10 +152,8 @@ class ModelWorker:
     ) -> None:
         """Takes what a trainer broadcasts."""
         origin = connection_of(group_name)
-        with (
-            self._groups.announced(group_name) as receive,
-            self._request(update, weight_version, end, flush_cache),
-        ):
+        request = self._request(end, update, weight_version, flush_cache)
+        with self._groups.announced(group_name) as receive, request:
             # before the broadcast, which would be another request's
             self.updates.admit(names, self.wanted(), origin)
             self.take(
@@ -176,10 +162,14 @@ class ModelWorker:
 
     @contextmanager
     def _request(
-        self, update: str, version: str | None, end: float, flush_cache: bool
+        self,
+        end: float,
+        update: str = "",
+        weight_version: str | None = None,
+        flush_cache: bool = False,
     ) -> Iterator[None]:
         """Around one request's weights."""
-        with self.exclusive(end), self.updates.serving(update, version):
+        with self.exclusive(end), self.updates.serving(update, weight_version):
             if flush_cache:
                 self.flush()
             yield
@@ -197,7 +187,11 @@ class ModelWorker:
 
 class ModuleWorker(ModelWorker):
     """Whole tensors go to the parameters and persistent buffers of their names; see
-    wsync.engine.loaders.ModuleLoader."""
+    wsync.engine.loaders.ModuleLoader.
+
+    ignore: tensor names that an update may lack, or bring although the module does not have them.
+    threads: copy threads.
+    """
 
     def __init__(
         self,
