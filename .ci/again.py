@@ -1,4 +1,4 @@
-"""again.py JUNIT: the failed tests of a run for pytest; exit 1 for none, or for too many."""
+"""again.py JUNIT...: the failed tests of a run for pytest; exit 1 for none, or for too many."""
 
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -9,7 +9,8 @@ MOST = 5
 def main() -> int:
     failed = [
         f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        for case in ElementTree.parse(sys.argv[1]).iter("testcase")
+        for junit in sys.argv[1:]
+        for case in ElementTree.parse(junit).iter("testcase")
         if case.find("failure") is not None or case.find("error") is not None
     ]
     if not 0 < len(failed) <= MOST:

@@ -1,4 +1,4 @@
-"""skips.py JUNIT LIST: the skipped tests must be the listed ones, for the listed reasons.
+"""skips.py LIST JUNIT...: the skipped tests must be the listed ones, for the listed reasons.
 
 A line of LIST is `REGEX OF TEST :: REGEX OF REASON`; one that no skipped test matches is an error
 too, so the list cannot outlive what it excuses.
@@ -11,13 +11,13 @@ from pathlib import Path
 
 
 def main() -> int:
-    cases = list(ElementTree.parse(sys.argv[1]).iter("testcase"))
+    cases = [case for junit in sys.argv[2:] for case in ElementTree.parse(junit).iter("testcase")]
     skipped = {
         f"{case.get('classname')}.{case.get('name')}": skip.get("message") or ""
         for case in cases
         for skip in case.iter("skipped")
     }
-    lines = Path(sys.argv[2]).read_text().splitlines()
+    lines = Path(sys.argv[1]).read_text().splitlines()
     listed = [tuple(line.split(" :: ", 1)) for line in lines if line and not line.startswith("#")]
     wrong, used = [], set()
     for name, reason in skipped.items():
