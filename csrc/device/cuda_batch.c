@@ -20,17 +20,14 @@ enum {
 typedef struct part {
     const wsync_copy_t *copies;
     size_t count;
-    const wsync_cuda_place_t *sources;
-    size_t source_count;
-    const wsync_cuda_place_t *destinations;
-    size_t destination_count;
+    wsync_cuda_buffers_t *sources;
+    wsync_cuda_buffers_t *destinations;
 } part_t;
 
 /* A batch whose memory is known: what the device reads, and what must be fed. */
 typedef struct sorted {
-    wsync_cuda_place_t *places; /* owned: sources, then destinations */
-    wsync_copy_t *copies;       /* owned: those of `direct`, if they are not all */
-    wsync_cuda_load_t *load;    /* owned; NULL: nothing is fed */
+    wsync_copy_t *copies;    /* owned: those of `direct`, if they are not all */
+    wsync_cuda_load_t *load; /* owned; NULL: nothing is fed */
     part_t direct;
 } sorted_t;
 
@@ -60,6 +57,8 @@ void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner)
 
     wsync_cuda_feed_destroy(atomic_load(&runner->feed));
     wsync_cuda_spans_fini(&runner->spans);
+    free(runner->sources.places);
+    free(runner->destinations.places);
     wsync_cuda_tables_clear(&runner->segments);
     wsync_cuda_tables_clear(&runner->addresses);
     if (runner->uploads != NULL) {
@@ -83,6 +82,8 @@ void wsync_cuda_runner_trim(wsync_cuda_runner_t *runner)
     }
     if (runner->addresses.nbytes > ADDRESSES_MAX_NBYTES) {
         wsync_cuda_tables_clear(&runner->addresses);
+        runner->sources.table = NULL;
+        runner->destinations.table = NULL;
     }
 }
 
@@ -117,8 +118,8 @@ static bool is_plain(const part_t *part)
 
     return part->count == 1 && copy->ndim == 0 && copy->transform == WSYNC_TRANSFORM_NONE &&
            copy->row_count * copy->source_item_nbytes >= PLAIN_MIN_NBYTES &&
-           part->sources[copy->source_buffer].kind != WSYNC_CUDA_PAGEABLE &&
-           part->destinations[copy->destination_buffer].kind != WSYNC_CUDA_PAGEABLE;
+           part->sources->places[copy->source_buffer].kind != WSYNC_CUDA_PAGEABLE &&
+           part->destinations->places[copy->destination_buffer].kind != WSYNC_CUDA_PAGEABLE;
 }
 
 static wsync_status_t copy_plain(wsync_cuda_runner_t *self, const part_t *part,
@@ -126,19 +127,27 @@ static wsync_status_t copy_plain(wsync_cuda_runner_t *self, const part_t *part,
 {
     const wsync_copy_t *copy = part->copies;
     const wsync_cu_result_t code = self->device->driver->memcpy_async(
-        part->destinations[copy->destination_buffer].at + copy->destination_offset,
-        part->sources[copy->source_buffer].at + copy->source_offset,
+        part->destinations->places[copy->destination_buffer].at + copy->destination_offset,
+        part->sources->places[copy->source_buffer].at + copy->source_offset,
         copy->row_count * copy->source_item_nbytes, self->stream);
 
     return check(self, code, "cuMemcpyAsync", err);
+}
+
+/* The table of the buffers' addresses. */
+static wsync_status_t need_addresses(wsync_cuda_runner_t *self,
+                                     wsync_cuda_buffers_t *buffers, wsync_error_t *err)
+{
+    return buffers->table != NULL
+               ? WSYNC_OK
+               : wsync_cuda_tables_addresses(&self->addresses, buffers->places,
+                                             buffers->count, &buffers->table, err);
 }
 
 static wsync_status_t launch(wsync_cuda_runner_t *self, const part_t *part,
                              wsync_error_t *err)
 {
     const wsync_cuda_table_t *segments = NULL;
-    const wsync_cuda_table_t *sources = NULL;
-    const wsync_cuda_table_t *destinations = NULL;
     wsync_cu_result_t code;
     wsync_kernel_args_t args;
     void *parameters[] = {&args};
@@ -147,20 +156,18 @@ static wsync_status_t launch(wsync_cuda_runner_t *self, const part_t *part,
                                                        part->count, &segments, err);
 
     if (status == WSYNC_OK) {
-        status = wsync_cuda_tables_addresses(&self->addresses, part->sources,
-                                             part->source_count, &sources, err);
+        status = need_addresses(self, part->sources, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_cuda_tables_addresses(&self->addresses, part->destinations,
-                                             part->destination_count, &destinations, err);
+        status = need_addresses(self, part->destinations, err);
     }
     if (status != WSYNC_OK) {
         return status;
     }
     args = (wsync_kernel_args_t){.segments = segments->at,
                                  .tile_starts = segments->at + segments->starts_offset,
-                                 .sources = sources->at,
-                                 .destinations = destinations->at,
+                                 .sources = part->sources->table->at,
+                                 .destinations = part->destinations->table->at,
                                  .first = segments->list.first,
                                  .count = segments->list.count};
     grid = wsync_segments_grid(&segments->list, self->device->processors);
@@ -181,13 +188,48 @@ static wsync_status_t run_part(wsync_cuda_runner_t *self, const part_t *part,
 
 /* --- whose memory it is --- */
 
+/* Begins to name the buffers of a batch: what is known of them holds until the stream was
+ * seen idle. */
+static wsync_status_t name_buffers(const wsync_cuda_runner_t *self, uint64_t id,
+                                   const wsync_span_t *spans, size_t count,
+                                   wsync_cuda_buffers_t *buffers, wsync_error_t *err)
+{
+    const unsigned age = atomic_load(&self->spans.age);
+    wsync_cuda_place_t *places;
+
+    if (id != 0 && buffers->id == id && buffers->age == age && buffers->count == count) {
+        return WSYNC_OK;
+    }
+    buffers->id = 0;
+    places = realloc(buffers->places, (count > 0 ? count : 1) * sizeof(*places));
+    if (places == NULL) {
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "realloc",
+                          "no memory for the addresses of %zu buffers", count);
+    }
+    /* Those that no copy names are part of the tables all the same. */
+    for (size_t i = 0; i < count; i++) {
+        places[i] = (wsync_cuda_place_t){(uintptr_t)spans[i].data, WSYNC_CUDA_UNKNOWN};
+    }
+    *buffers = (wsync_cuda_buffers_t){id, age, places, count, NULL};
+    return WSYNC_OK;
+}
+
 /* Asks for a place that is not known yet. */
 static wsync_status_t resolve(wsync_cuda_runner_t *self, const wsync_span_t *span,
-                              wsync_cuda_place_t *place, wsync_error_t *err)
+                              wsync_cuda_buffers_t *buffers, uint32_t index,
+                              wsync_error_t *err)
 {
-    return place->kind != WSYNC_CUDA_UNKNOWN
-               ? WSYNC_OK
-               : wsync_cuda_spans_find(&self->spans, span, place, err);
+    wsync_cuda_place_t *place = &buffers->places[index];
+    const wsync_cu_ptr_t before = place->at;
+    wsync_status_t status = WSYNC_OK;
+
+    if (place->kind == WSYNC_CUDA_UNKNOWN) {
+        status = wsync_cuda_spans_find(&self->spans, span, place, err);
+    }
+    if (place->at != before) {
+        buffers->table = NULL;
+    }
+    return status;
 }
 
 /* The answer is not kept: the caller may register that memory now. */
@@ -226,18 +268,19 @@ static wsync_status_t sort_copy(wsync_cuda_runner_t *self, const wsync_batch_t *
                                 size_t index, sorted_t *sorted, wsync_error_t *err)
 {
     const wsync_copy_t *copy = &batch->copies[index];
-    wsync_cuda_place_t *source = &sorted->places[copy->source_buffer];
-    wsync_cuda_place_t *destination =
-        &sorted->places[batch->source_count + copy->destination_buffer];
+    const wsync_cuda_place_t *source = &self->sources.places[copy->source_buffer];
+    const wsync_cuda_place_t *destination =
+        &self->destinations.places[copy->destination_buffer];
     wsync_status_t status;
 
     if (wsync_copies_nbytes(copy, 1) == 0) {
         return WSYNC_OK;
     }
-    status = resolve(self, &batch->sources[copy->source_buffer], source, err);
+    status = resolve(self, &batch->sources[copy->source_buffer], &self->sources,
+                     copy->source_buffer, err);
     if (status == WSYNC_OK) {
-        status =
-            resolve(self, &batch->destinations[copy->destination_buffer], destination, err);
+        status = resolve(self, &batch->destinations[copy->destination_buffer],
+                         &self->destinations, copy->destination_buffer, err);
     }
     if (status != WSYNC_OK) {
         return status;
@@ -262,28 +305,15 @@ static wsync_status_t sort_copy(wsync_cuda_runner_t *self, const wsync_batch_t *
 static wsync_status_t sort(wsync_cuda_runner_t *self, const wsync_batch_t *batch,
                            sorted_t *sorted, wsync_error_t *err)
 {
-    const size_t count = batch->source_count + batch->destination_count;
-    wsync_status_t status = WSYNC_OK;
+    wsync_status_t status = name_buffers(self, batch->sources_id, batch->sources,
+                                         batch->source_count, &self->sources, err);
 
-    sorted->places = calloc(count, sizeof(*sorted->places));
-    if (sorted->places == NULL) {
-        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                          "no memory for the addresses of %zu buffers", count);
+    if (status == WSYNC_OK) {
+        status = name_buffers(self, batch->destinations_id, batch->destinations,
+                              batch->destination_count, &self->destinations, err);
     }
-    /* Those that no copy names are part of the tables all the same. */
-    for (size_t i = 0; i < count; i++) {
-        const wsync_span_t *span = i < batch->source_count
-                                       ? &batch->sources[i]
-                                       : &batch->destinations[i - batch->source_count];
-
-        sorted->places[i].at = (uintptr_t)span->data;
-    }
-    sorted->direct = (part_t){batch->copies,
-                              batch->count,
-                              sorted->places,
-                              batch->source_count,
-                              sorted->places + batch->source_count,
-                              batch->destination_count};
+    sorted->direct =
+        (part_t){batch->copies, batch->count, &self->sources, &self->destinations};
     for (size_t i = 0; i < batch->count && status == WSYNC_OK; i++) {
         status = sort_copy(self, batch, i, sorted, err);
     }
@@ -302,12 +332,12 @@ static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_batch_t *b
     for (size_t i = 0; i < load->end_count && status == WSYNC_OK; i++) {
         const size_t first = i > 0 ? load->ends[i - 1] : 0;
         wsync_cuda_place_t slot;
+        wsync_cuda_buffers_t slots = {.places = &slot, .count = 1};
         part_t part = sorted->direct;
 
         part.copies = load->from_slot + first;
         part.count = load->ends[i] - first;
-        part.sources = &slot;
-        part.source_count = 1;
+        part.sources = &slots;
         status = wsync_cuda_feed_fill(feed, load, i, batch->sources, batch->source_count,
                                       &slot, err);
         if (status == WSYNC_OK) {
@@ -362,6 +392,5 @@ wsync_status_t wsync_cuda_runner_run(wsync_cuda_runner_t *runner,
                      runner->segments.uploaded + runner->addresses.uploaded == uploaded);
     wsync_cuda_load_destroy(sorted.load);
     free(sorted.copies);
-    free(sorted.places);
     return status;
 }

@@ -6,6 +6,15 @@
 #include "device/cuda_feed.h"
 #include "device/cuda_tables.h"
 
+/* What is known of a list of spans, as long as batches name the same one. */
+typedef struct wsync_cuda_buffers {
+    uint64_t id;                     /* of the list; 0: it is asked for each time */
+    unsigned age;                    /* of the spans, when it was asked for */
+    wsync_cuda_place_t *places;      /* owned */
+    size_t count;                    /* of places */
+    const wsync_cuda_table_t *table; /* of their addresses; NULL: it has to be found */
+} wsync_cuda_buffers_t;
+
 /* What batches of one stream need and leave behind.  Calls are made in the context and one
  * at a time, but for settle and abandon. */
 typedef struct wsync_cuda_runner {
@@ -16,6 +25,8 @@ typedef struct wsync_cuda_runner {
     wsync_cuda_tables_t segments;
     wsync_cuda_tables_t addresses; /* anew whenever a buffer has moved */
     wsync_cuda_spans_t spans;
+    wsync_cuda_buffers_t sources;
+    wsync_cuda_buffers_t destinations;
     atomic_bool steady; /* the last batch was neither fed nor in need of new tables */
     _Atomic(wsync_cuda_feed_t *) feed; /* owned; NULL until it is needed */
 } wsync_cuda_runner_t;

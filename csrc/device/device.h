@@ -67,6 +67,10 @@ typedef struct wsync_batch {
     size_t source_count;
     const wsync_span_t *destinations;
     size_t destination_count;
+    /* Of the two lists of spans: numbers that no other list has, so that a stream may keep
+     * what it has found out about one; or 0. */
+    uint64_t sources_id;
+    uint64_t destinations_id;
 } wsync_batch_t;
 
 /* The most waits that may lie ahead of what a stream has passed.  A device's queue that is
@@ -166,6 +170,9 @@ wsync_status_t wsync_stream_copy(wsync_stream_t *stream, const wsync_copy_t *cop
                                  size_t count, const wsync_span_t *sources,
                                  size_t source_count, const wsync_span_t *destinations,
                                  size_t destination_count, wsync_error_t *err);
+/* The same of a batch, whose lists of spans may have ids. */
+wsync_status_t wsync_stream_run(wsync_stream_t *stream, const wsync_batch_t *batch,
+                                wsync_error_t *err);
 /* Enqueues: set the event to `value` and wake its waiters.  INVALID for an event of another
  * device, or one that is not an aligned word of control memory. */
 wsync_status_t wsync_stream_record(wsync_stream_t *stream, wsync_event_t event,

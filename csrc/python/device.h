@@ -29,6 +29,7 @@ typedef struct BufferTableObject {
     PyObject_HEAD
     size_t count;
     wsync_span_t *spans; /* owned */
+    uint64_t id;         /* that no other table of the process has had */
     int gpu;         /* the one that some of the spans are on, if that is known; or -1 */
     PyObject *owner; /* owned; keeps the spans' memory alive; may be NULL */
 } BufferTableObject;
@@ -101,12 +102,7 @@ void wsync_py_stream_hold(StreamObject *self, PyObject *owner);
 
 /* Copies to enqueue, and whose memory all of this is; everything is borrowed. */
 typedef struct wsync_py_batch {
-    const wsync_copy_t *copies;
-    size_t count;
-    const wsync_span_t *sources;
-    size_t source_count;
-    const wsync_span_t *destinations;
-    size_t destination_count;
+    wsync_batch_t of;
     PyObject
         *owners[WSYNC_PY_STREAM_HOLDS]; /* held until the stream has passed the copies */
     long long index;                    /* of a trace's label */

@@ -111,12 +111,12 @@ static PyObject *packing_enqueue(ModuleState *state, packing_t *packing, PyObjec
                                  PyObject *table, PyObject *stream)
 {
     const wsync_py_batch_t batch = {
-        .copies = packing->copies.items,
-        .count = packing->copies.count,
-        .sources = packing->sources,
-        .source_count = packing->count,
-        .destinations = &packing->destination,
-        .destination_count = 1,
+        .of.copies = packing->copies.items,
+        .of.count = packing->copies.count,
+        .of.sources = packing->sources,
+        .of.source_count = packing->count,
+        .of.destinations = &packing->destination,
+        .of.destination_count = 1,
         .owners = {capsule, table, Py_None},
     };
     PyObject *nbytes = wsync_py_stream_copy(state, (StreamObject *)stream, &batch);

@@ -251,8 +251,8 @@ static int find_copies(ModuleState *state, wsync_py_batch_t *batch)
         if (batch->phase < 0 || batch->phase >= WSYNC_PHASE_COUNT) {
             return fail_range(state, "phase", batch->phase, WSYNC_PHASE_COUNT);
         }
-        batch->copies = wsync_plan_copies(plan, (uint32_t)batch->index,
-                                          (wsync_phase_t)batch->phase, &batch->count);
+        batch->of.copies = wsync_plan_copies(plan, (uint32_t)batch->index,
+                                             (wsync_phase_t)batch->phase, &batch->of.count);
         return 0;
     }
     if (Py_TYPE(object) == state->type_Route) {
@@ -262,7 +262,8 @@ static int find_copies(ModuleState *state, wsync_py_batch_t *batch)
         if (batch->index < 0 || batch->index >= (long long)buffers) {
             return fail_range(state, "buffer", batch->index, buffers);
         }
-        batch->copies = wsync_route_copies(route, (uint32_t)batch->index, &batch->count);
+        batch->of.copies =
+            wsync_route_copies(route, (uint32_t)batch->index, &batch->of.count);
         return 0;
     }
     PyErr_Format(PyExc_TypeError, "copies must be a Plan or a Route, not %R",
@@ -297,11 +298,9 @@ PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_stream_copy(stream, batch->copies, batch->count, batch->sources,
-                                   batch->source_count, batch->destinations,
-                                   batch->destination_count, &err);
+        status = wsync_stream_run(stream, &batch->of, &err);
         if (status == WSYNC_OK) {
-            nbytes = wsync_copies_nbytes(batch->copies, batch->count);
+            nbytes = wsync_copies_nbytes(batch->of.copies, batch->of.count);
         }
     Py_END_ALLOW_THREADS
     if (status == WSYNC_OK) {
@@ -354,10 +353,12 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
         find_copies(state, &batch) < 0) {
         return NULL;
     }
-    batch.sources = ((const BufferTableObject *)sources)->spans;
-    batch.source_count = ((const BufferTableObject *)sources)->count;
-    batch.destinations = ((const BufferTableObject *)destinations)->spans;
-    batch.destination_count = ((const BufferTableObject *)destinations)->count;
+    batch.of.sources = ((const BufferTableObject *)sources)->spans;
+    batch.of.source_count = ((const BufferTableObject *)sources)->count;
+    batch.of.sources_id = ((const BufferTableObject *)sources)->id;
+    batch.of.destinations = ((const BufferTableObject *)destinations)->spans;
+    batch.of.destination_count = ((const BufferTableObject *)destinations)->count;
+    batch.of.destinations_id = ((const BufferTableObject *)destinations)->id;
     batch.owners[1] = sources;
     batch.owners[2] = destinations;
     return wsync_py_stream_copy(state, (StreamObject *)object, &batch);

@@ -123,6 +123,66 @@ TEST(a_destination_must_be_in_reach_of_the_device)
     free(destinations[1].data);
 }
 
+/* Copies 1000 bytes of one of two buffers, which are known by a number, or 0. */
+static void run_of(const rig_t *rig, const wsync_span_t *sources, uint64_t id,
+                   uint32_t buffer)
+{
+    const wsync_copy_t run = {.source_buffer = buffer,
+                              .row_count = 1000,
+                              .source_item_nbytes = 1,
+                              .destination_item_nbytes = 1};
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_stream_run(rig->stream,
+                              &(wsync_batch_t){.copies = &run,
+                                               .count = 1,
+                                               .sources = sources,
+                                               .source_count = 2,
+                                               .sources_id = id,
+                                               .destinations = &rig->target,
+                                               .destination_count = 1},
+                              &err),
+             err);
+}
+
+static bool came(const rig_t *rig, wsync_span_t source)
+{
+    synchronize(rig);
+    return memcmp(rig->target.data, source.data, 1000) == 0;
+}
+
+/* A list that changes keeps its number here, as no caller may do: so it shows whether the
+ * stream looks at the list. */
+TEST(what_a_list_of_spans_is_holds_until_the_stream_is_idle)
+{
+    const rig_t rig = make_rig(NBYTES);
+    wsync_span_t all[4];
+    wsync_span_t list[2];
+
+    for (uint32_t i = 0; i < 4; i++) {
+        all[i] = new_source(NBYTES, 30 + i);
+        pin(&rig, all[i].data, NBYTES);
+    }
+    for (uint64_t id = 0; id < 2; id++) {
+        memcpy(list, all, sizeof(list));
+        run_of(&rig, list, id, 0);
+        run_of(&rig, list, id, 1);
+        list[0] = all[2];
+        run_of(&rig, list, id, 0);
+        CHECK(came(&rig, id == 0 ? all[2] : all[0]));
+        run_of(&rig, list, id, 0); /* it was idle */
+        CHECK(came(&rig, all[2]));
+        list[1] = all[3];
+        run_of(&rig, list, id + 2, 1); /* another list */
+        CHECK(came(&rig, all[3]));
+    }
+    for (int i = 0; i < 4; i++) {
+        unpin(&rig, all[i].data);
+        free(all[i].data);
+    }
+    end_rig(&rig);
+}
+
 /* An allocator that pauses gives the memory back and keeps the addresses, after the stream
  * has read from them as well as before. */
 TEST(memory_that_is_gone_from_its_address_is_an_error)
