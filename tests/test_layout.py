@@ -430,12 +430,12 @@ def test_names_and_tensors_must_be_as_many() -> None:
 def test_a_name_that_c_would_cut_off_is_refused() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     table = _core.describe([torch.zeros(2)])
-    with pytest.raises(_core.InvalidArgumentError, match=r"name: 'a\\x00b' has a null character"):
+    with pytest.raises(_core.InvalidArgumentError, match=r"names\[0\]: 'a\\x00b' has a null"):
         _core.LayoutBuilder().add_tensors(["a\0b"], table)
     exchange = _core.SharedExchange(0, 1, 4096)
-    with pytest.raises(_core.InvalidArgumentError, match=r"address: 'a\\x00b' has a null"):
+    with pytest.raises(_core.InvalidArgumentError, match=r"addresses\[0\]: 'a\\x00b' has a null"):
         exchange.connect(["a\0b"], 1.0)
-    with pytest.raises(_core.InvalidArgumentError, match=r"library: 'a\\x00b' has a null"):
+    with pytest.raises(_core.InvalidArgumentError, match=r"libraries\[0\]: 'a\\x00b' has a null"):
         _core.gpu("GPU-" + "0" * 32, ["a\0b"])
     with pytest.raises(_core.InvalidArgumentError, match=r"dtype: 'int8\\x00' has a null"):
         _core.ViewPool(_core.Memory(4096)).view(torch.Tensor, "int8\0", (1,), 0)

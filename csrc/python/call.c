@@ -156,27 +156,30 @@ static const struct {
     char *name;
     int (*convert)(PyObject *object, void *field);
     size_t field;
-    size_t type; /* slot in the module state of the type that is demanded; or 0 */
+    size_t type;   /* slot in the module state of the type that is demanded; or 0 */
+    bool optional; /* only the last parameters of a method are */
 } parameters[WSYNC_PY_PARAMETER_COUNT] = {
 #define FIELD(name) offsetof(wsync_py_call_t, name)
 #define TYPE(name) offsetof(ModuleState, type_##name)
-    [WSYNC_PY_TIMEOUT] = {"timeout", convert_seconds, FIELD(timeout), 0},
-    [WSYNC_PY_CHECK] = {"check", convert_object, FIELD(check), 0},
-    [WSYNC_PY_RING] = {"ring", convert_object, FIELD(ring), TYPE(Memory)},
-    [WSYNC_PY_PLAN] = {"plan", convert_object, FIELD(plan), TYPE(Plan)},
-    [WSYNC_PY_STREAM] = {"stream", convert_object, FIELD(on), 0},
-    [WSYNC_PY_ENQUEUE_STREAM] = {"stream", convert_object, FIELD(on), TYPE(Stream)},
-    [WSYNC_PY_TEXT] = {"text", convert_text, FIELD(text), 0},
-    [WSYNC_PY_MANIFEST] = {"manifest", convert_buffer, FIELD(manifest), 0},
-    [WSYNC_PY_WAIT_ROUND] = {"wait_round", convert_i64, FIELD(wait_round), 0},
-    [WSYNC_PY_UPDATE] = {"update", wsync_py_convert_u64, FIELD(update), 0},
-    [WSYNC_PY_VALUE] = {"value", wsync_py_convert_u64, FIELD(value), 0},
-    [WSYNC_PY_ROUND] = {"round", wsync_py_convert_u32, FIELD(round), 0},
-    [WSYNC_PY_ROUNDS] = {"rounds", wsync_py_convert_u32, FIELD(rounds), 0},
-    [WSYNC_PY_PARK] = {"park", convert_flag, FIELD(park), 0},
-    [WSYNC_PY_TENSORS] = {"tensors", wsync_py_convert_u64, FIELD(receipt.tensor_count), 0},
-    [WSYNC_PY_NBYTES] = {"nbytes", wsync_py_convert_u64, FIELD(receipt.nbytes), 0},
-    [WSYNC_PY_CHECKSUM] = {"checksum", wsync_py_convert_u64, FIELD(receipt.checksum), 0},
+    [WSYNC_PY_TIMEOUT] = {"timeout", convert_seconds, FIELD(timeout), 0, false},
+    [WSYNC_PY_CHECK] = {"check", convert_object, FIELD(check), 0, true},
+    [WSYNC_PY_RING] = {"ring", convert_object, FIELD(ring), TYPE(Memory), false},
+    [WSYNC_PY_PLAN] = {"plan", convert_object, FIELD(plan), TYPE(Plan), false},
+    [WSYNC_PY_STREAM] = {"stream", convert_object, FIELD(on), 0, false},
+    [WSYNC_PY_ENQUEUE_STREAM] = {"stream", convert_object, FIELD(on), TYPE(Stream), false},
+    [WSYNC_PY_TEXT] = {"text", convert_text, FIELD(text), 0, false},
+    [WSYNC_PY_MANIFEST] = {"manifest", convert_buffer, FIELD(manifest), 0, false},
+    [WSYNC_PY_WAIT_ROUND] = {"wait_round", convert_i64, FIELD(wait_round), 0, false},
+    [WSYNC_PY_UPDATE] = {"update", wsync_py_convert_u64, FIELD(update), 0, false},
+    [WSYNC_PY_VALUE] = {"value", wsync_py_convert_u64, FIELD(value), 0, false},
+    [WSYNC_PY_ROUND] = {"round", wsync_py_convert_u32, FIELD(round), 0, false},
+    [WSYNC_PY_ROUNDS] = {"rounds", wsync_py_convert_u32, FIELD(rounds), 0, false},
+    [WSYNC_PY_PARK] = {"park", convert_flag, FIELD(park), 0, true},
+    [WSYNC_PY_TENSORS] = {"tensors", wsync_py_convert_u64, FIELD(receipt.tensor_count), 0,
+                          false},
+    [WSYNC_PY_NBYTES] = {"nbytes", wsync_py_convert_u64, FIELD(receipt.nbytes), 0, false},
+    [WSYNC_PY_CHECKSUM] = {"checksum", wsync_py_convert_u64, FIELD(receipt.checksum), 0,
+                           false},
 #undef FIELD
 #undef TYPE
 };
@@ -201,8 +204,9 @@ static int check_type(ModuleState *state, wsync_py_parameter_t parameter,
     return 0;
 }
 
-int wsync_py_call_init(ModuleState *state, PyObject *args, PyObject *kwargs,
-                       const wsync_py_method_t *method, wsync_py_call_t *call)
+/* Fills a call from the arguments of a method; on success its buffer has to be released. */
+static int parse_call(ModuleState *state, PyObject *args, PyObject *kwargs,
+                      const wsync_py_method_t *method, wsync_py_call_t *call)
 {
     static const char all[] = "O&O&O&O&O&";
     char format[64];
@@ -210,20 +214,20 @@ int wsync_py_call_init(ModuleState *state, PyObject *args, PyObject *kwargs,
     int (*convert[WSYNC_PY_MAX_PARAMETERS])(PyObject *, void *) = {NULL};
     void *fields[WSYNC_PY_MAX_PARAMETERS] = {NULL};
     unsigned count = 0;
+    unsigned optional = 0;
 
-    while (method->parameters[count] != WSYNC_PY_END) {
-        count++;
-    }
-    for (unsigned i = 0; i < count; i++) {
+    for (unsigned i = 0; method->parameters[i] != WSYNC_PY_END; i++) {
         const wsync_py_parameter_t parameter = method->parameters[i];
 
+        count++;
+        optional += parameters[parameter].optional;
         keywords[i] = parameters[parameter].name;
         convert[i] = parameters[parameter].convert;
         fields[i] = (char *)call + parameters[parameter].field;
     }
     (void)PyOS_snprintf(format, sizeof(format), "%.*s|%.*s:%s",
-                        (int)(2 * (count - method->optional)), all,
-                        (int)(2 * method->optional), all, method->name);
+                        (int)(2 * (count - optional)), all, (int)(2 * optional), all,
+                        method->name);
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, convert[0], fields[0],
                                      convert[1], fields[1], convert[2], fields[2],
                                      convert[3], fields[3], convert[4], fields[4])) {
@@ -231,16 +235,11 @@ int wsync_py_call_init(ModuleState *state, PyObject *args, PyObject *kwargs,
     }
     for (unsigned i = 0; i < count; i++) {
         if (check_type(state, method->parameters[i], call) < 0) {
-            wsync_py_call_fini(call);
+            PyBuffer_Release(&call->manifest);
             return -1;
         }
     }
     return 0;
-}
-
-void wsync_py_call_fini(wsync_py_call_t *call)
-{
-    PyBuffer_Release(&call->manifest); /* nothing where there is none */
 }
 
 /* --- methods -------------------------------------------------------------------------- */
@@ -272,13 +271,13 @@ PyObject *wsync_py_call(PyObject *self, PyObject *args, PyObject *kwargs,
     wsync_py_call_t call = {0};
     PyObject *result = NULL;
 
-    if (wsync_py_call_init(state_of(peer), args, kwargs, method, &call) < 0) {
+    if (parse_call(state_of(peer), args, kwargs, method, &call) < 0) {
         return NULL;
     }
     if ((method->if_open && peer->closed) ||
         wsync_py_call_run(peer, method->step, &call) == 0) {
         result = method->result != NULL ? method->result(self, &call) : Py_NewRef(Py_None);
     }
-    wsync_py_call_fini(&call);
+    PyBuffer_Release(&call.manifest); /* nothing where there is none */
     return result;
 }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Methods that wait without the GIL, and the objects that have them: the two halves of a
- * session and the exchange.  wsync_py_call states once what all of them do: read the
- * arguments, take the object and the stream into use, run the step in slices without the
- * GIL, and make a result of what it left. */
+ * Methods that wait without the GIL, and the objects that have them: Exporter, Importer and
+ * SharedExchange.  wsync_py_call does what these methods have in common: it reads the
+ * arguments, marks the object and the stream as in use, runs a core function in slices
+ * without the GIL, and makes the result. */
 #ifndef WSYNC_PYTHON_CALL_H
 #define WSYNC_PYTHON_CALL_H
 
@@ -13,7 +13,7 @@
 #include "ipc/session.h"
 #include "python/module.h"
 
-/* Begins an object whose core half is for one thread at a time.  Guarded by the GIL. */
+/* Begins an object whose core object is for one thread at a time.  Guarded by the GIL. */
 typedef struct wsync_py_peer {
     PyObject_HEAD
     const char *name; /* of the type, for messages */
@@ -27,10 +27,11 @@ typedef struct wsync_py_peer {
 int wsync_py_peer_enter(wsync_py_peer_t *peer);
 void wsync_py_peer_leave(wsync_py_peer_t *peer);
 
-/* close() of an object: `release` gives up its core half.  Nothing if it is closed. */
+/* close() of an object: `release` gives up its core object.  Does nothing if it is
+ * closed. */
 PyObject *wsync_py_peer_close(wsync_py_peer_t *peer, void (*release)(wsync_py_peer_t *));
 
-/* What a step works on. */
+/* The arguments and results of one call of a method. */
 typedef struct wsync_py_call {
     void *core;
     /* arguments, by the names of their parameters */
@@ -96,30 +97,23 @@ typedef struct wsync_py_method {
     /* Makes the result of a step that went well; NULL: None. */
     PyObject *(*result)(PyObject *self, wsync_py_call_t *call);
     wsync_py_parameter_t parameters[WSYNC_PY_MAX_PARAMETERS + 1];
-    unsigned optional; /* how many of the last ones may be left out */
-    bool if_open;      /* does nothing with a closed object, where others raise */
+    bool if_open; /* does nothing with a closed object, where others raise */
 } wsync_py_method_t;
 
 /* A method of an object that begins with a wsync_py_peer_t. */
 PyObject *wsync_py_call(PyObject *self, PyObject *args, PyObject *kwargs,
                         const wsync_py_method_t *method);
 
-/* Defines <type>_<name>, the PyCFunction of a method whose step is step_<name>.  The last
- * arguments are its parameters. */
-#define WSYNC_PY_CALL(type, name, result, optional, if_open, ...)                      \
-    static PyObject *type##_##name(PyObject *self, PyObject *args, PyObject *kwargs)   \
-    {                                                                                  \
-        static const wsync_py_method_t method = {#name,         step_##name, result,   \
-                                                 {__VA_ARGS__}, optional,    if_open}; \
-                                                                                       \
-        return wsync_py_call(self, args, kwargs, &method);                             \
+/* Defines `function`, the PyCFunction of a method.  The last arguments are its
+ * parameters. */
+#define WSYNC_PY_CALL(function, name, step, result, ...)                        \
+    static PyObject *function(PyObject *self, PyObject *args, PyObject *kwargs) \
+    {                                                                           \
+        static const wsync_py_method_t method = {                               \
+            name, step, result, {__VA_ARGS__}, false};                          \
+                                                                                \
+        return wsync_py_call(self, args, kwargs, &method);                      \
     }
-
-/* Fills a call from the arguments of a method; what it holds is released by call_fini.
- * Returns 0, or -1 with an exception. */
-int wsync_py_call_init(ModuleState *state, PyObject *args, PyObject *kwargs,
-                       const wsync_py_method_t *method, wsync_py_call_t *call);
-void wsync_py_call_fini(wsync_py_call_t *call);
 
 /* wsync_py_wait with the object and the stream in use. */
 int wsync_py_call_run(wsync_py_peer_t *peer, wsync_py_step_func_t step,

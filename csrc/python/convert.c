@@ -131,6 +131,28 @@ int wsync_py_convert_u32(PyObject *object, void *value)
     return 1;
 }
 
+int wsync_py_convert_address(PyObject *object, void *value)
+{
+    *(void **)value = PyLong_AsVoidPtr(object);
+    return PyErr_Occurred() == NULL;
+}
+
+PyObject *wsync_py_capsule_new(size_t nbytes, const char *name,
+                               PyCapsule_Destructor destroy, void **record)
+{
+    PyObject *capsule;
+
+    *record = calloc(1, nbytes);
+    if (*record == NULL) {
+        return PyErr_NoMemory();
+    }
+    capsule = PyCapsule_New(*record, name, destroy);
+    if (capsule == NULL) {
+        free(*record);
+    }
+    return capsule;
+}
+
 void wsync_py_assign(PyObject **slot, PyObject *value)
 {
     PyObject *old = *slot;
@@ -190,12 +212,14 @@ typedef struct text_context {
     const char *what;
 } text_context_t;
 
-static int read_text(const void *context, PyObject *object, size_t Py_UNUSED(index),
-                     void *item)
+static int read_text(const void *context, PyObject *object, size_t index, void *item)
 {
     const text_context_t *about = context;
-    const char *text = wsync_py_read_text(about->state, object, about->what);
+    char what[32];
+    const char *text;
 
+    (void)PyOS_snprintf(what, sizeof(what), "%s[%zu]", about->what, index);
+    text = wsync_py_read_text(about->state, object, what);
     *(const char **)item = text;
     return text != NULL ? 0 : -1;
 }

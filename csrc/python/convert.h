@@ -22,9 +22,9 @@ int wsync_py_read_exactly(PyObject *sequence, const char *what,
 /* Checks that a number fits: 0 <= value <= UINT32_MAX. */
 int wsync_py_read_u32(long long value, const char *what, uint32_t *result);
 
-/* The UTF-8 of a str, borrowed from it; `what` names it in errors.  NULL with an exception
- * for what is no text, and with InvalidArgumentError for one with a null character, which
- * in C would be another, shorter text, or that has no UTF-8 (lone surrogates). */
+/* The UTF-8 of a str, borrowed from it; `what` names it in errors.  NULL with TypeError for
+ * another object, and with InvalidArgumentError for a str that is no C string: with a null
+ * character, or without UTF-8 (lone surrogates). */
 const char *wsync_py_read_text(ModuleState *state, PyObject *object, const char *what);
 
 /* Converters for "O&" into uint32_t and uint64_t: OverflowError where the value does not
@@ -34,7 +34,17 @@ int wsync_py_convert_u64(PyObject *object, void *value);
 /* The same as wsync_py_convert_u64, but with ValueError where the value does not fit. */
 int wsync_py_convert_range_u64(PyObject *object, void *value);
 
-/* Gives up what *slot owned, after *slot owns `value`, which is moved. */
+/* Converter for "O&" into void *: an address as an integer. */
+int wsync_py_convert_address(PyObject *object, void *value);
+
+/* A capsule around a new record of `nbytes`, all zero, for the caller to fill: *record is
+ * borrowed from it.  `destroy` releases what the record holds and frees it.  NULL with an
+ * exception. */
+PyObject *wsync_py_capsule_new(size_t nbytes, const char *name,
+                               PyCapsule_Destructor destroy, void **record);
+
+/* Moves `value` into *slot, then drops the reference that *slot held.  In this order,
+ * because dropping it may run Python code that sees *slot. */
 void wsync_py_assign(PyObject **slot, PyObject *value);
 
 PyObject *wsync_py_int64_tuple(const int64_t *values, uint32_t count);
@@ -58,7 +68,8 @@ typedef int (*wsync_py_read_func_t)(const void *context, PyObject *object, size_
  * release. */
 int wsync_py_items_init(wsync_py_items_t *items, PyObject *sequence, size_t item_nbytes,
                         wsync_py_read_func_t read, const void *context);
-/* The same for texts: the items are const char *, and `what` names each in errors. */
+/* The same for texts: the items are const char *, and `what[index]` names each in
+ * errors. */
 int wsync_py_items_init_texts(wsync_py_items_t *items, ModuleState *state,
                               PyObject *sequence, const char *what);
 void wsync_py_items_fini(wsync_py_items_t *items);

@@ -174,8 +174,8 @@ cleanup:
     return result;
 }
 
-/* Conjugation and negation are bits on the tensor, not in its bytes, and DLPack drops them.
- */
+/* Conjugation and negation are bits on the tensor, not in its bytes, and DLPack drops
+ * them. */
 static int refuse_lazy_bit(const describer_t *describer, PyObject *tensor, PyObject *method,
                            const char *what)
 {

@@ -15,8 +15,7 @@ typedef struct DeviceObject {
     const wsync_device_t *device;
 } DeviceObject;
 
-/* --- UUIDs ------------------------------------------------------------------------------
- */
+/* --- UUIDs --------------------------------------------------------------------------- */
 
 void wsync_py_uuid_format(const uint8_t *uuid, char text[WSYNC_PY_UUID_NBYTES])
 {
@@ -67,8 +66,7 @@ static bool parse_uuid(const char *text, wsync_cu_uuid_t *uuid)
     return *at == '\0';
 }
 
-/* --- Device -----------------------------------------------------------------------------
- */
+/* --- Device -------------------------------------------------------------------------- */
 
 int wsync_py_convert_device(PyObject *object, void *argument)
 {
@@ -161,8 +159,7 @@ static PyObject *host(PyObject *module, PyObject *Py_UNUSED(unused))
     return wsync_py_device_wrap(wsync_py_state(module), wsync_device_host());
 }
 
-/* --- gpu() ------------------------------------------------------------------------------
- */
+/* --- gpu() --------------------------------------------------------------------------- */
 
 /* Without the GIL: compiling takes seconds. */
 static wsync_status_t open_gpu(const wsync_cu_uuid_t *uuid, wsync_compile_spec_t *spec,
@@ -214,7 +211,7 @@ static PyObject *gpu(PyObject *module, PyObject *args, PyObject *kwargs)
             state, WSYNC_ERR_INVALID, "gpu",
             "'%.64s' is no UUID of a GPU: \"GPU-\" and 32 hexadecimal digits", text);
     }
-    if (wsync_py_items_init_texts(&paths, state, libraries, "library") < 0) {
+    if (wsync_py_items_init_texts(&paths, state, libraries, "libraries") < 0) {
         return NULL;
     }
     spec.libraries = (const char *const *)paths.items;
@@ -227,8 +224,7 @@ static PyObject *gpu(PyObject *module, PyObject *args, PyObject *kwargs)
                               : wsync_py_raise(state, &err);
 }
 
-/* --- gpus() -----------------------------------------------------------------------------
- */
+/* --- gpus() -------------------------------------------------------------------------- */
 
 static PyObject *make_list(ModuleState *state, const wsync_cuda_driver_t *driver)
 {
@@ -273,14 +269,13 @@ static PyObject *cuda_devices(PyObject *module, PyObject *Py_UNUSED(unused))
     return list != NULL ? Py_BuildValue("(iN)", driver->version, list) : NULL;
 }
 
-/* --- host_register() --------------------------------------------------------------------
- */
+/* --- host_register() ----------------------------------------------------------------- */
 
 static const char registration_capsule[] = "wsync.registration";
 
 typedef struct registration {
     const wsync_cuda_device_t *device;
-    void *data;
+    void *data;      /* NULL: not registered */
     PyObject *owner; /* owned; keeps the memory */
 } registration_t;
 
@@ -291,7 +286,7 @@ static void registration_destroy(PyObject *capsule)
 
     /* A driver may wait for its device, and that for a thread of this process. */
     Py_BEGIN_ALLOW_THREADS
-        if (wsync_cuda_enter_to_free(self->device)) {
+        if (self->data != NULL && wsync_cuda_enter_to_free(self->device)) {
             wsync_cuda_unregister(self->device, self->data);
             wsync_cuda_leave(self->device);
         }
@@ -300,64 +295,51 @@ static void registration_destroy(PyObject *capsule)
     free(self);
 }
 
-/* Takes over what is registered, also on failure. */
-static PyObject *registration_wrap(const registration_t *made)
-{
-    registration_t *self = malloc(sizeof(*self));
-    PyObject *capsule = NULL;
-
-    if (self == NULL) {
-        (void)PyErr_NoMemory();
-    } else {
-        *self = *made;
-        Py_INCREF(self->owner);
-        capsule = PyCapsule_New(self, registration_capsule, registration_destroy);
-    }
-    if (capsule == NULL && wsync_cuda_enter_to_free(made->device)) {
-        wsync_cuda_unregister(made->device, made->data);
-        wsync_cuda_leave(made->device);
-    }
-    if (capsule == NULL && self != NULL) {
-        Py_DECREF(self->owner);
-        free(self);
-    }
-    return capsule;
-}
-
 static PyObject *host_register(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"address", "nbytes", "device", "owner", NULL};
     ModuleState *state = wsync_py_state(module);
     wsync_py_device_arg_t device = {state, wsync_device_host()};
-    registration_t made = {0};
-    PyObject *address;
+    registration_t *self;
+    PyObject *capsule;
+    PyObject *owner;
+    void *record;
+    void *data;
     uint64_t nbytes;
     wsync_cu_ptr_t at;
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO&O&O:host_register", keywords,
-                                     &address, wsync_py_convert_u64, &nbytes,
-                                     wsync_py_convert_device, &device, &made.owner)) {
-        return NULL;
-    }
-    made.data = PyLong_AsVoidPtr(address);
-    if (PyErr_Occurred() != NULL) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&O:host_register", keywords,
+                                     wsync_py_convert_address, &data, wsync_py_convert_u64,
+                                     &nbytes, wsync_py_convert_device, &device, &owner)) {
         return NULL;
     }
     if (device.device == wsync_device_host()) {
-        return Py_NewRef(made.owner);
+        return Py_NewRef(owner);
     }
-    made.device = wsync_cuda_of(device.device);
+    capsule = wsync_py_capsule_new(sizeof(*self), registration_capsule,
+                                   registration_destroy, &record);
+    if (capsule == NULL) {
+        return NULL;
+    }
+    self = record;
+    self->device = wsync_cuda_of(device.device);
+    self->owner = Py_NewRef(owner);
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_cuda_enter(made.device, &err);
+        status = wsync_cuda_enter(self->device, &err);
         if (status == WSYNC_OK) {
-            status = wsync_cuda_register(made.device, made.data, nbytes, "host memory", &at,
-                                         &err);
-            wsync_cuda_leave(made.device);
+            status =
+                wsync_cuda_register(self->device, data, nbytes, "host memory", &at, &err);
+            self->data = status == WSYNC_OK ? data : NULL;
+            wsync_cuda_leave(self->device);
         }
     Py_END_ALLOW_THREADS
-    return status == WSYNC_OK ? registration_wrap(&made) : wsync_py_raise(state, &err);
+    if (status != WSYNC_OK) {
+        Py_DECREF(capsule);
+        return wsync_py_raise(state, &err);
+    }
+    return capsule;
 }
 
 PyMethodDef wsync_py_functions_device[] = {

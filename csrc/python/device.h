@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Device, Memory, Event, Stream and BufferTable: what the other files of csrc/python need
- * of them.  Recognise objects by ModuleState.type_<name>; all five types are final. */
+ * Device, Memory, Event, Stream and BufferTable, as other files of csrc/python use them.
+ * ModuleState.type_<name> is the type of an object; all five are final. */
 #ifndef WSYNC_PYTHON_DEVICE_H
 #define WSYNC_PYTHON_DEVICE_H
 
@@ -30,7 +30,7 @@ typedef struct BufferTableObject {
     size_t count;
     wsync_span_t *spans; /* owned */
     uint64_t id;         /* that no other table of the process has had */
-    int gpu;         /* the one that some of the spans are on, if that is known; or -1 */
+    int gpu;         /* ordinal of the GPU that holds some of the spans; -1: none known */
     PyObject *owner; /* owned; keeps the spans' memory alive; may be NULL */
 } BufferTableObject;
 
@@ -45,13 +45,13 @@ typedef struct StreamObject {
     wsync_stream_t *stream;   /* owned; NULL once closed */
     wsync_memory_t *progress; /* owned; word 0 is the last mark that the stream passed */
     uint64_t mark;            /* last mark that was enqueued */
-    unsigned unmarked;        /* batches since */
+    unsigned unmarked;        /* batches that were enqueued after it */
     stream_hold_t *holds;     /* owned, marks ascending */
     size_t hold_count;
     size_t hold_capacity;
     PyObject *labels; /* owned list of (index, phase) of the batches to be noted, or NULL */
     unsigned users;   /* calls that run without the GIL */
-    bool closing;     /* close() does */
+    bool closing;     /* close() is one of them */
 } StreamObject;
 
 enum { WSYNC_PY_UUID_NBYTES = 48 };
@@ -76,36 +76,25 @@ PyObject *wsync_py_memory_wrap(ModuleState *state, wsync_memory_t *memory);
 PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_device_t *device,
                                   const wsync_span_t *spans, size_t count, PyObject *owner);
 
-/* Between these two the stream cannot be closed and may be used without the GIL.  enter
- * raises StateError and returns NULL if the stream is closed, NoMemoryError if there is no
- * room for what will be held. */
-wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *self);
-void wsync_py_stream_leave(StreamObject *self);
-
-/* enter of an argument that may be None, which gives NULL.  Raises and returns -1 if the
- * object is neither, or closed. */
+/* Between these two the stream cannot be closed and may be used without the GIL.  None
+ * gives NULL.  enter raises and returns -1 if the object is neither, or closed. */
 int wsync_py_stream_enter_any(ModuleState *state, PyObject *object,
                               wsync_stream_t **stream);
 void wsync_py_stream_leave_any(PyObject *object);
 
-/* Raises InvalidArgumentError and returns -1 if memory is on a GPU (gpu, or -1: not known)
- * that is not the device whose streams or threads are to copy it: those of the host cannot
- * read what a GPU holds, nor one GPU what another does. */
+/* Raises InvalidArgumentError and returns -1 if memory lies on a GPU (ordinal `gpu`; -1:
+ * not known) other than the device that is to copy it: neither the host's threads nor
+ * another GPU can read it. */
 int wsync_py_check_gpu(ModuleState *state, int gpu, const wsync_device_t *device,
                        const char *call);
 
-/* Call after something was enqueued that borrows from `owner`: keeps owner alive until the
- * stream has passed this point.  Up to WSYNC_PY_STREAM_HOLDS times between enter, which has
- * made room, and leave. */
 enum { WSYNC_PY_STREAM_HOLDS = 3 };
-void wsync_py_stream_hold(StreamObject *self, PyObject *owner);
 
 /* Copies to enqueue, and whose memory all of this is; everything is borrowed. */
 typedef struct wsync_py_batch {
-    wsync_batch_t of;
-    PyObject
-        *owners[WSYNC_PY_STREAM_HOLDS]; /* held until the stream has passed the copies */
-    long long index;                    /* of a trace's label */
+    wsync_batch_t work;
+    PyObject *owners[WSYNC_PY_STREAM_HOLDS]; /* kept alive until the copies have run */
+    long long index;                         /* of a trace's label */
     int phase;
 } wsync_py_batch_t;
 

@@ -110,7 +110,8 @@ static PyObject *give_blob(PyObject *Py_UNUSED(self), wsync_py_call_t *call)
     return blob;
 }
 
-WSYNC_PY_CALL(exporter, accept, give_blob, 1, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+WSYNC_PY_CALL(exporter_accept, "accept", step_accept, give_blob, WSYNC_PY_TIMEOUT,
+              WSYNC_PY_CHECK)
 
 static wsync_status_t step_attach(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
@@ -126,15 +127,15 @@ static PyObject *keep_ring(PyObject *self, wsync_py_call_t *call)
     Py_RETURN_NONE;
 }
 
-WSYNC_PY_CALL(exporter, attach, keep_ring, 1, false, WSYNC_PY_RING, WSYNC_PY_MANIFEST,
-              WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+WSYNC_PY_CALL(exporter_attach, "attach", step_attach, keep_ring, WSYNC_PY_RING,
+              WSYNC_PY_MANIFEST, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
 static wsync_status_t step_begin(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
     return wsync_exporter_begin(call->core, call->update, call->rounds, timeout_ms, err);
 }
 
-WSYNC_PY_CALL(exporter, begin, NULL, 1, false, WSYNC_PY_UPDATE, WSYNC_PY_ROUNDS,
+WSYNC_PY_CALL(exporter_begin, "begin", step_begin, NULL, WSYNC_PY_UPDATE, WSYNC_PY_ROUNDS,
               WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
 static wsync_status_t step_acquire(wsync_py_call_t *call, int timeout_ms,
@@ -144,8 +145,8 @@ static wsync_status_t step_acquire(wsync_py_call_t *call, int timeout_ms,
                                   err);
 }
 
-WSYNC_PY_CALL(exporter, acquire, NULL, 1, false, WSYNC_PY_WAIT_ROUND, WSYNC_PY_STREAM,
-              WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+WSYNC_PY_CALL(exporter_acquire, "acquire", step_acquire, NULL, WSYNC_PY_WAIT_ROUND,
+              WSYNC_PY_STREAM, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
 static PyObject *exporter_look(PyObject *object, PyObject *Py_UNUSED(unused))
 {
@@ -171,8 +172,8 @@ static wsync_status_t step_post(wsync_py_call_t *call, int timeout_ms, wsync_err
     return wsync_exporter_post(call->core, call->round, call->stream, timeout_ms, err);
 }
 
-WSYNC_PY_CALL(exporter, post, NULL, 1, false, WSYNC_PY_ROUND, WSYNC_PY_ENQUEUE_STREAM,
-              WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+WSYNC_PY_CALL(exporter_post, "post", step_post, NULL, WSYNC_PY_ROUND,
+              WSYNC_PY_ENQUEUE_STREAM, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
 static wsync_status_t step_prepared(wsync_py_call_t *call, int timeout_ms,
                                     wsync_error_t *err)
@@ -187,22 +188,23 @@ static PyObject *give_receipt(PyObject *Py_UNUSED(self), wsync_py_call_t *call)
                          (unsigned long long)call->receipt.checksum);
 }
 
-WSYNC_PY_CALL(exporter, prepared, give_receipt, 1, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+WSYNC_PY_CALL(exporter_prepared, "prepared", step_prepared, give_receipt, WSYNC_PY_TIMEOUT,
+              WSYNC_PY_CHECK)
 
 static wsync_status_t step_commit(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
     return wsync_exporter_commit(call->core, call->park != 0, timeout_ms, err);
 }
 
-WSYNC_PY_CALL(exporter, commit, NULL, 2, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK,
-              WSYNC_PY_PARK)
+WSYNC_PY_CALL(exporter_commit, "commit", step_commit, NULL, WSYNC_PY_TIMEOUT,
+              WSYNC_PY_CHECK, WSYNC_PY_PARK)
 
 static wsync_status_t step_park(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
     return wsync_exporter_park(call->core, timeout_ms, err);
 }
 
-WSYNC_PY_CALL(exporter, park, NULL, 1, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+WSYNC_PY_CALL(exporter_park, "park", step_park, NULL, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
 static wsync_status_t step_abort(wsync_py_call_t *call, int Py_UNUSED(timeout_ms),
                                  wsync_error_t *Py_UNUSED(err))
@@ -211,7 +213,15 @@ static wsync_status_t step_abort(wsync_py_call_t *call, int Py_UNUSED(timeout_ms
     return WSYNC_OK;
 }
 
-WSYNC_PY_CALL(exporter, abort, NULL, 0, true, WSYNC_PY_TEXT)
+static PyObject *exporter_abort(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static const wsync_py_method_t method = {.name = "abort",
+                                             .step = step_abort,
+                                             .parameters = {WSYNC_PY_TEXT},
+                                             .if_open = true};
+
+    return wsync_py_call(self, args, kwargs, &method);
+}
 
 static PyObject *exporter_close(PyObject *object, PyObject *Py_UNUSED(unused))
 {

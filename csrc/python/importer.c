@@ -128,14 +128,15 @@ static PyObject *give_update(PyObject *self, wsync_py_call_t *call)
                          (unsigned int)call->rounds);
 }
 
-WSYNC_PY_CALL(importer, begin, give_update, 1, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+WSYNC_PY_CALL(importer_begin, "begin", step_begin, give_update, WSYNC_PY_TIMEOUT,
+              WSYNC_PY_CHECK)
 
 static wsync_status_t step_take(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
     return wsync_importer_take(call->core, call->round, call->stream, timeout_ms, err);
 }
 
-WSYNC_PY_CALL(importer, take, NULL, 1, false, WSYNC_PY_ROUND, WSYNC_PY_STREAM,
+WSYNC_PY_CALL(importer_take, "take", step_take, NULL, WSYNC_PY_ROUND, WSYNC_PY_STREAM,
               WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
 static wsync_status_t step_wait(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
@@ -143,7 +144,7 @@ static wsync_status_t step_wait(wsync_py_call_t *call, int timeout_ms, wsync_err
     return wsync_importer_wait(call->core, call->round, timeout_ms, err);
 }
 
-WSYNC_PY_CALL(importer, wait, NULL, 1, false, WSYNC_PY_ROUND, WSYNC_PY_TIMEOUT,
+WSYNC_PY_CALL(importer_wait, "wait", step_wait, NULL, WSYNC_PY_ROUND, WSYNC_PY_TIMEOUT,
               WSYNC_PY_CHECK)
 
 static wsync_status_t step_done(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
@@ -151,7 +152,7 @@ static wsync_status_t step_done(wsync_py_call_t *call, int timeout_ms, wsync_err
     return wsync_importer_done(call->core, call->round, call->stream, timeout_ms, err);
 }
 
-WSYNC_PY_CALL(importer, done, NULL, 1, false, WSYNC_PY_ROUND, WSYNC_PY_STREAM,
+WSYNC_PY_CALL(importer_done, "done", step_done, NULL, WSYNC_PY_ROUND, WSYNC_PY_STREAM,
               WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
 static wsync_status_t step_prepared(wsync_py_call_t *call, int timeout_ms,
@@ -160,8 +161,8 @@ static wsync_status_t step_prepared(wsync_py_call_t *call, int timeout_ms,
     return wsync_importer_prepared(call->core, &call->receipt, timeout_ms, err);
 }
 
-WSYNC_PY_CALL(importer, prepared, NULL, 1, false, WSYNC_PY_TENSORS, WSYNC_PY_NBYTES,
-              WSYNC_PY_CHECKSUM, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+WSYNC_PY_CALL(importer_prepared, "prepared", step_prepared, NULL, WSYNC_PY_TENSORS,
+              WSYNC_PY_NBYTES, WSYNC_PY_CHECKSUM, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
 static wsync_status_t step_verdict(wsync_py_call_t *call, int timeout_ms,
                                    wsync_error_t *err)
@@ -169,7 +170,8 @@ static wsync_status_t step_verdict(wsync_py_call_t *call, int timeout_ms,
     return wsync_importer_verdict(call->core, timeout_ms, err);
 }
 
-WSYNC_PY_CALL(importer, verdict, NULL, 1, false, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
+WSYNC_PY_CALL(importer_verdict, "verdict", step_verdict, NULL, WSYNC_PY_TIMEOUT,
+              WSYNC_PY_CHECK)
 
 static wsync_status_t step_fail(wsync_py_call_t *call, int Py_UNUSED(timeout_ms),
                                 wsync_error_t *Py_UNUSED(err))
@@ -178,14 +180,23 @@ static wsync_status_t step_fail(wsync_py_call_t *call, int Py_UNUSED(timeout_ms)
     return WSYNC_OK;
 }
 
-WSYNC_PY_CALL(importer, fail, NULL, 0, true, WSYNC_PY_TEXT)
+static PyObject *importer_fail(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static const wsync_py_method_t method = {
+        .name = "fail", .step = step_fail, .parameters = {WSYNC_PY_TEXT}, .if_open = true};
+
+    return wsync_py_call(self, args, kwargs, &method);
+}
 
 static PyObject *importer_close(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     return wsync_py_peer_close((wsync_py_peer_t *)object, importer_release);
 }
 
-WSYNC_PY_NUMBER(importer_generation, ((ImporterObject *)self)->generation)
+static PyObject *importer_generation(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(((ImporterObject *)self)->generation);
+}
 
 /* Ring and manifest are those of the last begin, and stay readable after close. */
 static PyObject *give_attached(PyObject *object, PyObject *value, const char *what)

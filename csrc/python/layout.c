@@ -23,10 +23,15 @@ PyObject *wsync_py_layout_new(ModuleState *state, wsync_layout_t *layout)
     return (PyObject *)object;
 }
 
+static wsync_layout_t *layout_of(PyObject *self)
+{
+    return ((LayoutObject *)self)->layout;
+}
+
 static void layout_dealloc(PyObject *self)
 {
     free((void *)((LayoutObject *)self)->by_buffer);
-    wsync_layout_destroy(((LayoutObject *)self)->layout);
+    wsync_layout_destroy(layout_of(self));
     wsync_py_free(self);
 }
 
@@ -116,10 +121,8 @@ static PyObject *layout_from_bytes(PyObject *module, PyObject *args, PyObject *k
     Py_BEGIN_ALLOW_THREADS
         status = wsync_layout_decode((const uint8_t *)bytes, (size_t)nbytes, &layout, &err);
     Py_END_ALLOW_THREADS
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(state, &err);
-    }
-    return wsync_py_layout_new(state, layout);
+    return status == WSYNC_OK ? wsync_py_layout_new(state, layout)
+                              : wsync_py_raise(state, &err);
 }
 
 static int read_layout(const void *context, PyObject *object, size_t index, void *item)
@@ -160,7 +163,7 @@ static PyObject *layout_merge(PyObject *module, PyObject *args, PyObject *kwargs
 
 static PyObject *layout_to_bytes(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
-    const wsync_layout_t *layout = ((LayoutObject *)self)->layout;
+    const wsync_layout_t *layout = layout_of(self);
     PyObject *result = NULL;
     uint8_t *data = NULL;
     size_t nbytes = 0;
@@ -180,7 +183,7 @@ static PyObject *layout_to_bytes(PyObject *self, PyObject *Py_UNUSED(ignored))
 
 static PyObject *layout_names(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
-    const wsync_layout_t *layout = ((LayoutObject *)self)->layout;
+    const wsync_layout_t *layout = layout_of(self);
     const size_t count = wsync_layout_tensor_count(layout);
     PyObject *list = PyList_New((Py_ssize_t)count);
 
@@ -200,7 +203,7 @@ static PyObject *layout_find(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:find", keywords, &name)) {
         return NULL;
     }
-    index = wsync_layout_find(((LayoutObject *)self)->layout, name);
+    index = wsync_layout_find(layout_of(self), name);
     return PyLong_FromSsize_t(index == SIZE_MAX ? -1 : (Py_ssize_t)index);
 }
 
@@ -209,7 +212,7 @@ static const wsync_tensor_t *parse_index(PyObject *self, PyObject *args, PyObjec
                                          const char *format, size_t *index)
 {
     static char *keywords[] = {"index", NULL};
-    const wsync_layout_t *layout = ((LayoutObject *)self)->layout;
+    const wsync_layout_t *layout = layout_of(self);
     const size_t count = wsync_layout_tensor_count(layout);
     Py_ssize_t value;
 
@@ -240,7 +243,7 @@ static PyObject *layout_tensor(PyObject *self, PyObject *args, PyObject *kwargs)
 
 static PyObject *layout_shards(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    const wsync_layout_t *layout = ((LayoutObject *)self)->layout;
+    const wsync_layout_t *layout = layout_of(self);
     size_t index;
     size_t count;
     const wsync_shard_t *shards;
@@ -278,8 +281,7 @@ static PyObject *layout_buffer_count(PyObject *self, PyObject *args, PyObject *k
         wsync_py_read_u32(value, "rank", &rank) < 0) {
         return NULL;
     }
-    return PyLong_FromUnsignedLong(
-        wsync_layout_buffer_count(((LayoutObject *)self)->layout, rank));
+    return PyLong_FromUnsignedLong(wsync_layout_buffer_count(layout_of(self), rank));
 }
 
 static PyObject *layout_check_apart(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -297,20 +299,36 @@ static PyObject *layout_check_apart(PyObject *self, PyObject *args, PyObject *kw
     }
     table = (const BufferTableObject *)buffers;
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_layout_check_apart(((LayoutObject *)self)->layout, table->spans,
-                                          table->count, &err);
+        status =
+            wsync_layout_check_apart(layout_of(self), table->spans, table->count, &err);
     Py_END_ALLOW_THREADS
     return wsync_py_none(state, status, &err);
 }
 
-WSYNC_PY_NUMBER(layout_tensor_count,
-                wsync_layout_tensor_count(((LayoutObject *)self)->layout))
-WSYNC_PY_NUMBER(layout_shard_count,
-                wsync_layout_shard_count(((LayoutObject *)self)->layout))
-WSYNC_PY_NUMBER(layout_rank_count, wsync_layout_rank_count(((LayoutObject *)self)->layout))
-WSYNC_PY_NUMBER(layout_nbytes, wsync_layout_nbytes(((LayoutObject *)self)->layout))
-WSYNC_PY_NUMBER(layout_shard_nbytes,
-                wsync_layout_shard_nbytes(((LayoutObject *)self)->layout))
+static PyObject *layout_tensor_count(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_layout_tensor_count(layout_of(self)));
+}
+
+static PyObject *layout_shard_count(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_layout_shard_count(layout_of(self)));
+}
+
+static PyObject *layout_rank_count(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_layout_rank_count(layout_of(self)));
+}
+
+static PyObject *layout_nbytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_layout_nbytes(layout_of(self)));
+}
+
+static PyObject *layout_shard_nbytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_layout_shard_nbytes(layout_of(self)));
+}
 
 static PyMethodDef layout_methods[] = {
     {"to_bytes", layout_to_bytes, METH_NOARGS,

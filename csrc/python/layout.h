@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Layout as other files of csrc/python see it.  Recognise it by ModuleState.type_Layout. */
+ * Layout, as other files of csrc/python use it.  Its type is ModuleState.type_Layout. */
 #ifndef WSYNC_PYTHON_LAYOUT_H
 #define WSYNC_PYTHON_LAYOUT_H
 

@@ -183,17 +183,18 @@ static PyObject *builder_add_shard(PyObject *self, PyObject *args, PyObject *kwa
 
 /* Row `index` of a table as the whole tensor `name` in buffer `index`. */
 static int add_row(PyObject *self, const wsync_tensor_row_t *row, const char *name,
-                   long long group, Py_ssize_t index)
+                   uint32_t group, size_t index)
 {
-    wsync_tensor_t tensor = {.name = name, .dtype = row->dtype, .ndim = row->ndim};
+    wsync_tensor_t tensor = {
+        .name = name, .dtype = row->dtype, .ndim = row->ndim, .group = group};
     wsync_shard_t shard = {.rank = ((BuilderObject *)self)->rank,
                            .box = wsync_box_whole(row->ndim, row->shape)};
     wsync_layout_builder_t *builder = get_builder(self);
     wsync_error_t err = {0};
     wsync_status_t status = WSYNC_OK;
 
-    if (builder == NULL || wsync_py_read_u32(group, "group", &tensor.group) < 0 ||
-        wsync_py_read_u32(index, "buffer", &shard.buffer) < 0) {
+    if (builder == NULL ||
+        wsync_py_read_u32((long long)index, "buffer", &shard.buffer) < 0) {
         return -1;
     }
     for (unsigned i = 0; i < row->ndim; i++) {
@@ -219,64 +220,53 @@ static int add_row(PyObject *self, const wsync_tensor_row_t *row, const char *na
     return 0;
 }
 
+static int read_group(const void *Py_UNUSED(context), PyObject *object,
+                      size_t Py_UNUSED(index), void *item)
+{
+    const long long group = PyLong_AsLongLong(object);
+
+    return PyErr_Occurred() != NULL ? -1 : wsync_py_read_u32(group, "group", item);
+}
+
 static PyObject *builder_add_tensors(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"names", "tensors", "groups", NULL};
     ModuleState *state = wsync_py_state_of(self);
-    PyObject *names_argument;
-    PyObject *groups_argument = Py_None;
-    PyObject *object;
-    PyObject *names = NULL;
-    PyObject *groups = NULL;
-    PyObject *result = NULL;
+    PyObject *sequences[2] = {NULL, Py_None};
+    wsync_py_items_t names = {0};  /* const char * */
+    wsync_py_items_t groups = {0}; /* uint32_t; none: all 0 */
     const TensorTableObject *table;
+    PyObject *result = NULL;
+    size_t count;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|O:add_tensors", keywords,
-                                     &names_argument, state->type_TensorTable, &object,
-                                     &groups_argument)) {
+                                     &sequences[0], state->type_TensorTable, &table,
+                                     &sequences[1]) ||
+        wsync_py_items_init_texts(&names, state, sequences[0], "names") < 0) {
         return NULL;
     }
-    table = (const TensorTableObject *)object;
-    names = PySequence_Tuple(names_argument);
-    groups =
-        groups_argument != Py_None ? PySequence_Tuple(groups_argument) : PyTuple_New(0);
-    if (names == NULL || groups == NULL) {
+    count = (size_t)table->count;
+    if (sequences[1] != Py_None &&
+        wsync_py_items_init(&groups, sequences[1], sizeof(uint32_t), read_group, NULL) <
+            0) {
         goto cleanup;
     }
-    if (PyTuple_Size(names) != table->count ||
-        (groups_argument != Py_None && PyTuple_Size(groups) != table->count)) {
-        PyErr_Format(PyExc_ValueError, "%zd names and %zd groups for %zd tensors",
-                     PyTuple_Size(names), PyTuple_Size(groups), table->count);
+    if (names.count != count || (sequences[1] != Py_None && groups.count != count)) {
+        PyErr_Format(PyExc_ValueError, "%zu names and %zu groups for %zu tensors",
+                     names.count, groups.count, count);
         goto cleanup;
     }
-    for (Py_ssize_t i = 0; i < table->count; i++) {
-        PyObject *name = PyTuple_GetItem(names, i);
-        const char *text = NULL;
-        long long group = 0;
-
-        if (!PyUnicode_Check(name)) {
-            PyErr_Format(PyExc_TypeError, "names[%zd]: not a string: %R", i, name);
-            goto cleanup;
-        }
-        text = read_text(self, name, "name");
-        if (text == NULL) {
-            goto cleanup;
-        }
-        if (groups_argument != Py_None) {
-            group = PyLong_AsLongLong(PyTuple_GetItem(groups, i));
-            if (group == -1 && PyErr_Occurred()) {
-                goto cleanup;
-            }
-        }
-        if (add_row(self, &table->rows[i], text, group, i) < 0) {
+    for (size_t i = 0; i < count; i++) {
+        if (add_row(self, &table->rows[i], ((const char **)names.items)[i],
+                    groups.count > 0 ? ((const uint32_t *)groups.items)[i] : 0, i) < 0) {
             goto cleanup;
         }
     }
     result = Py_NewRef(Py_None);
 
 cleanup:
-    Py_XDECREF(names);
-    Py_XDECREF(groups);
+    wsync_py_items_fini(&names);
+    wsync_py_items_fini(&groups);
     return result;
 }
 

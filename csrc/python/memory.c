@@ -35,10 +35,8 @@ static PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         status = (control ? wsync_control_create : wsync_memory_create)(
             device.device, nbytes, &memory, &err);
     Py_END_ALLOW_THREADS
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(state, &err);
-    }
-    return wsync_py_memory_wrap(state, memory);
+    return status == WSYNC_OK ? wsync_py_memory_wrap(state, memory)
+                              : wsync_py_raise(state, &err);
 }
 
 static PyObject *memory_from_fd(PyObject *module, PyObject *args, PyObject *kwargs)
@@ -60,10 +58,8 @@ static PyObject *memory_from_fd(PyObject *module, PyObject *args, PyObject *kwar
     Py_BEGIN_ALLOW_THREADS
         status = wsync_memory_import(device.device, fd, nbytes, &memory, &err);
     Py_END_ALLOW_THREADS
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(state, &err);
-    }
-    return wsync_py_memory_wrap(state, memory);
+    return status == WSYNC_OK ? wsync_py_memory_wrap(state, memory)
+                              : wsync_py_raise(state, &err);
 }
 
 static void memory_dealloc(PyObject *object)

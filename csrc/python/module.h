@@ -57,7 +57,7 @@ WSYNC_TYPE_MAP(WSYNC_DECLARE_TYPE)
 WSYNC_FUNCTIONS_MAP(WSYNC_DECLARE_FUNCTIONS)
 #undef WSYNC_DECLARE_FUNCTIONS
 
-/* Attributes of torch objects that are asked for each tensor: interned in the state. */
+/* Names of attributes that are read from every torch tensor: interned in the state. */
 #define WSYNC_NAME_MAP(X) \
     X(dtype)              \
     X(is_conj)            \
@@ -106,21 +106,13 @@ ModuleState *wsync_py_state_of(PyObject *object);
 #define WSYNC_PY_KEYWORDS(function) \
     ((PyCFunction)(void (*)(void))(function)), METH_VARARGS | METH_KEYWORDS
 
-/* Defines the getter `function` of a number: an expression of `self`, which is the object.
- */
-#define WSYNC_PY_NUMBER(function, expression)                           \
-    static PyObject *function(PyObject *self, void *Py_UNUSED(closure)) \
-    {                                                                   \
-        return PyLong_FromUnsignedLongLong(expression);                 \
-    }
-
 /* A new object of a type, all zero behind its head; NULL with an exception. */
 PyObject *wsync_py_alloc(PyTypeObject *type);
-/* The end of every tp_dealloc: frees the object and lets go of its type. */
+/* The end of every tp_dealloc: frees the object and drops its reference to the type. */
 void wsync_py_free(PyObject *self);
 
-/* Raises the Python class of err->status with .status, .native and .origin; returns NULL.
- */
+/* Raises the Python class of err->status with .status, .native and .origin; returns
+ * NULL. */
 PyObject *wsync_py_raise(ModuleState *state, const wsync_error_t *err);
 /* The same for an error that is found in csrc/python; NULL fits every pointer. */
 __attribute__((format(printf, 4, 5))) void *wsync_py_fail(ModuleState *state,

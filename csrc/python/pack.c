@@ -10,6 +10,7 @@
 
 static const char packing_capsule[] = "wsync.packing";
 
+/* In a capsule, which may outlive the call: a stream holds it. */
 typedef struct packing {
     const TensorTableObject *table; /* borrowed */
     size_t count;                   /* of tensors */
@@ -28,18 +29,6 @@ static void packing_destroy(PyObject *capsule)
     free(packing->sources);
     wsync_copies_fini(&packing->copies);
     free(packing);
-}
-
-/* A capsule, which may outlive the call: a stream holds it.  Takes over the packing, also
- * on failure. */
-static PyObject *packing_wrap(packing_t *packing)
-{
-    PyObject *capsule = PyCapsule_New(packing, packing_capsule, packing_destroy);
-
-    if (capsule == NULL) {
-        free(packing);
-    }
-    return capsule;
 }
 
 /* Copying within one buffer would read what was just written. */
@@ -111,12 +100,12 @@ static PyObject *packing_enqueue(ModuleState *state, packing_t *packing, PyObjec
                                  PyObject *table, PyObject *stream)
 {
     const wsync_py_batch_t batch = {
-        .of.copies = packing->copies.items,
-        .of.count = packing->copies.count,
-        .of.sources = packing->sources,
-        .of.source_count = packing->count,
-        .of.destinations = &packing->destination,
-        .of.destination_count = 1,
+        .work = {.copies = packing->copies.items,
+                 .count = packing->copies.count,
+                 .sources = packing->sources,
+                 .source_count = packing->count,
+                 .destinations = &packing->destination,
+                 .destination_count = 1},
         .owners = {capsule, table, Py_None},
     };
     PyObject *nbytes = wsync_py_stream_copy(state, (StreamObject *)stream, &batch);
@@ -158,21 +147,21 @@ static PyObject *pack(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"tensors", "address", "nbytes", "offsets", "stream", NULL};
     ModuleState *state = wsync_py_state(module);
+    wsync_span_t destination = {0};
     packing_t *packing = NULL;
+    void *made = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
     PyObject *capsule = NULL;
     PyObject *table = NULL;
-    PyObject *address = NULL;
     PyObject *offsets = NULL;
     PyObject *stream = NULL;
     PyObject *result = NULL;
-    uint64_t nbytes = 0;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO&O|O!:pack", keywords,
-                                     state->type_TensorTable, &table, &address,
-                                     wsync_py_convert_u64, &nbytes, &offsets,
-                                     state->type_Stream, &stream) ||
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O!O&O&O|O!:pack", keywords, state->type_TensorTable, &table,
+            wsync_py_convert_address, &destination.data, wsync_py_convert_u64,
+            &destination.nbytes, &offsets, state->type_Stream, &stream) ||
         wsync_py_table_readable(state, (TensorTableObject *)table) < 0 ||
         wsync_py_check_gpu(
             state, ((TensorTableObject *)table)->gpu,
@@ -180,18 +169,15 @@ static PyObject *pack(PyObject *module, PyObject *args, PyObject *kwargs)
             "pack") < 0) {
         return NULL;
     }
-    packing = calloc(1, sizeof(*packing));
-    if (packing == NULL) {
-        return PyErr_NoMemory();
-    }
-    packing->table = (TensorTableObject *)table;
-    packing->destination.data = PyLong_AsVoidPtr(address);
-    packing->destination.nbytes = nbytes;
-    capsule = packing_wrap(packing);
+    capsule =
+        wsync_py_capsule_new(sizeof(*packing), packing_capsule, packing_destroy, &made);
     if (capsule == NULL) {
         return NULL;
     }
-    if (PyErr_Occurred() || read_offsets(state, packing, offsets) < 0) {
+    packing = made;
+    packing->table = (TensorTableObject *)table;
+    packing->destination = destination;
+    if (read_offsets(state, packing, offsets) < 0) {
         goto cleanup;
     }
     Py_BEGIN_ALLOW_THREADS

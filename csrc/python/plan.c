@@ -193,10 +193,25 @@ static bool check_worker(PyObject *self, long long value, uint32_t *worker)
     return check_index(value, wsync_plan_worker_count(plan_of(self)), "worker", worker);
 }
 
-WSYNC_PY_NUMBER(plan_round_count, wsync_plan_round_count(plan_of(self)))
-WSYNC_PY_NUMBER(plan_send_nbytes, wsync_plan_send_nbytes(plan_of(self)))
-WSYNC_PY_NUMBER(plan_recv_nbytes, wsync_plan_recv_nbytes(plan_of(self)))
-WSYNC_PY_NUMBER(plan_fingerprint, wsync_plan_fingerprint(plan_of(self)))
+static PyObject *plan_round_count(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_plan_round_count(plan_of(self)));
+}
+
+static PyObject *plan_send_nbytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_plan_send_nbytes(plan_of(self)));
+}
+
+static PyObject *plan_recv_nbytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_plan_recv_nbytes(plan_of(self)));
+}
+
+static PyObject *plan_fingerprint(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_plan_fingerprint(plan_of(self)));
+}
 
 static PyObject *plan_stats(PyObject *self, void *Py_UNUSED(closure))
 {
@@ -281,8 +296,8 @@ static PyObject *plan_messages(PyObject *self, PyObject *args, PyObject *kwargs)
     return list;
 }
 
-/* The copies of the round and phase that the arguments name; false with an exception set.
- */
+/* The copies of the round and phase that the arguments name; false with an exception
+ * set. */
 static bool parse_phase(PyObject *self, PyObject *args, PyObject *kwargs,
                         const char *format, const wsync_copy_t **copies, size_t *count)
 {
@@ -341,10 +356,8 @@ static PyObject *plan_manifest(PyObject *self, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS
         status = wsync_plan_manifest(plan, worker, &manifest, &err);
     Py_END_ALLOW_THREADS
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(state, &err);
-    }
-    return wsync_py_layout_new(state, manifest);
+    return status == WSYNC_OK ? wsync_py_layout_new(state, manifest)
+                              : wsync_py_raise(state, &err);
 }
 
 static PyMethodDef plan_methods[] = {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Plan as other files of csrc/python see it.  Recognise it by ModuleState.type_Plan. */
+ * Plan, as other files of csrc/python use it.  Its type is ModuleState.type_Plan. */
 #ifndef WSYNC_PYTHON_PLAN_H
 #define WSYNC_PYTHON_PLAN_H
 

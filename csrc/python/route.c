@@ -44,7 +44,11 @@ static void route_dealloc(PyObject *self)
     wsync_py_free(self);
 }
 
-WSYNC_PY_NUMBER(route_buffer_count, wsync_route_buffer_count(((RouteObject *)self)->route))
+static PyObject *route_buffer_count(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(
+        wsync_route_buffer_count(((RouteObject *)self)->route));
+}
 
 /* The copies of the buffer that the arguments name; false with an exception set. */
 static bool parse_buffer(PyObject *self, PyObject *args, PyObject *kwargs,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Route as other files of csrc/python see it.  Recognise it by ModuleState.type_Route. */
+ * Route, as other files of csrc/python use it.  Its type is ModuleState.type_Route. */
 #ifndef WSYNC_PYTHON_ROUTE_H
 #define WSYNC_PYTHON_ROUTE_H
 

@@ -75,7 +75,10 @@ static PyObject *exchange_address(PyObject *object, void *Py_UNUSED(closure))
     return PyUnicode_DecodeFSDefault(wsync_comm_address(((wsync_py_peer_t *)object)->core));
 }
 
-WSYNC_PY_NUMBER(exchange_nbytes, wsync_comm_nbytes(((wsync_py_peer_t *)self)->core))
+static PyObject *exchange_nbytes(PyObject *self, void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(wsync_comm_nbytes(((wsync_py_peer_t *)self)->core));
+}
 
 static wsync_status_t step_connect(wsync_py_call_t *call, int timeout_ms,
                                    wsync_error_t *err)
@@ -95,7 +98,7 @@ static PyObject *exchange_connect(PyObject *object, PyObject *args, PyObject *kw
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Od|O:connect", keywords, &sequence,
                                      &call.timeout, &call.check) ||
-        wsync_py_items_init_texts(&addresses, state, sequence, "address") < 0) {
+        wsync_py_items_init_texts(&addresses, state, sequence, "addresses") < 0) {
         return NULL;
     }
     if (addresses.count != self->rank_count) {
@@ -122,7 +125,7 @@ static PyObject *keep_plan(PyObject *self, wsync_py_call_t *call)
     Py_RETURN_NONE;
 }
 
-WSYNC_PY_CALL(exchange, begin, keep_plan, 0, false, WSYNC_PY_PLAN)
+WSYNC_PY_CALL(exchange_begin, "begin", step_begin, keep_plan, WSYNC_PY_PLAN)
 
 static wsync_status_t step_acquire(wsync_py_call_t *call, int timeout_ms,
                                    wsync_error_t *err)
@@ -130,15 +133,15 @@ static wsync_status_t step_acquire(wsync_py_call_t *call, int timeout_ms,
     return wsync_comm_acquire(call->core, call->round, timeout_ms, err);
 }
 
-WSYNC_PY_CALL(exchange, acquire, NULL, 1, false, WSYNC_PY_ROUND, WSYNC_PY_TIMEOUT,
-              WSYNC_PY_CHECK)
+WSYNC_PY_CALL(exchange_acquire, "acquire", step_acquire, NULL, WSYNC_PY_ROUND,
+              WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
 static wsync_status_t step_wait(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
     return wsync_comm_wait(call->core, call->round, timeout_ms, err);
 }
 
-WSYNC_PY_CALL(exchange, wait, NULL, 1, false, WSYNC_PY_ROUND, WSYNC_PY_TIMEOUT,
+WSYNC_PY_CALL(exchange_wait, "wait", step_wait, NULL, WSYNC_PY_ROUND, WSYNC_PY_TIMEOUT,
               WSYNC_PY_CHECK)
 
 static PyObject *exchange_spans(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -185,7 +188,8 @@ static wsync_status_t step_post(wsync_py_call_t *call, int Py_UNUSED(timeout_ms)
     return wsync_comm_post(call->core, call->round, call->stream, err);
 }
 
-WSYNC_PY_CALL(exchange, post, NULL, 0, false, WSYNC_PY_ROUND, WSYNC_PY_ENQUEUE_STREAM)
+WSYNC_PY_CALL(exchange_post, "post", step_post, NULL, WSYNC_PY_ROUND,
+              WSYNC_PY_ENQUEUE_STREAM)
 
 static wsync_status_t step_release(wsync_py_call_t *call, int Py_UNUSED(timeout_ms),
                                    wsync_error_t *err)
@@ -193,7 +197,8 @@ static wsync_status_t step_release(wsync_py_call_t *call, int Py_UNUSED(timeout_
     return wsync_comm_release(call->core, call->round, call->stream, err);
 }
 
-WSYNC_PY_CALL(exchange, release, NULL, 0, false, WSYNC_PY_ROUND, WSYNC_PY_ENQUEUE_STREAM)
+WSYNC_PY_CALL(exchange_release, "release", step_release, NULL, WSYNC_PY_ROUND,
+              WSYNC_PY_ENQUEUE_STREAM)
 
 static void disconnect(wsync_py_peer_t *peer)
 {

@@ -86,7 +86,10 @@ static bool reserve_holds(StreamObject *self)
     return true;
 }
 
-wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *self)
+/* Between these two the stream cannot be closed and may be used without the GIL.  enter
+ * raises StateError and returns NULL if the stream is closed, NoMemoryError if there is no
+ * room for what will be held. */
+static wsync_stream_t *enter(ModuleState *state, StreamObject *self)
 {
     prune(self); /* may run Python code that closes the stream */
     if (self->stream == NULL) {
@@ -100,7 +103,7 @@ wsync_stream_t *wsync_py_stream_enter(ModuleState *state, StreamObject *self)
     return self->stream;
 }
 
-void wsync_py_stream_leave(StreamObject *self)
+static void leave(StreamObject *self)
 {
     self->users--;
 }
@@ -116,18 +119,21 @@ int wsync_py_stream_enter_any(ModuleState *state, PyObject *object, wsync_stream
                      (PyObject *)Py_TYPE(object));
         return -1;
     }
-    *stream = wsync_py_stream_enter(state, (StreamObject *)object);
+    *stream = enter(state, (StreamObject *)object);
     return *stream != NULL ? 0 : -1;
 }
 
 void wsync_py_stream_leave_any(PyObject *object)
 {
     if (object != Py_None) {
-        wsync_py_stream_leave((StreamObject *)object);
+        leave((StreamObject *)object);
     }
 }
 
-void wsync_py_stream_hold(StreamObject *self, PyObject *owner)
+/* Keeps an object that enqueued work borrows from alive until the stream has passed this
+ * point.  Up to WSYNC_PY_STREAM_HOLDS times between enter, which has made room, and
+ * leave. */
+static void hold(StreamObject *self, PyObject *owner)
 {
     Py_INCREF(owner);
     self->holds[self->hold_count++] = (stream_hold_t){self->mark + 1, owner};
@@ -235,8 +241,8 @@ static int fail_range(ModuleState *state, const char *what, long long index, siz
     return -1;
 }
 
-/* The copies of a plan's round and phase, or of a route's buffer: those of the first owner.
- */
+/* The copies of a plan's round and phase, or of a route's buffer: those of the first
+ * owner. */
 static int find_copies(ModuleState *state, wsync_py_batch_t *batch)
 {
     PyObject *object = batch->owners[0];
@@ -251,8 +257,8 @@ static int find_copies(ModuleState *state, wsync_py_batch_t *batch)
         if (batch->phase < 0 || batch->phase >= WSYNC_PHASE_COUNT) {
             return fail_range(state, "phase", batch->phase, WSYNC_PHASE_COUNT);
         }
-        batch->of.copies = wsync_plan_copies(plan, (uint32_t)batch->index,
-                                             (wsync_phase_t)batch->phase, &batch->of.count);
+        batch->work.copies = wsync_plan_copies(
+            plan, (uint32_t)batch->index, (wsync_phase_t)batch->phase, &batch->work.count);
         return 0;
     }
     if (Py_TYPE(object) == state->type_Route) {
@@ -262,8 +268,8 @@ static int find_copies(ModuleState *state, wsync_py_batch_t *batch)
         if (batch->index < 0 || batch->index >= (long long)buffers) {
             return fail_range(state, "buffer", batch->index, buffers);
         }
-        batch->of.copies =
-            wsync_route_copies(route, (uint32_t)batch->index, &batch->of.count);
+        batch->work.copies =
+            wsync_route_copies(route, (uint32_t)batch->index, &batch->work.count);
         return 0;
     }
     PyErr_Format(PyExc_TypeError, "copies must be a Plan or a Route, not %R",
@@ -289,7 +295,7 @@ static int add_label(StreamObject *self, long long index, int phase, uint64_t nb
 PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
                                const wsync_py_batch_t *batch)
 {
-    wsync_stream_t *stream = wsync_py_stream_enter(state, self);
+    wsync_stream_t *stream = enter(state, self);
     wsync_error_t err = {0};
     wsync_status_t status;
     uint64_t nbytes = 0;
@@ -298,19 +304,19 @@ PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_stream_run(stream, &batch->of, &err);
+        status = wsync_stream_run(stream, &batch->work, &err);
         if (status == WSYNC_OK) {
-            nbytes = wsync_copies_nbytes(batch->of.copies, batch->of.count);
+            nbytes = wsync_copies_nbytes(batch->work.copies, batch->work.count);
         }
     Py_END_ALLOW_THREADS
     if (status == WSYNC_OK) {
         /* With the lock, so that marks are recorded in order. */
         for (int i = 0; i < WSYNC_PY_STREAM_HOLDS; i++) {
-            wsync_py_stream_hold(self, batch->owners[i]);
+            hold(self, batch->owners[i]);
         }
         mark_batch(self);
     }
-    wsync_py_stream_leave(self);
+    leave(self);
     if (status != WSYNC_OK) {
         return wsync_py_raise(state, &err);
     }
@@ -340,27 +346,25 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
     ModuleState *state = wsync_py_state_of(object);
     const wsync_device_t *device = ((StreamObject *)object)->device;
     wsync_py_batch_t batch = {0};
-    PyObject *sources;
-    PyObject *destinations;
+    BufferTableObject *sources;
+    BufferTableObject *destinations;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLiO!O!:copy", names, &batch.owners[0],
                                      &batch.index, &batch.phase, state->type_BufferTable,
                                      &sources, state->type_BufferTable, &destinations) ||
-        wsync_py_check_gpu(state, ((BufferTableObject *)sources)->gpu, device,
-                           "Stream.copy") < 0 ||
-        wsync_py_check_gpu(state, ((BufferTableObject *)destinations)->gpu, device,
-                           "Stream.copy") < 0 ||
+        wsync_py_check_gpu(state, sources->gpu, device, "Stream.copy") < 0 ||
+        wsync_py_check_gpu(state, destinations->gpu, device, "Stream.copy") < 0 ||
         find_copies(state, &batch) < 0) {
         return NULL;
     }
-    batch.of.sources = ((const BufferTableObject *)sources)->spans;
-    batch.of.source_count = ((const BufferTableObject *)sources)->count;
-    batch.of.sources_id = ((const BufferTableObject *)sources)->id;
-    batch.of.destinations = ((const BufferTableObject *)destinations)->spans;
-    batch.of.destination_count = ((const BufferTableObject *)destinations)->count;
-    batch.of.destinations_id = ((const BufferTableObject *)destinations)->id;
-    batch.owners[1] = sources;
-    batch.owners[2] = destinations;
+    batch.work.sources = sources->spans;
+    batch.work.source_count = sources->count;
+    batch.work.sources_id = sources->id;
+    batch.work.destinations = destinations->spans;
+    batch.work.destination_count = destinations->count;
+    batch.work.destinations_id = destinations->id;
+    batch.owners[1] = (PyObject *)sources;
+    batch.owners[2] = (PyObject *)destinations;
     return wsync_py_stream_copy(state, (StreamObject *)object, &batch);
 }
 
@@ -384,7 +388,7 @@ static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwarg
                                      wsync_py_convert_u64, &value)) {
         return NULL;
     }
-    stream = wsync_py_stream_enter(state, self);
+    stream = enter(state, self);
     if (stream == NULL) {
         return NULL;
     }
@@ -392,7 +396,7 @@ static PyObject *enqueue_event(PyObject *object, PyObject *args, PyObject *kwarg
     Py_BEGIN_ALLOW_THREADS
         status = enqueue(stream, ((EventObject *)event)->event, value, &err);
     Py_END_ALLOW_THREADS
-    wsync_py_stream_leave(self);
+    leave(self);
     return wsync_py_none(state, status, &err);
 }
 
@@ -413,38 +417,33 @@ static PyObject *order_streams(PyObject *object, PyObject *args, const char *for
 {
     StreamObject *self = (StreamObject *)object;
     ModuleState *state = wsync_py_state_of(object);
-    PyObject *number;
     void *other;
     wsync_stream_t *stream;
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    if (!PyArg_ParseTuple(args, format, &number)) {
+    if (!PyArg_ParseTuple(args, format, wsync_py_convert_address, &other)) {
         return NULL;
     }
-    other = PyLong_AsVoidPtr(number);
-    if (other == NULL && PyErr_Occurred() != NULL) {
-        return NULL;
-    }
-    stream = wsync_py_stream_enter(state, self);
+    stream = enter(state, self);
     if (stream == NULL) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
         status = enqueue(stream, other, &err);
     Py_END_ALLOW_THREADS
-    wsync_py_stream_leave(self);
+    leave(self);
     return wsync_py_none(state, status, &err);
 }
 
 static PyObject *stream_follow(PyObject *object, PyObject *args)
 {
-    return order_streams(object, args, "O:follow", wsync_stream_follow);
+    return order_streams(object, args, "O&:follow", wsync_stream_follow);
 }
 
 static PyObject *stream_lead(PyObject *object, PyObject *args)
 {
-    return order_streams(object, args, "O:lead", wsync_stream_lead);
+    return order_streams(object, args, "O&:lead", wsync_stream_lead);
 }
 
 static PyObject *stream_abandon(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -459,20 +458,20 @@ static PyObject *stream_abandon(PyObject *object, PyObject *args, PyObject *kwar
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|d:abandon", names, &timeout)) {
         return NULL;
     }
-    stream = wsync_py_stream_enter(wsync_py_state_of(object), self);
+    stream = enter(wsync_py_state_of(object), self);
     if (stream == NULL) {
         return NULL;
     }
     if (!(timeout <= DRAIN_S)) { /* nor a NaN */
         timeout = DRAIN_S;
     }
-    /* Also of what waits for a mark that was not enqueued; what comes now has a later one.
-     */
+    /* Also of what waits for a mark that was not enqueued; what comes now has a later
+     * one. */
     mark = ++self->mark;
     Py_BEGIN_ALLOW_THREADS
         dry = wsync_stream_abandon(stream, timeout > 0 ? (int)(timeout * 1000) : 0);
     Py_END_ALLOW_THREADS
-    wsync_py_stream_leave(self);
+    leave(self);
     if (dry) {
         drop_holds(self, mark); /* these marks are passed or will never be recorded */
     } else if (PyErr_WarnEx(
@@ -503,14 +502,14 @@ static PyObject *stream_synchronize(PyObject *object, PyObject *args, PyObject *
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "d|O:synchronize", names, &call.timeout,
                                      &call.check) ||
-        wsync_py_stream_enter(state, self) == NULL) {
+        enter(state, self) == NULL) {
         return NULL;
     }
     if (self->hold_count > 0 && self->holds[self->hold_count - 1].mark > self->mark) {
         enqueue_mark(self);
     }
     result = wsync_py_wait(state, synchronize_step, &call);
-    wsync_py_stream_leave(self);
+    leave(self);
     if (result < 0) {
         return NULL;
     }
@@ -551,8 +550,7 @@ static PyObject *stream_trace(PyObject *object, PyObject *args)
     unsigned capacity;
     size_t count = 0;
 
-    if (!PyArg_ParseTuple(args, "I:trace", &capacity) ||
-        wsync_py_stream_enter(state, self) == NULL) {
+    if (!PyArg_ParseTuple(args, "I:trace", &capacity) || enter(state, self) == NULL) {
         return NULL;
     }
     if (capacity > 0) {
@@ -560,14 +558,14 @@ static PyObject *stream_trace(PyObject *object, PyObject *args)
         labels = next != NULL ? PyList_New(0) : NULL;
         if (labels == NULL) {
             free(next);
-            wsync_py_stream_leave(self);
+            leave(self);
             (void)wsync_fail(&err, WSYNC_ERR_NO_MEMORY, 0, "Stream.trace",
                              "no memory to note %u batches", capacity);
             return PyErr_Occurred() != NULL ? NULL : wsync_py_raise(state, &err);
         }
     }
     wsync_stream_trace(self->stream, next, capacity, &spans, &count);
-    wsync_py_stream_leave(self);
+    leave(self);
     list = trace_list(self->labels, spans, count);
     free(spans);
     Py_XDECREF(self->labels);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * TensorTable: where torch tensors lie, read once through DLPack's C exchange API, and the
- * tensors themselves. */
+ * TensorTable: addresses, shapes and strides of torch tensors, read through DLPack's C
+ * exchange API, and references to the tensors. */
 #ifndef WSYNC_PYTHON_TENSOR_TABLE_H
 #define WSYNC_PYTHON_TENSOR_TABLE_H
 

@@ -39,8 +39,7 @@ DLDataType wsync_py_dlpack_dtype(wsync_dtype_t dtype)
 }
 
 /* --- what views share: no Python object, because torch drops a view in any thread, with or
- *     without the interpreter lock -------------------------------------------------------
- */
+ *     without the interpreter lock ---------------------------------------------------- */
 
 typedef struct view_pool {
     atomic_size_t references; /* the ViewPool object, and one a view */
@@ -121,8 +120,7 @@ static view_t *view_create(view_pool_t *pool, const wsync_tensor_t *tensor, uint
     return view;
 }
 
-/* --- the ViewPool type ------------------------------------------------------------------
- */
+/* --- the ViewPool type --------------------------------------------------------------- */
 
 typedef struct ViewPoolObject {
     PyObject_HEAD
