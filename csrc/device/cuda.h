@@ -35,22 +35,22 @@ static inline const wsync_cuda_device_t *wsync_cuda_of(const wsync_device_t *dev
 wsync_status_t wsync_cuda_device(int ordinal, const wsync_cuda_device_t **device,
                                  wsync_error_t *err);
 
-/* The GPU with this UUID, with its kernels loaded from image (what wsync_cuda_compile
- * gives; borrowed for the call) unless they are loaded already: then image may be NULL.
- * STATE if they are not and it is. */
+/* The GPU with this UUID, with its kernels loaded.  `image` is what wsync_cuda_compile gives
+ * (borrowed for the call); it may be NULL if the kernels are loaded already, otherwise that
+ * is STATE. */
 wsync_status_t wsync_device_cuda(const wsync_cu_uuid_t *uuid, const void *image,
                                  const wsync_device_t **device, wsync_error_t *err);
 
 /* Makes the GPU's context current in this thread until leave.  STATE in a fork. */
 wsync_status_t wsync_cuda_enter(const wsync_cuda_device_t *device, wsync_error_t *err);
-/* The same to give something back: false if the context is gone, and with it what was in
- * it, or belongs to the process that this one is a fork of. */
+/* The same before something is freed.  False if there is nothing to free here: the context
+ * and all that was in it are gone, or belong to the parent of this fork. */
 bool wsync_cuda_enter_to_free(const wsync_cuda_device_t *device);
 void wsync_cuda_leave(const wsync_cuda_device_t *device);
 
-/* Has the device, and every other one, reach memory of the host, at *at, until unregister;
- * `what` is for the message.  Both in the context; unregister may wait for the device,
- * which has to be through with that memory. */
+/* Pins memory of the host and maps it for all devices, at *at, until unregister.  `what`
+ * names it in errors.  Call both in the context.  No work of a device may use the memory
+ * any more at unregister, which may wait for the device. */
 wsync_status_t wsync_cuda_register(const wsync_cuda_device_t *device, void *data,
                                    uint64_t nbytes, const char *what, wsync_cu_ptr_t *at,
                                    wsync_error_t *err);

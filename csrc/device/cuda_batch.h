@@ -34,7 +34,7 @@ typedef struct wsync_cuda_runner {
 wsync_status_t wsync_cuda_runner_init(wsync_cuda_runner_t *runner,
                                       const wsync_cuda_device_t *device, unsigned threads,
                                       wsync_error_t *err);
-/* The device uses none of it any more.  Also after an init that failed. */
+/* Call when the device uses none of it any more.  Allowed after an init that failed. */
 void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner);
 
 /* Enqueues a batch that has passed wsync_copies_check; returns without waiting for its

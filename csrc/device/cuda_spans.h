@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Whose memory a span is: the driver is asked once an update and the answer kept, since a
- * round may ask for nothing. */
+ * Which device's memory a span lies in.  The driver is asked once an update and the answer
+ * is kept, so that a round makes no such calls. */
 #ifndef WSYNC_DEVICE_CUDA_SPANS_H
 #define WSYNC_DEVICE_CUDA_SPANS_H
 

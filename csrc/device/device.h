@@ -80,7 +80,7 @@ enum { WSYNC_STREAM_AHEAD = 64, WSYNC_STREAM_MAX_THREADS = 64 };
 /* What a backend does.  Callers use the functions below, which check the arguments; the
  * contracts are theirs. */
 struct wsync_memory_ops {
-    /* Of its own (fd -1), or what a peer exported; of either kind. */
+    /* Allocates memory (fd -1), or maps what a peer exported; `control`: for events. */
     wsync_status_t (*make)(const wsync_device_t *self, bool control, int fd,
                            uint64_t nbytes, wsync_memory_t **memory, wsync_error_t *err);
     void (*destroy)(wsync_memory_t *memory); /* the last reference is gone */
