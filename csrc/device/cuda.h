@@ -35,9 +35,9 @@ static inline const wsync_cuda_device_t *wsync_cuda_of(const wsync_device_t *dev
 wsync_status_t wsync_cuda_device(int ordinal, const wsync_cuda_device_t **device,
                                  wsync_error_t *err);
 
-/* The GPU with this UUID, with its kernels loaded.  `image` is what wsync_cuda_compile gives
- * (borrowed for the call); it may be NULL if the kernels are loaded already, otherwise that
- * is STATE. */
+/* The GPU with this UUID, with its kernels loaded.  `image` is what wsync_cuda_compile
+ * gives (borrowed for the call); it may be NULL if the kernels are loaded already,
+ * otherwise that is STATE. */
 wsync_status_t wsync_device_cuda(const wsync_cu_uuid_t *uuid, const void *image,
                                  const wsync_device_t **device, wsync_error_t *err);
 

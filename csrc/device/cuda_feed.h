@@ -38,7 +38,7 @@ typedef struct wsync_cuda_feed wsync_cuda_feed_t;
 wsync_status_t wsync_cuda_feed_create(const wsync_cuda_device_t *device,
                                       wsync_cu_stream_t stream, unsigned threads,
                                       wsync_cuda_feed_t **feed, wsync_error_t *err);
-/* Call when the stream has passed all that was enqueued, or never will.  NULL is a no-op. */
+/* Call when the stream has passed all that was enqueued, or never will.  NULL: a no-op. */
 void wsync_cuda_feed_destroy(wsync_cuda_feed_t *feed);
 
 /* Enqueues, for every load: begin, and for each of its slots fill, what reads the slot at
