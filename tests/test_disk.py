@@ -24,7 +24,7 @@ from support.tiny_qwen3 import Weights, draw, same
 import wsync
 from wsync import _core
 from wsync.checkpoints.files import INDEX, Checkpoint
-from wsync.demo.engines.serve import serve_in_process
+from wsync.demo.engines.serve import command_line, load, serve_in_process
 from wsync.demo.engines.tensor_parallel import TensorParallelEngine
 from wsync.disk import DiskSync, newest
 from wsync.handles.base import handle
@@ -152,6 +152,27 @@ def test_a_late_engine_starts_from_the_newest_version_and_reports_it(
             version, weight_version=42, timeout=60
         )
         assert same(other.weights(), weights)
+
+
+@pytest.mark.parametrize("ignore", [[], ["--ignore", "model.norm.weight"]])
+@pytest.mark.parametrize("how", ["lacks", "alone has"])
+def test_a_late_engine_does_not_make_up_what_a_checkpoint_lacks(
+    config: Any, how: str, ignore: list[str], tmp_path: Path
+) -> None:
+    weights, name = draw(config, 1), "model.norm.weight"
+    if how == "lacks":
+        del weights[name]
+    else:
+        name = "model.stranger.weight"
+        weights[name] = torch.zeros(3)
+    with disk(weights, tmp_path, base=config) as sync:
+        sync.update()
+    wanted = command_line().parse_args(["--model", str(newest(tmp_path)), *ignore])
+    if name in ignore:
+        load(wanted)
+        return
+    with pytest.raises(wsync.LayoutError, match=f"the checkpoint {how} {name}"):
+        load(wanted)
 
 
 def test_engines_generate_while_a_version_is_written(

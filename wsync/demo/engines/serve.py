@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wsync._core import DeadlineError, InvalidArgumentError, WsyncError
+from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, WsyncError
 from wsync.checkpoints.files import INDEX, read_index
 from wsync.demo.engines.child import Child
 from wsync.handles.answers import seconds
@@ -93,6 +93,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     import transformers
 
     from wsync.dtypes import dtype_of
+    from wsync.engine.destination import listed
 
     torch.set_num_threads(arguments.threads)
     options: dict[str, Any] = {}
@@ -106,7 +107,16 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     auto: Any = transformers.AutoModelForCausalLM
     tokenizers: Any = transformers.AutoTokenizer
     if arguments.model:
-        model = auto.from_pretrained(path, local_files_only=True, **options)
+        model, found = auto.from_pretrained(
+            path, local_files_only=True, output_loading_info=True, **options
+        )
+        for key, text in (
+            ("missing_keys", "lacks"),
+            ("unexpected_keys", "alone has"),
+        ):
+            names = sorted(set(found[key]) - set(arguments.ignore))
+            if names:  # transformers warns, and draws what is missing
+                raise LayoutError(f"{path}: the checkpoint {text} {listed(names)}")
     else:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         torch.manual_seed(arguments.seed)
@@ -140,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 api_key=options.api_key or os.environ.get("WSYNC_API_KEY") or None,
                 model_path=options.model or options.config,
                 weight_version=version,
+                ignore=options.ignore,
                 threads=options.threads,
                 broadcast_seconds=options.broadcast_seconds,
             )
@@ -171,7 +182,8 @@ def _stored_version(folder: str | None) -> str | None:
     """The weight version of a checkpoint that a trainer has written, or None."""
     if folder is None or not Path(folder, INDEX).exists():
         return None
-    version = read_index(Path(folder)).get("metadata", {}).get("weight_version")
+    metadata = read_index(Path(folder)).get("metadata")
+    version = metadata.get("weight_version") if isinstance(metadata, dict) else None
     return None if version is None else str(version)
 
 
@@ -221,5 +233,12 @@ def command_line() -> argparse.ArgumentParser:
         help=f"the most that one broadcast of a trainer may take, by default {BROADCAST_SECONDS:g}",
     )
     parser.add_argument("--weight-version", help="by default the checkpoint's, if it has one")
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a tensor that the checkpoint or an update may lack, or bring without use",
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser
