@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -458,8 +460,14 @@ class Config:
 
 
 @dataclasses.dataclass
+class Plain:
+    first: int = 0
+
+
+@dataclasses.dataclass(slots=True)
 class Settings:
     first: int = 0
+    plain: Plain = dataclasses.field(default_factory=Plain)
 
 
 def in_order(data: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -474,6 +482,10 @@ def rolled(first: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
     return lambda data, tensor: data.copy_(tensor[rows(first)])
 
 
+def by_default(first: int) -> Callable[..., None]:
+    return lambda data, tensor, first=first: data.copy_(tensor[rows(first)])
+
+
 class Indirect(Loading):
     """Goes by objects of its own, and by attributes of its parameters."""
 
@@ -483,12 +495,12 @@ class Indirect(Loading):
         self.by_name = dict(self.named_parameters())
         self.mode = ""
         self.a.first = 0  # type: ignore[attr-defined]
-        self.a.weight_loader = in_order  # type: ignore[attr-defined]
+        self.a.weight_loader = functools.partial(by_default(0))  # type: ignore[attr-defined]
         self.b.weight_loader = rolled(0)  # type: ignore[attr-defined]
 
     def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
         self.mode = self.mode or "plain"
-        first = self.config.text["first"] + self.settings.first
+        first = self.config.text["first"] + self.settings.first + self.settings.plain.first
         for name, tensor in pairs:
             target = self.by_name[name]
             found = tensor[rows(first + getattr(target, "first", 0))]
@@ -526,12 +538,21 @@ def test_a_function_with_an_empty_cell_is_learnt() -> None:
     [
         (lambda m: m.config.text.update(first=3), "config, which"),
         (lambda m: setattr(m.settings, "first", 3), "settings, which"),
+        (lambda m: setattr(m.settings.plain, "first", 3), "settings, which"),
         (lambda m: setattr(m.a, "first", 3), "a.first, which load_weights goes by, was 0 and is 3"),
         (lambda m: setattr(m.b, "backwards", True), "b.backwards, which .* was absent and is True"),
         (lambda m: delattr(m.a, "first"), "a.first, which load_weights goes by, was 0 and is abs"),
         (lambda m: m.a.requires_grad_(), "a.requires_grad, which"),
         (lambda m: setattr(m.a, "weight_loader", turned), "a.weight_loader, which"),
         (lambda m: setattr(m.b, "weight_loader", rolled(2)), "b.weight_loader, which"),
+        (
+            lambda m: setattr(m.a, "weight_loader", functools.partial(by_default(2))),
+            "a.weight_loader, which",
+        ),
+        (
+            lambda m: setattr(m.a, "weight_loader", functools.partial(by_default(0), first=2)),
+            "a.weight_loader, which",
+        ),
         (lambda m: setattr(m, "mode", "backwards"), "mode, which .* was 'plain' and is 'backw"),
         (lambda m: setattr(m, "a", parameter(m.a.data)), "a.first, which .* was 0 and is absent"),
     ],
@@ -551,6 +572,61 @@ def test_what_load_weights_reads_of_parameters_and_configurations_is_noticed(
         module.by_name = dict(module.named_parameters())
         if "weight_loader" not in vars(module.a):
             module.a.weight_loader = in_order  # type: ignore[attr-defined]
+        with pytest.raises(WsyncError, match=text):
+            sync.update(draw(3))
+        sync.update(draw(4))
+    found = module.a.detach().clone(), module.b.detach().clone()
+    module.load_weights(list(draw(4).items()))
+    assert torch.equal(found[0], module.a) and torch.equal(found[1], module.b)
+
+
+class Flag(torch.nn.Module):
+    def __init__(self, value: bool) -> None:
+        super().__init__()
+        self.value = value
+
+
+class OfParts(Loading):
+    """Goes by what its parts and parameters are called and are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Flag(False), Flag(True)
+        self.queue, self.sign = deque([1]), 0.0
+        self.listed = [torch.zeros(3)]
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            times = 1 + self.first.value + isinstance(self.second, torch.nn.Identity)
+            times += isinstance(self.a, Buffered) + len(self.queue) + len(self.listed[0])
+            getattr(self, name).data.copy_(tensor[rows(times)])
+            if str(self.sign)[0] == "-":
+                self.b.data.zero_()
+
+
+class Buffered(torch.nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda m: setattr(m, "first", Flag(True)), "first.value, which .* was False and is True"),
+        (lambda m: m.__dict__["_modules"].update(first=m.second, second=m.first), "first.value, "),
+        (lambda m: setattr(m, "second", torch.nn.Identity()), "second.__class__, which .*Flag"),
+        (lambda m: setattr(m, "a", Buffered(m.a.data, requires_grad=False)), "a.__class__, which"),
+        (lambda m: m.queue.append(2), "queue, which"),
+        (lambda m: m.listed.__setitem__(0, torch.zeros(4)), "listed, which"),
+        (lambda m: setattr(m, "sign", -0.0), "sign, which .* was 0.0 and is -0.0"),
+    ],
+)
+def test_parts_that_become_others_are_noticed(change: Callable[[Any], object], text: str) -> None:
+    module = OfParts()
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+        assert loader.reason == ""
+        change(module)
         with pytest.raises(WsyncError, match=text):
             sync.update(draw(3))
         sync.update(draw(4))

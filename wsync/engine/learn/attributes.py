@@ -1,20 +1,23 @@
 """Attributes that load_weights reads, and whether they have changed since.
 
 Seen are those of the module, of its parts and of its parameters whose values are plain: numbers,
-words, None, enumerations, dtypes, arrays of numpy, functions by their code, containers of such, and
-configurations (objects with to_dict, dataclasses) by what they hold.  Of anything else in a
-container, and of anything deeper than a few containers, the type is compared.
+words, None, enumerations, dtypes, arrays of numpy, functions by their code and what they are bound
+to, containers of such, and configurations (objects with to_dict, dataclasses) by what they hold.
+Of a tensor in a container the shape is compared, of anything else there, and of anything deeper
+than a few containers, the type; so it is of parts and parameters themselves.  Not seen is what is
+read by way of `__dict__` or `vars`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import reprlib
 import threading
 import types
-import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -23,11 +26,15 @@ import torch
 # values that cannot change while they are the same object
 _ATOMS: Final = (
     *(bool, int, float, complex, str, bytes, type(None)),
-    *(range, slice, enum.Enum, torch.dtype, torch.device),
+    *(range, slice, enum.Enum, torch.dtype, torch.device, type),
 )
 # what every module has, and ModuleMemory knows of
 _OWN: Final = vars(torch.nn.Module()).keys() - {"training"}
 _DEPTH: Final = 8  # of containers in containers
+
+
+Parts = Mapping[str, torch.nn.Module]
+"""The parts of a module by their paths, itself as ""."""
 
 
 class _Absent(enum.Enum):
@@ -42,12 +49,12 @@ class _Absent(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attribute:
-    """An attribute of a module, or of its parameter of that name, as it was.
+    """An attribute of a part of a module, or of the part's parameter of that name, as it was.
 
     frozen: see `_freeze`.  atom: the value itself, where it cannot change.
     """
 
-    module: weakref.ref[torch.nn.Module]
+    part: str
     parameter: str
     name: str
     frozen: Any
@@ -55,36 +62,29 @@ class Attribute:
     text: str
 
     @staticmethod
-    def of(module: torch.nn.Module, parameter: str, name: str, value: Any) -> Attribute:
-        return Attribute(weakref.ref(module), parameter, name, *_forms(value))
+    def of(part: str, parameter: str, name: str, value: Any) -> Attribute:
+        return Attribute(part, parameter, name, *_forms(value))
 
-    def renewed(self) -> Attribute:
+    def renewed(self, parts: Parts) -> Attribute:
         """As it is now."""
-        owner = self._owner()
-        if owner is None:
-            return self
-        forms = _forms(getattr(owner, self.name, _Absent.ABSENT))
-        return Attribute(self.module, self.parameter, self.name, *forms)
+        return Attribute.of(self.part, self.parameter, self.name, self._value(parts))
 
-    def difference(self) -> str:
-        """How it differs now, or ""; an owner that is gone is noticed elsewhere."""
-        owner = self._owner()
-        if owner is None:
-            return ""
-        value = getattr(owner, self.name, _Absent.ABSENT)
+    def difference(self, parts: Parts) -> str:
+        """How it differs now, or ""."""
+        value = self._value(parts)
         if value is self.atom or (frozen := _freeze(value)) == self.frozen:
             return ""
-        name = f"{self.parameter}.{self.name}" if self.parameter else self.name
+        name = ".".join(filter(None, (self.part, self.parameter, self.name)))
         text = type(value).__name__ if frozen is _Absent.OTHER else _words(value)
         if text == self.text:
             text = "another"
         return f"{name}, which load_weights goes by, was {self.text} and is {text}"
 
-    def _owner(self) -> torch.nn.Module | torch.nn.Parameter | None:
-        module = self.module()
-        if module is None or not self.parameter:
-            return module
-        return module._parameters.get(self.parameter)
+    def _value(self, parts: Parts) -> Any:
+        owner: Any = parts.get(self.part)
+        if owner is not None and self.parameter:
+            owner = owner._parameters.get(self.parameter)
+        return _Absent.ABSENT if owner is None else getattr(owner, self.name, _Absent.ABSENT)
 
 
 def _forms(value: Any) -> tuple[Any, Any, str]:
@@ -108,21 +108,34 @@ def _freeze(value: Any, depth: int = 0) -> Any:
     """What equals another one's if the values are the same, and does not change with them;
     OTHER for what cannot be compared.  Of such a value in a container, the type is compared."""
     kind = type(value)
+    if isinstance(value, float | complex):
+        return kind, repr(value)  # 0.0 == -0.0, and no nan is another
     if isinstance(value, _ATOMS):
         return kind, value
     if depth == _DEPTH or isinstance(value, torch.nn.Module | torch.Tensor):
         return _Absent.OTHER
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque | bytearray):
         return kind, tuple(_inner(each, depth) for each in tuple(value))
     if isinstance(value, set | frozenset):
         return kind, frozenset(_inner(each, depth) for each in tuple(value))
-    if isinstance(value, dict):
+    if isinstance(value, dict | types.MappingProxyType):
         pairs = list(value.items())
         return kind, tuple((_inner(k, depth), _inner(v, depth)) for k, v in pairs)
-    if isinstance(value, types.FunctionType | types.MethodType):
-        cells = value.__closure__ or ()
-        return kind, value.__code__, tuple(_inner(_content(cell), depth) for cell in cells)
-    if dataclasses.is_dataclass(kind) or hasattr(kind, "to_dict"):
+    if isinstance(value, types.FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        bound = (cells, value.__defaults__, value.__kwdefaults__)
+        return kind, value.__code__, _inner(bound, depth)
+    if isinstance(value, types.MethodType):
+        return kind, _inner((value.__func__, value.__self__), depth)
+    if isinstance(value, functools.partial):
+        return kind, _inner((value.func, value.args, value.keywords), depth)
+    if isinstance(value, types.BuiltinFunctionType):
+        return kind, value.__qualname__, _inner(value.__self__, depth)
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+        slots = {name: getattr(value, name, _Absent.ABSENT) for name in names}
+        return kind, _inner({**slots, **getattr(value, "__dict__", {})}, depth)
+    if hasattr(kind, "to_dict") or kind is types.SimpleNamespace:
         return kind, _inner(getattr(value, "__dict__", None), depth)
     dtype = getattr(value, "dtype", None) if kind.__module__ == "numpy" else None
     if dtype is not None and not dtype.hasobject:
@@ -138,6 +151,8 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _inner(value: Any, depth: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return type(value), value.dtype, value.shape
     found = _freeze(value, depth + 1)
     return type(value) if found is _Absent.OTHER else found
 
@@ -148,13 +163,16 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
     those that it looks for in vain."""
     mine = threading.get_ident()
     # the objects are kept: the address of a freed parameter may be used again
-    owners: dict[int, tuple[Any, torch.nn.Module, str]] = {}
-    for part in module.modules():
-        owners[id(part)] = (part, part, "")
+    owners: dict[int, tuple[Any, str, str]] = {}
+    for path, part in module.named_modules():
+        owners[id(part)] = (part, path, "")
         for name, parameter in part._parameters.items():
-            owners.setdefault(id(parameter), (parameter, part, name))
+            if parameter is not None:
+                owners.setdefault(id(parameter), (parameter, path, name))
     seen: set[tuple[int, str]] = set()
-    found: list[Attribute] = []
+    found = [
+        Attribute.of(path, name, "__class__", type(owner)) for owner, path, name in owners.values()
+    ]
 
     def note(owner: Any, name: str, value: Any) -> None:
         key = (id(owner), name)

@@ -340,7 +340,7 @@ class RecordedLoader:
     def _record(self, layout: _core.Layout) -> Recording:
         with attributes_read(self._module) as attributes:
             recording = self._watch(layout, attributes)
-        recording.guard(attributes)
+        recording.guard(attributes, dict(self._module.named_modules()))
         return recording
 
     def _watch(self, layout: _core.Layout, attributes: list[Attribute]) -> Recording:
@@ -357,7 +357,8 @@ class RecordedLoader:
             name, reason = next(iter(recording.fallback.items()))
             raise RecordingError(f"most of it is no copy; {name}: {reason}")
         # what the first load has set may stay as it is from then on
-        attributes[:] = [attribute.renewed() for attribute in attributes]
+        parts = dict(self._module.named_modules())
+        attributes[:] = [attribute.renewed(parts) for attribute in attributes]
         # other values: what a hidden write left while recording must not look right
         verify(self._module, self._load, MadeUpModel(layout, seed=1), recording, self._stream)
         return recording

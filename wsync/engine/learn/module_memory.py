@@ -91,7 +91,8 @@ class ModuleMemory:
         self.facts: list[Fact] = []
         self.parameters: set[str] = set()  # paths
         numbers: dict[int, int] = {}
-        self._parts = [(part, _outline(part)) for part in module.modules()]
+        self.parts = dict(module.named_modules())
+        self._outlines = [(part, _outline(part)) for part in self.parts.values()]
         self._places: list[tuple[dict[str, Any], str, weakref.ref[torch.Tensor], Seen]] = []
         for path, slot, name, tensor in _tensors(module):
             storage = tensor.untyped_storage()
@@ -129,7 +130,7 @@ class ModuleMemory:
 
     def tied(self) -> list[list[str]]:
         """Groups of two and more names of parameters and buffers that stand for one tensor."""
-        module = self._parts[0][0]
+        module = self.parts[""]
         groups: dict[Seen, list[str]] = {}
         for name, tensor in itertools.chain(
             module.named_parameters(remove_duplicate=False),
@@ -157,7 +158,7 @@ class ModuleMemory:
     def current(self) -> bool:
         """Whether the module holds the very same tensors where they were: what an update asks
         each time, at little cost."""
-        return all(_outline(part) == outline for part, outline in self._parts) and all(
+        return all(_outline(part) == outline for part, outline in self._outlines) and all(
             (tensor := slot.get(name)) is reference()
             and tensor is not None
             and tensor.data_ptr() == address

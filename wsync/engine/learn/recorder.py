@@ -21,7 +21,7 @@ import torch
 
 from wsync._core import LayoutError
 from wsync.dtypes import dtype_of
-from wsync.engine.learn.attributes import Attribute
+from wsync.engine.learn.attributes import Attribute, Parts
 from wsync.engine.learn.made_up_model import MadeUpModel
 from wsync.engine.learn.module_memory import (
     Area,
@@ -173,17 +173,17 @@ class Recording:
     outside: list[tuple[Outside, int]] = field(default_factory=list)
     attributes: list[Attribute] = field(default_factory=list)
 
-    def guard(self, attributes: Sequence[Attribute]) -> None:
+    def guard(self, attributes: Sequence[Attribute], parts: Parts) -> None:
         """From here on, what the loader went by is to stay as it is, if it is still there.
 
         attributes: those that it read, as they were before its last load; those that this load has
-        changed are not watched.
+        changed are not watched.  parts: those of the module.
 
         Raises:
             RecordingError: a load changes it.
         """
         gc.collect()
-        self.attributes = [each for each in attributes if not each.difference()]
+        self.attributes = [each for each in attributes if not each.difference(parts)]
         found = [(outside, outside.sum(), sum) for outside, sum in self.outside]
         if any(now is not None and now != sum for _, now, sum in found):
             raise RecordingError("it goes by values outside the module, which it changes")
@@ -194,7 +194,7 @@ class Recording:
         if any(outside.sum() != sum for outside, sum in self.outside):
             return "values outside the module, which load_weights goes by, are others or are gone"
         for attribute in self.attributes:
-            if difference := attribute.difference():
+            if difference := attribute.difference(held.parts):
                 return difference
         for area, sums in self.looked.items():
             if held.areas[area].sums(self.gaps[area]) != sums:
