@@ -33,6 +33,9 @@ HOST: Any = importlib.import_module(
     {"sglang": "wsync.demo.sglang_host", "vllm": "support.vllm_host"}[sys.argv[1]]
 )
 LOADER = SglangLoader if sys.argv[1] == "sglang" else RecordedLoader
+# scales of vLLM's cache of keys and values that a checkpoint may lack: a running engine has none
+# of these parameters any more, its process_weights_after_loading deletes them
+CACHE_SCALES = ("*.attn.[qkv]_scale", "*.attn.prob_scale")
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
 
 
@@ -46,7 +49,7 @@ def held(model: torch.nn.Module) -> dict[str, bytes]:
 
 
 def update(model: torch.nn.Module, shapes: tiny_models.Shapes, needed: bool) -> dict[str, Any]:
-    loader = LOADER(model, needed=needed)
+    loader = LOADER(model, needed=needed, ignore=() if sys.argv[1] == "sglang" else CACHE_SCALES)
     engine = ThreadEngine([loader])
     # the process group is the engine's: the trainer has one rank and none
     with unittest.mock.patch("torch.distributed.is_initialized", return_value=False):
