@@ -31,9 +31,10 @@ def test_what_one_rank_does_differently_all_ranks_say(ranks: Ranks) -> None:
     assert "trainer rank " in first["updater"]
     assert first["version"].endswith("trainer ranks want different versions: ['7', '8']")
     assert first["odd"].startswith("InvalidArgumentError: trainer rank 1: version=''")
+    assert first["weights"].endswith("trainer ranks [0] give weights to update(), and [1] do not")
     assert first["closed"] == "StateError: update after close: connect anew"
     assert first["versions"] == ["9"]
-    for name in ("layout", "updater", "version", "odd", "closed"):
+    for name in ("layout", "updater", "version", "odd", "weights", "closed"):
         assert first[name] == second[name]
 
 

@@ -151,7 +151,7 @@ class DiskSync(Updates):
                 paused with those that wait for it.
         """
         root = self._versions.root
-        with self._updating(version) as report, contextlib.ExitStack() as stack:
+        with self._updating(version, weights) as report, contextlib.ExitStack() as stack:
             calls = stack.enter_context(self._file_calls())
             if self._group.rank == 0:
                 stack.enter_context(calls.within(root, self._versions.writing()))

@@ -91,7 +91,7 @@ class Sync(Updates):
                 engines stay paused, and inconsistent where an update had begun; the next call
                 connects anew and updates them again.
         """
-        with self._updating(version) as report:
+        with self._updating(version, weights) as report:
             if self._trace is not None:
                 self._trace.start()
             report.trace = self._trace

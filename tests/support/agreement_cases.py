@@ -54,6 +54,8 @@ def disagree() -> dict[str, Any]:
     with wsync.connect(layout, [engine], options=OPTIONS) as sync:
         found["version"] = error_of(lambda: sync.update(version=7 + rank))
         found["odd"] = error_of(lambda: sync.update(version="" if rank else "x"))
+        weights = {"a": torch.ones(4)} if rank == 0 else None
+        found["weights"] = error_of(lambda: sync.update(weights, version=8))
         sync.update(version=9)
     found["versions"] = engine.versions
     found["closed"] = error_of(sync.update)

@@ -124,8 +124,8 @@ class Updates(abc.ABC):
         return _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
 
     @contextlib.contextmanager
-    def _updating(self, version: int | str | None) -> Iterator[Report]:
-        """One update at a time: the block fills in its report."""
+    def _updating(self, version: int | str | None, weights: object) -> Iterator[Report]:
+        """One update at a time: the block fills in its report.  weights: what the caller gave."""
         self._owner.check("update")
         with self._busy.taken(
             lambda: _core.StateError(
@@ -137,7 +137,8 @@ class Updates(abc.ABC):
             start = time.perf_counter()
             self._renew()
             with self._one_error():
-                report = Report(version=agree_version(self._group, version, self.version))
+                given = weights is not None if self._source.names else None
+                report = Report(version=agree(self._group, version, self.version, given))
                 self._following = self.version + 1
                 if report.version.isdecimal():
                     self._following = int(report.version)
@@ -191,15 +192,30 @@ class Updates(abc.ABC):
         )
 
 
-def agree_version(group: TrainerGroup, version: object, counted: int) -> str:
+def agree(group: TrainerGroup, version: object, counted: int, given: bool | None) -> str:
     """The version that all ranks of a group mean.  Where they leave it open it is one more than
-    any has counted: a rank may have missed the very end of an update that the others have seen."""
-    mine = [counted, None if version is None else version_text(version)]
+    any has counted: a rank may have missed the very end of an update that the others have seen.
+
+    given: whether the rank was given weights, None where it has none.
+
+    Raises:
+        InvalidArgumentError: ranks mean different versions, or only some were given weights: the
+            others' are of another time.
+    """
+    mine = [counted, None if version is None else version_text(version), given]
     found = [json.loads(data) for data in group.all_gather(json.dumps(mine).encode())]
-    following = str(max(count for count, _ in found) + 1)
-    meant = [following if text is None else text for _, text in found]
+    following = str(max(count for count, _, _ in found) + 1)
+    meant = [following if text is None else text for _, text, _ in found]
     if len(set(meant)) > 1:
         raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
+    giving, lacking = (
+        [rank for rank, (_, _, given) in enumerate(found) if given is wanted]
+        for wanted in (True, False)
+    )
+    if giving and lacking:
+        raise _core.InvalidArgumentError(
+            f"trainer ranks {giving} give weights to update(), and {lacking} do not"
+        )
     return meant[0]
 
 
