@@ -427,11 +427,13 @@ class _Stamp:
 
     file: tuple[int, int]  # device and inode
     nbytes: int
-    written: int
+    changed: tuple[int, int]
 
 
 def _stamp(found: os.stat_result) -> _Stamp:
-    return _Stamp((found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns)
+    # anybody can set the time of the last write, and nobody the other
+    changed = found.st_mtime_ns, found.st_ctime_ns
+    return _Stamp((found.st_dev, found.st_ino), found.st_size, changed)
 
 
 @contextlib.contextmanager
