@@ -20,6 +20,7 @@ from support.workers import ThreadEngine
 import wsync
 from wsync._core import DeadlineError, LayoutBuilder, WsyncError, describe
 from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.time_limit import learning
 from wsync.engine.loaders import LayoutLoader, ModuleLoader
 
@@ -211,6 +212,19 @@ def test_parameters_of_one_memory_that_come_apart_are_both_delivered(
         sync.update(draw(1))
     for name, tensor in module.named_parameters():
         assert torch.equal(tensor, draw(1)[name].to(tensor.dtype))
+
+
+def test_memory_that_is_not_kept_is_not_written_to() -> None:
+    """Another thread may replace it at any line."""
+    module = Pair()
+    held, first = ModuleMemory(module), module.a.detach()
+    kept = held.memory()
+    assert [t.untyped_storage().data_ptr() for t in kept] == [start for start, _ in held.spans()]
+    other_data(module)
+    assert module.a.data_ptr() != first.data_ptr()
+    for keep in (held.memory, held.table):
+        with pytest.raises(wsync.StateError, match="a: its memory was replaced"):
+            keep()
 
 
 @pytest.mark.parametrize("when", ["begin", "finish"])

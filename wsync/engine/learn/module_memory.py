@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from wsync._core import BufferTable, LayoutError, checksum
+from wsync._core import BufferTable, LayoutError, StateError, checksum
 from wsync.engine.learn.regions import Move
 
 # (path, dtype, shape, strides in elements, area, byte offset in it)
@@ -141,8 +141,17 @@ class ModuleMemory:
         return [names for names in groups.values() if len(names) > 1]
 
     def memory(self) -> list[torch.Tensor]:
-        """Keeps the memory of all tensors, whatever becomes of them."""
-        return [tensor.detach() for tensor in self.tensors]
+        """Keeps the memory of all areas, whatever becomes of the tensors.
+
+        Raises:
+            StateError: another thread has replaced it.
+        """
+        kept = [tensor.detach() for tensor in self.tensors]
+        for fact, tensor in zip(self.facts, kept, strict=True):
+            area, storage = self.areas[fact[4]], tensor.untyped_storage()
+            if (area.start, area.end - area.start) != (storage.data_ptr(), storage.nbytes()):
+                raise StateError(f"{fact[0]}: its memory was replaced while the update began")
+        return kept
 
     def check_place(self, areas: Collection[int]) -> None:
         """Raises LayoutError for tensors of these areas that copies cannot reach: neither all on
