@@ -21,6 +21,7 @@ import pytest
 import torch
 from support.fused import bytes_of, differing
 from support.workers import ThreadEngine
+from torch.testing._internal.two_tensor import TwoTensor
 
 import wsync
 from wsync import sglang
@@ -30,6 +31,7 @@ from wsync.engine.learn import verify
 from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.learn.made_up_model import MadeUpModel
 from wsync.engine.learn.recorder import RecordingError, record
+from wsync.engine.loaders import ModuleLoader
 from wsync.sglang import SglangLoader
 
 OPTIONS = wsync.Options(deadline=60, progress=False)
@@ -630,3 +632,30 @@ def test_a_hook_may_bind_other_views_of_the_same_memory() -> None:
     assert torch.equal(module.filler, wanted["filler"] + 1)
     assert torch.equal(module.b, wanted["c"])
     assert torch.equal(module.c, wanted["b"])
+
+
+@pytest.mark.parametrize("kind", ["sparse", "csr", "mkldnn", "nested", "wrapper", "uninitialised"])
+@pytest.mark.parametrize("learnt", [True, False])
+def test_tensors_without_memory_of_their_own_are_left_alone(kind: str, learnt: bool) -> None:
+    square = torch.eye(3)
+    made: dict[str, Callable[[], torch.Tensor]] = {
+        "sparse": square.to_sparse,
+        "csr": square.to_sparse_csr,
+        "mkldnn": square.to_mkldnn,
+        "nested": lambda: torch.nested.nested_tensor([square, square[:2]]),
+        "wrapper": lambda: TwoTensor(square, square),
+        "uninitialised": torch.nn.UninitializedBuffer,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's about sparse and nested tensors
+        other = made[kind]()
+    module = Square(plain)
+    module.register_buffer("other", other)
+    module.also = other
+    run_in_place(module, lambda: None)
+    loader = RecordedLoader(module) if learnt else ModuleLoader(module)
+    with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update(draw(1))
+    assert getattr(loader, "reason", "") == ""
+    assert module.other is module.also is other
+    assert all(torch.equal(getattr(module, name), tensor) for name, tensor in draw(1).items())

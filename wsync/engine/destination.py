@@ -24,7 +24,7 @@ from wsync._core import (
     describe,
     held_tensors,
 )
-from wsync.engine.learn.module_memory import seen, slots
+from wsync.engine.learn.module_memory import seen, slots, usable
 from wsync.module_tensors import same_bytes
 
 # names listed in one message
@@ -216,7 +216,7 @@ def check_owned(
     places = {
         tensor.untyped_storage().data_ptr()
         for tensor in itertools.chain(held, attributes)
-        if isinstance(tensor, torch.Tensor)
+        if isinstance(tensor, torch.Tensor) and usable(tensor)
     }
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.untyped_storage().data_ptr() not in places:
@@ -236,7 +236,8 @@ def aliases(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Names grouped by the tensor that they stand for, in order."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in state.items():
-        groups.setdefault(seen(tensor) if tensor.numel() else name, []).append(name)
+        key = seen(tensor) if usable(tensor) and tensor.numel() else name
+        groups.setdefault(key, []).append(name)
     return list(groups.values())
 
 

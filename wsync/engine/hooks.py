@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from wsync._core import DeadlineError, StateError
-from wsync.engine.learn.module_memory import seen, slots
+from wsync.engine.learn.module_memory import seen, slots, usable
 
 
 def wait_for_device(module: torch.nn.Module, timeout: float = 60.0) -> None:
@@ -43,7 +43,7 @@ def run_in_place(module: torch.nn.Module, hook: Callable[[], object]) -> None:
         for prefix, part in module.named_modules()
         for slot in slots(part)
         for name, tensor in slot.items()
-        if isinstance(tensor, torch.Tensor)
+        if isinstance(tensor, torch.Tensor) and usable(tensor)
     ]
     places = {data.untyped_storage().data_ptr() for *_, data in before}
     changes: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -136,7 +136,7 @@ class ModuleMemory:
             module.named_parameters(remove_duplicate=False),
             module.named_buffers(remove_duplicate=False),
         ):
-            if tensor.numel() and _usable(tensor):
+            if usable(tensor) and tensor.numel():
                 groups.setdefault(seen(tensor), []).append(name)
         return [names for names in groups.values() if len(names) > 1]
 
@@ -270,14 +270,14 @@ def _tensors(
     for prefix, part in module.named_modules():
         for slot in slots(part):
             for name, tensor in slot.items():
-                if isinstance(tensor, torch.Tensor) and _usable(tensor):
+                if isinstance(tensor, torch.Tensor) and usable(tensor):
                     yield (f"{prefix}.{name}" if prefix else name), slot, name, tensor
 
 
 def _outline(part: torch.nn.Module) -> tuple[list[int], list[tuple[str, int]]]:
     """Changes when tensors or modules come or go, and when a name stands for another module."""
     tensors = [
-        sum(isinstance(t, torch.Tensor) and _usable(t) and t.numel() > 0 for t in slot.values())
+        sum(isinstance(t, torch.Tensor) and usable(t) and t.numel() > 0 for t in slot.values())
         for slot in slots(part)
     ]
     return tensors, [(name, id(child)) for name, child in part._modules.items()]
@@ -288,8 +288,16 @@ def slots(part: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     return part._parameters, part._buffers, vars(part)
 
 
-def _usable(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta
+def usable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own, in which its elements lie at strides: not one on the
+    meta device, sparse, nested, uninitialised, or a wrapper around others."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 class Bindings:
@@ -302,7 +310,7 @@ class Bindings:
             for slot in slots(part)
         ]
         bound = (tensor for _, tensors in self._parts for tensor in tensors.values())
-        self._data = [(tensor, tensor.detach()) for tensor in bound if tensor is not None]
+        self._data = [(t, t.detach()) for t in bound if t is not None and usable(t)]
 
     def restore(self) -> list[str]:
         """Binds everything as it was; the names that had been bound to other tensors."""
