@@ -72,18 +72,8 @@ class Settings:
             raise ValueError(f"--updates {self.updates}: at least 1")
 
     @property
-    def megatron(self) -> bool:
-        return importable("megatron.core")
-
-    @property
-    def parallel(self) -> dict[str, int]:
-        if not self.megatron:
-            return {"tp": 1, "pp": 1, "ep": 1}
-        return {"tp": self.tp, "pp": self.pp, "ep": self.ep}
-
-    @property
     def ranks(self) -> int:
-        return self.pp * math.lcm(self.tp, self.ep) if self.megatron else 1
+        return self.pp * math.lcm(self.tp, self.ep)
 
     def config(self) -> Any:
         """The Hugging Face configuration of the model: small, with a vocabulary of bytes."""
@@ -122,23 +112,15 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     """
     if settings.engine == "sglang" and (lacking := _sglang_missing(settings.engine_path)):
         raise DemoFailed(lacking)
-    missing = [
-        name for name in ("torch", "transformers", "fastapi", "uvicorn") if not importable(name)
-    ]
+    needed = ("torch", "transformers", "fastapi", "uvicorn", "megatron.core")
+    missing = [name for name in needed if not importable(name)]
     if missing:
         raise DemoFailed(f"{', '.join(missing)}: not installed; wsync's extra [demo] brings it")
-    if settings.megatron:
-        print(
-            f"trainer: megatron-core, {settings.model}, {settings.ranks} processes "
-            f"(TP{settings.tp} x PP{settings.pp}, EP{settings.ep})",
-            flush=True,
-        )
-    else:
-        print(
-            "trainer: megatron-core is not installed, so a plain torch trainer of one process "
-            "(--tp, --pp and --ep do not apply)",
-            flush=True,
-        )
+    print(
+        f"trainer: megatron-core, {settings.model}, {settings.ranks} processes "
+        f"(TP{settings.tp} x PP{settings.pp}, EP{settings.ep})",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory(prefix="wsync-demo-") as folder:
         _run_ranks(settings, Path(folder))
         facts: dict[str, Any] = json.loads(Path(folder, _FACTS).read_text(encoding="utf-8"))

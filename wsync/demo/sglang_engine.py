@@ -1,8 +1,8 @@
 """An engine of SGLang's own model classes, in worker processes without its server or a GPU.
 
-Each worker keeps weights as SGLang does, fused and sharded, and takes updates as an SGLang worker
-does that was started with `--custom-weight-loader wsync.sglang.load_weights`: what it keeps is
-learnt from the model's own load_weights.  It does not generate: that needs SGLang's kernels.
+Each worker keeps weights as SGLang does, fused and sharded, and takes updates with the loader that
+`--custom-weight-loader wsync.sglang.load_weights` gives an SGLang worker: what it keeps is learnt
+from the model's own load_weights.  It does not generate: that needs SGLang's kernels.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 
-from wsync import sglang
-from wsync._core import InvalidArgumentError, UnsupportedError
+from wsync._core import UnsupportedError
 from wsync.demo import sglang_host
 from wsync.demo.engines.worker import ModelWorker
 from wsync.demo.engines.workers import WorkersEngine
 from wsync.demo.sglang_files import how_to_get
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.handles.base import EngineHandle
-from wsync.messages import payload
-from wsync.messages.control import LOAD_FORMAT
+from wsync.sglang import SglangLoader
 
 _SECONDS = 120.0
 
@@ -55,7 +53,8 @@ class SglangEngine(WorkersEngine):
         is wrong."""
         data = io.BytesIO()
         torch.save(dict(expected), data)
-        differing = self._call("compare", [data.getvalue()] * self.workers, _SECONDS)
+        weights = {"weights": data.getvalue()}
+        differing = self._call("compare", [weights] * self.workers, _SECONDS)
         problems = [
             f"SGLang: worker {rank}: {name} has other bytes"
             for rank, names in enumerate(differing)
@@ -71,11 +70,9 @@ class SglangEngine(WorkersEngine):
 
 
 class _Worker(ModelWorker):
-    """The receiver is the one that wsync.sglang keeps for the model."""
+    """Learns from the model's own load_weights, as wsync.sglang does it in SGLang."""
 
     def __init__(self, *, config: dict[str, Any], rank: int, tp: int, ep: int) -> None:
-        self.rank = rank
-        self._version = "default"
         try:
             sglang_host.load()
             sglang_host.host(tp=tp, ep=ep, rank=rank)
@@ -85,36 +82,12 @@ class _Worker(ModelWorker):
             raise UnsupportedError(
                 f"SGLang's model classes cannot be imported: {error}.  These do:\n{how_to_get()}"
             ) from error
+        super().__init__(SglangLoader(self._model), rank=rank)
 
-    def count(self, request: int) -> None:
-        """Nothing: the receiver is SGLang's to ask."""
-
-    def answer(self, what: str, argument: Any) -> Any:
-        if what == "compare":
-            return self._compare(torch.load(io.BytesIO(argument)))
-        return super().answer(what, argument)
-
-    def update(self, data: bytes | str, *, load_format: str | None, **told: Any) -> str:
-        if load_format != LOAD_FORMAT:
-            raise InvalidArgumentError(f"unknown load_format {load_format!r}")
-        content: Any = payload.load(data)
-        sglang.load_weights(self._model, content)
-        if told["weight_version"] is not None:
-            self._version = told["weight_version"]
-        return "Success"
-
-    def state(self) -> tuple[str, int, str]:
-        return "", 0, self._version  # SGLang does not ask its loader
-
-    def begin(self, update: str) -> None:
-        """Nothing: it does not generate."""
-
-    def go_on(self, update: str) -> bool:
-        return True
-
-    def _compare(self, weights: dict[str, torch.Tensor]) -> list[str]:
+    def compare(self, weights: bytes) -> list[str]:
+        """The names of what SGLang's own load_weights would make otherwise of these weights."""
         own = self._build()
-        own.load_weights(list(weights.items()))
+        own.load_weights(list(torch.load(io.BytesIO(weights)).items()))
         wanted, found = _held(own), _held(self._model)
         names = sorted(wanted.keys() | found.keys())
         return [name for name in names if wanted.get(name) != found.get(name)]

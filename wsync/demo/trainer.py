@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 import wsync
-from wsync.demo import reference
+from wsync.demo import megatron_cpu, reference
 from wsync.demo.pair import Engines
 from wsync.demo.run import LACKING, Settings
 from wsync.demo.sglang_engine import SglangEngine
 from wsync.handles.base import EngineHandle
-from wsync.layout import TrainerLayout, from_tensors
+from wsync.layout import TrainerLayout
 
 SENTENCE = "Fresh weights reach every engine, byte for byte, before the next token is due. "
 PROMPT_LENGTH = 18
@@ -25,71 +25,24 @@ STEPS_PER_UPDATE = 12
 TOLERANCE = 1e-3
 
 
-class MegatronTrainer:
-    """A real megatron-core model, sharded over the demo's processes."""
-
-    def __init__(self, settings: Settings, config: Any) -> None:
-        from wsync import megatron
-        from wsync.demo import megatron_cpu
-
-        self._stack = contextlib.ExitStack()
-        self._stack.enter_context(megatron_cpu.on_cpu())
-        parallel = megatron_cpu.Parallel(
-            tp=settings.tp, pp=settings.pp, ep=settings.ep, etp=1 if settings.ep > 1 else None
-        )
-        self._stack.enter_context(megatron_cpu.groups(parallel))
-        self._trainer = megatron_cpu.build(config, parallel, dtype=torch.float32)
-        self._config = config
-        self.layout: TrainerLayout = megatron.layout(self._trainer.chunks, config)
-        self.step = self._trainer.step
-        self.logits = self._trainer.logits
-
-    def reference(self) -> dict[str, torch.Tensor]:
-        """The weights under Hugging Face names, converted without wsync; collective."""
-        return reference.hf_state_dict(self._trainer.chunks, self._config)
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-class PlainTrainer:
-    """A transformers model in one process, for machines without megatron-core."""
-
-    def __init__(self, config: Any) -> None:
-        from transformers import AutoModelForCausalLM
-
-        torch.manual_seed(0)
-        self._model = AutoModelForCausalLM.from_config(config).float()
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-2)
-        self.layout = from_tensors(dict(self._model.named_parameters()))
-
-    def step(self, ids: torch.Tensor) -> float:
-        self._optimizer.zero_grad()
-        loss = self._model(ids, labels=ids).loss
-        loss.backward()
-        self._optimizer.step()
-        return float(loss.detach())
-
-    @torch.no_grad()
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._model(ids).logits
-        return logits
-
-    def reference(self) -> dict[str, torch.Tensor]:
-        return {name: p.detach().clone() for name, p in self._model.named_parameters()}
-
-    def close(self) -> None:
-        pass
-
-
 def train(rank: int, settings: Settings, folder: Path) -> dict[str, Any]:
     """What one rank does; rank 0 prints how far it is and returns the facts of the demo."""
     config = settings.config()
+    parallel = megatron_cpu.Parallel(
+        tp=settings.tp, pp=settings.pp, ep=settings.ep, etp=1 if settings.ep > 1 else None
+    )
     with contextlib.ExitStack() as stack:
-        if settings.megatron:
-            stack.enter_context(_distributed(rank, settings, folder / "store"))
-        trainer = MegatronTrainer(settings, config) if settings.megatron else PlainTrainer(config)
-        stack.callback(trainer.close)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder / 'store'}",
+            rank=rank,
+            world_size=settings.ranks,
+            timeout=datetime.timedelta(seconds=300),
+        )
+        stack.callback(dist.destroy_process_group)
+        stack.enter_context(megatron_cpu.on_cpu())
+        stack.enter_context(megatron_cpu.groups(parallel))
+        trainer = megatron_cpu.build(config, parallel, dtype=torch.float32)
         engines = None
         if rank == 0:
             engines = _start_engines(settings, config, folder)
@@ -110,23 +63,8 @@ def _start_engines(settings: Settings, config: Any, folder: Path) -> Engines | S
         raise
 
 
-@contextlib.contextmanager
-def _distributed(rank: int, settings: Settings, store: Path) -> Iterator[None]:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=settings.ranks,
-        timeout=datetime.timedelta(seconds=300),
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def _updates(
-    trainer: MegatronTrainer | PlainTrainer,
+    trainer: megatron_cpu.CpuTrainer,
     engines: Engines | SglangEngine | None,
     settings: Settings,
     folder: Path,
@@ -141,12 +79,13 @@ def _updates(
         engines.note("before", prompt)
     expected: dict[str, torch.Tensor] = {}
     handles = [] if engines is None else engines.handles
-    with _connect(trainer.layout, handles, settings, folder) as sync:
+    layout = wsync.megatron.layout(trainer.chunks, trainer.hf)
+    with _connect(layout, handles, settings, folder) as sync:
         for number in range(1, settings.updates + 1):
             for _ in range(STEPS_PER_UPDATE):
                 trainer.step(ids)
             report = sync.update(version=number)
-            expected = trainer.reference()
+            expected = reference.hf_state_dict(trainer.chunks, trainer.hf)
             logits = trainer.logits(ids)[0]
             if engines is None:
                 continue
@@ -168,13 +107,10 @@ def _updates(
         "problems": problems,
         "mode": settings.mode,
         "model": settings.model,
-        "trainer": "megatron-core" if settings.megatron else "torch",
-        "parallel": settings.parallel,
+        "parallel": {"tp": settings.tp, "pp": settings.pp, "ep": settings.ep},
         "ranks": settings.ranks,
         "tensors": len(expected),
         "bytes": sum(tensor.nbytes for tensor in expected.values()),
-        "phases": updates[-1]["phases"],
-        "redundancy": updates[-1]["redundancy"],
         "updates": updates,
         "engines": engines.facts,
         "processes": engines.processes,
