@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.families.rules import Expansion, Rule, ShardPlacement, regions_of
+from wsync.families.rules import Expansion, ShardPlacement, regions_of
 from wsync.families.tables import Family, runtime_family
 from wsync.layout import (
     TrainerLayout,
@@ -96,10 +96,11 @@ def layout(
     else:
         read = reader.of_module(model, tied)
     parts = read()
-    buffers, numbers = _buffers(parts)
-    names = tuple(name for name, _ in buffers)
-    table = _core.describe([tensor for _, tensor in buffers], names, gpu=True)
-    made_from = table.form()
+    places: dict[int, int] = {}  # of the distinct local tensors, each named after its first part
+    numbers = [places.setdefault(id(part.tensor), len(places)) for part in parts]
+    firsts = [numbers.index(number) for number in range(len(places))]
+    names = tuple(parts[first].name for first in firsts)
+    table = _core.describe([parts[first].tensor for first in firsts], names, gpu=True)
     rank, count = position(group)
     builder = _core.LayoutBuilder(rank)
     names_of = _Names(config)
@@ -113,9 +114,7 @@ def layout(
             strides = strides if part.strides is None else part.strides
             builder.add_parameter(part.name, number, dtype, strides, part.regions, maps)
 
-    firsts = [numbers.index(number) for number in range(len(buffers))]
     forms = [part.form for part in parts]
-    del parts, buffers, table  # a layout keeps no tensors
 
     def current(weights: Mapping[str, Tensor] | None = None) -> Sequence[Tensor]:
         found = read() if weights is None else reader.of_mapping(weights, tied, forms)()
@@ -127,7 +126,7 @@ def layout(
                 )
         return [found[first].tensor for first in firsts]
 
-    return TrainerLayout(builder.build(), names, current, made_from, rank, count, group, current)
+    return TrainerLayout(builder.build(), names, current, table, rank, count, group, current)
 
 
 def plain_name(name: str) -> str:
@@ -432,20 +431,14 @@ class _Names:
             axes = tuple(range(len(part.shape)))
             return [(part.name, "", part.shape, zeros, zeros, part.shape, axes, 0)]
         rule, numbers = found
-        expansion = self._expand(self._family, rule, part)
-        placement = ShardPlacement(part.shape, part.regions)
-        return [piece.map(numbers) for piece in expansion.pieces if placement.meets(piece)]
-
-    def _expand(self, family: Family, rule: Rule, part: _Part) -> Expansion:
-        expansion = self._expansions.get(id(rule))
-        if expansion is None:
-            expansion = family.expand(rule, part.name, self._sizes)
-            self._expansions[id(rule)] = expansion
+        if id(rule) not in self._expansions:
+            self._expansions[id(rule)] = self._family.expand(rule, part.name, self._sizes)
+        expansion = self._expansions[id(rule)]
         if expansion.shape != part.shape:
             raise _core.LayoutError(
                 f"{part.name}: shape {part.shape} != {expansion.shape} of the configuration"
             )
-        return expansion
+        return expansion.maps(ShardPlacement(part.shape, part.regions), numbers)
 
     def _check_fused(self, part: _Part) -> None:
         """Fused experts pass as they are only where a family is known to save them so."""
@@ -454,20 +447,6 @@ class _Names:
             raise _core.UnsupportedError(
                 f"{part.name}: experts are fused, and {known} has no rule for engines' names"
             )
-
-
-# --- parts and buffers --------------------------------------------------------------------------
-
-
-def _buffers(parts: Sequence[_Part]) -> tuple[list[tuple[str, Tensor]], list[int]]:
-    """The distinct local tensors in order, named after their first part, and each part's one."""
-    numbers: dict[int, int] = {}
-    buffers: list[tuple[str, Tensor]] = []
-    for part in parts:
-        if id(part.tensor) not in numbers:
-            numbers[id(part.tensor)] = len(buffers)
-            buffers.append((part.name, part.tensor))
-    return buffers, [numbers[id(part.tensor)] for part in parts]
 
 
 def _check_same(forms: Sequence[Form], found: Sequence[_Part]) -> None:

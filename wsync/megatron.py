@@ -281,7 +281,7 @@ class _Reader:
     def _expand(self, rule: Rule, name: str, shape: tuple[int, ...], ranks: int) -> Expansion:
         """The rule with this model's sizes; an inferred axis takes what the known ones leave."""
         found = self.spec.family.expand(rule, name, self.spec.sizes)
-        dimension = rule.inferred_dimension()
+        dimension = rule.inferred_dimension
         if dimension < 0 or len(shape) <= dimension:
             return found
         rest = shape[dimension] * ranks - found.shape[dimension]

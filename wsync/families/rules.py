@@ -149,6 +149,13 @@ class _Branch:
     origin: tuple[int, ...]  # coordinate of index 0 of every axis
     steps: Mapping[str, _Step]
 
+    def at(self, chosen: Mapping[str, int]) -> _Shape:
+        """The coordinate where some axes have these indices, and the others 0."""
+        found = list(self.origin)
+        for axis in self.steps.keys() & chosen.keys():
+            found[self.steps[axis].dimension] += chosen[axis] * self.steps[axis].stride
+        return tuple(found)
+
 
 class _View:
     """A parsed view: sizes, branches and parts once the sizes of its axes are known."""
@@ -176,7 +183,8 @@ class _View:
     def branches(self, sizes: Mapping[str, int]) -> list[_Branch]:
         """All choices of alternatives that hold at least one element."""
         choices = [
-            list(self._choices(item, dimension, sizes)) for dimension, item in enumerate(self.items)
+            list(self._choices(item, dimension, 1, sizes))
+            for dimension, item in enumerate(self.items)
         ]
         found = []
         for choice in itertools.product(*choices):
@@ -186,25 +194,23 @@ class _View:
         return found
 
     def _choices(
-        self, item: _Item, dimension: int, sizes: Mapping[str, int]
+        self, item: _Item, dimension: int, stride: int, sizes: Mapping[str, int]
     ) -> Iterator[tuple[int, dict[str, _Step]]]:
-        """(offset, steps) of every choice of alternatives inside one item."""
+        """(offset, steps) of every choice of alternatives inside one item, whose elements are
+        `stride` apart."""
         if isinstance(item, _Axis):
-            yield 0, {item.name: _Step(dimension, 1, sizes[item.name])}
+            yield 0, {item.name: _Step(dimension, stride, sizes[item.name])}
             return
         base = 0
         for alternative in item.alternatives:
-            inner = [self._product(alternative[i + 1 :], sizes) for i in range(len(alternative))]
-            options = [list(self._choices(part, dimension, sizes)) for part in alternative]
+            inner, options = stride, []
+            for part in reversed(alternative):
+                options.append(list(self._choices(part, dimension, inner, sizes)))
+                inner *= self.size(part, sizes)
             for choice in itertools.product(*options):
-                offset = base
-                steps: dict[str, _Step] = {}
-                for scale, (start, part) in zip(inner, choice, strict=True):
-                    offset += start * scale
-                    for name, step in part.items():
-                        steps[name] = _Step(dimension, step.stride * scale, step.size)
-                yield offset, steps
-            base += self._product(alternative, sizes)
+                steps = {name: step for _, part in choice for name, step in part.items()}
+                yield base + sum(offset for offset, _ in choice), steps
+            base += inner
 
     def parts(
         self, item: _Item, sizes: Mapping[str, int], cuts: Mapping[str, Cut]
@@ -337,6 +343,10 @@ class Expansion:
         shape = tuple(sum(extent for _, extent in parts) for parts in dimensions)
         return ShardPlacement(shape, regions_of(dimensions))
 
+    def maps(self, placement: ShardPlacement, numbers: Mapping[str, int]) -> list[_core.Map]:
+        """Where the elements of a share go; numbers: those in the parameter's name."""
+        return [piece.map(numbers) for piece in self.pieces if placement.meets(piece)]
+
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Boxes from the parameter to its targets; names still hold {layer} and {expert}."""
@@ -359,11 +369,9 @@ class Expansion:
                         f"which no alternative of {self._view.text!r} has"
                     )
                 claimed[index] = True
-                for fixed in itertools.product(*(range(self._sizes[name]) for name in each)):
-                    chosen = dict(zip(each, fixed, strict=True))
-                    pieces += _boxes(target, shape, sources[index], branch, chosen)
-                    if len(pieces) > MAX_BOXES:
-                        raise RuleError(f"{self.rule.name}: more than {MAX_BOXES} boxes")
+                pieces += _boxes(target, shape, sources[index], branch, each)
+                if len(pieces) > MAX_BOXES:
+                    raise RuleError(f"{self.rule.name}: more than {MAX_BOXES} boxes")
         for source, done in zip(sources, claimed, strict=True):
             if not done:
                 raise RuleError(
@@ -374,23 +382,17 @@ class Expansion:
 
 
 def _boxes(
-    target: Target,
-    shape: tuple[int, ...],
-    source: _Branch,
-    branch: _Branch,
-    chosen: Mapping[str, int],
+    target: Target, shape: _Shape, source: _Branch, branch: _Branch, each: Sequence[str]
 ) -> Iterator[Piece]:
-    """Boxes that carry one source branch to one branch of a target.
+    """Boxes that carry one source branch to one branch of a target, or to the branch of that kind
+    of each tensor that the axes `each` number.
 
     In each target dimension the longest innermost run of axes that lies equally dense in one
     source dimension becomes the extent of the boxes; every other axis is counted through.
     """
-    name = _PLACEHOLDER.sub(
-        lambda match: str(chosen.get(match.group(1), match.group())), target.name
-    )
     extent = [1] * len(shape)
     axes = [-1] * len(shape)
-    counted: list[str] = []
+    counted = list(each)
     for dimension in range(len(shape)):
         inside = [item for item in branch.steps.items() if item[1].dimension == dimension]
         inside.sort(key=lambda item: item[1].stride)
@@ -405,15 +407,13 @@ def _boxes(
                 extent[dimension] *= step.size
             else:
                 counted.append(axis)
-    base = list(source.origin)
-    for axis, index in chosen.items():
-        base[source.steps[axis].dimension] += index * source.steps[axis].stride
-    for indices in itertools.product(*(range(branch.steps[axis].size) for axis in counted)):
-        start, origin_start = list(branch.origin), list(base)
-        for axis, index in zip(counted, indices, strict=True):
-            start[branch.steps[axis].dimension] += index * branch.steps[axis].stride
-            origin_start[source.steps[axis].dimension] += index * source.steps[axis].stride
-        yield Piece(name, shape, tuple(start), tuple(origin_start), tuple(extent), tuple(axes))
+    for indices in itertools.product(*(range(source.steps[axis].size) for axis in counted)):
+        chosen = dict(zip(counted, indices, strict=True))
+        name = target.name
+        for axis in each:
+            name = name.replace(f"{{{axis}}}", str(chosen[axis]))
+        start, source_start = branch.at(chosen), source.at(chosen)
+        yield Piece(name, shape, start, source_start, tuple(extent), tuple(axes))
 
 
 class Rule:
@@ -421,7 +421,8 @@ class Rule:
 
     `stored`: the shape that Megatron gives the parameter where it is not the view's own: for each
     of its dimensions, the dimensions of the view that it multiplies.  The storage must be
-    contiguous in the view's order (legacy grouped experts).
+    contiguous in the view's order (legacy grouped experts).  `inferred_dimension`: the dimension of
+    the parameter that holds the inferred axis, or -1.
     """
 
     def __init__(
@@ -435,9 +436,15 @@ class Rule:
         self.parsed = _View(view)
         self.targets = targets
         self.stored = None if stored is None else tuple(tuple(part) for part in stored)
-        self.inferred = [axis.name for axis in _axes(self.parsed.items) if axis.size == INFERRED]
-        if len(self.inferred) > 1:
+        inferred = [
+            dimension
+            for dimension, item in enumerate(self.parsed.items)
+            for axis in _axes([item])
+            if axis.size == INFERRED
+        ]
+        if len(inferred) > 1:
             raise RuleError(f"{name}: more than one inferred axis in {view!r}")
+        self.inferred_dimension = inferred[0] if inferred else -1
         if not targets:
             raise RuleError(f"{name}: no targets")
         for target in targets:
@@ -472,13 +479,6 @@ class Rule:
         """The numbers that a global parameter name holds, or None."""
         match = self._pattern.fullmatch(name)
         return None if match is None else {k: int(v) for k, v in match.groupdict().items()}
-
-    def inferred_dimension(self) -> int:
-        """Dimension of the parameter that holds the inferred axis, or -1."""
-        for dimension, item in enumerate(self.parsed.items):
-            if any(axis.size == INFERRED for axis in _axes([item])):
-                return dimension
-        return -1
 
     def expand(self, sizes: Mapping[str, int], inferred: int = 0) -> Expansion:
         """Fixes the sizes of all axes; KeyError names a size that `sizes` lacks."""

@@ -167,7 +167,7 @@ class ShardedModel(torch.nn.Module):
                 placement = expansion.place(*cuts)
             except LayoutError as error:
                 raise LayoutError(f"{name}: {error}") from None
-            maps = [piece.map(numbers) for piece in expansion.pieces if placement.meets(piece)]
+            maps = expansion.maps(placement, numbers)
             strides = contiguous_strides(placement.shape)
             builder.add_parameter(name, len(self.tensors), dtype, strides, placement.regions, maps)
             self.tensors[name] = torch.zeros(placement.shape, dtype=self.dtype)
@@ -212,9 +212,8 @@ class ShardedModel(torch.nn.Module):
         return self._reduce(rows * here[:, None])
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        return self.tensors[name] * (wide * scale).to(self.dtype)
+        weight = self.tensors[name]
+        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
     def _rotation(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         exponents = torch.arange(0, self.head_dim, 2).float() / self.head_dim
@@ -236,13 +235,9 @@ class ShardedModel(torch.nn.Module):
         if prefix + "q_norm.weight" in self.tensors:
             q = self._norm(q, prefix + "q_norm.weight")
             k = self._norm(k, prefix + "k_norm.weight")
-        repeats = self.local_heads // self.local_kv_heads
-        q, k = _rotate(q, rotation), _rotate(k, rotation)
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * self.head_dim**-0.5
-        later = torch.ones(length, length, dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1, dtype=torch.float32)
-        mixed = torch.einsum("hqk,khd->qhd", weights.to(self.dtype), v).reshape(length, -1)
+        q, k, v = (part.transpose(0, 1) for part in (_rotate(q, rotation), _rotate(k, rotation), v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        mixed = mixed.transpose(0, 1).reshape(length, -1)
         return self._reduce(mixed @ self.tensors[prefix + "o_proj.weight"].T)
 
     def _mix(self, x: torch.Tensor, prefix: str) -> torch.Tensor:

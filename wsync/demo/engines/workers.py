@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Final, Self
 
@@ -40,7 +40,6 @@ from wsync.messages import control, payload
 _CLOSE_SECONDS: Final = 10.0
 _update: ContextVar[str] = ContextVar("wsync update", default="")
 """The id of the update that a call of an engine belongs to, "" if it has none."""
-_OF_UPDATES: Final = ("pause", "resume", "update_weights", "update_weights_from_disk", "call")
 _MAIN: Final = "import sys; from wsync.demo.engines.workers import serve; serve(int(sys.argv[1]))"
 
 
@@ -280,17 +279,11 @@ class _During:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._engine, name)
-        if name not in _OF_UPDATES:
+        if not callable(found):
             return found
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            before = _update.set(self._update)
-            try:
-                return found(*arguments, **named)
-            finally:
-                _update.reset(before)
-
-        return call
+        context = copy_context()
+        context.run(_update.set, self._update)
+        return functools.partial(context.run, found)
 
 
 def serve(descriptor: int) -> None:
