@@ -209,21 +209,20 @@ def build(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     engine: bool = False,
-    vocab_multiple: int = 16,
     **overrides: Any,
 ) -> CpuTrainer:
     """A trainer of the shape of a Hugging Face config, with random weights of its own.
 
     The weights depend on the seed and the parallel sizes; replicas are equal.  `engine` uses
     TransformerEngine's modules, where some stand-in or the real one is installed.  The vocabulary
-    is padded to a multiple of vocab_multiple * tp.  `overrides` go to TransformerConfig.
+    is padded to a multiple of 16 * tp.  `overrides` go to TransformerConfig.
     """
     from megatron.core import parallel_state as state
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     config = transformer_config(hf, parallel, dtype, **overrides)
-    unit = vocab_multiple * parallel.tp
+    unit = 16 * parallel.tp
     chunks: list[Module] = []
     for stage in range(parallel.vpp or 1):
         vp_stage = stage if parallel.vpp else None
@@ -311,7 +310,7 @@ class CpuTrainer:
     optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
 
     @torch.no_grad()
-    def randomize(self, seed: int, scale: float = 0.1) -> None:
+    def randomize(self, seed: int) -> None:
         """New random weights, equal on replicas: norms around 1, all else around 0."""
         from megatron.core import parallel_state as state
 
@@ -327,7 +326,7 @@ class CpuTrainer:
                     shard += 1000 * state.get_expert_model_parallel_rank()
             text = f"{seed}/{shard}/{name}"
             generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
-            values = torch.randn(tensor.shape, generator=generator) * scale
+            values = torch.randn(tensor.shape, generator=generator) * 0.1
             tensor.copy_(values + 1.0 if "norm" in name else values)
 
     def _run(self, ids: Tensor, **options: Any) -> Tensor:
@@ -375,13 +374,13 @@ class CpuTrainer:
         dist.broadcast(full, last, group=pipeline)
         return full
 
-    def step(self, ids: Tensor, learning_rate: float = 1e-2) -> float | None:
+    def step(self, ids: Tensor) -> float | None:
         """One AdamW step on predicting the next token; the loss on the last stage, else None."""
         from megatron.core import parallel_state as state
 
         if self.optimizer is None:
             parameters = [p for chunk in self.chunks for p in chunk.parameters()]
-            self.optimizer = torch.optim.AdamW(parameters, lr=learning_rate)
+            self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
         self.optimizer.zero_grad()
         output = self._run(ids, labels=torch.roll(ids, -1, 1))
         last = state.is_pipeline_last_stage(ignore_virtual=True)
@@ -399,26 +398,19 @@ class CpuTrainer:
         for _, weight in weights:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-        whole = [
-            (name, weight)
-            for name, weight in weights
-            if not getattr(weight, "tensor_model_parallel", False)
-        ]
-        tensor = state.get_tensor_model_parallel_group()
-        heads = [w for name, w in whole if re.search(r"\.[qk]_layernorm\.", name)]
-        _all_reduce(heads, tensor, average=False)
-        _all_reduce([w for _, w in whole if all(w is not h for h in heads)], tensor, average=True)
-        if self.hf.tie_word_embeddings and self.parallel.pp > 1:
-            self._reduce_tied(weights, state.get_embedding_group(check_initialized=False))
-        experts = [w for name, w in weights if ".experts." in name]
-        others = [w for name, w in weights if ".experts." not in name]
-        _all_reduce(experts, state.get_expert_data_parallel_group(), average=True)
-        both = state.get_data_parallel_group(with_context_parallel=True)
-        _all_reduce(others, both, average=True)
-
-    def _reduce_tied(self, weights: Sequence[tuple[str, Tensor]], group: ProcessGroup) -> None:
+        whole = [item for item in weights if not getattr(item[1], "tensor_model_parallel", False)]
         ends = ("embedding.word_embeddings.weight", "output_layer.weight")
-        _all_reduce([w for name, w in weights if name in ends], group, average=False)
+        tensor = state.get_tensor_model_parallel_group()
+        data = state.get_data_parallel_group(with_context_parallel=True)
+        heads = re.compile(r"\.[qk]_layernorm\.")
+        _all_reduce([w for name, w in whole if heads.search(name)], tensor, average=False)
+        _all_reduce([w for name, w in whole if not heads.search(name)], tensor, average=True)
+        if self.hf.tie_word_embeddings and self.parallel.pp > 1:
+            tied = state.get_embedding_group(check_initialized=False)
+            _all_reduce([w for name, w in weights if name in ends], tied, average=False)
+        experts = state.get_expert_data_parallel_group()
+        _all_reduce([w for name, w in weights if ".experts." in name], experts, average=True)
+        _all_reduce([w for name, w in weights if ".experts." not in name], data, average=True)
 
 
 def _all_reduce(weights: Sequence[Tensor], group: ProcessGroup, *, average: bool) -> None:
