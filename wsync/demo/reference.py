@@ -99,16 +99,14 @@ _SAME = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.router.weight": "mlp.gate.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
+_MLP = re.compile(r"mlp\.(?:experts\.(?:local_experts\.(\d+)\.)?)?linear_fc([12])\.weight(\d*)")
 
 
 def _convert_layer(
     name: str, tensor: torch.Tensor, config: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    expert = re.fullmatch(
-        r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12])\.weight(\d*)", name
-    )
+    mlp = _MLP.fullmatch(name)
     if name in _SAME:
         yield _SAME[name], tensor
     elif name.startswith("self_attention.linear_qkv."):
@@ -121,13 +119,10 @@ def _convert_layer(
         parts = rows[:, :heads], rows[:, heads], rows[:, heads + 1]
         for letter, part in zip("qkv", parts, strict=True):
             yield f"self_attn.{letter}_proj.{kind}", part.reshape(-1, *tensor.shape[1:])
-    elif name == "mlp.linear_fc1.weight":
-        gate, up = tensor.chunk(2)
-        yield "mlp.gate_proj.weight", gate
-        yield "mlp.up_proj.weight", up
-    elif expert is not None:
-        prefix = f"mlp.experts.{expert[1] or expert[3]}"
-        if expert[2] == "linear_fc2":
+    elif mlp is not None:
+        expert = mlp[1] or mlp[3]
+        prefix = f"mlp.experts.{expert}" if expert else "mlp"
+        if mlp[2] == "2":
             yield f"{prefix}.down_proj.weight", tensor
         else:
             gate, up = tensor.chunk(2)

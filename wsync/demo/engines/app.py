@@ -89,7 +89,7 @@ def _add_rules(app: FastAPI, api_key: str | None) -> None:
 
 
 class _BodyLimit:
-    """Has whoever reads a body that is too large fail, at once where its length is announced."""
+    """Refuses a body that is too large: at once where its length is announced, else as it comes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -70,10 +70,6 @@ class ModelWorker:
 
     # --- questions of a process --------------------------------------------------------------
 
-    def count(self, request: int) -> None:
-        """Is told the number of the next question, which all workers of an engine are asked."""
-        self.updates.request = request
-
     def answer(self, what: str, argument: Any) -> Any:
         """The answer to one question: what the method of that name returns."""
         return getattr(self, what)(**(argument or {}))
@@ -212,13 +208,9 @@ class ModuleWorker(ModelWorker):
         return Destination.of(self.module, shapes, self.ignore)
 
     def wanted(self) -> dict[str, str]:
-        state = state_of(self.module)
-        return {
-            name: group[0]
-            for group in aliases(state)
-            if state[group[0]].numel() and not self.ignore.intersection(group)
-            for name in group
-        }
+        first = _first_names(state_of(self.module))
+        ignored = {first.get(name) for name in self.ignore}
+        return {name: chosen for name, chosen in first.items() if chosen not in ignored}
 
     def take(self, weights: Named, origin: str = "") -> None:
         """Copies a bucket by name.  What fits is checked before the first byte is written."""
@@ -227,8 +219,7 @@ class ModuleWorker(ModelWorker):
         weights = [(name, t) for name, t in weights if name in state or name not in self.ignore]
         facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
         check_fit(weights, facts, type(self.module).__name__)
-        groups = [group for group in aliases(state) if state[group[0]].numel()]
-        first = {name: group[0] for group in groups for name in group}
+        first = _first_names(state)
         wanted = self.wanted()
         names = [name for name, _ in weights]
         filled = sorted({*wanted.values(), *(first[name] for name in names if name in first)})
@@ -239,6 +230,12 @@ class ModuleWorker(ModelWorker):
             for name, tensor in _once(weights, state, first, came):
                 state[name].copy_(tensor)
             target.check_places()
+
+
+def _first_names(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The first name of each tensor that has elements, by all its names."""
+    groups = [group for group in aliases(state) if state[group[0]].numel()]
+    return {name: group[0] for group in groups for name in group}
 
 
 def check_fit(weights: Named, facts: Facts, who: str) -> None:

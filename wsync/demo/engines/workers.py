@@ -304,7 +304,7 @@ def serve(descriptor: int) -> None:
                 make, settings = argument
                 worker, what, argument = make(**settings), "ping", None
             assert worker is not None
-            worker.count(sequence)
+            worker.updates.request = sequence
             reply = (True, worker.answer(what, argument))
         except WsyncError as error:
             reply = (False, str(error))
