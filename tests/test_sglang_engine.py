@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from support.engines import SGLANG_VERSIONS, engine_tree
 
-from wsync import InvalidArgumentError, UnsupportedError
+from wsync import UnsupportedError
 from wsync.handles.base import handle
 from wsync.handles.sglang import SglangHandle
 from wsync.messages import payload
@@ -35,42 +36,54 @@ def test_every_worker_unpickles_its_own_tensors(version: str) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         "equal": [True] * 4,
-        # closing requests carry the version, and go through the tokenizer manager
-        "forms": ["LocalSerializedTensor", "Tensor"],
+        "forms": ["Tensor"],
         "handle": "SglangHandle",
         "version": "2",
         "open": False,
     }
 
 
+class Manager:
+    """A tokenizer manager that only notes what it is given."""
+
+    async def update_weights_from_tensor(self, request: Any, _: None) -> tuple[bool, str]:
+        self.seen = vars(request)
+        return True, "Success"
+
+
 class Engine:
-    """An engine that only notes what it is given."""
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self) -> None:
+        self.tokenizer_manager = Manager()
 
     def update_weights_from_tensor(
         self, named_tensors: Any, load_format: Any = None, flush_cache: bool = True
     ) -> tuple[bool, str]:
-        self.seen = (named_tensors, load_format, flush_cache)
-        return True, "Success"
+        raise AssertionError("one list of tensors for all workers")
 
 
-def test_stock_buckets_are_one_payload_per_worker() -> None:
+def test_stock_buckets_are_one_payload_per_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = SimpleNamespace(UpdateWeightsFromTensorReqInput=SimpleNamespace)
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", requests)
     engine = Engine()
+    engine.loop = asyncio.new_event_loop()
     found = handle(engine, workers=2)
     assert isinstance(found, SglangHandle)
-    found.update_weights(
-        [b"\x80one", b"\x80two"], load_format="flattened_bucket", weight_version=None, timeout=5
-    )
-    assert engine.seen == (["gG9uZQ==", "gHR3bw=="], "flattened_bucket", False)
+    payloads = [b"\x80one", b"\x80two"]
+    found.update_weights(payloads, load_format="flattened_bucket", weight_version=None, timeout=5)
+    engine.loop.close()
+    assert engine.tokenizer_manager.seen == {
+        "serialized_named_tensors": payloads,
+        "load_format": "flattened_bucket",
+        "flush_cache": False,
+    }
 
 
 def test_an_sglang_without_the_form_is_named() -> None:
-    with pytest.raises(UnsupportedError, match="has no LocalSerializedTensor"):
+    with pytest.raises(UnsupportedError, match="has no UpdateWeightsFromTensorReqInput"):
         handle(Engine()).update_weights(
             [payload.control(b"x")], load_format="a.b", weight_version=None, timeout=5
         )
-
-
-def test_workers_with_different_names_are_refused() -> None:
-    lists = [payload.named_tensors([(name, torch.ones(1))]) for name in "ab"]
-    with pytest.raises(InvalidArgumentError, match="payloads of 2 workers name different"):
-        payload.per_worker(lists)

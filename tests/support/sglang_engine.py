@@ -3,7 +3,7 @@
     python sglang_engine.py TREE
 
 `sglang.Engine` and its workers import half an inference engine, so what handles weights is taken
-out of the real files and run alone: Engine's update_weights_from_tensor, LocalSerializedTensor, the
+out of the real files and run alone: Engine's update_weights_from_tensor, _unwrap_tensor, the
 serialiser and its unpickler, the request's class.  The two workers are threads.  Prints a JSON
 object of what the workers hold.
 """
@@ -94,8 +94,7 @@ def sglang(tree: Path) -> dict[str, Any]:
     taken(path, {"LocalSerializedTensor", "_unwrap_tensor"}, updater)
     request = add_module("sglang.srt.managers.io_struct", names)
     taken(srt / "managers" / "io_struct.py", {"UpdateWeightsFromTensorReqInput"}, request)
-    wanted = {"update_weights_from_tensor", "_serialize_tensors_per_rank"}
-    taken(srt / "entrypoints" / "engine.py", wanted, request)
+    taken(srt / "entrypoints" / "engine.py", {"update_weights_from_tensor"}, request)
     return request | {"_unwrap_tensor": updater["_unwrap_tensor"]}
 
 
@@ -156,8 +155,7 @@ def make_engine(names: dict[str, Any], models: list[torch.nn.Module]) -> Any:
         def get_model_info(self) -> dict[str, Any]:
             return {"weight_version": manager.version}
 
-    for name in ("update_weights_from_tensor", "_serialize_tensors_per_rank"):
-        setattr(Engine, name, names[name])
+    Engine.update_weights_from_tensor = names["update_weights_from_tensor"]
     return Engine()
 
 

@@ -1,30 +1,21 @@
 """SGLang's Engine in this process."""
 
-import base64
 import importlib
 import inspect
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wsync._core import (
-    UnsupportedError,
-)
-from wsync.handles.answers import (
-    check_answer,
-    refusal,
-)
+from wsync._core import UnsupportedError
+from wsync.handles.answers import check_answer, refusal
 from wsync.handles.local import LocalHandle
-from wsync.messages.control import FLATTENED_BUCKET
+from wsync.machine.deadline import Deadline
 
 
 class SglangHandle(LocalHandle):
     """An `sglang.Engine` of this process.
 
-    Its update_weights_from_tensor serialises one list of tensors for all workers, so what differs
-    between workers travels as SGLang's LocalSerializedTensor: a name, and for each worker a
-    pickled tensor that this worker alone unpickles.  The request that carries a weight version is
-    handed to the engine's tokenizer manager, because that method takes none.
+    Its own methods serialise one list of tensors for all workers, and take no weight version.  So
+    requests are made as those methods make them, and handed to the engine's tokenizer manager.
 
     Such an engine generates when its owner asks it to, so nothing is paused; where SGLang knows
     weight-update sessions (0.5.23), one is open from `pause` to `resume`.  Made against SGLang
@@ -42,36 +33,22 @@ class SglangHandle(LocalHandle):
     def pause(self, mode: str, timeout: float) -> None:
         if not hasattr(self._engine, "begin_weight_update"):
             return
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         if refusal(self._call("begin_weight_update", timeout)) is not None:
             # a failed update left its session open
-            self._do("end_weight_update", {}, end - time.monotonic())
-            self._do("begin_weight_update", {}, end - time.monotonic())
+            self._do("end_weight_update", {}, deadline.left)
+            self._do("begin_weight_update", {}, deadline.left)
 
     def _update(self, payloads: Sequence[bytes], settings: dict[str, Any], timeout: float) -> None:
-        if "weight_version" in settings:
-            form = _sglang("UpdateWeightsFromTensorReqInput", "managers.io_struct")
-            request = form(serialized_named_tensors=list(payloads), **settings)
-            self._request("update_weights_from_tensor", request, timeout)
-            return
-        tensors: list[Any]
-        if settings["load_format"] == FLATTENED_BUCKET:  # taken as one payload per worker
-            tensors = [base64.b64encode(data).decode() for data in payloads]
-        else:
-            from wsync.messages import payload
-
-            form = _sglang(
-                "LocalSerializedTensor",
-                "model_executor.model_runner_components.weight_updater",
-                "model_executor.model_runner",
-            )
-            tensors = [(name, form(values=values)) for name, values in payload.per_worker(payloads)]
-        self._do("update_weights_from_tensor", {"named_tensors": tensors, **settings}, timeout)
+        request = _form("UpdateWeightsFromTensorReqInput")(
+            serialized_named_tensors=list(payloads), **settings
+        )
+        self._request("update_weights_from_tensor", request, timeout)
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         if method != "update_weights_from_disk":
             return super()._do(method, arguments, timeout)
-        form = _sglang("UpdateWeightFromDiskReqInput", "managers.io_struct")
+        form = _form("UpdateWeightFromDiskReqInput")
         told = dict(arguments)
         if "flush_cache" in inspect.signature(form).parameters:
             told["flush_cache"] = False
@@ -100,11 +77,9 @@ class SglangHandle(LocalHandle):
         check_answer(self.name, method, self._run(send, method, timeout))
 
 
-def _sglang(name: str, *modules: str) -> Any:
-    """A class of the SGLang that is installed here, from the first module that has it."""
-    for module in modules:
-        try:
-            return getattr(importlib.import_module(f"sglang.srt.{module}"), name)
-        except (ImportError, AttributeError):
-            continue
-    raise UnsupportedError(f"this version of sglang has no {name} in any of {', '.join(modules)}")
+def _form(name: str) -> Any:
+    """A request's class, of the SGLang that is installed here."""
+    try:
+        return getattr(importlib.import_module("sglang.srt.managers.io_struct"), name)
+    except (ImportError, AttributeError):
+        raise UnsupportedError(f"this version of sglang has no {name}") from None

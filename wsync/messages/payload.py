@@ -27,7 +27,6 @@ import secrets
 import select
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Final
 
@@ -36,6 +35,7 @@ import torch
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from wsync.checkpoints.files import system_calls
+from wsync.machine.deadline import Deadline
 from wsync.messages import peer_memory
 from wsync.messages.control import TENSOR_NAME
 
@@ -113,37 +113,24 @@ class _Named:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Called:
-    """The result of calling a global."""
+    """What calling a global gives; with `state`, an instance of that class, whose attributes these
+    are."""
 
     function: _Named
     arguments: tuple[object, ...]
+    state: dict[str, object] | None = None
 
     def save(self, writer: Any) -> None:
-        _made(self, self.function, self.arguments, pickle.REDUCE, writer)
+        writer.save(self.function)
+        writer.save(self.arguments)
+        writer.write(pickle.REDUCE if self.state is None else pickle.NEWOBJ)
+        writer.memoize(self)
+        if self.state is not None:
+            writer.save(self.state)
+            writer.write(pickle.BUILD)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Instance:
-    """An object made without arguments whose attributes are `state`."""
-
-    cls: _Named
-    state: dict[str, object]
-
-    def save(self, writer: Any) -> None:
-        _made(self, self.cls, (), pickle.NEWOBJ, writer)
-        writer.save(self.state)
-        writer.write(pickle.BUILD)
-
-
-def _made(value: object, by: _Named, arguments: object, operation: bytes, writer: Any) -> None:
-    """Writes that a global is called, whatever the operation, and remembers the result."""
-    writer.save(by)
-    writer.save(arguments)
-    writer.write(operation)
-    writer.memoize(value)
-
-
-for _kind in (_Named, _Called, _Instance):
+for _kind in (_Named, _Called):
     _Writer.dispatch[_kind] = lambda writer, value: value.save(writer)
 
 
@@ -193,9 +180,9 @@ def _by_file(tensor: torch.Tensor) -> _Called:
     return called(REDUCTIONS, "rebuild_tensor", named("torch", "Tensor"), typed, place)
 
 
-def _entry(entry: Any) -> _Instance:
+def _entry(entry: Any) -> _Called:
     state = {name: getattr(entry, name) for name in FlattenedTensorMetadata.__dataclass_fields__}
-    return _Instance(named(*_METADATA_GLOBAL), {**state, "shape": torch.Size(entry.shape)})
+    return _Called(named(*_METADATA_GLOBAL), (), {**state, "shape": torch.Size(entry.shape)})
 
 
 def _start_manager() -> None:
@@ -278,19 +265,6 @@ def named_tensors(pairs: list[tuple[str, torch.Tensor]]) -> bytes:
     return values([(name, _by_value(tensor)) for name, tensor in pairs])
 
 
-def per_worker(payloads: Sequence[bytes]) -> list[tuple[str, list[bytes]]]:
-    """(name, one pickled tensor per worker), from one `named_tensors` payload per worker: what
-    SGLang's LocalSerializedTensor holds.  Raises InvalidArgumentError where names differ."""
-    lists: list[Any] = [load(data) for data in payloads]
-    names = [[name for name, _ in pairs] for pairs in lists]
-    if any(other != names[0] for other in names):
-        raise _core.InvalidArgumentError(f"payloads of {len(lists)} workers name different tensors")
-    return [
-        (name, [values(_by_value(pairs[number][1])) for pairs in lists])
-        for number, name in enumerate(names[0])
-    ]
-
-
 def control(data: bytes) -> bytes:
     """A payload that carries only `data`: one uint8 tensor by value named wsync.messages.control's
     TENSOR_NAME.  For the load_format that names wsync's loader."""
@@ -350,9 +324,9 @@ def load(
     metadata, which becomes wsync's FlattenedTensorMetadata.  Anything else is a ProtocolError that
     names it.
 
-    gpu: makes something of tensors on a GPU, from rebuild_cuda_tensor's arguments (see
-    wsync.messages.gpu_payload); without it they are refused.  timeout: seconds for the processes
-    that pass file descriptors; DeadlineError after that.
+    gpu: makes something of tensors on a GPU, from rebuild_cuda_tensor's arguments; without it they
+    are refused.  timeout: seconds for the processes that pass file descriptors; DeadlineError
+    after that.
     """
     if isinstance(data, str):
         try:
@@ -360,7 +334,7 @@ def load(
         except (binascii.Error, ValueError) as error:
             raise malformed(f"not base64: {error}") from None
     try:
-        value = _Reader(data, gpu, time.monotonic() + timeout).load()
+        value = _Reader(data, gpu, Deadline(timeout)).load()
     except (_core.ProtocolError, _core.DeadlineError):
         raise
     except Exception as error:  # what a malformed pickle raises is not specified
@@ -477,7 +451,7 @@ class _Values(pickle._Unpickler):
 class _Reader(_Values):
     """Adds the calls that make tensors.
 
-    end: by time.monotonic(), of waits for other processes.
+    deadline: of waits for other processes.
     """
 
     dispatch = _Opcodes(
@@ -486,10 +460,10 @@ class _Reader(_Values):
         | _opcodes("BUILD", _after(lambda r: _check_target(r.stack[-2], _State)))
     )
 
-    def __init__(self, data: bytes, gpu: Callable[..., object] | None, end: float) -> None:
+    def __init__(self, data: bytes, gpu: Callable[..., object] | None, deadline: Deadline) -> None:
         super().__init__(io.BytesIO(data))
         self._left = len(data)
-        self._end = end
+        self._deadline = deadline
         self._known: dict[tuple[str, str], Any] = {
             (REDUCTIONS, "rebuild_cuda_tensor"): gpu or _refuse_gpu,
             (REDUCTIONS, "rebuild_storage_filename"): self._read_file,
@@ -506,7 +480,7 @@ class _Reader(_Values):
         known = self._known.get((module, name)) or _GLOBALS.get((module, name))
         return known or super().find_class(module, name)
 
-    def _load_storage(self, data: object) -> torch.UntypedStorage | torch.TypedStorage:
+    def _load_storage(self, data: object) -> torch.TypedStorage:
         """torch.storage._load_from_bytes.  All storages together take no more than the payload,
         which may name the same bytes many times."""
         if not isinstance(data, bytes):
@@ -526,14 +500,14 @@ class _Reader(_Values):
         fields = descriptor.fields if isinstance(descriptor, _State) else {}
         if fields.keys() != {"_id"} or type(nbytes) is not int or nbytes < 0:
             raise malformed("a shared storage is not (descriptor, bytes)")
-        return peer_memory.read_descriptor(fields["_id"], nbytes, self._end)
+        return peer_memory.read_descriptor(fields["_id"], nbytes, self._deadline)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Announced:
     """A storage whose bytes follow."""
 
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     key: str
     count: int
 
@@ -551,25 +525,18 @@ class _StorageReader(_Values):
     def persistent_load(self, pid: object) -> _Announced:
         if not isinstance(pid, tuple) or len(pid) != 6:
             raise malformed("a storage inside is not announced by 6 values")
-        what, kind, key, _, count, view = pid
-        if what != "storage" or not isinstance(kind, _Kind) or view is not None:
+        what, dtype, key, _, count, view = pid
+        if what != "storage" or not isinstance(dtype, torch.dtype) or view is not None:
             raise malformed("not a storage of torch's inside")
         if not isinstance(key, str) or type(count) is not int:
             raise malformed("a storage inside has no key or no size")
-        return _Announced(kind.dtype, key, count)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    """A class of storages; None: of bytes."""
-
-    dtype: torch.dtype | None
+        return _Announced(dtype, key, count)
 
 
 _STORAGES: Final = {
-    ("torch.storage", "UntypedStorage"): _Kind(None),
+    ("torch.storage", "UntypedStorage"): torch.uint8,
     **{
-        ("torch", f"{name}Storage"): _Kind(getattr(torch, dtype))
+        ("torch", f"{name}Storage"): getattr(torch, dtype)
         for name, dtype in (
             *(("Double", "float64"), ("Float", "float32"), ("Half", "float16")),
             *(("BFloat16", "bfloat16"), ("Long", "int64"), ("Int", "int32"), ("Short", "int16")),
@@ -580,7 +547,7 @@ _STORAGES: Final = {
 }
 
 
-def _read_storage(data: bytes) -> torch.UntypedStorage | torch.TypedStorage:
+def _read_storage(data: bytes) -> torch.TypedStorage:
     """A storage from the legacy format: pickles of a magic number, a version, facts about the
     sender, the storage and its key; the number of elements; the elements."""
     file = io.BytesIO(data)
@@ -593,15 +560,12 @@ def _read_storage(data: bytes) -> torch.UntypedStorage | torch.TypedStorage:
         raise malformed("not one storage inside")
     count = int.from_bytes(file.read(8), "little")
     left = len(data) - file.tell()
-    itemsize = 1 if found.dtype is None else found.dtype.itemsize
-    if count != found.count or count * itemsize != left:
-        raise malformed(
-            f"a storage of {brief(found.count)} elements of {itemsize} bytes has {left}"
-        )
+    nbytes = found.dtype.itemsize
+    if count != found.count or count * nbytes != left:
+        raise malformed(f"a storage of {brief(found.count)} elements of {nbytes} bytes has {left}")
     flat = torch.empty(left, dtype=torch.uint8)
     flat.numpy()[:] = memoryview(data)[len(data) - left :]
-    storage = flat.untyped_storage()
-    return storage if found.dtype is None else _typed(storage, found.dtype)
+    return _typed(flat.untyped_storage(), found.dtype)
 
 
 def _new_state(cls: type, *arguments: object) -> _State:
@@ -638,7 +602,7 @@ def _make_size(values: object) -> torch.Size:
     return torch.Size(read_sizes(values))
 
 
-def _typed(storage: object, dtype: object) -> Any:
+def _typed(storage: object, dtype: object) -> torch.TypedStorage:
     if not isinstance(storage, torch.UntypedStorage) or not isinstance(dtype, torch.dtype):
         raise malformed("a typed storage needs a storage and a dtype")
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

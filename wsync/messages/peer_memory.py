@@ -18,7 +18,6 @@ import re
 import socket
 import stat
 import struct
-import time
 from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import Final
 
@@ -26,6 +25,7 @@ import torch
 
 from wsync import _core
 from wsync._core import DeadlineError, ProtocolError
+from wsync.machine.deadline import Deadline
 
 SHM: Final = "/dev/shm"
 HEADER_NBYTES: Final = 64  # of torch's RefcountedMapAllocator; begins with the count of users
@@ -76,9 +76,9 @@ def read_file(name: bytes, nbytes: int) -> torch.UntypedStorage:
         os.close(found)
 
 
-def read_descriptor(identifier: object, nbytes: int, end: float) -> torch.UntypedStorage:
+def read_descriptor(identifier: object, nbytes: int, deadline: Deadline) -> torch.UntypedStorage:
     """A copy of what multiprocessing's DupFd passes: the address of its maker, and which of its
-    descriptors.  end: by time.monotonic().
+    descriptors.
 
     Raises:
         DeadlineError: the maker does not answer.
@@ -86,7 +86,7 @@ def read_descriptor(identifier: object, nbytes: int, end: float) -> torch.Untype
     if not isinstance(identifier, tuple) or len(identifier) != 2 or type(identifier[1]) is not int:
         raise ProtocolError("payload: a descriptor is not (address, number)")
     address, number = identifier
-    found = _take_descriptor(_sharer(address), number, end)
+    found = _take_descriptor(_sharer(address), number, deadline)
     try:
         what = f"the descriptor from {address}"
         _check(found, nbytes, what)
@@ -140,9 +140,9 @@ def _sharer(address: object) -> str:
     return found[0]
 
 
-def _take_descriptor(address: str, number: int, end: float) -> int:
+def _take_descriptor(address: str, number: int, deadline: Deadline) -> int:
     """multiprocessing.resource_sharer's DupFd.detach, which would wait for ever."""
-    line = _Line(end)
+    line = _Line(deadline)
     key = bytes(multiprocessing.current_process().authkey)
     try:
         line.connect(address)
@@ -159,9 +159,9 @@ def _take_descriptor(address: str, number: int, end: float) -> int:
 class _Line:
     """What is needed of a multiprocessing.connection.Connection, with an end to every wait."""
 
-    def __init__(self, end: float) -> None:
+    def __init__(self, deadline: Deadline) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._end = end
+        self._deadline = deadline
 
     def connect(self, address: str) -> None:
         self._limited().connect(address)
@@ -198,8 +198,8 @@ class _Line:
         return data
 
     def _limited(self) -> socket.socket:
-        left = self._end - time.monotonic()
-        if left <= 0:
+        left = self._deadline.left
+        if not left:
             raise TimeoutError
         self._socket.settimeout(left)
         return self._socket
