@@ -7,15 +7,15 @@ update_weight): the same constructors, the same methods, the same order of calls
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core, megatron
 from wsync.disk import DiskSync
 from wsync.exchange.trainers import together
-from wsync.handles.base import EngineHandle, handle
+from wsync.handles.base import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
-from wsync.machine.deadline import Deadline
 from wsync.options import Options
 from wsync.sync import Sync
 from wsync.trainer.loop import numbers
@@ -127,14 +127,9 @@ class Updater:
         count = len(rollout_engines)
         workers = _workers(count, engine_gpu_counts, engine_parallel_configs)
         self.disconnect_rollout_engines()
-
-        def handles() -> list[EngineHandle]:
-            deadline = Deadline(self._options.deadline)
-            return [
-                handle(engine, workers=number, timeout=deadline.left)
-                for engine, number in zip(rollout_engines, workers, strict=True)
-            ]
-
+        handles = functools.partial(
+            handles_of, rollout_engines, workers=workers, timeout=self._options.deadline
+        )
         offsets = engine_gpu_offsets
         self._sync = self._connect(handles, self._offsets(count) if offsets is None else offsets)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from wsync._core import DeadlineError, InvalidArgumentError
 from wsync.handles.answers import cut, seconds
+from wsync.machine.deadline import Deadline
 
 _FLUSH_RETRY_SECONDS = 0.05
 
@@ -33,14 +34,14 @@ class ApiHandle(ABC):
 
     def flush(self, timeout: float) -> None:
         """Asks again until the engine is idle."""
-        deadline = time.monotonic() + timeout
-        while (reason := self._flush_once(deadline - time.monotonic())) is not None:
-            if time.monotonic() + _FLUSH_RETRY_SECONDS >= deadline:
+        deadline = Deadline(timeout)
+        while (reason := self._flush_once(deadline.left)) is not None:
+            time.sleep(min(_FLUSH_RETRY_SECONDS, deadline.left))
+            if not deadline.left:
                 raise DeadlineError(
                     f"engine {self.name}: flush_cache: not idle after {seconds(timeout)}: "
                     f"{cut(reason)}"
                 )
-            time.sleep(_FLUSH_RETRY_SECONDS)
 
     def update_weights(
         self,
@@ -53,11 +54,7 @@ class ApiHandle(ABC):
         check_payloads(self.name, self.workers, payloads)
         # SGLang's own flush inside an update asserts that the engine is idle, and the assertion
         # ends the server
-        settings = {
-            "load_format": load_format,
-            "flush_cache": False,
-            **_version(weight_version),
-        }
+        settings = {"load_format": load_format, "flush_cache": False, **_version(weight_version)}
         self._update(payloads, settings, timeout)
 
     def _update(self, payloads: Sequence[bytes], settings: dict[str, Any], timeout: float) -> None:

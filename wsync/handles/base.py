@@ -11,7 +11,7 @@ All calls take a timeout in seconds and raise, naming the engine:
 """
 
 import inspect
-import time
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
@@ -20,6 +20,7 @@ from wsync._core import InvalidArgumentError
 from wsync.handles.http import HttpHandle
 from wsync.handles.local import LocalHandle, RayHandle
 from wsync.handles.sglang import SglangHandle
+from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, Control
 
 
@@ -99,19 +100,25 @@ def handle(
         from wsync.handles.vllm import VllmServer
 
         engine = VllmServer(engine.removeprefix("vllm+"), api_key=api_key)
+    made: EngineHandle
     if isinstance(engine, str):
-        return HttpHandle(engine, workers=workers, api_key=api_key, timeout=timeout)
-    if isinstance(engine, EngineHandle):
-        if workers is not None and workers != engine.workers:
-            raise InvalidArgumentError(
-                f"engine {engine.name}: has {engine.workers} workers, not {workers}"
-            )
-        return engine
+        made = HttpHandle(engine, workers=workers, api_key=api_key, timeout=timeout)
+    elif isinstance(engine, EngineHandle):
+        made = engine
+    else:
+        made = _adapt(engine, workers, timeout)
+    if workers is not None and workers != made.workers:
+        raise InvalidArgumentError(f"engine {made.name}: has {made.workers} workers, not {workers}")
+    return made
+
+
+def _adapt(engine: object, workers: int | None, timeout: float) -> EngineHandle:
+    """A handle for an object with an engine's methods."""
     method = getattr(engine, "update_weights_from_tensor", None)
     if method is None and callable(getattr(engine, "collective_rpc", None)):
         from wsync.handles.vllm import VllmHandle
 
-        return VllmHandle(engine, workers=workers, timeout=timeout)
+        return VllmHandle(engine, timeout=timeout)
     if method is None:
         url = getattr(engine, "url", None)
         hint = f"; its url is one: {url!r}" if isinstance(url, str) and url else ""
@@ -126,9 +133,15 @@ def handle(
     return LocalHandle(engine, workers=workers)
 
 
-def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> list[EngineHandle]:
+def handles_of(
+    engines: Any,
+    *,
+    timeout: float,
+    api_key: str | None = None,
+    workers: Iterable[int | None] = itertools.repeat(None),
+) -> list[EngineHandle]:
     """Handles of a list of engines, or of what a callable returns; all of them together have
-    `timeout` seconds to say what they are.
+    `timeout` seconds to say what they are.  workers: of each of them, as `handle` takes it.
 
     Raises InvalidArgumentError for what is no list, and for an engine that is given twice, be it
     under two URLs where the engine tells an identity: it would wait for itself.
@@ -138,9 +151,9 @@ def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> l
         raise InvalidArgumentError(f"engines={given!r}: a list is wanted, [{given!r}]")
     handles: list[EngineHandle] = []
     known: dict[Any, str] = {}
-    end = time.monotonic() + timeout
-    for engine in given:
-        made = handle(engine, api_key=api_key, timeout=max(end - time.monotonic(), 0.0))
+    deadline = Deadline(timeout)
+    for engine, count in zip(given, workers, strict=False):
+        made = handle(engine, workers=count, api_key=api_key, timeout=deadline.left)
         for key in _identities(engine, made):
             if key in known:
                 other = "" if known[key] == made.name else f": {known[key]} is the same one"

@@ -2,8 +2,6 @@
 
 import contextlib
 import copy
-import json
-import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -14,15 +12,9 @@ from wsync._core import (
     RemoteError,
     UnsupportedError,
 )
-from wsync.handles.answers import (
-    cause,
-    check_answer,
-    cut,
-    engine_text,
-    json_or_text,
-    seconds,
-)
+from wsync.handles.answers import cause, check_answer, cut, engine_text, json_or_text, seconds
 from wsync.handles.api import ApiHandle
+from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, UPDATE_HEADER
 
 _MAX_ANSWER_NBYTES: Final = 16 << 20
@@ -82,13 +74,13 @@ class HttpHandle(ApiHandle):
         return instance if isinstance(instance, str) else ""
 
     def pause(self, mode: str, timeout: float) -> None:
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         self._do("pause_generation", {"mode": mode}, timeout)
         try:
-            self._session("/begin_weight_update", end)
+            self._session("/begin_weight_update", deadline)
         except RemoteError:  # a failed update left its session open
-            self._session("/end_weight_update", end)
-            self._session("/begin_weight_update", end)
+            self._session("/end_weight_update", deadline)
+            self._session("/begin_weight_update", deadline)
 
     def _flush_once(self, timeout: float) -> str | None:
         status, text = self.request("POST", "/flush_cache", None, timeout)
@@ -99,9 +91,9 @@ class HttpHandle(ApiHandle):
         return None if status == 200 else engine_text(text)
 
     def resume(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        self._session("/end_weight_update", end)
-        super().resume(end - time.monotonic())
+        deadline = Deadline(timeout)
+        self._session("/end_weight_update", deadline)
+        super().resume(deadline.left)
 
     def _server_info(self) -> dict[str, Any]:
         if self._server is None:
@@ -121,26 +113,23 @@ class HttpHandle(ApiHandle):
         return workers
 
     def _info(self, methods: tuple[str, ...], timeout: float) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         for path in (f"/{method}" for method in methods):
-            status, text = self.request("GET", path, None, deadline - time.monotonic())
+            status, text = self.request("GET", path, None, deadline.left)
             if status != 404:
                 break
         if status != 200:
             raise self._failed(path, status, text)
-        try:
-            info = json.loads(text)
-        except ValueError:
-            info = None
+        info = json_or_text(text)
         if not isinstance(info, dict):
             raise RemoteError(f"engine {self.name}: {path}: not a JSON object: {cut(text)}")
         return info
 
-    def _session(self, path: str, end: float) -> None:
+    def _session(self, path: str, deadline: Deadline) -> None:
         """Begins or ends a weight-update session; a server that knows none is not asked again."""
         if not self._known["sessions"]:
             return
-        status, text = self.request("POST", path, {}, end - time.monotonic())
+        status, text = self.request("POST", path, {}, deadline.left)
         if status == 404:
             self._known["sessions"] = False
         elif status != 200:
@@ -179,8 +168,8 @@ class HttpHandle(ApiHandle):
         import requests
 
         where = f"engine {self.name}: {path}"
-        deadline = time.monotonic() + timeout
-        if timeout <= 0:
+        deadline = Deadline(timeout)
+        if not deadline.left:
             raise DeadlineError(f"{where}: no time left to ask")
         try:
             with requests.Session() as session:
@@ -199,7 +188,7 @@ class HttpHandle(ApiHandle):
                         data += piece
                         if len(data) > _MAX_ANSWER_NBYTES:
                             raise RemoteError(f"{where}: answer over {_MAX_ANSWER_NBYTES} bytes")
-                        if time.monotonic() > deadline:
+                        if not deadline.left:
                             raise DeadlineError(
                                 f"{where}: answer not complete in {seconds(timeout)}"
                             )
@@ -208,7 +197,7 @@ class HttpHandle(ApiHandle):
             raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
         except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
             # a read timeout inside the body arrives as a ConnectionError
-            if time.monotonic() >= deadline:
+            if not deadline.left:
                 raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
             raise PeerClosedError(f"{where}: {cause(error)}") from error
         except (requests.RequestException, ValueError) as error:

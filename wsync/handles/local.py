@@ -1,24 +1,14 @@
 """Engines reached by method calls: objects of this process, or Ray actors."""
 
 import importlib
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from typing import Any
 
-from wsync._core import (
-    DeadlineError,
-    InvalidArgumentError,
-    PeerClosedError,
-    RemoteError,
-)
-from wsync.handles.answers import (
-    check_answer,
-    cut,
-    refusal,
-    seconds,
-    translate,
-)
+from wsync._core import DeadlineError, InvalidArgumentError, PeerClosedError, RemoteError
+from wsync.handles.answers import check_answer, cut, refusal, seconds, translate
 from wsync.handles.api import ApiHandle
+from wsync.machine.lanes import start
 
 
 class LocalHandle(ApiHandle):
@@ -70,23 +60,27 @@ class LocalHandle(ApiHandle):
 
     def _run(self, function: Callable[[], Any], what: str, timeout: float) -> Any:
         where = f"engine {self.name}: {what}"
-        outcome: list[Any] = []
-        failure: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                outcome.append(function())
-            except BaseException as error:
-                failure.append(error)
-
-        thread = threading.Thread(target=run, name=where, daemon=True)
-        thread.start()
-        thread.join(max(timeout, 0.0))
-        if failure:
-            raise translate(where, failure[0]) from failure[0]
-        if not outcome:
+        call = start(where, function)
+        if not wait([call], max(timeout, 0.0)).done:
             raise DeadlineError(f"{where}: no answer within {seconds(timeout)}")
-        return outcome[0]
+        error = call.exception()
+        if error is not None:
+            raise translate(where, error) from error
+        return call.result()
+
+    def _call_actor(self, method: str, timeout: float, arguments: Mapping[str, Any]) -> Any:
+        """What a method of an engine answers that is a Ray actor."""
+        ray = importlib.import_module("ray")
+        where = f"engine {self.name}: {method}"
+        try:
+            reference = getattr(self._engine, method).remote(**arguments)
+            return ray.get(reference, timeout=max(timeout, 0.0))
+        except ray.exceptions.GetTimeoutError:
+            raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
+        except ray.exceptions.RayActorError as error:
+            raise PeerClosedError(f"{where}: {cut(str(error))}") from error
+        except ray.exceptions.RayTaskError as error:
+            raise RemoteError(f"{where}: {cut(str(error))}") from error
 
 
 class RayHandle(LocalHandle):
@@ -101,14 +95,4 @@ class RayHandle(LocalHandle):
             )
 
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
-        ray = importlib.import_module("ray")
-        where = f"engine {self.name}: {method}"
-        try:
-            reference = getattr(self._engine, method).remote(**arguments)
-            return ray.get(reference, timeout=max(timeout, 0.0))
-        except ray.exceptions.GetTimeoutError:
-            raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
-        except ray.exceptions.RayActorError as error:
-            raise PeerClosedError(f"{where}: {cut(str(error))}") from error
-        except ray.exceptions.RayTaskError as error:
-            raise RemoteError(f"{where}: {cut(str(error))}") from error
+        return self._call_actor(method, timeout, arguments)

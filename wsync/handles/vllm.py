@@ -9,18 +9,16 @@ or a `sleep` that knows level 0 and a mode; `reset_prefix_cache`.  Made against 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from wsync._core import InvalidArgumentError, RemoteError, UnsupportedError
+from wsync._core import RemoteError, UnsupportedError
 from wsync.handles.answers import check_answer, engine_text, json_or_text
 from wsync.handles.http import HttpHandle
 from wsync.handles.local import LocalHandle
-from wsync.machine.deadline import left
+from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, Control
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
@@ -40,7 +38,6 @@ class VllmHandle(LocalHandle):
         self,
         engine: Any,
         *,
-        workers: int | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         timeout: float = 30.0,
     ) -> None:
@@ -58,10 +55,6 @@ class VllmHandle(LocalHandle):
         if self._remote:
             self.name = str(engine)
         self.workers = self._count(timeout)
-        if workers is not None and workers != self.workers:
-            raise InvalidArgumentError(
-                f"engine {self.name}: has {self.workers} workers, not {workers}"
-            )
 
     def pause(self, mode: str, timeout: float) -> None:
         self._mode = mode
@@ -88,7 +81,7 @@ class VllmHandle(LocalHandle):
         self, messages: Sequence[Control], *, weight_version: int | str | None, timeout: float
     ) -> None:
         """One call of all workers; see wsync.handles.base.send_control."""
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         told = [message.to_bytes().decode() for message in messages]
         version = None if weight_version is None else str(weight_version)
         for answer in self._ask("wsync_update", timeout, told, version):
@@ -96,7 +89,7 @@ class VllmHandle(LocalHandle):
             if not good or answer[0] is not True:
                 check_answer(self.name, "wsync_update", (False, answer[1] if good else answer))
         if version is not None and self._has("update_weight_version"):
-            self._call("update_weight_version", left(end), new_version=version)
+            self._call("update_weight_version", deadline.left, new_version=version)
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         raise RemoteError(f"engine {self.name}: {method}: vLLM takes wsync's control messages only")
@@ -154,17 +147,12 @@ class VllmHandle(LocalHandle):
         return "mode" in inspect.signature(self._engine.sleep).parameters
 
     def _call(self, name: str, timeout: float, /, **arguments: Any) -> Any:
+        if self._remote:
+            return self._call_actor(name, timeout, arguments)
         return self._run(lambda: self._wait_for(name, arguments), name, timeout)
 
     def _wait_for(self, name: str, arguments: dict[str, Any]) -> Any:
-        function = getattr(self._engine, name)
-        if self._remote:
-            ray = importlib.import_module("ray")
-            try:
-                return ray.get(function.remote(**arguments))
-            except ray.exceptions.RayActorError as error:
-                raise ConnectionError(str(error)) from error
-        answer = function(**arguments)
+        answer = getattr(self._engine, name)(**arguments)
         if not inspect.iscoroutine(answer):
             return answer
         handler = getattr(self._engine, "output_handler", None)

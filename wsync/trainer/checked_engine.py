@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wsync._core import RemoteError
 from wsync.handles.answers import identity_of
 from wsync.handles.base import EngineHandle, send_control
-from wsync.machine.deadline import left
+from wsync.machine.deadline import Deadline
 from wsync.messages.control import Control
 
 
@@ -27,7 +26,8 @@ class CheckedEngine:
     def __init__(self, engine: EngineHandle) -> None:
         self.name = engine.name
         self.workers = engine.workers
-        self._engine = self._during = engine
+        self._engine = engine
+        self._during: Any = engine  # what only some handles have is asked of it, too
         self._identity: dict[str, Any] = {}
         self._before: object = None  # the version that the engine had when it was paused
         self._version: str | None = None
@@ -42,48 +42,30 @@ class CheckedEngine:
         return self._engine.load_formats
 
     def pause(self, mode: str, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        during: Callable[[str], EngineHandle] | None = getattr(self._engine, "during", None)
+        deadline = Deadline(timeout)
+        during = getattr(self._engine, "during", None)
         told = None if during is None else during(secrets.token_hex(8))
         self._during = told or self._engine
         self._version = None
         self._during.pause(mode, timeout)
-        self._identity, found = self._ask(end)
+        self._identity, found = self._ask(deadline)
         self._before = found.get("weight_version")
 
     def flush(self, timeout: float) -> None:
         self._during.flush(timeout)
 
-    def update_weights(
-        self,
-        payloads: Sequence[bytes],
-        *,
-        load_format: str | None,
-        weight_version: int | str | None,
-        timeout: float,
-    ) -> None:
-        remaining = self._give(weight_version, time.monotonic() + timeout)
-        self._during.update_weights(
-            payloads, load_format=load_format, weight_version=weight_version, timeout=remaining
-        )
+    def update_weights(self, payloads: Sequence[bytes], **request: Any) -> None:
+        self._during.update_weights(payloads, **self._checked(**request))
 
-    def send_control(
-        self, messages: Sequence[Control], *, weight_version: int | str | None, timeout: float
-    ) -> None:
-        remaining = self._give(weight_version, time.monotonic() + timeout)
-        send_control(self._during, messages, weight_version=weight_version, timeout=remaining)
+    def send_control(self, messages: Sequence[Control], **request: Any) -> None:
+        send_control(self._during, messages, **self._checked(**request))
 
-    def update_weights_from_disk(
-        self, path: str, *, weight_version: int | str | None, timeout: float
-    ) -> None:
-        remaining = self._give(weight_version, time.monotonic() + timeout)
-        during: Any = self._during
-        during.update_weights_from_disk(path, weight_version=weight_version, timeout=remaining)
+    def update_weights_from_disk(self, path: str, **request: Any) -> None:
+        self._during.update_weights_from_disk(path, **self._checked(**request))
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        remaining = self._give(arguments.get("weight_version"), time.monotonic() + timeout)
-        during: Any = self._during
-        during.call(method, arguments, remaining)
+        request = self._checked(arguments.get("weight_version"), timeout)
+        self._during.call(method, arguments, request["timeout"])
 
     def verify(self, timeout: float) -> None:
         """Before the engine goes on.
@@ -91,7 +73,7 @@ class CheckedEngine:
         Raises:
             RemoteError: it is not the one that took the update on, or does not have it.
         """
-        info = self._check_identity(time.monotonic() + timeout)
+        info = self._check_identity(Deadline(timeout))
         if info.get("consistent") is False:
             raise RemoteError(f"engine {self.name}: {info.get('reason') or 'inconsistent'}")
         version = info.get("weight_version", self._version)
@@ -102,29 +84,34 @@ class CheckedEngine:
             )
 
     def resume(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         self._during.resume(timeout)
-        self._check_identity(end)
+        self._check_identity(deadline)
 
     def model_info(self, timeout: float) -> dict[str, Any]:
-        return self._during.model_info(timeout)
+        info: dict[str, Any] = self._during.model_info(timeout)
+        return info
 
-    def _give(self, version: int | str | None, end: float) -> float:
-        """Before a request that gives the engine a version; the time that is left for it."""
-        if version is not None:
-            found = self._check_identity(end)
+    def _checked(
+        self, weight_version: int | str | None, timeout: float, **others: Any
+    ) -> dict[str, Any]:
+        """What a request is made with, in the time that is left once the engine has been found to
+        be one that may be given the version, where the request has one."""
+        deadline = Deadline(timeout)
+        if weight_version is not None:
+            found = self._check_identity(deadline)
             now = found.get("weight_version")
             if self._version is None and None not in (now, self._before) and now != self._before:
                 raise RemoteError(
                     f"engine {self.name}: reports weight version {now} and had {self._before} when "
                     "it was paused for this update: it was restarted, or another trainer updates it"
                 )
-            self._version = str(version)
-        return left(end)
+            self._version = str(weight_version)
+        return {"weight_version": weight_version, "timeout": deadline.left, **others}
 
-    def _check_identity(self, end: float) -> dict[str, Any]:
+    def _check_identity(self, deadline: Deadline) -> dict[str, Any]:
         """What the engine says of itself.  RemoteError if it is another one."""
-        identity, found = self._ask(end)
+        identity, found = self._ask(deadline)
         for what, before in self._identity.items():
             if identity.get(what) != before:
                 raise RemoteError(
@@ -133,17 +120,12 @@ class CheckedEngine:
                 )
         return found
 
-    def _ask(self, end: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _ask(self, deadline: Deadline) -> tuple[dict[str, Any], dict[str, Any]]:
         """Which engine this is, as far as it says, and its model_info; in one request where that
         tells its instance."""
-        during: Any = self._during
-        found: dict[str, Any] = during.model_info(left(end)) or {}
+        found: dict[str, Any] = self._during.model_info(deadline.left) or {}
         server: dict[str, Any] = {}
         if "instance" not in found and hasattr(type(self._during), "server_info"):
-            server = during.server_info(left(end)) or {}
+            server = self._during.server_info(deadline.left) or {}
         known = "instance" in found or server
         return identity_of({**found, **server}) if known else {}, found
-
-
-def checked_engines(engines: Sequence[EngineHandle]) -> list[CheckedEngine]:
-    return [CheckedEngine(engine) for engine in engines]
