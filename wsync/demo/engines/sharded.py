@@ -66,7 +66,7 @@ def _sparse(experts: str) -> Iterator[Rule]:
     yield Rule(f"{prefix}experts.w2_weight", f"{whole}experts h {part}moe_ffn", down)
 
 
-class Box(NamedTuple):
+class HeldBox(NamedTuple):
     """A box of a Hugging Face tensor, and the part of a parameter that holds it."""
 
     name: str
@@ -173,7 +173,7 @@ class ShardedModel(torch.nn.Module):
             self.tensors[name] = torch.zeros(placement.shape, dtype=self.dtype)
         return builder.build()
 
-    def _find_boxes(self) -> Iterator[Box]:
+    def _find_boxes(self) -> Iterator[HeldBox]:
         parameters, size = list(self.tensors.values()), self.dtype.itemsize
         for index in range(self._layout.tensor_count):
             name, _, shape, _ = self._layout.tensor(index)
@@ -182,7 +182,7 @@ class ShardedModel(torch.nn.Module):
                 held = parameters[shard.buffer].as_strided(
                     shard.extent, strides, shard.offset // size
                 )
-                yield Box(name, shape, shard.start, held)
+                yield HeldBox(name, shape, shard.start, held)
 
     # --- forward ----------------------------------------------------------------------------
 
