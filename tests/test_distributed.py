@@ -216,13 +216,13 @@ def test_colocated_and_remote_engines_in_one_update(
     updater.connect_rollout_engines(engines, None, engine_gpu_counts=[1, 1], **offsets)
     joins = cases.note_joins(engines)
     known: list[int] = []  # joins when the workers that learn had learnt
-    teach = Rounds._teach
+    send_model = Rounds._send_model
 
     def noting(*arguments: Any) -> None:
-        teach(*arguments)
+        send_model(*arguments)
         known.append(len(joins))
 
-    monkeypatch.setattr(Rounds, "_teach", noting)
+    monkeypatch.setattr(Rounds, "_send_model", noting)
     for seed in (31, 32):
         weights.update(drawn(seed))
         updater.update_weights()

@@ -216,7 +216,7 @@ def test_a_network_that_carries_nothing_any_more(
             with pytest.raises(wsync.WsyncError, match=r"worker 0.* within [34] s"):
                 sync.update()
         # the engine's end has given up by itself
-        assert re.search(r"did not send (LESSON or PLAN|COMMIT) within 4 s", answers[0])
+        assert re.search(r"did not send (MODEL or PLAN|COMMIT) within 4 s", answers[0])
         assert engine.model_info(5)["consistent"] == (since == "the start")
         assert engine.paused
         stalled.clear()

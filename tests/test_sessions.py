@@ -83,8 +83,8 @@ def test_errors_of_a_session_say_whose_it_is() -> None:
             connecting.result().fail("update 2: no room")
         text = rf"engine http://host:1: worker 1 \(pid {os.getpid()}\) failed: update 2: no room"
         with pytest.raises(wsync.RemoteError, match=f"^{text}$") as caught:
-            session.teach(b"", 60.0, check=lambda: None)
-            session.learnt(60.0, check=lambda: None)
+            session.send_model(b"", 60.0, check=lambda: None)
+            session.accept_layout(60.0, check=lambda: None)
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     finally:
         session.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ class Report:
     exchange: str = "none"
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    trace: Trace | None = field(default=None, repr=False)
+    trace: Trace = field(default_factory=Trace, repr=False, compare=False)
 
     @property
     def redundancy(self) -> float:
@@ -56,7 +56,7 @@ class Report:
         """Adds the time spent in the block to phase `name`."""
         start = time.perf_counter()
         try:
-            with self.trace.span(name) if self.trace is not None else nullcontext():
+            with self.trace.span(name):
                 yield
         finally:
             spent = time.perf_counter() - start

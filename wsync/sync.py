@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +54,6 @@ class Sync(Updates):
     ) -> None:
         super().__init__(source, options)
         self._lock = lock
-        self._requests = EngineRequests([], self.options)
         self._rounds: Rounds | None = None
         self._paused = False  # the engines, by the last update
         self._trace = Trace.wanted("trainer", self._group.rank)
@@ -92,23 +89,19 @@ class Sync(Updates):
                 connects anew and updates them again.
         """
         with self._updating(version, weights) as report:
-            if self._trace is not None:
-                self._trace.start()
+            self._trace.start()
             report.trace = self._trace
             self._update(self._given(weights), report)
-        if self._trace is not None:
-            self._trace.write(self._updates)
+        self._trace.write(self._updates)
         return report
 
     def _close(self) -> None:
-        """What a failed update has left under way at an engine is waited for, up to the deadline
-        it had: another trainer may be about to update the engine."""
         rounds, self._rounds = self._rounds, None
-        with contextlib.ExitStack() as last_first:
-            last_first.callback(self._requests.settle)
-            last_first.callback(super()._close)
+        try:
             if rounds is not None:
-                last_first.callback(rounds.close)
+                rounds.close()
+        finally:
+            super()._close()
 
     def _find(
         self,
@@ -137,8 +130,7 @@ class Sync(Updates):
     def _meet(self, engines: list[RolloutEngine]) -> Roster:
         """Everybody's host, pipeline stage and layout, and rank 0's engines."""
         mine = [host_identity(), self._source.stage, [dataclasses.astuple(e) for e in engines]]
-        parts = self._group.all_gather(json.dumps(mine).encode())
-        names, stages, found = zip(*map(json.loads, parts), strict=True)
+        names, stages, found = zip(*self._group.gather_json(mine), strict=True)
         roster = Roster(
             [names.index(name) for name in names],
             stages,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
 from wsync._core import (
@@ -51,7 +52,7 @@ class Receiver:
         self._session = ""
         self._opened = 0  # the last update of the session
         self._importer: Session | None = None
-        self._teacher: Session | None = None  # until the session that came of it is under way
+        self._learning: Session | None = None  # until the session that came of it is under way
         self._generation = -1
         self._trace = Trace.wanted("engine", worker)
         self.receipt: Receipt | None = None
@@ -97,7 +98,7 @@ class Receiver:
 
     def close(self) -> None:
         """Gives up the session."""
-        self._forget_teacher()
+        self._end_learning()
         importer, self._importer, self._session = self._importer, None, ""
         if importer is not None:
             importer.close()
@@ -157,7 +158,7 @@ class Receiver:
         importer = self._connect(message)
         timeout = message.deadline
         update, rounds = importer.begin(timeout)
-        self._forget_teacher()
+        self._end_learning()
         if update != message.update:
             raise ProtocolError(f"the trainer has begun {_nth(update)}, not {message.update}")
         if importer.generation != self._generation:
@@ -181,19 +182,14 @@ class Receiver:
         round after round, and then sees to it that each one comes in time."""
         self._loader.begin(rounds)
         stream = self._loader.stream
+        self._trace.start()
         if stream is not None:
             follow_torch(stream)  # which may still read the weights
-        if self._trace is not None:
-            self._trace.start()
-            if stream is not None:
-                stream.trace(rounds)
+            self._trace.watch(stream, rounds)
         for round in range(rounds):
             importer.take(round, stream, timeout)
             self.state.lose(f"{_nth(update)} is running")
-            if self._trace is not None and stream is None:
-                with self._trace.span("load", round):
-                    self._loader.load(round)
-            else:
+            with self._trace.span("load", round) if stream is None else nullcontext():
                 self._loader.load(round)
             importer.done(round, stream, timeout)
         if stream is not None:
@@ -201,10 +197,9 @@ class Receiver:
                 importer.wait(round, timeout)
         receipt = self._loader.finish(timeout)
         await_torch(self._loader.device, timeout)  # what loaders do last
-        if self._trace is not None:
-            if stream is not None:
-                self._trace.take(stream)
-            self._trace.write(update)
+        if stream is not None:
+            self._trace.take(stream)
+        self._trace.write(update)
         return receipt
 
     def _connect(self, message: Control) -> Session:
@@ -223,27 +218,27 @@ class Receiver:
         self._opened = message.update
         return importer
 
-    def _learn(self, message: Control, teacher: Session) -> Session:
+    def _learn(self, message: Control, former: Session) -> Session:
         """Is told what tensors the trainer has, learns what to keep of them, and connects again
         with that."""
         assert isinstance(self._loader, Learner)
-        teacher.begin(message.deadline)
-        address, _, model = teacher.manifest.partition(b"\n")
+        former.begin(message.deadline)
+        address, _, model = former.manifest.partition(b"\n")
         with learning(message.deadline):
             blob = self._loader.learn(
                 Layout.from_bytes(model),
                 lambda: self.state.lose(f"{_nth(message.update)} is running"),
             )
-        # the trainer listens to the teacher's session until this one has come
-        self._teacher = teacher
+        # the trainer listens to the session for learning until this one has come
+        self._learning = former
         following = address.decode("ascii", "replace")
         self._importer = connect(following, blob, message.deadline, self._loader.device)
         return self._importer
 
-    def _forget_teacher(self) -> None:
-        teacher, self._teacher = self._teacher, None
-        if teacher is not None:
-            teacher.close()
+    def _end_learning(self) -> None:
+        former, self._learning = self._learning, None
+        if former is not None:
+            former.close()
 
 
 def refuse(control: bytes | None, text: str, receiver: Receiver | None = None) -> None:

@@ -43,14 +43,14 @@ class RemoteImporter:
             raise
 
     def begin(self, timeout: float) -> tuple[int, int]:
-        """Waits for an update, and before it for a plan or a lesson; (update, rounds)."""
+        """Waits for an update, and before it for a plan or a model; (update, rounds)."""
         while True:
-            wanted = (Frame.BEGIN,) if self.generation else (Frame.LESSON, Frame.PLAN)
+            wanted = (Frame.BEGIN,) if self.generation else (Frame.MODEL, Frame.PLAN)
             kind, content = self._channel.wait(wanted, timeout)
             if kind == Frame.BEGIN:
                 break
             self.generation += 1
-            if kind == Frame.LESSON:
+            if kind == Frame.MODEL:
                 self.manifest = content
             else:
                 self._take_orders(Orders.from_bytes(content), timeout)

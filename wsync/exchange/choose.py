@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Sequence
 
 from wsync import _core
@@ -48,13 +47,13 @@ class Transport:
         self._kind = self._choose(crowded, bool(remote))
         if not remote and self._kind != "nccl":
             return
-        mine = b""
+        mine: dict[str, object] = {}
         if self._group.rank == 0:
             self._store = Store(self._options.deadline)
             size = self._group.size + len(remote)
             place = Rendezvous(own_address(remote), self._store.port, size, self._kind)
-            mine = json.dumps(dataclasses.asdict(place)).encode()
-        self.rendezvous = Rendezvous(**json.loads(self._group.all_gather(mine)[0]))
+            mine = dataclasses.asdict(place)
+        self.rendezvous = Rendezvous(**self._group.gather_json(mine)[0])
 
     def open(self, plan: _core.Plan, check: Check) -> Exchange | None:
         """Makes the exchange, together with all ranks; None where the plan needs none.

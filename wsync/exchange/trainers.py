@@ -170,6 +170,10 @@ class TrainerGroup:
             part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)
         ]
 
+    def gather_json(self, value: object) -> list[Any]:
+        """Everybody's values, by rank, as JSON has them."""
+        return [json.loads(data) for data in self.all_gather(json.dumps(value).encode())]
+
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         self.all_gather(b"")

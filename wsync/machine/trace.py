@@ -26,31 +26,36 @@ Span = tuple[str, str, int, int, int]
 
 
 class Trace:
-    """The spans of one process.  Lanes are "thread", whose spans are waits, and "stream"."""
+    """The spans of one process; without a folder, nobody gets them.  Lanes are "thread", whose
+    spans are waits, and "stream"."""
 
-    def __init__(self, folder: str, role: str, rank: int) -> None:
-        self._path = Path(folder) / f"{os.getpid()}.jsonl"
+    def __init__(self, folder: str = "", role: str = "", rank: int = 0) -> None:
+        self._path = Path(folder) / f"{os.getpid()}.jsonl" if folder else None
         self._role = role
         self._rank = rank
         self._spans: list[Span] = []
 
     @classmethod
-    def wanted(cls, role: str, rank: int) -> Trace | None:
-        folder = os.environ.get(VARIABLE)
-        return cls(folder, role, rank) if folder else None
+    def wanted(cls, role: str, rank: int) -> Trace:
+        return cls(os.environ.get(VARIABLE, ""), role, rank)
 
     @contextmanager
-    def span(self, what: str, round: int = -1, lane: str = "thread") -> Iterator[None]:
+    def span(self, what: str, round: int = -1) -> Iterator[None]:
         begin = time.monotonic_ns()
         try:
             yield
         finally:
-            self._spans.append((lane, what, round, begin, time.monotonic_ns()))
+            self._spans.append(("thread", what, round, begin, time.monotonic_ns()))
 
     def mark(self, what: str, round: int) -> None:
         """Something that takes no time."""
         now = time.monotonic_ns()
         self._spans.append(("thread", what, round, now, now))
+
+    def watch(self, stream: _core.Stream, copies: int) -> None:
+        """Has the stream note so many copies."""
+        if self._path is not None:
+            stream.trace(copies)
 
     def take(self, stream: _core.Stream) -> None:
         """Takes what the stream has noted; copies of a route are loads."""
@@ -64,6 +69,8 @@ class Trace:
 
     def write(self, update: int) -> None:
         """Appends an update; where that fails a warning says so, for the weights are there."""
+        if self._path is None:
+            return
         facts = {
             "role": self._role,
             "rank": self._rank,

@@ -41,7 +41,7 @@ class Frame(enum.IntEnum):
 
     HELLO = 1  # the token
     BLOB = 2  # what the worker keeps, as Loader.blob has it
-    LESSON = 3  # where to come back to, a line feed, and a layout without shards
+    MODEL = 3  # where to come back to, a line feed, and a layout without shards
     PLAN = 4  # see wsync.exchange.orders
     BEGIN = 5  # UPDATE: update and rounds
     PREPARED = 6  # COUNTS: tensors, bytes and checksum that were loaded
@@ -52,7 +52,7 @@ class Frame(enum.IntEnum):
 _MAX_NBYTES: Final = {
     Frame.HELLO: 32,
     Frame.BLOB: 1 << 30,
-    Frame.LESSON: 1 << 30,
+    Frame.MODEL: 1 << 30,
     Frame.PLAN: 1 << 33,
     Frame.BEGIN: UPDATE.size,
     Frame.PREPARED: COUNTS.size,
@@ -60,7 +60,7 @@ _MAX_NBYTES: Final = {
     Frame.FAILED: 1 << 16,
 }
 _FROM_WORKERS: Final = (Frame.BLOB, Frame.PREPARED, Frame.FAILED)
-_FROM_TRAINERS: Final = (Frame.LESSON, Frame.PLAN, Frame.BEGIN, Frame.COMMIT, Frame.FAILED)
+_FROM_TRAINERS: Final = (Frame.MODEL, Frame.PLAN, Frame.BEGIN, Frame.COMMIT, Frame.FAILED)
 
 
 class Channel:
@@ -106,7 +106,7 @@ class Channel:
             raise
         return channel
 
-    def send(self, kind: Frame, content: bytes, timeout: float, check: Check | None = None) -> None:
+    def send(self, kind: Frame, content: bytes, timeout: float, check: Check = bool) -> None:
         """Sends a frame.
 
         Raises:
@@ -131,7 +131,7 @@ class Channel:
         self._torn = False
 
     def wait(
-        self, wanted: Collection[Frame], timeout: float, check: Check | None = None
+        self, wanted: Collection[Frame], timeout: float, check: Check = bool
     ) -> tuple[Frame, bytes]:
         """The next frame, which has to be a wanted one.
 
@@ -213,9 +213,8 @@ class Channel:
         del self._buffer[:last]
         return True
 
-    def _pause(self, event: int, deadline: Deadline, check: Check | None, late: str) -> None:
-        if check is not None:
-            check()
+    def _pause(self, event: int, deadline: Deadline, check: Check, late: str) -> None:
+        check()
         deadline.check(f"{self.peer} {late}")
         _poll(self._socket, event, deadline.left)
 
@@ -238,7 +237,7 @@ class Listener:
         self._token = secrets.token_hex(16)
         self.address = f"{self._token}@{host}:{self._listener.getsockname()[1]}"
 
-    def accept(self, timeout: float, check: Check | None = None) -> Channel:
+    def accept(self, timeout: float, check: Check = bool) -> Channel:
         """Waits for the worker; any other connection is closed.
 
         Raises:
@@ -260,8 +259,7 @@ class Listener:
                         connection.close()
                 if len(waiting) > _MAX_UNAUTHENTICATED:
                     waiting.pop(0).close()
-                if check is not None:
-                    check()
+                check()
                 deadline.check(f"{self._peer} did not connect")
                 # a connection that sends nothing must not make this spin, nor one that does wait
                 _poll(self._listener, select.POLLIN, min(deadline.left, 0.005 if waiting else 1.0))

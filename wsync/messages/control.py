@@ -20,7 +20,7 @@ accepted.
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from wsync._core import ProtocolError
@@ -90,15 +90,9 @@ class Control:
 
     def to_bytes(self) -> bytes:
         """The message as JSON, at most MAX_NBYTES long."""
-        fields: dict[str, Any] = {
-            "protocol": PROTOCOL,
-            "op": self.op,
-            "session": self.session,
-            "update": self.update,
-            "deadline": float(self.deadline),
-        }
-        if self.op != "close":
-            fields["address"] = self.address
+        fields = {"protocol": PROTOCOL, **asdict(self), "deadline": float(self.deadline)}
+        if self.op == "close":
+            del fields["address"]
         return json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()
 
     @staticmethod

@@ -17,7 +17,7 @@ from wsync.machine.lanes import Lane, result
 from wsync.messages.control import FLATTENED_BUCKET
 from wsync.options import Options
 from wsync.trainer.manifest import Manifest
-from wsync.trainer.requests import Calls, UnderWay
+from wsync.trainer.requests import NO_CALLS, Calls, UnderWay
 
 _LOCK_SECONDS = 0.1
 _LOCK_ANSWER_SECONDS = 30.0
@@ -48,7 +48,7 @@ class BroadcastRequests:
         self._places = places
         self._lock = None if lock is None else _Lock(lock)
         self._options = options
-        self._joining: Calls | None = None
+        self._joining = NO_CALLS
         # by round: the arguments of every announcement
         self._rounds: list[list[dict[str, Any]]] = []
         self._version = ""
@@ -58,8 +58,7 @@ class BroadcastRequests:
 
     @property
     def under_way(self) -> UnderWay:
-        joining = [] if self._joining is None else self._joining.under_way
-        return [*joining, *((name, answer) for name, _, answer in self._answers)]
+        return [*self._joining.under_way, *((name, call) for name, _, call in self._answers)]
 
     def join(self) -> None:
         """Has every engine join every source's group, in the same order, for joining blocks."""
@@ -83,7 +82,6 @@ class BroadcastRequests:
 
     def joined(self, plan: _core.Plan, timeout: float, check: Check) -> None:
         """Waits until all engines have joined, and takes on a plan."""
-        assert self._joining is not None
         self._joining.join(timeout, check)
         self._rounds = [[] for _ in range(plan.round_count)]
         for source, place in self._places.items():
@@ -117,8 +115,7 @@ class BroadcastRequests:
 
     def check(self) -> None:
         """Raises what an engine has answered so far."""
-        if self._joining is not None:
-            self._joining.check()
+        self._joining.check()
         for _, _, answer in self._answers:
             if answer.done():
                 answer.result()
@@ -143,8 +140,8 @@ class BroadcastRequests:
             lane.close()
         if self._lock is not None:
             self._lock.close()
-        joining, self._joining = self._joining, None
-        if joining is None:
+        joined, self._joining = self._joining.under_way, NO_CALLS
+        if not joined:
             return
 
         def leave(index: int, engine: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import json
 import operator
 import re
 import time
@@ -20,6 +19,7 @@ from wsync.machine.owner import Owner
 from wsync.machine.turn import Turn
 from wsync.options import Options
 from wsync.report import Report
+from wsync.trainer.requests import EngineRequests
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,7 @@ class Updates(abc.ABC):
         )
         self._updates = 0
         self._following = 1
+        self._requests = EngineRequests([], self.options)
         self._owner = Owner()
         self._closed = False
         self._busy = Turn()
@@ -66,15 +67,19 @@ class Updates(abc.ABC):
             self._close()
 
     def _close(self) -> None:
+        """What a failed update has left under way at an engine is waited for, up to the deadline
+        it had: another trainer may be about to update the engine."""
         self._closed = True
-        self._group.close()
+        try:
+            self._group.close()
+        finally:
+            self._requests.settle()
 
     def _same_call(self) -> None:
         """Raises InvalidArgumentError where ranks make different things at the same time, or mean
         to exchange rounds in different ways: they would not meet."""
         mine = [type(self).__name__, f"exchange={self.options.exchange!r}"]
-        found = self._group.all_gather(json.dumps(mine).encode())
-        for meant in zip(*map(json.loads, found), strict=True):
+        for meant in zip(*self._group.gather_json(mine), strict=True):
             if len(set(meant)) > 1:
                 each = ", ".join(
                     f"{one} on ranks {[rank for rank, other in enumerate(meant) if other == one]}"
@@ -203,7 +208,7 @@ def agree(group: TrainerGroup, version: object, counted: int, given: bool | None
             others' are of another time.
     """
     mine = [counted, None if version is None else version_text(version), given]
-    found = [json.loads(data) for data in group.all_gather(json.dumps(mine).encode())]
+    found = group.gather_json(mine)
     following = str(max(count for count, _, _ in found) + 1)
     meant = [following if text is None else text for _, text, _ in found]
     if len(set(meant)) > 1:

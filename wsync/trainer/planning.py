@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -187,8 +186,7 @@ class Planning:
     def _agree(self, plan: _core.Plan, missing: str) -> str:
         """Compares all ranks' plans; what the first rank that lacks memory says, or ""."""
         mine = [f"{plan.fingerprint:016x}", missing]
-        parts = self.group.all_gather(json.dumps(mine).encode())
-        prints, lacks = zip(*(json.loads(part) for part in parts), strict=True)
+        prints, lacks = zip(*self.group.gather_json(mine), strict=True)
         if len(set(prints)) > 1:
             raise _core.LayoutError(
                 f"trainer ranks made different plans: fingerprints {list(prints)}"

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from wsync import _core
 from wsync.handles.base import EngineHandle, send_control
@@ -23,7 +23,7 @@ from wsync.machine.deadline import (
 from wsync.machine.lanes import start
 from wsync.messages.control import Control
 from wsync.options import Options
-from wsync.trainer.checked_engine import CheckedEngine, checked_engines
+from wsync.trainer.checked_engine import CheckedEngine
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +82,9 @@ class Calls:
         return [name for name, call in self.under_way if not call.done()]
 
 
+NO_CALLS: Final = Calls([], lambda index, engine: None)
+
+
 class EngineRequests:
     """What engines are asked around an update.  Rank 0 does so; other ranks have no engines.
 
@@ -92,11 +95,9 @@ class EngineRequests:
     def __init__(self, engines: Sequence[EngineHandle], options: Options) -> None:
         self._handles = engines
         self._options = options
-        self.engines: list[CheckedEngine] = checked_engines(engines)
-        self._pausing: Calls | None = None
-        self._opened: Calls | None = None
+        self.engines = [CheckedEngine(engine) for engine in engines]
+        self._pausing = self._opened = self._handover = NO_CALLS
         self._closing: dict[int, list[Control]] = {}
-        self._handover: Calls | None = None
         self._failed = ""  # the version of these calls
         self._under_way: UnderWay = []  # of all updates
         self._end = Deadline(0.0)  # when that has ended, as handles keep their timeouts
@@ -106,7 +107,7 @@ class EngineRequests:
         way goes on under the id that it had."""
         options, deadline = self._options, Deadline(self._options.deadline)
         if anew:
-            self.engines = checked_engines(self._handles)
+            self.engines = [CheckedEngine(engine) for engine in self._handles]
 
         def pause(index: int, engine: EngineHandle) -> None:
             engine.pause(options.pause_mode, options.deadline)
@@ -117,10 +118,8 @@ class EngineRequests:
 
     def paused(self, check: Check) -> None:
         """Waits until the engines have stopped."""
-        if self._pausing is not None:
-            # a handle's own error, at the deadline, says more than ours
-            self._pausing.join(self._options.deadline + LATER_SECONDS, check)
-            self._pausing = None
+        # a handle's own error, at the deadline, says more than ours
+        self._pausing.join(self._options.deadline + LATER_SECONDS, check)
 
     def open(self, messages: Mapping[int, Sequence[Control]]) -> None:
         """Has workers join the update; messages: for each of their workers, by engine."""
@@ -137,23 +136,19 @@ class EngineRequests:
 
     def look(self) -> None:
         """Raises what has gone wrong with an engine, until all workers hold everything."""
-        if self._pausing is not None:
-            self._pausing.check()
-        if self._opened is not None:
-            self._opened.check_pending()
+        self._pausing.check()
+        self._opened.check_pending()
 
     def look_for_failures(self) -> None:
         """The same while ranks agree to commit: opening requests may end."""
-        if self._opened is not None:
-            self._opened.check()
+        self._opened.check()
 
     def close(self, version: str, check: Check, between: Check) -> None:
         """Ends the opening requests, records the version, and has the engines go on.  `between` is
         called before any is given the version, and once more before any goes on."""
         deadline = Deadline(self._options.deadline)
-        if self._opened is not None:
-            self._opened.join(deadline.left, check)
-            self._opened = None
+        self._opened.join(deadline.left, check)
+        self._opened = NO_CALLS
         between()
         closing = self._closing
 
@@ -186,10 +181,9 @@ class EngineRequests:
                 raise _core.StateError(f"version {version} has been given up")
             return deadline.left
 
-        def hand_over(index: int, engine: EngineHandle) -> None:
+        def hand_over(index: int, engine: Any) -> None:
             deliver(index, engine, remaining)
-            if isinstance(engine, CheckedEngine):
-                engine.verify(remaining())
+            engine.verify(remaining())
 
         def go_on(index: int, engine: EngineHandle) -> None:
             engine.resume(remaining())
@@ -206,12 +200,12 @@ class EngineRequests:
         except BaseException:
             given_up.set()
             raise
-        self._handover = None
+        self._handover = NO_CALLS
 
     def abandon(self, left: UnderWay) -> None:
         """After a failure, for what the engines answer is their side of it: waits a little for all
         calls, and keeps those that go on, with others that are left under way."""
-        self._pausing = self._opened = None
+        self._pausing = self._opened = NO_CALLS
         self._under_way += left
         self._settle(min(LEAVE_SECONDS, self._options.deadline))
 
@@ -239,8 +233,7 @@ class EngineRequests:
         return [name for name, _ in self._under_way]
 
     def _clear(self, deadline: Deadline, check: Check) -> None:
-        while self._handover is not None and (busy := self._handover.busy(POLL_SECONDS)):
+        while busy := self._handover.busy(POLL_SECONDS):
             check()
             what = f"what it was told of version {self._failed}, which failed,"
             deadline.check(f"engine {busy[0]} did not end {what}")
-        self._handover = None

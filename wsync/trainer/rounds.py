@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -137,8 +136,7 @@ class Rounds:
         }
         sources = [s for s in self._sessions if isinstance(s, BroadcastSession)]
         places = {source.worker: dataclasses.asdict(source.rendezvous) for source in sources}
-        parts = self._group.all_gather(json.dumps([addresses, places]).encode())
-        everyone = [json.loads(part) for part in parts]
+        everyone = self._group.gather_json([addresses, places])
         if sources and self._group.rank == 0:
             each = {int(n): Rendezvous(**p) for _, places in everyone for n, p in places.items()}
             taking = [
@@ -154,7 +152,7 @@ class Rounds:
         # who does not come is named before those who have come give up
         deadline = Deadline(_PUNCTUAL * self._options.deadline)
         blobs = {s.worker: s.accept(deadline.left, check) for s in self._sessions}
-        self._teach(blobs, deadline, check)
+        self._send_model(blobs, deadline, check)
         planning = Planning(self._group, self._roster, self._sessions, self._options)
         layouts, device, crowded = planning.gather(blobs, self._gpu)
         self._stream = _core.Stream(self._options.threads, device)
@@ -172,7 +170,7 @@ class Rounds:
         self._exchange = self._transport.open(plan, check)
         self.plan = plan
 
-    def _teach(self, blobs: dict[int, bytes], deadline: Deadline, check: Check) -> None:
+    def _send_model(self, blobs: dict[int, bytes], deadline: Deadline, check: Check) -> None:
         """Has the workers that asked for it learn, all at once."""
         learning = [
             session
@@ -182,9 +180,9 @@ class Rounds:
         if learning:
             model = names_of(self._roster.model).to_bytes()
             for session in learning:
-                session.teach(model, deadline.left, check)
+                session.send_model(model, deadline.left, check)
             for session in learning:
-                blobs[session.worker] = session.learnt(deadline.left, check)
+                blobs[session.worker] = session.accept_layout(deadline.left, check)
 
     def _order(self, blueprint: Blueprint, plan: _core.Plan) -> None:
         """Writes what remote workers are to do."""
@@ -202,8 +200,7 @@ class Rounds:
         this returns."""
         plan, stream, timeout = self.plan, self._stream, self._options.deadline
         assert plan is not None and stream is not None
-        if report.trace is not None:
-            stream.trace(3 * plan.round_count)
+        report.trace.watch(stream, 3 * plan.round_count)
         follow_torch(stream)  # which may still be writing the weights
         for session in self._sessions:
             session.begin(update, report.version, timeout, check)
@@ -224,7 +221,6 @@ class Rounds:
         """Moves all rounds into the rings of this rank's workers."""
         plan, stream, timeout = self.plan, self._stream, self._options.deadline
         assert plan is not None and stream is not None
-        trace = report.trace
         for number in range(plan.round_count):
             if number > 0:
                 self._fill(number, sources, check, report)
@@ -234,8 +230,7 @@ class Rounds:
             spans = following
             for session in self._sessions:
                 session.post(number, stream, timeout, check)
-            if trace is not None:
-                trace.mark("post", number)
+            report.trace.mark("post", number)
             self._show(number + 1, bar)
         with report.phase("engine"):
             for number in range(plan.round_count):
@@ -246,8 +241,7 @@ class Rounds:
             stream.synchronize(timeout, check)
         if self._exchange is not None:
             report.staging_nbytes = self._exchange.nbytes
-        if trace is not None:
-            trace.take(stream)
+        report.trace.take(stream)
 
     def describe(self, report: Report) -> None:
         """Says what an update by this plan moves."""

@@ -43,14 +43,14 @@ class BroadcastSession(BucketSession):
         engines: those that take broadcasts.
         name: of the source's group.
 
-    `requests` are rank 0's, which make the announcements of all sources.
+    `requests` make the announcements of all sources; they are rank 0's, and nothing elsewhere.
     """
 
     def __init__(
         self, worker: int, engines: Sequence[RolloutEngine], *, name: str, options: Options
     ) -> None:
         super().__init__(worker, "wsync-broadcast")
-        self.requests: BroadcastRequests | None = None
+        self.requests = BroadcastRequests([], {}, None, options)
         self._options = options
         self._engines = engines
         self._store = Store(options.deadline)
@@ -66,15 +66,14 @@ class BroadcastSession(BucketSession):
 
     @property
     def under_way(self) -> UnderWay:
-        return [] if self.requests is None else self.requests.under_way
+        return self.requests.under_way
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Waits for all engines to join the group, and on rank 0 every other group."""
         self.manifest = Manifest(plan, self.worker)
         self._ring = staging(self.manifest.nbytes, device)
         deadline, here = Deadline(timeout), dataclasses.replace(self.rendezvous, host="localhost")
-        if self.requests is not None:
-            self.requests.join()
+        self.requests.join()
         try:
             self._group = here.join(
                 0,
@@ -86,19 +85,16 @@ class BroadcastSession(BucketSession):
         except _core.DeadlineError as error:
             wanted = ", ".join(f"{engine.name} (tp {engine.workers})" for engine in self._engines)
             raise _core.DeadlineError(f"{error}; wanted: {wanted}") from error
-        if self.requests is not None:
-            self.requests.joined(plan, deadline.left, check)
+        self.requests.joined(plan, deadline.left, check)
         return self._ring.data_ptr(), self._ring.numel()
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
         super().begin(update, version, timeout, check)
-        if self.requests is not None:
-            self.requests.begin(version, timeout, check)
+        self.requests.begin(version, timeout, check)
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         super().post(round, stream, timeout, check)
-        if self.requests is not None:
-            self.requests.announce(round)
+        self.requests.announce(round)
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         try:
@@ -112,8 +108,7 @@ class BroadcastSession(BucketSession):
     def look(self) -> None:
         """A broadcast that breaks off is reported a little later: what an engine says of it, which
         is on its way, says more."""
-        if self.requests is not None:
-            self.requests.check()
+        self.requests.check()
         try:
             super().look()
         except _core.PeerClosedError:
@@ -124,13 +119,11 @@ class BroadcastSession(BucketSession):
     def prepared(self, timeout: float, check: Check) -> None:
         deadline = Deadline(timeout)
         super().prepared(timeout, check)
-        if self.requests is not None:
-            self.requests.answered(deadline.left, check)
+        self.requests.answered(deadline.left, check)
 
     def abort(self, text: str) -> None:
         super().abort(text)
-        if self.requests is not None:
-            self.requests.abort()
+        self.requests.abort()
 
     def close(self) -> None:
         """Leaves the group and closes its store, which ends the engines' waits for either."""
@@ -140,8 +133,7 @@ class BroadcastSession(BucketSession):
         if group is not None:
             self._lane.submit(group.close)
         self._lane.close()
-        if self.requests is not None:
-            self.requests.close()
+        self.requests.close()
 
     def _send(self, round: int) -> None:
         bucket = self.manifest.broadcasts[round]

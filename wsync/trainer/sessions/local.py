@@ -69,12 +69,16 @@ class WorkerSession(Session):
         self._park = park
         self.id = secrets.token_hex(8)
         self._directory = directory
-        self._exporter: Exporter = self._listen()
-        self._teacher: Exporter | None = None  # while the worker learns
+        # one that the worker is in, and before it, while the worker learns, the one it was in
+        self._exporters: list[Exporter] = [self._listen()]
         self._ring: _core.Memory | None = None
 
     def _listen(self) -> Exporter:
         return _core.Exporter(self._directory)
+
+    @property
+    def _exporter(self) -> Exporter:
+        return self._exporters[-1]
 
     @property
     def address(self) -> str:
@@ -90,33 +94,33 @@ class WorkerSession(Session):
         """The GPU that the worker is on."""
         return self._exporter.worker_uuid
 
-    def teach(self, model: bytes, timeout: float, check: Check) -> None:
+    def send_model(self, model: bytes, timeout: float, check: Check) -> None:
         """Tells a worker that asked to LEARN what tensors there are (a layout without shards),
         and where to come back to."""
-        self._teacher, self._exporter = self._exporter, self._listen()
-        lesson = self._exporter.address.encode() + b"\n" + model
-        ring = _core.Memory(1, find(self._teacher.worker_uuid))
+        learning = self._exporter
+        self._exporters.append(self._listen())
+        content = self.address.encode() + b"\n" + model
+        ring = _core.Memory(1, find(learning.worker_uuid))
         with self._said:
-            self._teacher.attach(ring, lesson, timeout, check)
-            self._teacher.begin(0, 0, timeout, check)
+            learning.attach(ring, content, timeout, check)
+            learning.begin(0, 0, timeout, check)
 
-    def learnt(self, timeout: float, check: Check) -> bytes:
+    def accept_layout(self, timeout: float, check: Check) -> bytes:
         """Waits until the worker has learnt and is back; what `accept` returns.
 
         Raises:
             RemoteError: it failed to learn.
         """
-        teacher = self._teacher
-        assert teacher is not None
+        learning, following = self._exporters
 
         def alive() -> None:
             check()
-            teacher.look()
+            learning.look()
 
         with self._said:
-            blob = self._exporter.accept(timeout, alive)
-        self._teacher = None
-        teacher.close()
+            blob = following.accept(timeout, alive)
+        self._exporters = [following]
+        learning.close()
         return blob
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
@@ -151,9 +155,8 @@ class WorkerSession(Session):
 
     def look(self) -> None:
         with self._said:
-            if self._teacher is not None:
-                self._teacher.look()
-            self._exporter.look()
+            for exporter in self._exporters:
+                exporter.look()
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
         with self._said:
@@ -190,11 +193,9 @@ class WorkerSession(Session):
     def abort(self, text: str) -> None:
         # an engine's words: they may hold what a C string cannot
         said = text.replace("\0", " ").encode("utf-8", "replace").decode()
-        if self._teacher is not None:
-            self._teacher.abort(said)
-        self._exporter.abort(said)
+        for exporter in self._exporters:
+            exporter.abort(said)
 
     def close(self) -> None:
-        if self._teacher is not None:
-            self._teacher.close()
-        self._exporter.close()
+        for exporter in self._exporters:
+            exporter.close()

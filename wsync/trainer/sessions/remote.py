@@ -37,32 +37,26 @@ class RemoteExporter:
             raise _core.StateError("the worker has not connected")
         return self._channel
 
-    def accept(self, timeout: float, check: _core.Check = None) -> bytes:
+    def accept(self, timeout: float, check: Check) -> bytes:
         deadline = Deadline(timeout)
         self._channel = self._listener.accept(timeout, check)
         self._listener.close()
         return self._channel.wait((Frame.BLOB,), deadline.left, check)[1]
 
-    def attach(
-        self, ring: _core.Memory, manifest: bytes, timeout: float, check: _core.Check = None
-    ) -> None:
-        """Hands over a lesson; the ring is none of this worker's business."""
-        self._peer.send(Frame.LESSON, manifest, timeout, check)
+    def attach(self, ring: _core.Memory, manifest: bytes, timeout: float, check: Check) -> None:
+        """Says what tensors there are; the ring is none of this worker's business."""
+        self._peer.send(Frame.MODEL, manifest, timeout, check)
 
-    def order(self, orders: bytes, timeout: float, check: _core.Check = None) -> None:
+    def order(self, orders: bytes, timeout: float, check: Check) -> None:
         """Hands over the plan."""
         self._peer.send(Frame.PLAN, orders, timeout, check)
 
-    def begin(self, update: int, rounds: int, timeout: float, check: _core.Check = None) -> None:
+    def begin(self, update: int, rounds: int, timeout: float, check: Check) -> None:
         self.loaded = 0
         self._peer.send(Frame.BEGIN, UPDATE.pack(update, rounds), timeout, check)
 
     def acquire(
-        self,
-        wait_round: int,
-        stream: _core.Stream | None,
-        timeout: float,
-        check: _core.Check = None,
+        self, wait_round: int, stream: _core.Stream | None, timeout: float, check: Check
     ) -> None:
         """Waits for nothing: the worker frees its own slots."""
         self._peer.look()
@@ -71,20 +65,18 @@ class RemoteExporter:
         if self._channel is not None:
             self._channel.look()
 
-    def post(
-        self, round: int, stream: _core.Stream, timeout: float, check: _core.Check = None
-    ) -> None:
+    def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         self.loaded = round + 1
 
-    def prepared(self, timeout: float, check: _core.Check = None) -> tuple[int, int, int]:
+    def prepared(self, timeout: float, check: Check) -> tuple[int, int, int]:
         _, content = self._peer.wait((Frame.PREPARED,), timeout, check)
         tensors, nbytes, checksum = self._peer.numbers(COUNTS, content)
         return tensors, nbytes, checksum
 
-    def commit(self, timeout: float, check: _core.Check = None, park: bool = False) -> None:
+    def commit(self, timeout: float, check: Check, park: bool) -> None:
         self._peer.send(Frame.COMMIT, b"", timeout, check)
 
-    def park(self, timeout: float, check: _core.Check = None) -> None:
+    def park(self, timeout: float, check: Check) -> None:
         """There is no ring here."""
 
     def abort(self, text: str) -> None:
@@ -103,8 +95,6 @@ class RemoteSession(WorkerSession):
     host: the address of this host that the worker can reach.
     """
 
-    _exporter: RemoteExporter
-
     def __init__(self, worker: int, *, engine: str, index: int, host: str) -> None:
         self._host = host
         self.orders: Orders | None = None  # once there is a plan
@@ -122,7 +112,7 @@ class RemoteSession(WorkerSession):
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Hands over the plan; the ring is the worker's own."""
-        assert self.orders is not None
+        assert self.orders is not None and isinstance(self._exporter, RemoteExporter)
         self.manifest = Manifest(plan, self.worker)
         self._exporter.order(self.orders.to_bytes(), timeout, check)
         self.orders = None
