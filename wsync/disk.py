@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tqdm import tqdm
 
 from wsync import _core
 from wsync.checkpoints.files import INDEX, SHARD_NBYTES, Arrangement, arrange, owners, system_calls
 from wsync.checkpoints.versions import Versions, newest
-from wsync.handles.base import EngineHandle, handles_of
+from wsync.handles.base import handles_of
 from wsync.layout import TrainerLayout
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.machine.lanes import Lane, result, start
@@ -33,7 +33,7 @@ from wsync.trainer.requests import EngineRequests
 if TYPE_CHECKING:
     from wsync.trainer.loop import Source, Weights
 
-__all__ = ["DiskSync", "ReadsDisk", "newest"]
+__all__ = ["DiskSync", "newest"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,16 +48,6 @@ _NOT_BY_DISK = dict.fromkeys(
     ),
     "updates without a disk (wsync.connect)",
 )
-
-
-@runtime_checkable
-class ReadsDisk(Protocol):
-    """What a handle needs beyond EngineHandle."""
-
-    def update_weights_from_disk(
-        self, path: str, *, weight_version: int | str | None, timeout: float
-    ) -> None:
-        """Loads every weight from a checkpoint folder."""
 
 
 class DiskSync(Updates):
@@ -108,7 +98,6 @@ class DiskSync(Updates):
         self._versions = Versions(folder, base, keep)
         Options.of(options).refuse(_NOT_BY_DISK)
         super().__init__(source, options)
-        self._requests = EngineRequests([], self.options)
         with self._one_error():
             self._same_call()
             if self._group.rank == 0:
@@ -116,7 +105,7 @@ class DiskSync(Updates):
                     calls.run([(folder, self._versions.check)])
                 handles = handles_of(engines, timeout=self.options.deadline)
                 for engine in handles:
-                    if not isinstance(engine, ReadsDisk):
+                    if not hasattr(engine, "update_weights_from_disk"):
                         raise _core.UnsupportedError(
                             f"engine {engine.name}: its handle has no update_weights_from_disk"
                         )
@@ -177,14 +166,8 @@ class DiskSync(Updates):
         """Removes old versions, or says why not: the new one is there."""
         try:
             calls.run([(self._versions.root, self._versions.prune)])
-        except (OSError, _core.WsyncError) as error:
+        except _core.WsyncError as error:
             _log.warning("wsync: old versions stay until the next update: %s", error)
-
-    def _close(self) -> None:
-        """What a failed update has left under way at an engine is waited for, up to the deadline
-        it had: another DiskSync may be about to tell the engine of a newer version."""
-        super()._close()
-        self._requests.settle()
 
     def _abandon(self, error: _core.WsyncError) -> None:
         """What was being written is swept by the next update."""
@@ -202,7 +185,7 @@ class DiskSync(Updates):
             with report.phase("write"):
                 self._writer.write(sources, files, calls, bar)
             with report.phase("sync"):
-                calls.run([(path, _syncing(path, descriptor)) for path, descriptor, _ in files])
+                calls.run([(path, functools.partial(os.fsync, file)) for path, file, _ in files])
                 self._group.barrier()
         return folder
 
@@ -230,8 +213,7 @@ class DiskSync(Updates):
         """Has all engines load a version; none goes on before all have it."""
         options = self.options
 
-        def load(_: int, engine: EngineHandle, remaining: Callable[[], float]) -> None:
-            assert isinstance(engine, ReadsDisk)
+        def load(_: int, engine: Any, remaining: Callable[[], float]) -> None:
             engine.pause(options.pause_mode, remaining())
             if options.flush_cache:
                 engine.flush(remaining())
@@ -279,16 +261,11 @@ class _Writer:
         paths = [os.fspath(folder / self._arrangement.names[number]) for number in self._files]
         opened: dict[str, int] = {}
 
-        def opening(path: str) -> Callable[[], int]:
-            def call() -> int:
-                with system_calls(path):
-                    opened[path] = os.open(path, os.O_WRONLY)
-                return 0
-
-            return call
+        def open_file(path: str) -> None:
+            opened[path] = os.open(path, os.O_WRONLY)
 
         try:
-            calls.run([(path, opening(path)) for path in paths])
+            calls.run([(path, functools.partial(open_file, path)) for path in paths])
             sizes = [self._arrangement.sizes[number] for number in self._files]
             yield [(path, opened[path], size) for path, size in zip(paths, sizes, strict=True)]
         finally:
@@ -306,16 +283,15 @@ class _Writer:
         for number, file in zip(self._files, files, strict=True):
             by_number[number] = file
 
-        def batch(bounds: tuple[int, int]) -> int:
-            return _core.write_files(self._route, *bounds, sources, by_number)
-
         folder = os.path.dirname(files[0][0]) if files else ""  # a batch may go to many files
-        batches = [(folder, functools.partial(batch, bounds)) for bounds in self._batches]
-        calls.run(batches, bar.update)
+        write = functools.partial(_core.write_files, self._route)
+        batches = [functools.partial(write, *some, sources, by_number) for some in self._batches]
+        calls.run([(folder, batch) for batch in batches], bar.update)
 
 
 class _FileCalls:
-    """Calls of a file system that may never return, each of which has a deadline.
+    """Calls of a file system that may never return, each of which has a deadline.  Their errors
+    name the path.
 
     Args:
         threads: how many are made at a time.
@@ -349,8 +325,8 @@ class _FileCalls:
         """Makes calls, given with the path that each is about; `done` gets what they return, as
         does the caller."""
         started = [
-            self._lanes[number % len(self._lanes)].submit(functools.partial(self._call, call))
-            for number, (_, call) in enumerate(calls)
+            self._lanes[number % len(self._lanes)].submit(functools.partial(self._call, *call))
+            for number, call in enumerate(calls)
         ]
         self._started += started
         for number, ((path, _), future) in enumerate(zip(calls, started, strict=True)):
@@ -398,15 +374,7 @@ class _FileCalls:
         else:
             close()
 
-    def _call(self, call: Callable[[], _T]) -> _T:
+    def _call(self, path: Any, call: Callable[[], _T]) -> _T:
         self.still_wanted()
-        return call()
-
-
-def _syncing(path: str, descriptor: int) -> Callable[[], int]:
-    def sync() -> int:
         with system_calls(path):
-            os.fsync(descriptor)
-        return 0
-
-    return sync
+            return call()

@@ -75,11 +75,8 @@ class Place:
 
     def strides(self) -> tuple[int, ...]:
         """Bytes, outermost first."""
-        strides, step = [0] * len(self.shape), self.item_nbytes
-        for i in reversed(range(len(self.shape))):
-            strides[i] = step
-            step *= self.shape[i]
-        return tuple(strides)
+        inner = (math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        return tuple(self.item_nbytes * count for count in inner)
 
 
 @dataclass(frozen=True)
@@ -305,14 +302,13 @@ class Checkpoint:
         pieces: list[FilePiece] = []
         places = sorted(self.places.items(), key=lambda each: (each[1].file, each[1].offset))
         for name, place in places:
-            strides = place.strides()
-            rows = place.shape[0] if place.shape else 1
+            rank, strides = len(place.shape), place.strides()
+            rows, *inner = place.shape or (1,)
             row_nbytes = place.nbytes // max(rows, 1)
             step = max(nbytes // row_nbytes, 1) if row_nbytes else max(rows, 1)
             for row in range(0, max(rows, 1), step):
                 count = min(step, rows - row)
-                start = (row, *(0 for _ in place.shape[1:])) if place.shape else ()
-                extent = (count, *place.shape[1:]) if place.shape else ()
+                start, extent = (row, *(0 for _ in inner))[:rank], (count, *inner)[:rank]
                 part = FilePiece(place.file, place.offset + row * row_nbytes, count * row_nbytes)
                 last = pieces[-1] if pieces else None
                 if last is None or not last.continues(part, nbytes):
@@ -320,15 +316,9 @@ class Checkpoint:
                 else:
                     pieces[-1] = FilePiece(last.file, last.offset, last.nbytes + part.nbytes)
                 at = part.offset - pieces[-1].offset
+                buffer = len(pieces) - 1
                 builder.add_shard(
-                    name,
-                    place.dtype,
-                    place.shape,
-                    start,
-                    extent,
-                    len(pieces) - 1,
-                    at,
-                    strides,
+                    name, place.dtype, place.shape, start, extent, buffer, at, strides
                 )
         return builder.build(), pieces
 
@@ -361,7 +351,7 @@ class Checkpoint:
         if not os.path.lexists(path) and os.path.lexists(self.folder / SINGLE):
             self._files = [self.folder / SINGLE]
             return {}
-        index, self._seen[path] = _read_index(path)
+        index, self._seen[path] = read_index(self.folder)
         expected, metadata = index.get("weight_map"), index.get("metadata", {})
         if not isinstance(expected, dict) or not isinstance(metadata, dict):
             raise _core.LayoutError(f"{path}: not an index: no weight_map, or odd metadata")
@@ -455,26 +445,17 @@ def _opened(path: Path) -> Iterator[tuple[int, _Stamp]]:
 
 def _read(descriptor: int, nbytes: int, offset: int) -> bytes:
     """Bytes of a file; fewer at its end."""
-    parts = []
-    while nbytes > 0:
-        part = os.pread(descriptor, min(nbytes, 1 << 30), offset)
-        if not part:
-            break
-        parts.append(part)
-        nbytes -= len(part)
-        offset += len(part)
-    return b"".join(parts)
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(offset)
+        return file.read(nbytes)
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """The JSON object in the index of a checkpoint.
+def read_index(folder: Path) -> tuple[dict[str, Any], _Stamp]:
+    """The JSON object in the index of a checkpoint, and which state of the file it is.
 
     Raises SystemCallError if it cannot be read, LayoutError if it is none.
     """
-    return _read_index(folder / INDEX)[0]
-
-
-def _read_index(path: Path) -> tuple[dict[str, Any], _Stamp]:
+    path = folder / INDEX
     with _opened(path) as (descriptor, stamp):
         if stamp.nbytes > MAX_HEADER_NBYTES:
             raise _core.LayoutError(f"{path}: not an index: it has {stamp.nbytes} bytes")

@@ -231,7 +231,7 @@ def _name(version: str) -> str:
 def _is_version(folder: Path) -> bool:
     """Whether `publish` has given a folder its name: its index says of which version it is."""
     try:
-        version = read_index(folder)["metadata"]["weight_version"]
+        version = read_index(folder)[0]["metadata"]["weight_version"]
     except (_core.WsyncError, KeyError, TypeError):
         return False
     name, again = _name(str(version)), folder.name.rpartition(".")

@@ -1,17 +1,14 @@
 """Loading a checkpoint folder into parameters that an engine already has."""
 
-import ctypes
-import mmap
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from wsync._core import BufferTable, Route, Stream
+from wsync._core import BufferTable, Memory, Route, Stream
 from wsync.checkpoints.files import Checkpoint, FilePiece
 from wsync.engine.destination import LoadTarget
 from wsync.engine.receiver import Receiver
-from wsync.machine.deadline import left
+from wsync.machine.deadline import Deadline
 
 # what the checkpoint holds -> what the worker keeps of it
 Targets = Callable[[Mapping[str, tuple[int, ...]]], LoadTarget]
@@ -39,7 +36,7 @@ def load(
         DeadlineError: the copy took longer than `timeout` seconds.
         StateError: another update is running.
     """
-    end = time.monotonic() + timeout
+    deadline = Deadline(timeout)
     checkpoint = Checkpoint(folder)
     with checkpoint.opened() as descriptors:
         shapes = {name: place.shape for name, place in checkpoint.places.items()}
@@ -50,11 +47,7 @@ def load(
         reading = _Reading(Route(stored, layout), pieces, threads)
         try:
             with receiver.state.replacing(f"loading {os.fspath(folder)}"):
-                reading.run(
-                    lambda piece, into: checkpoint.read(descriptors, piece, into),
-                    destinations,
-                    end,
-                )
+                reading.run(checkpoint, descriptors, destinations, deadline)
                 found.check_places()
                 found.check_values()
                 checkpoint.check()
@@ -73,28 +66,28 @@ class _Reading:
         self._pieces = pieces
         self._wanted = [i for i in range(route.buffer_count) if route.nbytes(i)]
         nbytes = max((pieces[i].nbytes for i in self._wanted), default=1)
-        self._slots = [mmap.mmap(-1, nbytes) for _ in range(_SLOTS)]
-        addresses = [ctypes.addressof(ctypes.c_char.from_buffer(slot)) for slot in self._slots]
+        self._slots = [Memory(nbytes) for _ in range(_SLOTS)]
         spans = [(0, 0)] * len(pieces)
         for turn, i in enumerate(self._wanted):
-            spans[i] = (addresses[turn % _SLOTS], pieces[i].nbytes)
+            spans[i] = (self._slots[turn % _SLOTS].address, pieces[i].nbytes)
         self._sources = BufferTable(spans, owner=self._slots)
         self._streams = [Stream(threads) for _ in range(_SLOTS)]
 
     def run(
         self,
-        read: Callable[[FilePiece, memoryview], None],
+        checkpoint: Checkpoint,
+        descriptors: Sequence[int],
         destinations: BufferTable,
-        end: float,
+        deadline: Deadline,
     ) -> None:
         for turn, i in enumerate(self._wanted):
             stream = self._streams[turn % _SLOTS]
-            stream.synchronize(left(end))
+            stream.synchronize(deadline.left)
             with memoryview(self._slots[turn % _SLOTS]) as slot:
-                read(self._pieces[i], slot)
+                checkpoint.read(descriptors, self._pieces[i], slot)
             stream.copy(self._route, i, 0, self._sources, destinations)
         for stream in self._streams:
-            stream.synchronize(left(end))
+            stream.synchronize(deadline.left)
 
     def close(self) -> None:
         for stream in self._streams:

@@ -182,7 +182,7 @@ def _stored_version(folder: str | None) -> str | None:
     """The weight version of a checkpoint that a trainer has written, or None."""
     if folder is None or not Path(folder, INDEX).exists():
         return None
-    metadata = read_index(Path(folder)).get("metadata")
+    metadata = read_index(Path(folder))[0].get("metadata")
     version = metadata.get("weight_version") if isinstance(metadata, dict) else None
     return None if version is None else str(version)
 
