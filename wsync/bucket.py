@@ -21,8 +21,6 @@ ALIGNMENT = 16
 # Tensors that a worker thread copies while the next are described.
 _PART = 256
 
-TensorRow = tuple[int, str, tuple[int, ...], tuple[int, ...], int]
-
 
 @dataclass
 class FlattenedTensorMetadata:
@@ -34,6 +32,15 @@ class FlattenedTensorMetadata:
     start_idx: int
     end_idx: int
     numel: int
+
+
+def metadata_at(
+    start: int, name: str, dtype_name: str, shape: Sequence[int]
+) -> FlattenedTensorMetadata:
+    """That of a tensor whose bytes begin at `start`; its dtype by torch's name."""
+    dtype = dtype_of(dtype_name)
+    nbytes = math.prod(shape) * dtype.itemsize  # numel() wraps around
+    return FlattenedTensorMetadata(name, torch.Size(shape), dtype, start, start + nbytes, nbytes)
 
 
 class FlattenedTensorBucket:
@@ -130,7 +137,7 @@ class FlattenedTensorBucket:
         if self._metadata is None:
             rows = (table[i] for table in self._tables for i in range(len(table)))
             self._metadata = [
-                _metadata_of(name, row, start)
+                metadata_at(start, name, row[1], row[2])
                 for name, row, start in zip(self._names, rows, self._starts, strict=True)
             ]
             self._tables = []
@@ -174,14 +181,6 @@ def _check_out(out: torch.Tensor, nbytes: int, alignment: int) -> None:
             f"out: starts at byte {out.storage_offset()} of its storage, which is no multiple of "
             f"the alignment {alignment}"
         )
-
-
-def _metadata_of(name: str, row: TensorRow, start: int) -> FlattenedTensorMetadata:
-    _, dtype_name, shape, _, _ = row
-    dtype = dtype_of(dtype_name)
-    size = torch.Size(shape)
-    nbytes = size.numel() * dtype.itemsize
-    return FlattenedTensorMetadata(name, size, dtype, start, start + nbytes, nbytes)
 
 
 def _read_entry(flat: torch.Tensor, entry: Any) -> torch.Tensor:

@@ -57,9 +57,9 @@ def chosen(known: Mapping[str, _T], names: Sequence[str]) -> list[_T]:
     return [known[name] for name in names]
 
 
-def contiguous_strides(shape: Sequence[int], item: int = 1) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements, or in bytes of `item` each."""
-    return tuple(item * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import hashlib
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ from wsync._core import (
     ProtocolError,
     StateError,
 )
-from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+from wsync.bucket import FlattenedTensorBucket, metadata_at
 from wsync.dtypes import dtype_of
 from wsync.engine.update_state import Repeated
 from wsync.exchange.groups import Rendezvous, UpdateGroup, connection_of, device_of
+from wsync.machine.deadline import Deadline
 from wsync.messages.control import FLATTENED_BUCKET
 
 BROADCAST_SECONDS: Final = 120.0
@@ -158,14 +158,11 @@ class UpdateGroups:
             raise InvalidArgumentError(f"load_format {load_format!r}: None or {FLATTENED_BUCKET!r}")
         metadata, start = [], 0
         for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):
-            dtype = dtype_of(dtype_name)
-            if start % dtype.itemsize:
+            entry = metadata_at(start, name, dtype_name, shape)
+            if start % entry.dtype.itemsize:
                 raise LayoutError(f"{name}: {dtype_name} at byte {start} of a bucket")
-            size = math.prod(shape) * dtype.itemsize
-            metadata.append(
-                FlattenedTensorMetadata(name, torch.Size(shape), dtype, start, start + size, size)
-            )
-            start += size
+            metadata.append(entry)
+            start = entry.end_idx
         flat = self._flat(start)
         self._broadcast(group_name, member, [flat], timeout)
         return FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata).reconstruct_tensors()
@@ -191,13 +188,13 @@ class UpdateGroups:
         )
         ends = [tensor.reshape(-1).view(torch.uint8)[-_MARK_NBYTES:] for tensor in tensors]
         marked = [end.copy_(mark) for end in ends if end.numel() == _MARK_NBYTES]
+        deadline = Deadline(timeout)
 
         def check() -> None:
             self._check(name, member)
-            if time.monotonic() > end:
+            if not deadline.left:
                 raise DeadlineError(f"group {name}: a broadcast took over {timeout:.0f} s")
 
-        end = time.monotonic() + timeout
         try:
             member.group.broadcast(tensors, check)
             if any(torch.equal(end, mark) for end in marked):

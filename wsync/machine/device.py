@@ -118,7 +118,7 @@ def lead_torch(stream: _core.Stream) -> None:
 def await_torch(device: _core.Device, timeout: float = _TORCH_SECONDS) -> None:
     """Waits here until torch has done what it has been given in this thread; on a GPU.
     DeadlineError after `timeout` seconds."""
-    if device.ordinal < 0 or not torch.cuda.is_available():
+    if not _torch_uses(device):
         return
     stream: Any = torch.cuda.current_stream(device.ordinal)
     passed, deadline = stream.record_event(), Deadline(timeout)
@@ -127,9 +127,14 @@ def await_torch(device: _core.Device, timeout: float = _TORCH_SECONDS) -> None:
         time.sleep(_POLL_SECONDS)
 
 
+def _torch_uses(device: _core.Device) -> bool:
+    """Whether a device is a GPU that torch can use."""
+    return device.ordinal >= 0 and torch.cuda.is_available()
+
+
 def _torch_stream(device: _core.Device) -> int | None:
     """torch's current stream on a GPU; None where torch does not use that."""
-    if device.ordinal < 0 or not torch.cuda.is_available():
+    if not _torch_uses(device):
         return None
     current: Any = torch.cuda.current_stream(device.ordinal)
     return int(current.cuda_stream)
@@ -137,7 +142,7 @@ def _torch_stream(device: _core.Device) -> int | None:
 
 def release_cached(device: _core.Device) -> None:
     """Gives back the memory of a GPU that torch keeps for later."""
-    if device.ordinal >= 0 and torch.cuda.is_available():
+    if _torch_uses(device):
         torch.cuda.empty_cache()
 
 
@@ -148,10 +153,9 @@ def on_gpu(nbytes: int, device: _core.Device) -> torch.Tensor:
 
 def has_nccl(device: _core.Device) -> bool:
     """Whether ranks on such devices can meet in a group of NCCL."""
-    return device.ordinal >= 0 and torch.cuda.is_available() and dist.is_nccl_available()
+    return _torch_uses(device) and dist.is_nccl_available()
 
 
 def staging(nbytes: int, device: _core.Device) -> torch.Tensor:
     """Bytes of host memory that streams of the device can write to."""
-    pinned = device.ordinal >= 0 and torch.cuda.is_available()
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_torch_uses(device))

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
 from wsync import _core
-from wsync.bucket import FlattenedTensorMetadata
-from wsync.dtypes import dtype_of
+from wsync.bucket import FlattenedTensorMetadata, metadata_at
 
 Bucket = list[FlattenedTensorMetadata]
 
@@ -32,13 +29,10 @@ class Manifest:
         """The whole tensors of every round, in SGLang's terms: they start in the round's slot."""
         buckets: list[Bucket] = [[] for _ in self.slots]
         for index in range(self.layout.tensor_count):
-            name, dtype_name, shape, _ = self.layout.tensor(index)
-            dtype, size = dtype_of(dtype_name), torch.Size(shape)
-            nbytes = size.numel() * dtype.itemsize
+            name, dtype, shape, _ = self.layout.tensor(index)
             for shard in self.layout.shards(index):
                 start = shard.offset - self.slots[shard.buffer].offset
-                entry = FlattenedTensorMetadata(name, size, dtype, start, start + nbytes, nbytes)
-                buckets[shard.buffer].append(entry)
+                buckets[shard.buffer].append(metadata_at(start, name, dtype, shape))
         return buckets
 
     @functools.cached_property
