@@ -364,7 +364,7 @@ def test_a_worker_that_connects_late_has_less_time_to_say_what_it_keeps(
     ends: list[Channel] = []
     connecting.start()
     with pytest.raises(wsync.DeadlineError, match="worker 0 did not send BLOB"):
-        exporter.accept(1.0)
+        exporter.accept(1.0, lambda: None)
     assert given[0] < 1.0  # what is left of it, and not all
     connecting.join()
     exporter.close()
