@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import nursery
 
 # A driver of one GPU.  Whatever is not said here is an entry point that nobody calls.
 LIBCUDA = """
@@ -62,11 +63,9 @@ DEFAULTS = {"RESULT": "0", "VERSION": "12080", "COUNT": "1", "STUB": "0", "MISSI
 
 
 def finding(library: str, **environment: str) -> tuple[bool, str]:
-    done = subprocess.run(
+    done = nursery.run(
         [sys.executable, "-P", "-m", "wsync.doctor", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        timeout=240,
         env={**os.environ, "WSYNC_CUDA_LIB": library, **environment},
     )
     assert done.returncode == 0, done.stderr

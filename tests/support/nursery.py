@@ -28,6 +28,7 @@ ADDRESS = "WSYNC_TEST_NURSERY"
 _LARGEST = 1 << 20  # bytes of a request
 _PATIENCE = 240.0  # seconds for imports on a busy machine
 _FLAGS = ("-P", "-B")
+_OF_LIBRARIES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS")  # read when they are loaded
 _ENGINE = "wsync.demo.engines.transformers"
 _NEEDED = {
     "": ("torch", "wsync.demo.engines.workers", "wsync.demo.engines.tensor_parallel"),
@@ -61,7 +62,7 @@ class Popen(subprocess.Popen):
             "folder": os.fspath(given["cwd"] or os.getcwd()),
             "targets": list(passed),
             "session": given["start_new_session"],
-            "modules": _NEEDED[_ENGINE] if words[:2] == ["-m", _ENGINE] else _NEEDED[""],
+            "modules": _NEEDED.get(words[1] if words[0] == "-m" else "", _NEEDED[""]),
         }
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         line.settimeout(_PATIENCE)
@@ -131,7 +132,10 @@ def install() -> None:
 
 
 def _is_plain(command: Sequence[str], environment: dict[str, str]) -> bool:
-    """Whether this interpreter runs it with modules that lie where this one's lie."""
+    """Whether this interpreter runs it with modules that lie where this one's lie, and with
+    libraries as they were loaded here."""
+    if any(environment.get(name) != os.environ.get(name) for name in _OF_LIBRARIES):
+        return False
     path = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
     return command[0] == sys.executable and set(path) <= set(sys.path)
 
