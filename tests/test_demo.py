@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import nursery
 from support.engines import NEWEST, SGLANG_VERSIONS, engine_packages, engine_tree
 
 from wsync.demo import cli
@@ -18,12 +19,10 @@ from wsync.demo import cli
 def run_demo(tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
     """Its facts, and what it printed."""
     path = tmp_path / "facts.json"
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "wsync", "demo", "--json", str(path), *options],
-        capture_output=True,
-        text=True,
+    done = nursery.run(
+        [sys.executable, "-P", "-m", "support.forked_demo", "--json", str(path), *options],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
         timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     facts: dict[str, Any] = json.loads(path.read_text())
