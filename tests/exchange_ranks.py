@@ -1,4 +1,4 @@
-"""What a rank process of test_exchange.py does (spawned: the module must be importable)."""
+"""What a rank process of test_exchange.py does (the module must be importable)."""
 
 import os
 import signal

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ import pytest
 import torch
 import transformers
 from support import distributed_cases as cases
-from support.procs import RankError, Ranks, spawned
+from support.procs import RankError, Ranks, started, stopped
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
@@ -486,8 +485,7 @@ def test_a_trainer_that_is_struck_between_buckets_is_followed_by_another(
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     with serve_in_process(config) as server:
-        trainer = spawned(cases.die, server.url, shapes, where, how)
-        trainer.start()
+        trainer = started(cases.die, server.url, shapes, where, how)
         end = time.monotonic() + 100
         while trainer.is_alive() and not stopped(trainer.pid) and time.monotonic() < end:
             time.sleep(0.05)  # join would wait for what the trainer has started, too
@@ -505,12 +503,6 @@ def test_a_trainer_that_is_struck_between_buckets_is_followed_by_another(
         check_http(server, weights)
         assert engine.model_info(5)["consistent"]
         trainer.kill()
-
-
-def stopped(pid: int | None) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
 
 
 def check_http(server: ServerProcess, weights: dict[str, torch.Tensor]) -> None:

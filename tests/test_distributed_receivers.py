@@ -19,7 +19,7 @@ import torch
 from exchange_ranks import make_plan
 from support import distributed_receivers as cases
 from support.fused import Fused, bytes_of, draw, held
-from support.procs import Ranks, spawned
+from support.procs import Ranks, started
 from support.relay import RelayedListener
 from support.tiny_qwen3 import dense, sparse
 
@@ -163,8 +163,7 @@ def test_a_trainer_that_is_struck_does_not_hold_an_engine(how: signal.Signals) -
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
     with ProcessEngine(shapes, name="held") as engine:
         ours, theirs = multiprocessing.Pipe()
-        trainer = spawned(cases.strike_the_trainer, theirs, shapes, how)
-        trainer.start()
+        trainer = started(cases.strike_the_trainer, theirs, shapes, how)
         try:
             # the trainer reaches the engine through this process, which goes on
             error = cases.relay(ours, engine, timeout=60)

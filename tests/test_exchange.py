@@ -1,22 +1,23 @@
 """The exchange between the ranks of one host, with a real plan and real processes."""
 
-import multiprocessing
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from unittest import mock
 
 import pytest
 import torch
 from exchange_ranks import PATIENCE, RANKS, ROUND, make_plan, run, update_rank
+from support.procs import forked, stopped
 
 import wsync.exchange.base
 import wsync.machine.device
 from wsync import _core
 
-CONTEXT = multiprocessing.get_context("spawn")
+CONTEXT = forked()
 
 
 class World:
@@ -112,11 +113,11 @@ def test_a_group_on_gpus_has_an_order_with_streams_and_not_with_the_host(
     def work(rank: int) -> None:
         member = threads.member(rank)
         exchange = wsync.exchange.base.GroupExchange(member, "nccl", host, lambda: None)
-        update_rank(rank, multiprocessing.Pipe()[0], exchange, "work")
+        update_rank(rank, Pipe()[0], exchange, "work")
         assert exchange.nbytes > 0
         exchange.park()
         assert exchange.nbytes == 0
-        update_rank(rank, multiprocessing.Pipe()[0], exchange, "work")
+        update_rank(rank, Pipe()[0], exchange, "work")
 
     with ThreadPoolExecutor(RANKS) as pool:
         list(pool.map(work, range(RANKS)))
@@ -151,7 +152,10 @@ def test_a_killed_rank_is_named_on_all_others() -> None:
     world = World(["work", "stop", "work"])
     try:
         assert world.hear(1) == "stopping"
-        os.waitid(os.P_PID, world.pid(1), os.WSTOPPED | os.WNOWAIT)
+        end = time.monotonic() + PATIENCE
+        while not stopped(world.pid(1)):
+            assert time.monotonic() < end
+            time.sleep(0.01)
         os.kill(world.pid(1), signal.SIGKILL)
         texts = [str(world.hear(rank)) for rank in (0, 2)]
         # The first to notice leaves too, and may be what the other one sees.

@@ -43,9 +43,26 @@ def runs(pid, *, patience=5.0):
     return True
 
 
+def stopped(pid):
+    """Whether a process is stopped by a signal; one that is gone is not."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def spawned(target, *arguments, **options):
     """A process in an interpreter of its own that is to call `target`, and has not started."""
     return unnamed(multiprocessing.get_context("spawn"), target, *arguments, **options)
+
+
+def started(target, *arguments):
+    """A process that calls `target`, with what most ranks need imported; it is this process's to
+    end, and has the environment of the first one that was asked for."""
+    process = unnamed(forked(), target, *arguments)
+    process.start()
+    return process
 
 
 def unnamed(context, target, *arguments, **options):
