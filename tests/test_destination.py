@@ -360,3 +360,23 @@ def test_a_module_that_changes_while_it_is_filled_is_not_called_filled(change: s
         module.b.data = module.b.data.clone()
     with pytest.raises(wsync.WsyncError, match="replaced while the update ran"):
         target.check_places()
+
+
+def test_tensors_that_no_engine_makes_use_of_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    tensors = [torch.zeros(4, 4), torch.zeros(3)]
+    loader = LayoutLoader(layout_of(tensors), tensors)
+    weights = {
+        "a": torch.ones(4, 4),
+        "b": torch.ones(3),
+        **{f"extra{number}": torch.ones(2) for number in range(6)},
+        "empty": torch.ones(0),
+    }
+    with wsync.connect(weights, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        reports = [sync.update() for _ in range(2)]
+    assert [report.unused for report in reports] == [tuple(f"extra{n}" for n in range(6))] * 2
+    texts = [record.getMessage() for record in caplog.records if "makes use of" in record.msg]
+    names = "extra0, extra1, extra2, extra3, extra4 and 1 more tensors"
+    assert texts == [
+        f"wsync: no engine makes use of {names}: what the trainer has there is not delivered"
+    ]
+    assert torch.equal(tensors[0], weights["a"])

@@ -20,6 +20,7 @@ class Report:
     `phases` are disjoint stretches of this rank's wall time: what was waited for, while the
     stream copied beside it.  `delivered_nbytes` counts every worker; `redundancy` is
     delivered bytes over the bytes that the workers need, in source dtype.
+    `unused` names the trainer's tensors that no engine makes use of, and that are not delivered.
     """
 
     version: str = ""
@@ -33,6 +34,7 @@ class Report:
     ring_nbytes: int = 0
     staging_nbytes: int = 0
     exchange: str = "none"
+    unused: tuple[str, ...] = ()
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     trace: Trace = field(default_factory=Trace, repr=False, compare=False)

@@ -213,6 +213,18 @@ static PyObject *plan_fingerprint(PyObject *self, void *Py_UNUSED(closure))
     return PyLong_FromUnsignedLongLong(wsync_plan_fingerprint(plan_of(self)));
 }
 
+static PyObject *plan_unused(PyObject *self, void *Py_UNUSED(closure))
+{
+    size_t count;
+    const uint32_t *unused = wsync_plan_unused(plan_of(self), &count);
+    PyObject *list = PyList_New((Py_ssize_t)count);
+
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        wsync_py_list_put(&list, i, PyLong_FromUnsignedLong(unused[i]));
+    }
+    return list;
+}
+
 static PyObject *plan_stats(PyObject *self, void *Py_UNUSED(closure))
 {
     const wsync_plan_stats_t stats = wsync_plan_stats(plan_of(self));
@@ -390,6 +402,8 @@ static PyGetSetDef plan_getset[] = {
      "Largest receive staging that a round needs on this rank.", NULL},
     {"fingerprint", plan_fingerprint, NULL,
      "64 bits that are equal on all ranks with equal plans.", NULL},
+    {"unused", plan_unused, NULL,
+     "Indices of the source's tensors that no worker reads, without empty ones.", NULL},
     {"stats", plan_stats, NULL,
      "Of all ranks: delivered_nbytes, needed_nbytes, sent_nbytes, message_count.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

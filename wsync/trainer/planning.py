@@ -20,6 +20,7 @@ from wsync.trainer.sessions.base import Session
 _log = logging.getLogger(__name__)
 
 _GPU_ROUND_NBYTES = 256 << 20
+_NAMED = 5  # tensors in one message
 _LEAST_RING_NBYTES = 16 << 10  # a machine that has less has other worries
 _DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's, which may be exceeded for one large tensor
 
@@ -82,6 +83,8 @@ class Planning:
                 raise _core.NoMemoryError(text) from error
             missing = self._agree(plan, self._make_rings(plan, device))
             if not missing:
+                if self.group.rank == 0:
+                    self._name_unused(plan)
                 return blueprint, plan
             if device.ordinal >= 0 and not released:
                 release_cached(device)  # of torch, which a driver does not ask
@@ -93,6 +96,16 @@ class Planning:
             if self.options.ring_nbytes or limit < _LEAST_RING_NBYTES:
                 raise _core.NoMemoryError(missing)
             _log.warning("%s; rings of %d bytes are tried", missing, limit)
+
+    def _name_unused(self, plan: _core.Plan) -> None:
+        if plan.unused:
+            names = [self.roster.model.tensor(index)[0] for index in plan.unused[:_NAMED]]
+            more = len(plan.unused) - len(names)
+            _log.warning(
+                "wsync: no engine makes use of %s%s: what the trainer has there is not delivered",
+                ", ".join(names),
+                f" and {more} more tensors" if more else "",
+            )
 
     def _choose(self, source: str) -> str | None:
         """The UUID of the GPU of this rank's workers, "" for the host; without workers that of

@@ -257,6 +257,7 @@ class Rounds:
         report.needed_nbytes = stats["needed_nbytes"] + more
         report.sent_nbytes = stats["sent_nbytes"]
         report.rounds = plan.round_count
+        report.unused = tuple(model.tensor(index)[0] for index in plan.unused)
         own = [recipient for recipient in self._roster.recipients if recipient.stage is None]
         report.workers = len(own) + broadcast
         report.ring_nbytes = sum(self._rings[number][1] for number in range(len(self._rings)))

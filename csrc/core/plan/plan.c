@@ -181,6 +181,25 @@ static uint64_t count_needed(const wsync_planner_t *planner)
     return total;
 }
 
+static wsync_status_t list_unused(const wsync_planner_t *planner, wsync_plan_t *plan)
+{
+    const wsync_layout_t *source = planner->spec->source;
+
+    for (size_t i = 0; i < wsync_layout_tensor_count(source); i++) {
+        const wsync_tensor_t *tensor = wsync_layout_tensor(source, i);
+        const wsync_box_t whole = wsync_box_whole(tensor->ndim, tensor->shape);
+
+        if (planner->first_ref[i] == planner->first_ref[i + 1] &&
+            wsync_box_count(&whole) > 0) {
+            if (!WSYNC_ARRAY_RESERVE(plan->unused, 1)) {
+                return wsync_plan_no_memory(planner, "unused tensors", i);
+            }
+            plan->unused.items[plan->unused.count++] = (uint32_t)i;
+        }
+    }
+    return WSYNC_OK;
+}
+
 /* Once copies are emitted nobody asks for pieces, the largest tables there are. */
 static void drop_pieces(wsync_planner_t *planner)
 {
@@ -212,6 +231,9 @@ static wsync_status_t fill_plan(wsync_planner_t *planner, wsync_plan_t *plan)
     if (status == WSYNC_OK) {
         drop_pieces(planner);
         status = wsync_plan_keep_deliveries(planner, plan);
+    }
+    if (status == WSYNC_OK) {
+        status = list_unused(planner, plan);
     }
     if (status == WSYNC_OK) {
         plan->stats.needed_nbytes = count_needed(planner);
@@ -279,6 +301,7 @@ void wsync_plan_destroy(wsync_plan_t *plan)
     wsync_names_fini(&plan->names);
     free(plan->tensors);
     free(plan->deliveries);
+    free(plan->unused.items);
     free(plan);
 }
 
@@ -335,6 +358,12 @@ uint64_t wsync_plan_recv_nbytes(const wsync_plan_t *plan)
 wsync_plan_stats_t wsync_plan_stats(const wsync_plan_t *plan)
 {
     return plan->stats;
+}
+
+const uint32_t *wsync_plan_unused(const wsync_plan_t *plan, size_t *count)
+{
+    *count = plan->unused.count;
+    return plan->unused.items;
 }
 
 uint64_t wsync_plan_fingerprint(const wsync_plan_t *plan)

@@ -118,6 +118,9 @@ uint64_t wsync_plan_recv_nbytes(const wsync_plan_t *plan);
 wsync_status_t wsync_plan_manifest(const wsync_plan_t *plan, uint32_t worker,
                                    wsync_layout_t **manifest, wsync_error_t *err);
 wsync_plan_stats_t wsync_plan_stats(const wsync_plan_t *plan);
+/* Indices of the source's tensors that no worker reads, ascending; empty ones are not
+ * among them. */
+const uint32_t *wsync_plan_unused(const wsync_plan_t *plan, size_t *count);
 /* The same on all ranks of one specification, whatever spec.rank was. */
 uint64_t wsync_plan_fingerprint(const wsync_plan_t *plan);
 

@@ -258,6 +258,7 @@ struct wsync_plan {
     wsync_tensor_t *tensors;
     wsync_plan_delivery_t *deliveries; /* in the order of rounds */
     size_t delivery_count;
+    WSYNC_ARRAY(uint32_t) unused; /* tensors that no worker reads */
     wsync_plan_stats_t stats;
     uint64_t fingerprint;
 };
