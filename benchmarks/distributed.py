@@ -24,9 +24,9 @@ import torch.distributed as dist
 import wsync
 from benchmarks.peers import BUCKET_NBYTES, Named
 from benchmarks.ranks import on_ranks
-from wsync.demo import megatron_cpu, reference
-from wsync.demo.engines.process import ProcessEngine, digest
-from wsync.exchange.groups import Rendezvous, Store, UpdateGroup
+from wsync.demo import hf_reference, megatron_cpu
+from wsync.demo.engines.bare_engine import ProcessEngine, digest
+from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
 from wsync.trainer.requests import Calls
 
 RANKS = 4
@@ -55,7 +55,7 @@ def _rank(rank: int) -> list[dict[str, Any]]:
     parallel = megatron_cpu.Parallel(tp=2, pp=2)
     with megatron_cpu.on_cpu(), megatron_cpu.groups(parallel):
         trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
-        expected = reference.hf_state_dict(trainer.chunks, config)
+        expected = hf_reference.hf_state_dict(trainer.chunks, config)
         wanted = digest(expected)
         shapes = {name: (tuple(t.shape), t.dtype) for name, t in expected.items()}
         nbytes = sum(t.numel() * t.itemsize for t in expected.values())
@@ -169,7 +169,7 @@ class Slime:
         from megatron.core import parallel_state as ps
 
         self._config = config
-        self._parts = list(reference.own_parameters(chunks, config))
+        self._parts = list(hf_reference.own_parameters(chunks, config))
         self._tp_group = ps.get_tensor_model_parallel_group()
         self._source = ps.get_tensor_model_parallel_rank() == 0
         self._desk = _desk(engines)
@@ -211,17 +211,19 @@ class Slime:
             if bucket and nbytes + size > BUCKET_NBYTES:
                 self._send(bucket)
                 bucket, nbytes = [], 0
-            bucket += [(n, t.contiguous()) for n, t in reference.convert(name, whole, self._config)]
+            bucket += [
+                (n, t.contiguous()) for n, t in hf_reference.convert(name, whole, self._config)
+            ]
             nbytes += size
         if bucket:
             self._send(bucket)
 
     def _gather(self, name: str, mine: torch.Tensor) -> torch.Tensor:
-        if reference.is_replicated(name):
+        if hf_reference.is_replicated(name):
             return mine
         pieces = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._tp_group))]
         dist.all_gather(pieces, mine, group=self._tp_group)
-        return reference.join(name, pieces)
+        return hf_reference.join(name, pieces)
 
     def _send(self, bucket: list[Named]) -> None:
         self._desk.acquire()

@@ -19,9 +19,9 @@ import torch
 from support import tiny_models
 
 from wsync._core import Layout, LayoutBuilder, Memory, ViewPool
-from wsync.demo import sglang_host
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.demo import sglang_cpu
 from wsync.engine.learn.module_memory import ModuleMemory
+from wsync.engine.learn.recorded_loader import RecordedLoader
 
 # as many tensors as Qwen3-30B-A3B, each of a few hundred bytes
 SIZES = {
@@ -66,11 +66,11 @@ def timed(function: Callable[[], object], repeats: int) -> float:
 
 
 def main() -> None:
-    sglang_host.load(Path(sys.argv[1]))
-    sglang_host.host(tp=1, ep=1, rank=0)
+    sglang_cpu.load(Path(sys.argv[1]))
+    sglang_cpu.host(tp=1, ep=1, rank=0)
     config = tiny_models.config("qwen3_moe", **SIZES)
     tensors = tiny_models.tensors(tiny_models.checkpoint("qwen3_moe", config), 1)
-    model = sglang_host.build("qwen3_moe", config)
+    model = sglang_cpu.build("qwen3_moe", config)
     ring, manifest = ring_of(tensors)
     views = ViewPool(ring).views(torch.empty(0), manifest, 0)
     peer = timed(lambda: model.load_weights(views), LOADS)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wsync.demo import reference
+from wsync.demo import hf_reference
 
 BUCKET_NBYTES = 512 << 20
 # what torch uses on its own: one for each core of the process
@@ -101,7 +101,7 @@ class Gather:
         self._pp_group = ps.get_pipeline_model_parallel_group()
         self._pp_ranks = dist.get_process_group_ranks(self._pp_group)
         mine = {
-            name: parameter for name, _, _, parameter in reference.own_parameters(chunks, config)
+            name: parameter for name, _, _, parameter in hf_reference.own_parameters(chunks, config)
         }
         facts = [(name, tuple(p.shape), p.dtype) for name, p in mine.items()]
         everyone: list[Any] = [None] * len(self._pp_ranks)
@@ -120,7 +120,7 @@ class Gather:
         for batch in self._batches():
             owned = self._broadcast(batch)
             for name, pieces in self._all_gather(owned):
-                yield from reference.convert(name, reference.join(name, pieces), self._config)
+                yield from hf_reference.convert(name, hf_reference.join(name, pieces), self._config)
 
     def _batches(self) -> Iterator[list[tuple[str, tuple[int, ...], torch.dtype, int]]]:
         batch: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
@@ -151,7 +151,7 @@ class Gather:
         ranks = dist.get_world_size(self._tp_group)
         pending = []
         for name, tensor in owned:
-            if ranks == 1 or reference.is_replicated(name):
+            if ranks == 1 or hf_reference.is_replicated(name):
                 pending.append((name, [tensor], None))
                 continue
             pieces = [torch.empty_like(tensor) for _ in range(ranks)]

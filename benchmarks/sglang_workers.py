@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.engines import TESTS
 from wsync import sglang
-from wsync.demo import sglang_host
+from wsync.demo import sglang_cpu
 from wsync.demo.engines.worker import ModelWorker
 from wsync.demo.engines.workers import WorkersEngine
 from wsync.engine.learn.module_memory import ModuleMemory
@@ -61,9 +61,9 @@ class _Worker(ModelWorker):
         from support import tiny_models
 
         current_process().authkey = key
-        sglang_host.load()
-        sglang_host.host(tp=tp, ep=1, rank=rank)
-        self._model: Any = sglang_host.build(family, tiny_models.config(family, **sizes))
+        sglang_cpu.load()
+        sglang_cpu.host(tp=tp, ep=1, rank=rank)
+        self._model: Any = sglang_cpu.build(family, tiny_models.config(family, **sizes))
         loader = sglang.SglangLoader(self._model)
         super().__init__(loader, rank=rank)
         self._loader = loader

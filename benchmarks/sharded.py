@@ -96,10 +96,10 @@ def _measure(
 ) -> list[dict[str, Any]]:
     from benchmarks import peers, update
     from benchmarks.bucket import bucket_class
-    from wsync.demo import reference
+    from wsync.demo import hf_reference
 
     peer, peer_class = bucket_class()
-    weights = reference.hf_state_dict(chunks, config)
+    weights = hf_reference.hf_state_dict(chunks, config)
     nbytes = sum(t.numel() * t.itemsize for t in weights.values())
     target, expected = connect(config, weights, peer_class) if rank == 0 else (None, "")
     del weights

@@ -24,7 +24,7 @@ import wsync
 if TYPE_CHECKING:
     from support.procs import Ranks
 
-    from wsync.demo.engines.tensor_parallel import TensorParallelEngine
+    from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 
 _ROOT = Path(__file__).resolve().parent.parent
 MISUSE = "WSYNC_FAKE_CUDA_MISUSE"
@@ -106,7 +106,7 @@ def config() -> Any:
 @pytest.fixture(scope="module")
 def engine(config: Any) -> Iterator["TensorParallelEngine"]:
     """One engine for many tests: each connects to it anew."""
-    from wsync.demo.engines.tensor_parallel import TensorParallelEngine
+    from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 
     with TensorParallelEngine(config, tp=2) as running:
         yield running

@@ -19,10 +19,10 @@ from support.workers import ThreadEngine
 
 import wsync
 from wsync._core import DeadlineError, LayoutBuilder, WsyncError, describe
-from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.learn.module_memory import ModuleMemory
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.time_limit import learning
-from wsync.engine.loaders import LayoutLoader, ModuleLoader
+from wsync.engine.ring_loaders import LayoutLoader, ModuleLoader
 
 OPTIONS = wsync.Options(deadline=20, progress=False)
 Tensors = dict[str, torch.Tensor]

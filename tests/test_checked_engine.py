@@ -10,9 +10,9 @@ from test_handles import FakeServer, server
 
 import wsync
 from wsync.disk import DiskSync
-from wsync.handles.http import HttpHandle
+from wsync.handles.sglang_http import HttpHandle
 from wsync.messages.control import Control
-from wsync.trainer.checked_engine import CheckedEngine
+from wsync.trainer.engine_identity import CheckedEngine
 
 __all__ = ["server"]
 

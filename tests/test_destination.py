@@ -26,9 +26,9 @@ from wsync._core import (
 from wsync.demo.engines.transformers import Engine
 from wsync.engine import disk
 from wsync.engine.destination import Destination
-from wsync.engine.learn.loader import RecordedLoader
-from wsync.engine.loaders import LayoutLoader, ModuleLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.receiver import Receiver
+from wsync.engine.ring_loaders import LayoutLoader, ModuleLoader
 
 OPTIONS = wsync.Options(deadline=20, progress=False, round_nbytes=64)
 WHOLE = wsync.Options(deadline=20, progress=False)

@@ -25,7 +25,7 @@ import wsync
 from wsync import _core
 from wsync.checkpoints.files import INDEX, Checkpoint
 from wsync.demo.engines.serve import command_line, load, serve_in_process
-from wsync.demo.engines.tensor_parallel import TensorParallelEngine
+from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.disk import DiskSync, newest
 from wsync.handles.base import handle
 

@@ -343,7 +343,7 @@ def test_an_interrupt_at_any_line_leaves_no_folder_locked(tmp_path: Path) -> Non
             entered.append(True)
 
     places = set()
-    for place in interrupted(update, "wsync.disk", "wsync.machine.lanes"):
+    for place in interrupted(update, "wsync.disk", "wsync.machine.daemon_threads"):
         places.add(place)
         with (tmp_path / ".lock").open("a") as lock:
             deadline = Deadline(PATIENCE)

@@ -24,17 +24,17 @@ from support.relay import RelayedListener
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
-import wsync.engine.remote
+import wsync.engine.remote_importer
 from wsync import _core
-from wsync.demo.engines.process import ProcessEngine
+from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.workers import WorkersEngine
 from wsync.demo.megatron_cpu import Parallel
-from wsync.exchange import groups
-from wsync.exchange.groups import Rendezvous, Store, UpdateGroup
-from wsync.exchange.orders import Orders
+from wsync.exchange import update_group
+from wsync.exchange.remote_orders import Orders
+from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
 from wsync.layout import from_tensors
 from wsync.machine.addresses import own_address
-from wsync.messages.channel import Channel, Frame, Listener
+from wsync.messages.tcp_channel import Channel, Frame, Listener
 from wsync.trainer.planning import whole
 from wsync.trainer.roster import Delivery, RolloutEngine
 from wsync.trainer.sessions import remote
@@ -555,7 +555,7 @@ def test_a_source_broadcasts_from_the_trainers_gpu(monkeypatch: pytest.MonkeyPat
         return Nccl(store)
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen.get(threading.get_ident(), 0))
-    monkeypatch.setattr(groups, "_make", make)
+    monkeypatch.setattr(update_group, "_make", make)
     taking = [RolloutEngine("http://127.0.0.1:1", 1, Delivery.BROADCAST)]
     session = BroadcastSession(0, taking, name="g", options=wsync.Options(backend="nccl"))
     source = from_tensors({"a": torch.ones(3)}).layout
@@ -580,9 +580,9 @@ def test_a_round_is_not_loaded_before_it_is_unpacked(monkeypatch: pytest.MonkeyP
     class Exchange:
         wait = release = staticmethod(lambda *_: None)
 
-    monkeypatch.setattr(wsync.engine.remote, "Channel", Channel)
+    monkeypatch.setattr(wsync.engine.remote_importer, "Channel", Channel)
     host = wsync._core.host()
-    importer = wsync.engine.remote.RemoteImporter("anywhere", b"", 5.0, host)
+    importer = wsync.engine.remote_importer.RemoteImporter("anywhere", b"", 5.0, host)
     plan = make_plan(0)
     memory = wsync._core.Memory(plan.recv_nbytes + plan.send_nbytes)
     memoryview(memory)[:] = bytes([7]) * memory.nbytes

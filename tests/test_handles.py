@@ -21,8 +21,8 @@ from wsync._core import (
     UnsupportedError,
 )
 from wsync.handles.base import EngineHandle, handle, send_control
-from wsync.handles.http import HttpHandle
 from wsync.handles.local import LocalHandle, RayHandle
+from wsync.handles.sglang_http import HttpHandle
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT, Control
 

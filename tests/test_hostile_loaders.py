@@ -28,10 +28,10 @@ from wsync import sglang
 from wsync._core import LayoutBuilder, Stream
 from wsync.engine.hooks import run_in_place
 from wsync.engine.learn import verify
-from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.learn.made_up_model import MadeUpModel
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.recorder import RecordingError, record
-from wsync.engine.loaders import ModuleLoader
+from wsync.engine.ring_loaders import ModuleLoader
 from wsync.sglang import SglangLoader
 
 OPTIONS = wsync.Options(deadline=60, progress=False)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from support.counted_store import PATIENCE, CountedStore, meet
 
 import wsync
-from wsync.exchange import trainers
-from wsync.exchange.trainers import _Board, _meet
-from wsync.machine.lanes import Lane
+from wsync.exchange import trainer_group
+from wsync.exchange.trainer_group import _Board, _meet
+from wsync.machine.daemon_threads import Lane
 
 RANKS = 8
 
@@ -83,7 +83,7 @@ def test_a_store_may_take_as_long_to_answer_as_a_rank(
     call: Callable[[_Board], object], outcome: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As while the rank that hosts it is stopped."""
-    monkeypatch.setattr(trainers, "_STORE_SECONDS", 0.05)
+    monkeypatch.setattr(trainer_group, "_STORE_SECONDS", 0.05)
     store, lane = SlowStore(), Lane("test")
     board = _Board(store, 1, lane, PATIENCE)
     given: Any = None
@@ -99,7 +99,7 @@ def test_a_store_may_take_as_long_to_answer_as_a_rank(
 def test_who_has_waited_for_a_deadline_waits_for_no_second_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trainers, "_STORE_SECONDS", 0.05)
+    monkeypatch.setattr(trainer_group, "_STORE_SECONDS", 0.05)
     store, lane = SlowStore(), Lane("test")
     board = _Board(store, 1, lane, PATIENCE)
     answer: Future[str] = Future()

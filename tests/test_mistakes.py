@@ -17,7 +17,7 @@ from wsync.demo import cli
 from wsync.disk import DiskSync, newest
 from wsync.doctor import importable
 from wsync.handles.base import handles_of
-from wsync.handles.http import HttpHandle
+from wsync.handles.sglang_http import HttpHandle
 from wsync.layout import from_tensors
 from wsync.trainer.planning import uncut_nbytes
 

@@ -25,8 +25,8 @@ from wsync._core import (
     Stream,
     SystemCallError,
 )
-from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.receiver import Receiver
+from wsync.engine.ring_loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.machine.device import find
 from wsync.messages.control import PIECES
 

@@ -16,7 +16,7 @@ from support.engines import SGLANG_VERSIONS, engine_tree
 
 from wsync import UnsupportedError
 from wsync.handles.base import handle
-from wsync.handles.sglang import SglangHandle
+from wsync.handles.sglang_engine import SglangHandle
 from wsync.messages import payload
 
 SCRIPT = Path(__file__).parent / "support" / "sglang_engine.py"

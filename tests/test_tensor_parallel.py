@@ -29,8 +29,8 @@ from wsync._core import (
     UnsupportedError,
 )
 from wsync.bucket import FlattenedTensorBucket
-from wsync.demo.engines.sharded import ShardedModel
-from wsync.demo.engines.tensor_parallel import TensorParallelEngine
+from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
+from wsync.demo.engines.tensor_parallel_model import ShardedModel
 from wsync.disk import DiskSync, newest
 from wsync.handles.base import EngineHandle, handle
 from wsync.messages import payload

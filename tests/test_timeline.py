@@ -13,7 +13,7 @@ import torch
 
 import wsync
 from wsync.demo import timeline
-from wsync.demo.engines.process import ProcessEngine
+from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.machine import trace
 
 Records = list[dict[str, Any]]

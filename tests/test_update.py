@@ -17,8 +17,8 @@ from support.memory import shared_nbytes
 from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
-from wsync.demo.engines.process import ProcessEngine
-from wsync.demo.engines.tensor_parallel import TensorParallelEngine
+from wsync.demo.engines.bare_engine import ProcessEngine
+from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.trainer.sessions.local import WorkerSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 import wsync
-from wsync.demo.engines.process import ProcessEngine
+from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.transformers import Engine
 from wsync.engine.groups import UpdateGroups
 from wsync.engine.update_state import Repeated
-from wsync.exchange.choose import Transport
-from wsync.exchange.collectives import Collectives
-from wsync.exchange.groups import Rendezvous, Store, UpdateGroup
+from wsync.exchange.choose_exchange import Transport
+from wsync.exchange.polled_collectives import Collectives
+from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
 
 PATIENCE = 60.0
 
@@ -212,7 +212,7 @@ def test_ranks_that_cross_look_around_in_the_thread_that_waits() -> None:
 
 STOPPED = """
 import os, signal
-from wsync.exchange.groups import Store
+from wsync.exchange.update_group import Store
 store = Store(60)
 print(store.port, flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
@@ -338,7 +338,7 @@ def test_a_group_that_has_failed_is_left_without_waiting_for_its_end() -> None:
 
 
 def test_a_group_whose_end_takes_long_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wsync.exchange.collectives.LEAVE_SECONDS", 0.05)
+    monkeypatch.setattr("wsync.exchange.polled_collectives.LEAVE_SECONDS", 0.05)
     stuck = Stuck()
     let_go, ended = stuck.let_go, stuck.ended
     group = Collectives(stuck, whole="2 ranks", member="a rank")
@@ -355,7 +355,7 @@ import sys, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
 from wsync import DeadlineError
-from wsync.exchange.groups import Rendezvous, Store, UpdateGroup
+from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
 
 store = Store(60.0)
 place = Rendezvous("localhost", store.port, 2)
@@ -396,7 +396,7 @@ def chosen(options: wsync.Options, *, crowded: bool) -> str:
 
 
 def test_ranks_that_share_a_gpu_do_not_meet_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wsync.exchange.choose.has_nccl", lambda _: True)
+    monkeypatch.setattr("wsync.exchange.choose_exchange.has_nccl", lambda _: True)
     assert chosen(wsync.Options(), crowded=False) == "nccl"
     assert chosen(wsync.Options(), crowded=True) == "shared"
     with pytest.raises(wsync.InvalidArgumentError, match="trainer ranks share a GPU"):

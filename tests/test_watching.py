@@ -18,7 +18,7 @@ from support.procs import Ranks, forked, unnamed
 
 import wsync
 from wsync import _core
-from wsync.exchange.trainers import TrainerGroup
+from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.deadline import Deadline
 from wsync.trainer.sessions.broadcast import BroadcastSession
 from wsync.trainer.sessions.stock import StockSession

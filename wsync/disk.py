@@ -23,8 +23,8 @@ from wsync.checkpoints.files import INDEX, SHARD_NBYTES, Arrangement, arrange, o
 from wsync.checkpoints.versions import Versions, newest
 from wsync.handles.base import handles_of
 from wsync.layout import TrainerLayout
+from wsync.machine.daemon_threads import Lane, result, start
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
-from wsync.machine.lanes import Lane, result, start
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.loop import Updates

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from wsync._core import Layout, UnsupportedError
 from wsync.engine.hooks import wait_for_device
-from wsync.engine.learn.loader import RecordedLoader
-from wsync.engine.loaders import Loader, Losing, ModuleLoader, keeps
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.receiver import Receiver, refuse
+from wsync.engine.ring_loaders import Loader, Losing, ModuleLoader, keeps
 from wsync.messages import payload
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.exchange.trainers import host_identity
+from wsync.exchange.trainer_group import host_identity
 from wsync.handles.base import handles_of
 from wsync.machine.device import of
 from wsync.machine.trace import Trace

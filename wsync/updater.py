@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core, megatron
 from wsync.disk import DiskSync
-from wsync.exchange.trainers import together
+from wsync.exchange.trainer_group import together
 from wsync.handles.base import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
 from wsync.options import Options

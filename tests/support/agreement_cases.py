@@ -15,7 +15,7 @@ from support.errors import error_of
 
 import wsync
 from wsync.disk import DiskSync
-from wsync.exchange.trainers import TrainerGroup
+from wsync.exchange.trainer_group import TrainerGroup
 from wsync.layout import from_tensors
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False, delivery="stock")

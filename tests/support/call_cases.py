@@ -14,7 +14,7 @@ from support.errors import error_of
 
 import wsync
 from wsync.disk import DiskSync
-from wsync.exchange.trainers import TrainerGroup
+from wsync.exchange.trainer_group import TrainerGroup
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.messages.control import LOAD_FORMAT
 

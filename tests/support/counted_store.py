@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wsync.exchange.trainers import _meet
+from wsync.exchange.trainer_group import _meet
 
 PATIENCE = 120.0
 

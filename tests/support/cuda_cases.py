@@ -24,8 +24,8 @@ from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
 from wsync import _core
-from wsync.demo.engines.process import ProcessEngine
-from wsync.demo.engines.tensor_parallel import TensorParallelEngine
+from wsync.demo.engines.bare_engine import ProcessEngine
+from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.layout import TrainerLayout
 from wsync.machine.device import find, uuid
 from wsync.trainer.sessions.local import WorkerSession

@@ -17,7 +17,7 @@ from support.update_cases import compare, slime_arguments, trainer_and_engine
 
 import wsync
 from wsync import _core, megatron
-from wsync.demo import megatron_cpu, reference
+from wsync.demo import hf_reference, megatron_cpu
 from wsync.disk import DiskSync, newest
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
@@ -79,7 +79,7 @@ def update_twice(
             for seed in (1, 2):
                 trainer.randomize(seed)
                 report = sync.update()
-                expected = reference.hf_state_dict(trainer.chunks, config)
+                expected = hf_reference.hf_state_dict(trainer.chunks, config)
                 if dtype is not None:
                     expected = {n: t.to(getattr(torch, dtype)) for n, t in expected.items()}
                 if dist.get_rank() == 0:
@@ -125,7 +125,7 @@ def as_slime_does(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> 
             updater.connect_rollout_engines([engine] if engine and seed == 4 else [], None)
             trainer.randomize(seed)
             updater.update_weights()
-            expected = reference.hf_state_dict(trainer.chunks, config)
+            expected = hf_reference.hf_state_dict(trainer.chunks, config)
             if dist.get_rank() == 0:
                 wrong += differences(in_files(newest(args.update_weight_disk_dir)), expected)
             dist.barrier()
@@ -158,7 +158,7 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> dict
         with DiskSync(layout, engines, folder=folder, options=OPTIONS) as sync:
             trainer.randomize(1)
             sync.update()
-            before = reference.hf_state_dict(trainer.chunks, config)
+            before = hf_reference.hf_state_dict(trainer.chunks, config)
             trainer.randomize(2)
             with mock.patch.object(_core, "write_files", write):
                 error = error_of(sync.update)
@@ -168,7 +168,7 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> dict
             paused = engine is not None and engine.paused
             dist.barrier()
             sync.update()
-            after = reference.hf_state_dict(trainer.chunks, config)
+            after = hf_reference.hf_state_dict(trainer.chunks, config)
             wrong += differences(in_files(newest(folder)), after) + compare(engine, after)
             dist.barrier()
     return {"error": error, "wrong": wrong, "paused": paused, "left": sorted(os.listdir(folder))}
@@ -191,7 +191,7 @@ def die_in_the_middle(
         sync = DiskSync(layout, folder=folder, base=config, options=OPTIONS)
         trainer.randomize(1)
         sync.update()
-        expected = reference.hf_state_dict(trainer.chunks, config)
+        expected = hf_reference.hf_state_dict(trainer.chunks, config)
         trainer.randomize(2)
         _core.write_files = write
         if text := error_of(sync.update):

@@ -19,10 +19,10 @@ from support.errors import error_of
 from support.update_cases import OPTIONS, breaking_rank, compare, slime_arguments
 
 import wsync
-from wsync.demo import megatron_cpu, reference
-from wsync.demo.engines.tensor_parallel import TensorParallelEngine
+from wsync.demo import hf_reference, megatron_cpu
+from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.engines.workers import WorkersEngine
-from wsync.exchange.groups import UpdateGroup
+from wsync.exchange.update_group import UpdateGroup
 from wsync.trainer.broadcast_requests import BroadcastRequests
 from wsync.trainer.sessions.stock import StockSession
 
@@ -77,7 +77,7 @@ def update(config: Any, parallel: megatron_cpu.Parallel, broadcast: str) -> dict
                 trainer.randomize(number)
             trainer.randomize(number)
             updater.update_weights()
-            expected = reference.hf_state_dict(trainer.chunks, config)
+            expected = hf_reference.hf_state_dict(trainer.chunks, config)
             for engine in present:
                 wrong += compare(engine, expected)
                 versions.append(engine.weight_version)
@@ -122,7 +122,7 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any]:
         doors = {(told["master_address"], told["master_port"]) for told in joins}
         still_open = [door for door in sorted(doors) if listens(door)]
         updater.update_weights()
-        expected = reference.hf_state_dict(trainer.chunks, config)
+        expected = hf_reference.hf_state_dict(trainer.chunks, config)
         wrong = [name for engine in engines for name in compare(engine, expected)]
         updater.disconnect_rollout_engines()
     return {"error": error, "paused": paused, "wrong": wrong, "open": still_open}

@@ -17,10 +17,10 @@ from support.update_cases import before_receiving, breaking_rank, compare
 
 import wsync
 from wsync import megatron
-from wsync.demo import megatron_cpu, reference
-from wsync.demo.engines.tensor_parallel import TensorParallelEngine
+from wsync.demo import hf_reference, megatron_cpu
+from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.engines.worker import ModelWorker
-from wsync.engine.learn.loader import RecordedLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.messages.control import LOAD_FORMAT
 from wsync.trainer.rounds import Rounds
 
@@ -58,7 +58,7 @@ def come_and_go(config: Any, parallel: megatron_cpu.Parallel) -> list[dict[str, 
                     seed += 1
                     trainer.randomize(seed)
                     report = sync.update(version=seed)
-                    expected = reference.hf_state_dict(trainer.chunks, config)
+                    expected = hf_reference.hf_state_dict(trainer.chunks, config)
                     wrong = [name for engine in present for name in compare(engine, expected)]
                     versions = {e.weight_version for e in present} - {str(seed)}
                     facts.append({**report.facts(), "wrong": wrong, "versions": versions})
@@ -75,7 +75,7 @@ def mix(config: Any, parallel: megatron_cpu.Parallel, broadcast: str) -> dict[st
             for seed in (1, 2):
                 trainer.randomize(seed)
                 report = sync.update()
-                expected = reference.hf_state_dict(trainer.chunks, config)
+                expected = hf_reference.hf_state_dict(trainer.chunks, config)
                 wrong += [name for engine in engines for name in compare(engine, expected)]
     return {**report.facts(), "wrong": wrong}
 
@@ -95,7 +95,7 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel, way: str) -> dict[st
             sync.close()
             engines, sync = others, s.enter_context(wsync.connect(layout, others, options=options))
         sync.update(version="after")
-        expected = reference.hf_state_dict(trainer.chunks, config)
+        expected = hf_reference.hf_state_dict(trainer.chunks, config)
         return {
             "error": error,
             "consistent": [info["consistent"] for info in survivors],

@@ -26,8 +26,8 @@ from wsync._core import (
     RemoteError,
     WsyncError,
 )
-from wsync.engine.loaders import LayoutLoader
 from wsync.engine.receiver import Receiver
+from wsync.engine.ring_loaders import LayoutLoader
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT, Control
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import wsync
 from wsync import _core
-from wsync.demo.engines.tensor_parallel import TensorParallelEngine
+from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 
 State = dict[str, torch.Tensor]
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from support import fused
 
-from wsync.demo.engines.process import BareWorker, ProcessEngine
+from wsync.demo.engines.bare_engine import BareWorker, ProcessEngine
 from wsync.demo.engines.worker import ModelWorker
 from wsync.demo.engines.workers import WorkersEngine
-from wsync.engine.learn.loader import RecordedLoader
-from wsync.engine.loaders import Loader, ModuleLoader
+from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.engine.ring_loaders import Loader, ModuleLoader
 
 DRY = "WSYNC_GPU_DRY_RUN"  # 1: tests of mark gpu run on the driver that WSYNC_CUDA_LIB names
 

@@ -25,12 +25,12 @@ from support import tiny_models
 from support.workers import ThreadEngine
 
 import wsync
-from wsync.engine.learn.loader import RecordedLoader
 from wsync.engine.learn.module_memory import ModuleMemory
+from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.sglang import SglangLoader
 
 HOST: Any = importlib.import_module(
-    {"sglang": "wsync.demo.sglang_host", "vllm": "support.vllm_host"}[sys.argv[1]]
+    {"sglang": "wsync.demo.sglang_cpu", "vllm": "support.vllm_host"}[sys.argv[1]]
 )
 LOADER = SglangLoader if sys.argv[1] == "sglang" else RecordedLoader
 # scales of vLLM's cache of keys and values that a checkpoint may lack: a running engine has none

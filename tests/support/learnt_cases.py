@@ -15,7 +15,7 @@ from support.vllm_engine import VllmEngine
 
 import wsync
 from wsync import megatron
-from wsync.demo import megatron_cpu, reference
+from wsync.demo import hf_reference, megatron_cpu
 
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
 _engines: list[Any] = []
@@ -52,7 +52,7 @@ def update_twice(
         for seed in (1, 2):
             trainer.randomize(seed)
             report = sync.update()
-            weights = reference.hf_state_dict(trainer.chunks, config)
+            weights = hf_reference.hf_state_dict(trainer.chunks, config)
             if engine is not None:
                 wrong += differing(engine, weights)
     return {"wrong": wrong, **report.facts()}

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from wsync.messages.channel import Listener
+from wsync.messages.tcp_channel import Listener
 
 
 class Relay:

@@ -18,8 +18,8 @@ from support.errors import error_of
 
 import wsync
 from wsync import megatron
-from wsync.demo import megatron_cpu, reference
-from wsync.demo.engines.tensor_parallel import TensorParallelEngine
+from wsync.demo import hf_reference, megatron_cpu
+from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.disk import newest
 from wsync.trainer.rounds import Rounds
 
@@ -72,7 +72,7 @@ def update_twice(
             for seed in (1, 2):
                 trainer.randomize(seed)
                 report = sync.update()
-                wrong += compare(started, reference.hf_state_dict(trainer.chunks, config))
+                wrong += compare(started, hf_reference.hf_state_dict(trainer.chunks, config))
     return {"wrong": wrong, **report.facts()}
 
 
@@ -84,7 +84,7 @@ def from_dicts(config: Any, folder: str) -> dict[str, Any]:
     rank, parallel = dist.get_rank(), megatron_cpu.Parallel()
     with trainer_and_engine(config, parallel, {"tp": 1}) as (trainer, started):
         trainer.randomize(6)
-        whole = reference.hf_state_dict(trainer.chunks, config)
+        whole = hf_reference.hf_state_dict(trainer.chunks, config)
         others = dist.get_world_size() - 1
         mine = {name: whole[name] for name in list(whole)[rank::others] if rank < others}
         with wsync.connect(mine, [started] if started else [], options=options) as sync:
@@ -116,7 +116,7 @@ def fail_once(
             inconsistent = started is not None and not started.model_info(60)["consistent"]
             paused = started is not None and started.paused
             sync.update()
-            wrong = compare(started, reference.hf_state_dict(trainer.chunks, config))
+            wrong = compare(started, hf_reference.hf_state_dict(trainer.chunks, config))
     return {"error": error, "wrong": wrong, "inconsistent": inconsistent, "paused": paused}
 
 
@@ -208,7 +208,7 @@ def as_slime_does(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any
             updater.connect_rollout_engines([first] if first else [], None)
             trainer.randomize(3)
             updater.update_weights()
-            wrong += compare(first, reference.hf_state_dict(trainer.chunks, config))
+            wrong += compare(first, hf_reference.hf_state_dict(trainer.chunks, config))
             metrics = updater.pop_metrics()
             other = None
             if dist.get_rank() == 0:
@@ -216,7 +216,7 @@ def as_slime_does(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any
             updater.connect_rollout_engines([other] if other else [], None)
             trainer.randomize(4)
             updater.update_weights()
-            wrong += compare(other, reference.hf_state_dict(trainer.chunks, config))
+            wrong += compare(other, hf_reference.hf_state_dict(trainer.chunks, config))
             updater.disconnect_rollout_engines()
             return {
                 "early": early,

@@ -1,4 +1,4 @@
-"""vLLM's own model classes in this process, without its kernels or a GPU; as sglang_host."""
+"""vLLM's own model classes in this process, without its kernels or a GPU; as sglang_cpu."""
 
 from __future__ import annotations
 

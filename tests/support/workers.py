@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from wsync._core import RemoteError
-from wsync.engine.loaders import Loader
 from wsync.engine.receiver import Receiver
+from wsync.engine.ring_loaders import Loader
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT
 

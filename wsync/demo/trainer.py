@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import wsync
-from wsync.demo import megatron_cpu, reference
-from wsync.demo.pair import Engines
+from wsync.demo import hf_reference, megatron_cpu
+from wsync.demo.demo_engines import Engines
 from wsync.demo.run import LACKING, Settings
-from wsync.demo.sglang_engine import SglangEngine
+from wsync.demo.sglang_cpu_engine import SglangEngine
 from wsync.handles.base import EngineHandle
 from wsync.layout import TrainerLayout
 
@@ -85,7 +85,7 @@ def _updates(
             for _ in range(STEPS_PER_UPDATE):
                 trainer.step(ids)
             report = sync.update(version=number)
-            expected = reference.hf_state_dict(trainer.chunks, trainer.hf)
+            expected = hf_reference.hf_state_dict(trainer.chunks, trainer.hf)
             logits = trainer.logits(ids)[0]
             if engines is None:
                 continue

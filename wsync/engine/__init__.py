@@ -8,10 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wsync.engine.learn.loader import RecordedLoader as RecordedLoader
+    from wsync.engine.learn.recorded_loader import RecordedLoader as RecordedLoader
     from wsync.engine.receiver import Receiver as Receiver
 
-_HOMES = {"Receiver": "wsync.engine.receiver", "RecordedLoader": "wsync.engine.learn.loader"}
+_HOMES = {
+    "Receiver": "wsync.engine.receiver",
+    "RecordedLoader": "wsync.engine.learn.recorded_loader",
+}
 __all__ = ["Receiver", "RecordedLoader"]
 
 

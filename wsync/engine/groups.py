@@ -20,7 +20,7 @@ from wsync._core import (
 from wsync.bucket import FlattenedTensorBucket, metadata_at
 from wsync.dtypes import dtype_of
 from wsync.engine.update_state import Repeated
-from wsync.exchange.groups import Rendezvous, UpdateGroup, connection_of, device_of
+from wsync.exchange.update_group import Rendezvous, UpdateGroup, connection_of, device_of
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import FLATTENED_BUCKET
 

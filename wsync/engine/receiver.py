@@ -18,15 +18,15 @@ from wsync._core import (
     host,
 )
 from wsync.engine.learn.time_limit import learning
-from wsync.engine.loaders import Confirms, Describes, Learner, Loader, Receipt
+from wsync.engine.ring_loaders import Confirms, Describes, Learner, Loader, Receipt
 from wsync.engine.update_state import UpdateState
 from wsync.machine.device import await_torch, follow_torch
 from wsync.machine.trace import Trace
-from wsync.messages.channel import is_remote
 from wsync.messages.control import LEARN, Control
+from wsync.messages.tcp_channel import is_remote
 
 if TYPE_CHECKING:
-    from wsync.engine.remote import RemoteImporter
+    from wsync.engine.remote_importer import RemoteImporter
 
     Session = Importer | RemoteImporter
 
@@ -269,7 +269,7 @@ def connect(address: str, blob: bytes, timeout: float, device: Device) -> Sessio
     """A session with the trainer that listens at an address, on this host or on another, whose
     ring is to lie on a device."""
     if is_remote(address):
-        from wsync.engine.remote import RemoteImporter
+        from wsync.engine.remote_importer import RemoteImporter
 
         return RemoteImporter(address, blob, timeout, device)
     return Importer(address, blob, timeout, device)

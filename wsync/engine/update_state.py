@@ -52,7 +52,7 @@ from enum import Enum
 from typing import Final
 
 from wsync._core import InvalidArgumentError, StateError, WsyncError
-from wsync.machine.turn import Turn
+from wsync.machine.try_lock import Turn
 
 _ID: Final = re.compile(r"[0-9a-f]{1,64}")
 _REMEMBERED: Final = 1024

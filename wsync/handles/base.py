@@ -17,9 +17,9 @@ from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from wsync._core import InvalidArgumentError
-from wsync.handles.http import HttpHandle
 from wsync.handles.local import LocalHandle, RayHandle
-from wsync.handles.sglang import SglangHandle
+from wsync.handles.sglang_engine import SglangHandle
+from wsync.handles.sglang_http import HttpHandle
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, Control
 

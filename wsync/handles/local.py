@@ -7,8 +7,8 @@ from typing import Any
 
 from wsync._core import DeadlineError, InvalidArgumentError, PeerClosedError, RemoteError
 from wsync.handles.answers import check_answer, cut, refusal, seconds, translate
-from wsync.handles.api import ApiHandle
-from wsync.machine.lanes import start
+from wsync.handles.sglang_api import ApiHandle
+from wsync.machine.daemon_threads import start
 
 
 class LocalHandle(ApiHandle):

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from wsync._core import RemoteError, UnsupportedError
 from wsync.handles.answers import check_answer, engine_text, json_or_text
-from wsync.handles.http import HttpHandle
 from wsync.handles.local import LocalHandle
+from wsync.handles.sglang_http import HttpHandle
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, Control
 

@@ -61,8 +61,8 @@ class Control:
     op: "open", "close" or "inspect"; session: hex id of the session between one trainer rank and
     this worker; update: the update's number; deadline: seconds that the worker waits for any one
     thing; address: where the other side listens (`wsync._core.Exporter.address`, or that of a
-    `wsync.messages.channel.Listener` for a worker on another host), "" in a close.  Construction
-    checks every field and raises ProtocolError that names the bad one.
+    `wsync.messages.tcp_channel.Listener` for a worker on another host), "" in a close.
+    Construction checks every field and raises ProtocolError that names the bad one.
     """
 
     op: str

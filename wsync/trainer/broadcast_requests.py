@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from wsync import _core
-from wsync.exchange.groups import Rendezvous
+from wsync.exchange.update_group import Rendezvous
+from wsync.machine.daemon_threads import Lane, result
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
-from wsync.machine.lanes import Lane, result
 from wsync.messages.control import FLATTENED_BUCKET
 from wsync.options import Options
 from wsync.trainer.manifest import Manifest

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from wsync import _core
-from wsync.exchange.trainers import TrainerGroup, together
+from wsync.exchange.trainer_group import TrainerGroup, together
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.owner import Owner
-from wsync.machine.turn import Turn
+from wsync.machine.try_lock import Turn
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.requests import EngineRequests

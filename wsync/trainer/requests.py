@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from wsync import _core
 from wsync.handles.base import EngineHandle, send_control
+from wsync.machine.daemon_threads import start
 from wsync.machine.deadline import (
     LATER_SECONDS,
     LEAVE_SECONDS,
@@ -20,10 +21,9 @@ from wsync.machine.deadline import (
     Check,
     Deadline,
 )
-from wsync.machine.lanes import start
 from wsync.messages.control import Control
 from wsync.options import Options
-from wsync.trainer.checked_engine import CheckedEngine
+from wsync.trainer.engine_identity import CheckedEngine
 
 _log = logging.getLogger(__name__)
 

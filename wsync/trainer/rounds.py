@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.exchange.base import Exchange, GroupExchange
-from wsync.exchange.choose import Transport
-from wsync.exchange.groups import Rendezvous, group_name
-from wsync.exchange.orders import Blueprint, Orders
-from wsync.exchange.trainers import TrainerGroup
+from wsync.exchange.choose_exchange import Transport
+from wsync.exchange.group_exchange import Exchange, GroupExchange
+from wsync.exchange.remote_orders import Blueprint, Orders
+from wsync.exchange.trainer_group import TrainerGroup
+from wsync.exchange.update_group import Rendezvous, group_name
 from wsync.handles.base import EngineHandle
 from wsync.machine.addresses import own_address
 from wsync.machine.deadline import Check, Deadline

@@ -18,9 +18,9 @@ from wsync.engine.destination import (
     state_of,
 )
 from wsync.engine.groups import BROADCAST_SECONDS, Named, UpdateGroups
-from wsync.engine.loaders import Loader, ModuleLoader
 from wsync.engine.receiver import Receiver
-from wsync.exchange.groups import connection_of
+from wsync.engine.ring_loaders import Loader, ModuleLoader
+from wsync.exchange.update_group import connection_of
 from wsync.machine.deadline import left
 from wsync.messages import control, payload
 from wsync.module_tensors import same_bytes
@@ -183,7 +183,7 @@ class ModelWorker:
 
 class ModuleWorker(ModelWorker):
     """Whole tensors go to the parameters and persistent buffers of their names; see
-    wsync.engine.loaders.ModuleLoader.
+    wsync.engine.ring_loaders.ModuleLoader.
 
     ignore: tensor names that an update may lack, or bring although the module does not have them.
     threads: copy threads.

@@ -31,9 +31,9 @@ from wsync.demo.engines.child import Child
 from wsync.demo.engines.worker import ModelWorker
 from wsync.engine.groups import BROADCAST_SECONDS
 from wsync.handles.answers import seconds
-from wsync.handles.api import check_payloads
+from wsync.handles.sglang_api import check_payloads
+from wsync.machine.daemon_threads import Lane
 from wsync.machine.deadline import left
-from wsync.machine.lanes import Lane
 from wsync.machine.owner import Owner
 from wsync.messages import control, payload
 

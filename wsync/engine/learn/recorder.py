@@ -21,7 +21,7 @@ import torch
 
 from wsync._core import LayoutError
 from wsync.dtypes import dtype_of
-from wsync.engine.learn.attributes import Attribute, Parts
+from wsync.engine.learn.guards import Attribute, Parts
 from wsync.engine.learn.made_up_model import MadeUpModel
 from wsync.engine.learn.module_memory import (
     Area,
@@ -57,7 +57,7 @@ from wsync.engine.learn.tracer import (
     Write,
     inline_threads,
 )
-from wsync.engine.loaders import LoadWeights
+from wsync.engine.ring_loaders import LoadWeights
 
 # conversions that lose nothing, so that the way back gives the same bytes
 _WIDENINGS: Final = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}

@@ -19,7 +19,7 @@ from wsync.engine.learn.module_memory import Bindings, ModuleMemory, region
 from wsync.engine.learn.recorder import Recording, RecordingError
 from wsync.engine.learn.regions import Box
 from wsync.engine.learn.time_limit import check
-from wsync.engine.loaders import LoadWeights
+from wsync.engine.ring_loaders import LoadWeights
 from wsync.machine.device import follow_torch
 
 # held bytes that are kept aside at a time

@@ -8,8 +8,8 @@ import threading
 from concurrent.futures import Future
 
 from wsync import _core
+from wsync.machine.daemon_threads import Lane
 from wsync.machine.deadline import Check, Deadline
-from wsync.machine.lanes import Lane
 from wsync.messages.control import WHOLE
 from wsync.trainer.manifest import Manifest
 from wsync.trainer.requests import UnderWay

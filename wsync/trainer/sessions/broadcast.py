@@ -15,8 +15,9 @@ from itertools import pairwise
 import torch
 
 from wsync import _core
-from wsync.exchange.groups import Rendezvous, Store, UpdateGroup, default_backend, device_of
+from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup, default_backend, device_of
 from wsync.machine.addresses import own_address
+from wsync.machine.daemon_threads import result
 from wsync.machine.deadline import (
     LATER_SECONDS,
     VERDICT_SECONDS,
@@ -25,7 +26,6 @@ from wsync.machine.deadline import (
     look_around,
 )
 from wsync.machine.device import staging
-from wsync.machine.lanes import result
 from wsync.options import Options
 from wsync.trainer.broadcast_requests import BroadcastRequests
 from wsync.trainer.manifest import Bucket, Manifest

@@ -1,14 +1,15 @@
 """Sessions with remote workers that run wsync's receiver: only control, over TCP.
 
-Their rounds travel in the plan's exchange, of which each is a rank (see wsync.exchange.orders).
+Their rounds travel in the plan's exchange, of which each is a rank: see
+wsync.exchange.remote_orders.
 """
 
 from __future__ import annotations
 
 from wsync import _core
-from wsync.exchange.orders import Orders
+from wsync.exchange.remote_orders import Orders
 from wsync.machine.deadline import Check, Deadline
-from wsync.messages.channel import COUNTS, UPDATE, Channel, Frame, Listener
+from wsync.messages.tcp_channel import COUNTS, UPDATE, Channel, Frame, Listener
 from wsync.trainer.manifest import Manifest
 from wsync.trainer.sessions.base import Span
 from wsync.trainer.sessions.local import WorkerSession

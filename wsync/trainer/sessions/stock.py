@@ -8,8 +8,8 @@ from typing import Any
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket
 from wsync.handles.base import EngineHandle
+from wsync.machine.daemon_threads import result
 from wsync.machine.deadline import Check, Deadline
-from wsync.machine.lanes import result
 from wsync.messages import payload
 from wsync.messages.control import FLATTENED_BUCKET
 from wsync.messages.gpu_payload import GpuRing

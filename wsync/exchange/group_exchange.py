@@ -18,8 +18,8 @@ from wsync.machine.deadline import Check
 from wsync.machine.device import lead_torch, on_gpu, release_cached, staging
 
 if TYPE_CHECKING:
-    from wsync.exchange.groups import UpdateGroup
-    from wsync.exchange.trainers import TrainerGroup
+    from wsync.exchange.trainer_group import TrainerGroup
+    from wsync.exchange.update_group import UpdateGroup
 
 
 class GroupExchange:

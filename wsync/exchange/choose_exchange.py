@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from wsync import _core
-from wsync.exchange.base import Exchange, GroupExchange
-from wsync.exchange.groups import Rendezvous, Store, UpdateGroup, device_of
-from wsync.exchange.trainers import TrainerGroup
+from wsync.exchange.group_exchange import Exchange, GroupExchange
+from wsync.exchange.trainer_group import TrainerGroup
+from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup, device_of
 from wsync.machine.addresses import own_address
 from wsync.machine.deadline import Check
 from wsync.machine.device import has_nccl

@@ -11,7 +11,7 @@ import requests
 import torch
 
 from wsync.demo.engines.serve import serve_in_process
-from wsync.demo.engines.tensor_parallel import TensorParallelEngine
+from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.engines.transformers import checksum
 from wsync.disk import newest
 from wsync.handles.base import EngineHandle, handle

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from wsync import _core
-from wsync.exchange.base import GroupExchange
-from wsync.exchange.groups import UpdateGroup, device_of
-from wsync.exchange.orders import Orders
-from wsync.messages.channel import COUNTS, UPDATE, Channel, Frame
+from wsync.exchange.group_exchange import GroupExchange
+from wsync.exchange.remote_orders import Orders
+from wsync.exchange.update_group import UpdateGroup, device_of
+from wsync.messages.tcp_channel import COUNTS, UPDATE, Channel, Frame
 
 
 class RemoteImporter:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from wsync._core import UnsupportedError
-from wsync.demo import sglang_host
+from wsync.demo import sglang_cpu
 from wsync.demo.engines.worker import ModelWorker
 from wsync.demo.engines.workers import WorkersEngine
-from wsync.demo.sglang_files import how_to_get
+from wsync.demo.sglang_packages import how_to_get
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.handles.base import EngineHandle
 from wsync.sglang import SglangLoader
@@ -74,8 +74,8 @@ class _Worker(ModelWorker):
 
     def __init__(self, *, config: dict[str, Any], rank: int, tp: int, ep: int) -> None:
         try:
-            sglang_host.load()
-            sglang_host.host(tp=tp, ep=ep, rank=rank)
+            sglang_cpu.load()
+            sglang_cpu.host(tp=tp, ep=ep, rank=rank)
             self._config = _config(config)
             self._model = self._build()
         except (ImportError, AttributeError) as error:
@@ -93,7 +93,7 @@ class _Worker(ModelWorker):
         return [name for name in names if wanted.get(name) != found.get(name)]
 
     def _build(self) -> Any:
-        return sglang_host.build(self._config.model_type, self._config, dtype=torch.float32)
+        return sglang_cpu.build(self._config.model_type, self._config, dtype=torch.float32)
 
 
 def _config(facts: dict[str, Any]) -> Any:

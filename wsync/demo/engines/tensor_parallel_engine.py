@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from wsync._core import InvalidArgumentError, LayoutError, StateError
-from wsync.demo.engines.sharded import ShardedModel, box_at
+from wsync.demo.engines.tensor_parallel_model import ShardedModel, box_at
 from wsync.demo.engines.worker import ModelWorker
 from wsync.demo.engines.workers import WorkersEngine
 from wsync.dtypes import dtype_of
 from wsync.engine.destination import Boxes
 from wsync.engine.groups import Named
-from wsync.engine.loaders import LayoutLoader, Loader, ModuleLoader
+from wsync.engine.ring_loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.machine.deadline import left
 from wsync.module_tensors import same_bytes
 

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from wsync import _core
-from wsync.exchange.collectives import Collectives, first_line
+from wsync.exchange.polled_collectives import Collectives, first_line
+from wsync.machine.daemon_threads import result, start
 from wsync.machine.deadline import LATER_SECONDS, Check, Deadline, look_around
 from wsync.machine.device import has_nccl
-from wsync.machine.environment import variable
-from wsync.machine.lanes import result, start
+from wsync.machine.environment_variable import variable
 
 _c10d: Any = dist  # exports more than it lists
 

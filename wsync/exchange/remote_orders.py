@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from wsync import _core
-from wsync.exchange.groups import Rendezvous
+from wsync.exchange.update_group import Rendezvous
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from wsync import _core
-from wsync.exchange.collectives import Collectives, first_line
+from wsync.exchange.polled_collectives import Collectives, first_line
+from wsync.machine.daemon_threads import Lane, result
 from wsync.machine.deadline import VERDICT_SECONDS, Check, Deadline
-from wsync.machine.lanes import Lane, result
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
