@@ -5,9 +5,9 @@
 #include <stdlib.h>
 
 #include "core/base/array.h"
-#include "core/cover.h"
+#include "core/box_cover.h"
 #include "core/layout/layout_parts.h"
-#include "core/overlap.h"
+#include "core/write_overlap.h"
 
 /* A peer chooses the source's boxes.  Boxes that lie across each other cut what is missing
  * into a number of parts that grows with a power of theirs; boxes that tile a tensor, as a

@@ -12,7 +12,7 @@
 
 #include "core/base/status.h"
 #include "core/copy.h"
-#include "device/pins.h"
+#include "device/park_guard.h"
 
 typedef struct wsync_memory_ops wsync_memory_ops_t;
 typedef struct wsync_stream_ops wsync_stream_ops_t;

@@ -6,7 +6,7 @@
 
 #include "device/cuda_spans.h"
 #include "python/convert.h"
-#include "python/device.h"
+#include "python/device_types.h"
 #include "python/tensor_table.h"
 
 /* Tables are not changed, so a stream may keep what it has found out about one. */

@@ -6,7 +6,7 @@
 #include <time.h>
 
 #include "python/convert.h"
-#include "python/device.h"
+#include "python/device_types.h"
 
 enum { WAIT_SLICE_MS = 50 };
 

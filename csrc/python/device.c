@@ -7,7 +7,7 @@
 #include "device/cuda.h"
 #include "device/cuda_compile.h"
 #include "python/convert.h"
-#include "python/device.h"
+#include "python/device_types.h"
 
 /* Immutable.  Devices live as long as the process. */
 typedef struct DeviceObject {

@@ -2,7 +2,7 @@
  * Event: a sequence number in memory that processes share. */
 #include "python/call.h"
 #include "python/convert.h"
-#include "python/device.h"
+#include "python/device_types.h"
 
 static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {

@@ -6,7 +6,7 @@
 
 #include "python/call.h"
 #include "python/convert.h"
-#include "python/device.h"
+#include "python/device_types.h"
 
 typedef struct ExporterObject {
     wsync_py_peer_t peer; /* core: wsync_exporter_t */

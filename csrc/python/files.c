@@ -2,9 +2,9 @@
  * reserve_file() and write_files(): the copies of a route with files for destinations. */
 #include <stdlib.h>
 
-#include "device/host_file.h"
+#include "device/host_file_write.h"
 #include "python/convert.h"
-#include "python/device.h"
+#include "python/device_types.h"
 #include "python/route.h"
 
 /* (name, descriptor, nbytes); the name is the tuple's. */

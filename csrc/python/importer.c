@@ -4,7 +4,7 @@
 
 #include "python/call.h"
 #include "python/convert.h"
-#include "python/device.h"
+#include "python/device_types.h"
 
 typedef struct ImporterObject {
     wsync_py_peer_t peer; /* core: wsync_importer_t */

@@ -5,10 +5,10 @@
 #include <stdlib.h>
 
 #include "core/base/sort.h"
-#include "core/layout/wire.h"
-#include "core/overlap.h"
+#include "core/layout/encoding.h"
+#include "core/write_overlap.h"
 #include "python/convert.h"
-#include "python/device.h"
+#include "python/device_types.h"
 
 PyObject *wsync_py_layout_new(ModuleState *state, wsync_layout_t *layout)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Memory: what another process can map. */
 #include "python/convert.h"
-#include "python/device.h"
+#include "python/device_types.h"
 
 PyObject *wsync_py_memory_wrap(ModuleState *state, wsync_memory_t *memory)
 {

@@ -5,7 +5,7 @@
 #include "core/copy.h"
 #include "device/host_copy.h"
 #include "python/convert.h"
-#include "python/device.h"
+#include "python/device_types.h"
 #include "python/tensor_table.h"
 
 static const char packing_capsule[] = "wsync.packing";

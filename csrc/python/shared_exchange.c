@@ -6,7 +6,7 @@
 
 #include "python/call.h"
 #include "python/convert.h"
-#include "python/device.h"
+#include "python/device_types.h"
 #include "python/plan.h"
 
 /* close() only disconnects: the memory lives as long as the object, which every BufferTable

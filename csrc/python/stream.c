@@ -11,7 +11,7 @@
 
 #include "python/call.h"
 #include "python/convert.h"
-#include "python/device.h"
+#include "python/device_types.h"
 #include "python/plan.h"
 #include "python/route.h"
 

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 
 #include "python/convert.h"
-#include "python/device.h"
+#include "python/device_types.h"
 #include "python/layout.h"
 #include "python/tensor_table.h"
 

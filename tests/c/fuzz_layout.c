@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/layout/wire.h"
+#include "core/layout/encoding.h"
 #include "core/route.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes);

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #include "core/copy.h"
-#include "core/layout/wire.h"
+#include "core/layout/encoding.h"
 #include "core/route.h"
 #include "device/host_copy.h"
 

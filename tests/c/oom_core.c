@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Every allocation of the core fails once. */
-#include "core/layout/wire.h"
-#include "core/overlap.h"
+#include "core/layout/encoding.h"
 #include "core/route.h"
+#include "core/write_overlap.h"
 #include "layouts.h"
 #include "oom.h"
 

@@ -12,9 +12,9 @@
 #include <sys/un.h>
 
 #include "harness.h"
-#include "ipc/blob.h"
 #include "ipc/channel.h"
 #include "ipc/frame.h"
+#include "ipc/sealed_blob.h"
 
 enum { SOON_MS = 20, PATIENT_MS = 10000 };
 

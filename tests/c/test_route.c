@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/overlap.h"
 #include "core/route.h"
+#include "core/write_overlap.h"
 #include "layouts.h"
 
 static wsync_layout_t *rows(uint32_t rank, uint32_t buffer, int64_t first, int64_t count)

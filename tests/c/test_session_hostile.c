@@ -2,7 +2,7 @@
  * One half of a session against a peer that sends what it should not, or not at all. */
 #include <sys/mman.h>
 
-#include "ipc/blob.h"
+#include "ipc/sealed_blob.h"
 #include "session_fixture.h"
 
 static wsync_channel_t *raw_worker(session_t *s)

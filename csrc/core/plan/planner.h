@@ -2,7 +2,7 @@
  * What the files of the planner share; others use plan.h.
  *
  *   items.c     tensors -> items: what is never cut, and what is cut to fit
- *   match.c     one tensor: which source boxes serve which wanted boxes
+ *   match_boxes.c     one tensor: which source boxes serve which wanted boxes
  *   senders.c   one piece: which replica serves which workers
  *   rounds.c    items -> rounds
  *   rings.c     rounds -> slots of the rings
@@ -19,7 +19,7 @@
 #include "core/base/idsets.h"
 #include "core/base/names.h"
 #include "core/base/table.h"
-#include "core/cover.h"
+#include "core/box_cover.h"
 #include "core/plan/plan.h"
 
 enum { WSYNC_PLAN_ALIGN = 64 };

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/overlap.h"
+#include "core/write_overlap.h"
 #include "core/base/sort.h"
 
 #include <stdlib.h>

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Covers a box with other boxes and tells which part of it comes from which of them.
  * Candidates are offered one after another; each serves what no earlier one has served. */
-#ifndef WSYNC_CORE_COVER_H
-#define WSYNC_CORE_COVER_H
+#ifndef WSYNC_CORE_BOX_COVER_H
+#define WSYNC_CORE_BOX_COVER_H
 
 #include "core/base/array.h"
 #include "core/base/status.h"

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Copies whose destinations are files: the bytes go from the source's memory to their file
  * ranges with pwrite, so a full disk is an error and never a signal. */
-#ifndef WSYNC_DEVICE_HOST_FILE_H
-#define WSYNC_DEVICE_HOST_FILE_H
+#ifndef WSYNC_DEVICE_HOST_FILE_WRITE_H
+#define WSYNC_DEVICE_HOST_FILE_WRITE_H
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/cover.h"
+#include "core/box_cover.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -6,7 +6,7 @@
  *   for each tensor: shard count, for each: rank, buffer, origin, offset,
  *                    ndim times (start, extent, stride)
  * A layout has one encoding: what decodes also encodes back to the same bytes. */
-#include "core/layout/wire.h"
+#include "core/layout/encoding.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Layouts as bytes: little-endian, versioned, parsed as hostile input. */
-#ifndef WSYNC_CORE_LAYOUT_WIRE_H
-#define WSYNC_CORE_LAYOUT_WIRE_H
+#ifndef WSYNC_CORE_LAYOUT_ENCODING_H
+#define WSYNC_CORE_LAYOUT_ENCODING_H
 
 #include <stddef.h>
 #include <stdint.h>

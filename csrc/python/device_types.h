@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Device, Memory, Event, Stream and BufferTable, as other files of csrc/python use them.
  * ModuleState.type_<name> is the type of an object; all five are final. */
-#ifndef WSYNC_PYTHON_DEVICE_H
-#define WSYNC_PYTHON_DEVICE_H
+#ifndef WSYNC_PYTHON_DEVICE_TYPES_H
+#define WSYNC_PYTHON_DEVICE_TYPES_H
 
 #include "python/module.h"
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "device/host_file.h"
+#include "device/host_file_write.h"
 
 #include <errno.h>
 #include <fcntl.h>

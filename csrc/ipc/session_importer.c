@@ -4,7 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "ipc/blob.h"
+#include "ipc/sealed_blob.h"
 #include "ipc/session_internal.h"
 
 struct wsync_importer {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Finds copies that write the same byte. */
-#ifndef WSYNC_CORE_OVERLAP_H
-#define WSYNC_CORE_OVERLAP_H
+#ifndef WSYNC_CORE_WRITE_OVERLAP_H
+#define WSYNC_CORE_WRITE_OVERLAP_H
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -2,7 +2,7 @@
  * Copies into files against the same copies into memory. */
 #include "core/copy.h"
 #include "device/host_copy.h"
-#include "device/host_file.h"
+#include "device/host_file_write.h"
 #include "harness.h"
 
 #include <errno.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "core/layout/wire.h"
+#include "core/layout/encoding.h"
 #include "layouts.h"
 
 static wsync_layout_t *sample(void)
