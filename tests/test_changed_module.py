@@ -214,6 +214,20 @@ def test_parameters_of_one_memory_that_come_apart_are_both_delivered(
         assert torch.equal(tensor, draw(1)[name].to(tensor.dtype))
 
 
+@pytest.mark.parametrize("make", [by_name, learnt])
+def test_torch_may_swap_the_tensors_of_a_module_that_was_updated(
+    make: Callable[[], tuple[Pair, Any]],
+) -> None:
+    """It swaps none that there are weak references to."""
+    module, loader = make()
+    engine = ThreadEngine([loader])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+        torch.utils.swap_tensors(module.a, parameter(torch.zeros_like(module.a)))
+        sync.update(draw(1))
+    assert torch.equal(module.a, draw(1)["a"]) and torch.equal(module.b, draw(1)["b"])
+
+
 def test_memory_that_is_not_kept_is_not_written_to() -> None:
     """Another thread may replace it at any line."""
     module = Pair()

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 from wsync.engine.learn import regions
-from wsync.engine.learn.deadline import learning
+from wsync.engine.learn.time_limit import learning
 from wsync.engine.learn.regions import (
     Move,
     UnexpressedError,

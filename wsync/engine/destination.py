@@ -8,8 +8,6 @@ delivered if they bring the same bytes, and nothing is copied to memory that is 
 from __future__ import annotations
 
 import itertools
-import operator
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -57,15 +55,15 @@ class Snapshot:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._names, tensors = held_tensors(module)
-        self._references = [weakref.ref(tensor) for tensor in tensors]
+        # torch swaps no tensors that there are weak references to
+        self._identities = list(map(id, tensors))
 
     def tensors(self) -> list[torch.Tensor] | None:
-        """The tensors, as long as the module holds those and no others; else None."""
+        """The tensors, as long as the module holds those and no others; else None.  Another one
+        may take the place of one that is gone: its memory is to be compared, too."""
         names, tensors = held_tensors(self._module)
-        same = names == self._names and len(tensors) == len(self._references)
-        if same and all(map(operator.is_, map(operator.call, self._references), tensors)):
-            return tensors
-        return None
+        same = names == self._names and list(map(id, tensors)) == self._identities
+        return tensors if same else None
 
 
 class OtherName(NamedTuple):

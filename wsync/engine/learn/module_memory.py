@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,23 +21,27 @@ Seen = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """One storage that tensors of the module lie in."""
+    """One storage that tensors of the module lie in; `find` gives one of them.
+
+    It is looked up each time: torch swaps no tensors that there are weak references to.
+    """
 
     start: int
     end: int
-    reference: weakref.ref[torch.Tensor]
+    find: Callable[[], Any]
     path: str
 
     @staticmethod
     def of(tensor: torch.Tensor, path: str) -> Area:
-        """The storage of a tensor, which the area does not keep."""
-        storage = tensor.untyped_storage()
-        start = storage.data_ptr()
-        return Area(start, start + storage.nbytes(), weakref.ref(tensor), path)
+        """The storage of a tensor, which the area keeps."""
+        return Area(*_span(tensor), lambda: tensor, path)
 
     def view(self, dtype: torch.dtype, offset: int, shape: Any, strides: Any) -> torch.Tensor:
         """As `view`, of its storage."""
-        return view(_there(self.path, self.reference), dtype, offset, shape, strides)
+        tensor = _there(self.path, self.find())
+        if _span(tensor) != (self.start, self.end):
+            raise LayoutError(f"{self.path}: its memory is gone")
+        return view(tensor, dtype, offset, shape, strides)
 
     def bytes(self) -> torch.Tensor:
         return self.view(torch.uint8, 0, (self.end - self.start,), (1,))
@@ -71,11 +74,16 @@ def region(data: torch.Tensor, move: Move) -> torch.Tensor:
     return data.as_strided(shape, steps, move.destination)
 
 
-def _there(path: str, reference: weakref.ref[torch.Tensor]) -> torch.Tensor:
-    tensor = reference()
-    if tensor is None:
+def _there(path: str, tensor: object) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
         raise LayoutError(f"{path}: the tensor is gone")
     return tensor
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor's storage, and the byte after its last."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 class ModuleMemory:
@@ -93,18 +101,17 @@ class ModuleMemory:
         numbers: dict[int, int] = {}
         self.parts = dict(module.named_modules())
         self._outlines = [(part, _outline(part)) for part in self.parts.values()]
-        self._places: list[tuple[dict[str, Any], str, weakref.ref[torch.Tensor], Seen]] = []
+        self._places: list[tuple[dict[str, Any], str, int, Seen]] = []  # by id
         for path, slot, name, tensor in _tensors(module):
-            storage = tensor.untyped_storage()
-            start, nbytes = storage.data_ptr(), storage.nbytes()
-            if tensor.numel() and (not start or _end(tensor) > nbytes):
+            start, end = _span(tensor)
+            if tensor.numel() and (not start or _end(tensor) > end - start):
                 raise LayoutError(f"{path}: its memory is gone")
             if not tensor.numel():
                 continue
             number = numbers.setdefault(start, len(self.areas))
             if number == len(self.areas):
-                self.areas.append(Area(start, start + nbytes, weakref.ref(tensor), path))
-            elif start + nbytes != self.areas[number].end:
+                self.areas.append(Area(start, end, partial(slot.get, name), path))
+            elif end != self.areas[number].end:
                 raise _shared(self.areas[number].path, path)
             dtype = str(tensor.dtype).removeprefix("torch.")
             offset = int(tensor.storage_offset()) * tensor.element_size()
@@ -112,7 +119,7 @@ class ModuleMemory:
             self.facts.append((path, dtype, shape, strides, number, offset))
             if isinstance(tensor, torch.nn.Parameter):
                 self.parameters.add(path)
-            self._places.append((slot, name, weakref.ref(tensor), seen(tensor)))
+            self._places.append((slot, name, id(tensor), seen(tensor)))
         self._order = sorted(range(len(self.areas)), key=lambda i: self.areas[i].start)
         self._starts = [self.areas[i].start for i in self._order]
         for one, two in zip(self._order, self._order[1:], strict=False):
@@ -124,8 +131,8 @@ class ModuleMemory:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of `facts`."""
         return [
-            _there(fact[0], reference)
-            for fact, (_, _, reference, _) in zip(self.facts, self._places, strict=True)
+            _there(fact[0], slot.get(name))
+            for fact, (slot, name, _, _) in zip(self.facts, self._places, strict=True)
         ]
 
     def tied(self) -> list[list[str]]:
@@ -148,8 +155,8 @@ class ModuleMemory:
         """
         kept = [tensor.detach() for tensor in self.tensors]
         for fact, tensor in zip(self.facts, kept, strict=True):
-            area, storage = self.areas[fact[4]], tensor.untyped_storage()
-            if (area.start, area.end - area.start) != (storage.data_ptr(), storage.nbytes()):
+            area = self.areas[fact[4]]
+            if _span(tensor) != (area.start, area.end):
                 raise StateError(f"{fact[0]}: its memory was replaced while the update began")
         return kept
 
@@ -168,13 +175,13 @@ class ModuleMemory:
         """Whether the module holds the very same tensors where they were: what an update asks
         each time, at little cost."""
         return all(_outline(part) == outline for part, outline in self._outlines) and all(
-            (tensor := slot.get(name)) is reference()
-            and tensor is not None
+            isinstance(tensor := slot.get(name), torch.Tensor)
+            and id(tensor) == identity
             and tensor.data_ptr() == address
             and tensor.dtype is dtype
             and tensor.shape == shape
             and tensor.stride() == stride
-            for slot, name, reference, (address, dtype, shape, stride) in self._places
+            for slot, name, identity, (address, dtype, shape, stride) in self._places
         )
 
     def find(self, address: int) -> int:
