@@ -16,7 +16,6 @@ pytest.importorskip("torch")
 import torch
 
 from wsync.engine.learn import regions
-from wsync.engine.learn.time_limit import learning
 from wsync.engine.learn.regions import (
     Move,
     UnexpressedError,
@@ -25,6 +24,7 @@ from wsync.engine.learn.regions import (
     compose,
     without,
 )
+from wsync.engine.learn.time_limit import learning
 
 ITEM = 2
 SIZES = [12, 24, 48, 72]

@@ -177,6 +177,25 @@ def test_a_worker_that_does_not_take_a_bucket_leaves_its_group(why: str) -> None
     assert module.a.tolist() == [0.0] * 3
 
 
+def test_a_late_announcement_of_an_update_that_has_ended_costs_no_group() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("a", torch.zeros(3))
+    module.config = SimpleNamespace(name_or_path="")
+    engine = Engine(module)
+    announced: dict[str, Any] = {**BUCKET, "group_name": "g", "end": time.monotonic() + PATIENCE}
+    with joined(engine._groups) as trainer, ThreadPoolExecutor() as pool:
+        for update, value in (("0a", 1.0), ("0b", 2.0)):
+            engine.pause("abort", PATIENCE, update)
+            if update == "0b":
+                with pytest.raises(wsync.StateError, match="update 0a has ended"):
+                    engine.update_weights_from_distributed(**announced, update="0a")
+            sent = pool.submit(trainer.broadcast, [torch.full((3,), value)])
+            engine.update_weights_from_distributed(**announced, update=update)
+            sent.result(PATIENCE)
+            assert module.a.tolist() == [value] * 3
+            engine.resume(PATIENCE, update)
+
+
 def test_a_worker_stays_in_the_group_of_a_bucket_that_is_announced_twice() -> None:
     groups = UpdateGroups()
     with joined(groups), pytest.raises(Repeated), groups.announced("g"):

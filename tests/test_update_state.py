@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import wsync
-from wsync.engine.update_state import REFUSALS, Phase, Refused, Repeated, UpdateState
+from wsync.engine.update_state import REFUSALS, Ended, Phase, Refused, Repeated, UpdateState
 
 PATIENCE = 60.0
 TENSORS = {"a": "a", "b": "b"}  # what an update has to bring
@@ -189,10 +189,10 @@ FORBIDDEN: list[tuple[list[Step], Step, str, type[Exception], bool]] = [
     ([], go_on("a1"), "not paused", wsync.StateError, False),
     ([], rename("x", "a1"), "not paused", wsync.StateError, False),
     ([begin()], load("ab", "a1"), "not paused", wsync.StateError, False),
-    (OVER, load("ab", "a1"), "ended", wsync.StateError, False),
-    ([*OVER, begin("b2")], go_on("a1"), "ended", wsync.StateError, False),
-    ([*BEGAN, begin("b2")], load("b", "a1"), "ended", wsync.StateError, False),
-    ([*BEGAN, begin()], load("b", "a1"), "ended", wsync.StateError, False),
+    (OVER, load("ab", "a1"), "ended", Ended, False),
+    ([*OVER, begin("b2")], go_on("a1"), "ended", Ended, False),
+    ([*BEGAN, begin("b2")], load("b", "a1"), "ended", Ended, False),
+    ([*BEGAN, begin()], load("b", "a1"), "ended", Ended, False),
     (BEGAN, load("ab"), "no id", wsync.StateError, False),
     (BEGAN, rename("x"), "no id", wsync.StateError, False),
     # the weights are not those of one update

@@ -19,7 +19,7 @@ from wsync._core import (
 )
 from wsync.bucket import FlattenedTensorBucket, metadata_at
 from wsync.dtypes import dtype_of
-from wsync.engine.update_state import Repeated
+from wsync.engine.update_state import Ended, Repeated
 from wsync.exchange.update_group import Rendezvous, UpdateGroup, connection_of, device_of
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import FLATTENED_BUCKET
@@ -117,7 +117,7 @@ class UpdateGroups:
 
         try:
             yield receive
-        except Repeated:  # it was sent and taken once
+        except (Repeated, Ended):  # it was sent and taken once, or its trainer meets others anew
             raise
         except BaseException:
             if member is not None and not taken:

@@ -95,6 +95,10 @@ class Repeated(Refused):
     """A bucket that the update has brought before, in a request that has been answered."""
 
 
+class Ended(StateError):
+    """A request of an update that has ended: its trainer has failed, or has sent it long ago."""
+
+
 class Phase(Enum):
     """Of an update; see above."""
 
@@ -244,7 +248,9 @@ class UpdateState:
         current = self._now.id
         if update and update != current:
             now = f", which now waits for update {current}" if current else ""
-            raise _refusal("ended" if update in self._past else "not paused", id=update, now=now)
+            if update in self._past:
+                raise _refusal("ended", Ended, id=update, now=now)
+            raise _refusal("not paused", id=update, now=now)
         if not update and current:
             raise _refusal("no id", id=current)
 
