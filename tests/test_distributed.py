@@ -27,7 +27,7 @@ from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.layout import from_tensors
 from wsync.trainer.broadcast_requests import BroadcastRequests
-from wsync.trainer.rounds import Rounds
+from wsync.trainer.connection import Connection
 
 OPTIONS: dict[str, Any] = {
     "deadline": 60.0,
@@ -215,13 +215,13 @@ def test_colocated_and_remote_engines_in_one_update(
     updater.connect_rollout_engines(engines, None, engine_gpu_counts=[1, 1], **offsets)
     joins = cases.note_joins(engines)
     known: list[int] = []  # joins when the workers that learn had learnt
-    send_model = Rounds._send_model
+    send_model = Connection._send_model
 
     def noting(*arguments: Any) -> None:
         send_model(*arguments)
         known.append(len(joins))
 
-    monkeypatch.setattr(Rounds, "_send_model", noting)
+    monkeypatch.setattr(Connection, "_send_model", noting)
     for seed in (31, 32):
         weights.update(drawn(seed))
         updater.update_weights()

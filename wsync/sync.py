@@ -14,10 +14,10 @@ from wsync.machine.device import of
 from wsync.machine.trace import Trace
 from wsync.options import Options
 from wsync.report import Report
+from wsync.trainer.connection import Connection
 from wsync.trainer.loop import Updates, numbers
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
-from wsync.trainer.rounds import Rounds
 
 if TYPE_CHECKING:
     from wsync.trainer.loop import Source, Weights
@@ -54,7 +54,7 @@ class Sync(Updates):
     ) -> None:
         super().__init__(source, options)
         self._lock = lock
-        self._rounds: Rounds | None = None
+        self._connection: Connection | None = None
         self._paused = False  # the engines, by the last update
         self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
@@ -96,10 +96,10 @@ class Sync(Updates):
         return report
 
     def _close(self) -> None:
-        rounds, self._rounds = self._rounds, None
+        connection, self._connection = self._connection, None
         try:
-            if rounds is not None:
-                rounds.close()
+            if connection is not None:
+                connection.close()
         finally:
             super()._close()
 
@@ -142,79 +142,82 @@ class Sync(Updates):
 
     def _update(self, weights: Weights | None, report: Report) -> None:
         with self._group.watching(self._watch):
-            rounds = self._deliver(weights, report)
+            connection = self._deliver(weights, report)
         with report.phase("prepare"), self._group.watching(self._watch_failures):
             self._group.barrier()
         with report.phase("commit"):
-            rounds.commit(self._group.check)
+            connection.commit(self._group.check)
             self._count()
-            self._close_requests(rounds, report.version)
+            self._close_requests(connection, report.version)
             self._group.confirm()
         self._paused = False
 
-    def _deliver(self, weights: Weights | None, report: Report) -> Rounds:
+    def _deliver(self, weights: Weights | None, report: Report) -> Connection:
         """Up to the point where the workers of this rank hold every byte."""
         table = self._source.bind(weights)
         sources = _core.BufferTable.of(table)
         check = self._group.check
         self._paused = True
-        self._requests.pause(anew=self._rounds is None)
-        rounds = self._connect(of(table))
-        opened = rounds.plan is not None  # by now; else the workers have to be there for a plan
-        if not opened:
-            self._open(rounds, report)
+        self._requests.pause(anew=self._connection is None)
+        connection = self._connect(of(table))
+        # A plan is made of what the workers say when they have joined, so that a first update opens
+        # before it can pack; a later one packs its first round while the engines pause.
+        planned = connection.plan is not None
+        if not planned:
+            self._open(connection, report)
             with report.phase("open"):
-                rounds.attach(check)
-        rounds.describe(report)
+                connection.attach(check)
+        connection.describe(report)
         if any(recipient.takes_buckets for recipient in self._roster.recipients):
             self._count()  # the last bucket says it
         with self._progress(report, report.rounds, unit="round") as bar:
-            # the first round is packed while the engines pause
-            spans = rounds.start(self._updates, sources, check, report)
-            if opened:
-                self._open(rounds, report)
-            rounds.run(sources, spans, check, report, bar)
+            messages = connection.start(self._updates, sources, check, report)
+            if planned:
+                self._open(connection, report)
+            connection.run(sources, messages, check, report, bar)
         with report.phase("prepare"):
-            rounds.prepared(check)
-        return rounds
+            connection.prepared(check)
+        return connection
 
-    def _connect(self, gpu: str) -> Rounds:
-        if self._rounds is None:
+    def _connect(self, gpu: str) -> Connection:
+        if self._connection is None:
             engines = self._requests.engines
-            self._rounds = Rounds(self._group, self._roster, engines, self.options, gpu, self._lock)
-        return self._rounds
+            self._connection = Connection(
+                self._group, self._roster, engines, self.options, gpu, self._lock
+            )
+        return self._connection
 
-    def _open(self, rounds: Rounds, report: Report) -> None:
+    def _open(self, connection: Connection, report: Report) -> None:
         """Waits until all engines have paused, and has their workers join."""
         with report.phase("pause"):
             self._requests.paused(self._group.check)
             self._group.barrier()  # before engines are told anything
         with report.phase("open"):
             if self._group.rank == 0:
-                self._requests.open(rounds.openings(self._updates))
+                self._requests.open(connection.openings(self._updates))
 
     def _watch(self) -> None:
         """Raises what has gone wrong with an engine or a worker of this rank; called in every wait
         until these hold everything."""
         self._requests.look()
-        if self._rounds is not None:
-            self._rounds.look()
+        if self._connection is not None:
+            self._connection.look()
 
     def _watch_failures(self) -> None:
         """The same while ranks agree to commit: those that know it first do, and opening requests
         may end."""
         self._requests.look_for_failures()
-        if self._rounds is not None:
-            self._rounds.look()
+        if self._connection is not None:
+            self._connection.look()
 
-    def _close_requests(self, rounds: Rounds, version: str) -> None:
+    def _close_requests(self, connection: Connection, version: str) -> None:
         """Ends the opening requests, records the version, and lets generation go on."""
 
         def still_there() -> None:
             # an engine does not hear what its workers refuse after the commit, or may have been
             # started again: before it is given the version, and before any engine continues
             self._group.barrier()
-            rounds.look()
+            connection.look()
             self._group.barrier()
 
         self._requests.close(version, self._group.check, still_there)
@@ -222,11 +225,11 @@ class Sync(Updates):
     def _abandon(self, error: _core.WsyncError) -> None:
         if self._paused:
             error.add_note("The engines stay paused until an update succeeds.")
-        rounds, self._rounds = self._rounds, None
-        under_way = [] if rounds is None else rounds.under_way
+        connection, self._connection = self._connection, None
+        under_way = [] if connection is None else connection.under_way
         try:
-            if rounds is not None:
-                rounds.abort(str(error))
+            if connection is not None:
+                connection.abort(str(error))
         except Exception as failure:  # the next update connects anew, whatever is left of this
             error.add_note(f"Letting go of the engines failed, too: {failure!r}")
         finally:

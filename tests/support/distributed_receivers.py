@@ -22,7 +22,7 @@ from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.demo.engines.worker import ModelWorker
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.messages.control import LOAD_FORMAT
-from wsync.trainer.rounds import Rounds
+from wsync.trainer.connection import Connection
 
 OPTIONS: dict[str, Any] = {
     "deadline": 60.0,
@@ -109,7 +109,7 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel, way: str) -> dict[st
 def strike(engines: list[Any], how: signal.Signals) -> Any:
     """Rank 0 sends a signal to the first engine once its first round has been sent."""
 
-    def hit(_: Rounds, number: int) -> None:
+    def hit(_: Connection, number: int) -> None:
         if number == 1 and engines:
             os.kill(engines[0].pids[0], how)
 
@@ -166,7 +166,7 @@ def strike_the_trainer(pipe: Any, shapes: Any, how: signal.Signals) -> None:
     """A trainer of its own that is killed, or stopped, in the middle of its second update."""
     updates: list[int] = []
 
-    def hit(_: Rounds, number: int) -> None:
+    def hit(_: Connection, number: int) -> None:
         if number == 2 and len(updates) == 2:
             os.kill(os.getpid(), how)
 

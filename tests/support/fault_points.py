@@ -23,12 +23,12 @@ from typing import Any
 
 from wsync._core import Exporter, Importer, Memory
 from wsync.sync import Sync
-from wsync.trainer.rounds import Rounds
+from wsync.trainer.connection import Connection
 from wsync.trainer.sessions.local import WorkerSession
 
 # where a trainer rank is in each phase: just before it calls
 _TRAINER: dict[str, tuple[type, str]] = {
-    "listen": (Rounds, "__init__"),
+    "listen": (Connection, "__init__"),
     "open": (Sync, "_open"),
     "attach": (WorkerSession, "attach"),
     "round": (WorkerSession, "post"),
@@ -113,7 +113,7 @@ class Fault:
         if child == 0:
             signal.alarm(60)
             for item in gc.get_objects():
-                if isinstance(item, Rounds):
+                if isinstance(item, Connection):
                     item.close()
             gc.collect()
             os._exit(0)

@@ -21,7 +21,7 @@ from wsync import megatron
 from wsync.demo import hf_reference, megatron_cpu
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.disk import newest
-from wsync.trainer.rounds import Rounds
+from wsync.trainer.connection import Connection
 
 # a ring of two rounds: when a later one is posted, the first has surely been loaded
 OPTIONS: dict[str, Any] = {
@@ -120,24 +120,24 @@ def fail_once(
     return {"error": error, "wrong": wrong, "inconsistent": inconsistent, "paused": paused}
 
 
-def before_receiving(strike: Callable[[Rounds, int], object]) -> Any:
+def before_receiving(strike: Callable[[Connection, int], object]) -> Any:
     """Has this rank call `strike`, with the number of the round, before it takes what a round has
     brought from other ranks."""
-    original = Rounds._receive
+    original = Connection._wait_and_unpack
 
-    def receive(self: Rounds, number: int, *rest: Any) -> None:
+    def receive(self: Connection, number: int, *rest: Any) -> None:
         strike(self, number)
         original(self, number, *rest)
 
-    return mock.patch.object(Rounds, "_receive", receive)
+    return mock.patch.object(Connection, "_wait_and_unpack", receive)
 
 
 def breaking_rank(rank: int) -> Any:
     """Makes one rank fail in its last round."""
 
-    def strike(rounds: Rounds, number: int) -> None:
-        assert rounds.plan is not None
-        if dist.get_rank() == rank and number == rounds.plan.round_count - 1:
+    def strike(connection: Connection, number: int) -> None:
+        assert connection.plan is not None
+        if dist.get_rank() == rank and number == connection.plan.round_count - 1:
             raise ValueError("a planted failure")
 
     return before_receiving(strike)
@@ -149,7 +149,7 @@ def die_in_the_middle(
     """Rank 2 is killed in the middle of an update; the others note what they raise."""
     options = wsync.Options(**OPTIONS)
 
-    def strike(_: Rounds, number: int) -> None:
+    def strike(_: Connection, number: int) -> None:
         if dist.get_rank() == 2 and number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -14,8 +14,8 @@ from support.errors import error_of
 from support.fault_lab import RANKS, rows, sharded
 
 import wsync
+from wsync.trainer.connection import Connection
 from wsync.trainer.planning import Planning
-from wsync.trainer.rounds import Rounds
 
 PATIENCE = 90.0
 OPTIONS: dict[str, Any] = {
@@ -27,8 +27,8 @@ OPTIONS: dict[str, Any] = {
 # what the late rank is about to call; the others wait in the next collective
 PLACES = {
     "plan": (Planning, "gather"),
-    "round": (Rounds, "_receive"),
-    "agreement": (Rounds, "prepared"),
+    "round": (Connection, "_wait_and_unpack"),
+    "agreement": (Connection, "prepared"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The sessions, plan and exchange that consecutive updates share, and the rounds of an update."""
+"""A trainer rank's connection with engines: the sessions, the plan and the exchange."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 _PUNCTUAL = 0.9  # of the deadline, which those who have come wait from then on
 
 
-class Rounds:
-    """One rank's part: it listens for its workers, agrees on a plan and runs the rounds.
+class Connection:
+    """What consecutive updates of one rank share.  It listens for the rank's workers, agrees on a
+    plan, and runs the rounds of each update.
 
     Args:
         engines: the handles, on rank 0.
@@ -206,14 +207,14 @@ class Rounds:
             session.begin(update, report.version, timeout, check)
         if self._exchange is not None:
             self._exchange.begin(plan)
-        spans = self._send(0, sources, check, report)
-        self._fill(0, sources, check, report)
-        return spans
+        messages = self._pack_and_post(0, sources, check, report)
+        self._copy_local(0, sources, check, report)
+        return messages
 
     def run(
         self,
         sources: _core.BufferTable,
-        spans: _core.BufferTable | None,
+        messages: _core.BufferTable | None,
         check: Check,
         report: Report,
         bar: tqdm[None],
@@ -223,11 +224,11 @@ class Rounds:
         assert plan is not None and stream is not None
         for number in range(plan.round_count):
             if number > 0:
-                self._fill(number, sources, check, report)
-            following = self._send(number + 1, sources, check, report)
-            if spans is not None:
-                self._receive(number, spans, check, report)
-            spans = following
+                self._copy_local(number, sources, check, report)
+            following = self._pack_and_post(number + 1, sources, check, report)
+            if messages is not None:
+                self._wait_and_unpack(number, messages, check, report)
+            messages = following
             for session in self._sessions:
                 session.post(number, stream, timeout, check)
             report.trace.mark("post", number)
@@ -264,7 +265,9 @@ class Rounds:
         if self._exchange is not None:
             report.exchange = self._exchange.name
 
-    def _fill(self, number: int, sources: _core.BufferTable, check: Check, report: Report) -> None:
+    def _copy_local(
+        self, number: int, sources: _core.BufferTable, check: Check, report: Report
+    ) -> None:
         """Copies what this rank has of a round into the rings, once their slots are free."""
         plan, stream = self.plan, self._stream
         assert plan is not None and stream is not None
@@ -320,7 +323,7 @@ class Rounds:
                 last_first.callback(session.close)
             last_first.callback(self._transport.close)
 
-    def _send(
+    def _pack_and_post(
         self, number: int, sources: _core.BufferTable, check: Check, report: Report
     ) -> _core.BufferTable | None:
         """Packs and posts what this rank sends in a round; returns where its messages lie."""
@@ -330,17 +333,20 @@ class Rounds:
             return None
         with report.phase("staging"):
             exchange.acquire(number, self._options.exchange_deadline, check)
-        spans = exchange.spans(number)
-        stream.copy(plan, number, _core.PACK, sources, spans)
+        messages = exchange.spans(number)
+        stream.copy(plan, number, _core.PACK, sources, messages)
         exchange.post(number, stream)
-        return spans
+        return messages
 
-    def _receive(self, number: int, spans: _core.BufferTable, check: Check, report: Report) -> None:
+    def _wait_and_unpack(
+        self, number: int, messages: _core.BufferTable, check: Check, report: Report
+    ) -> None:
+        """Waits for what others send to this rank in a round, and unpacks it into the rings."""
         exchange, plan, stream = self._exchange, self.plan, self._stream
         assert exchange is not None and plan is not None and stream is not None
         with report.phase("gather"):
             exchange.wait(number, self._options.exchange_deadline, check)
-        stream.copy(plan, number, _core.UNPACK, spans, self._rings)
+        stream.copy(plan, number, _core.UNPACK, messages, self._rings)
         exchange.release(number, stream)
 
 
