@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from support.memory import shared_nbytes
 from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
+from wsync.demo import timeline
 from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
+from wsync.machine import trace
 from wsync.trainer.sessions.local import WorkerSession
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False)
@@ -226,6 +229,18 @@ def test_a_stock_engine_gets_flattened_buckets(config: Any, server: str) -> None
             assert checksums(server) == expected_checksums(weights)
     assert report.rounds > 3
     assert wsync.handle(server).model_info(10)["weight_version"] == "2"
+
+
+def test_what_a_bucket_waits_for_is_in_a_phase(
+    config: Any, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(trace.VARIABLE, str(tmp_path))
+    options = wsync.Options(deadline=60, delivery="stock", bucket_nbytes=1 << 15, progress=False)
+    with wsync.connect(draw(config, 6), engines=[server], options=options) as sync:
+        report = sync.update()
+    (record,) = (r for r in timeline.read(tmp_path, {}) if r["role"] == "trainer")
+    order = [what for _, what, *_ in record["spans"] if what in ("copy", "post")]
+    assert order == ["copy", "post"] * report.rounds + ["copy"]
 
 
 def test_non_contiguous_and_empty_tensors_are_read_where_they_lie() -> None:

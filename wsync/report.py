@@ -18,7 +18,22 @@ class Report:
     `ring_nbytes` and `staging_nbytes` are this rank's buffers, kept between updates unless
     Options.park gives them back.
     `phases` are disjoint stretches of this rank's wall time: what was waited for, while the
-    stream copied beside it.  `delivered_nbytes` counts every worker; `redundancy` is
+    stream copied beside it.  Of a `Sync`, in the order of an update:
+
+        pause    engines stop, and all ranks know it
+        open     opening requests start; on a first update also: workers connect and say what
+                 they keep, ranks plan and make rings
+        staging  other ranks have read what this one sent two rounds before
+        engine   workers give slots back, and at the end have taken every round
+        gather   what other ranks send in a round has come
+        copy     this rank's copies have run: before a round that goes as a bucket, and at the end
+        prepare  workers hold every byte, first this rank's, then all ranks'
+        commit   workers commit, engines take the version and continue
+
+    Of a `DiskSync`: begin (a folder with files of full size), write, sync (to the disk), publish,
+    engines (stop, load the files, take the version and continue).
+
+    `delivered_nbytes` counts every worker; `redundancy` is
     delivered bytes over the bytes that the workers need, in source dtype.
     `unused` names the trainer's tensors that no engine makes use of, and that are not delivered.
     """

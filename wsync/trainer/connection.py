@@ -229,8 +229,9 @@ class Connection:
             if messages is not None:
                 self._wait_and_unpack(number, messages, check, report)
             messages = following
-            for session in self._sessions:
-                session.post(number, stream, timeout, check)
+            with report.phase("copy"):  # a bucket can be sent when its copies have run
+                for session in self._sessions:
+                    session.post(number, stream, timeout, check)
             report.trace.mark("post", number)
             self._show(number + 1, bar)
         with report.phase("engine"):

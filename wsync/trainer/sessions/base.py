@@ -69,7 +69,8 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        """Sends a round, once the stream has filled its slot."""
+        """Sends a round, once the stream has filled its slot, which is waited for here where the
+        receiver cannot."""
 
     @abc.abstractmethod
     def wait(self, round: int, timeout: float, check: Check) -> None:
