@@ -29,7 +29,7 @@ def test_an_interrupt_at_any_line_leaves_no_trainer_busy(tmp_path: Path) -> None
     sync = wsync.DiskSync({"w": torch.zeros(1)}, folder=tmp_path)
 
     def update() -> None:
-        with sync._updating("1"):
+        with sync._updating("1", None):
             pass
 
     assert len(list(interrupted(update, *MODULES))) > 10
