@@ -27,11 +27,11 @@ from wsync.machine.daemon_threads import Lane, result, start
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.options import Options
 from wsync.report import Report
-from wsync.trainer.loop import Updates
 from wsync.trainer.requests import EngineRequests
+from wsync.trainer.updates import Updates
 
 if TYPE_CHECKING:
-    from wsync.trainer.loop import Source, Weights
+    from wsync.trainer.updates import Source, Weights
 
 __all__ = ["DiskSync", "newest"]
 
@@ -145,7 +145,7 @@ class DiskSync(Updates):
             if self._group.rank == 0:
                 stack.enter_context(calls.within(root, self._versions.writing()))
             folder = self._write(self._given(weights), report, calls)
-            self._count()
+            self._use_up_version()
             with report.phase("publish"):
                 if self._group.rank == 0:
                     publish = functools.partial(self._versions.publish, folder, calls.still_wanted)

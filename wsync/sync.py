@@ -15,12 +15,12 @@ from wsync.machine.trace import Trace
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.connection import Connection
-from wsync.trainer.loop import Updates, numbers
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
+from wsync.trainer.updates import Updates, numbers
 
 if TYPE_CHECKING:
-    from wsync.trainer.loop import Source, Weights
+    from wsync.trainer.updates import Source, Weights
 
 
 class Sync(Updates):
@@ -147,7 +147,7 @@ class Sync(Updates):
             self._group.barrier()
         with report.phase("commit"):
             connection.commit(self._group.check)
-            self._count()
+            self._use_up_version()
             self._close_requests(connection, report.version)
             self._group.confirm()
         self._paused = False
@@ -169,7 +169,7 @@ class Sync(Updates):
                 connection.attach(check)
         connection.describe(report)
         if any(recipient.takes_buckets for recipient in self._roster.recipients):
-            self._count()  # the last bucket says it
+            self._use_up_version()  # the last bucket says it
         with self._progress(report, report.rounds, unit="round") as bar:
             messages = connection.start(self._updates, sources, check, report)
             if planned:

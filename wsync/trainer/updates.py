@@ -43,7 +43,7 @@ class Updates(abc.ABC):
             else together(lambda: from_tensors(source), timeout=timeout)
         )
         self._updates = 0
-        self._following = 1
+        self._next_version = 1
         self._requests = EngineRequests([], self.options)
         self._owner = Owner()
         self._closed = False
@@ -144,17 +144,17 @@ class Updates(abc.ABC):
             with self._one_error():
                 given = weights is not None if self._source.names else None
                 report = Report(version=agree(self._group, version, self.version, given))
-                self._following = self.version + 1
+                self._next_version = self.version + 1
                 if report.version.isdecimal():
-                    self._following = int(report.version)
+                    self._next_version = int(report.version)
                 yield report
             report.seconds = time.perf_counter() - start
-            self._count()
+            self._use_up_version()
 
-    def _count(self) -> None:
+    def _use_up_version(self) -> None:
         """Engines are about to be told of the version, or have been: whatever comes of it, no other
         weights are called the same."""
-        self.version = self._following
+        self.version = self._next_version
 
     def _renew(self) -> None:
         """After a failure, be it one that only another rank has met at the very end of an update:
