@@ -12,13 +12,13 @@ from support import call_cases
 
 import wsync
 from wsync import _core
-from wsync.trainer.roster import Delivery, Recipient, RolloutEngine, Roster
+from wsync.trainer.roster import Delivery, PlanWorker, RolloutEngine, Roster
 from wsync.trainer.sessions.local import WorkerSession
 
 
-def recipients(engines: list[RolloutEngine], hosts: list[int]) -> list[Recipient]:
+def plan_workers(engines: list[RolloutEngine], hosts: list[int]) -> list[PlanWorker]:
     model = _core.LayoutBuilder().build()
-    return Roster(hosts, [0] * len(hosts), model, engines).recipients
+    return Roster(hosts, [0] * len(hosts), model, engines).workers
 
 
 def homes(workers: list[int], hosts: list[int], gpus: list[int] | None = None) -> list[int]:
@@ -27,7 +27,7 @@ def homes(workers: list[int], hosts: list[int], gpus: list[int] | None = None) -
         RolloutEngine(f"e{i}", count, Delivery.WSYNC, None if gpus is None else gpus[i])
         for i, count in enumerate(workers)
     ]
-    return [recipient.home for recipient in recipients(engines, hosts)]
+    return [worker.home for worker in plan_workers(engines, hosts)]
 
 
 def test_workers_are_spread_over_the_ranks_of_one_host() -> None:
@@ -54,8 +54,8 @@ def test_workers_beyond_the_trainer_go_to_the_least_busy_rank() -> None:
 
 def test_a_stock_engine_is_served_by_rank_0() -> None:
     engines = [RolloutEngine("a", 1, Delivery.STOCK), RolloutEngine("b", 1, Delivery.WSYNC)]
-    found = recipients(engines, [0, 0])
-    assert [(r.engine, r.home, r.takes_buckets) for r in found] == [(0, 0, True), (1, 1, False)]
+    found = plan_workers(engines, [0, 0])
+    assert [(w.engine, w.home, w.takes_buckets) for w in found] == [(0, 0, True), (1, 1, False)]
 
 
 def test_wrong_counts_are_named() -> None:

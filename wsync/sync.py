@@ -168,7 +168,7 @@ class Sync(Updates):
             with report.phase("open"):
                 connection.attach(check)
         connection.describe(report)
-        if any(recipient.takes_buckets for recipient in self._roster.recipients):
+        if any(worker.takes_buckets for worker in self._roster.workers):
             self._use_up_version()  # the last bucket says it
         with self._progress(report, report.rounds, unit="round") as bar:
             messages = connection.start(self._updates, sources, check, report)

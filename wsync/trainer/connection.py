@@ -25,7 +25,7 @@ from wsync.report import Report
 from wsync.trainer.broadcast_requests import BroadcastRequests
 from wsync.trainer.planning import Planning
 from wsync.trainer.requests import UnderWay
-from wsync.trainer.roster import Delivery, Recipient, Roster
+from wsync.trainer.roster import Delivery, PlanWorker, Roster
 from wsync.trainer.sessions.base import Session
 from wsync.trainer.sessions.broadcast import BroadcastSession
 from wsync.trainer.sessions.local import WorkerSession
@@ -70,39 +70,37 @@ class Connection:
         self._rings = _core.BufferTable([])
         sweep(options.directory)
         try:
-            for number, recipient in enumerate(roster.recipients):
-                if recipient.home == group.rank:
-                    self._sessions.append(self._session(number, recipient, engines))
+            for number, worker in enumerate(roster.workers):
+                if worker.home == group.rank:
+                    self._sessions.append(self._session(number, worker, engines))
             self._addresses = self._meet(engines, lock)
         except BaseException as error:
             self.abort(str(error))
             raise
 
-    def _session(
-        self, number: int, recipient: Recipient, engines: Sequence[EngineHandle]
-    ) -> Session:
+    def _session(self, number: int, worker: PlanWorker, engines: Sequence[EngineHandle]) -> Session:
         options, roster = self._options, self._roster
-        if recipient.stage is not None:
+        if worker.stage is not None:
             taking = roster.taking(Delivery.BROADCAST)
-            name = group_name(self._group.name, recipient.stage)
+            name = group_name(self._group.name, worker.stage)
             return BroadcastSession(number, taking, name=name, options=options)
-        engine = roster.engines[recipient.engine]
-        if recipient.delivery is Delivery.REMOTE:
+        engine = roster.engines[worker.engine]
+        if worker.delivery is Delivery.REMOTE:
             host = own_address([engine.name])
-            return RemoteSession(number, engine=engine.name, index=recipient.index, host=host)
-        if recipient.delivery is Delivery.STOCK:
+            return RemoteSession(number, engine=engine.name, index=worker.index, host=host)
+        if worker.delivery is Delivery.STOCK:
             on_gpu = options.stock_memory == "gpu"
             if options.stock_memory == "auto":
                 # who does not see a GPU dies of its memory; of several workers, the others would
                 # each need a context on this one
                 on_gpu = engine.workers == 1 and engine.first_gpu == self._group.rank
             on_gpu = on_gpu and self._gpu != ""
-            handle, timeout = engines[recipient.engine], options.request_deadline
+            handle, timeout = engines[worker.engine], options.request_deadline
             return StockSession(number, handle, timeout=timeout, on_gpu=on_gpu)
         return WorkerSession(
             number,
             engine=engine.name,
-            index=recipient.index,
+            index=worker.index,
             directory=options.directory,
             park=options.park,
         )
@@ -116,7 +114,7 @@ class Connection:
         """The control messages that make workers join an update, by engine."""
         found = defaultdict[int, list[Control]](list)
         for number, (session, address) in sorted(self._addresses.items()):
-            found[self._roster.recipients[number].engine].append(
+            found[self._roster.workers[number].engine].append(
                 Control(
                     op="open",
                     session=session,
@@ -163,7 +161,7 @@ class Connection:
         )
         blueprint, plan = planning.fit(layouts, device)
         self._order(blueprint, plan)
-        spans = [(0, 0)] * len(self._roster.recipients)
+        spans = [(0, 0)] * len(self._roster.workers)
         deadline = Deadline(self._options.deadline)
         for session in self._sessions:
             spans[session.worker] = session.attach(plan, device, deadline.left, check)
@@ -252,7 +250,7 @@ class Connection:
         stats = plan.stats
         report.tensors = model.tensor_count
         report.model_nbytes = model.nbytes
-        # a stage's source is one recipient to the plan, for all those who hear its broadcasts
+        # a stage's source is one worker to the plan, for all those who hear its broadcasts
         broadcast = sum(engine.workers for engine in self._roster.taking(Delivery.BROADCAST))
         more = max(broadcast - 1, 0) * model.nbytes
         report.delivered_nbytes = stats["delivered_nbytes"] + more
@@ -260,7 +258,7 @@ class Connection:
         report.sent_nbytes = stats["sent_nbytes"]
         report.rounds = plan.round_count
         report.unused = tuple(model.tensor(index)[0] for index in plan.unused)
-        own = [recipient for recipient in self._roster.recipients if recipient.stage is None]
+        own = [worker for worker in self._roster.workers if worker.stage is None]
         report.workers = len(own) + broadcast
         report.ring_nbytes = sum(self._rings[number][1] for number in range(len(self._rings)))
         if self._exchange is not None:

@@ -62,7 +62,7 @@ class Planning:
         device = find(self._settle(gpus))
         known = [gpu for gpu in gpus if gpu]
         crowded = len(set(known)) < len(known)
-        return [layouts[number] for number in range(len(self.roster.recipients))], device, crowded
+        return [layouts[number] for number in range(len(self.roster.workers))], device, crowded
 
     def fit(self, layouts: list[bytes], device: _core.Device) -> tuple[Blueprint, _core.Plan]:
         """Plans, and makes the rings: smaller ones where some rank has no memory for them.
@@ -90,9 +90,7 @@ class Planning:
                 release_cached(device)  # of torch, which a driver does not ask
                 released = True
                 continue
-            limit = (
-                max(plan.ring_nbytes(number) for number in range(len(self.roster.recipients))) // 2
-            )
+            limit = max(plan.ring_nbytes(number) for number in range(len(self.roster.workers))) // 2
             if self.options.ring_nbytes or limit < _LEAST_RING_NBYTES:
                 raise _core.NoMemoryError(missing)
             _log.warning("%s; rings of %d bytes are tried", missing, limit)
@@ -117,7 +115,7 @@ class Planning:
         for uuid, number in found.items():
             if len(found) > 1 or (source and uuid != source):
                 other = source or next(other for other in found if other != uuid)
-                worker = self.roster.recipients[number]
+                worker = self.roster.workers[number]
                 raise _core.InvalidArgumentError(
                     f"rank {self.group.rank} serves worker {worker.index} of engine "
                     f"{worker.engine} on {uuid or 'the host'}, but "
@@ -140,8 +138,8 @@ class Planning:
 
     def _draw(self, layouts: list[bytes], device: _core.Device, ring_nbytes: int) -> Blueprint:
         wanted = [
-            (layout, recipient.stage)
-            for layout, recipient in zip(layouts, self.roster.recipients, strict=True)
+            (layout, worker.stage)
+            for layout, worker in zip(layouts, self.roster.workers, strict=True)
         ]
         kinds = list(dict.fromkeys(wanted))
         hosts = self.roster.hosts
@@ -151,8 +149,8 @@ class Planning:
             self.roster.model,
             [self._destination(*kind) for kind in kinds],
             [
-                (kinds.index(kind), recipient.rank)
-                for kind, recipient in zip(wanted, self.roster.recipients, strict=True)
+                (kinds.index(kind), worker.rank)
+                for kind, worker in zip(wanted, self.roster.workers, strict=True)
             ],
             # no trainer rank is nearer to a remote worker than another
             [*hosts, *range(elsewhere, elsewhere + remote)],
@@ -171,7 +169,7 @@ class Planning:
         """Small rounds overlap better; stock engines take one request each, so theirs are large,
         but not where a broadcast costs much more than a request.  A GPU copies a round in less
         time than its message takes."""
-        buckets = any(recipient.takes_buckets for recipient in self.roster.recipients)
+        buckets = any(worker.takes_buckets for worker in self.roster.workers)
         broadcast = bool(self.roster.taking(Delivery.BROADCAST))
         most = self.options.bucket_nbytes
         if (

@@ -51,11 +51,13 @@ class RolloutEngine:
 
 
 @dataclass(frozen=True)
-class Recipient:
-    """One recipient of a plan's rounds, and the trainer rank that holds its session, `home`.
+class PlanWorker:
+    """One worker of a plan, which gets rounds in a ring, and the trainer rank that holds its
+    session, `home`.
 
     It is worker `index` of engine number `engine`, a stock engine as a whole, or, with a `stage`,
     all engines that take broadcasts: `home` is the source that sends them this pipeline stage.
+    Its place in `Roster.workers` is its number in the plan, which is `worker` in all that follows.
     rank: where its bytes go to in the exchange: its home, or a rank beyond the trainer's.
     """
 
@@ -84,7 +86,7 @@ class Roster:
     engines: Sequence[RolloutEngine]
 
     @functools.cached_property
-    def recipients(self) -> list[Recipient]:
+    def workers(self) -> list[PlanWorker]:
         """By their number in the plan.
 
         A worker is served by the rank on its GPU where that is known, on whatever host; else by
@@ -97,7 +99,7 @@ class Roster:
         ranks = len(self.hosts)
         sessions = [0] * ranks
         near = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[0]]
-        found, remote = list[Recipient](), list[tuple[int, int]]()
+        found, remote = list[PlanWorker](), list[tuple[int, int]]()
         for number, engine in enumerate(self.engines):
             if engine.workers < 1:
                 raise _core.InvalidArgumentError(
@@ -105,7 +107,7 @@ class Roster:
                 )
             if engine.delivery is Delivery.STOCK:
                 sessions[0] += 1
-                found.append(Recipient(engine.delivery, 0, 0, number))
+                found.append(PlanWorker(engine.delivery, 0, 0, number))
             elif engine.delivery is Delivery.REMOTE:
                 remote += [(number, index) for index in range(engine.workers)]
             elif engine.delivery is Delivery.WSYNC:
@@ -114,16 +116,16 @@ class Roster:
                     if not 0 <= home < ranks:
                         home = min(near, key=lambda rank: (sessions[rank], rank))
                     sessions[home] += 1
-                    found.append(Recipient(engine.delivery, home, home, number, index))
+                    found.append(PlanWorker(engine.delivery, home, home, number, index))
         found += [
-            Recipient(Delivery.REMOTE, place % ranks, ranks + place, number, index)
+            PlanWorker(Delivery.REMOTE, place % ranks, ranks + place, number, index)
             for place, (number, index) in enumerate(remote)
         ]
         if self.taking(Delivery.BROADCAST):
             # of each stage, its first rank sends
             sources = {stage: self.stages.index(stage) for stage in sorted(set(self.stages))}
             found += [
-                Recipient(Delivery.BROADCAST, source, source, stage=stage)
+                PlanWorker(Delivery.BROADCAST, source, source, stage=stage)
                 for stage, source in sources.items()
             ]
         return found

@@ -1,4 +1,4 @@
-"""A trainer rank's session with one receiver of a plan's rounds."""
+"""A trainer rank's session with one worker of a plan."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Span = tuple[int, int]
 
 
 class Session(abc.ABC):
-    """One receiver of a plan's rounds.  The methods are called in the order of csrc/ipc/session.h.
+    """One worker's session.  The methods are called in the order of csrc/ipc/session.h.
 
-    worker: the receiver's number in the plan.
+    worker: its number in the plan (see PlanWorker).
     """
 
     manifest: Manifest  # once attached
@@ -46,7 +46,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def accept(self, timeout: float, check: Check) -> bytes:
-        """Waits for the receiver; the layout it keeps, or control.WHOLE, PIECES or LEARN."""
+        """Waits for the worker; the layout it keeps, or control.WHOLE, PIECES or LEARN."""
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
         """Makes the ring, if `attach` does not.  Raises NoMemoryError where there is none."""
@@ -58,7 +58,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
-        """Takes on a plan; where the receiver's ring lies."""
+        """Takes on a plan; where the worker's ring lies."""
 
     @abc.abstractmethod
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None: ...
@@ -70,7 +70,7 @@ class Session(abc.ABC):
     @abc.abstractmethod
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         """Sends a round, once the stream has filled its slot, which is waited for here where the
-        receiver cannot."""
+        worker cannot."""
 
     @abc.abstractmethod
     def wait(self, round: int, timeout: float, check: Check) -> None:
@@ -78,11 +78,11 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def look(self) -> None:
-        """Raises what has become of the receiver; waits for nothing."""
+        """Raises what has become of the worker; waits for nothing."""
 
     @abc.abstractmethod
     def prepared(self, timeout: float, check: Check) -> None:
-        """Waits until the receiver holds every byte."""
+        """Waits until the worker holds every byte."""
 
     def commit(self, timeout: float, check: Check) -> None:
         """Ends the update; nothing to do where the last request has carried the version."""
@@ -94,15 +94,15 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, text: str) -> None:
-        """Tells the receiver why the update ends."""
+        """Tells the worker why the update ends."""
 
     @abc.abstractmethod
     def close(self) -> None: ...
 
 
 class BucketSession(Session):
-    """A receiver of whole tensors, to which every round goes as a bucket, from a thread.  A slot
-    is free again when its bucket has gone."""
+    """A worker that takes whole tensors: every round goes to it as a bucket, from a thread.  A
+    slot is free again when its bucket has gone."""
 
     def __init__(self, worker: int, lane: str) -> None:
         super().__init__(worker)
