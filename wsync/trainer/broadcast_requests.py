@@ -16,8 +16,8 @@ from wsync.machine.daemon_threads import Lane, result
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.messages.control import FLATTENED_BUCKET
 from wsync.options import Options
-from wsync.trainer.manifest import Manifest
 from wsync.trainer.requests import NO_CALLS, Calls, UnderWay
+from wsync.trainer.worker_rounds import WorkerRounds
 
 _LOCK_SECONDS = 0.1
 _LOCK_ANSWER_SECONDS = 30.0
@@ -85,7 +85,7 @@ class BroadcastRequests:
         self._joining.join(timeout, check)
         self._rounds = [[] for _ in range(plan.round_count)]
         for source, place in self._places.items():
-            for round, bucket in enumerate(Manifest(plan, source).broadcasts):
+            for round, bucket in enumerate(WorkerRounds(plan, source).broadcasts):
                 arguments: dict[str, Any] = {
                     "names": [entry.name for entry in bucket],
                     "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in bucket],

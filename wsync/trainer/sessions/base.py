@@ -11,8 +11,8 @@ from wsync import _core
 from wsync.machine.daemon_threads import Lane
 from wsync.machine.deadline import Check, Deadline
 from wsync.messages.control import WHOLE
-from wsync.trainer.manifest import Manifest
 from wsync.trainer.requests import UnderWay
+from wsync.trainer.worker_rounds import WorkerRounds
 
 Span = tuple[int, int]
 
@@ -23,7 +23,7 @@ class Session(abc.ABC):
     worker: its number in the plan (see PlanWorker).
     """
 
-    manifest: Manifest  # once attached
+    rounds: WorkerRounds  # once attached
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
@@ -121,7 +121,7 @@ class BucketSession(Session):
         self._sent = []
 
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        former = self.manifest.slots[round].wait_round
+        former = self.rounds.slots[round].wait_round
         if former >= 0:
             self.wait(former, timeout, check)
 

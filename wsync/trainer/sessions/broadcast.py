@@ -28,10 +28,10 @@ from wsync.machine.deadline import (
 from wsync.machine.device import staging
 from wsync.options import Options
 from wsync.trainer.broadcast_requests import BroadcastRequests
-from wsync.trainer.manifest import Bucket, Manifest
 from wsync.trainer.requests import UnderWay
 from wsync.trainer.roster import RolloutEngine
 from wsync.trainer.sessions.base import BucketSession, Span
+from wsync.trainer.worker_rounds import Bucket, WorkerRounds
 
 
 class BroadcastSession(BucketSession):
@@ -70,8 +70,8 @@ class BroadcastSession(BucketSession):
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Waits for all engines to join the group, and on rank 0 every other group."""
-        self.manifest = Manifest(plan, self.worker)
-        self._ring = staging(self.manifest.nbytes, device)
+        self.rounds = WorkerRounds(plan, self.worker)
+        self._ring = staging(self.rounds.ring_nbytes, device)
         deadline, here = Deadline(timeout), dataclasses.replace(self.rendezvous, host="localhost")
         self.requests.join()
         try:
@@ -136,7 +136,7 @@ class BroadcastSession(BucketSession):
         self.requests.close()
 
     def _send(self, round: int) -> None:
-        bucket = self.manifest.broadcasts[round]
+        bucket = self.rounds.broadcasts[round]
         if self._group is None or not bucket:
             return
 
@@ -145,7 +145,7 @@ class BroadcastSession(BucketSession):
                 raise _core.StateError("the update has been given up")
 
         check()
-        slot = self._ring[self.manifest.slots[round].offset :]
+        slot = self._ring[self.rounds.slots[round].offset :]
         self._group.broadcast(self._tensors(slot, bucket), check)
 
     def _tensors(self, slot: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from wsync import _core
 from wsync.machine.deadline import Check
 from wsync.machine.device import find
-from wsync.trainer.manifest import Manifest
 from wsync.trainer.sessions.base import Session, Span
+from wsync.trainer.worker_rounds import WorkerRounds
 
 if TYPE_CHECKING:
     from wsync.trainer.sessions.remote import RemoteExporter
@@ -132,14 +132,14 @@ class WorkerSession(Session):
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Hands over ring and manifest; returns where the ring lies."""
         assert self._ring is not None
-        self.manifest = Manifest(plan, self.worker)
+        self.rounds = WorkerRounds(plan, self.worker)
         with self._said:
-            self._exporter.attach(self._ring, self.manifest.layout.to_bytes(), timeout, check)
+            self._exporter.attach(self._ring, self.rounds.manifest.to_bytes(), timeout, check)
         return self._ring.address, self._ring.nbytes
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
         with self._said:
-            self._exporter.begin(update, len(self.manifest.slots), timeout, check)
+            self._exporter.begin(update, len(self.rounds.slots), timeout, check)
 
     @property
     def loaded(self) -> int:
@@ -147,7 +147,7 @@ class WorkerSession(Session):
 
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         with self._said:
-            self._exporter.acquire(self.manifest.slots[round].wait_round, stream, timeout, check)
+            self._exporter.acquire(self.rounds.slots[round].wait_round, stream, timeout, check)
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         with self._said:
@@ -170,7 +170,7 @@ class WorkerSession(Session):
         """
         with self._said:
             tensors, nbytes, _ = self._exporter.prepared(timeout, check)
-        layout = self.manifest.layout
+        layout = self.rounds.manifest
         if (tensors, nbytes) != (layout.tensor_count, layout.shard_nbytes):
             raise _core.ProtocolError(
                 f"{self.name} loaded {tensors} tensors of {nbytes} bytes instead of "

@@ -10,9 +10,9 @@ from wsync import _core
 from wsync.exchange.remote_orders import Orders
 from wsync.machine.deadline import Check, Deadline
 from wsync.messages.tcp_channel import COUNTS, UPDATE, Channel, Frame, Listener
-from wsync.trainer.manifest import Manifest
 from wsync.trainer.sessions.base import Span
 from wsync.trainer.sessions.local import WorkerSession
+from wsync.trainer.worker_rounds import WorkerRounds
 
 
 class RemoteExporter:
@@ -114,7 +114,7 @@ class RemoteSession(WorkerSession):
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Hands over the plan; the ring is the worker's own."""
         assert self.orders is not None and isinstance(self._exporter, RemoteExporter)
-        self.manifest = Manifest(plan, self.worker)
+        self.rounds = WorkerRounds(plan, self.worker)
         self._exporter.order(self.orders.to_bytes(), timeout, check)
         self.orders = None
         return 0, 0

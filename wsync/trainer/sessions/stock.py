@@ -13,9 +13,9 @@ from wsync.machine.deadline import Check, Deadline
 from wsync.messages import payload
 from wsync.messages.control import FLATTENED_BUCKET
 from wsync.messages.gpu_payload import GpuRing
-from wsync.trainer.manifest import Manifest
 from wsync.trainer.requests import UnderWay
 from wsync.trainer.sessions.base import BucketSession, Span
+from wsync.trainer.worker_rounds import WorkerRounds
 
 
 class SharedRing:
@@ -69,11 +69,11 @@ class StockSession(BucketSession):
         return [(self._engine.name, sent) for sent in self._sent if not sent.done()]
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
-        self.manifest = Manifest(plan, self.worker)
-        nbytes, gpu = self.manifest.nbytes, device.uuid if self._on_gpu else ""
+        self.rounds = WorkerRounds(plan, self.worker)
+        nbytes, gpu = self.rounds.ring_nbytes, device.uuid if self._on_gpu else ""
         self._ring = GpuRing(nbytes, gpu) if gpu else SharedRing(nbytes, device)
         # where other engines take part, the last rounds may be only theirs
-        buckets = self.manifest.buckets
+        buckets = self.rounds.buckets
         self._last = max((k for k, bucket in enumerate(buckets) if bucket), default=-1)
         return self._ring.address, self._ring.nbytes
 
@@ -85,7 +85,7 @@ class StockSession(BucketSession):
         deadline = Deadline(timeout)
         super().acquire(round, stream, timeout, check)
         assert self._ring is not None
-        slot = self.manifest.slots[round]
+        slot = self.rounds.slots[round]
         try:
             self._ring.acquire(slot.offset, slot.nbytes, deadline.left, check)
         except _core.DeadlineError as error:
@@ -102,11 +102,11 @@ class StockSession(BucketSession):
             self._ring.close()
 
     def _send(self, round: int) -> None:
-        ring, metadata = self._ring, self.manifest.buckets[round]
+        ring, metadata = self._ring, self.rounds.buckets[round]
         if self._given_up.is_set() or not metadata:
             return
         assert ring is not None
-        slot = self.manifest.slots[round]
+        slot = self.rounds.slots[round]
         self._engine.update_weights(
             [ring.payload(slot.offset, slot.nbytes, metadata) for _ in range(self._engine.workers)],
             load_format=FLATTENED_BUCKET,

@@ -1,4 +1,4 @@
-"""What lies in the rounds of one receiver of a plan, and where."""
+"""What lies in the rounds of one worker of a plan, and where."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from wsync.bucket import FlattenedTensorMetadata, metadata_at
 Bucket = list[FlattenedTensorMetadata]
 
 
-class Manifest:
-    """A receiver's part of a plan.
+class WorkerRounds:
+    """A worker's part of a plan, as the trainer sees it.
 
     Attributes:
-        layout: what is delivered; buffer k is round k.
-        nbytes: of the receiver's ring.
+        manifest: what is delivered; buffer k is round k.
+        ring_nbytes: of the worker's ring.
         slots: by round.
     """
 
-    def __init__(self, plan: _core.Plan, receiver: int) -> None:
-        self.layout = plan.manifest(receiver)
-        self.nbytes = max(plan.ring_nbytes(receiver), 1)
-        self.slots = [plan.slot(receiver, k) for k in range(plan.round_count)]
+    def __init__(self, plan: _core.Plan, worker: int) -> None:
+        self.manifest = plan.manifest(worker)
+        self.ring_nbytes = max(plan.ring_nbytes(worker), 1)
+        self.slots = [plan.slot(worker, k) for k in range(plan.round_count)]
 
     @functools.cached_property
     def buckets(self) -> list[Bucket]:
         """The whole tensors of every round, in SGLang's terms: they start in the round's slot."""
         buckets: list[Bucket] = [[] for _ in self.slots]
-        for index in range(self.layout.tensor_count):
-            name, dtype, shape, _ = self.layout.tensor(index)
-            for shard in self.layout.shards(index):
+        for index in range(self.manifest.tensor_count):
+            name, dtype, shape, _ = self.manifest.tensor(index)
+            for shard in self.manifest.shards(index):
                 start = shard.offset - self.slots[shard.buffer].offset
                 buckets[shard.buffer].append(metadata_at(start, name, dtype, shape))
         return buckets
