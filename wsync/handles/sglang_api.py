@@ -35,13 +35,20 @@ class ApiHandle(ABC):
     def flush(self, timeout: float) -> None:
         """Asks again until the engine is idle."""
         deadline = Deadline(timeout)
-        while (reason := self._flush_once(deadline.left)) is not None:
+        reason: str | None = None
+        while reason is None or deadline.left:
+            try:
+                reason = self._flush_once(deadline.left)
+            except DeadlineError:  # of a later request, which had little time left
+                if reason is None:
+                    raise
+                break
+            if reason is None:
+                return
             time.sleep(min(_FLUSH_RETRY_SECONDS, deadline.left))
-            if not deadline.left:
-                raise DeadlineError(
-                    f"engine {self.name}: flush_cache: not idle after {seconds(timeout)}: "
-                    f"{cut(reason)}"
-                )
+        raise DeadlineError(
+            f"engine {self.name}: flush_cache: not idle after {seconds(timeout)}: {cut(reason)}"
+        )
 
     def update_weights(
         self,
