@@ -64,6 +64,8 @@ def test_wrong_counts_are_named() -> None:
     engine = call_cases.Engine()
     with pytest.raises(wsync.InvalidArgumentError, match="3 engine_gpu_offsets for 1 engines"):
         wsync.Sync({"a": torch.zeros(1)}, [engine], engine_gpu_offsets=[0, 1, 2])
+    with pytest.raises(wsync.InvalidArgumentError, match="3 engine_gpu_offsets for 1 engines"):
+        wsync.connect({"a": torch.zeros(1)}, [engine], engine_gpu_offsets=[0, 1, 2])
 
 
 def test_errors_of_a_session_say_whose_it_is() -> None:

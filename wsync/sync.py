@@ -240,6 +240,7 @@ def connect(
     source: Source,
     engines: Sequence[Any],
     *,
+    engine_gpu_offsets: Sequence[int] | None = None,
     api_key: str | None = None,
     options: Options | None = None,
 ) -> Sync:
@@ -249,6 +250,8 @@ def connect(
         source: this rank's layout (`wsync.megatron.layout`, `wsync.fsdp.layout`), or whole tensors
             by Hugging Face name.
         engines: a list of URLs, Ray actors, local engines or handles; read only on rank 0.
+        engine_gpu_offsets: see `Sync`; without it, workers are spread over the ranks of the first
+            rank's host.
         api_key: bearer key of engines that are given as URLs.
         options: deadlines, ways of delivery, round size, pause mode.
 
@@ -263,4 +266,4 @@ def connect(
     """
     chosen = Options.of(options)
     handles = functools.partial(handles_of, engines, timeout=chosen.deadline, api_key=api_key)
-    return Sync(source, handles, options=chosen)
+    return Sync(source, handles, engine_gpu_offsets=engine_gpu_offsets, options=chosen)
