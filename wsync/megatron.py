@@ -135,8 +135,8 @@ def _check_gathered(chunks: Sequence[Module]) -> None:
 
 def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot]:
     """Parameters and expert biases of all chunks under their global names."""
-    for stage, chunk in enumerate(chunks):
-        numbers = _layer_numbers(chunk, stage if len(chunks) > 1 else None)
+    for number, chunk in enumerate(chunks):
+        layers = _layer_numbers(chunk, number if len(chunks) > 1 else None)
         for path, module in chunk.named_modules():
             shared = getattr(module, "share_embeddings_and_output_weights", None)
             if isinstance(shared, bool) and shared != spec.tied:
@@ -147,13 +147,14 @@ def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot
         for module, home, key, full in homes_of(chunk):
             if home is module._buffers and "expert_bias" not in key:
                 continue
-            name = _global(global_name(full), numbers, spec, ranks)
+            name = _global(global_name(full), layers, spec, ranks)
             if not (spec.tied and name == OUTPUT):
-                yield Slot(name, home, key, full, stage)
+                yield Slot(name, home, key, full, number)
 
 
-def _layer_numbers(chunk: Module, stage: int | None) -> dict[int, int]:
-    """Global layer index of every local one in a chunk."""
+def _layer_numbers(chunk: Module, virtual: int | None) -> dict[int, int]:
+    """Global layer index of every local one in a chunk; virtual: its number among the chunks of
+    this pipeline stage, None where it is the only one."""
     numbers: dict[int, int] = {}
     offset: int | None = None
     for path, module in chunk.named_modules():
@@ -165,20 +166,20 @@ def _layer_numbers(chunk: Module, stage: int | None) -> dict[int, int]:
         if isinstance(number, int):
             numbers[local] = number - 1
         else:
-            offset = _layer_offset(chunk, stage) if offset is None else offset
+            offset = _layer_offset(chunk, virtual) if offset is None else offset
             numbers[local] = local + offset
     return numbers
 
 
-def _layer_offset(chunk: Module, stage: int | None) -> int:
+def _layer_offset(chunk: Module, virtual: int | None) -> int:
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     config = next((c for m in chunk.modules() if (c := getattr(m, "config", None))), None)
     if config is None:
         raise _core.LayoutError("layers have neither a layer_number nor a config to count them by")
     if "vp_stage" in inspect.signature(get_transformer_layer_offset).parameters:
-        stage = getattr(chunk, "vp_stage", stage)
-        return int(get_transformer_layer_offset(config, vp_stage=stage))
+        virtual = getattr(chunk, "vp_stage", virtual)
+        return int(get_transformer_layer_offset(config, vp_stage=virtual))
     return int(get_transformer_layer_offset(config))
 
 

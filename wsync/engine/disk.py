@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from wsync._core import BufferTable, Memory, Route, Stream
+from wsync._core import LOCAL, BufferTable, Memory, Route, Stream
 from wsync.checkpoints.files import Checkpoint, FilePiece
 from wsync.engine.destination import LoadTarget
 from wsync.engine.receiver import Receiver
@@ -85,7 +85,7 @@ class _Reading:
             stream.synchronize(deadline.left)
             with memoryview(self._slots[turn % _SLOTS]) as slot:
                 checkpoint.read(descriptors, self._pieces[i], slot)
-            stream.copy(self._route, i, 0, self._sources, destinations)
+            stream.copy(self._route, i, LOCAL, self._sources, destinations)
         for stream in self._streams:
             stream.synchronize(deadline.left)
 

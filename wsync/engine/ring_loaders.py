@@ -7,6 +7,10 @@ A loader belongs to one worker and is driven by wsync.engine.receiver.Receiver:
     load(round)              for each round; it lies in the ring, or will when `stream` gets there
     finish(timeout)          all rounds were given: is everything there?
     abandon()                instead of finish, where the update has failed
+
+The loaders here copy into a layout of the worker's (LayoutLoader) or to the tensors of a module by
+name (ModuleLoader), or call a load_weights.  RecordedLoader, which learns from load_weights where
+tensors go and copies them there directly, is in wsync.engine.learn.recorded_loader.
 """
 
 import gc
@@ -19,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from wsync._core import (
+    LOCAL,
     BufferTable,
     Device,
     Layout,
@@ -170,7 +175,7 @@ class Router:
         if self._sources is None or self._destinations is None:
             raise StateError(f"round {round} before the update has begun")
         if round < self._route.buffer_count:
-            self._stream.copy(self._route, round, 0, self._sources, self._destinations)
+            self._stream.copy(self._route, round, LOCAL, self._sources, self._destinations)
 
     def finish(self, timeout: float) -> None:
         self._stream.synchronize(timeout)

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from wsync._core import BufferTable, Layout, LayoutBuilder, Route, Stream
+from wsync._core import LOCAL, BufferTable, Layout, LayoutBuilder, Route, Stream
 from wsync.dtypes import dtype_of
 from wsync.engine.learn.made_up_model import MadeUpModel
 from wsync.engine.learn.module_memory import Bindings, ModuleMemory, region
@@ -60,7 +60,7 @@ def verify(
         if route.buffer_count:
             follow_torch(stream)
             sources = BufferTable([(model.address, model.nbytes)], model)
-            stream.copy(route, 0, 0, sources, held.table())
+            stream.copy(route, 0, LOCAL, sources, held.table())
         stream.synchronize(_TIMEOUT)
         if recording.fallback:
             load_made_up(load, model, frozenset(recording.fallback))
