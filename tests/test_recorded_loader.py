@@ -334,7 +334,8 @@ def test_a_tensor_that_is_skipped_is_listed(caplog: pytest.LogCaptureFixture) ->
     assert loader.recording is not None
     assert loader.recording.skipped == ["o"]
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
-        f"o: nobody writes {before.nbytes} of its bytes"
+        f"o: nobody writes {before.nbytes} of its bytes",
+        "wsync: no engine makes use of o: what the trainer has there is not delivered",
     ]
     assert ("o", before.nbytes) in loader.recording.unwritten
     assert bytes_of(module.o) == bytes_of(before)
