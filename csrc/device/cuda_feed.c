@@ -343,9 +343,9 @@ wsync_status_t wsync_cuda_feed_fill(wsync_cuda_feed_t *feed, const wsync_cuda_lo
         wsync_stream_wait(feed->host, host_word(feed, REACHED_OFFSET), free_at, err);
 
     if (status == WSYNC_OK) {
-        status =
-            wsync_stream_copy(feed->host, load->to_slot + first, load->ends[index] - first,
-                              sources, source_count, &feed->spans[slot], 1, err);
+        status = wsync_stream_copy_list(feed->host, load->to_slot + first,
+                                        load->ends[index] - first, sources, source_count,
+                                        &feed->spans[slot], 1, err);
     }
     if (status == WSYNC_OK) {
         status =

@@ -142,8 +142,8 @@ wsync_status_t wsync_stream_check(const wsync_stream_t *stream,
                             wsync_device_text(stream->device, text[1]));
 }
 
-wsync_status_t wsync_stream_run(wsync_stream_t *stream, const wsync_batch_t *batch,
-                                wsync_error_t *err)
+wsync_status_t wsync_stream_copy(wsync_stream_t *stream, const wsync_batch_t *batch,
+                                 wsync_error_t *err)
 {
     const wsync_status_t status =
         wsync_copies_check(batch->copies, batch->count, batch->sources, batch->source_count,
@@ -153,19 +153,19 @@ wsync_status_t wsync_stream_run(wsync_stream_t *stream, const wsync_batch_t *bat
                               : status;
 }
 
-wsync_status_t wsync_stream_copy(wsync_stream_t *stream, const wsync_copy_t *copies,
-                                 size_t count, const wsync_span_t *sources,
-                                 size_t source_count, const wsync_span_t *destinations,
-                                 size_t destination_count, wsync_error_t *err)
+wsync_status_t wsync_stream_copy_list(wsync_stream_t *stream, const wsync_copy_t *copies,
+                                      size_t count, const wsync_span_t *sources,
+                                      size_t source_count, const wsync_span_t *destinations,
+                                      size_t destination_count, wsync_error_t *err)
 {
-    return wsync_stream_run(stream,
-                            &(wsync_batch_t){.copies = copies,
-                                             .count = count,
-                                             .sources = sources,
-                                             .source_count = source_count,
-                                             .destinations = destinations,
-                                             .destination_count = destination_count},
-                            err);
+    return wsync_stream_copy(stream,
+                             &(wsync_batch_t){.copies = copies,
+                                              .count = count,
+                                              .sources = sources,
+                                              .source_count = source_count,
+                                              .destinations = destinations,
+                                              .destination_count = destination_count},
+                             err);
 }
 
 static wsync_status_t enqueue(wsync_stream_t *stream, bool waits, wsync_event_t event,

@@ -163,16 +163,17 @@ bool wsync_stream_destroy(wsync_stream_t *stream);
 wsync_status_t wsync_stream_check(const wsync_stream_t *stream,
                                   const wsync_device_t *device, const char *what,
                                   wsync_error_t *err);
-/* Enqueues the copies; on error nothing was enqueued, unless a device failed halfway: then
- * the stream has been abandoned.  Checks bounds first (wsync_copies_check).  copies, the
- * spans and the memory they name are borrowed until the stream has passed this point. */
-wsync_status_t wsync_stream_copy(wsync_stream_t *stream, const wsync_copy_t *copies,
-                                 size_t count, const wsync_span_t *sources,
-                                 size_t source_count, const wsync_span_t *destinations,
-                                 size_t destination_count, wsync_error_t *err);
-/* The same of a batch, whose lists of spans may have ids. */
-wsync_status_t wsync_stream_run(wsync_stream_t *stream, const wsync_batch_t *batch,
-                                wsync_error_t *err);
+/* Enqueues a batch of copies; on error nothing was enqueued, unless a device failed
+ * halfway: then the stream has been abandoned.  Checks bounds first (wsync_copies_check).
+ * The copies, the spans and the memory they name are borrowed until the stream has passed
+ * this point. */
+wsync_status_t wsync_stream_copy(wsync_stream_t *stream, const wsync_batch_t *batch,
+                                 wsync_error_t *err);
+/* The same of lists that have no ids. */
+wsync_status_t wsync_stream_copy_list(wsync_stream_t *stream, const wsync_copy_t *copies,
+                                      size_t count, const wsync_span_t *sources,
+                                      size_t source_count, const wsync_span_t *destinations,
+                                      size_t destination_count, wsync_error_t *err);
 /* Enqueues: set the event to `value` and wake its waiters.  INVALID for an event of another
  * device, or one that is not an aligned word of control memory. */
 wsync_status_t wsync_stream_record(wsync_stream_t *stream, wsync_event_t event,

@@ -304,7 +304,7 @@ PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_stream_run(stream, &batch->work, &err);
+        status = wsync_stream_copy(stream, &batch->work, &err);
         if (status == WSYNC_OK) {
             nbytes = wsync_copies_nbytes(batch->work.copies, batch->work.count);
         }

@@ -125,8 +125,8 @@ static inline void enqueue(const rig_t *rig, const wsync_copy_t *copies, size_t 
 {
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_stream_copy(rig->stream, copies, count, sources, source_count,
-                               &rig->target, 1, &err),
+    CHECK_OK(wsync_stream_copy_list(rig->stream, copies, count, sources, source_count,
+                                    &rig->target, 1, &err),
              err);
 }
 

@@ -43,7 +43,7 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
         status = wsync_stream_create(device, 3, &stream, err);
     }
     if (status == WSYNC_OK) {
-        status = wsync_stream_copy(stream, &copy, 1, &source, 1, &destination, 1, err);
+        status = wsync_stream_copy_list(stream, &copy, 1, &source, 1, &destination, 1, err);
         CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
         CHECK_EQ(buffers->to[0], status == WSYNC_OK);
     }

@@ -37,7 +37,7 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
 
         memset(source.data, 7, 64);
         memset(destination.data, 0, 64);
-        status = wsync_stream_copy(stream, &copy, 1, &source, 1, &destination, 1, err);
+        status = wsync_stream_copy_list(stream, &copy, 1, &source, 1, &destination, 1, err);
         CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
         CHECK_EQ(*(char *)destination.data, status == WSYNC_OK ? 7 : 0);
     }
@@ -111,7 +111,8 @@ static wsync_status_t feed(void *context, wsync_error_t *err)
 
         memset(pageable, 7, NBYTES);
         memset(data + NBYTES, 7, NBYTES);
-        status = wsync_stream_copy(stream, copies, 2, sources, 2, &destination, 1, err);
+        status =
+            wsync_stream_copy_list(stream, copies, 2, sources, 2, &destination, 1, err);
         if (status != WSYNC_OK) {
             memset(pageable, 8, NBYTES);
         }

@@ -71,9 +71,9 @@ static void enqueue(member_t *m, const wsync_plan_t *plan, uint32_t round,
     const wsync_span_t *sources = phase == WSYNC_PHASE_UNPACK ? messages : &m->buffer;
     const wsync_span_t *destinations = phase == WSYNC_PHASE_PACK ? messages : m->rings;
 
-    CHECK_OK(wsync_stream_copy(m->stream, copies, count, sources,
-                               phase == WSYNC_PHASE_UNPACK ? 64 : 1, destinations,
-                               phase == WSYNC_PHASE_PACK ? 64 : workers, &err),
+    CHECK_OK(wsync_stream_copy_list(m->stream, copies, count, sources,
+                                    phase == WSYNC_PHASE_UNPACK ? 64 : 1, destinations,
+                                    phase == WSYNC_PHASE_PACK ? 64 : workers, &err),
              err);
 }
 

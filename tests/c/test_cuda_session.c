@@ -96,8 +96,8 @@ static wsync_status_t run_round(update_t *u, uint32_t round, wsync_error_t *err)
     packs[round] = slot_copy(round, round % SLOTS);
     loads[round] = slot_copy(round % SLOTS, round);
     if (status == WSYNC_OK) {
-        status =
-            wsync_stream_copy(u->packing, &packs[round], 1, &weights, 1, &sent, 1, err);
+        status = wsync_stream_copy_list(u->packing, &packs[round], 1, &weights, 1, &sent, 1,
+                                        err);
     }
     if (status == WSYNC_OK) {
         status = wsync_exporter_post(u->exporter, round, u->packing, patience_ms, err);
@@ -107,8 +107,8 @@ static wsync_status_t run_round(update_t *u, uint32_t round, wsync_error_t *err)
     }
     if (status == WSYNC_OK) {
         taken = span_of(wsync_importer_ring(u->importer));
-        status =
-            wsync_stream_copy(u->loading, &loads[round], 1, &taken, 1, &parameters, 1, err);
+        status = wsync_stream_copy_list(u->loading, &loads[round], 1, &taken, 1,
+                                        &parameters, 1, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_importer_done(u->importer, round, u->loading, patience_ms, err);

@@ -106,14 +106,14 @@ TEST(a_destination_must_be_in_reach_of_the_device)
     wsync_error_t err = {0};
 
     fill(source.data, NBYTES, 16);
-    CHECK_EQ(wsync_stream_copy(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
+    CHECK_EQ(wsync_stream_copy_list(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
              WSYNC_ERR_UNSUPPORTED);
     (void)snprintf(place, sizeof(place), "destination buffer 1, %d bytes at %#zx", NBYTES,
                    (size_t)(uintptr_t)destinations[1].data);
     CHECK_HAS(err.message, place);
     CHECK_HAS(err.message, "pageable");
     pin(&rig, destinations[1].data, NBYTES);
-    CHECK_OK(wsync_stream_copy(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
+    CHECK_OK(wsync_stream_copy_list(rig.stream, &run, 1, &source, 1, destinations, 2, &err),
              err);
     synchronize(&rig);
     CHECK(memcmp(source.data, destinations[1].data, 1000) == 0);
@@ -133,15 +133,15 @@ static void run_of(const rig_t *rig, const wsync_span_t *sources, uint64_t id,
                               .destination_item_nbytes = 1};
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_stream_run(rig->stream,
-                              &(wsync_batch_t){.copies = &run,
-                                               .count = 1,
-                                               .sources = sources,
-                                               .source_count = 2,
-                                               .sources_id = id,
-                                               .destinations = &rig->target,
-                                               .destination_count = 1},
-                              &err),
+    CHECK_OK(wsync_stream_copy(rig->stream,
+                               &(wsync_batch_t){.copies = &run,
+                                                .count = 1,
+                                                .sources = sources,
+                                                .source_count = 2,
+                                                .sources_id = id,
+                                                .destinations = &rig->target,
+                                                .destination_count = 1},
+                               &err),
              err);
 }
 
@@ -205,12 +205,14 @@ TEST(memory_that_is_gone_from_its_address_is_an_error)
         fill(source.data, NBYTES, 19);
         check_copies(&rig, &run, 1, &source, 1);
         CHECK_OK(wsync_memory_park(paused, &err), err);
-        CHECK_EQ(wsync_stream_copy(rig.stream, &run, 1, &source, 1, &rig.target, 1, &err),
-                 WSYNC_ERR_STATE);
+        CHECK_EQ(
+            wsync_stream_copy_list(rig.stream, &run, 1, &source, 1, &rig.target, 1, &err),
+            WSYNC_ERR_STATE);
         CHECK_HAS(err.message, place);
         CHECK_HAS(err.message, "no memory of the GPU lies there");
-        CHECK_EQ(wsync_stream_copy(rig.stream, &run, 1, &rig.target, 1, &source, 1, &err),
-                 WSYNC_ERR_STATE);
+        CHECK_EQ(
+            wsync_stream_copy_list(rig.stream, &run, 1, &rig.target, 1, &source, 1, &err),
+            WSYNC_ERR_STATE);
         CHECK_OK(wsync_memory_unpark(paused, -1, &err), err);
     }
     wsync_memory_destroy(paused);
@@ -254,7 +256,7 @@ TEST(managed_memory_is_the_device_s)
 
     fill(rig.target.data, NBYTES, 22);
     declare(managed.data, NBYTES);
-    CHECK_OK(wsync_stream_copy(rig.stream, &run, 1, &rig.target, 1, &managed, 1, &err),
+    CHECK_OK(wsync_stream_copy_list(rig.stream, &run, 1, &rig.target, 1, &managed, 1, &err),
              err);
     synchronize(&rig);
     CHECK(memcmp(rig.target.data, managed.data, NBYTES) == 0);
@@ -368,8 +370,8 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
         sources[i][0] = (wsync_span_t){data[i], SLOT + NBYTES};
         sources[i][1] = rig->target;
         if (status == WSYNC_OK) {
-            status =
-                wsync_stream_copy(stream, copies, 2, sources[i], 2, &rig->target, 1, err);
+            status = wsync_stream_copy_list(stream, copies, 2, sources[i], 2, &rig->target,
+                                            1, err);
             if (status != WSYNC_OK) { /* nobody reads it any more */
                 memset(data[i], 0, SLOT + NBYTES);
             }

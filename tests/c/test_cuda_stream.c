@@ -21,11 +21,11 @@ TEST(copies_are_those_of_the_host)
     for (int count = 1; count <= SHAPES; count++) {
         memset(destination.data, 0, NBYTES);
         memset(wanted.data, 0, NBYTES);
-        CHECK_OK(wsync_stream_copy(stream, shapes, (size_t)count, &source, 1, &destination,
-                                   1, &err),
+        CHECK_OK(wsync_stream_copy_list(stream, shapes, (size_t)count, &source, 1,
+                                        &destination, 1, &err),
                  err);
-        CHECK_OK(wsync_stream_copy(reference, shapes, (size_t)count, &source, 1, &wanted, 1,
-                                   &err),
+        CHECK_OK(wsync_stream_copy_list(reference, shapes, (size_t)count, &source, 1,
+                                        &wanted, 1, &err),
                  err);
         CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
         CHECK_OK(wsync_stream_synchronize(reference, PATIENT_MS, &err), err);
@@ -62,9 +62,9 @@ TEST(a_round_is_one_wait_one_launch_one_record)
         const off_t before = lseek(fd, 0, SEEK_END);
 
         CHECK_OK(wsync_stream_wait(stream, ready, round, &err), err);
-        CHECK_OK(
-            wsync_stream_copy(stream, shapes, SHAPES, &source, 1, &destination, 1, &err),
-            err);
+        CHECK_OK(wsync_stream_copy_list(stream, shapes, SHAPES, &source, 1, &destination, 1,
+                                        &err),
+                 err);
         CHECK_OK(wsync_stream_record(stream, done, round, &err), err);
         read_calls(fd, before, text);
         if (round ==
@@ -104,9 +104,9 @@ TEST(moved_buffers_are_bound_anew)
         const wsync_span_t destination = span_of(buffers[i]);
 
         before = lseek(fd, 0, SEEK_END);
-        CHECK_OK(
-            wsync_stream_copy(stream, shapes, SHAPES, &source, 1, &destination, 1, &err),
-            err);
+        CHECK_OK(wsync_stream_copy_list(stream, shapes, SHAPES, &source, 1, &destination, 1,
+                                        &err),
+                 err);
     }
     read_calls(fd, before, text);
     CHECK_STR(
@@ -139,8 +139,8 @@ TEST(addresses_of_buffers_that_move_for_ever_are_not_kept)
     sources[0] = span_of(from);
     for (uintptr_t i = 0; i < UPDATES; i++) {
         sources[1].data = (void *)(i + 1); /* no copy names it */
-        CHECK_OK(wsync_stream_copy(stream, shapes, SHAPES, sources, BUFFERS, &destination,
-                                   1, &err),
+        CHECK_OK(wsync_stream_copy_list(stream, shapes, SHAPES, sources, BUFFERS,
+                                        &destination, 1, &err),
                  err);
         CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
         CHECK(fake_census().allocated < 16); /* each holds some updates' addresses */
@@ -169,7 +169,8 @@ TEST(a_long_run_goes_to_a_copy_engine)
     wsync_error_t err = {0};
 
     fill(source.data, NBYTES, 1);
-    CHECK_OK(wsync_stream_copy(stream, &run, 1, &source, 1, &destination, 1, &err), err);
+    CHECK_OK(wsync_stream_copy_list(stream, &run, 1, &source, 1, &destination, 1, &err),
+             err);
     read_calls(fd, before, text);
     CHECK_STR(text, "cuPointerGetAttributes cuPointerGetAttributes cuMemcpyAsync ");
     CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
@@ -267,7 +268,7 @@ static void play(int socket, bool first)
         CHECK_OK(wsync_stream_wait(stream, (wsync_event_t){control, first ? 64 : 0},
                                    round - 1, &err),
                  err);
-        CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+        CHECK_OK(wsync_stream_copy_list(stream, &copy, 1, &span, 1, &span, 1, &err), err);
         CHECK_OK(wsync_stream_record(stream, (wsync_event_t){control, first ? 0 : 64},
                                      round, &err),
                  err);
@@ -319,7 +320,7 @@ TEST(streams_of_others_are_followed_and_led)
                                  WSYNC_CU_WAIT_GEQ));
     CU(driver->memcpy_async(at + 4096, at, 4096, other));
     CHECK_OK(wsync_stream_follow(stream, other, &err), err);
-    CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+    CHECK_OK(wsync_stream_copy_list(stream, &copy, 1, &span, 1, &span, 1, &err), err);
     CHECK_OK(wsync_stream_lead(stream, other, &err), err);
     CU(driver->memcpy_async(at + 12288, at + 8192, 4096, other));
     CHECK_EQ(driver->stream_query(other), WSYNC_CU_NOT_READY);
@@ -358,7 +359,7 @@ TEST(a_stream_that_does_not_run_dry_says_so)
                                  WSYNC_CU_WAIT_GEQ));
     CHECK_OK(wsync_stream_follow(stream, other, &err), err);
     CHECK_OK(wsync_stream_follow(lost, other, &err), err);
-    CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+    CHECK_OK(wsync_stream_copy_list(stream, &copy, 1, &span, 1, &span, 1, &err), err);
     CHECK(!wsync_stream_abandon(stream, 20));
     CHECK(!wsync_stream_abandon(lost, 20));
     CHECK(!wsync_stream_destroy(lost));
@@ -429,8 +430,8 @@ static wsync_status_t attempt(void *context, wsync_error_t *err)
     if (status == WSYNC_OK) {
         wsync_stream_trace(stream, calloc(4, sizeof(*spans)), 4, &spans, &count);
         CHECK(spans == NULL && count == 0);
-        status = wsync_stream_copy(stream, shapes, SHAPES, &sides->source, 1,
-                                   &sides->destination, 1, err);
+        status = wsync_stream_copy_list(stream, shapes, SHAPES, &sides->source, 1,
+                                        &sides->destination, 1, err);
     }
     if (status == WSYNC_OK) {
         status = wsync_stream_record(stream, (wsync_event_t){control, 0}, 1, err);

@@ -170,17 +170,18 @@ TEST(copies_out_of_bounds_enqueue_nothing)
 
     memset(source.data, 1, 64);
     copies[1].source_offset = 33;
-    CHECK_EQ(wsync_stream_copy(stream, copies, 2, &source, 1, &destination, 1, &err),
+    CHECK_EQ(wsync_stream_copy_list(stream, copies, 2, &source, 1, &destination, 1, &err),
              WSYNC_ERR_INVALID);
     copies[1].source_offset = 0;
     copies[1].destination_offset = 33;
-    CHECK_EQ(wsync_stream_copy(stream, copies, 2, &source, 1, &destination, 1, &err),
+    CHECK_EQ(wsync_stream_copy_list(stream, copies, 2, &source, 1, &destination, 1, &err),
              WSYNC_ERR_INVALID);
     copies[1].destination_offset = 0;
     copies[1].source_buffer = 1;
-    CHECK_EQ(wsync_stream_copy(stream, copies, 2, &source, 1, &destination, 1, &err),
+    CHECK_EQ(wsync_stream_copy_list(stream, copies, 2, &source, 1, &destination, 1, &err),
              WSYNC_ERR_INVALID);
-    CHECK_OK(wsync_stream_copy(stream, copies, 0, &source, 1, &destination, 1, &err), err);
+    CHECK_OK(wsync_stream_copy_list(stream, copies, 0, &source, 1, &destination, 1, &err),
+             err);
     CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
     for (size_t i = 0; i < 64; i++) {
         CHECK_EQ(((unsigned char *)destination.data)[i], 0);
@@ -206,8 +207,9 @@ TEST(synchronize_ends_at_its_deadline)
     do {
         CHECK(copy.extent[0] < INT64_C(1) << 32);
         copy.extent[0] *= 2;
-        CHECK_OK(wsync_stream_copy(stream, &copy, 1, &source, 1, &destination, 1, &err),
-                 err);
+        CHECK_OK(
+            wsync_stream_copy_list(stream, &copy, 1, &source, 1, &destination, 1, &err),
+            err);
         status = wsync_stream_synchronize(stream, 1, &err);
     } while (status == WSYNC_OK);
     CHECK_EQ(status, WSYNC_ERR_TIMEOUT);
@@ -241,7 +243,8 @@ static void check_order(unsigned threads)
                                    .row_count = nbytes,
                                    .source_item_nbytes = 1,
                                    .destination_item_nbytes = 1};
-        CHECK_OK(wsync_stream_copy(stream, &copies[i], 1, &span, 1, &span, 1, &err), err);
+        CHECK_OK(wsync_stream_copy_list(stream, &copies[i], 1, &span, 1, &span, 1, &err),
+                 err);
         CHECK_OK(wsync_stream_record(stream, (wsync_event_t){memory, 0}, i + 1, &err), err);
     }
     CHECK_OK(wsync_event_wait((wsync_event_t){memory, 0}, ROUNDS, DEADLINE_MS, &err), err);
@@ -279,8 +282,9 @@ static void check_destroy(unsigned threads)
 
     memset(source.data, 3, LENGTH);
     for (uint64_t i = 0; i < ENTRIES; i++) {
-        CHECK_OK(wsync_stream_copy(stream, &copy, 1, &source, 1, &destination, 1, &err),
-                 err);
+        CHECK_OK(
+            wsync_stream_copy_list(stream, &copy, 1, &source, 1, &destination, 1, &err),
+            err);
         CHECK_OK(wsync_stream_record(stream, (wsync_event_t){memory, 8 * i}, 1, &err), err);
     }
     wsync_stream_destroy(stream);
@@ -364,12 +368,12 @@ TEST(a_traced_stream_says_when_each_batch_ran)
     wsync_error_t err = {0};
     size_t count = 9;
 
-    CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+    CHECK_OK(wsync_stream_copy_list(stream, &copy, 1, &span, 1, &span, 1, &err), err);
     CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
     wsync_stream_trace(stream, calloc(2, sizeof(*spans)), 2, &spans, &count);
     CHECK(spans == NULL && count == 0);
     for (int i = 0; i < 3; i++) {
-        CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+        CHECK_OK(wsync_stream_copy_list(stream, &copy, 1, &span, 1, &span, 1, &err), err);
         CHECK_OK(wsync_stream_record(stream, (wsync_event_t){memory, 2048}, 1, &err), err);
     }
     CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
@@ -413,7 +417,7 @@ TEST(streams_do_not_run_in_a_fork)
         CHECK_EQ(wsync_stream_record(stream, (wsync_event_t){memory, 0}, 1, &err),
                  WSYNC_ERR_STATE);
         CHECK_HAS(err.message, "fork");
-        CHECK_EQ(wsync_stream_copy(stream, NULL, 0, NULL, 0, NULL, 0, &err),
+        CHECK_EQ(wsync_stream_copy_list(stream, NULL, 0, NULL, 0, NULL, 0, &err),
                  WSYNC_ERR_STATE);
         CHECK_EQ(wsync_stream_synchronize(stream, DEADLINE_MS, &err), WSYNC_ERR_STATE);
         wsync_stream_destroy(stream);

@@ -453,8 +453,8 @@ static void check_stream(unsigned threads)
     CHECK_OK(wsync_stream_create(device, threads, &stream, &err), err);
     for (int round = 0; round < 40; round++) {
         fixture_draw(&fixture, &random);
-        CHECK_OK(wsync_stream_copy(stream, fixture.copies, fixture.count, &fixture.source,
-                                   1, &fixture.destination, 1, &err),
+        CHECK_OK(wsync_stream_copy_list(stream, fixture.copies, fixture.count,
+                                        &fixture.source, 1, &fixture.destination, 1, &err),
                  err);
         CHECK_OK(wsync_stream_synchronize(stream, 60000, &err), err);
         fixture_compare(&fixture, round);

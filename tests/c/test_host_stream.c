@@ -85,7 +85,7 @@ TEST(abandoned_copies_end_with_the_piece_they_are_at)
     const wsync_span_t span = {memory->data, 1024};
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+    CHECK_OK(wsync_stream_copy_list(stream, &copy, 1, &span, 1, &span, 1, &err), err);
     CHECK_OK(wsync_stream_record(stream, event, 1, &err), err);
     CHECK_EQ(wsync_stream_synchronize(stream, 20, &err), WSYNC_ERR_TIMEOUT);
     CHECK(wsync_stream_abandon(stream, DEADLINE_MS));

@@ -94,7 +94,8 @@ TEST(every_round_of_every_update_arrives)
             for (size_t word = 0; word < SLOT_WORDS; word++) {
                 values[round % SLOTS * SLOT_WORDS + word] = value_of(update, round, word);
             }
-            CHECK_OK(wsync_stream_copy(s.stream, &copy, 1, &from, 1, &to, 1, &err), err);
+            CHECK_OK(wsync_stream_copy_list(s.stream, &copy, 1, &from, 1, &to, 1, &err),
+                     err);
             CHECK_OK(wsync_exporter_post(s.exporter, round, s.stream, PATIENT_MS, &err),
                      err);
             CHECK_OK(wsync_stream_synchronize(s.stream, PATIENT_MS, &err), err);
@@ -320,7 +321,7 @@ static wsync_stream_t *steady_stream(wsync_memory_t *memory)
 
     CHECK_OK(wsync_stream_create(device(), 1, &stream, &err), err);
     for (int i = 0; i < 2; i++) {
-        CHECK_OK(wsync_stream_copy(stream, &copy, 1, &span, 1, &span, 1, &err), err);
+        CHECK_OK(wsync_stream_copy_list(stream, &copy, 1, &span, 1, &span, 1, &err), err);
         CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &err), err);
     }
     return stream;
