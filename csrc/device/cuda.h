@@ -72,9 +72,9 @@ typedef struct wsync_cuda_memory {
 extern const wsync_memory_ops_t wsync_cuda_memory_ops;
 extern const wsync_stream_ops_t wsync_cuda_stream_ops;
 
-/* The kind of a device that is not vmm.  Both fill a record that has nothing yet, in the
- * context; after an error, what they have filled is for fini. */
-wsync_status_t wsync_cuda_legacy_fill(wsync_cuda_memory_t *memory, wsync_error_t *err);
+/* The kind of a device that is not vmm.  Both fill in a record that has nothing yet, in the
+ * context; after an error, what they have made is for fini. */
+wsync_status_t wsync_cuda_legacy_allocate(wsync_cuda_memory_t *memory, wsync_error_t *err);
 wsync_status_t wsync_cuda_legacy_adopt(wsync_cuda_memory_t *memory, int fd,
                                        wsync_error_t *err);
 /* Gives such memory back.  False if a peer has it open: the record is then moved, and given

@@ -158,7 +158,7 @@ static wsync_status_t fail_create(const wsync_cuda_memory_t *memory, wsync_cu_re
 }
 
 /* Physical memory, its descriptor and its mapping; in the context. */
-static wsync_status_t fill(wsync_cuda_memory_t *memory, wsync_error_t *err)
+static wsync_status_t allocate(wsync_cuda_memory_t *memory, wsync_error_t *err)
 {
     const wsync_cuda_driver_t *driver = device_of(memory)->driver;
     const wsync_cu_property_t property = exportable(device_of(memory));
@@ -328,7 +328,7 @@ static wsync_status_t memory_unpark(wsync_memory_t *memory, int fd, wsync_error_
     if (status != WSYNC_OK) {
         return status;
     }
-    status = fd < 0 ? fill(self, &reason) : adopt(self, fd, &reason);
+    status = fd < 0 ? allocate(self, &reason) : adopt(self, fd, &reason);
     if (status == WSYNC_OK) {
         wsync_pins_unpark(&memory->pins);
     } else {
@@ -399,7 +399,8 @@ static wsync_status_t make_device(const wsync_cuda_device_t *device, int fd,
         return device->vmm ? adopt(*memory, fd, err)
                            : wsync_cuda_legacy_adopt(*memory, fd, err);
     }
-    status = device->vmm ? fill(*memory, err) : wsync_cuda_legacy_fill(*memory, err);
+    status =
+        device->vmm ? allocate(*memory, err) : wsync_cuda_legacy_allocate(*memory, err);
     return status == WSYNC_OK ? zero(*memory, err) : status;
 }
 

@@ -116,7 +116,7 @@ static wsync_status_t write_note(int fd, const note_t *note, wsync_error_t *err)
                                                             : fail_call("fcntl", err);
 }
 
-wsync_status_t wsync_cuda_legacy_fill(wsync_cuda_memory_t *memory, wsync_error_t *err)
+wsync_status_t wsync_cuda_legacy_allocate(wsync_cuda_memory_t *memory, wsync_error_t *err)
 {
     const wsync_cuda_device_t *device = wsync_cuda_of(memory->base.device);
     note_t note = {

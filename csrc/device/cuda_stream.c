@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 #include "core/base/array.h"
-#include "device/cuda_batch.h"
+#include "device/cuda_runner.h"
 #include "device/deadline.h"
 
 enum {

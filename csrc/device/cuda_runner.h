@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * A batch of copies, given to a stream of the driver. */
-#ifndef WSYNC_DEVICE_CUDA_BATCH_H
-#define WSYNC_DEVICE_CUDA_BATCH_H
+#ifndef WSYNC_DEVICE_CUDA_RUNNER_H
+#define WSYNC_DEVICE_CUDA_RUNNER_H
 
 #include "device/cuda_feed.h"
 #include "device/cuda_tables.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Copies from memory that the device reaches are one launch, or one run of a copy engine;
  * the others go through the feed. */
-#include "device/cuda_batch.h"
+#include "device/cuda_runner.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
