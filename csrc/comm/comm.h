@@ -4,9 +4,9 @@
  * round it sends) is shared memory that the others map and read; nothing is received into
  * staging of its own.  Calls of one rank, for every round in order:
  *
- *   acquire k   send staging of round k may be written: the ranks that read this half
- * before are done with it spans k     where the round's messages are packed to and unpacked
- * from post k      what this rank packed for round k is on its way once `stream` gets here
+ *   acquire k   the send staging of round k may be written: who read this half is done
+ *   spans k     where the round's messages are packed to and unpacked from
+ *   post k      what this rank packed is on its way once `stream` gets here
  *   wait k      what the others sent to this rank in round k can be read
  *   release k   this rank has read it once `stream` gets here
  *

@@ -1,6 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0
  * CUDA backend: memory that is mapped from descriptors, events that are words of registered
- * host memory, streams of the driver.  Contracts are those of device.h. */
+ * host memory, streams of the driver.  Contracts are those of device.h.
+ *
+ *   cuda.c                opens a GPU and loads its kernels; contexts
+ *   cuda_memory.c         memory as descriptors, or else by cuda_memory_legacy.c
+ *   cuda_memory_legacy.c  memory as IPC handles, of cuda_ipc.c
+ *   cuda_stream.c         waits, records and ends; gives batches to cuda_runner.c
+ *   cuda_runner.c         a batch: has spans and tables looked up, launches or feeds
+ *   cuda_spans.c          whose memory a span is
+ *   cuda_tables.c         addresses, and what kernel_segments.c makes, on the device
+ *   cuda_feed.c           what the device does not reach, by a stream of the host
+ *   cuda_compile.c        the kernels' image; cuda_compile_cache.c keeps it
+ *   cuda_driver.c         the driver's functions, called by all of these but cuda_compile.c
+ *
+ * The Python layer has the image made, and hands it to cuda.c. */
 #ifndef WSYNC_DEVICE_CUDA_H
 #define WSYNC_DEVICE_CUDA_H
 
