@@ -21,46 +21,49 @@ def plan_workers(engines: list[RolloutEngine], hosts: list[int]) -> list[PlanWor
     return Roster(hosts, [0] * len(hosts), model, engines).workers
 
 
-def homes(workers: list[int], hosts: list[int], gpus: list[int] | None = None) -> list[int]:
+def servers(workers: list[int], hosts: list[int], gpus: list[int] | None = None) -> list[int]:
     """By engines that run wsync, of so many workers."""
     engines = [
         RolloutEngine(f"e{i}", count, Delivery.WSYNC, None if gpus is None else gpus[i])
         for i, count in enumerate(workers)
     ]
-    return [worker.home for worker in plan_workers(engines, hosts)]
+    return [worker.served_by for worker in plan_workers(engines, hosts)]
 
 
 def test_workers_are_spread_over_the_ranks_of_one_host() -> None:
-    assert homes([1, 2], [0, 0, 0, 0]) == [0, 1, 2]
-    assert homes([4, 2], [0, 0]) == [0, 1, 0, 1, 0, 1]
+    assert servers([1, 2], [0, 0, 0, 0]) == [0, 1, 2]
+    assert servers([4, 2], [0, 0]) == [0, 1, 0, 1, 0, 1]
 
 
 def test_ranks_of_another_host_serve_nobody_by_chance() -> None:
-    assert homes([3], [0, 0, 2, 2]) == [0, 1, 0]
+    assert servers([3], [0, 0, 2, 2]) == [0, 1, 0]
 
 
 def test_an_offset_names_the_rank_on_the_engines_gpu() -> None:
-    assert homes([2, 2], [0, 0, 0, 0], [2, 0]) == [2, 3, 0, 1]
+    assert servers([2, 2], [0, 0, 0, 0], [2, 0]) == [2, 3, 0, 1]
 
 
 def test_an_offset_counts_on_any_host() -> None:
-    assert homes([2, 2], [0, 0, 2, 2], [2, 0]) == [2, 3, 0, 1]
-    assert homes([2], [0, 0, 2, 2], [4]) == [0, 1]
+    assert servers([2, 2], [0, 0, 2, 2], [2, 0]) == [2, 3, 0, 1]
+    assert servers([2], [0, 0, 2, 2], [4]) == [0, 1]
 
 
 def test_workers_beyond_the_trainer_go_to_the_least_busy_rank() -> None:
-    assert homes([2], [0, 0], [7]) == [0, 1]
+    assert servers([2], [0, 0], [7]) == [0, 1]
 
 
 def test_a_stock_engine_is_served_by_rank_0() -> None:
     engines = [RolloutEngine("a", 1, Delivery.STOCK), RolloutEngine("b", 1, Delivery.WSYNC)]
     found = plan_workers(engines, [0, 0])
-    assert [(w.engine, w.home, w.takes_buckets) for w in found] == [(0, 0, True), (1, 1, False)]
+    assert [(w.engine, w.served_by, w.takes_buckets) for w in found] == [
+        (0, 0, True),
+        (1, 1, False),
+    ]
 
 
 def test_wrong_counts_are_named() -> None:
     with pytest.raises(wsync.InvalidArgumentError, match="engine e1 has -1 workers"):
-        homes([1, -1], [0])
+        servers([1, -1], [0])
     engine = call_cases.Engine()
     with pytest.raises(wsync.InvalidArgumentError, match="3 engine_gpu_offsets for 1 engines"):
         wsync.Sync({"a": torch.zeros(1)}, [engine], engine_gpu_offsets=[0, 1, 2])

@@ -152,7 +152,7 @@ class Plan:
     def __new__(cls, source: Layout, destinations: Sequence[tuple[Layout, bool]],
                  workers: Sequence[tuple[int, int]], hosts: Sequence[int], rank: int, *,
                  round_nbytes: int = 0, ring_nbytes: int = 0, send_nbytes: int = 0, recv_nbytes: int = 0) -> Self:
-        """destinations: (layout, whole); workers: (destination, home rank); hosts: one per trainer rank."""
+        """destinations: (layout, whole); workers: (destination, home rank); hosts: one per rank."""
     @property
     def round_count(self) -> int: ...
     @property

@@ -415,7 +415,7 @@ static PyType_Slot plan_slots[] = {
      "send_nbytes=0, recv_nbytes=0)\n--\n\n"
      "How the boxes of `source` get into the rings of all workers, and what `rank` does\n"
      "for it.  destinations: (layout, whole); workers: (destination, home rank); hosts:\n"
-     "one per trainer rank; budgets in bytes, 0 for the default."},
+     "one per rank; budgets in bytes, 0 for the default."},
     {Py_tp_new, plan_new},
     {Py_tp_dealloc, plan_dealloc},
     {Py_tp_methods, plan_methods},

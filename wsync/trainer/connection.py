@@ -71,7 +71,7 @@ class Connection:
         sweep(options.directory)
         try:
             for number, worker in enumerate(roster.workers):
-                if worker.home == group.rank:
+                if worker.served_by == group.rank:
                     self._sessions.append(self._session(number, worker, engines))
             self._addresses = self._meet(engines, lock)
         except BaseException as error:

@@ -149,7 +149,7 @@ class Planning:
             self.roster.model,
             [self._destination(*kind) for kind in kinds],
             [
-                (kinds.index(kind), worker.rank)
+                (kinds.index(kind), worker.home)
                 for kind, worker in zip(wanted, self.roster.workers, strict=True)
             ],
             # no trainer rank is nearer to a remote worker than another

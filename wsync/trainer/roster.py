@@ -53,17 +53,18 @@ class RolloutEngine:
 @dataclass(frozen=True)
 class PlanWorker:
     """One worker of a plan, which gets rounds in a ring, and the trainer rank that holds its
-    session, `home`.
+    session, `served_by`.
 
     It is worker `index` of engine number `engine`, a stock engine as a whole, or, with a `stage`,
-    all engines that take broadcasts: `home` is the source that sends them this pipeline stage.
+    all engines that take broadcasts: `served_by` is the source that sends them this pipeline stage.
     Its place in `Roster.workers` is its number in the plan, which is `worker` in all that follows.
-    rank: where its bytes go to in the exchange: its home, or a rank beyond the trainer's.
+    home: the rank of the exchange that unpacks its rounds into its ring: the one that serves it, or
+    itself, which is a rank beyond the trainer's, where it is on another host.
     """
 
     delivery: Delivery
+    served_by: int
     home: int
-    rank: int
     engine: int = -1
     index: int = 0
     stage: int | None = None

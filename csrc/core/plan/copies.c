@@ -29,7 +29,7 @@ typedef struct emitter {
     wsync_table_t table;              /* of messages, by source and peers */
     uint64_t *fills;                  /* of every destination: bytes used of its slot */
     size_t *first_mine;               /* destination count + 1 */
-    uint32_t *mine;                   /* workers whose session is here, by destination */
+    uint32_t *mine;                   /* workers whose home is here, by destination */
 } emitter_t;
 
 /* --- fingerprint ---------------------------------------------------------------------- */

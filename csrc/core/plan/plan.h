@@ -23,7 +23,8 @@ typedef struct wsync_destination {
     bool whole;
 } wsync_destination_t;
 
-/* One engine worker: what it wants, and the trainer rank that holds its session. */
+/* One engine worker: what it wants, and the rank that fills its ring: the trainer rank that
+ * holds its session, or the worker's own where it takes part in the exchange itself. */
 typedef struct wsync_worker {
     uint32_t destination;
     uint32_t home;
@@ -33,7 +34,7 @@ typedef struct wsync_plan_spec {
     const wsync_layout_t *source;
     const wsync_destination_t *destinations;
     const wsync_worker_t *workers;
-    const uint32_t *hosts; /* host of every trainer rank */
+    const uint32_t *hosts; /* host of every rank */
     uint32_t destination_count;
     uint32_t worker_count;
     uint32_t rank_count;
@@ -54,8 +55,8 @@ typedef struct wsync_plan_spec {
 
 typedef enum wsync_phase {
     WSYNC_PHASE_PACK,   /* parameter buffer -> message */
-    WSYNC_PHASE_LOCAL,  /* parameter buffer -> ring of a worker whose session is here */
-    WSYNC_PHASE_UNPACK, /* message -> ring of a worker whose session is here */
+    WSYNC_PHASE_LOCAL,  /* parameter buffer -> ring of a worker whose home is this rank */
+    WSYNC_PHASE_UNPACK, /* message -> ring of a worker whose home is this rank */
     WSYNC_PHASE_COUNT,
 } wsync_phase_t;
 
