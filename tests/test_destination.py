@@ -298,10 +298,10 @@ def engine_of(module: torch.nn.Module, **options: Any) -> Engine:
     return Engine(module, **options)
 
 
-def bucket(engine: Engine, update: str = "", **tensors: torch.Tensor) -> tuple[bool, str]:
+def bucket(engine: Engine, update_id: str = "", **tensors: torch.Tensor) -> tuple[bool, str]:
     data, end = pickle.dumps(list(tensors.items())), time.monotonic() + 60
     try:
-        return True, engine.update(data, load_format=None, end=end, update=update)
+        return True, engine.update(data, load_format=None, end=end, update_id=update_id)
     except WsyncError as error:
         return False, str(error)
 

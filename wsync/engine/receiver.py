@@ -67,13 +67,13 @@ class Receiver:
         return self.state.trouble
 
     def handle(
-        self, control: bytes | None, *, version: str | None = None, update: str | None = None
+        self, control: bytes | None, *, version: str | None = None, update_id: str | None = None
     ) -> tuple[bool, str]:
         """Does what a control message says; (success, text).
 
         control: None, which is what wsync.messages.payload.control_bytes makes of other payloads,
         is refused.  version: what the request around a close calls the weights, where the engine
-        tells.  update: the id of the update that the request belongs to, "" if it has none; None
+        tells.  update_id: of the update that the request belongs to, "" if it has none; None
         where the engine does not know of ids.
         """
         try:
@@ -85,8 +85,8 @@ class Receiver:
                     f"weight_version {version} with {message.op!r}: it comes with the closing "
                     "message"
                 )
-            if update is not None and message.op != "inspect":
-                self.state.check(update)
+            if update_id is not None and message.op != "inspect":
+                self.state.check(update_id)
             with self.state.only():
                 if message.op == "open":
                     return self._open(message)

@@ -176,22 +176,22 @@ class UpdateState:
 
     # --- whose turn it is ---------------------------------------------------------------------
 
-    def begin(self, update: str) -> None:
+    def begin(self, update_id: str) -> None:
         """The engine is paused for an update.
 
         Where two trainers without ids have paused, nothing tells whose a later bucket is, except
         the version that it says: the later update takes buckets of a version that none of the
         earlier one has said, if each of these has said one.
         """
-        self._check_id(update)
+        self._check_id(update_id)
         with self._lock:
             now = self._now
-            if update and update == now.id:
+            if update_id and update_id == now.id:
                 return
-            if update in self._past:
-                raise _refusal("late pause", id=update)
-            self._pass(_Update(update, ""))
-            if update or now.id is None or now.id:
+            if update_id in self._past:
+                raise _refusal("late pause", id=update_id)
+            self._pass(_Update(update_id, ""))
+            if update_id or now.id is None or now.id:
                 return
             versions = {version for version in now.heard if version is not None}
             if versions and len(versions) == len(now.heard):
@@ -199,40 +199,40 @@ class UpdateState:
             else:
                 self._now.end(REFUSALS["contested"])
 
-    def go_on(self, update: str) -> bool:
+    def go_on(self, update_id: str) -> bool:
         """The engine is to continue: False if this update's trainer has had it do so before."""
-        self._check_id(update)
+        self._check_id(update_id)
         with self._lock:
-            if update and self._now.id is None and update in self._past:
+            if update_id and self._now.id is None and update_id in self._past:
                 return False
-            if update:
-                self._check_turn(update)
+            if update_id:
+                self._check_turn(update_id)
             self.check_whole()
             self._pass(_Update())
             return True
 
-    def check(self, update: str) -> None:
+    def check(self, update_id: str) -> None:
         """StateError if it is another update's turn."""
-        self._check_id(update)
+        self._check_id(update_id)
         with self._lock:
-            self._check_turn(update)
+            self._check_turn(update_id)
 
     def check_whole(self) -> None:
         """StateError where the weights are not those of one update."""
         if self.trouble:
             raise StateError(self.trouble)
 
-    def rename(self, version: str, update: str) -> None:
+    def rename(self, version: str, update_id: str) -> None:
         """Calls the weights something else."""
-        self.check(update)
+        self.check(update_id)
         self.check_whole()
         self.weight_version = version
 
-    def regroup(self, update: str) -> None:
+    def regroup(self, update_id: str) -> None:
         """A process group is made or left.  Without an id, and between two buckets, it may be
         another trainer's."""
         with self._lock:
-            if not update and self._now.came:
+            if not update_id and self._now.came:
                 self._now.end()
 
     def _pass(self, to: _Update) -> None:
@@ -240,36 +240,36 @@ class UpdateState:
             self._past.append(self._now.id)
         self._now = to
 
-    def _check_id(self, update: str) -> None:
-        if update and not _ID.fullmatch(update):
-            raise _refusal("bad id", InvalidArgumentError, id=update[:80])
+    def _check_id(self, update_id: str) -> None:
+        if update_id and not _ID.fullmatch(update_id):
+            raise _refusal("bad id", InvalidArgumentError, id=update_id[:80])
 
-    def _check_turn(self, update: str) -> None:
+    def _check_turn(self, update_id: str) -> None:
         current = self._now.id
-        if update and update != current:
+        if update_id and update_id != current:
             now = f", which now waits for update {current}" if current else ""
-            if update in self._past:
-                raise _refusal("ended", Ended, id=update, now=now)
-            raise _refusal("not paused", id=update, now=now)
-        if not update and current:
+            if update_id in self._past:
+                raise _refusal("ended", Ended, id=update_id, now=now)
+            raise _refusal("not paused", id=update_id, now=now)
+        if not update_id and current:
             raise _refusal("no id", id=current)
 
     # --- weights in requests ------------------------------------------------------------------
 
     @contextmanager
-    def serving(self, update: str, version: str | None) -> Iterator[None]:
+    def serving(self, update_id: str, version: str | None) -> Iterator[None]:
         """Around one request's weights.  They are called `version` once all are here; if the block
         fails, its update has ended, but not one that began meanwhile."""
-        self._check_id(update)
+        self._check_id(update_id)
         with self._lock:
-            self._check_turn(update)
+            self._check_turn(update_id)
             self._serving = mine = self._now
             self._said = version
         try:
             yield
             if not self.trouble:
                 self._name(mine, version)
-            elif update and version is not None:  # sent only with the last request
+            elif update_id and version is not None:  # sent only with the last request
                 raise _refusal("no version", version=version, trouble=self.trouble)
         except Refused:
             raise

@@ -51,11 +51,11 @@ class HttpHandle(ApiHandle):
     def __repr__(self) -> str:
         return f"HttpHandle({self.name!r})"
 
-    def during(self, update: str) -> "HttpHandle":
+    def during(self, update_id: str) -> "HttpHandle":
         """The same handle, for the requests of one update; engines without wsync do not read its
         id."""
         told = copy.copy(self)
-        told._headers = {**self._headers, UPDATE_HEADER: update}
+        told._headers = {**self._headers, UPDATE_HEADER: update_id}
         return told
 
     @property

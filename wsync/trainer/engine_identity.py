@@ -44,7 +44,8 @@ class CheckedEngine:
     def pause(self, mode: str, timeout: float) -> None:
         deadline = Deadline(timeout)
         during = getattr(self._engine, "during", None)
-        told = None if during is None else during(secrets.token_hex(8))
+        update_id = secrets.token_hex(8)
+        told = None if during is None else during(update_id)
         self._during = told or self._engine
         self._version = None
         self._during.pause(mode, timeout)

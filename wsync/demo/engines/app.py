@@ -151,15 +151,15 @@ def _add_information(app: FastAPI, engine: "Engine") -> None:
 def _add_generation(app: FastAPI, engine: "Engine") -> None:
     @app.post("/pause_generation")
     @_threaded
-    def pause(body: bodies.Pause | None = None, update: str = _UPDATE) -> Response:
+    def pause(body: bodies.Pause | None = None, update_id: str = _UPDATE) -> Response:
         mode = (body or bodies.Pause()).mode
-        call = functools.partial(engine.pause, mode, REQUEST_SECONDS, update)
+        call = functools.partial(engine.pause, mode, REQUEST_SECONDS, update_id)
         return _obey(call, f"Generation paused: {mode}.")
 
     @app.post("/continue_generation")
     @_threaded
-    def resume(update: str = _UPDATE) -> Response:
-        call = functools.partial(engine.resume, REQUEST_SECONDS, update)
+    def resume(update_id: str = _UPDATE) -> Response:
+        call = functools.partial(engine.resume, REQUEST_SECONDS, update_id)
         return _obey(call, "Generation continued.")
 
     @app.api_route("/flush_cache", methods=["GET", "POST"])
@@ -254,7 +254,7 @@ def _request(
     engine: "Engine", name: str, kind: Any, done: str, failed: str
 ) -> Callable[..., Awaitable[Response]]:
     @_threaded
-    def endpoint(body: kind, update: str = _UPDATE) -> Response:
+    def endpoint(body: kind, update_id: str = _UPDATE) -> Response:
         told = body.model_dump()
         if told.pop("abort_all_requests", False):
             engine.gate.abort(None)
@@ -265,7 +265,7 @@ def _request(
             extra["new_version"] = told["new_version"]
         end = time.monotonic() + REQUEST_SECONDS
         try:
-            text = getattr(engine, name)(**told, end=end, update=update)
+            text = getattr(engine, name)(**told, end=end, update_id=update_id)
         except Exception as error:  # torch's, too, of a content that is none of a tensor's
             known = isinstance(error, WsyncError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"

@@ -32,7 +32,7 @@ _CASTS: Final = ({torch.float32, torch.bfloat16}, {torch.float32, torch.float16}
 class ModelWorker:
     """What every engine's worker does.  Subclasses say how tensors get into their model.
 
-    `end` is a time of time.monotonic(); `update` the id of the update that a request belongs to,
+    `end` is a time of time.monotonic(); `update_id` that of the update that a request belongs to,
     or ""; `weight_version` what the weights are called once all of it have come, or None.
     `request` stands for the last two and flush_cache.
     """
@@ -81,13 +81,13 @@ class ModelWorker:
         updates = self.updates
         return updates.trouble, updates.weights, updates.weight_version
 
-    def begin(self, update: str) -> None:
+    def begin(self, update_id: str) -> None:
         """The engine is paused."""
-        self.updates.begin(update)
+        self.updates.begin(update_id)
 
-    def go_on(self, update: str) -> bool:
+    def go_on(self, update_id: str) -> bool:
         """The engine is to continue; False if it has before."""
-        return self.updates.go_on(update)
+        return self.updates.go_on(update_id)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -99,9 +99,9 @@ class ModelWorker:
         content: Any = payload.load(data, timeout=min(left(end), payload.PEER_SECONDS))
         if load_format == control.LOAD_FORMAT:
             message = payload.control_bytes(content)
-            version, update = request.get("weight_version"), request.get("update", "")
+            version, update_id = request.get("weight_version"), request.get("update_id", "")
             with self.exclusive(end):
-                success, text = self.receiver.handle(message, version=version, update=update)
+                success, text = self.receiver.handle(message, version=version, update_id=update_id)
             if not success:
                 raise RemoteError(text)
             return text
@@ -121,18 +121,18 @@ class ModelWorker:
             disk.load(model_path, self.targets, self.receiver, threads=threads, timeout=timeout)
 
     def init_weights_update_group(
-        self, *, end: float, update: str = "", timeout: float | None = None, **group: Any
+        self, *, end: float, update_id: str = "", timeout: float | None = None, **group: Any
     ) -> None:
         """Joins a process group for updates; see wsync.engine.groups.  timeout: seconds that a
         broadcast may take; None: broadcast_seconds."""
-        self.updates.regroup(update)
+        self.updates.regroup(update_id)
         timeout = self.broadcast_seconds if timeout is None else timeout
         self._groups.init(meeting=left(end), timeout=timeout, **group)
 
     def destroy_weights_update_group(
-        self, *, group_name: str, end: float, update: str = ""
+        self, *, group_name: str, end: float, update_id: str = ""
     ) -> None:
-        self.updates.regroup(update)
+        self.updates.regroup(update_id)
         self._groups.destroy(group_name)
 
     def update_weights_from_distributed(
@@ -142,13 +142,13 @@ class ModelWorker:
         group_name: str,
         end: float,
         weight_version: str | None = None,
-        update: str = "",
+        update_id: str = "",
         flush_cache: bool = False,
         **what: Any,
     ) -> None:
         """Takes what a trainer broadcasts."""
         origin = connection_of(group_name)
-        request = self._request(end, update, weight_version, flush_cache)
+        request = self._request(end, update_id, weight_version, flush_cache)
         with self._groups.announced(group_name) as receive, request:
             # before the broadcast, which would be another request's
             self.updates.admit(names, self.wanted(), origin)
@@ -160,12 +160,12 @@ class ModelWorker:
     def _request(
         self,
         end: float,
-        update: str = "",
+        update_id: str = "",
         weight_version: str | None = None,
         flush_cache: bool = False,
     ) -> Iterator[None]:
         """Around one request's weights."""
-        with self.exclusive(end), self.updates.serving(update, weight_version):
+        with self.exclusive(end), self.updates.serving(update_id, weight_version):
             if flush_cache:
                 self.flush()
             yield

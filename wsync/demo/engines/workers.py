@@ -38,7 +38,7 @@ from wsync.machine.owner import Owner
 from wsync.messages import control, payload
 
 _CLOSE_SECONDS: Final = 10.0
-_update: ContextVar[str] = ContextVar("wsync update", default="")
+_update_id: ContextVar[str] = ContextVar("wsync update", default="")
 """The id of the update that a call of an engine belongs to, "" if it has none."""
 _MAIN: Final = "import sys; from wsync.demo.engines.workers import serve; serve(int(sys.argv[1]))"
 
@@ -94,14 +94,14 @@ class WorkersEngine:
         for process in self._processes:
             process.close()
 
-    def during(self, update: str) -> Any:
+    def during(self, update_id: str) -> Any:
         """This handle, for the requests of one update."""
-        return _During(self, update)
+        return _During(self, update_id)
 
     # --- the handle -------------------------------------------------------------------------
 
     def pause(self, mode: str, timeout: float) -> None:
-        self._call("begin", [{"update": _update.get()}] * self.workers, timeout)
+        self._call("begin", [{"update_id": _update_id.get()}] * self.workers, timeout)
         self.paused = True
 
     def flush(self, timeout: float) -> None:
@@ -113,7 +113,9 @@ class WorkersEngine:
         end = time.monotonic() + timeout
         with self._alone("resume", timeout):
             self._check_consistent(left(end))
-            if all(self._call("go_on", [{"update": _update.get()}] * self.workers, left(end))):
+            if all(
+                self._call("go_on", [{"update_id": _update_id.get()}] * self.workers, left(end))
+            ):
                 self.paused = False
 
     def update_weights(
@@ -137,7 +139,7 @@ class WorkersEngine:
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         # the caller waits no longer, whenever a worker gets to it
         end = time.monotonic() + timeout
-        told = {**arguments, "update": _update.get(), "end": end}
+        told = {**arguments, "update_id": _update_id.get(), "end": end}
         if method == "init_weights_update_group":
             # what is left for the meeting says nothing of how long a broadcast may take
             told["timeout"] = max(timeout, BROADCAST_SECONDS)
@@ -173,7 +175,7 @@ class WorkersEngine:
         """Asks for what writes to the weights once all workers are there: of one that comes late
         the others would know too late."""
         self._call("ping", None, left(end))
-        told = {"end": end, "update": _update.get()}
+        told = {"end": end, "update_id": _update_id.get()}
         self._call(what, [{**each, **told} for each in arguments], left(end))
 
     # --- the workers ------------------------------------------------------------------------
@@ -273,16 +275,16 @@ class _Process(Child):
 class _During:
     """An engine that is told with every request which update it belongs to."""
 
-    def __init__(self, engine: WorkersEngine, update: str) -> None:
+    def __init__(self, engine: WorkersEngine, update_id: str) -> None:
         self._engine = engine
-        self._update = update
+        self._update_id = update_id
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._engine, name)
         if not callable(found):
             return found
         context = copy_context()
-        context.run(_update.set, self._update)
+        context.run(_update_id.set, self._update_id)
         return functools.partial(context.run, found)
 
 
