@@ -58,12 +58,7 @@ static PyObject *event_wait(PyObject *object, PyObject *args, PyObject *kwargs)
     Py_RETURN_NONE;
 }
 
-static PyObject *event_get_value(PyObject *object, void *Py_UNUSED(unused))
-{
-    const EventObject *self = (EventObject *)object;
-
-    return PyLong_FromUnsignedLongLong(wsync_event_query(self->event));
-}
+WSYNC_PY_NUMBER_GETTER(event_get_value, wsync_event_query(((EventObject *)self)->event))
 
 static PyMethodDef event_methods[] = {
     {"wait", WSYNC_PY_KEYWORDS(event_wait),

@@ -193,10 +193,7 @@ static PyObject *importer_close(PyObject *object, PyObject *Py_UNUSED(unused))
     return wsync_py_peer_close((wsync_py_peer_t *)object, importer_release);
 }
 
-static PyObject *importer_generation(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(((ImporterObject *)self)->generation);
-}
+WSYNC_PY_NUMBER_GETTER(importer_generation, ((ImporterObject *)self)->generation)
 
 /* Ring and manifest are those of the last begin, and stay readable after close. */
 static PyObject *give_attached(PyObject *object, PyObject *value, const char *what)

@@ -305,30 +305,11 @@ static PyObject *layout_check_apart(PyObject *self, PyObject *args, PyObject *kw
     return wsync_py_none(state, status, &err);
 }
 
-static PyObject *layout_tensor_count(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_layout_tensor_count(layout_of(self)));
-}
-
-static PyObject *layout_shard_count(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_layout_shard_count(layout_of(self)));
-}
-
-static PyObject *layout_rank_count(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_layout_rank_count(layout_of(self)));
-}
-
-static PyObject *layout_nbytes(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_layout_nbytes(layout_of(self)));
-}
-
-static PyObject *layout_shard_nbytes(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_layout_shard_nbytes(layout_of(self)));
-}
+WSYNC_PY_NUMBER_GETTER(layout_tensor_count, wsync_layout_tensor_count(layout_of(self)))
+WSYNC_PY_NUMBER_GETTER(layout_shard_count, wsync_layout_shard_count(layout_of(self)))
+WSYNC_PY_NUMBER_GETTER(layout_rank_count, wsync_layout_rank_count(layout_of(self)))
+WSYNC_PY_NUMBER_GETTER(layout_nbytes, wsync_layout_nbytes(layout_of(self)))
+WSYNC_PY_NUMBER_GETTER(layout_shard_nbytes, wsync_layout_shard_nbytes(layout_of(self)))
 
 static PyMethodDef layout_methods[] = {
     {"to_bytes", layout_to_bytes, METH_NOARGS,

@@ -87,19 +87,8 @@ static PyObject *memory_fileno(PyObject *object, PyObject *Py_UNUSED(unused))
     return PyLong_FromLong(fd);
 }
 
-static PyObject *memory_get_address(PyObject *object, void *Py_UNUSED(unused))
-{
-    const MemoryObject *self = (MemoryObject *)object;
-
-    return PyLong_FromVoidPtr(self->memory->data);
-}
-
-static PyObject *memory_get_nbytes(PyObject *object, void *Py_UNUSED(unused))
-{
-    const MemoryObject *self = (MemoryObject *)object;
-
-    return PyLong_FromUnsignedLongLong(self->memory->nbytes);
-}
+WSYNC_PY_NUMBER_GETTER(memory_get_address, (uintptr_t)((MemoryObject *)self)->memory->data)
+WSYNC_PY_NUMBER_GETTER(memory_get_nbytes, ((MemoryObject *)self)->memory->nbytes)
 
 static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
 {

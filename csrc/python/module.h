@@ -106,6 +106,13 @@ ModuleState *wsync_py_state_of(PyObject *object);
 #define WSYNC_PY_KEYWORDS(function) \
     ((PyCFunction)(void (*)(void))(function)), METH_VARARGS | METH_KEYWORDS
 
+/* Defines `function`, the getter of an unsigned number: an expression of `self`. */
+#define WSYNC_PY_NUMBER_GETTER(function, number)                        \
+    static PyObject *function(PyObject *self, void *Py_UNUSED(closure)) \
+    {                                                                   \
+        return PyLong_FromUnsignedLongLong(number);                     \
+    }
+
 /* A new object of a type, all zero behind its head; NULL with an exception. */
 PyObject *wsync_py_alloc(PyTypeObject *type);
 /* The end of every tp_dealloc: frees the object and drops its reference to the type. */

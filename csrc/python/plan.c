@@ -193,25 +193,10 @@ static bool check_worker(PyObject *self, long long value, uint32_t *worker)
     return check_index(value, wsync_plan_worker_count(plan_of(self)), "worker", worker);
 }
 
-static PyObject *plan_round_count(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_plan_round_count(plan_of(self)));
-}
-
-static PyObject *plan_send_nbytes(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_plan_send_nbytes(plan_of(self)));
-}
-
-static PyObject *plan_recv_nbytes(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_plan_recv_nbytes(plan_of(self)));
-}
-
-static PyObject *plan_fingerprint(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_plan_fingerprint(plan_of(self)));
-}
+WSYNC_PY_NUMBER_GETTER(plan_round_count, wsync_plan_round_count(plan_of(self)))
+WSYNC_PY_NUMBER_GETTER(plan_send_nbytes, wsync_plan_send_nbytes(plan_of(self)))
+WSYNC_PY_NUMBER_GETTER(plan_recv_nbytes, wsync_plan_recv_nbytes(plan_of(self)))
+WSYNC_PY_NUMBER_GETTER(plan_fingerprint, wsync_plan_fingerprint(plan_of(self)))
 
 static PyObject *plan_unused(PyObject *self, void *Py_UNUSED(closure))
 {

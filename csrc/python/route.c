@@ -44,11 +44,8 @@ static void route_dealloc(PyObject *self)
     wsync_py_free(self);
 }
 
-static PyObject *route_buffer_count(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(
-        wsync_route_buffer_count(((RouteObject *)self)->route));
-}
+WSYNC_PY_NUMBER_GETTER(route_buffer_count,
+                       wsync_route_buffer_count(((RouteObject *)self)->route))
 
 /* The copies of the buffer that the arguments name; false with an exception set. */
 static bool parse_buffer(PyObject *self, PyObject *args, PyObject *kwargs,

@@ -75,10 +75,7 @@ static PyObject *exchange_address(PyObject *object, void *Py_UNUSED(closure))
     return PyUnicode_DecodeFSDefault(wsync_comm_address(((wsync_py_peer_t *)object)->core));
 }
 
-static PyObject *exchange_nbytes(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(wsync_comm_nbytes(((wsync_py_peer_t *)self)->core));
-}
+WSYNC_PY_NUMBER_GETTER(exchange_nbytes, wsync_comm_nbytes(((wsync_py_peer_t *)self)->core))
 
 static wsync_status_t step_connect(wsync_py_call_t *call, int timeout_ms,
                                    wsync_error_t *err)

@@ -103,10 +103,7 @@ static PyObject *table_item(PyObject *self, Py_ssize_t index)
                          (unsigned long long)row->nbytes_spanned);
 }
 
-static PyObject *table_nbytes(PyObject *self, void *Py_UNUSED(closure))
-{
-    return PyLong_FromUnsignedLongLong(((TensorTableObject *)self)->nbytes);
-}
+WSYNC_PY_NUMBER_GETTER(table_nbytes, ((TensorTableObject *)self)->nbytes)
 
 static PyObject *table_offsets(PyObject *self, PyObject *args)
 {

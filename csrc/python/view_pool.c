@@ -365,12 +365,9 @@ static PyObject *pool_views(PyObject *self, PyTypeObject *cls, PyObject *const *
     return list;
 }
 
-static PyObject *pool_live(PyObject *self, void *Py_UNUSED(closure))
-{
-    const view_pool_t *pool = ((ViewPoolObject *)self)->pool;
-
-    return PyLong_FromSize_t(atomic_load_explicit(&pool->live, memory_order_acquire));
-}
+WSYNC_PY_NUMBER_GETTER(pool_live,
+                       atomic_load_explicit(&((ViewPoolObject *)self)->pool->live,
+                                            memory_order_acquire))
 
 static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
