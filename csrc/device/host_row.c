@@ -234,7 +234,29 @@ TURN_FUNCTION(turn_16, pair64_t)
 typedef void (*tile_func_t)(unsigned char *, const unsigned char *,
                             const wsync_host_tile_t *);
 
-static tile_func_t tile_function(wsync_transform_t transform, uint64_t item_nbytes)
+/* The functions for elements of one size; NULL for a size that has none. */
+typedef struct item_functions {
+    uint64_t item_nbytes;
+    tile_func_t tile;
+    tile_func_t turn;
+} item_functions_t;
+
+static const item_functions_t *item_functions(uint64_t item_nbytes)
+{
+    static const item_functions_t known[] = {
+        {1, tile_1, turn_1}, {2, tile_2, turn_2},    {4, tile_4, turn_4},
+        {8, tile_8, turn_8}, {16, tile_16, turn_16},
+    };
+
+    for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
+        if (known[i].item_nbytes == item_nbytes) {
+            return &known[i];
+        }
+    }
+    return NULL;
+}
+
+static tile_func_t cast_function(wsync_transform_t transform)
 {
     switch (transform) {
     case WSYNC_TRANSFORM_F32_TO_BF16:
@@ -246,41 +268,12 @@ static tile_func_t tile_function(wsync_transform_t transform, uint64_t item_nbyt
     case WSYNC_TRANSFORM_NONE:
         break;
     }
-    switch (item_nbytes) {
-    case 1:
-        return tile_1;
-    case 2:
-        return tile_2;
-    case 4:
-        return tile_4;
-    case 8:
-        return tile_8;
-    case 16:
-        return tile_16;
-    default:
-        return NULL;
-    }
-}
-
-static tile_func_t turn_function(uint64_t item_nbytes)
-{
-    switch (item_nbytes) {
-    case 1:
-        return turn_1;
-    case 2:
-        return turn_2;
-    case 4:
-        return turn_4;
-    case 8:
-        return turn_8;
-    default:
-        return turn_16;
-    }
+    return NULL;
 }
 
 bool wsync_host_tile_fits(uint64_t item_nbytes)
 {
-    return tile_function(WSYNC_TRANSFORM_NONE, item_nbytes) != NULL;
+    return item_functions(item_nbytes) != NULL;
 }
 
 /* Runs a tile in blocks of at most edge x edge elements. */
@@ -308,16 +301,16 @@ void wsync_host_tile_copy(unsigned char *destination, const unsigned char *sourc
                           const wsync_host_tile_t *tile, wsync_transform_t transform,
                           uint64_t item_nbytes)
 {
-    const tile_func_t run = tile_function(transform, item_nbytes);
+    const item_functions_t *plain =
+        transform == WSYNC_TRANSFORM_NONE ? item_functions(item_nbytes) : NULL;
+    const tile_func_t run = plain != NULL ? plain->tile : cast_function(transform);
     const int64_t item = (int64_t)item_nbytes;
 
     if (tile->outer_count == 1) {
         run(destination, source, tile);
-    } else if (transform == WSYNC_TRANSFORM_NONE &&
-               tile->inner_destination_stride == item &&
+    } else if (plain != NULL && tile->inner_destination_stride == item &&
                tile->outer_source_stride == item) {
-        run_blocks(destination, source, tile, turn_function(item_nbytes),
-                   TURN_NBYTES / item_nbytes);
+        run_blocks(destination, source, tile, plain->turn, TURN_NBYTES / item_nbytes);
     } else {
         run_blocks(destination, source, tile, run, BLOCK);
     }
@@ -426,8 +419,7 @@ static void cast_chunk(unsigned char *destination, const unsigned char *source,
         .inner_destination_stride = 6 - (int64_t)from,
     };
 
-    tile_function(transform, 0)(destination + done * (6 - from), source + done * from,
-                                &rest);
+    cast_function(transform)(destination + done * (6 - from), source + done * from, &rest);
 }
 
 void wsync_host_row_cast(unsigned char *destination, const unsigned char *source,
