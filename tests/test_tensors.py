@@ -420,9 +420,9 @@ def test_autograd_may_release_views_without_the_interpreter_lock() -> None:
         (("float32", (1,), 2), "offset 2 is not a multiple of float32's 4 bytes"),
         (("float32", (1025,), 0), "4100 bytes at offset 0 of a memory of 4096"),
         (("float32", (1,), 4096), "4 bytes at offset 4096 of a memory of 4096"),
-        (("float32", (1 << 62, 4), 0), r"more than 2\^63 bytes"),
-        (("uint8", (0, 1 << 62, 1 << 62, 1 << 62), 0), r"more than 2\^63 bytes"),
-        (("float32", (-1,), 0), "dim 0: extent -1"),
+        (("float32", (1 << 62, 4), 0), r"view: \[\d+, 4\] is not a possible shape for float32"),
+        (("uint8", (0, 1 << 62, 1 << 62, 1 << 62), 0), "not a possible shape for uint8"),
+        (("float32", (-1,), 0), r"\[-1\] is not a possible shape for float32"),
         (("float31", (1,), 0), "unknown dtype 'float31'"),
     ],
 )

@@ -133,31 +133,6 @@ static int fail(ModuleState *state, wsync_error_t *err)
     return -1;
 }
 
-/* Bytes of a whole tensor; -1 with an exception if they are more than 2^63.  Dimensions of
- * 0 do not excuse the others: strides step over these. */
-static int tensor_nbytes(ModuleState *state, const wsync_tensor_t *tensor, uint64_t *nbytes)
-{
-    int64_t total = (int64_t)wsync_dtype_nbytes(tensor->dtype);
-    bool empty = false;
-
-    for (uint32_t i = 0; i < tensor->ndim; i++) {
-        if (tensor->shape[i] < 0) {
-            (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "view", "%s: dim %u: extent %lld",
-                                tensor->name, (unsigned)i, (long long)tensor->shape[i]);
-            return -1;
-        }
-        empty = empty || tensor->shape[i] == 0;
-        if (__builtin_mul_overflow(total, tensor->shape[i] > 0 ? tensor->shape[i] : 1,
-                                   &total)) {
-            (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "view",
-                                "%s: more than 2^63 bytes", tensor->name);
-            return -1;
-        }
-    }
-    *nbytes = empty ? 0 : (uint64_t)total;
-    return 0;
-}
-
 static PyObject *make_view(ModuleState *state, const DLPackExchangeAPI *api,
                            view_pool_t *pool, const wsync_tensor_t *tensor, uint64_t offset)
 {
@@ -168,8 +143,8 @@ static PyObject *make_view(ModuleState *state, const DLPackExchangeAPI *api,
     view_t *view = NULL;
     void *object = NULL;
 
-    if (tensor_nbytes(state, tensor, &nbytes) < 0) {
-        return NULL;
+    if (wsync_tensor_check(tensor, &nbytes, &err) != WSYNC_OK) {
+        return wsync_py_raise(state, &err);
     }
     if (offset > size || nbytes > size - offset) {
         return wsync_py_fail(state, WSYNC_ERR_INVALID, "view",

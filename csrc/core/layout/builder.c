@@ -47,9 +47,8 @@ void wsync_layout_builder_destroy(wsync_layout_builder_t *builder)
     }
 }
 
-/* Checks a tensor and computes its size.  Dimensions of 0 do not excuse the others. */
-static wsync_status_t check_tensor(const wsync_tensor_t *tensor, uint64_t *nbytes,
-                                   wsync_error_t *err)
+wsync_status_t wsync_tensor_check(const wsync_tensor_t *tensor, uint64_t *nbytes,
+                                  wsync_error_t *err)
 {
     char shape[WSYNC_SHAPE_TEXT_NBYTES];
     int64_t bound;
@@ -92,7 +91,7 @@ wsync_status_t wsync_layout_builder_tensor(wsync_layout_builder_t *builder,
     uint32_t found;
     bool added;
     wsync_tensor_t *known;
-    wsync_status_t status = check_tensor(tensor, &nbytes, err);
+    wsync_status_t status = wsync_tensor_check(tensor, &nbytes, err);
 
     if (status != WSYNC_OK) {
         return status;
