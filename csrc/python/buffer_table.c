@@ -48,8 +48,10 @@ PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_device_t *devi
 }
 
 /* Reads (address, nbytes). */
-static int parse_span(ModuleState *state, PyObject *item, size_t index, wsync_span_t *span)
+static int read_span(const void *context, PyObject *item, size_t index, void *made)
 {
+    ModuleState *state = *(ModuleState *const *)context;
+    wsync_span_t *span = made;
     PyObject *pair = PySequence_Tuple(item);
     uint64_t address;
     uint64_t end;
@@ -84,26 +86,18 @@ static PyObject *buffers_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     ModuleState *state = wsync_py_type_state(type);
     PyObject *spans;
     PyObject *owner = Py_None;
-    PyObject *items;
-    BufferTableObject *self = NULL;
+    wsync_py_items_t items;
+    PyObject *self;
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:BufferTable", names, &spans,
-                                     &owner)) {
+                                     &owner) ||
+        wsync_py_items_init(&items, spans, sizeof(wsync_span_t), read_span, &state) < 0) {
         return NULL;
     }
-    items = PySequence_Tuple(spans);
-    if (items == NULL) {
-        return NULL;
-    }
-    self = buffers_alloc(state, (size_t)PyTuple_Size(items), owner);
-    for (size_t i = 0; self != NULL && i < self->count; i++) {
-        if (parse_span(state, PyTuple_GetItem(items, (Py_ssize_t)i), i, &self->spans[i]) <
-            0) {
-            Py_CLEAR(self);
-        }
-    }
-    Py_DECREF(items);
-    return (PyObject *)self;
+    self = wsync_py_buffers_create(state, wsync_device_host(), items.items, items.count,
+                                   owner);
+    wsync_py_items_fini(&items);
+    return self;
 }
 
 static int fail_unmapped(ModuleState *state, const TensorTableObject *table, size_t index)
