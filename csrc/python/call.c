@@ -34,14 +34,16 @@ void wsync_py_peer_leave(wsync_py_peer_t *peer)
     peer->busy = false;
 }
 
-PyObject *wsync_py_peer_close(wsync_py_peer_t *peer, void (*release)(wsync_py_peer_t *))
+PyObject *wsync_py_peer_close(PyObject *self, PyObject *Py_UNUSED(unused))
 {
+    wsync_py_peer_t *peer = (wsync_py_peer_t *)self;
+
     if (!peer->closed) {
         if (wsync_py_peer_enter(peer) < 0) {
             return NULL;
         }
         peer->closed = true;
-        release(peer);
+        peer->release(peer);
         wsync_py_peer_leave(peer);
     }
     Py_RETURN_NONE;

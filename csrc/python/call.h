@@ -20,6 +20,7 @@ typedef struct wsync_py_peer {
     void *core;       /* owned by the type's file */
     bool closed;
     bool busy; /* a call is under way, in another thread or below this one's check() */
+    void (*release)(struct wsync_py_peer *peer); /* what close() does; once */
 } wsync_py_peer_t;
 
 /* Raises StateError and returns -1 if the object is closed or in use; else it is in use
@@ -27,9 +28,8 @@ typedef struct wsync_py_peer {
 int wsync_py_peer_enter(wsync_py_peer_t *peer);
 void wsync_py_peer_leave(wsync_py_peer_t *peer);
 
-/* close() of an object: `release` gives up its core object.  Does nothing if it is
- * closed. */
-PyObject *wsync_py_peer_close(wsync_py_peer_t *peer, void (*release)(wsync_py_peer_t *));
+/* The method close(): does nothing if the object is closed. */
+PyObject *wsync_py_peer_close(PyObject *self, PyObject *unused);
 
 /* The arguments and results of one call of a method. */
 typedef struct wsync_py_call {

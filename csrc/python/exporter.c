@@ -14,6 +14,17 @@ typedef struct ExporterObject {
     char address[WSYNC_ADDRESS_NBYTES];
 } ExporterObject;
 
+static void exporter_release(wsync_py_peer_t *peer)
+{
+    wsync_exporter_t *exporter = peer->core;
+
+    peer->core = NULL;
+    Py_BEGIN_ALLOW_THREADS
+        wsync_exporter_destroy(exporter);
+    Py_END_ALLOW_THREADS
+    Py_CLEAR(((ExporterObject *)peer)->ring);
+}
+
 static PyObject *exporter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"directory", NULL};
@@ -38,21 +49,11 @@ static PyObject *exporter_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return NULL;
     }
     self->peer.name = "Exporter";
+    self->peer.release = exporter_release;
     self->peer.core = exporter;
     wsync_address_format(wsync_exporter_token(exporter), wsync_exporter_path(exporter),
                          self->address);
     return (PyObject *)self;
-}
-
-static void exporter_release(wsync_py_peer_t *peer)
-{
-    wsync_exporter_t *exporter = peer->core;
-
-    peer->core = NULL;
-    Py_BEGIN_ALLOW_THREADS
-        wsync_exporter_destroy(exporter);
-    Py_END_ALLOW_THREADS
-    Py_CLEAR(((ExporterObject *)peer)->ring);
 }
 
 static void exporter_dealloc(PyObject *object)
@@ -223,11 +224,6 @@ static PyObject *exporter_abort(PyObject *self, PyObject *args, PyObject *kwargs
     return wsync_py_call(self, args, kwargs, &method);
 }
 
-static PyObject *exporter_close(PyObject *object, PyObject *Py_UNUSED(unused))
-{
-    return wsync_py_peer_close((wsync_py_peer_t *)object, exporter_release);
-}
-
 #define METHOD(name, text) {#name, WSYNC_PY_KEYWORDS(exporter_##name), text}
 
 static PyMethodDef exporter_methods[] = {
@@ -264,7 +260,7 @@ static PyMethodDef exporter_methods[] = {
            "session goes on."),
     METHOD(abort,
            "abort($self, text)\n--\n\nEnds the update badly and the session with it."),
-    {"close", exporter_close, METH_NOARGS, "close($self)\n--\n\nEnds the session."},
+    {"close", wsync_py_peer_close, METH_NOARGS, "close($self)\n--\n\nEnds the session."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -33,6 +33,16 @@ static wsync_status_t step_create(wsync_py_call_t *call, int timeout_ms, wsync_e
     return status;
 }
 
+static void importer_release(wsync_py_peer_t *peer)
+{
+    wsync_importer_t *importer = peer->core;
+
+    peer->core = NULL;
+    Py_BEGIN_ALLOW_THREADS
+        wsync_importer_destroy(importer);
+    Py_END_ALLOW_THREADS
+}
+
 static PyObject *importer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"address", "blob", "timeout", "device", NULL};
@@ -58,21 +68,12 @@ static PyObject *importer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
             wsync_importer_destroy(call.made);
         } else {
             self->peer.name = "Importer";
+            self->peer.release = importer_release;
             self->peer.core = call.made;
         }
     }
     PyBuffer_Release(&to.blob);
     return (PyObject *)self;
-}
-
-static void importer_release(wsync_py_peer_t *peer)
-{
-    wsync_importer_t *importer = peer->core;
-
-    peer->core = NULL;
-    Py_BEGIN_ALLOW_THREADS
-        wsync_importer_destroy(importer);
-    Py_END_ALLOW_THREADS
 }
 
 static void importer_dealloc(PyObject *object)
@@ -188,11 +189,6 @@ static PyObject *importer_fail(PyObject *self, PyObject *args, PyObject *kwargs)
     return wsync_py_call(self, args, kwargs, &method);
 }
 
-static PyObject *importer_close(PyObject *object, PyObject *Py_UNUSED(unused))
-{
-    return wsync_py_peer_close((wsync_py_peer_t *)object, importer_release);
-}
-
 WSYNC_PY_NUMBER_GETTER(importer_generation, ((ImporterObject *)self)->generation)
 
 /* Ring and manifest are those of the last begin, and stay readable after close. */
@@ -240,7 +236,7 @@ static PyMethodDef importer_methods[] = {
     METHOD(fail,
            "fail($self, text)\n--\n\n"
            "Tells the trainer that the update failed here; ends the session."),
-    {"close", importer_close, METH_NOARGS, "close($self)\n--\n\nEnds the session."},
+    {"close", wsync_py_peer_close, METH_NOARGS, "close($self)\n--\n\nEnds the session."},
     {NULL, NULL, 0, NULL},
 };
 

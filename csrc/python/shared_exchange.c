@@ -18,6 +18,13 @@ typedef struct ExchangeObject {
     uint32_t rank_count;
 } ExchangeObject;
 
+static void disconnect(wsync_py_peer_t *peer)
+{
+    Py_BEGIN_ALLOW_THREADS
+        wsync_comm_close(peer->core);
+    Py_END_ALLOW_THREADS
+}
+
 static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"rank",      "ranks",  "staging_nbytes",
@@ -51,6 +58,7 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         return NULL;
     }
     self->peer.name = "SharedExchange";
+    self->peer.release = disconnect;
     self->peer.core = comm;
     self->device = device.device;
     self->rank_count = ranks;
@@ -197,18 +205,6 @@ static wsync_status_t step_release(wsync_py_call_t *call, int Py_UNUSED(timeout_
 WSYNC_PY_CALL(exchange_release, "release", step_release, NULL, WSYNC_PY_ROUND,
               WSYNC_PY_ENQUEUE_STREAM)
 
-static void disconnect(wsync_py_peer_t *peer)
-{
-    Py_BEGIN_ALLOW_THREADS
-        wsync_comm_close(peer->core);
-    Py_END_ALLOW_THREADS
-}
-
-static PyObject *exchange_close(PyObject *object, PyObject *Py_UNUSED(unused))
-{
-    return wsync_py_peer_close((wsync_py_peer_t *)object, disconnect);
-}
-
 #define METHOD(name, function, text) {name, WSYNC_PY_KEYWORDS(function), text}
 
 static PyMethodDef exchange_methods[] = {
@@ -231,7 +227,7 @@ static PyMethodDef exchange_methods[] = {
     METHOD(
         "release", exchange_release,
         "release($self, round, stream)\n--\n\nIt has been read when the stream gets here."),
-    {"close", exchange_close, METH_NOARGS,
+    {"close", wsync_py_peer_close, METH_NOARGS,
      "close($self)\n--\n\n"
      "Leaves; the others see an end in the middle of an update as PeerClosedError."},
     {NULL, NULL, 0, NULL},
