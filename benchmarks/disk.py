@@ -23,7 +23,7 @@ import wsync
 from benchmarks.ranks import on_ranks
 from benchmarks.update import qwen3_config, qwen3_weights, row
 from wsync.demo.engines.bare_engine import BareWorker, ProcessEngine, digest
-from wsync.engine import disk
+from wsync.engine import checkpoint_loader
 from wsync.layout import TrainerLayout
 
 RANKS = 4
@@ -170,7 +170,7 @@ class _ReaderWorker(BareWorker):
         if what == "disk":
             self.model = None
             path, timeout = argument
-            return disk.load(path, self.targets, self.receiver, timeout=timeout)
+            return checkpoint_loader.load(path, self.targets, self.receiver, timeout=timeout)
         if what == "from_pretrained":
             from transformers import AutoModelForCausalLM
 

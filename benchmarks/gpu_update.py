@@ -26,11 +26,11 @@ from benchmarks.bucket import bucket_class
 from benchmarks.gpu_device import Gpu
 from wsync import _core
 from wsync.demo.engines.bare_engine import BareWorker, ProcessEngine, Shapes
-from wsync.demo.engines.worker import ModelWorker
+from wsync.demo.engines.model_worker import ModelWorker
 from wsync.engine.ring_loaders import LayoutLoader
 from wsync.machine import device
 from wsync.machine.device import VARIABLE
-from wsync.machine.environment_variable import variable
+from wsync.machine.temporary_environment import variable
 
 REPEATS = 3
 ROUNDS = (64 << 20, 256 << 20, 1 << 30)

@@ -13,8 +13,8 @@ import torch
 from benchmarks.engines import TESTS
 from wsync import sglang
 from wsync.demo import sglang_cpu
-from wsync.demo.engines.worker import ModelWorker
-from wsync.demo.engines.workers import WorkersEngine
+from wsync.demo.engines.model_worker import ModelWorker
+from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.engine.learn.module_memory import ModuleMemory
 
 _SECONDS = 600.0

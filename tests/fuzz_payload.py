@@ -38,7 +38,7 @@ with instrumented:
 
     from wsync._core import ProtocolError
     from wsync.bucket import FlattenedTensorMetadata
-    from wsync.messages import payload, torch_shared_memory
+    from wsync.messages import payload, torch_shm_reader
     from wsync.messages.control import Control
 
 _PLAIN = (str, bytes, int, float, torch.dtype, torch.Size, FlattenedTensorMetadata, type(None))
@@ -125,8 +125,8 @@ def replay(folders: list[str]) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    torch_shared_memory.read_file = without_peers  # type: ignore[assignment]
-    torch_shared_memory.read_descriptor = without_peers  # type: ignore[assignment]
+    torch_shm_reader.read_file = without_peers  # type: ignore[assignment]
+    torch_shm_reader.read_descriptor = without_peers  # type: ignore[assignment]
     if atheris is None:
         replay([argument for argument in sys.argv[1:] if os.path.isdir(argument)])
     atheris.Setup(sys.argv, read)

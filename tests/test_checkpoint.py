@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 
 import wsync
 from wsync import _core
-from wsync.checkpoints.files import INDEX, Checkpoint, arrange, owners
-from wsync.engine import disk
+from wsync.checkpoints.safetensors_layout import INDEX, Checkpoint, arrange, owners
+from wsync.engine import checkpoint_loader
 from wsync.engine.destination import Boxes
 
 
@@ -534,4 +534,4 @@ def test_a_file_that_is_cut_short_while_it_is_loaded_is_an_error(tmp_path: Path)
 
     receiver: Any = SimpleNamespace(state=CutsShort(tmp_path / "model.safetensors"))
     with pytest.raises(wsync.LayoutError, match=r"model\.safetensors: was written to .*it ends at"):
-        disk.load(tmp_path, targets, receiver, timeout=60)
+        checkpoint_loader.load(tmp_path, targets, receiver, timeout=60)

@@ -24,7 +24,7 @@ from wsync._core import (
     describe,
 )
 from wsync.demo.engines.transformers import Engine
-from wsync.engine import disk
+from wsync.engine import checkpoint_loader
 from wsync.engine.destination import Destination
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.receiver import Receiver
@@ -181,7 +181,7 @@ def checkpoint(folder: Any, tensors: Tensors) -> None:
 
 def from_disk(folder: Any, module: torch.nn.Module, receiver: Receiver) -> None:
     find = lambda shapes: Destination.of(module, shapes)  # noqa: E731
-    disk.load(folder, find, receiver, timeout=60)
+    checkpoint_loader.load(folder, find, receiver, timeout=60)
 
 
 def test_a_checkpoint_for_parameters_that_share_memory_is_refused(tmp_path: Any) -> None:

@@ -23,7 +23,7 @@ from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
 from wsync import _core
-from wsync.checkpoints.files import INDEX, Checkpoint
+from wsync.checkpoints.safetensors_layout import INDEX, Checkpoint
 from wsync.demo.engines.serve import command_line, load, serve_in_process
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.disk import DiskSync, newest

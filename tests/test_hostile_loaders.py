@@ -26,11 +26,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 import wsync
 from wsync import sglang
 from wsync._core import LayoutBuilder, Stream
-from wsync.engine.hooks import run_in_place
 from wsync.engine.learn import verify
-from wsync.engine.learn.made_up_model import MadeUpModel
+from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.recorder import RecordingError, record
+from wsync.engine.post_load import run_in_place
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.sglang import SglangLoader
 

@@ -14,7 +14,7 @@ import torch
 
 import wsync
 from wsync.checkpoints import versions
-from wsync.checkpoints.files import INDEX
+from wsync.checkpoints.safetensors_layout import INDEX
 from wsync.checkpoints.versions import Versions
 from wsync.disk import DiskSync, newest
 

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from tqdm import tqdm
 
 from wsync import _core
-from wsync.checkpoints.files import INDEX, SHARD_NBYTES, Arrangement, arrange, owners, system_calls
+from wsync.checkpoints.safetensors_layout import (
+    INDEX,
+    SHARD_NBYTES,
+    Arrangement,
+    arrange,
+    owners,
+    system_calls,
+)
 from wsync.checkpoints.versions import Versions, newest
 from wsync.handles.base import handles_of
 from wsync.layout import TrainerLayout
@@ -27,11 +34,11 @@ from wsync.machine.daemon_threads import Lane, result, start
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.options import Options
 from wsync.report import Report
+from wsync.trainer.base_sync import Updates
 from wsync.trainer.requests import EngineRequests
-from wsync.trainer.updates import Updates
 
 if TYPE_CHECKING:
-    from wsync.trainer.updates import Source, Weights
+    from wsync.trainer.base_sync import Source, Weights
 
 __all__ = ["DiskSync", "newest"]
 

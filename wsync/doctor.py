@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wsync.machine.shared_libraries import bundled
+from wsync.machine.nvidia_wheels import bundled
 
 _Probe = Callable[[], tuple[bool, str]]
 
@@ -87,7 +87,7 @@ def _driver() -> tuple[bool, str]:
 
 def _library(names: Sequence[str], pattern: str, version: Callable[[ctypes.CDLL], str]) -> _Probe:
     """Opens the first library that loads: by soname, else one that a pip package brings (see
-    wsync.machine.shared_libraries).  The loader's own words say why none does."""
+    wsync.machine.nvidia_wheels).  The loader's own words say why none does."""
 
     def probe() -> tuple[bool, str]:
         reasons = []

@@ -11,8 +11,8 @@ import threading
 from typing import Any, Final
 
 from wsync._core import Layout, UnsupportedError
-from wsync.engine.hooks import wait_for_device
 from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.engine.post_load import wait_for_device
 from wsync.engine.receiver import Receiver, refuse
 from wsync.engine.ring_loaders import Loader, Losing, ModuleLoader, keeps
 from wsync.messages import payload

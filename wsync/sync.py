@@ -14,13 +14,13 @@ from wsync.machine.device import of
 from wsync.machine.trace import Trace
 from wsync.options import Options
 from wsync.report import Report
+from wsync.trainer.base_sync import Updates, numbers
 from wsync.trainer.connection import Connection
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
-from wsync.trainer.updates import Updates, numbers
 
 if TYPE_CHECKING:
-    from wsync.trainer.updates import Source, Weights
+    from wsync.trainer.base_sync import Source, Weights
 
 
 class Sync(Updates):

@@ -18,7 +18,7 @@ from wsync.handles.base import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.sync import Sync
-from wsync.trainer.updates import numbers
+from wsync.trainer.base_sync import numbers
 
 if TYPE_CHECKING:
     import torch

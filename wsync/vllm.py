@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from wsync._core import Layout, UnsupportedError, checksum
-from wsync.engine.hooks import run_in_place, wait_for_device
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.recorder import Recording
+from wsync.engine.post_load import run_in_place, wait_for_device
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.messages.control import WHOLE

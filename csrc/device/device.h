@@ -12,7 +12,7 @@
 
 #include "core/base/status.h"
 #include "core/copy.h"
-#include "device/park_guard.h"
+#include "device/memory_pins.h"
 
 typedef struct wsync_memory_ops wsync_memory_ops_t;
 typedef struct wsync_stream_ops wsync_stream_ops_t;

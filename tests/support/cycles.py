@@ -28,7 +28,7 @@ from support.procs import spawned
 
 import wsync
 from wsync.demo.engines.serve import serve_in_process
-from wsync.machine.environment_variable import variable
+from wsync.machine.temporary_environment import variable
 
 WAYS: dict[str, dict[str, Any]] = {
     "receiver": {},

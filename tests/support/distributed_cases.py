@@ -21,7 +21,7 @@ from support.update_cases import OPTIONS, breaking_rank, compare, slime_argument
 import wsync
 from wsync.demo import hf_reference, megatron_cpu
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
-from wsync.demo.engines.workers import WorkersEngine
+from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.exchange.update_group import UpdateGroup
 from wsync.trainer.broadcast_requests import BroadcastRequests
 from wsync.trainer.sessions.stock import StockSession

@@ -18,8 +18,8 @@ from support.update_cases import before_receiving, breaking_rank, compare
 import wsync
 from wsync import megatron
 from wsync.demo import hf_reference, megatron_cpu
+from wsync.demo.engines.model_worker import ModelWorker
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
-from wsync.demo.engines.worker import ModelWorker
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.messages.control import LOAD_FORMAT
 from wsync.trainer.connection import Connection

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from wsync.demo.sglang_packages import PACKAGES
+from wsync.demo.sglang_requirements import PACKAGES
 
 NEWEST = "newest"
 SGLANG_VERSIONS = ("0.5.17", NEWEST)

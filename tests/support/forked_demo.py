@@ -9,9 +9,9 @@ import sys
 from support import nursery
 
 import wsync.demo.preload  # noqa: F401 (what trainers are forked with)
-from wsync.demo import cli, run
+from wsync.demo import cli, launcher
 
 if __name__ == "__main__":
     nursery.install()
-    run._forked = lambda: multiprocessing.get_context("fork")
+    launcher._forked = lambda: multiprocessing.get_context("fork")
     sys.exit(cli.main(sys.argv[1:]))

@@ -11,11 +11,11 @@ from typing import Final
 import torch
 
 from wsync import _core
-from wsync.messages import gpu_payload, payload, torch_shared_memory
+from wsync.messages import gpu_payload, payload, torch_shm_reader
 from wsync.messages.gpu_payload import COUNTERS, GpuTensor
 
 _COUNTER_NBYTES: Final = 8
-_FILE_NBYTES: Final = torch_shared_memory.HEADER_NBYTES + COUNTERS * _COUNTER_NBYTES
+_FILE_NBYTES: Final = torch_shm_reader.HEADER_NBYTES + COUNTERS * _COUNTER_NBYTES
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _HANDLE_NBYTES: Final = 64
 _VERSIONS: Final = (2, 3)  # of torch's handles; what is in a plain one has not changed
@@ -74,13 +74,13 @@ def count_down(file: bytes, counter: int) -> None:
     """Counts a consumer that has closed the memory, unless the owner has ended.  A file that is not
     torch's counters, and a counter of no consumers, stay as they are."""
     try:
-        found = torch_shared_memory.open_file(file, _FILE_NBYTES)
+        found = torch_shm_reader.open_file(file, _FILE_NBYTES)
     except (OSError, _core.ProtocolError):
         return
     try:
         if os.fstat(found).st_size != _FILE_NBYTES:
             return
-        at = torch_shared_memory.HEADER_NBYTES + counter * _COUNTER_NBYTES
+        at = torch_shm_reader.HEADER_NBYTES + counter * _COUNTER_NBYTES
         with (
             mmap.mmap(found, _FILE_NBYTES) as data,
             memoryview(data) as whole,
@@ -127,7 +127,7 @@ def _parse(arguments: object, uuid: object) -> GpuTensor:
         raise payload.malformed(f"{payload.brief(uuid)} is not the UUID of a GPU")
     if not isinstance(dtype, torch.dtype):
         raise payload.malformed(f"{payload.brief(dtype)} is not the dtype of a tensor")
-    if not isinstance(file, bytes) or not torch_shared_memory.is_file_name(file):
+    if not isinstance(file, bytes) or not torch_shm_reader.is_file_name(file):
         raise payload.malformed(f"{payload.brief(file)} is not torch's file of counters")
     if waits is not False:  # torch's exporter asks for that, and its event ends with it
         raise payload.malformed("a tensor on a GPU that is to wait for an event")

@@ -31,7 +31,11 @@ _FLAGS = ("-P", "-B")
 _OF_LIBRARIES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS")  # read when they are loaded
 _ENGINE = "wsync.demo.engines.transformers"
 _NEEDED = {
-    "": ("torch", "wsync.demo.engines.workers", "wsync.demo.engines.tensor_parallel_engine"),
+    "": (
+        "torch",
+        "wsync.demo.engines.worker_processes",
+        "wsync.demo.engines.tensor_parallel_engine",
+    ),
     "support.forked_demo": ("wsync.demo.preload",),
     _ENGINE: ("uvicorn", "wsync.demo.engines.app", "transformers.models.qwen3.modeling_qwen3"),
 }

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from wsync import _core
-from wsync.checkpoints.files import INDEX, read_index, system_calls
+from wsync.checkpoints.safetensors_layout import INDEX, read_index, system_calls
 
 LATEST = "latest"
 _LOCK = ".lock"

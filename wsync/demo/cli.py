@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wsync.demo import timeline
-from wsync.demo.run import MODES, DemoFailed, Settings, run_demo
+from wsync.demo.launcher import MODES, DemoFailed, Settings, run_demo
 from wsync.machine import trace
 
 _DESCRIPTION = """

@@ -15,9 +15,9 @@ import torch
 
 from wsync._core import UnsupportedError
 from wsync.demo import sglang_cpu
-from wsync.demo.engines.worker import ModelWorker
-from wsync.demo.engines.workers import WorkersEngine
-from wsync.demo.sglang_packages import how_to_get
+from wsync.demo.engines.model_worker import ModelWorker
+from wsync.demo.engines.worker_processes import WorkersEngine
+from wsync.demo.sglang_requirements import how_to_get
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.handles.base import EngineHandle
 from wsync.sglang import SglangLoader

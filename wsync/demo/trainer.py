@@ -14,7 +14,7 @@ import torch.distributed as dist
 import wsync
 from wsync.demo import hf_reference, megatron_cpu
 from wsync.demo.demo_engines import Engines
-from wsync.demo.run import LACKING, Settings
+from wsync.demo.launcher import LACKING, Settings
 from wsync.demo.sglang_cpu_engine import SglangEngine
 from wsync.handles.base import EngineHandle
 from wsync.layout import TrainerLayout

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from wsync import _core
-from wsync.exchange.group_exchange import GroupExchange
-from wsync.exchange.remote_orders import Orders
+from wsync.exchange.all_to_all_exchange import GroupExchange
+from wsync.exchange.plan_spec import Orders
 from wsync.exchange.update_group import UpdateGroup, device_of
 from wsync.messages.tcp_channel import COUNTS, UPDATE, Channel, Frame
 

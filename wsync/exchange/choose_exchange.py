@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from wsync import _core
-from wsync.exchange.group_exchange import Exchange, GroupExchange
+from wsync.exchange.all_to_all_exchange import Exchange, GroupExchange
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup, device_of
 from wsync.machine.addresses import own_address

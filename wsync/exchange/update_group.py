@@ -25,7 +25,7 @@ from wsync.exchange.polled_collectives import Collectives, first_line
 from wsync.machine.daemon_threads import result, start
 from wsync.machine.deadline import LATER_SECONDS, Check, Deadline, look_around
 from wsync.machine.device import has_nccl
-from wsync.machine.environment_variable import variable
+from wsync.machine.temporary_environment import variable
 
 _c10d: Any = dist  # exports more than it lists
 

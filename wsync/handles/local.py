@@ -7,7 +7,7 @@ from typing import Any
 
 from wsync._core import DeadlineError, InvalidArgumentError, PeerClosedError, RemoteError
 from wsync.handles.answers import check_answer, cut, refusal, seconds, translate
-from wsync.handles.sglang_api import ApiHandle
+from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.daemon_threads import start
 
 

@@ -13,7 +13,7 @@ from wsync._core import (
     UnsupportedError,
 )
 from wsync.handles.answers import cause, check_answer, cut, engine_text, json_or_text, seconds
-from wsync.handles.sglang_api import ApiHandle
+from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, UPDATE_HEADER
 

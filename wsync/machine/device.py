@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from wsync import _core
 from wsync.machine.deadline import Deadline
-from wsync.machine.shared_libraries import bundled
+from wsync.machine.nvidia_wheels import bundled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

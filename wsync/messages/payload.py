@@ -34,9 +34,9 @@ import torch
 
 from wsync import _core
 from wsync.bucket import FlattenedTensorBucket, FlattenedTensorMetadata
-from wsync.checkpoints.files import system_calls
+from wsync.checkpoints.safetensors_layout import system_calls
 from wsync.machine.deadline import Deadline
-from wsync.messages import torch_shared_memory
+from wsync.messages import torch_shm_reader
 from wsync.messages.control import TENSOR_NAME
 
 _METADATA_GLOBAL: Final = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
@@ -493,14 +493,14 @@ class _Reader(_Values):
     def _read_file(self, cls: object, manager: object, name: object, nbytes: object) -> object:
         if not isinstance(name, bytes) or type(nbytes) is not int or nbytes < 0:
             raise malformed("a shared storage is not (manager, file, bytes)")
-        return torch_shared_memory.read_file(name, nbytes)
+        return torch_shm_reader.read_file(name, nbytes)
 
     def _read_descriptor(self, cls: object, descriptor: object, nbytes: object) -> object:
         """torch's default between related processes: the sender passes a file descriptor."""
         fields = descriptor.fields if isinstance(descriptor, _State) else {}
         if fields.keys() != {"_id"} or type(nbytes) is not int or nbytes < 0:
             raise malformed("a shared storage is not (descriptor, bytes)")
-        return torch_shared_memory.read_descriptor(fields["_id"], nbytes, self._deadline)
+        return torch_shm_reader.read_descriptor(fields["_id"], nbytes, self._deadline)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from io import BytesIO
 
 import torch
 
-from wsync.demo.engines.worker import ModuleWorker
-from wsync.demo.engines.workers import WorkersEngine
+from wsync.demo.engines.model_worker import ModuleWorker
+from wsync.demo.engines.worker_processes import WorkersEngine
 
 Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
 

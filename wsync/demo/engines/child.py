@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from subprocess import PIPE, Popen, TimeoutExpired
 
 from wsync._core import PeerClosedError
-from wsync.machine.owner import Owner
+from wsync.machine.fork_guard import Owner
 
 _STOP_SECONDS = 10.0
 _TAIL_NBYTES = 2000

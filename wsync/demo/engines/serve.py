@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, WsyncError
-from wsync.checkpoints.files import INDEX, read_index
+from wsync.checkpoints.safetensors_layout import INDEX, read_index
 from wsync.demo.engines.child import Child
 from wsync.handles.answers import seconds
 from wsync.machine.deadline import MAX_DEADLINE, POLL_SECONDS, Deadline

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from wsync._core import InvalidArgumentError, LayoutError, StateError
+from wsync.demo.engines.model_worker import ModelWorker
 from wsync.demo.engines.tensor_parallel_model import ShardedModel, box_at
-from wsync.demo.engines.worker import ModelWorker
-from wsync.demo.engines.workers import WorkersEngine
+from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.dtypes import dtype_of
 from wsync.engine.destination import Boxes
 from wsync.engine.groups import Named

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from wsync._core import InvalidArgumentError, Layout, LayoutBuilder, LayoutError, UnsupportedError
-from wsync.demo.engines.worker import check_fit
+from wsync.demo.engines.model_worker import check_fit
 from wsync.families.rules import Cut, Rule, Target
 from wsync.families.tables import gated, read_model, renamed, vocabulary
 from wsync.layout import contiguous_strides

@@ -24,8 +24,8 @@ import torch
 from wsync import _core
 from wsync._core import InvalidArgumentError, StateError
 from wsync.demo.engines.gate import REQUEST_SECONDS, Gate
+from wsync.demo.engines.model_worker import ModuleWorker
 from wsync.demo.engines.request_bodies import SamplingParams
-from wsync.demo.engines.worker import ModuleWorker
 from wsync.engine.destination import aliases
 from wsync.engine.groups import BROADCAST_SECONDS
 from wsync.machine.deadline import left

@@ -13,8 +13,8 @@ import torch
 from wsync import _core
 from wsync.dtypes import dtype_of
 from wsync.engine.destination import MissingError, listed
-from wsync.engine.learn.guards import Attribute, attributes_read
-from wsync.engine.learn.made_up_model import MadeUpModel
+from wsync.engine.learn.attribute_guards import Attribute, attributes_read
+from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import Area, ModuleMemory, SharedError
 from wsync.engine.learn.recorder import (
     ClashError,
@@ -62,7 +62,7 @@ class RecordedLoader:
 
     A recording is valid while the module has the same tensors, wherever they lie, and while what
     load_weights read is the same: values of tensors, and attributes of the module and of its
-    parameters (see wsync.engine.learn.guards).  Otherwise the next update records anew.
+    parameters (see wsync.engine.learn.attribute_guards).  Otherwise the next update records anew.
 
     Every update refuses, by name, parameters that the trainer does not deliver completely, because
     they would keep their old values, and tensors that load_weights writes to one place although

@@ -21,8 +21,8 @@ import torch
 
 from wsync._core import LayoutError
 from wsync.dtypes import dtype_of
-from wsync.engine.learn.guards import Attribute, Parts
-from wsync.engine.learn.made_up_model import MadeUpModel
+from wsync.engine.learn.attribute_guards import Attribute, Parts
+from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import (
     Area,
     AreaNames,

@@ -1,6 +1,6 @@
 """Watches what a loader does to tensors, without doing it.
 
-Under a Tracer, data that comes from the model's stand-ins (wsync.engine.learn.made_up_model) is not
+Under a Tracer, data that comes from the model's stand-ins (wsync.engine.learn.dummy_weights) is not
 moved: each movement is written down, and followed through temporaries (cat, clone, index, casts)
 until it reaches a tensor of the module.  What is no movement taints what it computes.  Values of
 the model's tensors are not there to be looked at; which of the module's were looked at is noted.
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wsync._core import checksum
-from wsync.engine.learn.made_up_model import MadeUpModel, there, weak
+from wsync.engine.learn.dummy_weights import MadeUpModel, there, weak
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.regions import Move, UnexpressedError, compose, without
 from wsync.engine.learn.time_limit import check

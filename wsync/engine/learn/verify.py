@@ -14,7 +14,7 @@ import torch
 
 from wsync._core import LOCAL, BufferTable, Layout, LayoutBuilder, Route, Stream
 from wsync.dtypes import dtype_of
-from wsync.engine.learn.made_up_model import MadeUpModel
+from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import Bindings, ModuleMemory, region
 from wsync.engine.learn.recorder import Recording, RecordingError
 from wsync.engine.learn.regions import Box

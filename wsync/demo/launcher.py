@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from wsync._core import DeadlineError
-from wsync.demo.sglang_packages import how_to_get
+from wsync.demo.sglang_requirements import how_to_get
 from wsync.doctor import importable
 from wsync.machine.deadline import Deadline
-from wsync.machine.environment_variable import variable
+from wsync.machine.temporary_environment import variable
 
 MODES = ("colocated", "distributed", "mixed", "disk")
 LACKING = "lacking"  # a file in which a rank says what the machine lacks

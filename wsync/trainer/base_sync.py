@@ -15,7 +15,7 @@ from tqdm import tqdm
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup, together
 from wsync.layout import TrainerLayout, from_tensors
-from wsync.machine.owner import Owner
+from wsync.machine.fork_guard import Owner
 from wsync.machine.try_lock import Turn
 from wsync.options import Options
 from wsync.report import Report

@@ -8,7 +8,7 @@ import torch
 
 from wsync._core import InvalidArgumentError, LayoutError, RemoteError
 from wsync.bucket import FlattenedTensorBucket
-from wsync.engine import disk
+from wsync.engine import checkpoint_loader
 from wsync.engine.destination import (
     Destination,
     LoadTarget,
@@ -118,7 +118,9 @@ class ModelWorker:
             raise InvalidArgumentError(f"load_format {load_format!r}: only safetensors here")
         with self._request(end, **request):
             threads, timeout = self.threads, left(end)
-            disk.load(model_path, self.targets, self.receiver, threads=threads, timeout=timeout)
+            checkpoint_loader.load(
+                model_path, self.targets, self.receiver, threads=threads, timeout=timeout
+            )
 
     def init_weights_update_group(
         self, *, end: float, update_id: str = "", timeout: float | None = None, **group: Any

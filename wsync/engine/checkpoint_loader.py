@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from wsync._core import LOCAL, BufferTable, Memory, Route, Stream
-from wsync.checkpoints.files import Checkpoint, FilePiece
+from wsync.checkpoints.safetensors_layout import Checkpoint, FilePiece
 from wsync.engine.destination import LoadTarget
 from wsync.engine.receiver import Receiver
 from wsync.machine.deadline import Deadline

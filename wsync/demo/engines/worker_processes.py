@@ -1,8 +1,8 @@
 """Engines that are worker processes of this one: how they are started, asked and ended.
 
 `WorkersEngine` is such an engine's handle (wsync.handles.base.EngineHandle); what lives in each
-process is a wsync.demo.engines.worker.ModelWorker.  Processes are asked one question at a time
-over a pipe and end when it closes.
+process is a wsync.demo.engines.model_worker.ModelWorker.  Processes are asked one question at a
+time over a pipe and end when it closes.
 """
 
 import contextlib
@@ -28,19 +28,21 @@ from wsync._core import (
     WsyncError,
 )
 from wsync.demo.engines.child import Child
-from wsync.demo.engines.worker import ModelWorker
+from wsync.demo.engines.model_worker import ModelWorker
 from wsync.engine.groups import BROADCAST_SECONDS
 from wsync.handles.answers import seconds
-from wsync.handles.sglang_api import check_payloads
+from wsync.handles.sglang_base import check_payloads
 from wsync.machine.daemon_threads import Lane
 from wsync.machine.deadline import left
-from wsync.machine.owner import Owner
+from wsync.machine.fork_guard import Owner
 from wsync.messages import control, payload
 
 _CLOSE_SECONDS: Final = 10.0
 _update_id: ContextVar[str] = ContextVar("wsync update", default="")
 """The id of the update that a call of an engine belongs to, "" if it has none."""
-_MAIN: Final = "import sys; from wsync.demo.engines.workers import serve; serve(int(sys.argv[1]))"
+_MAIN: Final = (
+    "import sys; from wsync.demo.engines.worker_processes import serve; serve(int(sys.argv[1]))"
+)
 
 
 class WorkersEngine:
