@@ -24,6 +24,7 @@ MODES = ("colocated", "distributed", "mixed", "disk")
 LACKING = "lacking"  # a file in which a rank says what the machine lacks
 _FACTS = "facts.json"  # rank 0's
 _SECONDS = 600.0
+_LEAVE_SECONDS = 10.0
 
 
 class DemoFailed(RuntimeError):
@@ -150,6 +151,9 @@ def _run_ranks(settings: Settings, folder: Path) -> None:
     finally:
         for process in ranks.processes:
             process.terminate()
+        for process in ranks.processes:
+            process.join(_LEAVE_SECONDS)
+            process.kill()
 
 
 def _sglang_missing(path: Sequence[str]) -> str:
