@@ -704,3 +704,15 @@ def test_what_cannot_be_learnt_in_time_is_not_left_to_the_loader() -> None:
     assert loader.recording is None
     loader.learn(model)
     assert loader.recording is not None
+
+
+def test_memory_of_another_size_at_the_same_place_is_learnt_anew() -> None:
+    module, loader = learnt()
+    padded = np.zeros(2 * 32 * 8, np.float32)
+    engine = ThreadEngine([loader])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        for seed, memory in enumerate((padded, padded[: 32 * 8])):
+            module.a.data = torch.from_numpy(memory)[: 32 * 8].view(32, 8)
+            sync.update(draw(seed))
+            assert torch.equal(module.a, draw(seed)["a"])
+    assert loader.reason == ""

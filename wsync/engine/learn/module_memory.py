@@ -101,7 +101,8 @@ class ModuleMemory:
         numbers: dict[int, int] = {}
         self.parts = dict(module.named_modules())
         self._outlines = [(part, _outline(part)) for part in self.parts.values()]
-        self._places: list[tuple[dict[str, Any], str, int, Seen]] = []  # by id
+        # where each is bound, its id, how it is seen, and its area
+        self._places: list[tuple[dict[str, Any], str, int, Seen, int]] = []
         for path, slot, name, tensor in _tensors(module):
             start, end = _span(tensor)
             if tensor.numel() and (not start or _end(tensor) > end - start):
@@ -119,7 +120,7 @@ class ModuleMemory:
             self.facts.append((path, dtype, shape, strides, number, offset))
             if isinstance(tensor, torch.nn.Parameter):
                 self.parameters.add(path)
-            self._places.append((slot, name, id(tensor), seen(tensor)))
+            self._places.append((slot, name, id(tensor), seen(tensor), number))
         self._order = sorted(range(len(self.areas)), key=lambda i: self.areas[i].start)
         self._starts = [self.areas[i].start for i in self._order]
         for one, two in zip(self._order, self._order[1:], strict=False):
@@ -132,7 +133,7 @@ class ModuleMemory:
         """The tensors of `facts`."""
         return [
             _there(fact[0], slot.get(name))
-            for fact, (slot, name, _, _) in zip(self.facts, self._places, strict=True)
+            for fact, (slot, name, *_) in zip(self.facts, self._places, strict=True)
         ]
 
     def tied(self) -> list[list[str]]:
@@ -181,7 +182,8 @@ class ModuleMemory:
             and tensor.dtype is dtype
             and tensor.shape == shape
             and tensor.stride() == stride
-            for slot, name, identity, (address, dtype, shape, stride) in self._places
+            and _span(tensor) == (self.areas[number].start, self.areas[number].end)
+            for slot, name, identity, (address, dtype, shape, stride), number in self._places
         )
 
     def find(self, address: int) -> int:
