@@ -166,6 +166,8 @@ class _Reader:
         resharders = [m.reshard for m in module.modules() if _is_fsdp2(m)]
         for reshard in resharders:
             reshard()
+        for prefix, handle in flats:
+            _write_back(prefix, handle)
         slots = Slots([module], lambda: _slots(module, flats, tied))
         _check_names(slots.names, flats)
 

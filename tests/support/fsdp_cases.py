@@ -222,11 +222,13 @@ def assigned_matches(how: str) -> list[int]:
     """Parameters that are given other memory, or are others, between updates."""
     model, state = build("dense")
     model = shard(model, how)
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 1
     layout = wsync.fsdp.layout(model)
     for parameter in model.parameters():
         parameter.data = parameter.data * 0.5 + 3
     for tensor in state.values():
-        tensor.mul_(0.5).add_(3)
+        tensor.add_(1).mul_(0.5).add_(3)
     shards = [check_everything(*gathered(layout), state)]
     for owner in model.modules():
         for name, parameter in list(owner._parameters.items()):
