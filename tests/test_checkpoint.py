@@ -465,7 +465,7 @@ def test_a_checkpoint_that_changes_under_its_reader_is_noticed(
     with early.opened():
         early.check()
         change(folder / name)
-        text = rf"{name}: was written to while the checkpoint was being read"
+        text = rf"{name}: was changed while the checkpoint was being read"
         with pytest.raises(wsync.LayoutError, match=text):
             early.check()
     if name != INDEX:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import signal
 import threading
@@ -402,3 +404,8 @@ def test_updating_before_connecting_is_refused() -> None:
 def test_options_that_make_no_sense_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=f"{field}={value!r}"):
         wsync.Options(**{field: value})
+
+
+def test_a_report_can_be_written_as_json() -> None:
+    report = wsync.Report(version="3", phases={"copy": 0.5})
+    assert json.loads(json.dumps(dataclasses.asdict(report)))["phases"] == {"copy": 0.5}

@@ -52,7 +52,9 @@ class Report:
     unused: tuple[str, ...] = ()
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    trace: Trace = field(default_factory=Trace, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.trace: Trace = Trace()  # no fact of the update
 
     @property
     def redundancy(self) -> float:

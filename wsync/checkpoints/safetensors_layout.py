@@ -335,8 +335,9 @@ class Checkpoint:
                 done += found
 
     def check(self) -> None:
-        """Raises LayoutError if a file or the index has been written to or replaced since it was
-        opened: what was read may be of two checkpoints.  One that was removed is read as it was."""
+        """Raises LayoutError if a file or the index has been written to, replaced, linked or given
+        another mode since it was opened: what was read may be of two checkpoints.  One that was
+        removed is read as it was."""
         for path, seen in self._seen.items():
             with system_calls(path):
                 try:
@@ -392,7 +393,7 @@ class Checkpoint:
         return found
 
 
-_CHANGED: Final = "was written to while the checkpoint was being read"
+_CHANGED: Final = "was changed while the checkpoint was being read"
 _MAX_NAME: Final = 4096
 _MAX_DIMENSIONS: Final = 6  # of a layout
 

@@ -87,7 +87,7 @@ class Collectives:
         waits for a collective that is stuck, keeps nobody but a thread."""
         held, self._group = [self._group], None
         # only its end gives up what is stuck in a group that lingers
-        before = set() if self._lingers else self._underway
+        before = set() if self._lingers else set(self._underway)
         ending = threading.Thread(target=_end, args=(held, before), daemon=True, name="wsync-group")
         ending.start()
         if not (self._underway or self._broken):

@@ -81,6 +81,8 @@ class LocalHandle(ApiHandle):
             raise PeerClosedError(f"{where}: {cut(str(error))}") from error
         except ray.exceptions.RayTaskError as error:
             raise RemoteError(f"{where}: {cut(str(error))}") from error
+        except Exception as error:
+            raise translate(where, error) from error
 
 
 class RayHandle(LocalHandle):
