@@ -218,11 +218,8 @@ static wsync_status_t check(const wsync_copy_t *copies, size_t count,
 
 wsync_status_t wsync_host_file_reserve(const wsync_file_t *file, wsync_error_t *err)
 {
-    int result;
+    long result = TEMP_FAILURE_RETRY(fallocate(file->fd, 0, 0, (off_t)file->nbytes));
 
-    do {
-        result = fallocate(file->fd, 0, 0, (off_t)file->nbytes);
-    } while (result != 0 && errno == EINTR);
     if (result != 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) {
         result = ftruncate(file->fd, (off_t)file->nbytes);
     }

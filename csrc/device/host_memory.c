@@ -105,13 +105,11 @@ static int populate(void *data, uint64_t nbytes)
     unsigned char *bytes = data;
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
 
-    int result;
-
-    do {
-        result = madvise(data, nbytes, MADV_POPULATE_WRITE);
-    } while (result != 0 && errno == EINTR);
-    if (result == 0 || errno != EINVAL) {
-        return result == 0 ? 0 : errno;
+    if (TEMP_FAILURE_RETRY(madvise(data, nbytes, MADV_POPULATE_WRITE)) == 0) {
+        return 0;
+    }
+    if (errno != EINVAL) {
+        return errno;
     }
     /* Before Linux 5.14.  An atomic no-op, because a peer may be writing already. */
     for (uint64_t offset = 0; offset < nbytes; offset += page) {
@@ -177,7 +175,6 @@ static wsync_status_t create(const wsync_device_t *self, uint64_t nbytes,
     wsync_status_t status = WSYNC_OK;
     const uint64_t available = wsync_host_memory_available("");
     int fd = -1;
-    int result;
 
     if (nbytes == 0) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_create",
@@ -193,17 +190,11 @@ static wsync_status_t create(const wsync_device_t *self, uint64_t nbytes,
     if (fd < 0) {
         return fail_call("memfd_create", errno, nbytes, err);
     }
-    do {
-        result = ftruncate(fd, (off_t)nbytes);
-    } while (result != 0 && errno == EINTR);
-    if (result != 0) {
+    if (TEMP_FAILURE_RETRY(ftruncate(fd, (off_t)nbytes)) != 0) {
         status = fail_call("ftruncate", errno, nbytes, err);
         goto cleanup;
     }
-    do {
-        result = fallocate(fd, 0, 0, (off_t)nbytes);
-    } while (result != 0 && errno == EINTR);
-    if (result != 0) {
+    if (TEMP_FAILURE_RETRY(fallocate(fd, 0, 0, (off_t)nbytes)) != 0) {
         status = fail_call("fallocate", errno, nbytes, err);
         goto cleanup;
     }

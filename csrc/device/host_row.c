@@ -234,13 +234,13 @@ TURN_FUNCTION(turn_16, pair64_t)
 typedef void (*tile_func_t)(unsigned char *, const unsigned char *,
                             const wsync_host_tile_t *);
 
-/* The functions for elements of one size; NULL for a size that has none. */
 typedef struct item_functions {
     uint64_t item_nbytes;
     tile_func_t tile;
     tile_func_t turn;
 } item_functions_t;
 
+/* Those for elements of one size; NULL for a size that has none. */
 static const item_functions_t *item_functions(uint64_t item_nbytes)
 {
     static const item_functions_t known[] = {

@@ -3,25 +3,23 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
+#include <unistd.h>
 
 #include "ipc/channel.h"
 
+static const char digits[] = "0123456789abcdef";
+
+/* The value of a hexadecimal digit, or -1. */
 static int hex_value(char digit)
 {
-    if (digit >= '0' && digit <= '9') {
-        return digit - '0';
-    }
-    if (digit >= 'a' && digit <= 'f') {
-        return digit - 'a' + 10;
-    }
-    return -1;
+    const char *found = digit != '\0' ? strchr(digits, digit) : NULL;
+
+    return found != NULL ? (int)(found - digits) : -1;
 }
 
 void wsync_address_format(const uint8_t token[WSYNC_TOKEN_NBYTES], const char *path,
                           char address[WSYNC_ADDRESS_NBYTES])
 {
-    static const char digits[] = "0123456789abcdef";
-
     for (size_t i = 0; i < WSYNC_TOKEN_NBYTES; i++) {
         address[2 * i] = digits[token[i] >> 4];
         address[2 * i + 1] = digits[token[i] & 15];
@@ -67,12 +65,7 @@ wsync_status_t wsync_address_parse(const char *address, uint8_t token[WSYNC_TOKE
 
 wsync_status_t wsync_token_create(uint8_t token[WSYNC_TOKEN_NBYTES], wsync_error_t *err)
 {
-    ssize_t count;
-
-    do {
-        count = getrandom(token, WSYNC_TOKEN_NBYTES, 0);
-    } while (count < 0 && errno == EINTR);
-    if (count != WSYNC_TOKEN_NBYTES) {
+    if (TEMP_FAILURE_RETRY(getrandom(token, WSYNC_TOKEN_NBYTES, 0)) != WSYNC_TOKEN_NBYTES) {
         return wsync_fail(err, WSYNC_ERR_OS, errno, "getrandom", "getrandom: %s",
                           strerror(errno));
     }

@@ -91,7 +91,8 @@ static PyObject *buffers_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O:BufferTable", names, &spans,
                                      &owner) ||
-        wsync_py_items_init(&items, spans, sizeof(wsync_span_t), read_span, &state) < 0) {
+        wsync_py_items_init(&items, spans, sizeof(wsync_span_t), read_span,
+                            (const void *)&state) < 0) {
         return NULL;
     }
     self = wsync_py_buffers_create(state, wsync_device_host(), items.items, items.count,

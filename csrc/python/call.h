@@ -106,11 +106,18 @@ PyObject *wsync_py_call(PyObject *self, PyObject *args, PyObject *kwargs,
 
 /* Defines `function`, the PyCFunction of a method.  The last arguments are its
  * parameters. */
-#define WSYNC_PY_CALL(function, name, step, result, ...)                        \
+#define WSYNC_PY_CALL(function, name, step, result, ...) \
+    WSYNC_PY_METHOD(function, name, step, result, false, __VA_ARGS__)
+
+/* The same for one that does nothing with a closed object. */
+#define WSYNC_PY_CALL_IF_OPEN(function, name, step, result, ...) \
+    WSYNC_PY_METHOD(function, name, step, result, true, __VA_ARGS__)
+
+#define WSYNC_PY_METHOD(function, name, step, result, if_open, ...)             \
     static PyObject *function(PyObject *self, PyObject *args, PyObject *kwargs) \
     {                                                                           \
         static const wsync_py_method_t method = {                               \
-            name, step, result, {__VA_ARGS__}, false};                          \
+            name, step, result, {__VA_ARGS__}, if_open};                        \
                                                                                 \
         return wsync_py_call(self, args, kwargs, &method);                      \
     }

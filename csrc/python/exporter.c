@@ -214,15 +214,7 @@ static wsync_status_t step_abort(wsync_py_call_t *call, int Py_UNUSED(timeout_ms
     return WSYNC_OK;
 }
 
-static PyObject *exporter_abort(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    static const wsync_py_method_t method = {.name = "abort",
-                                             .step = step_abort,
-                                             .parameters = {WSYNC_PY_TEXT},
-                                             .if_open = true};
-
-    return wsync_py_call(self, args, kwargs, &method);
-}
+WSYNC_PY_CALL_IF_OPEN(exporter_abort, "abort", step_abort, NULL, WSYNC_PY_TEXT)
 
 #define METHOD(name, text) {#name, WSYNC_PY_KEYWORDS(exporter_##name), text}
 

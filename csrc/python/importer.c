@@ -181,13 +181,7 @@ static wsync_status_t step_fail(wsync_py_call_t *call, int Py_UNUSED(timeout_ms)
     return WSYNC_OK;
 }
 
-static PyObject *importer_fail(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    static const wsync_py_method_t method = {
-        .name = "fail", .step = step_fail, .parameters = {WSYNC_PY_TEXT}, .if_open = true};
-
-    return wsync_py_call(self, args, kwargs, &method);
-}
+WSYNC_PY_CALL_IF_OPEN(importer_fail, "fail", step_fail, NULL, WSYNC_PY_TEXT)
 
 WSYNC_PY_NUMBER_GETTER(importer_generation, ((ImporterObject *)self)->generation)
 

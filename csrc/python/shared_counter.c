@@ -6,29 +6,22 @@
 
 #include "python/module.h"
 
-static bool lower_32(_Atomic int32_t *counter, long long least)
-{
-    int32_t found = atomic_load(counter);
-
-    while (found > least) {
-        if (atomic_compare_exchange_weak(counter, &found, found - 1)) {
-            return true;
-        }
+/* One function per size of a counter. */
+#define LOWER_FUNCTION(name, type)                                          \
+    static bool name(_Atomic(type) *counter, long long least)               \
+    {                                                                       \
+        type found = atomic_load(counter);                                  \
+                                                                            \
+        while (found > least) {                                             \
+            if (atomic_compare_exchange_weak(counter, &found, found - 1)) { \
+                return true;                                                \
+            }                                                               \
+        }                                                                   \
+        return false;                                                       \
     }
-    return false;
-}
 
-static bool lower_64(_Atomic int64_t *counter, long long least)
-{
-    int64_t found = atomic_load(counter);
-
-    while (found > least) {
-        if (atomic_compare_exchange_weak(counter, &found, found - 1)) {
-            return true;
-        }
-    }
-    return false;
-}
+LOWER_FUNCTION(lower_32, int32_t)
+LOWER_FUNCTION(lower_64, int64_t)
 
 static PyObject *count_down(PyObject *Py_UNUSED(module), PyObject *args)
 {

@@ -544,7 +544,6 @@ static PyObject *stream_trace(PyObject *object, PyObject *args)
     ModuleState *state = wsync_py_state_of(object);
     wsync_stream_span_t *next = NULL;
     wsync_stream_span_t *spans = NULL;
-    wsync_error_t err = {0};
     PyObject *labels = NULL;
     PyObject *list;
     unsigned capacity;
@@ -559,9 +558,10 @@ static PyObject *stream_trace(PyObject *object, PyObject *args)
         if (labels == NULL) {
             free(next);
             leave(self);
-            (void)wsync_fail(&err, WSYNC_ERR_NO_MEMORY, 0, "Stream.trace",
-                             "no memory to note %u batches", capacity);
-            return PyErr_Occurred() != NULL ? NULL : wsync_py_raise(state, &err);
+            return PyErr_Occurred() != NULL
+                       ? NULL
+                       : wsync_py_fail(state, WSYNC_ERR_NO_MEMORY, "Stream.trace",
+                                       "no memory to note %u batches", capacity);
         }
     }
     wsync_stream_trace(self->stream, next, capacity, &spans, &count);

@@ -127,12 +127,6 @@ typedef struct ViewPoolObject {
     view_pool_t *pool; /* counted */
 } ViewPoolObject;
 
-static int fail(ModuleState *state, wsync_error_t *err)
-{
-    (void)wsync_py_raise(state, err);
-    return -1;
-}
-
 static PyObject *make_view(ModuleState *state, const DLPackExchangeAPI *api,
                            view_pool_t *pool, const wsync_tensor_t *tensor, uint64_t offset)
 {
@@ -197,36 +191,23 @@ static const DLPackExchangeAPI *find_importer(ModuleState *state, PyObject *like
 static int read_request(ModuleState *state, const char *dtype, PyObject *shape,
                         wsync_tensor_t *tensor)
 {
-    PyObject *tuple = PySequence_Tuple(shape);
-    const Py_ssize_t ndim = tuple != NULL ? PyTuple_Size(tuple) : -1;
+    const Py_ssize_t ndim = PySequence_Size(shape);
     wsync_error_t err = {0};
-    int result = -1;
 
-    if (tuple == NULL) {
+    if (ndim < 0) {
         return -1;
     }
     if (wsync_dtype_from_name(dtype, &tensor->dtype, &err) != WSYNC_OK) {
-        (void)fail(state, &err);
-        goto cleanup;
+        (void)wsync_py_raise(state, &err);
+        return -1;
     }
     if (ndim > WSYNC_MAX_NDIM) {
         (void)wsync_py_fail(state, WSYNC_ERR_UNSUPPORTED, "view",
                             "%zd dimensions, at most %d are supported", ndim,
                             (int)WSYNC_MAX_NDIM);
-        goto cleanup;
+        return -1;
     }
-    tensor->ndim = (uint32_t)ndim;
-    for (Py_ssize_t i = 0; i < ndim; i++) {
-        tensor->shape[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
-        if (PyErr_Occurred()) {
-            goto cleanup;
-        }
-    }
-    result = 0;
-
-cleanup:
-    Py_DECREF(tuple);
-    return result;
+    return wsync_py_read_int64s(shape, "shape", tensor->shape, &tensor->ndim);
 }
 
 static PyObject *refuse_keywords(const char *name)
