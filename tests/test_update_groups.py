@@ -188,9 +188,9 @@ def test_a_late_announcement_of_an_update_that_has_ended_costs_no_group() -> Non
             engine.pause("abort", PATIENCE, update)
             if update == "0b":
                 with pytest.raises(wsync.StateError, match="update 0a has ended"):
-                    engine.update_weights_from_distributed(**announced, update="0a")
+                    engine.update_weights_from_distributed(**announced, update_id="0a")
             sent = pool.submit(trainer.broadcast, [torch.full((3,), value)])
-            engine.update_weights_from_distributed(**announced, update=update)
+            engine.update_weights_from_distributed(**announced, update_id=update)
             sent.result(PATIENCE)
             assert module.a.tolist() == [value] * 3
             engine.resume(PATIENCE, update)
