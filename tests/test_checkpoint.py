@@ -533,5 +533,5 @@ def test_a_file_that_is_cut_short_while_it_is_loaded_is_an_error(tmp_path: Path)
         return Boxes(builder.build(), list(own.values()))
 
     receiver: Any = SimpleNamespace(state=CutsShort(tmp_path / "model.safetensors"))
-    with pytest.raises(wsync.LayoutError, match=r"model\.safetensors: was written to .*it ends at"):
+    with pytest.raises(wsync.LayoutError, match=r"model\.safetensors: was changed .*it ends at"):
         checkpoint_loader.load(tmp_path, targets, receiver, timeout=60)

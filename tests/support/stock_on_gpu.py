@@ -14,7 +14,7 @@ from support.sglang_receiver import digest
 
 import wsync
 from wsync.messages import gpu_payload
-from wsync.trainer import rounds
+from wsync.trainer import connection
 from wsync.trainer.sessions import stock
 
 SHAPES = {"a": (40, 5), "b": (300,), "c": (7, 7, 7), "d": (256,), "e": (300, 1)}
@@ -88,7 +88,7 @@ def update_twice(tree: Path, uuid: str) -> tuple[list[bool], list[Any], bool]:
     tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     try:
         with (
-            mock.patch.object(rounds, "StockSession", OnGpu),
+            mock.patch.object(connection, "StockSession", OnGpu),
             wsync.connect(tensors, [engine], options=options) as sync,
         ):
             for _ in range(2):
