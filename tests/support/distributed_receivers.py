@@ -107,10 +107,11 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel, way: str) -> dict[st
 
 @contextlib.contextmanager
 def strike(engines: list[Any], how: signal.Signals) -> Any:
-    """Rank 0 sends a signal to the first engine once its first round has been sent."""
+    """Rank 0 sends a signal to the first engine in a round that is sent only when all engines
+    have taken the first one."""
 
     def hit(_: Connection, number: int) -> None:
-        if number == 1 and engines:
+        if number == 3 and engines:
             os.kill(engines[0].pids[0], how)
 
     try:
