@@ -1,0 +1,172 @@
+"""Rules that several model families share: Megatron-Core parameter names to Hugging Face tensors.
+
+Names and row orders follow Megatron-Core 0.16 (`megatron/core/models/gpt`) and the checkpoints
+of transformers.  Sizes are those of the model:
+
+    h hidden, vocab, experts, layers
+    g query groups, n query heads per group, d channels of a head, heads = g * n
+    ffn, moe_ffn, shared_ffn: intermediate sizes of dense layers, one expert, the shared experts
+"""
+
+from __future__ import annotations
+
+import re
+
+from wsync.families.rules import Rule, Target
+
+__all__ = [
+    "ATTENTION",
+    "DENSE_MLP",
+    "EMBEDDING",
+    "EXPERTS",
+    "HF_LAYER",
+    "LAYER",
+    "SHARED_EXPERT",
+    "UNGATED_SHARED_EXPERTS",
+    "fused_experts",
+    "gated",
+    "layer_rules",
+    "qkv",
+    "renamed",
+    "shared_experts",
+    "vocabulary",
+]
+
+LAYER = "decoder.layers.{layer}."
+HF_LAYER = "model.layers.{layer}."
+
+
+def renamed(name: str, view: str, target: str) -> Rule:
+    """A parameter that holds one tensor, laid out as the parameter is."""
+    return Rule(name, view, Target(target, re.sub(r"[*@]|:\w+", "", view)))
+
+
+def layer_rules(*rows: tuple[str, str, str]) -> tuple[Rule, ...]:
+    """Parameters of a layer that lie as the tensors of other names do: (name, view, other name)."""
+    return tuple(renamed(LAYER + name, view, HF_LAYER + target) for name, view, target in rows)
+
+
+def gated(name: str, size: str, target: str, *, kind: str = "weight") -> Rule:
+    """A gated first linear layer: every rank holds its gate rows, then its up rows."""
+    tail = " h" if kind == "weight" else ""
+    return Rule(
+        name,
+        f"(*gate:{size} | *up:{size}){tail}",
+        Target(f"{target}gate_proj.{kind}", f"gate{tail}"),
+        Target(f"{target}up_proj.{kind}", f"up{tail}"),
+    )
+
+
+def qkv(kind: str) -> Rule:
+    """Rows per query group: its query heads, its key head, its value head."""
+    tail = " h" if kind == "weight" else ""
+    attention = f"{HF_LAYER}self_attn."
+    return Rule(
+        f"{LAYER}self_attention.linear_qkv.{kind}",
+        f"*(g (n | k:1 | v:1) d){tail}",
+        Target(f"{attention}q_proj.{kind}", f"(g n d){tail}"),
+        Target(f"{attention}k_proj.{kind}", f"(g k d){tail}"),
+        Target(f"{attention}v_proj.{kind}", f"(g v d){tail}"),
+    )
+
+
+def vocabulary(name: str, target: str) -> Rule:
+    """An embedding or head, whose rows are padded."""
+    return Rule(name, "*(vocab | pad:?) h", Target(target, "vocab h"))
+
+
+EMBEDDING: tuple[Rule, ...] = (
+    vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+    vocabulary("output_layer.weight", "lm_head.weight"),
+    renamed("decoder.final_layernorm.weight", "h", "model.norm.weight"),
+)
+
+ATTENTION: tuple[Rule, ...] = (
+    qkv("weight"),
+    qkv("bias"),
+    *layer_rules(
+        ("self_attention.linear_proj.weight", "h *(g n d)", "self_attn.o_proj.weight"),
+        ("self_attention.linear_proj.bias", "h", "self_attn.o_proj.bias"),
+        ("self_attention.q_layernorm.weight", "d", "self_attn.q_norm.weight"),
+        ("self_attention.k_layernorm.weight", "d", "self_attn.k_norm.weight"),
+        # One norm, two names: fused into the linear layer by TransformerEngine, else of its own.
+        ("self_attention.linear_qkv.layer_norm_weight", "h", "input_layernorm.weight"),
+        ("input_layernorm.weight", "h", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "h", "post_attention_layernorm.weight"),
+        ("pre_mlp_layernorm.weight", "h", "post_attention_layernorm.weight"),
+    ),
+)
+
+DENSE_MLP: tuple[Rule, ...] = (
+    gated(f"{LAYER}mlp.linear_fc1.weight", "ffn", f"{HF_LAYER}mlp."),
+    gated(f"{LAYER}mlp.linear_fc1.bias", "ffn", f"{HF_LAYER}mlp.", kind="bias"),
+    *layer_rules(
+        ("mlp.linear_fc2.weight", "h *ffn", "mlp.down_proj.weight"),
+        ("mlp.linear_fc2.bias", "h", "mlp.down_proj.bias"),
+    ),
+)
+
+_EXPERT = f"{HF_LAYER}mlp.experts.{{expert}}."
+EXPERTS: tuple[Rule, ...] = (
+    *layer_rules(
+        ("mlp.router.weight", "experts h", "mlp.gate.weight"),
+        ("mlp.router.expert_bias", "experts", "mlp.gate.e_score_correction_bias"),
+    ),
+    *(
+        rule
+        for before, after in (("", "{expert}"), ("local_experts.{expert}.", ""))
+        for name in (f"{LAYER}mlp.experts.{before}linear_fc",)
+        for rule in (
+            gated(f"{name}1.weight{after}", "moe_ffn", _EXPERT),
+            renamed(f"{name}2.weight{after}", "h *moe_ffn", f"{_EXPERT}down_proj.weight"),
+        )
+    ),
+    # Legacy grouped experts: one tensor per rank, transposed for each expert.
+    Rule(
+        f"{LAYER}mlp.experts.weight1",
+        "@experts h (*gate:moe_ffn | *up:moe_ffn)",
+        Target(f"{HF_LAYER}mlp.experts.{{experts}}.gate_proj.weight", "gate h"),
+        Target(f"{HF_LAYER}mlp.experts.{{experts}}.up_proj.weight", "up h"),
+        stored=((1,), (0, 2)),
+    ),
+    Rule(
+        f"{LAYER}mlp.experts.weight2",
+        "@experts *moe_ffn h",
+        Target(f"{HF_LAYER}mlp.experts.{{experts}}.down_proj.weight", "h moe_ffn"),
+        stored=((0, 1), (2,)),
+    ),
+)
+
+
+def shared_experts(target: str) -> tuple[Rule, ...]:
+    name = "mlp.shared_experts.linear_fc"
+    return (
+        gated(f"{LAYER}{name}1.weight", "shared_ffn", f"{HF_LAYER}{target}"),
+        *layer_rules((f"{name}2.weight", "h *shared_ffn", f"{target}down_proj.weight")),
+    )
+
+
+SHARED_EXPERT: tuple[Rule, ...] = (
+    *shared_experts("mlp.shared_expert."),
+    *layer_rules(("mlp.shared_experts.gate_weight", "one:1 h", "mlp.shared_expert_gate.weight")),
+)
+# Qwen3's own models have none; the names are those that slime gives them.
+UNGATED_SHARED_EXPERTS = shared_experts("mlp.shared_experts.")
+
+
+def fused_experts(
+    target: str = f"{HF_LAYER}mlp.experts.",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    size: str = "moe_ffn",
+) -> tuple[Rule, ...]:
+    """A layer's experts as transformers 5 keeps them at run time; it saves them one by one."""
+    gate, up, down = (f"{target}{{experts}}.{name}.weight" for name in names)
+    return (
+        Rule(
+            f"{HF_LAYER}mlp.experts.gate_up_proj",
+            f"experts (gate:{size} | up:{size}) h",
+            Target(gate, "gate h"),
+            Target(up, "up h"),
+        ),
+        Rule(f"{HF_LAYER}mlp.experts.down_proj", f"experts h {size}", Target(down, f"h {size}")),
+    )
