@@ -100,7 +100,7 @@ class ModuleMemory:
         self.parameters: set[str] = set()  # paths
         numbers: dict[int, int] = {}
         self.parts = dict(module.named_modules())
-        self._outlines = [(part, _outline(part)) for part in self.parts.values()]
+        self._outlines = [_Outline(part) for part in self.parts.values()]
         # where each is bound, its id, how it is seen, and its area
         self._places: list[tuple[dict[str, Any], str, int, Seen, int]] = []
         for path, slot, name, tensor in _tensors(module):
@@ -175,7 +175,7 @@ class ModuleMemory:
     def current(self) -> bool:
         """Whether the module holds the very same tensors where they were: what an update asks
         each time, at little cost."""
-        return all(_outline(part) == outline for part, outline in self._outlines) and all(
+        return all(outline.holds() for outline in self._outlines) and all(
             isinstance(tensor := slot.get(name), torch.Tensor)
             and id(tensor) == identity
             and tensor.data_ptr() == address
@@ -283,13 +283,40 @@ def _tensors(
                     yield (f"{prefix}.{name}" if prefix else name), slot, name, tensor
 
 
-def _outline(part: torch.nn.Module) -> tuple[list[int], list[tuple[str, int]]]:
-    """Changes when tensors or modules come or go, and when a name stands for another module."""
-    tensors = [
+class _Outline:
+    """Tells whether tensors or modules came to a module or went from it, and whether a name stands
+    for another module.
+
+    Tensors are counted anew only where the types of what the module holds are others, or where it
+    holds tensors without memory, which may get some.
+    """
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        self._part = part
+        self._children = list(part._modules.items())
+        self._types = _types(part)
+        self._counts = _counts(part)
+        held = sum(issubclass(kind, torch.Tensor) for kind in self._types)
+        self._certain = held == sum(self._counts)
+
+    def holds(self) -> bool:
+        part = self._part
+        if list(part._modules.items()) != self._children:
+            return False
+        return (self._certain and _types(part) == self._types) or _counts(part) == self._counts
+
+
+def _types(part: torch.nn.Module) -> list[type]:
+    """The types of all that a module holds."""
+    return [kind for slot in slots(part) for kind in map(type, slot.values())]
+
+
+def _counts(part: torch.nn.Module) -> list[int]:
+    """How many tensors with memory each of a module's slots has."""
+    return [
         sum(isinstance(t, torch.Tensor) and usable(t) and t.numel() > 0 for t in slot.values())
         for slot in slots(part)
     ]
-    return tensors, [(name, id(child)) for name, child in part._modules.items()]
 
 
 def slots(part: torch.nn.Module) -> tuple[dict[str, Any], ...]:

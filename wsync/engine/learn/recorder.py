@@ -21,7 +21,7 @@ import torch
 
 from wsync._core import LayoutError
 from wsync.dtypes import dtype_of
-from wsync.engine.learn.attribute_guards import Attribute, Parts
+from wsync.engine.learn.attribute_guards import Attribute, AttributeGuards, Parts
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import (
     Area,
@@ -171,7 +171,7 @@ class Recording:
     twins: list[Twin] = field(default_factory=list)
     shadow_copies: list[Transfer] = field(default_factory=list)
     outside: list[tuple[Outside, int]] = field(default_factory=list)
-    attributes: list[Attribute] = field(default_factory=list)
+    attributes: AttributeGuards = field(default_factory=AttributeGuards)
 
     def guard(self, attributes: Sequence[Attribute], parts: Parts) -> None:
         """From here on, what the loader went by is to stay as it is, if it is still there.
@@ -183,7 +183,7 @@ class Recording:
             RecordingError: a load changes it.
         """
         gc.collect()
-        self.attributes = [each for each in attributes if not each.difference(parts)]
+        self.attributes = AttributeGuards(a for a in attributes if not a.difference(parts))
         found = [(outside, outside.sum(), sum) for outside, sum in self.outside]
         if any(now is not None and now != sum for _, now, sum in found):
             raise RecordingError("it goes by values outside the module, which it changes")
@@ -193,9 +193,8 @@ class Recording:
         """Which values that the loader goes by are others now; "" where none are."""
         if any(outside.sum() != sum for outside, sum in self.outside):
             return "values outside the module, which load_weights goes by, are others or are gone"
-        for attribute in self.attributes:
-            if difference := attribute.difference(held.parts):
-                return difference
+        if difference := self.attributes.difference(held.parts):
+            return difference
         for area, sums in self.looked.items():
             if held.areas[area].sums(self.gaps[area]) != sums:
                 return f"{held.areas[area].path}, which load_weights goes by, has other values"
