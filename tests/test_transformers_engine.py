@@ -25,7 +25,7 @@ from wsync.bucket import FlattenedTensorBucket
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
 from wsync.demo.engines.serve import main as serve_main
 from wsync.demo.engines.transformers import create_app
-from wsync.engine.groups import UpdateGroups
+from wsync.engine.update_groups import UpdateGroups
 from wsync.handles.base import handle
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT

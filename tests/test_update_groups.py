@@ -20,7 +20,7 @@ import torch.distributed as dist
 import wsync
 from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.transformers import Engine
-from wsync.engine.groups import UpdateGroups
+from wsync.engine.update_groups import UpdateGroups
 from wsync.engine.update_state import Repeated
 from wsync.exchange.choose_exchange import Transport
 from wsync.exchange.polled_collectives import Collectives

@@ -17,9 +17,9 @@ from wsync.engine.destination import (
     check_owned,
     state_of,
 )
-from wsync.engine.groups import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import Loader, ModuleLoader
+from wsync.engine.update_groups import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.exchange.update_group import connection_of
 from wsync.machine.deadline import left
 from wsync.messages import control, payload
@@ -125,8 +125,8 @@ class ModelWorker:
     def init_weights_update_group(
         self, *, end: float, update_id: str = "", timeout: float | None = None, **group: Any
     ) -> None:
-        """Joins a process group for updates; see wsync.engine.groups.  timeout: seconds that a
-        broadcast may take; None: broadcast_seconds."""
+        """Joins a process group for updates; see wsync.engine.update_groups.  timeout: seconds that
+        a broadcast may take; None: broadcast_seconds."""
         self.updates.regroup(update_id)
         timeout = self.broadcast_seconds if timeout is None else timeout
         self._groups.init(meeting=left(end), timeout=timeout, **group)

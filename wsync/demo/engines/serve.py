@@ -211,7 +211,7 @@ def _count(text: str) -> int:
 
 
 def command_line() -> argparse.ArgumentParser:
-    from wsync.engine.groups import BROADCAST_SECONDS
+    from wsync.engine.update_groups import BROADCAST_SECONDS
 
     parser = argparse.ArgumentParser(
         prog="python -m wsync.demo.engines.transformers",

@@ -24,8 +24,8 @@ from wsync.demo.engines.tensor_parallel_model import ShardedModel, box_at
 from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.dtypes import dtype_of
 from wsync.engine.destination import Boxes
-from wsync.engine.groups import Named
 from wsync.engine.ring_loaders import LayoutLoader, Loader, ModuleLoader
+from wsync.engine.update_groups import Named
 from wsync.machine.deadline import left
 from wsync.module_tensors import same_bytes
 

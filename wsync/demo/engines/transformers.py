@@ -27,7 +27,7 @@ from wsync.demo.engines.gate import REQUEST_SECONDS, Gate
 from wsync.demo.engines.model_worker import ModuleWorker
 from wsync.demo.engines.request_bodies import SamplingParams
 from wsync.engine.destination import aliases
-from wsync.engine.groups import BROADCAST_SECONDS
+from wsync.engine.update_groups import BROADCAST_SECONDS
 from wsync.machine.deadline import left
 
 if TYPE_CHECKING:

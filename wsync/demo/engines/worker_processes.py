@@ -29,7 +29,7 @@ from wsync._core import (
 )
 from wsync.demo.engines.child import Child
 from wsync.demo.engines.model_worker import ModelWorker
-from wsync.engine.groups import BROADCAST_SECONDS
+from wsync.engine.update_groups import BROADCAST_SECONDS
 from wsync.handles.answers import seconds
 from wsync.handles.sglang_base import check_payloads
 from wsync.machine.daemon_threads import Lane
