@@ -17,7 +17,7 @@ from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.messages.control import FLATTENED_BUCKET
 from wsync.options import Options
 from wsync.trainer.requests import NO_CALLS, Calls, UnderWay
-from wsync.trainer.worker_rounds import WorkerRounds
+from wsync.trainer.round_contents import WorkerRounds
 
 _LOCK_SECONDS = 0.1
 _LOCK_ANSWER_SECONDS = 30.0

@@ -12,7 +12,7 @@ from wsync.machine.daemon_threads import Lane
 from wsync.machine.deadline import Check, Deadline
 from wsync.messages.control import WHOLE
 from wsync.trainer.requests import UnderWay
-from wsync.trainer.worker_rounds import WorkerRounds
+from wsync.trainer.round_contents import WorkerRounds
 
 Span = tuple[int, int]
 

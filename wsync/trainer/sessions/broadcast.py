@@ -30,8 +30,8 @@ from wsync.options import Options
 from wsync.trainer.broadcast_requests import BroadcastRequests
 from wsync.trainer.requests import UnderWay
 from wsync.trainer.roster import RolloutEngine
+from wsync.trainer.round_contents import Bucket, WorkerRounds
 from wsync.trainer.sessions.base import BucketSession, Span
-from wsync.trainer.worker_rounds import Bucket, WorkerRounds
 
 
 class BroadcastSession(BucketSession):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from wsync import _core
 from wsync.machine.deadline import Check
 from wsync.machine.device import find
+from wsync.trainer.round_contents import WorkerRounds
 from wsync.trainer.sessions.base import Session, Span
-from wsync.trainer.worker_rounds import WorkerRounds
 
 if TYPE_CHECKING:
     from wsync.trainer.sessions.remote import RemoteExporter

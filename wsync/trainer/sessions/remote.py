@@ -10,9 +10,9 @@ from wsync import _core
 from wsync.exchange.plan_spec import Orders
 from wsync.machine.deadline import Check, Deadline
 from wsync.messages.tcp_channel import COUNTS, UPDATE, Channel, Frame, Listener
+from wsync.trainer.round_contents import WorkerRounds
 from wsync.trainer.sessions.base import Span
 from wsync.trainer.sessions.local import WorkerSession
-from wsync.trainer.worker_rounds import WorkerRounds
 
 
 class RemoteExporter:

@@ -14,8 +14,8 @@ from wsync.messages import payload
 from wsync.messages.control import FLATTENED_BUCKET
 from wsync.messages.gpu_payload import GpuRing
 from wsync.trainer.requests import UnderWay
+from wsync.trainer.round_contents import WorkerRounds
 from wsync.trainer.sessions.base import BucketSession, Span
-from wsync.trainer.worker_rounds import WorkerRounds
 
 
 class SharedRing:
