@@ -30,7 +30,7 @@ from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.exchange import update_group
-from wsync.exchange.plan_spec import Orders
+from wsync.exchange.remote_plan import Orders
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
 from wsync.layout import from_tensors
 from wsync.machine.addresses import own_address

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wsync import _core
 from wsync.exchange.all_to_all_exchange import GroupExchange
-from wsync.exchange.plan_spec import Orders
+from wsync.exchange.remote_plan import Orders
 from wsync.exchange.update_group import UpdateGroup, device_of
 from wsync.messages.tcp_channel import COUNTS, UPDATE, Channel, Frame
 

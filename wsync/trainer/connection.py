@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core
 from wsync.exchange.all_to_all_exchange import Exchange, GroupExchange
 from wsync.exchange.choose_exchange import Transport
-from wsync.exchange.plan_spec import Blueprint, Orders
+from wsync.exchange.remote_plan import Blueprint, Orders
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.exchange.update_group import Rendezvous, group_name
 from wsync.handles.base import EngineHandle

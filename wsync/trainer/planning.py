@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from wsync import _core
 from wsync.dtypes import dtype_of
-from wsync.exchange.plan_spec import Blueprint, join_parts, split_parts
+from wsync.exchange.remote_plan import Blueprint, join_parts, split_parts
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE

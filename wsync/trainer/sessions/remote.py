@@ -1,13 +1,13 @@
 """Sessions with remote workers that run wsync's receiver: only control, over TCP.
 
 Their rounds travel in the plan's exchange, of which each is a rank: see
-wsync.exchange.plan_spec.
+wsync.exchange.remote_plan.
 """
 
 from __future__ import annotations
 
 from wsync import _core
-from wsync.exchange.plan_spec import Orders
+from wsync.exchange.remote_plan import Orders
 from wsync.machine.deadline import Check, Deadline
 from wsync.messages.tcp_channel import COUNTS, UPDATE, Channel, Frame, Listener
 from wsync.trainer.round_contents import WorkerRounds
