@@ -49,7 +49,7 @@ def load(
             with receiver.state.replacing(f"loading {os.fspath(folder)}"):
                 reading.run(checkpoint, descriptors, destinations, deadline)
                 found.check_places()
-                found.check_values()
+                found.complete()
                 checkpoint.check()
         finally:
             reading.close()

@@ -42,8 +42,8 @@ class LoadTarget(Protocol):
     def buffers(self) -> BufferTable:
         """The memory that the layout's buffers are."""
 
-    def check_values(self) -> None:
-        """LayoutError: what has come cannot be served; called when every byte has."""
+    def complete(self) -> None:
+        """Does what is left when every byte has come.  LayoutError: this cannot be served."""
 
     def check_places(self) -> None:
         """StateError: a tensor is not where it was any more."""
@@ -80,7 +80,7 @@ class Destination:
     Keeps the memory of all of them: it is there until the last copy has run, whatever the module
     is bound to by then.
 
-    twins: each gets memory of its own, which `check_values` compares.  snapshot: of the module that
+    twins: each gets memory of its own, which `complete` compares.  snapshot: of the module that
     the tensors are found in by name.
     """
 
@@ -166,7 +166,7 @@ class Destination:
         if self.snapshot is not None and self.snapshot.tensors() is None:
             raise StateError("a tensor of the module was replaced while the update ran")
 
-    def check_values(self) -> None:
+    def complete(self) -> None:
         """LayoutError: two names of one tensor have brought different values."""
         for (name, index, _), (copy, first) in zip(self.twins, self._copies, strict=True):
             if not same_bytes(copy, first):
@@ -191,7 +191,7 @@ class Boxes:
     def buffers(self) -> BufferTable:
         return BufferTable.of(self._table)
 
-    def check_values(self) -> None:
+    def complete(self) -> None:
         """Each element has one name."""
 
     def check_places(self) -> None:

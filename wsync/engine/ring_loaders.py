@@ -214,13 +214,19 @@ class _Loading:
         return self._manifest
 
 
-class _Routed(_Loading):
+def loading_stream(place: str, threads: int) -> Stream:
+    """A stream of the GPU that weights are on, by its UUID; "" for weights in host memory, which
+    another device may serve."""
+    return Stream(threads, device.find(place or device.wanted()))
+
+
+class RoutedLoader(_Loading):
     """Copies boxes to where an update finds them, on a stream of its own."""
 
-    def __init__(self, place: str, threads: int) -> None:
+    def __init__(self, stream: Stream) -> None:
         super().__init__()
-        self.device = device.find(place or device.wanted())
-        self.stream = Stream(threads, self.device)
+        self.device = stream.device
+        self.stream = stream
         self._router: Router | None = None
         self._target: LoadTarget | None = None  # while an update runs
 
@@ -244,7 +250,7 @@ class _Routed(_Loading):
         receipt = super().finish(timeout)
         assert self._router is not None and self._target is not None
         self._router.finish(timeout)
-        self._target.check_values()
+        self._target.complete()
         return receipt
 
     def confirm(self) -> None:
@@ -260,7 +266,7 @@ class _Routed(_Loading):
             self._router.release()
 
 
-class LayoutLoader(_Routed):
+class LayoutLoader(RoutedLoader):
     """Loads the boxes of a worker that keeps fused or sharded parameters.
 
     layout: this worker's boxes; buffer i is tensors[i], offsets count from its first element.
@@ -275,7 +281,7 @@ class LayoutLoader(_Routed):
             raise LayoutError(f"layout of {layout.buffer_count()} buffers, {len(tensors)} tensors")
         self._layout = layout
         self._tensors = list(tensors)
-        super().__init__(device.of(describe(self._tensors, gpu=True)), threads)
+        super().__init__(loading_stream(device.of(describe(self._tensors, gpu=True)), threads))
 
     def blob(self) -> bytes:
         return self._layout.to_bytes()
@@ -353,11 +359,11 @@ class ModuleLoader(ChoosingLoader):
         )
 
 
-class _ByName(_Routed):
+class _ByName(RoutedLoader):
     """Copies tensors to the parameters and buffers of the same name."""
 
     def __init__(self, module: torch.nn.Module, ignore: frozenset[str], threads: int) -> None:
-        super().__init__(device.of_module(module), threads)
+        super().__init__(loading_stream(device.of_module(module), threads))
         self._module = module
         self._ignore = ignore
         self._found: _Found | None = None

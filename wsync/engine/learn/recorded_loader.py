@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -26,13 +27,14 @@ from wsync.engine.learn.recorder import (
 )
 from wsync.engine.learn.verify import add_boxes, load_made_up, may_be_split, verify
 from wsync.engine.ring_loaders import (
+    ChoosingLoader,
     LoadWeights,
     Losing,
     ModuleLoader,
     Receipt,
-    RingManifest,
-    Router,
+    RoutedLoader,
     keeps,
+    loading_stream,
 )
 from wsync.machine import device
 from wsync.messages.control import LEARN, WHOLE
@@ -50,7 +52,7 @@ _NOT_RECORDED: Final = (
 )
 
 
-class RecordedLoader:
+class RecordedLoader(ChoosingLoader):
     """Replaces a module's load_weights by one list of copies.
 
     When a trainer lists its tensors for the first time, load_weights runs on made-up tensors and
@@ -95,28 +97,12 @@ class RecordedLoader:
         self._ignore = (*ignore, *filter(None, os.environ.get(KEEP, "").split(",")))
         self._needed = needed
         self._after = after
-        self._device = device.find(device.of_module(module) or device.wanted())
-        self._stream = _core.Stream(threads, self._device)
+        self._stream = loading_stream(device.of_module(module), threads)
         self._model: _Model = []
-        self._set_aside: _Model = []  # of it, what the module's own loader loads
-        self._layout: _core.Layout | None = None
         self._went_by: object = None
         self._doubtful: list[str] = []  # parameters that the module's own loader may not load
         self._sums: dict[str, int] = {}  # theirs, before the update
-        self._plain = ModuleLoader(module, method)
-        self._router: Router | None = None
-        self._held: ModuleMemory | None = None
-        self._staged: list[tuple[str, torch.Tensor]] = []
-        self._shadows: list[torch.Tensor] = []  # of the recording's twins
-        self._loaded: set[int] = set()
-
-    @property
-    def device(self) -> _core.Device:
-        return self._plain.device if self.recording is None else self._device
-
-    @property
-    def stream(self) -> _core.Stream | None:
-        return self._plain.stream if self.recording is None else self._stream
+        self._chosen = ModuleLoader(module, method)
 
     def blob(self) -> bytes:
         return LEARN
@@ -127,20 +113,19 @@ class RecordedLoader:
         The module's weights are lost, unless this model was recorded before.
         """
         facts = [model.tensor(index) for index in range(model.tensor_count)]
-        known = self._layout if facts == self._model else None
-        if known is not None and self.recording is not None:
+        if self.recording is not None and facts == self._model:
             held = ModuleMemory(self._module)
             change = held.difference(self.recording.facts) or self._stale(self.recording, held)
             if not change:
-                return known.to_bytes() if self._needed else WHOLE
+                return self._chosen.blob() if self._needed else WHOLE
             _log.info("the module has changed (%s) and is learnt anew", change)
         losing()
-        self._layout = self.recording = self._held = None
-        self._set_aside, self._doubtful = [], []
+        self.recording, self._chosen = None, ModuleLoader(self._module, self._load)
+        self._doubtful = []
         self.reason = ""
         self._went_by = self.goes_by()
         try:
-            self.recording = self._record(model)
+            recording = self._record(model)
         except (ClashError, SharedError) as error:
             self.reason = str(error)
             raise
@@ -149,20 +134,15 @@ class RecordedLoader:
             at_once = not self._may_be_split(model)
             how = ", all in one call" if at_once else ""
             _log.warning("%s; whole tensors go through its load_weights%s", self.reason, how)
-            self._plain = ModuleLoader(self._module, self._load, at_once=at_once)
+            self._chosen = ModuleLoader(self._module, self._load, at_once=at_once)
             self._doubtful = self._find_doubtful(model)
             return WHOLE
-        try:
-            self._check_delivered(self.recording.lacking)
-        except MissingError:
-            self.recording = None
-            raise
-        self._model = facts
-        by_name = {fact.name: fact for fact in facts}
-        self._set_aside = [by_name[name] for name in self.recording.fallback]
-        self._layout = self._destination(self.recording)
-        self._tell(self.recording)
-        return self._layout.to_bytes() if self._needed else WHOLE
+        self._check_delivered(recording.lacking)
+        self.recording, self._model = recording, facts
+        stale = functools.partial(self._stale, recording)
+        self._chosen = _Replay(self._module, self._load, recording, facts, stale, self._stream)
+        self._tell(recording)
+        return self._chosen.blob() if self._needed else WHOLE
 
     def _check_delivered(self, lacking: Mapping[str, int]) -> None:
         """Raises MissingError for parameters that lack bytes."""
@@ -220,116 +200,16 @@ class RecordedLoader:
             return {"module": module, "unlearnt": self.reason or "no trainer has connected yet"}
         return {"module": module, **self.recording.describe(self._model)}
 
-    def attach(self, ring: _core.Memory, manifest: _core.Layout) -> None:
-        self._router = None
-        if self.recording is None or self._layout is None:
-            self._plain.attach(ring, manifest)
-            return
-        self._router = Router(RingManifest(ring, manifest), self._layout, self._stream)
-
     def begin(self, rounds: int) -> None:
-        if self.recording is None:
-            self._plain.begin(rounds)
-            self._sums = ModuleMemory(self._module).sums(self._doubtful) if self._doubtful else {}
-            return
-        router = self._attached()
-        router.manifest.check_rounds(rounds)
-        held = self._find_held(self.recording)
-        place = held.tensors[0].device if held.tensors else torch.device("cpu")
-        self._staged = [
-            (name, torch.empty(shape, dtype=dtype_of(dtype), device=place))
-            for name, dtype, shape, _ in self._set_aside
-        ]
-        self._shadows = [
-            torch.empty(twin.nbytes, dtype=torch.uint8, device=place)
-            for twin in self.recording.twins
-        ]
-        further = [*self._shadows, *(tensor for _, tensor in self._staged)]
-        spans = held.spans() + [(t.data_ptr(), t.nbytes) for t in further]
-        router.bind(_core.BufferTable(spans, (held.memory(), further)))
-        self._held = held
-        self._loaded = set()
-
-    def load(self, round: int) -> None:
-        if self.recording is None:
-            self._plain.load(round)
-            return
-        self._attached().load(round)
-        self._loaded.add(round)
+        super().begin(rounds)
+        self._sums = ModuleMemory(self._module).sums(self._doubtful) if self._doubtful else {}
 
     def finish(self, timeout: float) -> Receipt:
-        if self.recording is None:
-            receipt = self._plain.finish(timeout)
-            self._check_doubtful()
-        else:
-            router = self._attached()
-            held = self._held
-            assert held is not None
-            router.finish(timeout)
-            self._check_current(held)
-            with torch.no_grad():
-                if self._staged:
-                    self._load(self._staged)
-                    self._staged = []
-                    self._check_current(held)
-                for transfer in (*self.recording.fills, *self.recording.copies):
-                    transfer.run(held.areas)
-                self._compare(self.recording, held)
-            receipt = router.manifest.receipt(self._loaded)
+        receipt = super().finish(timeout)
+        self._check_doubtful()
         if self._after is not None:
             self._after(self._module)
         return receipt
-
-    def confirm(self) -> None:
-        if self.recording is None:
-            self._plain.confirm()
-        elif self._held is not None:
-            self._check_current(self._held)
-
-    def abandon(self) -> None:
-        self._plain.abandon()
-        self._stream.abandon()
-        self._router, self._staged, self._shadows = None, [], []
-
-    def _check_current(self, held: ModuleMemory) -> None:
-        """StateError where the module no longer has the tensors that the update was written to."""
-        if not held.current():
-            change = ModuleMemory(self._module).difference(held.facts)
-            raise _core.StateError(
-                f"{type(self._module).__name__} has changed while the update ran: "
-                f"{change or 'tensors were replaced'}"
-            )
-
-    def _compare(self, recording: Recording, held: ModuleMemory) -> None:
-        """LayoutError where a tensor is written over another that brings other values."""
-        shadows = [Area.of(tensor, "") for tensor in self._shadows]
-        for transfer in recording.shadow_copies:
-            transfer.run([*held.areas, *shadows])
-        for twin, shadow in zip(recording.twins, shadows, strict=True):
-            if twin.differs(held.areas, shadow):
-                where = held.name(twin.area, twin.move.destination)
-                raise _core.LayoutError(
-                    f"{where}: {twin.name} and {twin.other} are both loaded there, and bring "
-                    "different values"
-                )
-        self._shadows = []
-
-    def _find_held(self, recording: Recording) -> ModuleMemory:
-        """The module's tensors where they are now."""
-        held, change = self._held, ""
-        if held is None or not held.current():
-            self._held = None
-            held = ModuleMemory(self._module)
-            held.check_place(recording.areas)
-            change = held.difference(recording.facts)
-        change = change or self._stale(recording, held)
-        if change:
-            self._model = []
-            raise _core.StateError(
-                f"{type(self._module).__name__} has changed since it was learnt: {change}; "
-                "the next update learns it anew"
-            )
-        return held
 
     def _stale(self, recording: Recording, held: ModuleMemory) -> str:
         """What load_weights goes by that has changed; "" where nothing has."""
@@ -363,20 +243,6 @@ class RecordedLoader:
         verify(self._module, self._load, MadeUpModel(layout, seed=1), recording, self._stream)
         return recording
 
-    def _destination(self, recording: Recording) -> _core.Layout:
-        """The module's boxes; buffers are areas, and then tensors that are kept for the loader."""
-        shapes = {name: shape for name, _, shape, _ in self._model}
-        builder = _core.LayoutBuilder()
-        for area, pieces in sorted(recording.by_area().items()):
-            add_boxes(builder, area, pieces, recording, shapes)
-        count = len(ModuleMemory(self._module).areas) + len(recording.twins)
-        for number, (name, dtype, shape, _) in enumerate(self._set_aside):
-            item = dtype_of(dtype).itemsize
-            strides = [stride * item for stride in torch.empty(shape, device="meta").stride()]
-            zeros = [0] * len(shape)
-            builder.add_shard(name, dtype, shape, zeros, shape, count + number, 0, strides)
-        return builder.build()
-
     def _tell(self, recording: Recording) -> None:
         for name, reason in recording.fallback.items():
             _log.warning("%s goes through load_weights: %s", name, reason)
@@ -386,7 +252,126 @@ class RecordedLoader:
             level = logging.WARNING if sizes.get(path) == nbytes else logging.INFO
             _log.log(level, "%s: nobody writes %d of its bytes", path, nbytes)
 
-    def _attached(self) -> Router:
-        if self._router is None:
-            raise _core.StateError("no ring is attached")
-        return self._router
+
+class _Replay(RoutedLoader):
+    """Does what a recording says with the tensors of a module, wherever they lie by then.
+
+    model: the facts of what the trainer delivers.  stale: what the recording goes by that has
+    changed, or "".
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        load: LoadWeights,
+        recording: Recording,
+        model: _Model,
+        stale: Callable[[ModuleMemory], str],
+        stream: _core.Stream,
+    ) -> None:
+        super().__init__(stream)
+        self.module = module
+        self.load_weights = load
+        self.recording = recording
+        by_name = {fact.name: fact for fact in model}
+        self.aside = [by_name[name] for name in recording.fallback]
+        self.layout = self._destination({name: fact.shape for name, fact in by_name.items()})
+        self._stale = stale
+        self._held: ModuleMemory | None = None
+
+    def blob(self) -> bytes:
+        return self.layout.to_bytes()
+
+    def begin(self, rounds: int) -> None:
+        super().begin(rounds)
+        self._held = self._find_held()
+        self._route(_Filling(self, self._held))
+
+    def _find_held(self) -> ModuleMemory:
+        """The module's tensors where they are now."""
+        held, change = self._held, ""
+        if held is None or not held.current():
+            self._held = None
+            held = ModuleMemory(self.module)
+            held.check_place(self.recording.areas)
+            change = held.difference(self.recording.facts)
+        change = change or self._stale(held)
+        if change:
+            raise _core.StateError(
+                f"{type(self.module).__name__} has changed since it was learnt: {change}; "
+                "the next update learns it anew"
+            )
+        return held
+
+    def _destination(self, shapes: dict[str, tuple[int, ...]]) -> _core.Layout:
+        """The module's boxes; buffers are areas, and then tensors that are kept for the loader."""
+        builder = _core.LayoutBuilder()
+        for area, pieces in sorted(self.recording.by_area().items()):
+            add_boxes(builder, area, pieces, self.recording, shapes)
+        count = len(ModuleMemory(self.module).areas) + len(self.recording.twins)
+        for number, (name, dtype, shape, _) in enumerate(self.aside):
+            item = dtype_of(dtype).itemsize
+            strides = [stride * item for stride in torch.empty(shape, device="meta").stride()]
+            zeros = [0] * len(shape)
+            builder.add_shard(name, dtype, shape, zeros, shape, count + number, 0, strides)
+        return builder.build()
+
+
+class _Filling:
+    """The module's tensors while one update fills them, and what is kept beside for the loader,
+    and to be compared."""
+
+    def __init__(self, replay: _Replay, held: ModuleMemory) -> None:
+        self._replay = replay
+        self._held = held
+        place = held.tensors[0].device if held.tensors else torch.device("cpu")
+        self._staged = [
+            (name, torch.empty(shape, dtype=dtype_of(dtype), device=place))
+            for name, dtype, shape, _ in replay.aside
+        ]
+        self._shadows = [
+            torch.empty(twin.nbytes, dtype=torch.uint8, device=place)
+            for twin in replay.recording.twins
+        ]
+
+    def layout(self) -> _core.Layout:
+        return self._replay.layout
+
+    def buffers(self) -> _core.BufferTable:
+        further = [*self._shadows, *(tensor for _, tensor in self._staged)]
+        spans = self._held.spans() + [(t.data_ptr(), t.nbytes) for t in further]
+        return _core.BufferTable(spans, (self._held.memory(), further))
+
+    def complete(self) -> None:
+        """Runs the loader with what is its own to load, and then the module's own copies.
+        LayoutError where a tensor was written over another that brings other values."""
+        self.check_places()
+        recording, areas = self._replay.recording, self._held.areas
+        with torch.no_grad():
+            if self._staged:
+                self._replay.load_weights(self._staged)
+                self._staged = []
+                self.check_places()
+            for transfer in (*recording.fills, *recording.copies):
+                transfer.run(areas)
+            shadows = [Area.of(tensor, "") for tensor in self._shadows]
+            for transfer in recording.shadow_copies:
+                transfer.run([*areas, *shadows])
+        for twin, shadow in zip(recording.twins, shadows, strict=True):
+            if twin.differs(areas, shadow):
+                where = self._held.name(twin.area, twin.move.destination)
+                raise _core.LayoutError(
+                    f"{where}: {twin.name} and {twin.other} are both loaded there, and bring "
+                    "different values"
+                )
+        self._shadows = []
+
+    def check_places(self) -> None:
+        """StateError where the module no longer has the tensors that the update was written to."""
+        if not self._held.current():
+            module = self._replay.module
+            change = ModuleMemory(module).difference(self._held.facts)
+            raise _core.StateError(
+                f"{type(module).__name__} has changed while the update ran: "
+                f"{change or 'tensors were replaced'}"
+            )
