@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsync import _core
+from wsync.families.blocks import ATTENTION, DENSE_MLP, EMBEDDING, eh_proj, mtp
 from wsync.families.rules import Cut, Rule, RuleError, Target
-from wsync.families.tables import FAMILIES, family_of, read_model
+from wsync.families.tables import FAMILIES, Family, family_of, read_model
 
 
 def numbered(shape):
@@ -323,3 +324,52 @@ def test_configurations_without_sense():
         read_model(Args(hidden_size=8))
     with pytest.raises(_core.LayoutError, match="6 attention heads do not divide into 4"):
         read_model(Args(hidden_size=12, num_attention_heads=6, num_key_value_heads=4), "llama")
+
+
+def test_a_projection_of_multi_token_prediction_keeps_or_swaps_its_halves():
+    full = numbered((4, 8))
+    (found,) = apply(eh_proj("mtp.fc"), full, h=4).values()
+    assert (found == full).all()
+    swapped = eh_proj("mtp.fc", swapped=True)
+    (found,) = apply(swapped, full, h=4).values()
+    assert (found == np.concatenate([full[:, 4:], full[:, :4]], axis=1)).all()
+    assert (local_share(swapped, full, Cut(1, 2), h=4) == full[2:]).all()
+
+
+MTP_NAMES = {"enorm": "mtp.a", "hnorm": "mtp.b", "projection": "mtp.fc", "norm": "mtp.norm"}
+
+
+def test_layers_of_multi_token_prediction_in_both_spellings():
+    layer = (*EMBEDDING, *ATTENTION, *DENSE_MLP)
+    counted = Family("counted", layer, mtp(layer))
+    own = Family("own", layer, mtp(layer, "mtp.layers.{mtp}.", **MTP_NAMES))
+    for inner in ("transformer_layer", "mtp_model_layer"):
+        name = f"mtp.layers.1.{inner}.self_attention.linear_qkv.weight"
+        rule, numbers = counted.find(name)
+        assert numbers == {"mtp": 1}
+        assert rule.targets[0].name == "model.layers.{layer}.self_attn.q_proj.weight"
+        rule, _ = own.find(name)
+        assert rule.targets[0].name == "mtp.layers.{mtp}.self_attn.q_proj.weight"
+        assert counted.match(f"mtp.layers.1.{inner}.embedding.word_embeddings.weight") is None
+    rule, _ = counted.find("mtp.layers.0.final_layernorm.weight")
+    assert rule.targets[0].name == "model.layers.{layer}.shared_head.norm.weight"
+
+
+def test_a_loader_may_have_rules_of_its_own():
+    swapped = {"slime": (eh_proj("mtp.fc", swapped=True),)}
+    family = Family("own", mtp(DENSE_MLP, "mtp.layers.{mtp}.", **MTP_NAMES), loaders=swapped)
+    found = {
+        loader: apply(family.loaded_by(loader).find("mtp.layers.0.eh_proj.weight")[0], full, h=2)
+        for full in (numbered((2, 4)),)
+        for loader in ("megatron", "slime")
+    }
+    assert found["megatron"]["mtp.fc.weight"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert found["slime"]["mtp.fc.weight"].tolist() == [[2, 3, 0, 1], [6, 7, 4, 5]]
+    fc2 = "mtp.layers.0.transformer_layer.mlp.linear_fc2.weight"
+    assert family.loaded_by("slime").find(fc2)[1] == {"mtp": 0}
+
+
+def test_an_unknown_loader_is_refused():
+    text = "loaded_by='bridge': known are 'megatron', 'slime'"
+    with pytest.raises(_core.InvalidArgumentError, match=text):
+        read_model(object(), "qwen3", "bridge")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.families.rules import Cut, Expansion, Rule, ShardPlacement
-from wsync.families.tables import FIELDS, Model, read_model
+from wsync.families.tables import FIELDS, LOADERS, Model, read_model
 from wsync.layout import TrainerLayout, contiguous_strides, global_name, position
 from wsync.module_tensors import Slot, Slots, homes_of
 
@@ -34,8 +34,14 @@ if TYPE_CHECKING:
 __all__ = ["Ranks", "layout"]
 
 OUTPUT = "output_layer.weight"
-_LAYER = re.compile(r"((?:language_model\.)?decoder\.layers\.)(\d+)(?=\.|$)")
+EMBEDDING = "embedding.word_embeddings.weight"
+_LAYER = re.compile(r"((?:language_model\.)?(?:decoder|mtp)\.layers\.)(\d+)(?=\.|$)")
 _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)")
+_LIMITS = (  # of the numbers in names: the number, the size that bounds it, what it counts
+    ("layer", "layers", "layer"),
+    ("expert", "experts", "expert"),
+    ("mtp", "mtp", "MTP layer"),
+)
 _GATHERING = "DistributedDataParallel._make_forward_pre_hook."
 _ALONE = Cut()
 
@@ -70,6 +76,7 @@ def layout(
     config: Any,
     *,
     model_name: str | None = None,
+    loaded_by: str = LOADERS[0],
     group: ProcessGroup | None = None,
 ) -> TrainerLayout:
     """The layout of this rank of a Megatron-Core model.
@@ -77,7 +84,10 @@ def layout(
     `model`: one module, or one per virtual pipeline stage.  `config`: the Hugging Face
     configuration, or Megatron's (slime's) arguments together with `model_name`: the sizes are read
     (hidden_size, vocab_size, num_layers, num_attention_heads, num_query_groups, kv_channels, the
-    ffn_hidden_sizes, num_experts) and untie_embeddings_and_output_weights.  `group`: the ranks
+    ffn_hidden_sizes, num_experts) and untie_embeddings_and_output_weights.  `loaded_by`: whose
+    loader put the first weights of a checkpoint into the model.  "megatron": one that has
+    Megatron-Core compute with them as they are meant, as Megatron-Bridge and mbridge do; "slime":
+    slime's own, which exchanges the halves of Qwen3-Next's eh_proj.  `group`: the ranks
     that take part in updates (default: all).  Not collective: nothing is communicated.  With
     overlap_param_gather, an update of the model's own tensors needs disable_forward_pre_hook()
     before it, or it raises StateError: until the next forward pass they may be old.
@@ -86,7 +96,7 @@ def layout(
     matches, that has another shape than the configuration says, or whose attributes contradict it.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    spec = read_model(config, model_name)
+    spec = read_model(config, model_name, loaded_by)
     ranks = Ranks.current()
     rank, count = position(group)
     slots = Slots(chunks, lambda: _slots(chunks, spec, ranks))
@@ -135,6 +145,7 @@ def _check_gathered(chunks: Sequence[Module]) -> None:
 
 def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot]:
     """Parameters and expert biases of all chunks under their global names."""
+    embedded = False
     for number, chunk in enumerate(chunks):
         layers = _layer_numbers(chunk, number if len(chunks) > 1 else None)
         for path, module in chunk.named_modules():
@@ -148,26 +159,27 @@ def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot
             if home is module._buffers and "expert_bias" not in key:
                 continue
             name = _global(global_name(full), layers, spec, ranks)
-            if not (spec.tied and name == OUTPUT):
+            # A stage with MTP layers has the embedding a second time, and Megatron keeps it equal.
+            again, embedded = embedded and name == EMBEDDING, embedded or name == EMBEDDING
+            if not again and not (spec.tied and name == OUTPUT):
                 yield Slot(name, home, key, full, number)
 
 
-def _layer_numbers(chunk: Module, virtual: int | None) -> dict[int, int]:
-    """Global layer index of every local one in a chunk; virtual: its number among the chunks of
-    this pipeline stage, None where it is the only one."""
-    numbers: dict[int, int] = {}
+def _layer_numbers(chunk: Module, virtual: int | None) -> dict[str, int]:
+    """Global layer index of every path of a layer in a chunk; virtual: its number among the chunks
+    of this pipeline stage, None where it is the only one."""
+    numbers: dict[str, int] = {}
     offset: int | None = None
     for path, module in chunk.named_modules():
         match = _LAYER.fullmatch(global_name(path))
         if match is None:
             continue
-        local = int(match.group(2))
-        number = getattr(module, "layer_number", None)  # counts from 1
+        number = getattr(module, "layer_number", None)  # counts from 1, MTP layers on their own
         if isinstance(number, int):
-            numbers[local] = number - 1
-        else:
+            numbers[match.group()] = number - 1
+        elif not match.group(1).endswith("mtp.layers."):  # those lie in one stage
             offset = _layer_offset(chunk, virtual) if offset is None else offset
-            numbers[local] = local + offset
+            numbers[match.group()] = int(match.group(2)) + offset
     return numbers
 
 
@@ -183,12 +195,12 @@ def _layer_offset(chunk: Module, virtual: int | None) -> int:
     return int(get_transformer_layer_offset(config))
 
 
-def _global(local: str, numbers: dict[int, int], spec: Model, ranks: Ranks) -> str:
+def _global(local: str, numbers: dict[str, int], spec: Model, ranks: Ranks) -> str:
     """The name in the unsharded model of a name in one chunk."""
     name = local
     match = _LAYER.match(name)
     if match is not None:
-        layer = numbers.get(int(match.group(2)), int(match.group(2)))
+        layer = numbers.get(match.group(), int(match.group(2)))
         name = f"{match.group(1)}{layer}{name[match.end() :]}"
     match = _EXPERT.search(name)
     if match is not None:
@@ -228,12 +240,14 @@ class _Reader:
     ) -> tuple[Sequence[_core.Region], list[_core.Map], tuple[int, ...]]:
         """(regions, maps, element strides in the order of the rule's view) of one parameter."""
         rule, numbers = self.spec.family.find(name)
-        for kind, size in (("layer", "layers"), ("expert", "experts")):
+        for kind, size, what in _LIMITS:
             limit = self.spec.sizes.get(size)
             if kind in numbers and limit is not None and numbers[kind] >= limit:
                 raise _core.LayoutError(
-                    f"{name}: {kind} {numbers[kind]}, but the configuration has {limit} {size}"
+                    f"{name}: {what} {numbers[kind]}, but the configuration has {limit} {what}s"
                 )
+        if "mtp" in numbers:
+            numbers["layer"] = self.spec.sizes["layers"] + numbers["mtp"]
         duplicated = getattr(tensor, "tensor_model_parallel", None) is False
         duplicated |= getattr(tensor, "parallel_mode", None) == "duplicated"
         key = (id(rule), shape, duplicated)

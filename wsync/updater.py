@@ -78,7 +78,7 @@ class Updater:
             model
             if isinstance(model, TrainerLayout)
             else together(
-                lambda: megatron.layout(model, args, model_name=model_name),
+                lambda: megatron.layout(model, args, model_name=model_name, loaded_by="slime"),
                 timeout=self._options.exchange_deadline,
             )
         )

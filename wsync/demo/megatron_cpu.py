@@ -241,6 +241,7 @@ def build(
             rotary_base=_rope_theta(hf),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
             vp_stage=vp_stage,
+            mtp_block_spec=_mtp_spec(config, spec, engine, vp_stage),
         )
         for parameter in chunk.parameters():  # torch's norms ignore params_dtype
             parameter.data = parameter.data.to(dtype)
@@ -249,6 +250,15 @@ def build(
     trainer = CpuTrainer(chunks, config, hf, parallel, dtype)
     trainer.randomize(seed)
     return trainer
+
+
+def _mtp_spec(config: Any, spec: Any, engine: bool, vp_stage: int | None) -> Any:
+    """Of the MTP layers that the last stage holds, where the configuration has any."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    if not config.mtp_num_layers:
+        return None
+    return get_gpt_mtp_block_spec(config, spec, engine, vp_stage=vp_stage)
 
 
 def _rope_theta(hf: Any) -> float:

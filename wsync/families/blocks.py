@@ -11,6 +11,7 @@ of transformers.  Sizes are those of the model:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from wsync.families.rules import Rule, Target
 
@@ -21,11 +22,15 @@ __all__ = [
     "EXPERTS",
     "HF_LAYER",
     "LAYER",
+    "MTP_LAYER",
     "SHARED_EXPERT",
     "UNGATED_SHARED_EXPERTS",
+    "eh_proj",
     "fused_experts",
     "gated",
     "layer_rules",
+    "moved",
+    "mtp",
     "qkv",
     "renamed",
     "shared_experts",
@@ -34,6 +39,7 @@ __all__ = [
 
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
+MTP_LAYER = "mtp.layers.{mtp}."
 
 
 def renamed(name: str, view: str, target: str) -> Rule:
@@ -152,6 +158,63 @@ SHARED_EXPERT: tuple[Rule, ...] = (
 )
 # Qwen3's own models have none; the names are those that slime gives them.
 UNGATED_SHARED_EXPERTS = shared_experts("mlp.shared_experts.")
+
+
+def moved(
+    rules: Iterable[Rule], name: tuple[str, str], target: tuple[str, str]
+) -> tuple[Rule, ...]:
+    """Rules with another beginning (old, new) of their names, and of their targets' names; those
+    whose names begin otherwise are left out."""
+    return tuple(
+        Rule(
+            name[1] + rule.name.removeprefix(name[0]),
+            rule.parsed.text,
+            *(Target(to.name.replace(target[0], target[1], 1), to.view) for to in rule.targets),
+            stored=rule.stored,
+        )
+        for rule in rules
+        if rule.name.startswith(name[0])
+    )
+
+
+def eh_proj(target: str, *, swapped: bool = False) -> Rule:
+    """The projection of an MTP layer.  Its columns are those of the embedding, then those of the
+    hidden state (`_concat_embeddings` of Megatron-Core); swapped: the other way in the target."""
+    columns = "(hidden | embedding)" if swapped else "(embedding | hidden)"
+    view = "*h (embedding:h | hidden:h)"
+    return Rule(f"{MTP_LAYER}eh_proj.weight", view, Target(f"{target}.weight", f"h {columns}"))
+
+
+def mtp(
+    layer: Iterable[Rule],
+    inner: str = HF_LAYER,
+    *,
+    enorm: str = f"{HF_LAYER}enorm",
+    hnorm: str = f"{HF_LAYER}hnorm",
+    projection: str = f"{HF_LAYER}eh_proj",
+    norm: str = f"{HF_LAYER}shared_head.norm",
+    swapped: bool = False,
+) -> tuple[Rule, ...]:
+    """The layers of multi-token prediction; the names of DeepSeek's checkpoints, if not given.
+
+    Args:
+        layer: the rules of an ordinary layer; those of other parameters are left out.
+        inner: what stands before the names of the inner layer's tensors.  {mtp} is the number of
+            the MTP layer, {layer} the same, counted on from the model's last layer.
+        enorm, hnorm, projection, norm: the norms of embedding and hidden state, eh_proj and the
+            last norm, without ".weight".
+        swapped: as of `eh_proj`.
+    """
+    layer = tuple(layer)
+    # The inner layer is called transformer_layer up to Megatron-Core 0.16, mtp_model_layer later.
+    return (
+        renamed(f"{MTP_LAYER}enorm.weight", "h", f"{enorm}.weight"),
+        renamed(f"{MTP_LAYER}hnorm.weight", "h", f"{hnorm}.weight"),
+        eh_proj(projection, swapped=swapped),
+        renamed(f"{MTP_LAYER}final_layernorm.weight", "h", f"{norm}.weight"),
+        *moved(layer, (LAYER, f"{MTP_LAYER}transformer_layer."), (HF_LAYER, inner)),
+        *moved(layer, (LAYER, f"{MTP_LAYER}mtp_model_layer."), (HF_LAYER, inner)),
+    )
 
 
 def fused_experts(

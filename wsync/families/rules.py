@@ -22,7 +22,8 @@ Grammar of a view:
 A target's view repeats names of the rule's view, without sizes and marks.  Each alternative of the
 parameter must go to some target; only an alternative that contains an axis called `pad` may stay
 behind.  An axis of the rule that a target's *name* mentions in braces gives one tensor for each
-of its indices.  `{layer}` and `{expert}` stand for numbers that the parameter's name holds.
+of its indices.  `{layer}`, `{expert}` and `{mtp}` stand for numbers that the parameter's name
+holds; in the targets of a rule with {mtp}, {layer} counts on from the model's last layer.
 
 A rule expands to boxes, so it copies and never computes.  What a rank holds of the unsharded
 parameter (its regions) is composed with these boxes later: a local shard is never reshaped.
@@ -50,7 +51,7 @@ MAX_BOXES = 1 << 20  # far above any real rule; a bound for a mistyped one
 _TOKEN = re.compile(r"[a-z_][a-z0-9_]*|[0-9]+|[*@()|:?]")
 _NO_TOKEN = re.compile(r"[^a-z0-9_*@()|:?\s]")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_NUMBERED = ("layer", "expert")
+_NUMBERED = ("layer", "expert", "mtp")
 _Shape = tuple[int, ...]
 
 
@@ -463,6 +464,8 @@ class Rule:
         if unknown:
             raise RuleError(f"{target.name}: axes {sorted(unknown)} are not in {self.name}")
         known = {name for name in _NUMBERED if "{" + name + "}" in self.name} | self.parsed.names
+        if "mtp" in known:
+            known.add("layer")
         for name in _PLACEHOLDER.findall(target.name):
             if name not in known or name in view.names:
                 raise RuleError(f"{target.name}: nothing tells what {{{name}}} is")

@@ -21,18 +21,46 @@ from wsync.families.blocks import (
 )
 from wsync.families.rules import Expansion, Rule, key_of
 
-__all__ = ["FAMILIES", "RUNTIME", "Family", "Model", "family_of", "read_model", "runtime_family"]
+__all__ = [
+    "FAMILIES",
+    "LOADERS",
+    "RUNTIME",
+    "Family",
+    "Model",
+    "family_of",
+    "read_model",
+    "runtime_family",
+]
+
+# Who puts the weights of a checkpoint into a model.  Megatron-Bridge and mbridge, as most, do it so
+# that Megatron-Core computes with them; slime exchanges the halves of some, and back on export.
+LOADERS = ("megatron", "slime")
 
 
 class Family:
-    """A named table of rules."""
+    """A named table of rules.
 
-    def __init__(self, name: str, *tables: tuple[Rule, ...]) -> None:
+    `loaders`: by the name of a loader that fills parameters in a way of its own, the rules that
+    go before the table's for the models that it loads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *tables: tuple[Rule, ...],
+        loaders: Mapping[str, tuple[Rule, ...]] | None = None,
+    ) -> None:
         self.name = name
+        self._loaders = loaders or {}
         self.rules = tuple(rule for table in tables for rule in table)
         self._by_key: dict[str, list[Rule]] = {}
         for rule in self.rules:
             self._by_key.setdefault(rule.key, []).append(rule)
+
+    def loaded_by(self, loader: str) -> Family:
+        """The family as it is of models that a loader has filled."""
+        own = self._loaders.get(loader)
+        return self if own is None else Family(self.name, own, self.rules)
 
     def find(self, name: str) -> tuple[Rule, dict[str, int]]:
         """The rule of a global parameter name and the numbers in that name.
@@ -131,6 +159,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "h": ("hidden_size",),
     "vocab": ("vocab_size",),
     "layers": ("num_hidden_layers", "num_layers"),
+    "mtp": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
     "heads": ("num_attention_heads",),
     "g": ("num_key_value_heads", "num_query_groups"),
     "d": ("head_dim", "kv_channels"),
@@ -141,12 +170,16 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def read_model(config: Any, model_name: str | None = None) -> Model:
+def read_model(config: Any, model_name: str | None = None, loaded_by: str = LOADERS[0]) -> Model:
     """Family and sizes from a Hugging Face config or from Megatron's (slime's) arguments.
 
     `model_name` goes before the config's own `model_type`.  Sizes that the config does not have
-    are left out; a rule that needs one then fails by name.
+    are left out; a rule that needs one then fails by name.  `loaded_by`: one of LOADERS.
     """
+    if loaded_by not in LOADERS:
+        raise _core.InvalidArgumentError(
+            f"loaded_by={loaded_by!r}: known are {', '.join(map(repr, LOADERS))}"
+        )
     name = model_name or getattr(config, "model_type", None) or getattr(config, "model_name", None)
     if not isinstance(name, str) or not name:
         raise _core.InvalidArgumentError(
@@ -172,7 +205,7 @@ def read_model(config: Any, model_name: str | None = None) -> Model:
     tied = getattr(config, "tie_word_embeddings", None)
     if tied is None:
         tied = not getattr(config, "untie_embeddings_and_output_weights", True)
-    return Model(family_of(name), sizes, bool(tied))
+    return Model(family_of(name).loaded_by(loaded_by), sizes, bool(tied))
 
 
 def runtime_family(config: Any) -> tuple[Family | None, dict[str, int], str]:
