@@ -254,9 +254,8 @@ class _Reader:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._plan(rule, name, shape, duplicated)
-        cut = self._cut(rule)
-        if cut.ranks > 1:
-            _check_attributes(name, tensor, plan, cut.ranks)
+        if rule.shaped_dimension < 0:
+            _check_attributes(name, tensor, plan)
         if rule.stored is not None:
             if strides != contiguous_strides(shape):
                 raise _core.LayoutError(
@@ -265,11 +264,19 @@ class _Reader:
             strides = contiguous_strides(plan.placement.shape)
         return plan.placement.regions, [piece.map(numbers) for piece in plan.pieces], strides
 
-    def _cut(self, rule: Rule) -> Cut:
-        return self.ranks.expert_tensor if ".mlp.experts." in rule.name else self.ranks.tensor
+    def _cut(self, rule: Rule, name: str, shape: tuple[int, ...]) -> Cut:
+        cut = self.ranks.expert_tensor if ".mlp.experts." in rule.name else self.ranks.tensor
+        axis = rule.shaped_dimension
+        if axis < 0 or len(shape) <= axis or not shape[axis]:
+            return cut
+        whole = self._expand(rule, name, shape, 1).shape[axis]
+        parts, rest = divmod(whole, shape[axis])
+        if rest or not parts or cut.ranks % parts:
+            return cut
+        return Cut(cut.rank * parts // cut.ranks, parts)
 
     def _plan(self, rule: Rule, name: str, shape: tuple[int, ...], duplicated: bool) -> _Plan:
-        cut = self._cut(rule)
+        cut = self._cut(rule, name, shape)
         expansion = self._expand(rule, name, shape, 1 if duplicated else cut.ranks)
         try:
             share = expansion.place(cut, self.ranks.expert)
@@ -278,7 +285,7 @@ class _Reader:
         whole = expansion.place(_ALONE, self.ranks.expert)
         for placement in (share, whole) if duplicated else (share,):
             if shape == _stored(rule, placement.shape):
-                return _Plan(expansion, placement, duplicated and placement == whole)
+                return _Plan(expansion, placement, cut, duplicated and placement == whole)
         kind = "expert-tensor" if ".mlp.experts." in rule.name else "tensor"
         raise _core.LayoutError(
             f"{name}: local shape {shape} != {_stored(rule, share.shape)}, the share of the whole "
@@ -312,9 +319,12 @@ class _Reader:
 class _Plan:
     """What all parameters of one rule and shape have in common on this rank."""
 
-    def __init__(self, expansion: Expansion, placement: ShardPlacement, duplicated: bool) -> None:
+    def __init__(
+        self, expansion: Expansion, placement: ShardPlacement, cut: Cut, duplicated: bool
+    ) -> None:
         self.rule = expansion.rule
         self.placement = placement
+        self.ranks = cut.ranks
         self.duplicated = duplicated
         self.pieces = [piece for piece in expansion.pieces if placement.meets(piece)]
         whole = _stored(self.rule, expansion.place(_ALONE, _ALONE).shape)
@@ -329,20 +339,21 @@ def _stored(rule: Rule, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis] for axis in axes) for axes in rule.stored)
 
 
-def _check_attributes(name: str, tensor: Tensor, plan: _Plan, ranks: int) -> None:
+def _check_attributes(name: str, tensor: Tensor, plan: _Plan) -> None:
     """Compares what Megatron says of a parameter with what its shape says."""
     parallel = getattr(tensor, "tensor_model_parallel", None)
     dimension = getattr(tensor, "partition_dim", None)
-    if not plan.cut_dimensions or plan.duplicated:
+    if plan.ranks == 1 or not plan.cut_dimensions or plan.duplicated:
         return
-    if parallel is False:
+    # Grouped experts' biases have no mark where experts are cut.
+    if parallel is False and not (".experts." in name and ".bias" in name):
         raise _core.LayoutError(
-            f"{name}: its shape is cut over {ranks} ranks, but tensor_model_parallel is False"
+            f"{name}: its shape is cut over {plan.ranks} ranks, but tensor_model_parallel is False"
         )
     # Experts' second layer: under TransformerEngine it reports 0 on Megatron-Core 0.16.
     known = ".experts." in name and ".linear_fc2." in name
     if parallel and dimension not in (None, -1, *plan.cut_dimensions) and not known:
         raise _core.LayoutError(
             f"{name}: partition_dim is {dimension}, but its shape is cut along dimension "
-            f"{plan.cut_dimensions[0]} over {ranks} ranks"
+            f"{plan.cut_dimensions[0]} over {plan.ranks} ranks"
         )

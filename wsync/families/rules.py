@@ -15,11 +15,14 @@ Grammar of a view:
             the axis's own name), or `?`: inferred from the parameter (at most one in a view)
     group   `(a b)` is one dimension that counts through a and b, b fastest;
             `(a b | c)` is the elements of (a b) followed by those of c
-    *item   tensor-parallel ranks (expert-tensor-parallel ones for experts) hold equal parts of
-            it; inside a group only its first item can be cut, in each alternative
+    *item   tensor-parallel ranks (expert-tensor-parallel ones for experts) hold equal parts of it
+    ~item   the same, but the local shape says into how many parts it is cut, from one for each
+            rank down to one for all; ranks next to each other then hold the same part
     @item   expert-parallel ranks hold equal parts of it
 
-A target's view repeats names of the rule's view, without sizes and marks.  Each alternative of the
+A target's view repeats names of the rule's view, without sizes and marks.  There `expert` is also
+an axis where the parameter's name holds {expert}: the parameter fills that index of it, and the
+axis is as long as there are experts.  Each alternative of the
 parameter must go to some target; only an alternative that contains an axis called `pad` may stay
 behind.  An axis of the rule that a target's *name* mentions in braces gives one tensor for each
 of its indices.  `{layer}`, `{expert}` and `{mtp}` stand for numbers that the parameter's name
@@ -48,10 +51,11 @@ INFERRED = "?"
 MAX_DIMENSIONS = 6
 MAX_BOXES = 1 << 20  # far above any real rule; a bound for a mistyped one
 
-_TOKEN = re.compile(r"[a-z_][a-z0-9_]*|[0-9]+|[*@()|:?]")
-_NO_TOKEN = re.compile(r"[^a-z0-9_*@()|:?\s]")
+_TOKEN = re.compile(r"[a-z_][a-z0-9_]*|[0-9]+|[*~@()|:?]")
+_NO_TOKEN = re.compile(r"[^a-z0-9_*~@()|:?\s]")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _NUMBERED = ("layer", "expert", "mtp")
+_COUNTS = {"expert": "experts"}  # numbers that may be axes of targets, and their sizes
 _Shape = tuple[int, ...]
 
 
@@ -109,7 +113,7 @@ class _Parser:
         return tuple(items)
 
     def item(self) -> _Item:
-        mark = self.take("*", "@")
+        mark = self.take("*", "~", "@")
         if self.take("("):
             alternatives = [self.items()]
             while self.take("|"):
@@ -231,14 +235,31 @@ class _View:
             return [(0, size)]
         found: list[tuple[int, int]] = []
         base = 0
-        for first, *rest in item.alternatives:
-            inner = self._product(rest, sizes)
-            if any(axis.mark for axis in _axes(rest)):
-                raise RuleError(f"view {self.text!r}: only the first item of a group can be cut")
-            parts = self.parts(first, sizes, cuts)
-            found += [(base + start * inner, extent * inner) for start, extent in parts]
-            base += self.size(first, sizes) * inner
+        for alternative in item.alternatives:
+            held = [(0, 1)]
+            for part in alternative:
+                held = self._inside(held, part, sizes, cuts)
+            found += [(base + start, extent) for start, extent in held]
+            base += self._product(alternative, sizes)
         return found
+
+    def _inside(
+        self,
+        outer: Sequence[tuple[int, int]],
+        item: _Item,
+        sizes: Mapping[str, int],
+        cuts: Mapping[str, Cut],
+    ) -> list[tuple[int, int]]:
+        """What a rank holds of the elements that an item has in each of these outer ones."""
+        size, parts = self.size(item, sizes), self.parts(item, sizes, cuts)
+        if parts == [(0, size)]:
+            return [(start * size, extent * size) for start, extent in outer]
+        return [
+            (index * size + first, count)
+            for start, extent in outer
+            for index in range(start, start + extent)
+            for first, count in parts
+        ]
 
 
 @dataclass(frozen=True)
@@ -262,6 +283,8 @@ class Piece:
     """A box of the unsharded parameter and the box of a target tensor that it fills.
 
     `axes`: the parameter's axis of each axis of the target, or -1 where the extent is 1.
+    `counted`: (number in the parameter's name, axis of the target, stride): what the number adds
+    to `target_start`.
     """
 
     name: str
@@ -270,11 +293,15 @@ class Piece:
     source_start: tuple[int, ...]
     extent: tuple[int, ...]
     axes: tuple[int, ...]
+    counted: tuple[tuple[str, int, int], ...] = ()
 
     def map(self, numbers: Mapping[str, int]) -> _core.Map:
         """The piece of one parameter, whose name holds these numbers."""
+        start = self.target_start
+        for name, axis, stride in self.counted:
+            start = (*start[:axis], start[axis] + numbers[name] * stride, *start[axis + 1 :])
         return (
-            *(self.name.format(**numbers), "", self.shape, self.target_start),
+            *(self.name.format(**numbers), "", self.shape, start),
             *(self.source_start, self.extent, self.axes, 0),
         )
 
@@ -339,7 +366,7 @@ class Expansion:
 
     def place(self, tensor: Cut, expert: Cut | None = None) -> ShardPlacement:
         """The share of a rank; raises LayoutError if an axis does not divide."""
-        cuts = {"*": tensor, "@": expert or Cut()}
+        cuts = {"*": tensor, "~": tensor, "@": expert or Cut()}
         dimensions = [self._view.parts(item, self._sizes, cuts) for item in self._view.items]
         shape = tuple(sum(extent for _, extent in parts) for parts in dimensions)
         return ShardPlacement(shape, regions_of(dimensions))
@@ -360,7 +387,7 @@ class Expansion:
             sizes = {name: self._sizes[name] for name in view.names}
             shape = view.shape(sizes)
             for branch in view.branches(sizes):
-                wanted = branch.steps.keys() | set(each)
+                wanted = branch.steps.keys() - self.rule.counted | set(each)
                 index = next(
                     (i for i, source in enumerate(sources) if source.steps.keys() == wanted), None
                 )
@@ -370,7 +397,7 @@ class Expansion:
                         f"which no alternative of {self._view.text!r} has"
                     )
                 claimed[index] = True
-                pieces += _boxes(target, shape, sources[index], branch, each)
+                pieces += _boxes(target, shape, sources[index], branch, each, self.rule.counted)
                 if len(pieces) > MAX_BOXES:
                     raise RuleError(f"{self.rule.name}: more than {MAX_BOXES} boxes")
         for source, done in zip(sources, claimed, strict=True):
@@ -383,10 +410,15 @@ class Expansion:
 
 
 def _boxes(
-    target: Target, shape: _Shape, source: _Branch, branch: _Branch, each: Sequence[str]
+    target: Target,
+    shape: _Shape,
+    source: _Branch,
+    branch: _Branch,
+    each: Sequence[str],
+    numbers: frozenset[str],
 ) -> Iterator[Piece]:
     """Boxes that carry one source branch to one branch of a target, or to the branch of that kind
-    of each tensor that the axes `each` number.
+    of each tensor that the axes `each` number; `numbers` are axes that the parameter's name counts.
 
     In each target dimension the longest innermost run of axes that lies equally dense in one
     source dimension becomes the extent of the boxes; every other axis is counted through.
@@ -398,6 +430,8 @@ def _boxes(
         inside = [item for item in branch.steps.items() if item[1].dimension == dimension]
         inside.sort(key=lambda item: item[1].stride)
         for axis, step in inside:
+            if axis in numbers:
+                continue
             origin = source.steps[axis]
             if step.size == 1:
                 continue
@@ -408,13 +442,18 @@ def _boxes(
                 extent[dimension] *= step.size
             else:
                 counted.append(axis)
+    named = tuple(
+        (axis, step.dimension, step.stride)
+        for axis, step in branch.steps.items()
+        if axis in numbers
+    )
     for indices in itertools.product(*(range(source.steps[axis].size) for axis in counted)):
         chosen = dict(zip(counted, indices, strict=True))
         name = target.name
         for axis in each:
             name = name.replace(f"{{{axis}}}", str(chosen[axis]))
         start, source_start = branch.at(chosen), source.at(chosen)
-        yield Piece(name, shape, start, source_start, tuple(extent), tuple(axes))
+        yield Piece(name, shape, start, source_start, tuple(extent), tuple(axes), named)
 
 
 class Rule:
@@ -423,7 +462,8 @@ class Rule:
     `stored`: the shape that Megatron gives the parameter where it is not the view's own: for each
     of its dimensions, the dimensions of the view that it multiplies.  The storage must be
     contiguous in the view's order (legacy grouped experts).  `inferred_dimension`: the dimension of
-    the parameter that holds the inferred axis, or -1.
+    the parameter that holds the inferred axis, or -1; `shaped_dimension`: the one that is cut as
+    the local shape says, or -1.  `counted`: numbers of the name that are axes of targets.
     """
 
     def __init__(
@@ -446,6 +486,13 @@ class Rule:
         if len(inferred) > 1:
             raise RuleError(f"{name}: more than one inferred axis in {view!r}")
         self.inferred_dimension = inferred[0] if inferred else -1
+        shaped = [index for index, item in enumerate(self.parsed.items) if item.mark == "~"]
+        if len(shaped) != self.parsed.text.count("~") or len(shaped) > 1:
+            raise RuleError(f"{name}: {view!r} may have one ~, on a dimension of its own")
+        self.shaped_dimension = shaped[0] if shaped else -1
+        wanted = {axis for target in targets for axis in _View(target.view).names}
+        numbers = {number for number in _COUNTS if "{" + number + "}" in name}
+        self.counted = frozenset(numbers & wanted - self.parsed.names)
         if not targets:
             raise RuleError(f"{name}: no targets")
         for target in targets:
@@ -460,7 +507,7 @@ class Rule:
         for axis in _axes(view.items):
             if axis.size != axis.name or axis.mark:
                 raise RuleError(f"{target.name}: sizes and marks belong to the rule's own view")
-        unknown = view.names - self.parsed.names
+        unknown = view.names - self.parsed.names - self.counted
         if unknown:
             raise RuleError(f"{target.name}: axes {sorted(unknown)} are not in {self.name}")
         known = {name for name in _NUMBERED if "{" + name + "}" in self.name} | self.parsed.names
@@ -485,7 +532,7 @@ class Rule:
 
     def expand(self, sizes: Mapping[str, int], inferred: int = 0) -> Expansion:
         """Fixes the sizes of all axes; KeyError names a size that `sizes` lacks."""
-        known: dict[str, int] = {}
+        known = {number: sizes[_COUNTS[number]] for number in self.counted}
         for axis in _axes(self.parsed.items):
             if axis.size == INFERRED:
                 known[axis.name] = inferred
