@@ -101,9 +101,11 @@ class LayerNorm(RMSNorm):
 
 
 class DotProductAttention(_Module):
-    def __init__(self, *args, **options):
+    def __init__(self, num_attention_heads=None, *args, softmax_type="vanilla", **options):
         super().__init__()
-        del args, options
+        if softmax_type == "learnable":
+            heads = num_attention_heads // options["tp_size"]
+            self.softmax_offset = nn.Parameter(torch.zeros(heads))
 
 
 def get_cpu_offload_context(*args, **options):

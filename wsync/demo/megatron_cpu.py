@@ -283,8 +283,8 @@ def named_weights(chunks: Sequence[Module], experts: int = 0) -> Iterator[tuple[
                 _, _, local, rest = name.split(".", 3)
                 name = f"decoder.layers.{layers[int(local)]}.{rest}"
             name = re.sub(
-                r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+",
-                lambda match: str(int(match.group()) + first),
+                r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)",
+                lambda match: f"{match[1]}{int(match[2]) + first}",
                 name,
             )
             yield name, tensor

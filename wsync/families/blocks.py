@@ -11,7 +11,7 @@ of transformers.  Sizes are those of the model:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from wsync.families.rules import Rule, Target
 
@@ -26,6 +26,7 @@ __all__ = [
     "SHARED_EXPERT",
     "UNGATED_SHARED_EXPERTS",
     "eh_proj",
+    "expert_names",
     "fused_experts",
     "gated",
     "layer_rules",
@@ -33,6 +34,7 @@ __all__ = [
     "mtp",
     "qkv",
     "renamed",
+    "routed_experts",
     "shared_experts",
     "vocabulary",
 ]
@@ -52,14 +54,21 @@ def layer_rules(*rows: tuple[str, str, str]) -> tuple[Rule, ...]:
     return tuple(renamed(LAYER + name, view, HF_LAYER + target) for name, view, target in rows)
 
 
-def gated(name: str, size: str, target: str, *, kind: str = "weight") -> Rule:
+def gated(
+    name: str,
+    size: str,
+    target: str,
+    *,
+    kind: str = "weight",
+    names: Sequence[str] = ("gate_proj", "up_proj"),
+) -> Rule:
     """A gated first linear layer: every rank holds its gate rows, then its up rows."""
     tail = " h" if kind == "weight" else ""
     return Rule(
         name,
         f"(*gate:{size} | *up:{size}){tail}",
-        Target(f"{target}gate_proj.{kind}", f"gate{tail}"),
-        Target(f"{target}up_proj.{kind}", f"up{tail}"),
+        Target(f"{target}{names[0]}.{kind}", f"gate{tail}"),
+        Target(f"{target}{names[1]}.{kind}", f"up{tail}"),
     )
 
 
@@ -112,36 +121,57 @@ DENSE_MLP: tuple[Rule, ...] = (
     ),
 )
 
-_EXPERT = f"{HF_LAYER}mlp.experts.{{expert}}."
-EXPERTS: tuple[Rule, ...] = (
-    *layer_rules(
-        ("mlp.router.weight", "experts h", "mlp.gate.weight"),
-        ("mlp.router.expert_bias", "experts", "mlp.gate.e_score_correction_bias"),
-    ),
-    *(
-        rule
-        for before, after in (("", "{expert}"), ("local_experts.{expert}.", ""))
-        for name in (f"{LAYER}mlp.experts.{before}linear_fc",)
-        for rule in (
-            gated(f"{name}1.weight{after}", "moe_ffn", _EXPERT),
-            renamed(f"{name}2.weight{after}", "h *moe_ffn", f"{_EXPERT}down_proj.weight"),
-        )
-    ),
-    # Legacy grouped experts: one tensor per rank, transposed for each expert.
-    Rule(
-        f"{LAYER}mlp.experts.weight1",
-        "@experts h (*gate:moe_ffn | *up:moe_ffn)",
-        Target(f"{HF_LAYER}mlp.experts.{{experts}}.gate_proj.weight", "gate h"),
-        Target(f"{HF_LAYER}mlp.experts.{{experts}}.up_proj.weight", "up h"),
-        stored=((1,), (0, 2)),
-    ),
-    Rule(
-        f"{LAYER}mlp.experts.weight2",
-        "@experts *moe_ffn h",
-        Target(f"{HF_LAYER}mlp.experts.{{experts}}.down_proj.weight", "h moe_ffn"),
-        stored=((0, 1), (2,)),
-    ),
-)
+
+def expert_names(linear: str) -> tuple[str, str]:
+    """A parameter of every expert ("linear_fc1.weight"), where TransformerEngine groups experts and
+    where they are modules of their own."""
+    experts = f"{LAYER}mlp.experts."
+    return f"{experts}{linear}{{expert}}", f"{experts}local_experts.{{expert}}.{linear}"
+
+
+def routed_experts(
+    moe: str = "mlp.",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    bias: str = "gate.e_score_correction_bias",
+) -> tuple[Rule, ...]:
+    """A router and experts whose tensors are one by one.
+
+    Args:
+        moe: what stands before the names of a layer's tensors.
+        names: of an expert's gate, up and down projections.
+        bias: the router's bias that balances the experts' load.
+    """
+    each, every = (f"{HF_LAYER}{moe}experts.{{{axis}}}." for axis in ("expert", "experts"))
+    gate, up, down = names
+    return (
+        *layer_rules(
+            ("mlp.router.weight", "experts h", f"{moe}gate.weight"),
+            ("mlp.router.expert_bias", "experts", f"{moe}{bias}"),
+        ),
+        *(gated(name, "moe_ffn", each, names=names) for name in expert_names("linear_fc1.weight")),
+        *(
+            renamed(name, "h *moe_ffn", f"{each}{down}.weight")
+            for name in expert_names("linear_fc2.weight")
+        ),
+        # Legacy grouped experts: one tensor per rank, transposed for each expert.
+        Rule(
+            f"{LAYER}mlp.experts.weight1",
+            "@experts h (*gate:moe_ffn | *up:moe_ffn)",
+            Target(f"{every}{gate}.weight", "gate h"),
+            Target(f"{every}{up}.weight", "up h"),
+            stored=((1,), (0, 2)),
+        ),
+        Rule(
+            f"{LAYER}mlp.experts.weight2",
+            "@experts *moe_ffn h",
+            Target(f"{every}{down}.weight", "h moe_ffn"),
+            stored=((0, 1), (2,)),
+        ),
+    )
+
+
+EXPERTS = routed_experts()
 
 
 def shared_experts(target: str) -> tuple[Rule, ...]:

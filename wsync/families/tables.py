@@ -19,6 +19,10 @@ from wsync.families.blocks import (
     fused_experts,
     renamed,
 )
+from wsync.families.glm import GLM4, GLM4_MOE
+from wsync.families.gpt_oss import GPT_OSS
+from wsync.families.mimo import MIMO
+from wsync.families.minimax import MINIMAX_M2
 from wsync.families.rules import Expansion, Rule, key_of
 
 __all__ = [
@@ -100,6 +104,11 @@ FAMILIES: Mapping[str, Family] = {
         *(Family(name, EMBEDDING, ATTENTION, DENSE_MLP) for name in ("llama", "qwen2", "qwen3")),
         Family("qwen2_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS, SHARED_EXPERT),
         Family("qwen3_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS, UNGATED_SHARED_EXPERTS),
+        Family("glm4", GLM4),
+        Family("glm4_moe", GLM4_MOE),
+        Family("gpt_oss", GPT_OSS),
+        Family("mimo", MIMO),
+        Family("minimax_m2", MINIMAX_M2),
     )
 }
 
@@ -186,6 +195,10 @@ def read_model(config: Any, model_name: str | None = None, loaded_by: str = LOAD
             f"{type(config).__name__} has no model_type: pass model_name="
         )
     sizes = _read_sizes(config)
+    if "ffn" in sizes:
+        sizes.setdefault("moe_ffn", sizes["ffn"])  # as Megatron does
+    if "moe_ffn" in sizes and (shared := getattr(config, "n_shared_experts", None)):
+        sizes.setdefault("shared_ffn", sizes["moe_ffn"] * int(shared))
     heads = sizes.get("heads", 0)
     if heads <= 0 or sizes.get("h", 0) <= 0:
         raise _core.InvalidArgumentError(

@@ -1,0 +1,65 @@
+"""What a rank does in the tests of families with query groups; runs in support.procs."""
+
+import torch
+import torch.distributed as dist
+from support import gqa_families as families
+from support.megatron_cases import check_everything, host_bytes, padded_rows, place
+
+import wsync.megatron
+from wsync import _core
+from wsync.demo import megatron_cpu
+
+
+def _trainer(hf, parallel, form, options):
+    """A trainer with the attributes that Megatron's own set-up gives to parameters."""
+    from megatron.core.tensor_parallel.layers import (
+        set_defaults_if_not_set_tensor_model_parallel_attributes,
+    )
+
+    options = families.options(hf) | options
+    trainer = megatron_cpu.build(hf, parallel, **options)
+    families.attach(trainer.chunks, hf, parallel, form)
+    for chunk in trainer.chunks:
+        for parameter in chunk.parameters():
+            parameter.data = parameter.data.to(trainer.dtype)
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return trainer
+
+
+@torch.no_grad()
+def _fill(trainer, state):
+    hf = trainer.hf
+    plain = families.plain(state, hf)
+    rows = padded_rows(hf, trainer.parallel.tp)
+    for name, tensor in megatron_cpu.named_weights(trainer.chunks, families.experts(hf)):
+        value = families.share(name, plain, hf, place(), rows)
+        assert value.shape == tensor.shape, f"{name}: {value.shape} {tensor.shape}"
+        tensor.copy_(value)
+
+
+def merged(mine):
+    """(layout of all ranks, bytes of all ranks' tensors)."""
+    mine.bind()
+    everyone = [None] * mine.ranks
+    buffers = [host_bytes(tensor) for tensor in mine.tensors()]
+    dist.all_gather_object(everyone, (mine.layout.to_bytes(), buffers))
+    layouts = [_core.Layout.from_bytes(data) for data, _ in everyone]
+    return _core.Layout.merge(layouts), [buffers for _, buffers in everyone]
+
+
+def shards_match(family, changes, parallel, options, form=""):
+    """Compares every shard with the checkpoint; returns (shards, tensors, names of parameters)."""
+    options = {k: getattr(torch, v) if k == "dtype" else v for k, v in options.items()}
+    parallel = megatron_cpu.Parallel(**parallel)
+    with megatron_cpu.groups(parallel):
+        hf = families.config(family, **changes)
+        trainer = _trainer(hf, parallel, form, options)
+        state = families.checkpoint(hf)
+        for name, tensor in state.items():  # the bias that balances experts stays as it is
+            if not name.endswith("e_score_correction_bias"):
+                state[name] = tensor.to(trainer.dtype)
+        _fill(trainer, state)
+        mine = wsync.megatron.layout(trainer.chunks, hf)
+        layout, buffers = merged(mine)
+        shards = check_everything(layout, buffers, state) if mine.rank == 0 else 0
+        return shards, len(state), list(mine.names)

@@ -1,0 +1,31 @@
+"""MiniMax-M2, M2.1 and M2.5 (minimax_m2).
+
+Names follow the checkpoints that transformers 5 saves (`modeling_minimax_m2.py`), and on Megatron's
+side slime's plugin `minimax_m2.py` and Megatron-Bridge's `minimax_m2_provider.py`.
+"""
+
+from __future__ import annotations
+
+from wsync.families.blocks import ATTENTION, EMBEDDING, layer_rules, routed_experts
+from wsync.families.rules import Rule
+
+__all__ = ["MINIMAX_M2"]
+
+# Queries and keys are normalised over all heads.  slime calls the norms q_norm and k_norm, and
+# every rank has them whole; Megatron-Bridge gives each rank those of its heads, and the same ones
+# to several ranks where there are fewer key heads than ranks.
+_NORMS: tuple[Rule, ...] = tuple(
+    rule
+    for name in ("norm", "layernorm")
+    for rule in layer_rules(
+        (f"self_attention.q_{name}.weight", "~(g n d)", "self_attn.q_norm.weight"),
+        (f"self_attention.k_{name}.weight", "~(g d)", "self_attn.k_norm.weight"),
+    )
+)
+
+MINIMAX_M2: tuple[Rule, ...] = (
+    *EMBEDDING,
+    *_NORMS,  # before those of one head
+    *ATTENTION,
+    *routed_experts("block_sparse_moe.", ("w1", "w3", "w2"), bias="e_score_correction_bias"),
+)
