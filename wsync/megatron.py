@@ -93,7 +93,8 @@ def layout(
     before it, or it raises StateError: until the next forward pass they may be old.
 
     Raises UnsupportedError for an unknown family, LayoutError for a parameter that no rule
-    matches, that has another shape than the configuration says, or whose attributes contradict it.
+    matches, that goes where another one does, that has another shape than the configuration says,
+    or whose attributes contradict it.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
     spec = read_model(config, model_name, loaded_by)
@@ -104,10 +105,15 @@ def layout(
     table = _core.describe(current, names, gpu=True)
     builder = _core.LayoutBuilder(rank)
     reader = _Reader(spec, ranks)
+    claimed: dict[tuple[str, tuple[int, ...]], str] = {}  # targets and where in them
     for index, (name, tensor) in enumerate(zip(names, current, strict=True)):
         _, dtype, shape, strides, _ = table[index]
         regions, maps, strides = reader.read(name, tensor, shape, strides)
         builder.add_parameter(name, index, dtype, strides, regions, maps)
+        for target, _, _, start, *_ in maps:
+            other = claimed.setdefault((target, start), name)
+            if other != name:
+                raise _core.LayoutError(f"{other} and {name}: both are {target}")
 
     def read() -> list[Tensor]:
         _check_gathered(chunks)

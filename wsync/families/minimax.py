@@ -25,7 +25,7 @@ _NORMS: tuple[Rule, ...] = tuple(
 
 MINIMAX_M2: tuple[Rule, ...] = (
     *EMBEDDING,
-    *_NORMS,  # before those of one head
-    *ATTENTION,
+    *_NORMS,
+    *(rule for rule in ATTENTION if rule.name not in {norm.name for norm in _NORMS}),
     *routed_experts("block_sparse_moe.", ("w1", "w3", "w2"), bias="e_score_correction_bias"),
 )

@@ -520,6 +520,12 @@ class Rule:
     def __repr__(self) -> str:
         return f"Rule({self.name!r}, {self.parsed.text!r})"
 
+    @cached_property
+    def sizes(self) -> frozenset[str]:
+        """The names of the sizes that its view needs."""
+        sizes = {axis.size for axis in _axes(self.parsed.items)}
+        return frozenset(s for s in sizes if s != INFERRED and not s.isdigit())
+
     @property
     def key(self) -> str:
         """The name with every number replaced; names of the same key may match."""

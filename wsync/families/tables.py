@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,9 @@ from wsync.families.minimax import MINIMAX_M2
 from wsync.families.rules import Expansion, Rule, key_of
 
 __all__ = [
+    "DERIVED",
     "FAMILIES",
+    "FIELDS",
     "LOADERS",
     "RUNTIME",
     "Family",
@@ -45,7 +48,8 @@ class Family:
     """A named table of rules.
 
     `loaders`: by the name of a loader that fills parameters in a way of its own, the rules that
-    go before the table's for the models that it loads.
+    go before the table's for the models that it loads.  `fields`: sizes besides FIELDS.  `oracle`:
+    what the tests compare its tensors with, bit for bit.
     """
 
     def __init__(
@@ -53,8 +57,12 @@ class Family:
         name: str,
         *tables: tuple[Rule, ...],
         loaders: Mapping[str, tuple[Rule, ...]] | None = None,
+        fields: Mapping[str, Sequence[str]] | None = None,
+        oracle: str = "",
     ) -> None:
         self.name = name
+        self.fields = dict(fields or {})
+        self.oracle = oracle
         self._loaders = loaders or {}
         self.rules = tuple(rule for table in tables for rule in table)
         self._by_key: dict[str, list[Rule]] = {}
@@ -64,7 +72,9 @@ class Family:
     def loaded_by(self, loader: str) -> Family:
         """The family as it is of models that a loader has filled."""
         own = self._loaders.get(loader)
-        return self if own is None else Family(self.name, own, self.rules)
+        if own is None:
+            return self
+        return Family(self.name, own, self.rules, fields=self.fields, oracle=self.oracle)
 
     def find(self, name: str) -> tuple[Rule, dict[str, int]]:
         """The rule of a global parameter name and the numbers in that name.
@@ -91,14 +101,15 @@ class Family:
         try:
             return rule.expand(sizes, inferred)
         except KeyError as error:
-            fields = " or ".join(FIELDS.get(error.args[0], error.args))
+            size = error.args[0]
+            fields = " or ".join({**FIELDS, **self.fields}.get(size, (size,)))
             raise _core.LayoutError(
                 f"{name}: the configuration does not give {fields}, which the family "
                 f"{self.name!r} needs for it"
             ) from None
 
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(Family(name, EMBEDDING, ATTENTION, DENSE_MLP) for name in ("llama", "qwen2", "qwen3")),
@@ -152,15 +163,49 @@ class Model:
     tied: bool
 
 
-def family_of(name: str) -> Family:
-    """The family of a model_type ("qwen3_moe") or of a config's class name ("Qwen3MoeConfig")."""
-    plain = re.sub(r"[^a-z0-9]|config$|forcausallm$", "", name.lower())
-    for family in FAMILIES.values():
-        if family.name.replace("_", "") == plain:
-            return family
-    raise _core.UnsupportedError(
-        f"model family {name!r} is not known; known are {', '.join(sorted(FAMILIES))}"
-    )
+# What slime's choice of a converter looks for in a model's name, in its order, and the family.
+_SLIMES = (
+    *(
+        ("minimaxm2", "minimax_m2"),
+        ("glm4moelite", "glm4_moe_lite"),
+        ("deepseekv32", "deepseek_v32"),
+    ),
+    *(("deepseekv3", "deepseek_v3"), ("glmmoedsa", "glm_moe_dsa"), ("kimi", "kimi_k2")),
+    *(("glm4moe", "glm4_moe"), ("glm4", "glm4"), ("qwen3next", "qwen3_next")),
+    *(("qwen35moe", "qwen3_5_moe"), ("qwen35", "qwen3_5"), ("qwen3vl", "qwen3_vl")),
+    *(("qwen2moe", "qwen2_moe"), ("qwen3moe", "qwen3_moe"), ("qwen2", "qwen2"), ("qwen3", "qwen3")),
+    *(("llama", "llama"), ("mimo", "mimo")),
+)
+_CLASS = re.compile(r"(?:text)?(?:config|model|forcausallm|forconditionalgeneration)$")
+
+
+def family_of(name: str, *, part: bool = False) -> Family:
+    """The family of a model_type ("qwen3_moe") or of the class of a configuration or model
+    ("Qwen3MoeConfig", "Qwen3VLForConditionalGeneration").  With `part`, also of a name with a part
+    by which slime chooses a converter ("kimi-k2-instruct").
+
+    Raises:
+        UnsupportedError: none is known; the text has those of similar names.
+    """
+    plain = _plain(name)
+    exact = {_plain(known): family for known, family in FAMILIES.items()}
+    found = exact.get(plain) or exact.get(_CLASS.sub("", plain))
+    if found is None and part:
+        meant = next((family for text, family in _SLIMES if text in plain), "")
+        found = FAMILIES.get(meant)
+    if found is None:
+        near = difflib.get_close_matches(plain, exact, n=3, cutoff=0.5)
+        like = ", ".join(exact[match].name for match in near)
+        raise _core.UnsupportedError(
+            f"model family {name!r} is not known"
+            + (f"; similar are {like}" if like else "")
+            + f"; known are {', '.join(sorted(FAMILIES))}; wsync.families.register adds one"
+        )
+    return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 # size: the names it has in Hugging Face configs, then in Megatron's arguments
@@ -179,11 +224,16 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# sizes that `read_model` makes of others
+DERIVED = ("n",)
+
+
 def read_model(config: Any, model_name: str | None = None, loaded_by: str = LOADERS[0]) -> Model:
     """Family and sizes from a Hugging Face config or from Megatron's (slime's) arguments.
 
-    `model_name` goes before the config's own `model_type`.  Sizes that the config does not have
-    are left out; a rule that needs one then fails by name.  `loaded_by`: one of LOADERS.
+    `model_name` goes before the config's own `model_type`, and may be one in which slime finds the
+    family's name.  Sizes that the config does not have are left out; a rule that needs one then
+    fails by name.  `loaded_by`: one of LOADERS.
     """
     if loaded_by not in LOADERS:
         raise _core.InvalidArgumentError(
@@ -194,7 +244,8 @@ def read_model(config: Any, model_name: str | None = None, loaded_by: str = LOAD
         raise _core.InvalidArgumentError(
             f"{type(config).__name__} has no model_type: pass model_name="
         )
-    sizes = _read_sizes(config)
+    family = family_of(name, part=name == model_name)
+    sizes = _read_sizes(config, {**FIELDS, **family.fields})
     if "ffn" in sizes:
         sizes.setdefault("moe_ffn", sizes["ffn"])  # as Megatron does
     if "moe_ffn" in sizes and (shared := getattr(config, "n_shared_experts", None)):
@@ -218,7 +269,7 @@ def read_model(config: Any, model_name: str | None = None, loaded_by: str = LOAD
     tied = getattr(config, "tie_word_embeddings", None)
     if tied is None:
         tied = not getattr(config, "untie_embeddings_and_output_weights", True)
-    return Model(family_of(name).loaded_by(loaded_by), sizes, bool(tied))
+    return Model(family.loaded_by(loaded_by), sizes, bool(tied))
 
 
 def runtime_family(config: Any) -> tuple[Family | None, dict[str, int], str]:
@@ -227,13 +278,13 @@ def runtime_family(config: Any) -> tuple[Family | None, dict[str, int], str]:
     The family is None where RUNTIME has none of that model_type, or without a configuration.
     """
     kind = getattr(config, "model_type", None) or ""
-    return RUNTIME.get(kind), _read_sizes(config), kind
+    return RUNTIME.get(kind), _read_sizes(config, FIELDS), kind
 
 
-def _read_sizes(config: Any) -> dict[str, int]:
+def _read_sizes(config: Any, fields: Mapping[str, Sequence[str]]) -> dict[str, int]:
     sizes: dict[str, int] = {}
-    for size, fields in FIELDS.items():
-        value = next((v for f in fields if (v := getattr(config, f, None)) is not None), None)
+    for size, names in fields.items():
+        value = next((v for f in names if (v := getattr(config, f, None)) is not None), None)
         if value is not None:
             sizes[size] = int(value)
     return sizes

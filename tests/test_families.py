@@ -1,0 +1,134 @@
+"""Which families there are, how one is chosen and added, and what a table is checked for."""
+
+import subprocess
+import sys
+
+import pytest
+
+import wsync.families
+from wsync import _core, cli
+from wsync.families import Rule, RuleError, Target, blocks, registry
+from wsync.families.tables import FAMILIES, family_of, read_model
+
+
+class Config:
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_table_passes_what_a_users_table_must(name):
+    registry.check(FAMILIES[name])
+    for loader in ("megatron", "slime"):
+        family = FAMILIES[name].loaded_by(loader)
+        assert {rule.key for rule in family.rules} >= {rule.key for rule in FAMILIES[name].rules}
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("qwen3_moe", "qwen3_moe"),
+        ("Qwen3MoeConfig", "qwen3_moe"),
+        ("qwen3moeforcausallm", "qwen3_moe"),
+        ("Qwen2MoeForCausalLM", "qwen2_moe"),
+        ("Glm4MoeConfig", "glm4_moe"),
+        ("GptOssForCausalLM", "gpt_oss"),
+        ("MiniMaxM2Config", "minimax_m2"),
+        ("LlamaModel", "llama"),
+        ("Qwen3TextConfig", "qwen3"),
+    ],
+)
+def test_a_family_by_its_model_type_and_its_classes(name, family):
+    assert family_of(name).name == family
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("GLM-4.5-Air glm4_moe", "glm4_moe"), ("qwen3-30b-a3b", "qwen3"), ("my_qwen2.5", "qwen2")],
+)
+def test_a_given_name_is_searched_as_slime_does(name, family):
+    config = Config(hidden_size=8, num_attention_heads=2, model_type="llama")
+    assert read_model(config, name).family.name == family
+    with pytest.raises(_core.UnsupportedError):  # but not that of a configuration
+        read_model(Config(hidden_size=8, num_attention_heads=2, model_type=name))
+
+
+def test_an_unknown_family_names_similar_ones_and_the_way_to_add_it():
+    with pytest.raises(
+        _core.UnsupportedError, match=r"'qwen3_mo' is not known; similar are qwen3"
+    ) as e:
+        family_of("qwen3_mo")
+    assert "wsync.families.register" in str(e.value)
+    with pytest.raises(_core.UnsupportedError, match="'xyz' is not known; known are glm4"):
+        family_of("xyz")
+
+
+FFN = Rule(
+    "decoder.layers.{layer}.mlp.linear_fc1.weight",
+    "(*gate:own | *up:own) h",
+    Target("model.layers.{layer}.w1", "gate h"),
+    Target("model.layers.{layer}.w3", "up h"),
+)
+FIELDS = {"own": ("own_size",)}
+
+
+@pytest.fixture
+def register():
+    before = dict(FAMILIES)
+    yield wsync.families.register
+    FAMILIES.clear()
+    FAMILIES.update(before)
+
+
+def test_a_family_of_ones_own(register):
+    register("mine", (*blocks.EMBEDDING, FFN), fields=FIELDS)
+    model = read_model(Config(hidden_size=6, num_attention_heads=2, own_size=4), "mine")
+    rule, numbers = model.family.find("decoder.layers.3.mlp.linear_fc1.weight")
+    pieces = model.family.expand(rule, "x", model.sizes).pieces
+    assert [(p.name.format(**numbers), p.shape) for p in pieces] == [
+        ("model.layers.3.w1", (4, 6)),
+        ("model.layers.3.w3", (4, 6)),
+    ]
+    with pytest.raises(_core.LayoutError, match="does not give own_size, which"):
+        model.family.expand(rule, "x", {"h": 6})
+    with pytest.raises(ValueError, match="there is a family 'mine' already"):
+        register("mine", ())
+
+
+def test_wrong_tables_are_refused_by_the_names_of_their_rules(register):
+    def wrong(*rules):
+        with pytest.raises(RuleError) as error:
+            register("wrong", rules, fields=FIELDS)
+        assert "wrong" not in FAMILIES
+        return str(error.value)
+
+    name = "a.weight"
+    assert wrong(FFN, FFN) == f"{FFN.name}: two rules have this name"
+    assert "a.weight: nothing says what the size 'other' is" in wrong(
+        Rule(name, "x:other", Target("t", "x"))
+    )
+    assert "a.weight: no target takes the axes ['up']" in wrong(
+        Rule(name, "(gate:ffn | up:ffn)", Target("t", "gate"))
+    )
+    twice = Rule(name, "(x:ffn | y:ffn)", Target("t", "x"), Target("t", "y"))
+    assert wrong(twice) == "a.weight: writes elements of t twice"
+    one = Rule("a.{expert}", "h", Target("t", "expert h"))
+    other = Rule("b", "h", Target("t", "h"))
+    assert "b: gives t another shape than a.{expert}" in wrong(one, other)
+
+
+def test_the_command_lists_every_family():
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "wsync", "families"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    listed = {line.split()[0] for line in done.stdout.split("\n\n", maxsplit=1)[0].splitlines()}
+    assert listed == set(FAMILIES)
+
+
+def test_every_family_names_its_oracle(capsys):
+    assert cli.main(["families"]) == 0
+    assert "added by the user" not in capsys.readouterr().out

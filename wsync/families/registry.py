@@ -1,0 +1,143 @@
+"""Families that a user adds to the tables, what every table is checked for, and the list of all.
+
+A family from nothing to a verified one, for a model whose feed-forward part has a name of its own:
+
+    from wsync.families import Rule, Target, blocks, register
+
+    FFN = (
+        Rule("decoder.layers.{layer}.mlp.linear_fc1.weight",
+             "(*gate:ffn | *up:ffn) h",
+             Target("model.layers.{layer}.feed_forward.w1.weight", "gate h"),
+             Target("model.layers.{layer}.feed_forward.w3.weight", "up h")),
+        Rule("decoder.layers.{layer}.mlp.linear_fc2.weight",
+             "h *ffn",
+             Target("model.layers.{layer}.feed_forward.w2.weight", "h ffn")),
+    )
+    register("my_model", (*blocks.EMBEDDING, *blocks.ATTENTION, *FFN))
+
+    layout = wsync.megatron.layout(chunks, config, model_name="my_model")
+
+1. Write a rule for each kind of parameter that `named_parameters()` of a rank shows;
+   `wsync.families.rules` explains views.  `wsync.families.blocks` has what most models share.
+2. `register` tries the table with small sizes, and names a rule that cannot be right: elements
+   that go nowhere or twice, targets of two shapes, sizes that no configuration gives.
+3. `wsync.megatron.layout` refuses, by name, a parameter that no rule matches and one that has
+   another shape than its rule says.
+4. What no check can know is the order of rows.  Compare one update with an export that you trust:
+   deliver to `wsync.demo.engines.bare_engine`, or compare logits of engine and trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from wsync.families.rules import Rule, RuleError
+from wsync.families.tables import DERIVED, FAMILIES, FIELDS, Family
+
+__all__ = ["check", "main", "register"]
+
+_Shape = Sequence[int]
+_Fill = tuple[_Shape, collections.Counter[int]]
+
+
+def register(
+    name: str,
+    rules: Iterable[Rule],
+    *,
+    fields: Mapping[str, Sequence[str]] | None = None,
+    loaders: Mapping[str, tuple[Rule, ...]] | None = None,
+) -> Family:
+    """Adds a family of this process to those that `wsync.megatron.layout` knows.
+
+    Args:
+        name: as `model_type` of the configuration or `model_name` has it, for example "my_model".
+        rules: one for each kind of parameter; of two that match a name, the first is taken.
+        fields: sizes of the rules' views that are not in `wsync.families.tables.FIELDS`: the names
+            that each has in configurations.
+        loaders: rules that go before these for models that were loaded by "slime".
+
+    Raises:
+        RuleError: the table cannot be right; the text names the rule, see `check`.
+        ValueError: there is such a family.
+    """
+    if name in FAMILIES:
+        raise ValueError(f"there is a family {name!r} already")
+    family = Family(name, tuple(rules), fields=fields, loaders=loaders)
+    check(family)
+    FAMILIES[name] = family
+    return family
+
+
+def check(family: Family) -> None:
+    """Tries a table with small sizes.
+
+    Raises:
+        RuleError: elements of a parameter go to no target; a target gets some twice; two rules
+            give a target different shapes, or have one name; nothing says what a size is.
+    """
+    known = {*FIELDS, *family.fields, *DERIVED}
+    names: set[str] = set()
+    shapes: dict[str, tuple[Rule, _Shape]] = {}
+    for rule in family.rules:
+        if rule.name in names:
+            raise RuleError(f"{rule.name}: two rules have this name")
+        names.add(rule.name)
+        if unknown := rule.sizes - known:
+            raise RuleError(
+                f"{rule.name}: nothing says what the size {min(unknown)!r} is: give its name in "
+                "configurations with fields="
+            )
+        for target, (shape, counts) in _fills(rule, known).items():
+            if max(counts.values()) > 1:
+                raise RuleError(f"{rule.name}: writes elements of {target} twice")
+            first, other = shapes.setdefault(target, (rule, shape))
+            if other != shape:
+                raise RuleError(
+                    f"{rule.name}: gives {target} another shape than {first.name} (with small "
+                    f"sizes, {shape} and {other})"
+                )
+
+
+def _fills(rule: Rule, known: Iterable[str]) -> dict[str, _Fill]:
+    """What a rule writes to its targets: how often each of their elements."""
+    sizes = {name: 2 + index % 3 for index, name in enumerate(sorted(known))}
+    experts = range(sizes["experts"]) if "{expert}" in rule.name else (0,)
+    found: dict[str, _Fill] = {}
+    pieces = rule.expand(sizes, inferred=1).pieces
+    for expert in experts:
+        for piece in pieces:
+            name, _, shape, start, _, extent, *_ = piece.map(
+                {"layer": 0, "mtp": 0, "expert": expert}
+            )
+            fill = found.setdefault(name, (shape, collections.Counter()))
+            fill[1].update(_elements(shape, start, extent))
+    return found
+
+
+def _elements(shape: Sequence[int], start: Sequence[int], extent: Sequence[int]) -> Iterator[int]:
+    """The numbers of a box's elements, counted through the tensor."""
+    if not shape:
+        yield 0
+        return
+    inner = math.prod(shape[1:])
+    for index in range(start[0], start[0] + extent[0]):
+        for rest in _elements(shape[1:], start[1:], extent[1:]):
+            yield index * inner + rest
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`wsync families`: lists what `wsync.megatron.layout` knows."""
+    parser = argparse.ArgumentParser(
+        prog="wsync families",
+        description="Lists the model families of Megatron-Core trainers that wsync can name, by "
+        "model_type, and what their tensors were compared with, bit for bit.",
+    )
+    parser.parse_args(argv)
+    width = max(map(len, FAMILIES))
+    for name, family in sorted(FAMILIES.items()):
+        print(f"{name:<{width}}  {family.oracle or 'added by the user'}")
+    print("\nwsync.families.register adds one; pydoc wsync.families.registry shows how.")
+    return 0
