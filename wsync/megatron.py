@@ -105,7 +105,7 @@ def layout(
     table = _core.describe(current, names, gpu=True)
     builder = _core.LayoutBuilder(rank)
     reader = _Reader(spec, ranks)
-    claimed: dict[tuple[str, tuple[int, ...]], str] = {}  # targets and where in them
+    claimed: dict[tuple[str, Sequence[int]], str] = {}  # targets and where in them
     for index, (name, tensor) in enumerate(zip(names, current, strict=True)):
         _, dtype, shape, strides, _ = table[index]
         regions, maps, strides = reader.read(name, tensor, shape, strides)

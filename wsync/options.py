@@ -44,6 +44,9 @@ class Options:
             A ring that a loader keeps looking at stays, with a warning.
         threads: copying threads of one trainer rank.
         directory: where sockets live; None for the temporary directory.
+        checkpoint: folder of the model's Hugging Face checkpoint, with whose names, shapes and
+            dtypes the trainer's are compared when it connects; slime's updaters take
+            args.hf_checkpoint, unless this is "".
         progress: True or False; None shows a progress bar where stderr is a terminal.
     """
 
@@ -61,6 +64,7 @@ class Options:
     park: bool = False
     threads: int = 1
     directory: str | None = None
+    checkpoint: str | None = None
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -88,8 +92,9 @@ class Options:
         if not 0 < self.deadline <= MAX_DEADLINE:
             text = "not positive" if not self.deadline > 0 else f"over {MAX_DEADLINE:.0f} s"
             raise _core.InvalidArgumentError(f"deadline={self.deadline!r} is {text}")
-        if not isinstance(self.directory, str | None):
-            raise _core.InvalidArgumentError(f"directory={self.directory!r} is no text")
+        for name in ("directory", "checkpoint"):
+            if not isinstance(getattr(self, name), str | None):
+                raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is no text")
 
     def refuse(self, without_effect: Mapping[str, str]) -> None:
         """Raises InvalidArgumentError for a choice that has no effect, given by name with what it

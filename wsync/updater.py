@@ -73,6 +73,9 @@ class Updater:
             most = getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
             options = Options(bucket_nbytes=most)
         self._options = Options.of(options)
+        if self._options.checkpoint is None:
+            folder = str(getattr(args, "hf_checkpoint", None) or "")
+            self._options = dataclasses.replace(self._options, checkpoint=folder)
         self._read_args()
         self._source = (
             model

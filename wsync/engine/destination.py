@@ -8,8 +8,8 @@ delivered if they bring the same bytes, and nothing is copied to memory that is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,9 +24,7 @@ from wsync._core import (
 )
 from wsync.engine.learn.module_memory import seen, slots, usable
 from wsync.module_tensors import same_bytes
-
-# names listed in one message
-_LISTED: Final = 5
+from wsync.report import listed
 
 
 class MissingError(LayoutError):
@@ -237,10 +235,3 @@ def aliases(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
         key = seen(tensor) if usable(tensor) and tensor.numel() else name
         groups.setdefault(key, []).append(name)
     return list(groups.values())
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first few names, for a message."""
-    ordered = sorted(names)
-    more = len(ordered) - _LISTED
-    return ", ".join(ordered[:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -38,9 +38,10 @@ from wsync._core import (
     describe,
 )
 from wsync.dtypes import dtype_of
-from wsync.engine.destination import Boxes, Destination, LoadTarget, OtherName, aliases, listed
+from wsync.engine.destination import Boxes, Destination, LoadTarget, OtherName, aliases
 from wsync.machine import device
 from wsync.messages.control import PIECES, WHOLE
+from wsync.report import listed
 
 Losing = Callable[[], object]
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]

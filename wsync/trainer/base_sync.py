@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from wsync import _core
+from wsync.checkpoints.compare import compare
 from wsync.exchange.trainer_group import TrainerGroup, together
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.fork_guard import Owner
@@ -126,7 +127,22 @@ class Updates(abc.ABC):
                     f"the layout has tensors of rank {other}, but this is rank {rank} of {size}"
                 )
         parts = self._group.all_gather(source.layout.to_bytes())
-        return _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
+        model = _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
+        self._compare(model)
+        return model
+
+    def _compare(self, model: _core.Layout) -> None:
+        """Raises LayoutError, on all ranks, where rank 0 sees that the model's checkpoint has other
+        tensors."""
+        folder, wrong = self.options.checkpoint, ""
+        if folder and self._group.rank == 0:
+            try:
+                compare(model, folder)
+            except _core.LayoutError as error:
+                wrong = str(error)
+        wrong = self._group.gather_json(wrong)[0]
+        if wrong:
+            raise _core.LayoutError(wrong)
 
     @contextlib.contextmanager
     def _updating(self, version: int | str | None, weights: object) -> Iterator[Report]:

@@ -14,13 +14,13 @@ from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
 from wsync.options import Options
+from wsync.report import listed
 from wsync.trainer.roster import Delivery, Roster
 from wsync.trainer.sessions.base import Session
 
 _log = logging.getLogger(__name__)
 
 _GPU_ROUND_NBYTES = 256 << 20
-_NAMED = 5  # tensors in one message
 _LEAST_RING_NBYTES = 16 << 10  # a machine that has less has other worries
 _DEFAULT_ROUND_NBYTES = 32 << 20  # the planner's, which may be exceeded for one large tensor
 
@@ -97,12 +97,10 @@ class Planning:
 
     def _name_unused(self, plan: _core.Plan) -> None:
         if plan.unused:
-            names = [self.roster.model.tensor(index)[0] for index in plan.unused[:_NAMED]]
-            more = len(plan.unused) - len(names)
+            names = [self.roster.model.tensor(index)[0] for index in plan.unused]
             _log.warning(
-                "wsync: no engine makes use of %s%s: what the trainer has there is not delivered",
-                ", ".join(names),
-                f" and {more} more tensors" if more else "",
+                "wsync: no engine makes use of %s: what the trainer has there is not delivered",
+                listed(names),
             )
 
     def _choose(self, source: str) -> str | None:

@@ -93,7 +93,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     import transformers
 
     from wsync.dtypes import dtype_of
-    from wsync.engine.destination import listed
+    from wsync.report import listed
 
     torch.set_num_threads(arguments.threads)
     options: dict[str, Any] = {}

@@ -13,7 +13,7 @@ import torch
 
 from wsync import _core
 from wsync.dtypes import dtype_of
-from wsync.engine.destination import MissingError, listed
+from wsync.engine.destination import MissingError
 from wsync.engine.learn.attribute_guards import Attribute, attributes_read
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import Area, ModuleMemory, SharedError
@@ -38,6 +38,7 @@ from wsync.engine.ring_loaders import (
 )
 from wsync.machine import device
 from wsync.messages.control import LEARN, WHOLE
+from wsync.report import listed
 
 KEEP: Final = "WSYNC_KEEP"
 

@@ -1,0 +1,88 @@
+"""A trainer's tensors against the names, shapes and dtypes of the model's checkpoint."""
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import wsync
+from wsync import _core
+from wsync.checkpoints.compare import compare
+from wsync.layout import from_tensors
+
+TENSORS = {"a.weight": torch.zeros(4, 2), "b.weight": torch.zeros(3)}
+
+
+def model(tensors):
+    return from_tensors(tensors).layout
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_the_same_tensors_say_nothing(checkpoint, caplog):
+    caplog.set_level(logging.INFO)
+    compare(model(TENSORS), checkpoint)
+    assert caplog.messages == []
+
+
+def test_unknown_names_and_other_shapes_are_errors(checkpoint):
+    odd = {**TENSORS, "c.weight": torch.zeros(2), "b.weight": torch.zeros(4)}
+    with pytest.raises(_core.LayoutError) as error:
+        compare(model(odd), checkpoint)
+    assert f"not those of {checkpoint}: it has no: c.weight; other shapes: b.weight (4,)" in str(
+        error.value
+    )
+
+
+def test_what_only_the_checkpoint_has_and_other_dtypes_are_warnings(checkpoint, caplog):
+    compare(model({"a.weight": TENSORS["a.weight"].bfloat16()}), checkpoint)
+    assert caplog.messages == [
+        f"only {checkpoint} has b.weight",
+        f"{checkpoint} has another dtype of a.weight (float32, here bfloat16)",
+    ]
+
+
+def test_a_quantised_checkpoint_is_no_error(checkpoint, caplog):
+    (checkpoint / "config.json").write_text(json.dumps({"quantization_config": {"bits": 4}}))
+    compare(model({**TENSORS, "c.weight": torch.zeros(2)}), checkpoint)
+    assert caplog.messages == [f"{checkpoint}, whose tensors are quantised: it has no: c.weight"]
+
+
+def test_a_folder_that_cannot_be_read_is_not_compared(checkpoint, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    compare(model(TENSORS), "some/name-on-the-hub")
+    (checkpoint / "model.safetensors").write_bytes(b"short")
+    compare(model(TENSORS), checkpoint)
+    assert [m.split(":")[0] for m in caplog.messages] == [
+        "some/name-on-the-hub has no safetensors files",
+        "the trainer's names are not compared with a checkpoint",
+    ]
+
+
+def test_a_connection_compares_once_and_an_option_turns_it_off(checkpoint):
+    weights = {**TENSORS, "c.weight": torch.zeros(2)}
+    options = wsync.Options(checkpoint=str(checkpoint))
+    with pytest.raises(_core.LayoutError, match=r"it has no: c\.weight"):
+        wsync.connect(weights, [], options=options)
+    with pytest.raises(_core.LayoutError, match=r"it has no: c\.weight"):
+        wsync.DiskSync(weights, folder=checkpoint / "versions", options=options)
+    unread = wsync.Options(checkpoint="")
+    wsync.DiskSync(weights, folder=checkpoint / "versions", options=unread).close()
+    args = SimpleNamespace(hf_checkpoint=checkpoint)
+    updater = wsync.UpdateWeightFromTensor(args, from_tensors(weights), None, model_name="any")
+    with pytest.raises(_core.LayoutError, match=r"it has no: c\.weight"):
+        updater.connect_rollout_engines([])
+    updater = wsync.UpdateWeightFromTensor(
+        args, from_tensors(weights), None, model_name="any", options=unread
+    )
+    with pytest.raises(_core.InvalidArgumentError, match="no engines to connect to"):
+        updater.connect_rollout_engines([])
+    with pytest.raises(_core.InvalidArgumentError, match="checkpoint=3 is no text"):
+        wsync.Options(checkpoint=3)
