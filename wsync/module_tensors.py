@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["Slot", "Slots", "homes_of", "same_bytes"]
+__all__ = ["Slot", "Slots", "checksum_of", "flat_bytes", "homes_of", "same_bytes"]
 
 
 class Slot(NamedTuple):
@@ -132,7 +132,16 @@ def two_tensors(one: str, other: str, name: str) -> _core.LayoutError:
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one dtype and shape are equal to the bit."""
+    return flat_bytes(one).equal(flat_bytes(other))
+
+
+def checksum_of(tensor: Tensor) -> int:
+    """A checksum of a tensor's values."""
+    return _core.checksum(flat_bytes(tensor).cpu().numpy())
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, element by element: itself if it is contiguous, else a copy."""
     import torch
 
-    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*flat)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from wsync._core import Layout, UnsupportedError, checksum
+from wsync._core import Layout, UnsupportedError
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.recorder import Recording
@@ -22,6 +22,7 @@ from wsync.engine.post_load import run_in_place, wait_for_device
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.messages.control import WHOLE
+from wsync.module_tensors import checksum_of
 
 
 class WorkerExtension:
@@ -161,10 +162,10 @@ class VllmLoader(ChoosingLoader):
         """What processing changes of that which load_weights has written just now, or ""."""
         held = ModuleMemory(self._model)
         areas = [held.areas[number] for number in recording.areas]
-        before = [checksum(area.bytes().cpu().numpy()) for area in areas]
+        before = [checksum_of(area.bytes()) for area in areas]
         self._process()
         for area, sum in zip(areas, before, strict=True):
-            if checksum(area.bytes().cpu().numpy()) != sum:
+            if checksum_of(area.bytes()) != sum:
                 return f"{area.path} is changed by process_weights_after_loading"
         return ""
 

@@ -20,6 +20,7 @@ from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.demo.sglang_requirements import how_to_get
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.handles.base import EngineHandle
+from wsync.module_tensors import flat_bytes
 from wsync.sglang import SglangLoader
 
 _SECONDS = 120.0
@@ -113,6 +114,6 @@ def _held(model: torch.nn.Module) -> dict[str, bytes]:
     """The bytes of everything that a model holds, plain attributes too."""
     held = ModuleMemory(model)
     return {
-        fact[0]: tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        fact[0]: flat_bytes(tensor).numpy().tobytes()
         for fact, tensor in zip(held.facts, held.tensors, strict=True)
     }

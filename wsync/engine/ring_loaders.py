@@ -34,13 +34,13 @@ from wsync._core import (
     StateError,
     Stream,
     ViewPool,
-    checksum,
     describe,
 )
 from wsync.dtypes import dtype_of
 from wsync.engine.destination import Boxes, Destination, LoadTarget, OtherName, aliases
 from wsync.machine import device
 from wsync.messages.control import PIECES, WHOLE
+from wsync.module_tensors import checksum_of
 from wsync.report import listed
 
 Losing = Callable[[], object]
@@ -477,8 +477,7 @@ class _ByCall(_Loading):
         for name, tensor in pairs:
             if name not in self._tied:
                 continue
-            data = tensor.contiguous().reshape(-1).view(torch.uint8).cpu()
-            sum = checksum(data.numpy())
+            sum = checksum_of(tensor)
             other, known = self._sums.setdefault(self._tied[name], (name, sum))
             if known != sum:
                 raise LayoutError(

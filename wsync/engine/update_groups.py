@@ -23,6 +23,7 @@ from wsync.engine.update_state import Ended, Repeated
 from wsync.exchange.update_group import Rendezvous, UpdateGroup, connection_of, device_of
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import FLATTENED_BUCKET
+from wsync.module_tensors import flat_bytes
 
 BROADCAST_SECONDS: Final = 120.0
 """The most that a broadcast may take where an engine is not told otherwise: as many seconds as a
@@ -186,7 +187,7 @@ class UpdateGroups:
             bytearray(hashlib.blake2b(name.encode(), digest_size=_MARK_NBYTES).digest()),
             dtype=torch.uint8,
         )
-        ends = [tensor.reshape(-1).view(torch.uint8)[-_MARK_NBYTES:] for tensor in tensors]
+        ends = [flat_bytes(tensor)[-_MARK_NBYTES:] for tensor in tensors]
         marked = [end.copy_(mark) for end in ends if end.numel() == _MARK_NBYTES]
         deadline = Deadline(timeout)
 

@@ -26,6 +26,7 @@ from wsync.machine.daemon_threads import result, start
 from wsync.machine.deadline import LATER_SECONDS, Check, Deadline, look_around
 from wsync.machine.device import has_nccl
 from wsync.machine.temporary_environment import variable
+from wsync.module_tensors import flat_bytes
 
 _c10d: Any = dist  # exports more than it lists
 
@@ -229,7 +230,7 @@ class UpdateGroup:
             DeadlineError: it took longer than the group's timeout.
             PeerClosedError: a member is gone.
         """
-        flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        flat = [flat_bytes(tensor) for tensor in tensors]
         held = [tensor.to(self._device) for tensor in flat]
         options = dist.BroadcastOptions()
         options.rootRank = 0

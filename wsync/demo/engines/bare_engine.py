@@ -11,6 +11,7 @@ import torch
 
 from wsync.demo.engines.model_worker import ModuleWorker
 from wsync.demo.engines.worker_processes import WorkersEngine
+from wsync.module_tensors import flat_bytes
 
 Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
@@ -83,6 +84,5 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     total = hashlib.blake2b()
     for name in sorted(tensors):
         total.update(name.encode())
-        data = tensors[name].detach().contiguous().flatten().view(torch.uint8)
-        total.update(data.cpu().numpy().data)
+        total.update(flat_bytes(tensors[name]).cpu().numpy().data)
     return total.hexdigest()

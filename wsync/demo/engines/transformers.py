@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wsync import _core
 from wsync._core import InvalidArgumentError, StateError
 from wsync.demo.engines.gate import REQUEST_SECONDS, Gate
 from wsync.demo.engines.model_worker import ModuleWorker
@@ -29,6 +28,7 @@ from wsync.demo.engines.request_bodies import SamplingParams
 from wsync.engine.destination import aliases
 from wsync.engine.update_groups import BROADCAST_SECONDS
 from wsync.machine.deadline import left
+from wsync.module_tensors import checksum_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -247,8 +247,7 @@ def _pick(logits: torch.Tensor, temperature: float) -> tuple[int, float]:
 
 def checksum(tensor: torch.Tensor) -> str:
     """64 bits of a tensor's bytes, in hex."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return f"{_core.checksum(flat.numpy()):016x}"
+    return f"{checksum_of(tensor):016x}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

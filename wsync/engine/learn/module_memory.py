@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from wsync._core import BufferTable, LayoutError, StateError, checksum
+from wsync._core import BufferTable, LayoutError, StateError
 from wsync.engine.learn.regions import Move
+from wsync.module_tensors import checksum_of
 
 # (path, dtype, shape, strides in elements, area, byte offset in it)
 Fact = tuple[str, str, tuple[int, ...], tuple[int, ...], int, int]
@@ -41,7 +42,7 @@ class Area:
         tensor = _there(self.path, self.find())
         if _span(tensor) != (self.start, self.end):
             raise LayoutError(f"{self.path}: its memory is gone")
-        return view(tensor, dtype, offset, shape, strides)
+        return view(tensor.untyped_storage(), dtype, offset, shape, strides)
 
     def bytes(self) -> torch.Tensor:
         return self.view(torch.uint8, 0, (self.end - self.start,), (1,))
@@ -49,22 +50,20 @@ class Area:
     def sums(self, moves: Iterable[Move]) -> list[int]:
         """Checksums of what moves write to, whose destinations count from the area's start."""
         data = self.bytes()
-        return [sum_of(region(data, move)) for move in moves]
+        return [checksum_of(region(data, move)) for move in moves]
 
 
 def view(
-    tensor: torch.Tensor, dtype: torch.dtype, offset: int, shape: Any, strides: Any
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Any, strides: Any
 ) -> torch.Tensor:
-    """Elements at a byte offset of a tensor's storage; shape and strides in elements."""
-    empty = torch.empty(0, dtype=dtype, device=tensor.device)
-    storage = tensor.untyped_storage()
+    """Elements at a byte offset of a storage; shape and strides in elements."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, offset // dtype.itemsize, tuple(shape), tuple(strides))
 
 
-def sum_of(tensor: torch.Tensor) -> int:
-    """A checksum of a tensor's values."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return checksum(data.cpu().numpy())
+def bytes_of(storage: torch.UntypedStorage, low: int, high: int) -> torch.Tensor:
+    """Part of a storage's bytes."""
+    return view(storage, torch.uint8, low, (high - low,), (1,))
 
 
 def region(data: torch.Tensor, move: Move) -> torch.Tensor:
@@ -211,7 +210,7 @@ class ModuleMemory:
     def sums(self, paths: Collection[str]) -> dict[str, int]:
         """Checksums of tensors."""
         named = zip(self.facts, self.tensors, strict=True)
-        return {fact[0]: sum_of(tensor) for fact, tensor in named if fact[0] in paths}
+        return {fact[0]: checksum_of(tensor) for fact, tensor in named if fact[0] in paths}
 
     def difference(self, facts: list[Fact]) -> str:
         """How the tensors differ from what they were; "" where they only moved."""

@@ -113,7 +113,7 @@ class Transfer:
         if self.keep is None:
             source = areas[self.source_area].view(first, move.source, shape, strides)
         else:
-            source = view(self.keep, first, move.source, shape, strides)
+            source = view(self.keep.untyped_storage(), first, move.source, shape, strides)
         for dtype in self.dtypes[1:-1]:
             source = source.to(dtype)
         target.copy_(source)

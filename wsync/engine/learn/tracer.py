@@ -23,11 +23,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wsync._core import checksum
 from wsync.engine.learn.dummy_weights import MadeUpModel, there, weak
-from wsync.engine.learn.module_memory import ModuleMemory
+from wsync.engine.learn.module_memory import ModuleMemory, bytes_of
 from wsync.engine.learn.regions import Move, UnexpressedError, compose, without
 from wsync.engine.learn.time_limit import check
+from wsync.module_tensors import checksum_of
 
 SOURCE: Final = "source"  # a tensor of the model
 HELD: Final = "held"  # a tensor of the module, read when the recording's clock was `clock`
@@ -94,7 +94,6 @@ class Outside:
     """Part of a storage, in bytes, that is neither the model's nor the module's and was read."""
 
     reference: StorageWeakRef
-    device: torch.device
     low: int
     high: int
 
@@ -105,9 +104,7 @@ class Outside:
         storage = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
         if storage is None or storage.nbytes() < self.high:
             return None
-        data = torch.empty(0, dtype=torch.uint8, device=self.device)
-        data = data.set_(storage, self.low, (self.high - self.low,), (1,))
-        return checksum(data.cpu().numpy())
+        return checksum_of(bytes_of(storage, self.low, self.high))
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -183,7 +180,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         low = place - storage.data_ptr()
         high = low + reach + tensor.element_size()
         if storage._cdata not in self.outside:
-            self.outside[storage._cdata] = Outside(weak(tensor), tensor.device, low, high)
+            self.outside[storage._cdata] = Outside(weak(tensor), low, high)
         known = self.outside[storage._cdata]
         known.low, known.high = min(known.low, low), max(known.high, high)
 
@@ -326,8 +323,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         spans = [move.reversed().span() for move in moves]
         low, high = min(start for start, _ in spans), max(end for _, end in spans)
-        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        keep = empty.set_(storage, low - storage.data_ptr(), (high - low,), (1,)).clone()
+        keep = bytes_of(storage, low - storage.data_ptr(), high - storage.data_ptr()).clone()
         shift = keep.data_ptr() - low
         return [
             Write(replace(m, source=m.source + shift), CONSTANT, dtypes, self._clock, keep=keep)
