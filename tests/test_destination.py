@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +28,7 @@ from wsync.engine.destination import Destination
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import LayoutLoader, ModuleLoader
+from wsync.machine.deadline import Deadline
 
 OPTIONS = wsync.Options(deadline=20, progress=False, round_nbytes=64)
 WHOLE = wsync.Options(deadline=20, progress=False)
@@ -299,7 +299,7 @@ def engine_of(module: torch.nn.Module, **options: Any) -> Engine:
 
 
 def bucket(engine: Engine, update_id: str = "", **tensors: torch.Tensor) -> tuple[bool, str]:
-    data, end = pickle.dumps(list(tensors.items())), time.monotonic() + 60
+    data, end = pickle.dumps(list(tensors.items())), Deadline(60)
     try:
         return True, engine.update(data, load_format=None, end=end, update_id=update_id)
     except WsyncError as error:

@@ -25,6 +25,7 @@ from wsync.engine.update_state import Repeated
 from wsync.exchange.choose_exchange import Transport
 from wsync.exchange.polled_collectives import Collectives
 from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup
+from wsync.machine.deadline import Deadline
 
 PATIENCE = 60.0
 
@@ -160,7 +161,7 @@ def test_a_worker_that_does_not_take_a_bucket_leaves_its_group(why: str) -> None
     module.register_buffer("a", torch.zeros(3))
     module.config = SimpleNamespace(name_or_path="")
     engine = Engine(module)
-    announced: dict[str, Any] = {**BUCKET, "group_name": "g", "end": time.monotonic() + PATIENCE}
+    announced: dict[str, Any] = {**BUCKET, "group_name": "g", "end": Deadline(PATIENCE)}
     unknown = {"dtypes": ["float33"]} if why == "dtype" else {}
     with joined(engine._groups) as trainer, ThreadPoolExecutor() as pool:
         engine.pause("abort", PATIENCE, "0b" if why == "turn" else "")
@@ -182,7 +183,7 @@ def test_a_late_announcement_of_an_update_that_has_ended_costs_no_group() -> Non
     module.register_buffer("a", torch.zeros(3))
     module.config = SimpleNamespace(name_or_path="")
     engine = Engine(module)
-    announced: dict[str, Any] = {**BUCKET, "group_name": "g", "end": time.monotonic() + PATIENCE}
+    announced: dict[str, Any] = {**BUCKET, "group_name": "g", "end": Deadline(PATIENCE)}
     with joined(engine._groups) as trainer, ThreadPoolExecutor() as pool:
         for update, value in (("0a", 1.0), ("0b", 2.0)):
             engine.pause("abort", PATIENCE, update)

@@ -26,7 +26,7 @@ LEAVE_SECONDS: Final = 2.0
 
 
 class Deadline:
-    """The end of a wait, `seconds` from now."""
+    """The end of a wait, `seconds` from now; the same in every process of this host."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -49,8 +49,3 @@ def look_around(check: Check) -> None:
     while deadline.left:
         check()
         time.sleep(POLL_SECONDS)
-
-
-def left(end: float) -> float:
-    """Seconds until a time of time.monotonic()."""
-    return max(end - time.monotonic(), 0.0)

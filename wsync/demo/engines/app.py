@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import hmac
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -18,6 +17,7 @@ from wsync._core import StateError, WsyncError, __version__
 from wsync.demo.engines import request_bodies as bodies
 from wsync.demo.engines.gate import REQUEST_SECONDS
 from wsync.handles.answers import cut
+from wsync.machine.deadline import Deadline
 from wsync.messages.control import UPDATE_HEADER
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def _request(
             extra["num_paused_requests"] = 0
         if kind is bodies.NewVersion:
             extra["new_version"] = told["new_version"]
-        end = time.monotonic() + REQUEST_SECONDS
+        end = Deadline(REQUEST_SECONDS)
         try:
             text = getattr(engine, name)(**told, end=end, update_id=update_id)
         except Exception as error:  # torch's, too, of a content that is none of a tensor's

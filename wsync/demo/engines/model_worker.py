@@ -21,7 +21,7 @@ from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import Loader, ModuleLoader
 from wsync.engine.update_groups import BROADCAST_SECONDS, Named, UpdateGroups
 from wsync.exchange.update_group import connection_of
-from wsync.machine.deadline import left
+from wsync.machine.deadline import Deadline
 from wsync.messages import control, payload
 from wsync.module_tensors import same_bytes
 
@@ -32,9 +32,9 @@ _CASTS: Final = ({torch.float32, torch.bfloat16}, {torch.float32, torch.float16}
 class ModelWorker:
     """What every engine's worker does.  Subclasses say how tensors get into their model.
 
-    `end` is a time of time.monotonic(); `update_id` that of the update that a request belongs to,
-    or ""; `weight_version` what the weights are called once all of it have come, or None.
-    `request` stands for the last two and flush_cache.
+    `end` is when whoever asks waits no longer; `update_id` that of the update that a request
+    belongs to, or ""; `weight_version` what the weights are called once all of it have come, or
+    None.  `request` stands for the last two and flush_cache.
     """
 
     threads = 1
@@ -61,7 +61,7 @@ class ModelWorker:
         """Where a checkpoint's tensors go, or the worker's parts of them."""
         raise InvalidArgumentError(f"worker {self.rank} takes no checkpoints")
 
-    def exclusive(self, end: float) -> AbstractContextManager[None]:
+    def exclusive(self, end: Deadline) -> AbstractContextManager[None]:
         """Around what writes to the weights."""
         return nullcontext()
 
@@ -92,11 +92,11 @@ class ModelWorker:
     # --- requests ----------------------------------------------------------------------------
 
     def update(
-        self, data: bytes | str, *, load_format: str | None, end: float, **request: Any
+        self, data: bytes | str, *, load_format: str | None, end: Deadline, **request: Any
     ) -> str:
         """A control message, or a bucket in a stock engine's payload; a text about it."""
         # before it has the weights: the payload may name a process that does not answer
-        content: Any = payload.load(data, timeout=min(left(end), payload.PEER_SECONDS))
+        content: Any = payload.load(data, timeout=min(end.left, payload.PEER_SECONDS))
         if load_format == control.LOAD_FORMAT:
             message = payload.control_bytes(content)
             version, update_id = request.get("weight_version"), request.get("update_id", "")
@@ -110,29 +110,29 @@ class ModelWorker:
         return "Success"
 
     def update_weights_from_disk(
-        self, model_path: str, *, end: float, load_format: str | None = None, **request: Any
+        self, model_path: str, *, end: Deadline, load_format: str | None = None, **request: Any
     ) -> None:
         """A checkpoint folder.  One that is not whole or does not fit is refused before anything
         is loaded."""
         if load_format not in (None, "auto", "safetensors"):
             raise InvalidArgumentError(f"load_format {load_format!r}: only safetensors here")
         with self._request(end, **request):
-            threads, timeout = self.threads, left(end)
+            threads, timeout = self.threads, end.left
             checkpoint_loader.load(
                 model_path, self.targets, self.receiver, threads=threads, timeout=timeout
             )
 
     def init_weights_update_group(
-        self, *, end: float, update_id: str = "", timeout: float | None = None, **group: Any
+        self, *, end: Deadline, update_id: str = "", timeout: float | None = None, **group: Any
     ) -> None:
         """Joins a process group for updates; see wsync.engine.update_groups.  timeout: seconds that
         a broadcast may take; None: broadcast_seconds."""
         self.updates.regroup(update_id)
         timeout = self.broadcast_seconds if timeout is None else timeout
-        self._groups.init(meeting=left(end), timeout=timeout, **group)
+        self._groups.init(meeting=end.left, timeout=timeout, **group)
 
     def destroy_weights_update_group(
-        self, *, group_name: str, end: float, update_id: str = ""
+        self, *, group_name: str, end: Deadline, update_id: str = ""
     ) -> None:
         self.updates.regroup(update_id)
         self._groups.destroy(group_name)
@@ -142,7 +142,7 @@ class ModelWorker:
         *,
         names: Sequence[str],
         group_name: str,
-        end: float,
+        end: Deadline,
         weight_version: str | None = None,
         update_id: str = "",
         flush_cache: bool = False,
@@ -154,14 +154,12 @@ class ModelWorker:
         with self._groups.announced(group_name) as receive, request:
             # before the broadcast, which would be another request's
             self.updates.admit(names, self.wanted(), origin)
-            self.take(
-                receive(timeout=left(end), names=names, group_name=group_name, **what), origin
-            )
+            self.take(receive(timeout=end.left, names=names, group_name=group_name, **what), origin)
 
     @contextmanager
     def _request(
         self,
-        end: float,
+        end: Deadline,
         update_id: str = "",
         weight_version: str | None = None,
         flush_cache: bool = False,

@@ -9,7 +9,6 @@ import contextlib
 import io
 import os
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from wsync.dtypes import dtype_of
 from wsync.engine.destination import Boxes
 from wsync.engine.ring_loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.update_groups import Named
-from wsync.machine.deadline import left
+from wsync.machine.deadline import Deadline
 from wsync.module_tensors import same_bytes
 
 DELIVERIES: Final = ("needed", "full")
@@ -83,10 +82,10 @@ class TensorParallelEngine(WorkersEngine):
         with contextlib.suppress(ValueError):  # workers say what ails it
             path = os.path.realpath(path)  # a link may move while they come to it
         version = None if weight_version is None else str(weight_version)
-        end = time.monotonic() + timeout
+        end = Deadline(timeout)
         told = {"model_path": path, "weight_version": version}
         self._write("update_weights_from_disk", [told] * self.workers, end)
-        self._state(left(end))
+        self._state(end.left)
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         return {**super().model_info(timeout), "model_type": self._config.model_type}
@@ -95,10 +94,10 @@ class TensorParallelEngine(WorkersEngine):
 
     def logits(self, ids: Sequence[int], timeout: float = 60.0) -> torch.Tensor:
         """fp32 logits [len(ids), vocab] of one prompt."""
-        end = time.monotonic() + timeout
+        end = Deadline(timeout)
         with self._alone("logits", timeout):  # they are of the weights that were looked at
-            self._check_consistent(left(end))
-            data, shape = self._call("logits", [{"ids": list(ids)}] * self.workers, left(end))[0]
+            self._check_consistent(end.left)
+            data, shape = self._call("logits", [{"ids": list(ids)}] * self.workers, end.left)[0]
         return torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape)
 
     def generate(
@@ -108,9 +107,9 @@ class TensorParallelEngine(WorkersEngine):
         if self.paused:
             raise StateError(f"engine {self.name}: generation is paused")
         tokens = list(ids)
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         for _ in range(max_new_tokens):
-            tokens.append(int(self.logits(tokens, left(deadline))[-1].argmax()))
+            tokens.append(int(self.logits(tokens, deadline.left)[-1].argmax()))
         return tokens[len(ids) :]
 
     def weights(self, timeout: float = 60.0) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from wsync.demo.engines.model_worker import ModuleWorker
 from wsync.demo.engines.request_bodies import SamplingParams
 from wsync.engine.destination import aliases
 from wsync.engine.update_groups import BROADCAST_SECONDS
-from wsync.machine.deadline import left
+from wsync.machine.deadline import Deadline
 from wsync.module_tensors import checksum_of
 
 if TYPE_CHECKING:
@@ -174,8 +174,8 @@ class Engine(ModuleWorker):
 
     # --- weights ----------------------------------------------------------------------------
 
-    def exclusive(self, end: float) -> AbstractContextManager[None]:
-        return self.gate.update(left(end))
+    def exclusive(self, end: Deadline) -> AbstractContextManager[None]:
+        return self.gate.update(end.left)
 
     def flush(self) -> None:
         self.gate.flush()
@@ -194,7 +194,7 @@ class Engine(ModuleWorker):
             raise InvalidArgumentError(f"serialized_named_tensors: {error}") from error
         return self.update(data, **told)
 
-    def update_weight_version(self, new_version: str, *, end: float, update_id: str = "") -> str:
+    def update_weight_version(self, new_version: str, *, end: Deadline, update_id: str = "") -> str:
         """Calls the weights something else.  StateError where they are not those of one update."""
         with self.exclusive(end):
             self.updates.rename(new_version, update_id)

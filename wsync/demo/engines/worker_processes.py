@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -33,7 +32,7 @@ from wsync.engine.update_groups import BROADCAST_SECONDS
 from wsync.handles.answers import seconds
 from wsync.handles.sglang_base import check_payloads
 from wsync.machine.daemon_threads import Lane
-from wsync.machine.deadline import left
+from wsync.machine.deadline import Deadline
 from wsync.machine.fork_guard import Owner
 from wsync.messages import control, payload
 
@@ -112,12 +111,10 @@ class WorkersEngine:
     def resume(self, timeout: float) -> None:
         """RemoteError while a worker's weights are inconsistent or have no version yet, and where
         it is another update's turn."""
-        end = time.monotonic() + timeout
+        end = Deadline(timeout)
         with self._alone("resume", timeout):
-            self._check_consistent(left(end))
-            if all(
-                self._call("go_on", [{"update_id": _update_id.get()}] * self.workers, left(end))
-            ):
+            self._check_consistent(end.left)
+            if all(self._call("go_on", [{"update_id": _update_id.get()}] * self.workers, end.left)):
                 self.paused = False
 
     def update_weights(
@@ -130,24 +127,24 @@ class WorkersEngine:
     ) -> None:
         check_payloads(self.name, self.workers, payloads)
         version = None if weight_version is None else str(weight_version)
-        end = time.monotonic() + timeout
+        end = Deadline(timeout)
         if load_format == control.LOAD_FORMAT:
             control.agree([payload.control_bytes(payload.load(data)) for data in payloads])
         told = {"load_format": load_format, "weight_version": version}
         self._write("update", [{**told, "data": data} for data in payloads], end)
         if version is not None or load_format != control.LOAD_FORMAT:
-            self._state(left(end))
+            self._state(end.left)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         # the caller waits no longer, whenever a worker gets to it
-        end = time.monotonic() + timeout
+        end = Deadline(timeout)
         told = {**arguments, "update_id": _update_id.get(), "end": end}
         if method == "init_weights_update_group":
             # what is left for the meeting says nothing of how long a broadcast may take
             told["timeout"] = max(timeout, BROADCAST_SECONDS)
         if method == "update_weights_from_distributed":
             self._write(method, [told] * self.workers, end)
-            self._state(left(end))
+            self._state(end.left)
         else:
             self._call(method, [told] * self.workers, timeout)
 
@@ -173,12 +170,12 @@ class WorkersEngine:
             self.weight_version = states[0][2]
         return "; ".join(reasons)
 
-    def _write(self, what: str, arguments: Sequence[Mapping[str, Any]], end: float) -> None:
+    def _write(self, what: str, arguments: Sequence[Mapping[str, Any]], end: Deadline) -> None:
         """Asks for what writes to the weights once all workers are there: of one that comes late
         the others would know too late."""
-        self._call("ping", None, left(end))
+        self._call("ping", None, end.left)
         told = {"end": end, "update_id": _update_id.get()}
-        self._call(what, [{**each, **told} for each in arguments], left(end))
+        self._call(what, [{**each, **told} for each in arguments], end.left)
 
     # --- the workers ------------------------------------------------------------------------
 
@@ -191,7 +188,7 @@ class WorkersEngine:
         """Asks every worker and returns their answers.  Fails with the first that fails, dies
         or is late; answers that come after that are dropped."""
         where = f"engine {self.name}: {what}"
-        end = time.monotonic() + timeout
+        end = Deadline(timeout)
         with self._alone(what, timeout):
             self._sequence += 1
             told = arguments or [None] * self.workers
@@ -199,7 +196,7 @@ class WorkersEngine:
                 process.ask(where, (self._sequence, end, what, argument))
                 for process, argument in zip(self._processes, told, strict=True)
             ]
-            done, late = wait(asked, left(end), FIRST_EXCEPTION)
+            done, late = wait(asked, end.left, FIRST_EXCEPTION)
             for answer in done:
                 answer.result()
             if late:
@@ -243,12 +240,12 @@ class _Process(Child):
             )
         self._lane = Lane("wsync-ask")
 
-    def ask(self, where: str, question: tuple[int, float, str, Any]) -> Future[Any]:
+    def ask(self, where: str, question: tuple[int, Deadline, str, Any]) -> Future[Any]:
         """The answer to (number, deadline, what, argument), however late it comes."""
         return self._lane.submit(functools.partial(self._ask, where, question))
 
-    def _ask(self, where: str, question: tuple[int, float, str, Any]) -> Any:
-        if time.monotonic() > question[1]:
+    def _ask(self, where: str, question: tuple[int, Deadline, str, Any]) -> Any:
+        if not question[1].left:
             raise DeadlineError(f"{where}: {self._worker} was busy until nobody waited any more")
         try:
             self._pipe.send(question)
@@ -302,7 +299,7 @@ def serve(descriptor: int) -> None:
         except (EOFError, OSError):
             return
         try:
-            if time.monotonic() > end:
+            if not end.left:
                 raise DeadlineError(f"{what}: nobody waits for this worker any more")
             if what == "start":
                 make, settings = argument
