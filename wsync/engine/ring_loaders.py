@@ -150,43 +150,6 @@ class RingManifest:
         return Receipt(self.layout.tensor_count, nbytes)
 
 
-class Router:
-    """Runs a route from the ring into tensors, on a stream of its own."""
-
-    def __init__(self, manifest: RingManifest, destination: Layout, stream: Stream) -> None:
-        self.manifest = manifest
-        self._route = Route(manifest.layout, destination)
-        self._layout = destination
-        self._stream = stream
-        self._sources: BufferTable | None = None
-        self._destinations: BufferTable | None = None
-
-    def bind(self, destinations: BufferTable) -> None:
-        """Says where the destination's buffers lie now; parameters may move between updates.
-        Comes after check_rounds: before that, any number may be the manifest's largest round.
-        LayoutError where two tensors lie in the same memory."""
-        self._layout.check_apart(destinations)
-        if self._sources is None:
-            ring = self.manifest.ring
-            spans = [(ring.address, ring.nbytes)] * self._route.buffer_count
-            self._sources = BufferTable(spans, ring)
-        self._destinations = destinations
-
-    def load(self, round: int) -> None:
-        if self._sources is None or self._destinations is None:
-            raise StateError(f"round {round} before the update has begun")
-        if round < self._route.buffer_count:
-            self._stream.copy(self._route, round, LOCAL, self._sources, self._destinations)
-
-    def finish(self, timeout: float) -> None:
-        self._stream.synchronize(timeout)
-        self.release()
-
-    def release(self) -> None:
-        """Keeps no parameters until the next update; what the stream still writes to, it keeps."""
-        self._destinations = None
-
-
 class _Loading:
     """What loaders keep of a plan, and of one update."""
 
@@ -228,29 +191,42 @@ class RoutedLoader(_Loading):
         super().__init__()
         self.device = stream.device
         self.stream = stream
-        self._router: Router | None = None
+        self._route: Route | None = None
+        self._boxes: Layout | None = None  # of what the route leads to
+        self._sources = BufferTable([])
+        self._destinations: BufferTable | None = None  # between `begin` and the last copy
         self._target: LoadTarget | None = None  # while an update runs
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
-        self._router = None
+        self._route = None
         super().attach(ring, manifest)
 
-    def _route(self, target: LoadTarget) -> None:
-        """Has what is loaded from now on go there."""
-        if self._router is None:
-            self._router = Router(self._attached(), target.layout(), self.stream)
-        self._router.bind(target.buffers())
-        self._target = target
+    def _aim(self, target: LoadTarget) -> None:
+        """Has what is loaded from now on go there: parameters may move between updates.
+        Comes after check_rounds: before that, any number may be the manifest's largest round.
+        LayoutError where two tensors lie in the same memory."""
+        if self._route is None or self._boxes is None:
+            manifest, self._boxes = self._attached(), target.layout()
+            self._route, ring = Route(manifest.layout, self._boxes), manifest.ring
+            self._sources = BufferTable(
+                [(ring.address, ring.nbytes)] * self._route.buffer_count, ring
+            )
+        destinations = target.buffers()
+        self._boxes.check_apart(destinations)
+        self._target, self._destinations = target, destinations
 
     def load(self, round: int) -> None:
         super().load(round)
-        assert self._router is not None
-        self._router.load(round)
+        if self._route is None or self._destinations is None:
+            raise StateError(f"round {round} before the update has begun")
+        if round < self._route.buffer_count:
+            self.stream.copy(self._route, round, LOCAL, self._sources, self._destinations)
 
     def finish(self, timeout: float) -> Receipt:
         receipt = super().finish(timeout)
-        assert self._router is not None and self._target is not None
-        self._router.finish(timeout)
+        assert self._target is not None
+        self.stream.synchronize(timeout)
+        self._destinations = None  # no parameters are kept until the next update
         self._target.complete()
         return receipt
 
@@ -261,10 +237,8 @@ class RoutedLoader(_Loading):
             target.check_places()
 
     def abandon(self) -> None:
-        self.stream.abandon()
-        self._target = None
-        if self._router is not None:
-            self._router.release()
+        self.stream.abandon()  # what it still writes to, it keeps
+        self._target = self._destinations = None
 
 
 class LayoutLoader(RoutedLoader):
@@ -289,7 +263,7 @@ class LayoutLoader(RoutedLoader):
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
-        self._route(Boxes(self._layout, self._tensors))
+        self._aim(Boxes(self._layout, self._tensors))
 
 
 class ChoosingLoader:
@@ -368,7 +342,7 @@ class _ByName(RoutedLoader):
         self._module = module
         self._ignore = ignore
         self._found: _Found | None = None
-        self._table = describe([]).form()  # of the tensors that the router knows
+        self._table = describe([]).form()  # of the tensors that the route leads to
 
     def blob(self) -> bytes:
         return PIECES
@@ -377,16 +351,16 @@ class _ByName(RoutedLoader):
         """Finds the parameters as they are now: they may be replaced, move, come apart or change
         their strides between updates, which is rare and has to be noticed at little cost."""
         super().begin(rounds)
-        target = self._found.again() if self._found is not None and self._router else None
+        target = self._found.again() if self._found is not None and self._route else None
         if target is None:
             target = Destination.of(self._module, self._attached().shapes, self._ignore)
             found = _Found(target)
             if self._found is None or self._found.names != found.names:
-                self._router = None
+                self._route = None
             self._found = found
         if target.table.differs(self._table) is not None:
-            self._table, self._router = target.table.form(), None
-        self._route(target)
+            self._table, self._route = target.table.form(), None
+        self._aim(target)
 
 
 class _Found:

@@ -286,7 +286,7 @@ class _Replay(RoutedLoader):
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
         self._held = self._find_held()
-        self._route(_Filling(self, self._held))
+        self._aim(_Filling(self, self._held))
 
     def _find_held(self) -> ModuleMemory:
         """The module's tensors where they are now."""
