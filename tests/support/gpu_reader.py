@@ -1,14 +1,12 @@
 """What a consumer of wsync's buckets on a GPU does: reads their payloads, opens the memory and
-counts itself off.  SGLang and vLLM leave that to torch, which needs a GPU for it."""
+counts itself off.  SGLang leaves that to torch, which needs a GPU for it."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import re
-from typing import Final
-
-import torch
+from typing import Any, Final
+from unittest import mock
 
 from wsync import _core
 from wsync.messages import gpu_payload, payload, torch_shm_reader
@@ -16,10 +14,6 @@ from wsync.messages.gpu_payload import COUNTERS, GpuTensor
 
 _COUNTER_NBYTES: Final = 8
 _FILE_NBYTES: Final = torch_shm_reader.HEADER_NBYTES + COUNTERS * _COUNTER_NBYTES
-_UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_HANDLE_NBYTES: Final = 64
-_VERSIONS: Final = (2, 3)  # of torch's handles; what is in a plain one has not changed
-_MOST_NBYTES: Final = 2**63
 
 
 def open_tensor(tensor: GpuTensor) -> Opened:
@@ -39,22 +33,14 @@ def open_tensor(tensor: GpuTensor) -> Opened:
     return Opened(tensor, memory)
 
 
-def spanned(tensor: GpuTensor) -> int:
-    """Elements from the tensor's first to its last."""
-    if 0 in tensor.shape:
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
-
-
 class Opened:
     """A GpuTensor that is open in this process: `nbytes` from `address` on.  A context manager."""
 
     def __init__(self, tensor: GpuTensor, memory: _core.IpcMemory) -> None:
         self._counter: tuple[bytes, int] | None = tensor.counter
         self._memory = memory
-        itemsize = tensor.dtype.itemsize
-        self.address = memory.address + tensor.offset + tensor.start * itemsize
-        self.nbytes = spanned(tensor) * itemsize
+        self.address = memory.address + tensor.offset
+        self.nbytes = tensor.nbytes
 
     def close(self) -> None:
         """Closes the memory and says so to its owner.  No work on it may be under way."""
@@ -93,78 +79,18 @@ def count_down(file: bytes, counter: int) -> None:
 
 def load(data: bytes | str) -> object:
     """`payload.load` that takes tensors on a GPU too, as GpuTensor."""
-    return payload.load(data, gpu=_rebuild)
+    with mock.patch.dict(payload._GLOBALS, {(payload.REDUCTIONS, "rebuild_cuda_tensor"): _rebuild}):
+        return payload.load(data)
 
 
-def load_vllm_handles(data: bytes | str) -> dict[str, GpuTensor] | list[dict[str, GpuTensor]]:
-    """What `vllm_handles` was given, from its payload.  ProtocolError for anything else."""
-    value = payload.load(data)
-    if isinstance(value, list):
-        return [_from_uuids(each) for each in value]
-    return _from_uuids(value)
-
-
-def _from_uuids(value: object) -> dict[str, GpuTensor]:
-    if not isinstance(value, dict):
-        raise payload.malformed(f"handles are a {type(value).__name__} instead of a dict")
-    return {uuid: _parse(arguments, uuid) for uuid, arguments in value.items()}
-
-
-def _rebuild(*arguments: object) -> GpuTensor:
-    """torch.multiprocessing.reductions.rebuild_cuda_tensor, of any arguments."""
-    return _parse(arguments, arguments[6] if len(arguments) > 6 else None)
-
-
-def _parse(arguments: object, uuid: object) -> GpuTensor:
-    """A tensor from rebuild_cuda_tensor's arguments, which anyone may have made up."""
-    if not isinstance(arguments, tuple) or len(arguments) != 15:
+def _rebuild(*arguments: Any) -> GpuTensor:
+    """torch.multiprocessing.reductions.rebuild_cuda_tensor, of what wsync sends."""
+    if len(arguments) != 15:
         raise payload.malformed("a tensor on a GPU has 15 arguments")
-    kind, shape, stride, start, storage, dtype, _, handle, nbytes, offset = arguments[:10]
-    _, file, counter, _, waits = arguments[10:]
-    if kind is not payload.refuse_call or storage is not payload.refuse_call:
-        raise payload.malformed("a tensor on a GPU is not of torch's own classes")
-    if not isinstance(uuid, str) or not _UUID.fullmatch(uuid):
-        raise payload.malformed(f"{payload.brief(uuid)} is not the UUID of a GPU")
-    if not isinstance(dtype, torch.dtype):
-        raise payload.malformed(f"{payload.brief(dtype)} is not the dtype of a tensor")
-    if not isinstance(file, bytes) or not torch_shm_reader.is_file_name(file):
-        raise payload.malformed(f"{payload.brief(file)} is not torch's file of counters")
-    if waits is not False:  # torch's exporter asks for that, and its event ends with it
-        raise payload.malformed("a tensor on a GPU that is to wait for an event")
-    tensor = GpuTensor(
-        uuid,
-        _plain_handle(handle),
-        _number("offset of a storage", offset, _MOST_NBYTES),
-        _number("size of a storage", nbytes, _MOST_NBYTES),
-        (file, _number("counter", counter, COUNTERS)),
-        dtype,
-        payload.read_sizes(shape),
-        payload.read_sizes(stride),
-        _number("offset of a tensor", start, _MOST_NBYTES),
-    )
-    if len(tensor.shape) != len(tensor.stride):
-        raise payload.malformed(f"shape {tensor.shape} with stride {tensor.stride}")
-    end = (tensor.start + spanned(tensor)) * dtype.itemsize if spanned(tensor) else 0
-    if end > tensor.nbytes:
-        raise payload.malformed(
-            f"tensor of shape {tensor.shape} and stride {tensor.stride} at "
-            f"{tensor.start} needs {end} bytes of a storage of {tensor.nbytes}"
-        )
+    *_, uuid, handle, nbytes, offset, _, file, counter, _, _ = arguments
+    tensor = GpuTensor(uuid, handle[2:], offset, nbytes, (file, counter))
+    sent = list(tensor.arguments())
+    sent[0] = sent[4] = payload.refuse_call  # what a reader makes of classes
+    if sent != list(arguments):
+        raise payload.malformed(f"another call than wsync's: {arguments}")
     return tensor
-
-
-def _number(what: str, value: object, end: int) -> int:
-    if type(value) is not int or not 0 <= value < end:
-        raise payload.malformed(f"{what} {payload.brief(value)}: not from 0 to {end - 1}")
-    return value
-
-
-def _plain_handle(handle: object) -> bytes:
-    if not isinstance(handle, bytes) or len(handle) < 2 or handle[0] not in _VERSIONS:
-        raise payload.malformed("a handle of GPU memory in no form that is known")
-    if handle[1:2] != b"c" or len(handle) != 2 + _HANDLE_NBYTES:
-        raise payload.malformed(
-            f"a handle of GPU memory of kind {handle[1:2]!r} and {len(handle)} bytes: "
-            "only plain allocations are opened, no expandable segments"
-        )
-    return handle[2:]

@@ -4,27 +4,22 @@ torch sends a CUDA tensor as a call of `torch.multiprocessing.reductions.rebuild
 whose arguments name an allocation by a handle of the driver (torch/csrc/StorageSharing.cpp), and
 a counter in a file of /dev/shm (torch/csrc/CudaIPCTypes.cpp): 1 until the consumer, which has
 closed the handle and read to the end, takes it down.  SGLang names the GPU by its UUID
-(`sglang.srt.utils.patch_torch`); vLLM sends only the arguments, by the GPU's UUID
-(`vllm.distributed.weight_transfer.ipc_engine`).
+(`sglang.srt.utils.patch_torch`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
 from wsync import _core
-from wsync.layout import contiguous_strides
 from wsync.machine.deadline import Check, Deadline
 from wsync.messages import payload
-
-Handles = Mapping[str, "GpuTensor"]
 
 COUNTERS: Final = 10_000  # in a file, as torch has it
 _KIND: Final = b"\x02c"  # of torch's handles: version 2, of cudaMalloc
@@ -33,11 +28,11 @@ _POLL_SECONDS: Final = 0.001
 
 @dataclasses.dataclass(frozen=True)
 class GpuTensor:
-    """A tensor in another process's memory of a GPU, as a payload has it; it is not open.
+    """Bytes in another process's memory of a GPU, as a payload has them; they are not open.
 
     uuid: the GPU's, as torch writes it: without "GPU-".  handle: the driver's, of the allocation.
-    offset, nbytes: of the storage in the allocation.  start: of the tensor in the storage, and
-    stride, in elements.  counter: (name of a file in /dev/shm, which of its counters).
+    offset, nbytes: in the allocation.  counter: (name of a file in /dev/shm, which of its
+    counters).
     """
 
     uuid: str
@@ -45,21 +40,18 @@ class GpuTensor:
     offset: int
     nbytes: int
     counter: tuple[bytes, int]
-    dtype: torch.dtype = torch.uint8
-    shape: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    start: int = 0
 
-    def arguments(self, device: str | int) -> tuple[object, ...]:
-        """What rebuild_cuda_tensor is called with.  There is no event to wait for."""
+    def arguments(self) -> tuple[object, ...]:
+        """What rebuild_cuda_tensor is called with, for a storage of these bytes and a tensor of all
+        of it.  There is no event to wait for."""
         return (
             payload.named("torch", "Tensor"),
-            torch.Size(self.shape),
-            self.stride,
-            self.start,
+            torch.Size([self.nbytes]),
+            (1,),
+            0,
             payload.named("torch.storage", "TypedStorage"),
-            self.dtype,
-            device,
+            torch.uint8,
+            self.uuid,
             _KIND + self.handle,
             self.nbytes,
             self.offset,
@@ -90,22 +82,8 @@ def _ordinal(uuid: str) -> int:
 
 def bucket(tensor: GpuTensor, metadata: Sequence[Any]) -> bytes:
     """The payload of SGLang's load_format "flattened_bucket" for one worker."""
-    call = payload.called(payload.REDUCTIONS, "rebuild_cuda_tensor", *tensor.arguments(tensor.uuid))
+    call = payload.called(payload.REDUCTIONS, "rebuild_cuda_tensor", *tensor.arguments())
     return payload.flattened(call, metadata)
-
-
-def vllm_handles(handles: Handles | Sequence[Handles]) -> bytes:
-    """What vLLM's `ipc_handles_pickled` holds, before base64: a tensor by the GPU's UUID if it
-    takes them packed, and else a list of such dicts, in the order of its `names`.  Every worker
-    takes the one on its own GPU."""
-    if isinstance(handles, Mapping):
-        return payload.values(_by_uuid(handles))
-    return payload.values([_by_uuid(each) for each in handles])
-
-
-def _by_uuid(handles: Handles) -> dict[str, object]:
-    # a worker puts its own ordinal in the place of the owner's
-    return {uuid: tensor.arguments(0) for uuid, tensor in handles.items()}
 
 
 # --- memory ----------------------------------------------------------------------------------
@@ -155,40 +133,18 @@ class GpuRing:
         self._exports_lock = threading.Lock()
         self._closed = False
 
-    def export(
-        self,
-        offset: int,
-        nbytes: int,
-        *,
-        dtype: torch.dtype = torch.uint8,
-        shape: tuple[int, ...] | None = None,
-        start: int = 0,
-    ) -> GpuTensor:
-        """A storage of the ring for one consumer to open once, and a tensor in it: all its bytes,
-        or a contiguous one of `shape` that starts at element `start`.
+    def export(self, offset: int, nbytes: int) -> GpuTensor:
+        """Bytes of the ring for one consumer to open once.
 
         Consumers identify open storages only by their offset: until all of a storage
         has been acquired, none of another size may begin where it does.
         """
-        sizes = (nbytes,) if shape is None else shape
-        end = (start + math.prod(sizes)) * dtype.itemsize
-        if min(offset, nbytes, start) < 0 or offset + nbytes > self.nbytes or end > nbytes:
+        if min(offset, nbytes) < 0 or offset + nbytes > self.nbytes:
             raise _core.InvalidArgumentError(
-                f"tensor of shape {sizes} and {dtype} at {start} of {nbytes} bytes at {offset} of "
-                f"a ring of {self.nbytes}"
+                f"{nbytes} bytes at {offset} of a ring of {self.nbytes}"
             )
         counter = self._take_counter(offset, offset + nbytes)
-        return GpuTensor(
-            self._uuid,
-            self._handle,
-            offset,
-            nbytes,
-            (self._file, counter),
-            dtype,
-            sizes,
-            contiguous_strides(sizes),
-            start,
-        )
+        return GpuTensor(self._uuid, self._handle, offset, nbytes, (self._file, counter))
 
     def payload(self, offset: int, nbytes: int, metadata: Sequence[Any]) -> bytes:
         """The bucket that lies there, for one worker of an engine.  It has to be written: what

@@ -314,9 +314,7 @@ def malformed(text: str) -> _core.ProtocolError:
     return _core.ProtocolError(f"payload: {text}")
 
 
-def load(
-    data: bytes | str, *, gpu: Callable[..., object] | None = None, timeout: float = PEER_SECONDS
-) -> object:
+def load(data: bytes | str, *, timeout: float = PEER_SECONDS) -> object:
     """Unpickles a payload, given as bytes or as base64 text.
 
     Anyone who reaches an engine's API can send one, so only these are understood: lists, tuples,
@@ -324,9 +322,7 @@ def load(
     metadata, which becomes wsync's FlattenedTensorMetadata.  Anything else is a ProtocolError that
     names it.
 
-    gpu: makes something of tensors on a GPU, from rebuild_cuda_tensor's arguments; without it they
-    are refused.  timeout: seconds for the processes that pass file descriptors; DeadlineError
-    after that.
+    timeout: seconds for the processes that pass file descriptors; DeadlineError after that.
     """
     if isinstance(data, str):
         try:
@@ -334,7 +330,7 @@ def load(
         except (binascii.Error, ValueError) as error:
             raise malformed(f"not base64: {error}") from None
     try:
-        value = _Reader(data, gpu, Deadline(timeout)).load()
+        value = _Reader(data, Deadline(timeout)).load()
     except (_core.ProtocolError, _core.DeadlineError):
         raise
     except Exception as error:  # what a malformed pickle raises is not specified
@@ -460,12 +456,11 @@ class _Reader(_Values):
         | _opcodes("BUILD", _after(lambda r: _check_target(r.stack[-2], _State)))
     )
 
-    def __init__(self, data: bytes, gpu: Callable[..., object] | None, deadline: Deadline) -> None:
+    def __init__(self, data: bytes, deadline: Deadline) -> None:
         super().__init__(io.BytesIO(data))
         self._left = len(data)
         self._deadline = deadline
         self._known: dict[tuple[str, str], Any] = {
-            (REDUCTIONS, "rebuild_cuda_tensor"): gpu or _refuse_gpu,
             (REDUCTIONS, "rebuild_storage_filename"): self._read_file,
             (REDUCTIONS, "rebuild_storage_fd"): self._read_descriptor,
             ("torch.storage", "_load_from_bytes"): self._load_storage,
@@ -675,6 +670,7 @@ _GLOBALS: Final[dict[tuple[str, str], object]] = {
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("collections", "OrderedDict"): _empty_dict,
     (REDUCTIONS, "rebuild_tensor"): _tensor,
+    (REDUCTIONS, "rebuild_cuda_tensor"): _refuse_gpu,
     (REDUCTIONS, "rebuild_typed_storage"): _typed,
     (REDUCTIONS, "rebuild_storage_empty"): _empty_storage,
     **_DTYPES,
