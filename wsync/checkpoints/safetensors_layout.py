@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from wsync import _core
+from wsync.boxes import Box, outside
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
@@ -52,8 +53,6 @@ _ITEM_NBYTES: Final = {
     stored: 1 if stored == "BOOL" else int(re.sub(r"^[A-Z]+|_.*", "", stored)) // 8
     for stored in _TORCH
 }
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # start, extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,30 +214,10 @@ def _disjoint(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
             before = [(a, n) for a, n in before if a[0] + n[0] > start[0]]
         parts = [box]
         for other in before:
-            parts = [rest for part in parts for rest in _subtract(part, other)]
+            parts = [rest for part in parts for rest in outside(part, other)]
         for part in parts:
             yield part, box
         before.append(box)
-
-
-def _subtract(box: Box, other: Box) -> Iterator[Box]:
-    """The parts of a box that are outside another one."""
-    start, extent = list(box[0]), list(box[1])
-    overlap = [
-        (max(a, b), min(a + n, b + m))
-        for a, n, b, m in zip(start, extent, other[0], other[1], strict=True)
-    ]
-    if any(low >= high for low, high in overlap):
-        yield box
-        return
-    for i, (low, high) in enumerate(overlap):
-        for begin, end in ((start[i], low), (high, start[i] + extent[i])):
-            if begin < end:
-                yield (
-                    (*start[:i], begin, *start[i + 1 :]),
-                    (*extent[:i], end - begin, *extent[i + 1 :]),
-                )
-        start[i], extent[i] = low, high - low
 
 
 # --- reading ----------------------------------------------------------------------------------

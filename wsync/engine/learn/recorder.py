@@ -606,11 +606,10 @@ class _Analysis:
             for first in found:
                 left: list[Box] = []
                 for box in rest:
+                    left += minus(box, first.box)
                     part = common(box, first.box)
                     if part is None:
-                        left.append(box)
                         continue
-                    left += minus(box, part)
                     source = first.box.part(part.start, part.extent)
                     steps = zip(part.extent, source.strides, part.strides, strict=True)
                     size = dtype.itemsize

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
+from wsync.boxes import outside, overlap
 from wsync.engine.learn.time_limit import check
 
 Dim = tuple[int, int, int]
@@ -338,33 +339,14 @@ def boxes(move: Move, base: int, shape: Sequence[int], item: int) -> list[Box]:
 
 def common(one: Box, two: Box) -> Box | None:
     """The part of `one` that `two` has as well."""
-    start = tuple(max(a, b) for a, b in zip(one.start, two.start, strict=True))
-    ends = [
-        min(a + n, b + m)
-        for a, n, b, m in zip(one.start, one.extent, two.start, two.extent, strict=True)
-    ]
-    extent = tuple(end - begin for begin, end in zip(start, ends, strict=True))
-    return None if any(n <= 0 for n in extent) else one.part(start, extent)
+    found = overlap((one.start, one.extent), (two.start, two.extent))
+    return None if found is None else one.part(*found)
 
 
 def minus(box: Box, hole: Box) -> list[Box]:
-    """A box without a part of it."""
-    found = []
-    for axis in range(len(box.start)):
-        for begin, end in (
-            (box.start[axis], hole.start[axis]),
-            (hole.start[axis] + hole.extent[axis], box.start[axis] + box.extent[axis]),
-        ):
-            if begin < end:
-                found.append(_narrowed(box, axis, begin, end - begin))
-        box = _narrowed(box, axis, hole.start[axis], hole.extent[axis])
-    return found
-
-
-def _narrowed(box: Box, axis: int, start: int, extent: int) -> Box:
-    starts, extents = list(box.start), list(box.extent)
-    starts[axis], extents[axis] = start, extent
-    return box.part(tuple(starts), tuple(extents))
+    """A box without what another one has as well."""
+    left = outside((box.start, box.extent), (hole.start, hole.extent))
+    return [box.part(*part) for part in left]
 
 
 def apart(found: Sequence[Box]) -> bool:
