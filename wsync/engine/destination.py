@@ -7,7 +7,6 @@ delivered if they bring the same bytes, and nothing is copied to memory that is 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +21,7 @@ from wsync._core import (
     describe,
     held_tensors,
 )
-from wsync.engine.learn.module_memory import seen, slots, usable
+from wsync.engine.learn.module_memory import bound_tensors, seen, usable
 from wsync.module_tensors import same_bytes
 from wsync.report import listed
 
@@ -206,14 +205,7 @@ def check_owned(
     identities = set(map(id, held))
     if all(id(tensor) in identities for tensor in tensors):
         return
-    attributes = (
-        value for part in module.modules() for slot in slots(part) for value in slot.values()
-    )
-    places = {
-        tensor.untyped_storage().data_ptr()
-        for tensor in itertools.chain(held, attributes)
-        if isinstance(tensor, torch.Tensor) and usable(tensor)
-    }
+    places = {tensor.untyped_storage().data_ptr() for *_, tensor in bound_tensors(module)}
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.untyped_storage().data_ptr() not in places:
             raise LayoutError(

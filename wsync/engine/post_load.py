@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from wsync._core import DeadlineError, StateError
-from wsync.engine.learn.module_memory import seen, slots, usable
+from wsync.engine.learn.module_memory import bound_tensors, seen
 
 
 def wait_for_device(module: torch.nn.Module, timeout: float = 60.0) -> None:
@@ -39,11 +39,8 @@ def run_in_place(module: torch.nn.Module, hook: Callable[[], object]) -> None:
         StateError: a tensor has become one of another dtype or shape.
     """
     before = [
-        (f"{prefix}.{name}" if prefix else name, slot, name, tensor, tensor.detach())
-        for prefix, part in module.named_modules()
-        for slot in slots(part)
-        for name, tensor in slot.items()
-        if isinstance(tensor, torch.Tensor) and usable(tensor)
+        (path, slot, name, tensor, tensor.detach())
+        for path, slot, name, tensor in bound_tensors(module)
     ]
     places = {data.untyped_storage().data_ptr() for *_, data in before}
     changes: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -100,9 +100,9 @@ class ModuleMemory:
         numbers: dict[int, int] = {}
         self.parts = dict(module.named_modules())
         self._outlines = [_Outline(part) for part in self.parts.values()]
-        # where each is bound, its id, how it is seen, and its area
-        self._places: list[tuple[dict[str, Any], str, int, Seen, int]] = []
-        for path, slot, name, tensor in _tensors(module):
+        # where each is bound, its id, how it is seen, and its storage
+        self._places: list[tuple[dict[str, Any], str, int, Seen, tuple[int, int]]] = []
+        for path, slot, name, tensor in bound_tensors(module):
             start, end = _span(tensor)
             if tensor.numel() and (not start or _end(tensor) > end - start):
                 raise LayoutError(f"{path}: its memory is gone")
@@ -119,7 +119,7 @@ class ModuleMemory:
             self.facts.append((path, dtype, shape, strides, number, offset))
             if isinstance(tensor, torch.nn.Parameter):
                 self.parameters.add(path)
-            self._places.append((slot, name, id(tensor), seen(tensor), number))
+            self._places.append((slot, name, id(tensor), seen(tensor), (start, end)))
         self._order = sorted(range(len(self.areas)), key=lambda i: self.areas[i].start)
         self._starts = [self.areas[i].start for i in self._order]
         for one, two in zip(self._order, self._order[1:], strict=False):
@@ -177,12 +177,9 @@ class ModuleMemory:
         return all(outline.holds() for outline in self._outlines) and all(
             isinstance(tensor := slot.get(name), torch.Tensor)
             and id(tensor) == identity
-            and tensor.data_ptr() == address
-            and tensor.dtype is dtype
-            and tensor.shape == shape
-            and tensor.stride() == stride
-            and _span(tensor) == (self.areas[number].start, self.areas[number].end)
-            for slot, name, identity, (address, dtype, shape, stride), number in self._places
+            and seen(tensor) == look
+            and _span(tensor) == storage
+            for slot, name, identity, look, storage in self._places
         )
 
     def find(self, address: int) -> int:
@@ -271,7 +268,7 @@ def _end(tensor: torch.Tensor) -> int:
     return (int(tensor.storage_offset()) + reach + 1) * tensor.element_size()
 
 
-def _tensors(
+def bound_tensors(
     module: torch.nn.Module,
 ) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
     """(path, where it is bound, under which name, tensor)"""
