@@ -23,7 +23,7 @@ def numbered(shape):
 
 def write(found, rule, full, numbers, **sizes):
     """Puts a whole parameter into {target name: array}, each element once."""
-    expansion = rule.expand(sizes)
+    expansion = rule.expand(sizes, sizes.get("inferred", 0))
     assert expansion.shape == full.shape
     for piece in expansion.pieces:
         name, _, shape, target_start, *_ = piece.map(numbers)
@@ -247,9 +247,10 @@ def test_any_product_and_concatenation(data):
 def test_shares_cover_the_parameter_once():
     for family, rank_count in itertools.product(FAMILIES.values(), (1, 2, 4)):
         sizes = {"h": 8, "vocab": 16, "layers": 2, "g": 2, "n": 2, "d": 4, "experts": 4}
-        sizes |= {"ffn": 8, "moe_ffn": 8, "shared_ffn": 8}
+        sizes |= {"ffn": 8, "moe_ffn": 8, "shared_ffn": 8, "inferred": 4}
+        sizes |= {"heads": 4, "q_lora": 8, "kv_lora": 12, "nope": 3, "rope": 4, "dv": 2}
         for rule in family.rules:
-            expansion = rule.expand(sizes)
+            expansion = rule.expand(sizes, sizes["inferred"])
             full = numbered(expansion.shape)
             seen = np.zeros(expansion.shape, int)
             for rank in range(rank_count):
@@ -403,3 +404,26 @@ def test_an_unknown_loader_is_refused():
     text = "loaded_by='bridge': known are 'megatron', 'slime'"
     with pytest.raises(_core.InvalidArgumentError, match=text):
         read_model(object(), "qwen3", "bridge")
+
+
+def test_sizes_may_be_sums():
+    rule = Rule("q", "*(heads both:nope+2) h", Target("q", "(heads both) h"))
+    assert rule.expand({"heads": 3, "nope": 4, "h": 2}).shape == (18, 2)
+    with pytest.raises(KeyError, match="nope"):
+        rule.expand({"heads": 3, "h": 2})
+    with pytest.raises(RuleError, match=r"'nope\+' is not a size"):
+        Rule("q", "both:nope+", Target("q", "both"))
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(0, 0), (12, 3), (10, None)])
+def test_an_inferred_factor(rows, heads):
+    rule = Rule("q", "(heads:? (b:2 | a:2)) h", Target("q", "(heads (a | b)) h"))
+    assert rule.inferred({"h": 5}, rows) == heads
+
+
+def test_a_parameter_that_may_be_whole_is_cut_where_it_is_not():
+    rule = Rule("q", "~(a | b) h", Target("q", "(a | b) h"))
+    assert rule.may_be_whole
+    full = numbered((6, 2))
+    assert (local_share(rule, full, Cut(1, 3), a=1, b=5, h=2) == full[2:4]).all()
+    assert not Rule("q", "*(a | b) h", Target("q", "(a | b) h")).may_be_whole

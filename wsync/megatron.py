@@ -285,13 +285,14 @@ class _Reader:
         cut = self._cut(rule, name, shape)
         expansion = self._expand(rule, name, shape, 1 if duplicated else cut.ranks)
         try:
+            whole = expansion.place(_ALONE, self.ranks.expert)
+            if duplicated and shape == _stored(rule, whole.shape):
+                return _Plan(expansion, whole, cut, duplicated=True)
             share = expansion.place(cut, self.ranks.expert)
         except _core.LayoutError as error:
             raise _core.LayoutError(f"{name}: shape {expansion.shape}: {error}") from None
-        whole = expansion.place(_ALONE, self.ranks.expert)
-        for placement in (share, whole) if duplicated else (share,):
-            if shape == _stored(rule, placement.shape):
-                return _Plan(expansion, placement, cut, duplicated and placement == whole)
+        if shape == _stored(rule, share.shape):
+            return _Plan(expansion, share, cut, duplicated=False)
         kind = "expert-tensor" if ".mlp.experts." in rule.name else "tensor"
         raise _core.LayoutError(
             f"{name}: local shape {shape} != {_stored(rule, share.shape)}, the share of the whole "
@@ -312,14 +313,15 @@ class _Reader:
         dimension = rule.inferred_dimension
         if dimension < 0 or len(shape) <= dimension:
             return found
-        rest = shape[dimension] * ranks - found.shape[dimension]
-        if rest < 0:
+        ranks = ranks if rule.inferred_cut else 1
+        inferred = rule.inferred(self.spec.sizes, shape[dimension] * ranks)
+        if inferred is None:
             raise _core.LayoutError(
                 f"{name}: local shape {shape} over {ranks} tensor-parallel ranks has "
-                f"{shape[dimension] * ranks} rows, fewer than the {found.shape[dimension]} of the "
-                f"configuration"
+                f"{shape[dimension] * ranks} rows, which are fewer than the "
+                f"{found.shape[dimension]} of the configuration, or not a multiple"
             )
-        return rule.expand(self.spec.sizes, rest)
+        return rule.expand(self.spec.sizes, inferred)
 
 
 class _Plan:

@@ -23,6 +23,7 @@ __all__ = [
     "HF_LAYER",
     "LAYER",
     "MTP_LAYER",
+    "NORMS",
     "SHARED_EXPERT",
     "UNGATED_SHARED_EXPERTS",
     "eh_proj",
@@ -46,7 +47,7 @@ MTP_LAYER = "mtp.layers.{mtp}."
 
 def renamed(name: str, view: str, target: str) -> Rule:
     """A parameter that holds one tensor, laid out as the parameter is."""
-    return Rule(name, view, Target(target, re.sub(r"[*@]|:\w+", "", view)))
+    return Rule(name, view, Target(target, re.sub(r"[*~@]|:[\w+?]+", "", view)))
 
 
 def layer_rules(*rows: tuple[str, str, str]) -> tuple[Rule, ...]:
@@ -96,6 +97,13 @@ EMBEDDING: tuple[Rule, ...] = (
     renamed("decoder.final_layernorm.weight", "h", "model.norm.weight"),
 )
 
+NORMS: tuple[Rule, ...] = layer_rules(
+    ("input_layernorm.weight", "h", "input_layernorm.weight"),
+    # One norm, two names: fused into the linear layer by TransformerEngine, else of its own.
+    ("mlp.linear_fc1.layer_norm_weight", "h", "post_attention_layernorm.weight"),
+    ("pre_mlp_layernorm.weight", "h", "post_attention_layernorm.weight"),
+)
+
 ATTENTION: tuple[Rule, ...] = (
     qkv("weight"),
     qkv("bias"),
@@ -104,12 +112,9 @@ ATTENTION: tuple[Rule, ...] = (
         ("self_attention.linear_proj.bias", "h", "self_attn.o_proj.bias"),
         ("self_attention.q_layernorm.weight", "d", "self_attn.q_norm.weight"),
         ("self_attention.k_layernorm.weight", "d", "self_attn.k_norm.weight"),
-        # One norm, two names: fused into the linear layer by TransformerEngine, else of its own.
         ("self_attention.linear_qkv.layer_norm_weight", "h", "input_layernorm.weight"),
-        ("input_layernorm.weight", "h", "input_layernorm.weight"),
-        ("mlp.linear_fc1.layer_norm_weight", "h", "post_attention_layernorm.weight"),
-        ("pre_mlp_layernorm.weight", "h", "post_attention_layernorm.weight"),
     ),
+    *NORMS,
 )
 
 DENSE_MLP: tuple[Rule, ...] = (
@@ -186,7 +191,7 @@ SHARED_EXPERT: tuple[Rule, ...] = (
     *shared_experts("mlp.shared_expert."),
     *layer_rules(("mlp.shared_experts.gate_weight", "one:1 h", "mlp.shared_expert_gate.weight")),
 )
-# Qwen3's own models have none; the names are those that slime gives them.
+# Qwen3's own models have none; there the names are those that slime gives them.
 UNGATED_SHARED_EXPERTS = shared_experts("mlp.shared_experts.")
 
 

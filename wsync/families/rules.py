@@ -12,10 +12,12 @@ that tensor's own order:
 Grammar of a view:
     view    dimensions, separated by spaces, outermost first
     item    `name` or `name:size` or a group; `size` is a number, the name of a size (default:
-            the axis's own name), or `?`: inferred from the parameter (at most one in a view)
+            the axis's own name), a sum of those, or `?`: inferred from the parameter (at most
+            one in a view)
     group   `(a b)` is one dimension that counts through a and b, b fastest;
             `(a b | c)` is the elements of (a b) followed by those of c
-    *item   tensor-parallel ranks (expert-tensor-parallel ones for experts) hold equal parts of it
+    *item   tensor-parallel ranks (expert-tensor-parallel ones for experts) hold equal parts of
+            it; inside a group only its first item can be cut, in each alternative
     ~item   the same, but the local shape says into how many parts it is cut, from one for each
             rank down to one for all; ranks next to each other then hold the same part
     @item   expert-parallel ranks hold equal parts of it
@@ -38,7 +40,7 @@ import itertools
 import math
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,8 +53,8 @@ INFERRED = "?"
 MAX_DIMENSIONS = 6
 MAX_BOXES = 1 << 20  # far above any real rule; a bound for a mistyped one
 
-_TOKEN = re.compile(r"[a-z_][a-z0-9_]*|[0-9]+|[*~@()|:?]")
-_NO_TOKEN = re.compile(r"[^a-z0-9_*~@()|:?\s]")
+_TOKEN = re.compile(r"[a-z_][a-z0-9_]*|[0-9]+|[*~@()|:+?]")
+_NO_TOKEN = re.compile(r"[^a-z0-9_*~@()|:+?\s]")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _NUMBERED = ("layer", "expert", "mtp")
 _COUNTS = {"expert": "experts"}  # numbers that may be axes of targets, and their sizes
@@ -126,7 +128,15 @@ class _Parser:
         name = self.take()
         if not re.fullmatch(r"[a-z_]\w*", name):
             raise self.error(f"{name!r} is not the name of an axis")
-        return _Axis(name, self.take() if self.take(":") else name, mark)
+        return _Axis(name, self.size() if self.take(":") else name, mark)
+
+    def size(self) -> str:
+        parts = [self.take()]
+        while self.take("+"):
+            parts.append(self.take())
+        if not all(re.fullmatch(r"\w+", part) for part in parts) and parts != [INFERRED]:
+            raise self.error(f"{'+'.join(parts)!r} is not a size")
+        return "+".join(parts)
 
 
 def _axes(items: Sequence[_Item]) -> Iterator[_Axis]:
@@ -136,6 +146,15 @@ def _axes(items: Sequence[_Item]) -> Iterator[_Axis]:
         else:
             for alternative in item.alternatives:
                 yield from _axes(alternative)
+
+
+def _marked(items: Iterable[_Item]) -> Iterator[_Item]:
+    """All items that can have a mark, also those inside groups."""
+    for item in items:
+        yield item
+        if isinstance(item, _Group):
+            for alternative in item.alternatives:
+                yield from _marked(alternative)
 
 
 @dataclass(frozen=True)
@@ -462,8 +481,9 @@ class Rule:
     `stored`: the shape that Megatron gives the parameter where it is not the view's own: for each
     of its dimensions, the dimensions of the view that it multiplies.  The storage must be
     contiguous in the view's order (legacy grouped experts).  `inferred_dimension`: the dimension of
-    the parameter that holds the inferred axis, or -1; `shaped_dimension`: the one that is cut as
-    the local shape says, or -1.  `counted`: numbers of the name that are axes of targets.
+    the parameter that holds the inferred axis, or -1; `inferred_cut`: whether ranks hold parts of
+    it; `shaped_dimension`: the one that is cut as the local shape says, or -1.  `sizes`: the names
+    of the sizes that it needs.  `counted`: numbers of the name that are axes of targets.
     """
 
     def __init__(
@@ -486,10 +506,15 @@ class Rule:
         if len(inferred) > 1:
             raise RuleError(f"{name}: more than one inferred axis in {view!r}")
         self.inferred_dimension = inferred[0] if inferred else -1
+        self.inferred_cut = any(
+            item.mark in ("*", "~") for item in _marked(self.parsed.items[d] for d in inferred)
+        )
         shaped = [index for index, item in enumerate(self.parsed.items) if item.mark == "~"]
         if len(shaped) != self.parsed.text.count("~") or len(shaped) > 1:
             raise RuleError(f"{name}: {view!r} may have one ~, on a dimension of its own")
         self.shaped_dimension = shaped[0] if shaped else -1
+        parts = {part for axis in _axes(self.parsed.items) for part in axis.size.split("+")}
+        self.sizes = frozenset(part for part in parts if part != INFERRED and not part.isdigit())
         wanted = {axis for target in targets for axis in _View(target.view).names}
         numbers = {number for number in _COUNTS if "{" + number + "}" in name}
         self.counted = frozenset(numbers & wanted - self.parsed.names)
@@ -520,12 +545,6 @@ class Rule:
     def __repr__(self) -> str:
         return f"Rule({self.name!r}, {self.parsed.text!r})"
 
-    @cached_property
-    def sizes(self) -> frozenset[str]:
-        """The names of the sizes that its view needs."""
-        sizes = {axis.size for axis in _axes(self.parsed.items)}
-        return frozenset(s for s in sizes if s != INFERRED and not s.isdigit())
-
     @property
     def key(self) -> str:
         """The name with every number replaced; names of the same key may match."""
@@ -536,16 +555,21 @@ class Rule:
         match = self._pattern.fullmatch(name)
         return None if match is None else {k: int(v) for k, v in match.groupdict().items()}
 
+    def inferred(self, sizes: Mapping[str, int], extent: int) -> int | None:
+        """What the inferred axis must be for its dimension to have this extent; None: nothing."""
+        empty, unit = (self.expand(sizes, n).shape[self.inferred_dimension] for n in (0, 1))
+        found, rest = divmod(extent - empty, max(1, unit - empty))
+        return found if rest == 0 and found >= 0 else None
+
     def expand(self, sizes: Mapping[str, int], inferred: int = 0) -> Expansion:
         """Fixes the sizes of all axes; KeyError names a size that `sizes` lacks."""
         known = {number: sizes[_COUNTS[number]] for number in self.counted}
         for axis in _axes(self.parsed.items):
             if axis.size == INFERRED:
                 known[axis.name] = inferred
-            elif axis.size.isdigit():
-                known[axis.name] = int(axis.size)
             else:
-                known[axis.name] = sizes[axis.size]
+                parts = axis.size.split("+")
+                known[axis.name] = sum(int(p) if p.isdigit() else sizes[p] for p in parts)
         return Expansion(self, known)
 
 
