@@ -427,3 +427,18 @@ def test_a_parameter_that_may_be_whole_is_cut_where_it_is_not():
     full = numbered((6, 2))
     assert (local_share(rule, full, Cut(1, 3), a=1, b=5, h=2) == full[2:4]).all()
     assert not Rule("q", "*(a | b) h", Target("q", "(a | b) h")).may_be_whole
+
+
+def test_latent_attention_needs_no_query_groups():
+    args = Args(
+        hidden_size=64, num_attention_heads=8, num_query_groups=3, kv_channels=None,
+        num_layers=3, q_lora_rank=None, kv_lora_rank=16, qk_head_dim=12, qk_pos_emb_head_dim=4,
+        v_head_dim=10, n_shared_experts=2, moe_ffn_hidden_size=6,
+    )  # fmt: skip
+    sizes = read_model(args, "kimi_k2").sizes
+    assert (sizes["nope"], sizes["rope"], sizes["dv"], sizes["shared_ffn"]) == (12, 4, 10, 12)
+    assert "q_lora" not in sizes and "n" not in sizes
+    with pytest.raises(_core.LayoutError, match="do not divide into 3"):
+        read_model(args, "qwen3")
+    hf = Args(hidden_size=64, num_attention_heads=8, qk_nope_head_dim=12, qk_head_dim=16)
+    assert read_model(hf, "deepseek_v3").sizes["nope"] == 12

@@ -209,27 +209,27 @@ def build(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     engine: bool = False,
+    config: Any = None,
     **overrides: Any,
 ) -> CpuTrainer:
     """A trainer of the shape of a Hugging Face config, with random weights of its own.
 
     The weights depend on the seed and the parallel sizes; replicas are equal.  `engine` uses
     TransformerEngine's modules, where some stand-in or the real one is installed.  The vocabulary
-    is padded to a multiple of 16 * tp.  `overrides` go to TransformerConfig.
+    is padded to a multiple of 16 * tp.  `overrides` go to TransformerConfig; `config` is one that
+    was made otherwise.
     """
     from megatron.core import parallel_state as state
-    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    config = transformer_config(hf, parallel, dtype, **overrides)
+    if config is None:
+        config = transformer_config(hf, parallel, dtype, **overrides)
     unit = 16 * parallel.tp
     chunks: list[Module] = []
     for stage in range(parallel.vpp or 1):
         vp_stage = stage if parallel.vpp else None
         ends = {"ignore_virtual": parallel.vpp is None, "vp_stage": vp_stage}
-        spec = gpt_layer_specs.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
-        )
+        spec = _layer_spec(config, engine, vp_stage)
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=spec,
@@ -245,11 +245,26 @@ def build(
         )
         for parameter in chunk.parameters():  # torch's norms ignore params_dtype
             parameter.data = parameter.data.to(dtype)
-        chunk.rotary_pos_emb.cp_group = None  # every rank computes the whole sequence
+        if not config.multi_latent_attention:
+            chunk.rotary_pos_emb.cp_group = None  # every rank computes the whole sequence
         chunks.append(chunk.eval())  # without dropout, training needs no other mode
     trainer = CpuTrainer(chunks, config, hf, parallel, dtype)
     trainer.randomize(seed)
     return trainer
+
+
+def _layer_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
+    """Of the layers of a chunk; Megatron's variants of attention exist with `engine` only."""
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if config.experimental_attention_variant is not None:
+        return variants.get_transformer_block_with_experimental_attention_variant_spec(
+            config, vp_stage=vp_stage
+        )
+    return gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
+    )
 
 
 def _mtp_spec(config: Any, spec: Any, engine: bool, vp_stage: int | None) -> Any:

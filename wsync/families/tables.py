@@ -20,6 +20,7 @@ from wsync.families.blocks import (
     fused_experts,
     renamed,
 )
+from wsync.families.deepseek import DEEPSEEK, DEEPSEEK_SPARSE
 from wsync.families.glm import GLM4, GLM4_MOE
 from wsync.families.gpt_oss import GPT_OSS
 from wsync.families.mimo import MIMO
@@ -65,6 +66,7 @@ class Family:
         self.oracle = oracle
         self._loaders = loaders or {}
         self.rules = tuple(rule for table in tables for rule in table)
+        self.sizes = frozenset(size for rule in self.rules for size in rule.sizes)
         self._by_key: dict[str, list[Rule]] = {}
         for rule in self.rules:
             self._by_key.setdefault(rule.key, []).append(rule)
@@ -120,6 +122,9 @@ FAMILIES: dict[str, Family] = {
         Family("gpt_oss", GPT_OSS),
         Family("mimo", MIMO),
         Family("minimax_m2", MINIMAX_M2),
+        *(Family(name, DEEPSEEK) for name in ("deepseek_v3", "kimi_k2", "moonlight")),
+        Family("glm4_moe_lite", DEEPSEEK),
+        *(Family(name, DEEPSEEK_SPARSE) for name in ("deepseek_v32", "glm_moe_dsa")),
     )
 }
 
@@ -220,7 +225,16 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "ffn": ("intermediate_size", "ffn_hidden_size"),
     "moe_ffn": ("moe_intermediate_size", "moe_ffn_hidden_size"),
     "shared_ffn": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "shared": ("n_shared_experts",),
     "experts": ("num_experts", "n_routed_experts", "num_local_experts", "num_moe_experts"),
+    # Multi-head latent attention: ranks of the projections, channels of a head without and with
+    # rotary positions (Megatron calls the former qk_head_dim, which is their sum elsewhere), and
+    # of its value.
+    "q_lora": ("q_lora_rank",),
+    "kv_lora": ("kv_lora_rank",),
+    "nope": ("qk_nope_head_dim", "qk_head_dim"),
+    "rope": ("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+    "dv": ("v_head_dim",),
 }
 
 
@@ -244,18 +258,29 @@ def read_model(config: Any, model_name: str | None = None, loaded_by: str = LOAD
         raise _core.InvalidArgumentError(
             f"{type(config).__name__} has no model_type: pass model_name="
         )
-    family = family_of(name, part=name == model_name)
+    family = family_of(name, part=name == model_name).loaded_by(loaded_by)
     sizes = _read_sizes(config, {**FIELDS, **family.fields})
     if "ffn" in sizes:
         sizes.setdefault("moe_ffn", sizes["ffn"])  # as Megatron does
-    if "moe_ffn" in sizes and (shared := getattr(config, "n_shared_experts", None)):
-        sizes.setdefault("shared_ffn", sizes["moe_ffn"] * int(shared))
     heads = sizes.get("heads", 0)
     if heads <= 0 or sizes.get("h", 0) <= 0:
         raise _core.InvalidArgumentError(
             f"{type(config).__name__}: hidden_size {sizes.get('h')} and num_attention_heads "
             f"{sizes.get('heads')} must be positive"
         )
+    if "g" in family.sizes:
+        _count_groups(config, sizes)
+    if "shared" in sizes and "moe_ffn" in sizes:
+        sizes.setdefault("shared_ffn", sizes["shared"] * sizes["moe_ffn"])
+    tied = getattr(config, "tie_word_embeddings", None)
+    if tied is None:
+        tied = not getattr(config, "untie_embeddings_and_output_weights", True)
+    return Model(family, sizes, bool(tied))
+
+
+def _count_groups(config: Any, sizes: dict[str, int]) -> None:
+    """Query groups and heads of each; latent attention has neither, whatever its config says."""
+    heads = sizes["heads"]
     if getattr(config, "group_query_attention", None) is False:
         sizes["g"] = heads  # Megatron's arguments have num_query_groups=1 then, which it ignores
     sizes.setdefault("g", heads)
@@ -266,10 +291,6 @@ def read_model(config: Any, model_name: str | None = None, loaded_by: str = LOAD
             f"{sizes['g']} query groups"
         )
     sizes["n"] = heads // sizes["g"]
-    tied = getattr(config, "tie_word_embeddings", None)
-    if tied is None:
-        tied = not getattr(config, "untie_embeddings_and_output_weights", True)
-    return Model(family.loaded_by(loaded_by), sizes, bool(tied))
 
 
 def runtime_family(config: Any) -> tuple[Family | None, dict[str, int], str]:

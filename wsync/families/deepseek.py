@@ -1,0 +1,108 @@
+"""Latent attention: DeepSeek-V3 and V3.2, Kimi-K2, Moonlight, GLM-4.7-Flash, GLM-5.
+
+Names and row orders follow Megatron-Core 0.16 (`transformer/multi_latent_attention.py`,
+`transformer/experimental_attention_variant/dsa.py`), slime's plugin (`slime_plugins/models/glm5`)
+and the checkpoints of deepseek-ai, moonshotai and zai-org.  No rows are permuted: the rotary
+embedding is brought into its order when it is applied.  The number of query groups means nothing.
+"""
+
+from __future__ import annotations
+
+from wsync.families.blocks import (
+    DENSE_MLP,
+    EMBEDDING,
+    EXPERTS,
+    HF_LAYER,
+    LAYER,
+    NORMS,
+    UNGATED_SHARED_EXPERTS,
+    layer_rules,
+    mtp,
+)
+from wsync.families.rules import Rule, Target
+
+__all__ = ["DEEPSEEK", "DEEPSEEK_SPARSE"]
+
+LATENT_ATTENTION: tuple[Rule, ...] = layer_rules(
+    # Without a rank for queries (Moonlight) they have one projection.
+    ("self_attention.linear_q_proj.weight", "*(heads qk:nope+rope) h", "self_attn.q_proj.weight"),
+    # TransformerEngine's linear layers hold these two whole, Megatron's own hold parts.
+    ("self_attention.linear_q_down_proj.weight", "~q_lora h", "self_attn.q_a_proj.weight"),
+    (
+        "self_attention.linear_kv_down_proj.weight",
+        "~kv_a:kv_lora+rope h",
+        "self_attn.kv_a_proj_with_mqa.weight",
+    ),
+    (
+        "self_attention.linear_q_up_proj.weight",
+        "*(heads qk:nope+rope) q_lora",
+        "self_attn.q_b_proj.weight",
+    ),
+    (
+        "self_attention.linear_kv_up_proj.weight",
+        "*(heads kv:nope+dv) kv_lora",
+        "self_attn.kv_b_proj.weight",
+    ),
+    ("self_attention.linear_proj.weight", "h *(heads dv)", "self_attn.o_proj.weight"),
+    # One norm, two names, as elsewhere.
+    (
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+        "q_lora",
+        "self_attn.q_a_layernorm.weight",
+    ),
+    ("self_attention.q_layernorm.weight", "q_lora", "self_attn.q_a_layernorm.weight"),
+    (
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+        "kv_lora",
+        "self_attn.kv_a_layernorm.weight",
+    ),
+    ("self_attention.kv_layernorm.weight", "kv_lora", "self_attn.kv_a_layernorm.weight"),
+)
+
+
+def _swapped(name: str, view: str) -> Rule:
+    """A parameter of slime's plugin, which holds the second half of each head's 128 channels
+    before the first, as its rotary embedding wants them."""
+    return Rule(
+        f"{LAYER}self_attention.{name}",
+        view.format("(second:64 | first:64)"),
+        Target(
+            f"{HF_LAYER}self_attn.indexer.{name}",
+            view.format("(first | second)").replace(":?", ""),
+        ),
+    )
+
+
+# Of layers that use another layer's choice of tokens there is none: such a layer has no
+# parameters for it.  All ranks hold all of it.  Megatron-Core's own keeps the order of checkpoints.
+INDEXER: tuple[Rule, ...] = (
+    *layer_rules(
+        *(
+            (
+                f"self_attention.core_attention.indexer.{name}",
+                view,
+                f"self_attn.indexer.{name.removeprefix('linear_')}",
+            )
+            for name, view in (
+                ("linear_wq_b.weight", "rows:? q_lora"),
+                ("linear_wk.weight", "rows:? h"),
+                ("linear_weights_proj.weight", "rows:? h"),
+                ("k_norm.weight", "rows:?"),
+                ("k_norm.bias", "rows:?"),
+            )
+        ),
+        ("self_attention.weights_proj.weight", "rows:? h", "self_attn.indexer.weights_proj.weight"),
+    ),
+    _swapped("wq_b.weight", "(heads_of_indexer:? {}) q_lora"),
+    _swapped("wk.weight", "{} h"),
+    _swapped("k_norm.weight", "{}"),
+    _swapped("k_norm.bias", "{}"),
+)
+
+_LAYER = (*LATENT_ATTENTION, *NORMS, *DENSE_MLP, *EXPERTS, *UNGATED_SHARED_EXPERTS)
+
+# A checkpoint also has copies of embedding and head in each layer of MTP; engines share the
+# model's own, and no trainer holds more.
+DEEPSEEK: tuple[Rule, ...] = (*EMBEDDING, *_LAYER, *mtp(_LAYER))
+_SPARSE_LAYER = (*_LAYER, *INDEXER)
+DEEPSEEK_SPARSE: tuple[Rule, ...] = (*EMBEDDING, *_SPARSE_LAYER, *mtp(_SPARSE_LAYER))
