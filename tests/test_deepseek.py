@@ -95,6 +95,19 @@ def test_the_bias_of_the_router_is_float32_whatever_the_model_is(ranks):
     assert len(wide) == 4 and set(kinds.values()) == {"float32", "bfloat16"}
 
 
+def test_projections_that_engines_join_stay_together(ranks):
+    _, tensors = _matches(ranks, CASES["te-tp2-pp2-ep2"])
+    groups = {}
+    for name, _, _, group in tensors:
+        groups.setdefault(group, []).append(name)
+    assert all("_a_proj" not in name for name in groups.pop(0))
+    joined = ("kv_a_proj_with_mqa", "q_a_proj")
+    assert sorted(sorted(names) for names in groups.values()) == [
+        [f"model.layers.{layer}.self_attn.{name}.weight" for name in joined]
+        for layer in range(4 + 2)  # the last two are those of MTP
+    ]
+
+
 @pytest.mark.parametrize("rank", [24, None], ids=["query-rank", "no-query-rank"])
 def test_the_reference_is_what_transformers_computes(ranks, rank):
     changes = {"q_lora_rank": rank, "num_nextn_predict_layers": 0}

@@ -36,6 +36,30 @@ def test_a_dict_is_a_layout_of_one_rank(tensors):
     assert layout.layout.nbytes == 6 * 2 + 12 * 4
 
 
+@pytest.mark.parametrize("make", [from_tensors, wsync.fsdp.layout], ids=["tensors", "fsdp"])
+def test_tensors_that_engines_join_stay_together_with_their_scales(make):
+    kinds = ("weight", "weight_scale_inv")
+    names = [
+        f"model.layers.{layer}.self_attn.{module}.{kind}"
+        for layer in (0, 1)
+        for module in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj")
+        for kind in kinds
+    ]
+    layout = make({name: torch.zeros(2) for name in ["q_a_proj_of.weight", *names]}).layout
+    groups = {name: layout.tensor(layout.find(name)).group for name in names}
+    first, second = (
+        {group for name, group in groups.items() if f".{layer}." in name and "_a_" in name}
+        for layer in (0, 1)
+    )
+    assert len(first) == len(second) == len(first | second) - 1 == 1
+    assert 0 not in first | second
+    assert {group for name, group in groups.items() if "q_b_proj" in name} == {0}
+    assert layout.tensor(layout.find("q_a_proj_of.weight")).group == 0
+    # another rank, which has other tensors, calls them the same
+    other = make({name: torch.zeros(2) for name in names[6:]}).layout
+    assert {other.tensor(i).group for i in range(4)} == second
+
+
 def test_bind_finds_tensors_that_moved(tensors):
     layout = from_tensors(tensors)
     first = layout.bind()

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.families.rules import Expansion, ShardPlacement, regions_of
-from wsync.families.tables import Family, runtime_family
+from wsync.families.rules import Expansion, ShardPlacement, group_of, regions_of
+from wsync.families.tables import TOGETHER, Family, runtime_family
 from wsync.layout import (
     TrainerLayout,
     by_plain_name,
@@ -108,8 +108,8 @@ def layout(
         _, dtype, _, strides, _ = table[number]
         maps = names_of.maps(part)
         if math.prod(part.shape) == 0:
-            for name, _, shape, *_ in maps:
-                builder.add_tensor(name, dtype, shape)
+            for name, _, shape, *_, together in maps:
+                builder.add_tensor(name, dtype, shape, together)
         elif part.regions:
             strides = strides if part.strides is None else part.strides
             builder.add_parameter(part.name, number, dtype, strides, part.regions, maps)
@@ -431,7 +431,8 @@ class _Names:
             self._check_fused(part)
             zeros = (0,) * len(part.shape)
             axes = tuple(range(len(part.shape)))
-            return [(part.name, "", part.shape, zeros, zeros, part.shape, axes, 0)]
+            group = group_of(part.name, TOGETHER)
+            return [(part.name, "", part.shape, zeros, zeros, part.shape, axes, group)]
         rule, numbers = found
         if id(rule) not in self._expansions:
             self._expansions[id(rule)] = self._family.expand(rule, part.name, self._sizes)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from wsync import _core
+from wsync.families.rules import group_of
+from wsync.families.tables import TOGETHER
 from wsync.module_tensors import two_tensors
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ __all__ = ["TrainerLayout", "from_tensors", "global_name", "position"]
 
 _T = TypeVar("_T")
 _Row = tuple[int, str, tuple[int, ...], tuple[int, ...], int]  # of a TensorTable
-_FUSED = re.compile(r"(.*)\.(?:q_a_proj|kv_a_proj_with_mqa)\.(.*)")
 
 
 def global_name(name: str) -> str:
@@ -185,7 +185,7 @@ def from_tensors(
     table = _core.describe([tensor for _, tensor in given], names, gpu=True)
     rank, count = position(group)
     builder = _core.LayoutBuilder(rank)
-    builder.add_tensors(names, table, _groups_of(names))
+    builder.add_tensors(names, table, [group_of(name, TOGETHER) for name in names])
 
     def current() -> Sequence[Tensor]:
         try:
@@ -198,17 +198,6 @@ def from_tensors(
         return found
 
     return TrainerLayout(builder.build(), names, current, table, rank, count, group)
-
-
-def _groups_of(names: Sequence[str]) -> list[int]:
-    """Keep-together groups by name, 0 for none: SGLang fuses two projections of multi-head latent
-    attention, and drops either that comes without the other."""
-    groups: dict[tuple[str, str], int] = {}
-    found = [_FUSED.fullmatch(name) for name in names]
-    return [
-        0 if match is None else groups.setdefault((match[1], match[2]), len(groups) + 1)
-        for match in found
-    ]
 
 
 def is_sharded(tensor: object) -> bool:

@@ -268,7 +268,9 @@ class _Reader:
                     f"{name}: strides {strides} of shape {shape} are not contiguous"
                 )
             strides = contiguous_strides(plan.placement.shape)
-        return plan.placement.regions, [piece.map(numbers) for piece in plan.pieces], strides
+        together = self.spec.family.together
+        maps = [piece.map(numbers, together) for piece in plan.pieces]
+        return plan.placement.regions, maps, strides
 
     def _cut(self, rule: Rule, name: str, shape: tuple[int, ...]) -> Cut:
         cut = self.ranks.expert_tensor if ".mlp.experts." in rule.name else self.ranks.tensor

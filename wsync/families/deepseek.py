@@ -21,7 +21,10 @@ from wsync.families.blocks import (
 )
 from wsync.families.rules import Rule, Target
 
-__all__ = ["DEEPSEEK", "DEEPSEEK_SPARSE"]
+__all__ = ["DEEPSEEK", "DEEPSEEK_SPARSE", "LATENT_TOGETHER"]
+
+# SGLang joins the two (deepseek_v2.py), and drops either that comes without the other.
+LATENT_TOGETHER = (("q_a_proj", "kv_a_proj_with_mqa"),)
 
 LATENT_ATTENTION: tuple[Rule, ...] = layer_rules(
     # Without a rank for queries (Moonlight) they have one projection.

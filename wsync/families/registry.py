@@ -34,7 +34,7 @@ import collections
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from wsync.families.rules import Rule, RuleError
+from wsync.families.rules import Rule, RuleError, Together
 from wsync.families.tables import DERIVED, FAMILIES, FIELDS, Family
 
 __all__ = ["check", "main", "register"]
@@ -49,6 +49,7 @@ def register(
     *,
     fields: Mapping[str, Sequence[str]] | None = None,
     loaders: Mapping[str, tuple[Rule, ...]] | None = None,
+    together: Together = (),
 ) -> Family:
     """Adds a family of this process to those that `wsync.megatron.layout` knows.
 
@@ -58,6 +59,8 @@ def register(
         fields: sizes of the rules' views that are not in `wsync.families.tables.FIELDS`: the names
             that each has in configurations.
         loaders: rules that go before these for models that were loaded by "slime".
+        together: sets of modules, by the last part of their names, whose tensors within one parent
+            engines take in one call only.
 
     Raises:
         RuleError: the table cannot be right; the text names the rule, see `check`.
@@ -65,7 +68,7 @@ def register(
     """
     if name in FAMILIES:
         raise ValueError(f"there is a family {name!r} already")
-    family = Family(name, tuple(rules), fields=fields, loaders=loaders)
+    family = Family(name, tuple(rules), fields=fields, loaders=loaders, together=together)
     check(family)
     FAMILIES[name] = family
     return family

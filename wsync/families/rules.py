@@ -39,6 +39,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,17 @@ from functools import cached_property
 
 from wsync import _core
 
-__all__ = ["Cut", "Expansion", "Piece", "Rule", "RuleError", "ShardPlacement", "Target"]
+__all__ = [
+    "Cut",
+    "Expansion",
+    "Piece",
+    "Rule",
+    "RuleError",
+    "ShardPlacement",
+    "Target",
+    "Together",
+    "group_of",
+]
 
 PAD = "pad"
 INFERRED = "?"
@@ -59,6 +70,8 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _NUMBERED = ("layer", "expert", "mtp")
 _COUNTS = {"expert": "experts"}  # numbers that may be axes of targets, and their sizes
 _Shape = tuple[int, ...]
+# Sets of modules, by the last part of their names, whose tensors engines take in one call only.
+Together = Sequence[tuple[str, ...]]
 
 
 class RuleError(ValueError):
@@ -281,6 +294,18 @@ class _View:
         ]
 
 
+def group_of(name: str, together: Together) -> int:
+    """The keep-together group of a tensor, 0 for none: the same number on every rank.
+
+    The tensors of some modules in one parent, weights, scales and all, are one group.
+    """
+    for modules in together:
+        parent, module, _ = ("", "", *name.rsplit(".", 2))[-3:]
+        if module in modules:
+            return zlib.crc32(f"{parent}.{modules[0]}".encode()) or 1
+    return 0
+
+
 @dataclass(frozen=True)
 class Cut:
     """This rank's place among the ranks that share a parameter."""
@@ -314,14 +339,15 @@ class Piece:
     axes: tuple[int, ...]
     counted: tuple[tuple[str, int, int], ...] = ()
 
-    def map(self, numbers: Mapping[str, int]) -> _core.Map:
+    def map(self, numbers: Mapping[str, int], together: Together = ()) -> _core.Map:
         """The piece of one parameter, whose name holds these numbers."""
         start = self.target_start
-        for name, axis, stride in self.counted:
-            start = (*start[:axis], start[axis] + numbers[name] * stride, *start[axis + 1 :])
+        for number, axis, stride in self.counted:
+            start = (*start[:axis], start[axis] + numbers[number] * stride, *start[axis + 1 :])
+        name = self.name.format(**numbers)
         return (
-            *(self.name.format(**numbers), "", self.shape, start),
-            *(self.source_start, self.extent, self.axes, 0),
+            *(name, "", self.shape, start),
+            *(self.source_start, self.extent, self.axes, group_of(name, together)),
         )
 
     def source_box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

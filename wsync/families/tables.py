@@ -20,12 +20,12 @@ from wsync.families.blocks import (
     fused_experts,
     renamed,
 )
-from wsync.families.deepseek import DEEPSEEK, DEEPSEEK_SPARSE
+from wsync.families.deepseek import DEEPSEEK, DEEPSEEK_SPARSE, LATENT_TOGETHER
 from wsync.families.glm import GLM4, GLM4_MOE
 from wsync.families.gpt_oss import GPT_OSS
 from wsync.families.mimo import MIMO
 from wsync.families.minimax import MINIMAX_M2
-from wsync.families.rules import Expansion, Rule, key_of
+from wsync.families.rules import Expansion, Rule, Together, key_of
 
 __all__ = [
     "DERIVED",
@@ -33,6 +33,7 @@ __all__ = [
     "FIELDS",
     "LOADERS",
     "RUNTIME",
+    "TOGETHER",
     "Family",
     "Model",
     "family_of",
@@ -49,8 +50,9 @@ class Family:
     """A named table of rules.
 
     `loaders`: by the name of a loader that fills parameters in a way of its own, the rules that
-    go before the table's for the models that it loads.  `fields`: sizes besides FIELDS.  `oracle`:
-    what the tests compare its tensors with, bit for bit.
+    go before the table's for the models that it loads.  `fields`: sizes besides FIELDS.
+    `together`: sets of modules, by the last part of their names, whose tensors within one parent
+    engines take in one call only.  `oracle`: what the tests compare its tensors with, bit for bit.
     """
 
     def __init__(
@@ -59,10 +61,12 @@ class Family:
         *tables: tuple[Rule, ...],
         loaders: Mapping[str, tuple[Rule, ...]] | None = None,
         fields: Mapping[str, Sequence[str]] | None = None,
+        together: Together = (),
         oracle: str = "",
     ) -> None:
         self.name = name
         self.fields = dict(fields or {})
+        self.together = together
         self.oracle = oracle
         self._loaders = loaders or {}
         self.rules = tuple(rule for table in tables for rule in table)
@@ -76,7 +80,8 @@ class Family:
         own = self._loaders.get(loader)
         if own is None:
             return self
-        return Family(self.name, own, self.rules, fields=self.fields, oracle=self.oracle)
+        kept: Any = {"fields": self.fields, "together": self.together, "oracle": self.oracle}
+        return Family(self.name, own, self.rules, **kept)
 
     def find(self, name: str) -> tuple[Rule, dict[str, int]]:
         """The rule of a global parameter name and the numbers in that name.
@@ -122,11 +127,19 @@ FAMILIES: dict[str, Family] = {
         Family("gpt_oss", GPT_OSS),
         Family("mimo", MIMO),
         Family("minimax_m2", MINIMAX_M2),
-        *(Family(name, DEEPSEEK) for name in ("deepseek_v3", "kimi_k2", "moonlight")),
-        Family("glm4_moe_lite", DEEPSEEK),
-        *(Family(name, DEEPSEEK_SPARSE) for name in ("deepseek_v32", "glm_moe_dsa")),
+        *(
+            Family(name, DEEPSEEK, together=LATENT_TOGETHER)
+            for name in ("deepseek_v3", "kimi_k2", "moonlight", "glm4_moe_lite")
+        ),
+        *(
+            Family(name, DEEPSEEK_SPARSE, together=LATENT_TOGETHER)
+            for name in ("deepseek_v32", "glm_moe_dsa")
+        ),
     )
 }
+
+# What any family says of that, for tensors of which only the names are known.
+TOGETHER: Together = tuple(dict.fromkeys(s for f in FAMILIES.values() for s in f.together))
 
 
 # Names of transformers modules at run time to those of checkpoints, where the two differ; by
