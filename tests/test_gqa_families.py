@@ -56,6 +56,39 @@ CASES = {
 }
 
 
+TIED = {"tie_word_embeddings": True}
+VISION = {
+    "dense-tp2-pp2": ("qwen3_vl", {}, TP2_PP2, TE, "vision_model"),
+    "dense-tied-tp2-pp2": ("qwen3_vl", TIED, TP2_PP2, {}, "model.visual"),
+    "dense-without-a-tower": ("qwen3_vl", {}, TP2_PP2, TE, ""),
+    "moe-tp2-pp2-ep2": ("qwen3_vl_moe", {}, EP2, GROUPED, "vision_model"),
+    "moe-local-etp2": ("qwen3_vl_moe", {}, ETP2, {}, "vision_model"),
+    "moe-legacy-etp2": ("qwen3_vl_moe", {}, ETP2, {"moe_grouped_gemm": True}, "vision_model"),
+}
+
+
+@pytest.mark.parametrize("case", VISION.values(), ids=VISION)
+def test_vision_towers_stay_as_they_are(ranks, case):
+    results = ranks.run(cases.vision_matches, *case)
+    assert results[0][0] >= results[0][1] > 20
+    towers = [sum("visual" in name or "vision" in name for name in names) for *_, names in results]
+    first = 4 // case[2].get("pp", 1)  # ranks of the first stage
+    assert all(count > 10 for count in towers[:first]) == bool(case[-1])
+    assert not any(towers[first:])
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        ("cut", "vision_model.weight: tensor_model_parallel is True"),
+        ("layers", "vision_model.decoder.weight: no rule of the family 'qwen3_vl'"),
+    ],
+)
+def test_vision_towers_of_megatrons_own_layers_are_refused(ranks, damage, text):
+    answers = ranks.run(cases.vision_refused, "qwen3_vl", {"tp": 2}, damage)
+    assert all(text in said for said in answers)
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_shards_give_the_checkpoint_back(ranks, case):
     (shards, tensors, _), *_ = ranks.run(cases.shards_match, *case)

@@ -326,6 +326,24 @@ def test_sizes_from_trainer_arguments():
     assert "experts" not in model.sizes
 
 
+def test_sizes_of_experts_that_have_no_field_of_their_own():
+    args = Args(hidden_size=8, num_attention_heads=2, intermediate_size=6, n_shared_experts=3)
+    assert read_model(args, "minimax_m2").sizes["moe_ffn"] == 6
+    args.moe_intermediate_size = 4
+    assert read_model(args, "glm4_moe").sizes["shared_ffn"] == 12
+    args.moe_shared_expert_intermediate_size = 5
+    assert read_model(args, "glm4_moe").sizes["shared_ffn"] == 5
+
+
+def test_a_model_of_vision_and_text_has_its_sizes_in_the_text():
+    text = Args(hidden_size=8, num_attention_heads=2, tie_word_embeddings=True)
+    config = Args(model_type="qwen3_vl", text_config=text, tie_word_embeddings=False)
+    model = read_model(config)
+    assert (model.family.name, model.sizes["h"], model.tied) == ("qwen3_vl", 8, True)
+    text.tie_word_embeddings = False
+    assert not read_model(config).tied
+
+
 def test_megatrons_arguments_without_grouped_queries():
     args = Args(hidden_size=64, num_attention_heads=8, num_query_groups=1)
     assert read_model(args, "llama").sizes["g"] == 1

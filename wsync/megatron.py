@@ -166,8 +166,9 @@ def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot
                 continue
             name = _global(global_name(full), layers, spec, ranks)
             # A stage with MTP layers has the embedding a second time, and Megatron keeps it equal.
-            again, embedded = embedded and name == EMBEDDING, embedded or name == EMBEDDING
-            if not again and not (spec.tied and name == OUTPUT):
+            plain = name.removeprefix("language_model.")
+            again, embedded = embedded and plain == EMBEDDING, embedded or plain == EMBEDDING
+            if not again and not (spec.tied and plain == OUTPUT):
                 yield Slot(name, home, key, full, number)
 
 
@@ -245,6 +246,9 @@ class _Reader:
         self, name: str, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> tuple[Sequence[_core.Region], list[_core.Map], tuple[int, ...]]:
         """(regions, maps, element strides in the order of the rule's view) of one parameter."""
+        target = self.spec.family.copy_of(name)
+        if target is not None:
+            return *self._whole(name, target, tensor, shape), strides
         rule, numbers = self.spec.family.find(name)
         for kind, size, what in _LIMITS:
             limit = self.spec.sizes.get(size)
@@ -271,6 +275,19 @@ class _Reader:
         together = self.spec.family.together
         maps = [piece.map(numbers, together) for piece in plan.pieces]
         return plan.placement.regions, maps, strides
+
+    def _whole(
+        self, name: str, target: str, tensor: Tensor, shape: tuple[int, ...]
+    ) -> tuple[Sequence[_core.Region], list[_core.Map]]:
+        """Of a parameter that is a tensor of the checkpoint, on every tensor-parallel rank."""
+        if self.ranks.tensor.ranks > 1 and getattr(tensor, "tensor_model_parallel", False):
+            raise _core.LayoutError(
+                f"{name}: tensor_model_parallel is True, but the family "
+                f"{self.spec.family.name!r} takes it as whole on every rank"
+            )
+        start = (0,) * len(shape)
+        axes = tuple(range(len(shape)))
+        return [(start, shape, start)], [(target, "", shape, start, start, shape, axes, 0)]
 
     def _cut(self, rule: Rule, name: str, shape: tuple[int, ...]) -> Cut:
         cut = self.ranks.expert_tensor if ".mlp.experts." in rule.name else self.ranks.tensor

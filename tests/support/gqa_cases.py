@@ -47,6 +47,50 @@ def merged(mine):
     return _core.Layout.merge(layouts), [buffers for _, buffers in everyone]
 
 
+def vision_matches(family, changes, parallel, options, place):
+    """As shards_match, of a vision-language model; (shards, tensors, names)."""
+    parallel = megatron_cpu.Parallel(**parallel)
+    with megatron_cpu.groups(parallel):
+        hf = families.config(family, **changes)
+        state = families.checkpoint(hf)
+        trainer = _trainer(hf.text_config, parallel, "", options)
+        _fill(trainer, state)
+        model = list(trainer.chunks)
+        if place:
+            model = [
+                families.VisionLanguage(
+                    chunk, families.tower_of(hf, state) if chunk.pre_process else None, place
+                )
+                for chunk in trainer.chunks
+            ]
+        else:
+            state = {name: t for name, t in state.items() if not name.startswith("model.visual.")}
+        mine = wsync.megatron.layout(model, hf)
+        layout, buffers = merged(mine)
+        shards = check_everything(layout, buffers, state) if mine.rank == 0 else 0
+        return shards, len(state), list(mine.names)
+
+
+def vision_refused(family, parallel, damage):
+    """What is said of a vision tower that Megatron's layers make up, or that ranks share."""
+    parallel = megatron_cpu.Parallel(**parallel)
+    with megatron_cpu.groups(parallel):
+        hf = families.config(family)
+        trainer = _trainer(hf.text_config, parallel, "", {})
+        tower = torch.nn.Module()
+        place = tower.decoder = torch.nn.Module()
+        if damage == "cut":
+            place = tower
+        place.weight = torch.nn.Parameter(torch.zeros(4, 4))
+        place.weight.tensor_model_parallel = True
+        model = families.VisionLanguage(trainer.chunks[0], tower, "vision_model")
+        try:
+            wsync.megatron.layout(model, hf)
+        except _core.LayoutError as error:
+            return str(error)
+        return ""
+
+
 def shards_match(family, changes, parallel, options, form=""):
     """Compares every shard with the checkpoint; returns (shards, tensors, names of parameters)."""
     options = {k: getattr(torch, v) if k == "dtype" else v for k, v in options.items()}

@@ -66,6 +66,8 @@ KINDS = {
         model_type="minimax_m2",
     ),
     "mimo": Kind(transformers.Qwen2Config, {}, {"add_qkv_bias": True}, model_type="mimo"),
+    "qwen3_vl": Kind(transformers.Qwen3VLConfig),
+    "qwen3_vl_moe": Kind(transformers.Qwen3VLMoeConfig),
     "gpt_oss": Kind(
         transformers.GptOssConfig,
         {"head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
@@ -74,8 +76,30 @@ KINDS = {
 }
 
 
+VISION = {
+    "depth": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 24,
+    "out_hidden_size": 32,
+    "patch_size": 2,
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+
+
+def _vision_config(family, **changes):
+    text = {**reference.SMALL, "head_dim": 8, **changes}
+    text["rope_scaling"] = {"rope_type": "default", "mrope_section": [2, 1, 1]}
+    if family == "qwen3_vl_moe":
+        text |= {**MOE, "num_experts": 8}
+    return KINDS[family].config(text_config=text, vision_config=VISION)
+
+
 def config(family, **changes):
     kind = KINDS[family]
+    if family.startswith("qwen3_vl"):
+        return _vision_config(family, **changes)
     made = kind.config(**{**reference.SMALL, **kind.settings, **changes})
     if kind.model_type:
         made.model_type = kind.model_type
@@ -89,7 +113,7 @@ def experts(hf):
 
 def options(hf):
     """What Megatron's configuration has beside the sizes that megatron_cpu.build reads."""
-    found = dict(KINDS[hf.model_type].options)
+    found = dict(KINDS[hf.model_type].options) if hf.model_type in KINDS else {}
     if getattr(hf, "num_nextn_predict_layers", None):
         found["mtp_num_layers"] = hf.num_nextn_predict_layers
     if experts(hf):
@@ -106,6 +130,8 @@ def options(hf):
 
 def checkpoint(hf):
     """{name: tensor} of a checkpoint of the family, every element its own."""
+    if hf.model_type.startswith("qwen3_vl"):
+        return _vision_checkpoint(hf)
     if hf.model_type in ("minimax_m2", "mimo"):
         plain_hf = type(hf).from_dict(hf.to_dict())
         plain_hf.model_type = type(hf).model_type
@@ -120,6 +146,18 @@ def checkpoint(hf):
         if name.endswith("e_score_correction_bias"):
             tensor.copy_(torch.linspace(-1.0, 1.0, len(tensor)) + int(name.split(".")[2]))
     return state
+
+
+def _vision_checkpoint(hf):
+    kinds = {
+        "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
+        "qwen3_vl_moe": transformers.Qwen3VLMoeForConditionalGeneration,
+    }
+    state = kinds[hf.model_type](hf).state_dict()
+    if hf.text_config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    generators = {name: torch.Generator().manual_seed(zlib.crc32(name.encode())) for name in state}
+    return {name: torch.randn(t.shape, generator=generators[name]) for name, t in state.items()}
 
 
 def _minimax(state, hf):
@@ -166,6 +204,7 @@ def plain(state, hf):
     """The checkpoint under the names of Qwen's: experts one by one, gate and up apart."""
     found = {}
     for name, tensor in state.items():
+        name = name.replace("model.language_model.", "model.")
         if name.endswith("input_proj.weight"):
             tensor = torch.cat([tensor[:, hf.hidden_size :], tensor[:, : hf.hidden_size]], 1)
         name = name.replace(".block_sparse_moe.e_score", ".mlp.gate.e_score")
@@ -178,7 +217,8 @@ def plain(state, hf):
         if match:
             base, which, bias = match.groups()
             for expert, part in enumerate(tensor):
-                _split(found, f"{base}{expert}.", which, part if bias else part.t())
+                rows = part if bias else part.t()
+                _split(found, f"{base}{expert}.", which, rows, hf.model_type == "gpt_oss")
         elif name.endswith("mlp.gate_up_proj.weight"):
             base = name.removesuffix("gate_up_proj.weight")
             found[f"{base}gate_proj.weight"], found[f"{base}up_proj.weight"] = tensor.chunk(2)
@@ -187,14 +227,14 @@ def plain(state, hf):
     return found
 
 
-def _split(found, base, which, part):
-    """One expert of gpt-oss: its gate and up rows alternate."""
+def _split(found, base, which, part, alternating):
+    """One of fused experts; the gate and up rows of gpt-oss's alternate."""
     kind = "weight" if part.dim() == 2 else "bias"
     if which == "down":
         found[f"{base}down_proj.{kind}"] = part
     else:
-        found[f"{base}gate_proj.{kind}"] = part[0::2]
-        found[f"{base}up_proj.{kind}"] = part[1::2]
+        both = (part[0::2], part[1::2]) if alternating else part.chunk(2)
+        found[f"{base}gate_proj.{kind}"], found[f"{base}up_proj.{kind}"] = both
 
 
 def share(name, state, hf, place, rows):
@@ -264,6 +304,28 @@ def _norm_of_heads(whole, hf, place, which, spelling):
         return whole
     parts = min(tp, hf.num_key_value_heads) if which == "k" else tp
     return whole.chunk(parts)[tp_rank // (tp // parts)]
+
+
+class VisionLanguage(nn.Module):
+    """A language model and, on the first stage, a vision tower of transformers beside it."""
+
+    def __init__(self, language_model, tower, place):
+        super().__init__()
+        self.language_model = language_model
+        if tower is not None and place == "vision_model":
+            self.vision_model = tower
+        elif tower is not None:
+            self.model = nn.Module()
+            self.model.visual = tower
+
+
+def tower_of(hf, state):
+    """The checkpoint's own vision tower."""
+    tower = transformers.AutoModel.from_config(hf).visual
+    beginning = "model.visual."
+    found = {n.removeprefix(beginning): t for n, t in state.items() if n.startswith(beginning)}
+    tower.load_state_dict(found)
+    return tower
 
 
 def attach(chunks, hf, parallel, form):

@@ -37,6 +37,7 @@ __all__ = [
     "renamed",
     "routed_experts",
     "shared_experts",
+    "stacked_experts",
     "vocabulary",
 ]
 
@@ -177,6 +178,36 @@ def routed_experts(
 
 
 EXPERTS = routed_experts()
+
+
+def stacked_experts(gate_up: str, down: str) -> tuple[Rule, ...]:
+    """Experts whose tensors hold all of a layer's: gate_up_proj and down_proj, whose axes behind
+    the first one are those of the views `gate_up` ("h (gate | up)") and `down` ("moe_ffn h")."""
+    first, second = (f"{HF_LAYER}mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
+    legacy = f"{LAYER}mlp.experts.weight"
+    rows, halves = "h *moe_ffn", "(*gate:moe_ffn | *up:moe_ffn)"
+    return (
+        *(
+            Rule(name, f"{halves} h", Target(first, f"expert {gate_up}"))
+            for name in expert_names("linear_fc1.weight")
+        ),
+        *(
+            Rule(name, rows, Target(second, f"expert {down}"))
+            for name in expert_names("linear_fc2.weight")
+        ),
+        Rule(
+            f"{legacy}1",
+            f"@experts h {halves}",
+            Target(first, f"experts {gate_up}"),
+            stored=((1,), (0, 2)),
+        ),
+        Rule(
+            f"{legacy}2",
+            "@experts *moe_ffn h",
+            Target(second, f"experts {down}"),
+            stored=((0, 1), (2,)),
+        ),
+    )
 
 
 def shared_experts(target: str) -> tuple[Rule, ...]:

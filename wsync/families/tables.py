@@ -25,6 +25,7 @@ from wsync.families.glm import GLM4, GLM4_MOE
 from wsync.families.gpt_oss import GPT_OSS
 from wsync.families.mimo import MIMO
 from wsync.families.minimax import MINIMAX_M2
+from wsync.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, VISION
 from wsync.families.rules import Expansion, Rule, Together, key_of
 
 __all__ = [
@@ -50,9 +51,11 @@ class Family:
     """A named table of rules.
 
     `loaders`: by the name of a loader that fills parameters in a way of its own, the rules that
-    go before the table's for the models that it loads.  `fields`: sizes besides FIELDS.
-    `together`: sets of modules, by the last part of their names, whose tensors within one parent
-    engines take in one call only.  `oracle`: what the tests compare its tensors with, bit for bit.
+    go before the table's for the models that it loads.  `copied`: beginnings of names, as regular
+    expressions, and what stands for them in the checkpoint: parameters that are there as they are,
+    whole on every rank.  `fields`: sizes besides FIELDS.  `together`: sets of modules, by the last
+    part of their names, whose tensors within one parent engines take in one call only.  `oracle`:
+    what the tests compare its tensors with, bit for bit.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Family:
         name: str,
         *tables: tuple[Rule, ...],
         loaders: Mapping[str, tuple[Rule, ...]] | None = None,
+        copied: Mapping[str, str] | None = None,
         fields: Mapping[str, Sequence[str]] | None = None,
         together: Together = (),
         oracle: str = "",
@@ -68,6 +72,7 @@ class Family:
         self.fields = dict(fields or {})
         self.together = together
         self.oracle = oracle
+        self._copied = copied or {}
         self._loaders = loaders or {}
         self.rules = tuple(rule for table in tables for rule in table)
         self.sizes = frozenset(size for rule in self.rules for size in rule.sizes)
@@ -81,7 +86,7 @@ class Family:
         if own is None:
             return self
         kept: Any = {"fields": self.fields, "together": self.together, "oracle": self.oracle}
-        return Family(self.name, own, self.rules, **kept)
+        return Family(self.name, own, self.rules, copied=self._copied, **kept)
 
     def find(self, name: str) -> tuple[Rule, dict[str, int]]:
         """The rule of a global parameter name and the numbers in that name.
@@ -99,6 +104,13 @@ class Family:
             numbers = rule.match(name)
             if numbers is not None:
                 return rule, numbers
+        return None
+
+    def copy_of(self, name: str) -> str | None:
+        """The checkpoint's name of a parameter that is there as it is, or None."""
+        for beginning, other in self._copied.items():
+            if (match := re.match(beginning, name)) is not None:
+                return other + name[match.end() :]
         return None
 
     def expand(
@@ -135,6 +147,8 @@ FAMILIES: dict[str, Family] = {
             Family(name, DEEPSEEK_SPARSE, together=LATENT_TOGETHER)
             for name in ("deepseek_v32", "glm_moe_dsa")
         ),
+        Family("qwen3_vl", QWEN3_VL, copied=VISION),
+        Family("qwen3_vl_moe", QWEN3_VL_MOE, copied=VISION),
     )
 }
 
@@ -272,6 +286,8 @@ def read_model(config: Any, model_name: str | None = None, loaded_by: str = LOAD
             f"{type(config).__name__} has no model_type: pass model_name="
         )
     family = family_of(name, part=name == model_name).loaded_by(loaded_by)
+    parts = (config, getattr(config, "text_config", None) or config)  # of vision and text models
+    config = parts[1]
     sizes = _read_sizes(config, {**FIELDS, **family.fields})
     if "ffn" in sizes:
         sizes.setdefault("moe_ffn", sizes["ffn"])  # as Megatron does
@@ -285,10 +301,10 @@ def read_model(config: Any, model_name: str | None = None, loaded_by: str = LOAD
         _count_groups(config, sizes)
     if "shared" in sizes and "moe_ffn" in sizes:
         sizes.setdefault("shared_ffn", sizes["shared"] * sizes["moe_ffn"])
-    tied = getattr(config, "tie_word_embeddings", None)
-    if tied is None:
-        tied = not getattr(config, "untie_embeddings_and_output_weights", True)
-    return Model(family, sizes, bool(tied))
+    ties = [getattr(part, "tie_word_embeddings", None) for part in parts]
+    if ties == [None, None]:
+        ties = [not getattr(config, "untie_embeddings_and_output_weights", True)]
+    return Model(family, sizes, any(ties))
 
 
 def _count_groups(config: Any, sizes: dict[str, int]) -> None:
