@@ -19,11 +19,21 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 TESTS = Path(__file__).parent
 
 
+MODULES = ["support.gqa_cases", "megatron.core.models.gpt.gpt_model"]
+
+
 @pytest.fixture(scope="module")
 def ranks():
+    """Four ranks where TransformerEngine has a stand-in."""
     path = [str(TESTS), str(TESTS / "support" / "fake_te")]
-    modules = ["support.gqa_cases", "megatron.core.models.gpt.gpt_model"]
-    with Ranks(4, path=path, fresh=True, modules=modules, setup=use_cpu) as ranks:
+    with Ranks(4, path=path, fresh=True, modules=MODULES, setup=use_cpu) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def computing():
+    """Four ranks with Megatron's own modules, which compute."""
+    with Ranks(4, path=[str(TESTS)], modules=MODULES, setup=use_cpu) as ranks:
         yield ranks
 
 
@@ -65,6 +75,12 @@ VISION = {
     "moe-local-etp2": ("qwen3_vl_moe", {}, ETP2, {}, "vision_model"),
     "moe-legacy-etp2": ("qwen3_vl_moe", {}, ETP2, {"moe_grouped_gemm": True}, "vision_model"),
 }
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss", "qwen3_vl", "qwen3_vl_moe"])
+def test_the_reference_is_what_transformers_computes(computing, family):
+    parallel = TP2_PP2 if family == "qwen3_vl" else EP2
+    assert max(computing.run(cases.logits_match, family, parallel)) < 1e-4
 
 
 @pytest.mark.parametrize("case", VISION.values(), ids=VISION)

@@ -47,6 +47,22 @@ def merged(mine):
     return _core.Layout.merge(layouts), [buffers for _, buffers in everyone]
 
 
+def logits_match(family, parallel):
+    """The largest difference of a trainer's logits from those of transformers' model that has the
+    checkpoint which the trainer's shares were cut from."""
+    parallel = megatron_cpu.Parallel(**parallel)
+    with megatron_cpu.groups(parallel):
+        hf = families.config(family)
+        trainer = _trainer(getattr(hf, "text_config", hf), parallel, "", {})
+        state = families.checkpoint(hf)
+        _fill(trainer, state)
+        model = families.hf_model(hf)
+        model.load_state_dict(state)
+        ids = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            return float((trainer.logits(ids) - model(ids).logits).abs().max())
+
+
 def vision_matches(family, changes, parallel, options, place):
     """As shards_match, of a vision-language model; (shards, tensors, names)."""
     parallel = megatron_cpu.Parallel(**parallel)

@@ -70,8 +70,20 @@ KINDS = {
     "qwen3_vl_moe": Kind(transformers.Qwen3VLMoeConfig),
     "gpt_oss": Kind(
         transformers.GptOssConfig,
-        {"head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-        {"add_bias_linear": True, "add_qkv_bias": True, "softmax_type": "learnable"},
+        {
+            "head_dim": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "layer_types": ["full_attention"] * 4,
+            "rope_scaling": None,
+        },
+        {
+            "add_bias_linear": True,
+            "add_qkv_bias": True,
+            "softmax_type": "learnable",
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
+        },
     ),
 }
 
@@ -116,6 +128,10 @@ def options(hf):
     found = dict(KINDS[hf.model_type].options) if hf.model_type in KINDS else {}
     if getattr(hf, "num_nextn_predict_layers", None):
         found["mtp_num_layers"] = hf.num_nextn_predict_layers
+    if hf.model_type == "gpt_oss":
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        found["activation_func"] = quick_gelu
     if experts(hf):
         found |= {
             "num_moe_experts": experts(hf),
@@ -126,6 +142,15 @@ def options(hf):
             "moe_token_dispatcher_type": "allgather",
         }
     return found
+
+
+def hf_model(hf):
+    """transformers' model with weights of its own."""
+    kinds = {
+        "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
+        "qwen3_vl_moe": transformers.Qwen3VLMoeForConditionalGeneration,
+    }
+    return kinds.get(hf.model_type, transformers.AutoModelForCausalLM.from_config)(hf).eval()
 
 
 def checkpoint(hf):
@@ -149,15 +174,16 @@ def checkpoint(hf):
 
 
 def _vision_checkpoint(hf):
-    kinds = {
-        "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
-        "qwen3_vl_moe": transformers.Qwen3VLMoeForConditionalGeneration,
-    }
-    state = kinds[hf.model_type](hf).state_dict()
+    state = hf_model(hf).state_dict()
     if hf.text_config.tie_word_embeddings:
         del state["lm_head.weight"]
-    generators = {name: torch.Generator().manual_seed(zlib.crc32(name.encode())) for name in state}
-    return {name: torch.randn(t.shape, generator=generators[name]) for name, t in state.items()}
+    return {name: _random(name, tensor.shape) for name, tensor in state.items()}
+
+
+def _random(name, shape):
+    """Values of this tensor alone, small enough for a forward pass to have a meaning."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    return values * 0.2 + ("norm" in name)
 
 
 def _minimax(state, hf):
@@ -190,8 +216,7 @@ def _mtp(state, hf, layer):
         names = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")
     shapes |= {f"{base}{name}.weight": (hf.hidden_size,) for name in names[:3]}
     shapes[f"{base}{names[3]}.weight"] = (hf.hidden_size, 2 * hf.hidden_size)
-    generators = {name: torch.Generator().manual_seed(zlib.crc32(name.encode())) for name in shapes}
-    return {name: torch.randn(*shapes[name], generator=generators[name]) for name in shapes}
+    return {name: _random(name, shape) for name, shape in shapes.items()}
 
 
 def _mtp_base(hf, layer):
