@@ -177,7 +177,8 @@ wsync_status_t wsync_copies_append(wsync_copies_t *copies,
             return WSYNC_OK;
         }
     }
-    status = wsync_dtype_transform(source->dtype, destination->dtype, &transform, err);
+    status = wsync_dtype_transform(source->dtype, destination->dtype,
+                                   source->affine.scale != 0, &transform, err);
     if (status != WSYNC_OK) {
         return status;
     }
@@ -196,6 +197,7 @@ wsync_status_t wsync_copies_append(wsync_copies_t *copies,
     copy.source_item_nbytes = (uint8_t)source_nbytes;
     copy.destination_item_nbytes = (uint8_t)destination_nbytes;
     copy.transform = (uint8_t)transform;
+    copy.affine = source->affine;
     copy.ndim = (uint8_t)dims.count;
     for (unsigned i = 0; i < dims.count; i++) {
         copy.extent[i] = dims.items[i].extent;

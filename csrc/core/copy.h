@@ -29,6 +29,7 @@ typedef struct wsync_copy {
     int64_t extent[WSYNC_COPY_NDIM];
     int64_t source_stride[WSYNC_COPY_NDIM];
     int64_t destination_stride[WSYNC_COPY_NDIM];
+    wsync_affine_t affine; /* with NONE nothing is computed */
 } wsync_copy_t;
 
 /* Memory that a buffer index stands for while a copy list runs. */
@@ -52,6 +53,7 @@ typedef struct wsync_place {
     wsync_dtype_t dtype;
     uint64_t offset;
     int64_t stride[WSYNC_MAX_NDIM]; /* bytes */
+    wsync_affine_t affine;          /* of a source */
 } wsync_place_t;
 
 /* Appends the copies that move `extent` elements from one place to the other, dimensions

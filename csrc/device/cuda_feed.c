@@ -117,6 +117,7 @@ static wsync_status_t add_piece(wsync_cuda_load_t *load, const wsync_copy_t *pie
     uint64_t stride = item_nbytes * piece->row_count;
     wsync_copy_t to = *piece;
     wsync_copy_t from = *piece;
+    wsync_copy_t *plain = narrows ? &from : &to;
     wsync_copy_t *copies = wsync_array_reserve(load->to_slot, &load->to_capacity,
                                                load->count + 1, sizeof(*copies));
 
@@ -136,7 +137,8 @@ static wsync_status_t add_piece(wsync_cuda_load_t *load, const wsync_copy_t *pie
     from.source_buffer = 0;
     from.source_offset = load->used;
     from.source_item_nbytes = (uint8_t)item_nbytes;
-    *(narrows ? &from.transform : &to.transform) = WSYNC_TRANSFORM_NONE;
+    plain->transform = WSYNC_TRANSFORM_NONE;
+    plain->affine = (wsync_affine_t){0};
     for (unsigned d = piece->ndim; d-- > 0;) {
         to.extent[d] = (int64_t)slot_extent(piece, d);
         to.destination_stride[d] = (int64_t)stride;

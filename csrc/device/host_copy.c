@@ -76,8 +76,18 @@ typedef struct job {
 static void run_row(const job_t *job, int64_t source, int64_t destination)
 {
     const wsync_copy_t *copy = job->copy;
+    const wsync_host_tile_t row = {
+        .inner_count = job->row_count,
+        .outer_count = 1,
+        .inner_source_stride = copy->source_item_nbytes,
+        .inner_destination_stride = copy->destination_item_nbytes,
+        .transform = (wsync_transform_t)copy->transform,
+        .affine = copy->affine};
 
-    if (copy->transform == WSYNC_TRANSFORM_NONE) {
+    if (copy->affine.scale != 0) {
+        wsync_host_tile_copy(job->destination + destination, job->source + source, &row,
+                             copy->source_item_nbytes);
+    } else if (copy->transform == WSYNC_TRANSFORM_NONE) {
         wsync_host_row_copy(job->destination + destination, job->source + source,
                             job->row_count * copy->source_item_nbytes, job->streaming);
     } else {
@@ -138,7 +148,10 @@ static void run_elements(const job_t *job, uint64_t item_nbytes)
     int64_t destination = 0;
     const int inner = closest(job, copy->destination_stride, -1);
     const int outer = closest(job, copy->source_stride, inner);
-    wsync_host_tile_t tile = {.inner_count = 1, .outer_count = 1};
+    wsync_host_tile_t tile = {.inner_count = 1,
+                              .outer_count = 1,
+                              .transform = (wsync_transform_t)copy->transform,
+                              .affine = copy->affine};
 
     if (inner >= 0) {
         tile.inner_count = (uint64_t)job->extent[inner];
@@ -152,7 +165,7 @@ static void run_elements(const job_t *job, uint64_t item_nbytes)
     }
     do {
         wsync_host_tile_copy(job->destination + destination, job->source + source, &tile,
-                             (wsync_transform_t)copy->transform, item_nbytes);
+                             item_nbytes);
     } while (step(job, index, inner, outer, &source, &destination));
 }
 

@@ -3,6 +3,9 @@
 
 #include <string.h>
 
+#define DEVICE static inline
+#include "device/kernel_table.h"
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAVE_X86 1
 #include <immintrin.h>
@@ -118,43 +121,6 @@ void wsync_host_row_fence(void)
 #endif
 }
 
-/* Nearest, ties to even.  A NaN stays one: its top bits, made quiet. */
-static inline uint16_t bf16_from_f32(uint32_t bits)
-{
-    if ((bits & 0x7fffffffU) > 0x7f800000U) {
-        return (uint16_t)((bits >> 16) | 0x40U);
-    }
-    return (uint16_t)((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
-}
-
-/* Nearest, ties to even, with subnormal results. */
-static inline uint16_t f16_from_f32(uint32_t bits)
-{
-    const uint32_t sign = (bits >> 16) & 0x8000U;
-    const uint32_t magnitude = bits & 0x7fffffffU;
-    const uint32_t exponent = magnitude >> 23;
-
-    if (magnitude > 0x7f800000U) {
-        return (uint16_t)(sign | 0x7e00U | ((magnitude >> 13) & 0x3ffU));
-    }
-    if (magnitude >= 0x477ff000U) { /* 65520 and more round to infinity */
-        return (uint16_t)(sign | 0x7c00U);
-    }
-    if (magnitude >= 0x38800000U) { /* 2^-14 and more: normal */
-        const uint32_t rebiased = magnitude - (112U << 23);
-
-        return (uint16_t)(sign | ((rebiased + 0xfffU + ((rebiased >> 13) & 1U)) >> 13));
-    }
-    if (exponent >= 102) { /* 2^-25 and more */
-        const uint32_t mantissa = (magnitude & 0x7fffffU) | 0x800000U;
-        const uint32_t shift = 126 - exponent; /* 14..24, to units of 2^-24 */
-        const uint32_t half = (1U << (shift - 1)) - 1;
-
-        return (uint16_t)(sign | ((mantissa + half + ((mantissa >> shift) & 1U)) >> shift));
-    }
-    return (uint16_t)sign;
-}
-
 static inline uint32_t f32_from_bf16(uint16_t bits)
 {
     return (uint32_t)bits << 16;
@@ -194,9 +160,16 @@ TILE_FUNCTION(tile_2, uint16_t, uint16_t, SAME)
 TILE_FUNCTION(tile_4, uint32_t, uint32_t, SAME)
 TILE_FUNCTION(tile_8, uint64_t, uint64_t, SAME)
 TILE_FUNCTION(tile_16, pair64_t, pair64_t, SAME)
-TILE_FUNCTION(tile_f32_to_bf16, uint32_t, uint16_t, bf16_from_f32)
-TILE_FUNCTION(tile_f32_to_f16, uint32_t, uint16_t, f16_from_f32)
+TILE_FUNCTION(tile_f32_to_bf16, uint32_t, uint16_t, (uint16_t)wsync_bf16_from_f32)
+TILE_FUNCTION(tile_f32_to_f16, uint32_t, uint16_t, (uint16_t)wsync_f16_from_f32)
 TILE_FUNCTION(tile_bf16_to_f32, uint16_t, uint32_t, f32_from_bf16)
+#define COMPUTED(value) \
+    wsync_convert(tile->transform, value, tile->affine.scale, tile->affine.offset)
+TILE_FUNCTION(compute_4_to_4, uint32_t, uint32_t, COMPUTED)
+TILE_FUNCTION(compute_4_to_2, uint32_t, uint16_t, (uint16_t)COMPUTED)
+TILE_FUNCTION(compute_2_to_4, uint16_t, uint32_t, COMPUTED)
+TILE_FUNCTION(compute_2_to_2, uint16_t, uint16_t, (uint16_t)COMPUTED)
+#undef COMPUTED
 #undef SAME
 
 /* The same for a true transpose, whose source steps by one element along the outer and
@@ -256,20 +229,15 @@ static const item_functions_t *item_functions(uint64_t item_nbytes)
     return NULL;
 }
 
-static tile_func_t cast_function(wsync_transform_t transform)
-{
-    switch (transform) {
-    case WSYNC_TRANSFORM_F32_TO_BF16:
-        return tile_f32_to_bf16;
-    case WSYNC_TRANSFORM_F32_TO_F16:
-        return tile_f32_to_f16;
-    case WSYNC_TRANSFORM_BF16_TO_F32:
-        return tile_bf16_to_f32;
-    case WSYNC_TRANSFORM_NONE:
-        break;
-    }
-    return NULL;
-}
+/* Those that cast, and those that compute. */
+static const tile_func_t transform_functions[][2] = {
+    [WSYNC_TRANSFORM_F32_TO_BF16] = {tile_f32_to_bf16, compute_4_to_2},
+    [WSYNC_TRANSFORM_F32_TO_F16] = {tile_f32_to_f16, compute_4_to_2},
+    [WSYNC_TRANSFORM_BF16_TO_F32] = {tile_bf16_to_f32, compute_2_to_4},
+    [WSYNC_TRANSFORM_F32] = {NULL, compute_4_to_4},
+    [WSYNC_TRANSFORM_BF16] = {NULL, compute_2_to_2},
+    [WSYNC_TRANSFORM_F16] = {NULL, compute_2_to_2},
+};
 
 bool wsync_host_tile_fits(uint64_t item_nbytes)
 {
@@ -298,12 +266,13 @@ static void run_blocks(unsigned char *destination, const unsigned char *source,
 }
 
 void wsync_host_tile_copy(unsigned char *destination, const unsigned char *source,
-                          const wsync_host_tile_t *tile, wsync_transform_t transform,
-                          uint64_t item_nbytes)
+                          const wsync_host_tile_t *tile, uint64_t item_nbytes)
 {
     const item_functions_t *plain =
-        transform == WSYNC_TRANSFORM_NONE ? item_functions(item_nbytes) : NULL;
-    const tile_func_t run = plain != NULL ? plain->tile : cast_function(transform);
+        tile->transform == WSYNC_TRANSFORM_NONE ? item_functions(item_nbytes) : NULL;
+    const tile_func_t run =
+        plain != NULL ? plain->tile
+                      : transform_functions[tile->transform][tile->affine.scale != 0];
     const int64_t item = (int64_t)item_nbytes;
 
     if (tile->outer_count == 1) {
@@ -394,7 +363,7 @@ static size_t cast_vectors(unsigned char *destination, const unsigned char *sour
             return cast_f32_to_f16_avx2(destination, source, count);
         case WSYNC_TRANSFORM_BF16_TO_F32:
             return cast_bf16_to_f32_avx2(destination, source, count);
-        case WSYNC_TRANSFORM_NONE:
+        default:
             break;
         }
     }
@@ -419,7 +388,8 @@ static void cast_chunk(unsigned char *destination, const unsigned char *source,
         .inner_destination_stride = 6 - (int64_t)from,
     };
 
-    cast_function(transform)(destination + done * (6 - from), source + done * from, &rest);
+    transform_functions[transform][0](destination + done * (6 - from), source + done * from,
+                                      &rest);
 }
 
 void wsync_host_row_cast(unsigned char *destination, const unsigned char *source,

@@ -17,6 +17,8 @@ typedef struct wsync_host_tile {
     int64_t inner_destination_stride;
     int64_t outer_source_stride;
     int64_t outer_destination_stride;
+    wsync_transform_t transform;
+    wsync_affine_t affine;
 } wsync_host_tile_t;
 
 /* Copies bytes.  With `streaming`, long rows bypass the caches: finish with
@@ -24,7 +26,7 @@ typedef struct wsync_host_tile {
 void wsync_host_row_copy(unsigned char *destination, const unsigned char *source,
                          size_t nbytes, bool streaming);
 
-/* Converts count elements that lie together on both sides; transform is not NONE. */
+/* Casts count elements that lie together on both sides; what is computed is a tile. */
 void wsync_host_row_cast(unsigned char *destination, const unsigned char *source,
                          size_t count, wsync_transform_t transform, bool streaming);
 
@@ -33,8 +35,7 @@ bool wsync_host_tile_fits(uint64_t item_nbytes);
 
 /* Moves elements one by one, in blocks, so that both sides use whole cache lines. */
 void wsync_host_tile_copy(unsigned char *destination, const unsigned char *source,
-                          const wsync_host_tile_t *tile, wsync_transform_t transform,
-                          uint64_t item_nbytes);
+                          const wsync_host_tile_t *tile, uint64_t item_nbytes);
 
 /* Orders streaming stores before all later stores. */
 void wsync_host_row_fence(void);

@@ -11,6 +11,10 @@ enum {
     FILL_MIN_NBYTES = 512,
 };
 
+_Static_assert((int)WSYNC_SEGMENT_F32_TO_BF16 == (int)WSYNC_TRANSFORM_F32_TO_BF16 &&
+                   (int)WSYNC_SEGMENT_F16 == (int)WSYNC_TRANSFORM_F16,
+               "the kernel numbers the transforms in another order");
+
 /* The kernel counts rows and tiles in 31 bits. */
 static const uint64_t count_limit = (uint64_t)1 << 31;
 
@@ -64,27 +68,12 @@ static int fill_dim(const wsync_copy_t *copy)
     return found;
 }
 
-static wsync_segment_kind_t kind_of(const wsync_copy_t *copy, bool fills)
-{
-    switch ((wsync_transform_t)copy->transform) {
-    case WSYNC_TRANSFORM_F32_TO_BF16:
-        return WSYNC_SEGMENT_F32_TO_BF16;
-    case WSYNC_TRANSFORM_F32_TO_F16:
-        return WSYNC_SEGMENT_F32_TO_F16;
-    case WSYNC_TRANSFORM_BF16_TO_F32:
-        return WSYNC_SEGMENT_BF16_TO_F32;
-    case WSYNC_TRANSFORM_NONE:
-        break;
-    }
-    return fills ? WSYNC_SEGMENT_FILL : WSYNC_SEGMENT_COPY;
-}
-
 /* Rows in items: bytes where nothing is converted. */
 static void describe_row(const wsync_copy_t *copy, int fill, wsync_segment_t *segment)
 {
     const uint64_t nbytes = copy->row_count * copy->source_item_nbytes;
 
-    segment->kind = (unsigned char)kind_of(copy, fill >= 0);
+    segment->kind = fill >= 0 ? WSYNC_SEGMENT_FILL : copy->transform;
     segment->row_count = copy->row_count;
     segment->source_item_nbytes = copy->source_item_nbytes;
     segment->destination_item_nbytes = copy->destination_item_nbytes;
@@ -123,10 +112,11 @@ static uint64_t describe_dims(const wsync_copy_t *copy, int fill, wsync_segment_
 /* Cuts a segment into tiles and returns how many there are. */
 static uint64_t cut_tiles(wsync_segment_t *segment)
 {
-    /* Casts have 4 bytes on the wider side. */
-    const uint64_t limit = segment->kind >= WSYNC_SEGMENT_F32_TO_BF16
-                               ? WSYNC_TILE_NBYTES / 4
-                               : WSYNC_TILE_NBYTES;
+    /* Casts have at most 4 bytes on the wider side. */
+    const uint64_t limit =
+        segment->kind == WSYNC_SEGMENT_COPY || segment->kind == WSYNC_SEGMENT_FILL
+            ? WSYNC_TILE_NBYTES
+            : WSYNC_TILE_NBYTES / 4;
 
     segment->row_chunks = 1;
     if (segment->row_count <= limit) {
@@ -181,6 +171,8 @@ static wsync_status_t append_segment(wsync_segments_t *segments, const wsync_cop
         .destination_offset = copy->destination_offset,
         .source_buffer = copy->source_buffer,
         .destination_buffer = copy->destination_buffer,
+        .scale = copy->affine.scale,
+        .offset = copy->affine.offset,
     };
     wsync_status_t status = reserve(segments, err);
     uint64_t tiles;
@@ -260,8 +252,7 @@ wsync_status_t wsync_segments_append(wsync_segments_t *segments, const wsync_cop
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
         uint64_t nbytes;
 
-        if (copies[i].ndim > WSYNC_COPY_NDIM ||
-            copies[i].transform > WSYNC_TRANSFORM_BF16_TO_F32 ||
+        if (copies[i].ndim > WSYNC_COPY_NDIM || copies[i].transform > WSYNC_TRANSFORM_F16 ||
             __builtin_mul_overflow(copies[i].row_count, copies[i].source_item_nbytes,
                                    &nbytes)) {
             status =

@@ -23,13 +23,17 @@ enum {
     WSYNC_TILE_GRAIN = 256,
 };
 
-/* What a segment does.  An item is a byte, or an element of a cast. */
+/* What a segment does, numbered as wsync_transform_t.  An item is a byte, or an element of
+ * a cast. */
 typedef enum wsync_segment_kind {
     WSYNC_SEGMENT_COPY,
-    WSYNC_SEGMENT_FILL, /* rows repeat the source_item_nbytes (1..16) bytes at the source */
     WSYNC_SEGMENT_F32_TO_BF16,
     WSYNC_SEGMENT_F32_TO_F16,
     WSYNC_SEGMENT_BF16_TO_F32,
+    WSYNC_SEGMENT_F32, /* computed, without a cast */
+    WSYNC_SEGMENT_BF16,
+    WSYNC_SEGMENT_F16,
+    WSYNC_SEGMENT_FILL, /* rows repeat the source_item_nbytes (1..16) bytes at the source */
 } wsync_segment_kind_t;
 
 /* Division of n < 2^31 by value: (high 32 bits of n * magic + n) >> shift. */
@@ -61,6 +65,8 @@ typedef struct wsync_segment {
     unsigned char source_item_nbytes;
     unsigned char destination_item_nbytes;
     unsigned char ndim;
+    float scale; /* of wsync_affine_t; 0: nothing is computed */
+    float offset;
     unsigned padding;
 } wsync_segment_t;
 
@@ -75,5 +81,98 @@ typedef struct wsync_kernel_args {
     unsigned first;
     unsigned count;
 } wsync_kernel_args_t;
+
+/* What casts and computes an element, for those who say what a DEVICE function is. */
+#ifdef DEVICE
+
+/* Rounded, each by itself: C11 contracts none of two statements. */
+#ifdef __CUDACC__
+#define WSYNC_MULTIPLY(a, b) __fmul_rn(a, b)
+#define WSYNC_ADD(a, b) __fadd_rn(a, b)
+#else
+#define WSYNC_MULTIPLY(a, b) ((a) * (b))
+#define WSYNC_ADD(a, b) ((a) + (b))
+#endif
+
+typedef union wsync_float_bits {
+    float value;
+    unsigned bits;
+} wsync_float_bits_t;
+
+/* Nearest, ties to even.  A NaN stays one: its top bits, made quiet. */
+DEVICE unsigned wsync_bf16_from_f32(unsigned bits)
+{
+    if ((bits & 0x7fffffffU) > 0x7f800000U) {
+        return (bits >> 16) | 0x40U;
+    }
+    return (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
+}
+
+/* Nearest, ties to even, with subnormal results. */
+DEVICE unsigned wsync_f16_from_f32(unsigned bits)
+{
+    const unsigned sign = (bits >> 16) & 0x8000U;
+    const unsigned magnitude = bits & 0x7fffffffU;
+    const unsigned exponent = magnitude >> 23;
+
+    if (magnitude > 0x7f800000U) {
+        return sign | 0x7e00U | ((magnitude >> 13) & 0x3ffU);
+    }
+    if (magnitude >= 0x477ff000U) { /* 65520 and more round to infinity */
+        return sign | 0x7c00U;
+    }
+    if (magnitude >= 0x38800000U) { /* 2^-14 and more: normal */
+        const unsigned rebiased = magnitude - (112U << 23);
+
+        return sign | ((rebiased + 0xfffU + ((rebiased >> 13) & 1U)) >> 13);
+    }
+    if (exponent >= 102) { /* 2^-25 and more */
+        const unsigned mantissa = (magnitude & 0x7fffffU) | 0x800000U;
+        const unsigned shift = 126 - exponent; /* 14..24, to units of 2^-24 */
+        const unsigned half = (1U << (shift - 1)) - 1;
+
+        return sign | ((mantissa + half + ((mantissa >> shift) & 1U)) >> shift);
+    }
+    return sign;
+}
+
+DEVICE unsigned wsync_f32_from_f16(unsigned bits)
+{
+    wsync_float_bits_t number;
+
+    number.bits = (bits & 0x7fffU) << 13;
+    if (number.bits >= 0x0f800000U) { /* infinite or NaN */
+        number.bits |= 0x7f800000U;
+    } else {
+        number.value *= 5192296858534827628530496329220096.0F; /* 2^112 */
+    }
+    return number.bits | (bits & 0x8000U) << 16;
+}
+
+/* The bits of one element; scale and offset as wsync_affine_t has them. */
+DEVICE unsigned wsync_convert(unsigned kind, unsigned bits, float scale, float offset)
+{
+    wsync_float_bits_t number;
+
+    number.bits = bits;
+    if (kind == WSYNC_SEGMENT_BF16_TO_F32 || kind == WSYNC_SEGMENT_BF16) {
+        number.bits = bits << 16;
+    } else if (kind == WSYNC_SEGMENT_F16) {
+        number.bits = wsync_f32_from_f16(bits);
+    }
+    if (scale != 0.0F && (number.bits & 0x7fffffffU) <= 0x7f800000U) {
+        number.value = WSYNC_MULTIPLY(number.value, scale);
+        /* -0 + 0 would lose its sign */
+        number.value = offset != 0.0F ? WSYNC_ADD(number.value, offset) : number.value;
+    }
+    if (kind == WSYNC_SEGMENT_F32_TO_BF16 || kind == WSYNC_SEGMENT_BF16) {
+        return wsync_bf16_from_f32(number.bits);
+    }
+    return kind == WSYNC_SEGMENT_F32_TO_F16 || kind == WSYNC_SEGMENT_F16
+               ? wsync_f16_from_f32(number.bits)
+               : number.bits;
+}
+
+#endif
 
 #endif

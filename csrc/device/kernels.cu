@@ -5,8 +5,6 @@
  * Every warp takes tiles of its own, finds a tile's segment in the prefix sums and moves
  * the tile in the widest units that all its addresses allow.  A warp waits for nobody, and
  * 32 warps on a multiprocessor with four 16-byte loads each keep 64 KiB under way. */
-#include "device/kernel_table.h"
-
 #ifdef __CUDACC__
 #define DEVICE static __device__ __forceinline__
 #define KERNEL                                                       \
@@ -21,6 +19,8 @@
 /* Tables do not change while a launch runs: no store can alias them. */
 #define TABLE(field) __ldg(&(field))
 #endif
+
+#include "device/kernel_table.h"
 
 typedef unsigned char u8_t;
 typedef unsigned short MAY_ALIAS u16_t;
@@ -123,57 +123,18 @@ DEVICE void locate(const tile_t *tile, unsigned item, const u8_t **source,
     *destination += column * (unsigned)TABLE(segment->destination_item_nbytes);
 }
 
-/* Nearest, ties to even.  A NaN stays one: its top bits, made quiet. */
-DEVICE unsigned bf16_from_f32(unsigned bits)
+DEVICE unsigned cast(unsigned kind, unsigned bits)
 {
-    if ((bits & 0x7fffffffU) > 0x7f800000U) {
-        return (bits >> 16) | 0x40U;
-    }
-    return (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
-}
-
-/* Nearest, ties to even, with subnormal results. */
-DEVICE unsigned f16_from_f32(unsigned bits)
-{
-    const unsigned sign = (bits >> 16) & 0x8000U;
-    const unsigned magnitude = bits & 0x7fffffffU;
-    const unsigned exponent = magnitude >> 23;
-
-    if (magnitude > 0x7f800000U) {
-        return sign | 0x7e00U | ((magnitude >> 13) & 0x3ffU);
-    }
-    if (magnitude >= 0x477ff000U) { /* 65520 and more round to infinity */
-        return sign | 0x7c00U;
-    }
-    if (magnitude >= 0x38800000U) { /* 2^-14 and more: normal */
-        const unsigned rebiased = magnitude - (112U << 23);
-
-        return sign | ((rebiased + 0xfffU + ((rebiased >> 13) & 1U)) >> 13);
-    }
-    if (exponent >= 102) { /* 2^-25 and more */
-        const unsigned mantissa = (magnitude & 0x7fffffU) | 0x800000U;
-        const unsigned shift = 126 - exponent; /* 14..24, to units of 2^-24 */
-        const unsigned half = (1U << (shift - 1)) - 1;
-
-        return sign | ((mantissa + half + ((mantissa >> shift) & 1U)) >> shift);
-    }
-    return sign;
-}
-
-DEVICE unsigned convert(unsigned kind, unsigned bits)
-{
-    if (kind == WSYNC_SEGMENT_F32_TO_BF16) {
-        return bf16_from_f32(bits);
-    }
-    return kind == WSYNC_SEGMENT_F32_TO_F16 ? f16_from_f32(bits) : bits << 16;
+    return kind == WSYNC_SEGMENT_F32_TO_BF16 ? wsync_bf16_from_f32(bits)
+                                             : wsync_f16_from_f32(bits);
 }
 
 DEVICE vec8_t narrow(unsigned kind, vec16_t value)
 {
     vec8_t result;
 
-    result.x = convert(kind, value.x) | convert(kind, value.y) << 16;
-    result.y = convert(kind, value.z) | convert(kind, value.w) << 16;
+    result.x = cast(kind, value.x) | cast(kind, value.y) << 16;
+    result.y = cast(kind, value.z) | cast(kind, value.w) << 16;
     return result;
 }
 
@@ -259,18 +220,21 @@ DEVICE void store_item(u8_t *to, unsigned bits, unsigned nbytes)
     }
 }
 
-/* Casts one by one: rows that groups of four do not fit, elements at odd addresses. */
+/* One by one: what is computed, rows that groups of four do not fit, odd addresses. */
 DEVICE void cast_items(const tile_t *tile, unsigned kind, unsigned lane)
 {
     const unsigned from_nbytes = TABLE(tile->segment->source_item_nbytes);
     const unsigned to_nbytes = TABLE(tile->segment->destination_item_nbytes);
+    const float scale = TABLE(tile->segment->scale);
+    const float offset = TABLE(tile->segment->offset);
 
     NO_UNROLL for (unsigned i = lane; i < tile->count; i += WARP) {
         const u8_t *from;
         u8_t *to;
 
         locate(tile, i, &from, &to);
-        store_item(to, convert(kind, load_item(from, from_nbytes)), to_nbytes);
+        store_item(to, wsync_convert(kind, load_item(from, from_nbytes), scale, offset),
+                   to_nbytes);
     }
 }
 
@@ -501,7 +465,7 @@ DEVICE void run_cast(const tile_t *tile, unsigned kind, unsigned lane)
     unsigned destination;
 
     low_bits_of(tile, &source, &destination);
-    if (row_count % 4 != 0) {
+    if (row_count % 4 != 0 || TABLE(tile->segment->scale) != 0.0F) {
         cast_items(tile, kind, lane);
     } else if (kind != WSYNC_SEGMENT_BF16_TO_F32 && source % 16 == 0 &&
                destination % 8 == 0) {

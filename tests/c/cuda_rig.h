@@ -159,8 +159,8 @@ static inline void check_copies(const rig_t *rig, const wsync_copy_t *copies, si
 }
 
 /* What a plan is made of: one long row, a transposed tensor of rows and one of elements,
- * one element repeated, casts both ways, a row at odd addresses; of one MiB, side by side.
- */
+ * one element repeated, casts both ways, a row at odd addresses, what is computed with each
+ * kind of cast; of one MiB, side by side. */
 static const wsync_copy_t shapes[] = {
     {.row_count = 100003, .source_item_nbytes = 1, .destination_item_nbytes = 1},
     {.source_offset = 200000,
@@ -211,6 +211,27 @@ static const wsync_copy_t shapes[] = {
      .row_count = 4099,
      .source_item_nbytes = 1,
      .destination_item_nbytes = 1},
+    {.source_offset = 910000,
+     .destination_offset = 356400,
+     .row_count = 300,
+     .source_item_nbytes = 4,
+     .destination_item_nbytes = 2,
+     .transform = WSYNC_TRANSFORM_F32_TO_F16,
+     .affine = {1, 1}},
+    {.source_offset = 920000,
+     .destination_offset = 357000,
+     .row_count = 300,
+     .source_item_nbytes = 2,
+     .destination_item_nbytes = 2,
+     .transform = WSYNC_TRANSFORM_BF16,
+     .affine = {-3, 0.5F}},
+    {.source_offset = 930000,
+     .destination_offset = 357600,
+     .row_count = 300,
+     .source_item_nbytes = 2,
+     .destination_item_nbytes = 4,
+     .transform = WSYNC_TRANSFORM_BF16_TO_F32,
+     .affine = {2, 7}},
 };
 enum { SHAPES = sizeof(shapes) / sizeof(shapes[0]), SHAPES_NBYTES = 360000 };
 

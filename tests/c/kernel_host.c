@@ -6,8 +6,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "device/kernel_table.h"
-
 enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_FOUND = 500 };
 
 typedef struct host_index {

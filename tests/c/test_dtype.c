@@ -41,16 +41,38 @@ TEST(only_listed_pairs_convert)
     for (int i = 0; i < WSYNC_DTYPE_COUNT; i++) {
         for (int j = 0; j < WSYNC_DTYPE_COUNT; j++) {
             wsync_transform_t transform = WSYNC_TRANSFORM_NONE;
-            const wsync_status_t status =
-                wsync_dtype_transform((wsync_dtype_t)i, (wsync_dtype_t)j, &transform, &err);
+            const wsync_status_t status = wsync_dtype_transform(
+                (wsync_dtype_t)i, (wsync_dtype_t)j, false, &transform, &err);
 
             CHECK(i != j || (status == WSYNC_OK && transform == WSYNC_TRANSFORM_NONE));
             casts += i != j && status == WSYNC_OK;
         }
     }
     CHECK_EQ(casts, 3);
-    CHECK_EQ(wsync_dtype_transform(WSYNC_DTYPE_FLOAT16, WSYNC_DTYPE_BFLOAT16,
+    CHECK_EQ(wsync_dtype_transform(WSYNC_DTYPE_FLOAT16, WSYNC_DTYPE_BFLOAT16, false,
                                    &(wsync_transform_t){0}, &err),
              WSYNC_ERR_UNSUPPORTED);
     CHECK_STR(err.message, "no conversion from float16 to bfloat16");
+}
+
+TEST(floats_are_computed_in_their_own_dtype_and_in_those_they_are_cast_to)
+{
+    wsync_error_t err = {0};
+    int computed = 0;
+
+    for (int i = 0; i < WSYNC_DTYPE_COUNT; i++) {
+        for (int j = 0; j < WSYNC_DTYPE_COUNT; j++) {
+            wsync_transform_t transform = WSYNC_TRANSFORM_NONE;
+            const wsync_status_t status = wsync_dtype_transform(
+                (wsync_dtype_t)i, (wsync_dtype_t)j, true, &transform, &err);
+
+            CHECK((status == WSYNC_OK) == (transform != WSYNC_TRANSFORM_NONE));
+            computed += status == WSYNC_OK;
+        }
+    }
+    CHECK_EQ(computed, 6);
+    CHECK_EQ(wsync_dtype_transform(WSYNC_DTYPE_INT8, WSYNC_DTYPE_INT8, true,
+                                   &(wsync_transform_t){0}, &err),
+             WSYNC_ERR_UNSUPPORTED);
+    CHECK_STR(err.message, "no computation from int8 to int8");
 }

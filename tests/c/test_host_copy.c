@@ -75,6 +75,34 @@ static uint16_t reference_f16(uint32_t bits)
     return (uint16_t)(sign | low);
 }
 
+/* Multiplied and added in double precision, which loses nothing, and rounded after each. */
+static uint32_t reference_affine(const wsync_copy_t *copy, uint32_t bits)
+{
+    float value;
+
+    memcpy(&value, &bits, sizeof(value));
+    if (copy->affine.scale == 0 || value != value) {
+        return bits;
+    }
+    value = (float)((double)value * (double)copy->affine.scale);
+    if (copy->affine.offset != 0) {
+        value = (float)((double)value + (double)copy->affine.offset);
+    }
+    memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
+static uint32_t f32_of_half(uint16_t half)
+{
+    const float value = (float)((half & 0x8000) != 0 ? -f16_value(half) : f16_value(half));
+    const uint32_t special =
+        (uint32_t)(half & 0x8000) << 16 | 0x7f800000U | (uint32_t)(half & 0x3ff) << 13;
+    uint32_t bits;
+
+    memcpy(&bits, &value, sizeof(bits));
+    return (half & 0x7c00) == 0x7c00 ? special : bits;
+}
+
 static void reference_element(const wsync_copy_t *copy, unsigned char *to,
                               const unsigned char *from)
 {
@@ -87,18 +115,33 @@ static void reference_element(const wsync_copy_t *copy, unsigned char *to,
         break;
     case WSYNC_TRANSFORM_F32_TO_BF16:
         memcpy(&wide, from, sizeof(wide));
-        narrow = reference_bf16(wide);
+        narrow = reference_bf16(reference_affine(copy, wide));
         memcpy(to, &narrow, sizeof(narrow));
         break;
     case WSYNC_TRANSFORM_F32_TO_F16:
         memcpy(&wide, from, sizeof(wide));
-        narrow = reference_f16(wide);
+        narrow = reference_f16(reference_affine(copy, wide));
         memcpy(to, &narrow, sizeof(narrow));
         break;
     case WSYNC_TRANSFORM_BF16_TO_F32:
         memcpy(&narrow, from, sizeof(narrow));
-        wide = (uint32_t)narrow << 16;
+        wide = reference_affine(copy, (uint32_t)narrow << 16);
         memcpy(to, &wide, sizeof(wide));
+        break;
+    case WSYNC_TRANSFORM_F32:
+        memcpy(&wide, from, sizeof(wide));
+        wide = reference_affine(copy, wide);
+        memcpy(to, &wide, sizeof(wide));
+        break;
+    case WSYNC_TRANSFORM_BF16:
+        memcpy(&narrow, from, sizeof(narrow));
+        narrow = reference_bf16(reference_affine(copy, (uint32_t)narrow << 16));
+        memcpy(to, &narrow, sizeof(narrow));
+        break;
+    case WSYNC_TRANSFORM_F16:
+        memcpy(&narrow, from, sizeof(narrow));
+        narrow = reference_f16(reference_affine(copy, f32_of_half(narrow)));
+        memcpy(to, &narrow, sizeof(narrow));
         break;
     }
 }
@@ -162,8 +205,14 @@ static uint64_t draw_strides(random_state_t *random, const wsync_copy_t *copy,
 static void draw_transform(random_state_t *random, wsync_copy_t *copy)
 {
     static const uint8_t sizes[] = {1, 2, 4, 8, 16};
+    static const wsync_affine_t affines[] = {
+        {1, 1}, {-0.37F, 0}, {3, -0.7F}, {1e30F, 1e9F}};
 
-    copy->transform = (uint8_t)(draw(random, 2) * draw(random, 4));
+    copy->transform = (uint8_t)(draw(random, 2) * draw(random, WSYNC_TRANSFORM_F16 + 1));
+    if (copy->transform > WSYNC_TRANSFORM_BF16_TO_F32 ||
+        (copy->transform != WSYNC_TRANSFORM_NONE && draw(random, 2) == 0)) {
+        copy->affine = affines[draw(random, 4)];
+    }
     switch ((wsync_transform_t)copy->transform) {
     case WSYNC_TRANSFORM_NONE:
         copy->source_item_nbytes = sizes[draw(random, 5)];
@@ -172,6 +221,15 @@ static void draw_transform(random_state_t *random, wsync_copy_t *copy)
     case WSYNC_TRANSFORM_BF16_TO_F32:
         copy->source_item_nbytes = 2;
         copy->destination_item_nbytes = 4;
+        break;
+    case WSYNC_TRANSFORM_F32:
+        copy->source_item_nbytes = 4;
+        copy->destination_item_nbytes = 4;
+        break;
+    case WSYNC_TRANSFORM_BF16:
+    case WSYNC_TRANSFORM_F16:
+        copy->source_item_nbytes = 2;
+        copy->destination_item_nbytes = 2;
         break;
     default:
         copy->source_item_nbytes = 4;

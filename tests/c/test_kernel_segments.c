@@ -219,7 +219,7 @@ TEST(what_is_no_copy_leaves_the_table_as_it_was)
     CHECK_EQ(wsync_segments_append(&segments, copies, 2, &list, &err), WSYNC_ERR_INVALID);
     CHECK_HAS(err.message, "copy 1: transform 0, 5 dimensions around a row of 100");
     copies[1].ndim = 0;
-    copies[1].transform = 4;
+    copies[1].transform = WSYNC_TRANSFORM_F16 + 1;
     CHECK_EQ(wsync_segments_append(&segments, copies, 2, &list, &err), WSYNC_ERR_INVALID);
     copies[1] = bytes(UINT64_MAX);
     CHECK_EQ(wsync_segments_append(&segments, copies, 2, &list, &err), WSYNC_ERR_INVALID);

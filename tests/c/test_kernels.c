@@ -48,16 +48,23 @@ static uint64_t round_to_grain(scene_t *scene, uint64_t value)
                : (value + scene->grain - 1) / scene->grain * scene->grain;
 }
 
+/* Bytes of an element on both sides of every transform. */
+static const uint8_t transform_nbytes[][2] = {{0, 0}, {4, 2}, {4, 2}, {2, 4},
+                                              {4, 4}, {2, 2}, {2, 2}};
+
 static void draw_types(scene_t *scene, wsync_copy_t *copy)
 {
-    copy->transform =
-        (uint8_t)(scene->casts ? 1 + draw(&scene->random, 3) : WSYNC_TRANSFORM_NONE);
-    copy->source_item_nbytes = 4;
-    copy->destination_item_nbytes = 2;
-    if (copy->transform == WSYNC_TRANSFORM_BF16_TO_F32) {
-        copy->source_item_nbytes = 2;
-        copy->destination_item_nbytes = 4;
-    } else if (copy->transform == WSYNC_TRANSFORM_NONE) {
+    copy->transform = WSYNC_TRANSFORM_NONE;
+    if (scene->casts) {
+        copy->transform = (uint8_t)(1 + draw(&scene->random, WSYNC_TRANSFORM_F16));
+        if (copy->transform > WSYNC_TRANSFORM_BF16_TO_F32 || draw(&scene->random, 3) == 0) {
+            copy->affine = (wsync_affine_t){draw(&scene->random, 2) == 0 ? 1.0F : -0.3F,
+                                            (float)draw(&scene->random, 2)};
+        }
+    }
+    copy->source_item_nbytes = transform_nbytes[copy->transform][0];
+    copy->destination_item_nbytes = transform_nbytes[copy->transform][1];
+    if (copy->transform == WSYNC_TRANSFORM_NONE) {
         copy->source_item_nbytes = (uint8_t)DRAW_OF(&scene->random, 1, 2, 4, 8, 16);
         copy->destination_item_nbytes = copy->source_item_nbytes;
     }
@@ -391,14 +398,16 @@ TEST(every_cast_rounds_as_the_host_backend)
         values[i] = i / RESTS << 16 | rests[i % RESTS];
     }
     /* Aligned rows are converted four at a time, those one element further one by one. */
-    for (int kind = 0; kind < 6; kind++) {
-        const bool widens = kind % 3 + 1 == WSYNC_TRANSFORM_BF16_TO_F32;
+    for (int kind = 0; kind < 6 + WSYNC_TRANSFORM_F16; kind++) {
+        const int transform = kind < 6 ? kind % 3 + 1 : kind - 5;
+        const int further = kind < 6 ? kind / 3 : 0;
         const wsync_copy_t copy = {
-            .destination_offset = (uint64_t)(kind / 3) * (widens ? 4 : 2),
-            .row_count = (uint64_t)(COUNT - kind / 3),
-            .source_item_nbytes = widens ? 2 : 4,
-            .destination_item_nbytes = widens ? 4 : 2,
-            .transform = (uint8_t)(kind % 3 + 1)};
+            .destination_offset = (uint64_t)further * transform_nbytes[transform][1],
+            .row_count = (uint64_t)(COUNT - further),
+            .source_item_nbytes = transform_nbytes[transform][0],
+            .destination_item_nbytes = transform_nbytes[transform][1],
+            .transform = (uint8_t)transform,
+            .affine = {kind < 6 ? 0.0F : 1.25F, kind < 6 ? 0.0F : 1.0F}};
         const wsync_span_t from[BUFFERS] = {{values, COUNT * 4}};
         const wsync_span_t to[BUFFERS] = {{found, COUNT * 4}};
         const wsync_span_t host = {expected, COUNT * 4};

@@ -43,20 +43,33 @@ wsync_status_t wsync_dtype_from_name(const char *name, wsync_dtype_t *dtype,
 }
 
 wsync_status_t wsync_dtype_transform(wsync_dtype_t source, wsync_dtype_t destination,
-                                     wsync_transform_t *transform, wsync_error_t *err)
+                                     bool computed, wsync_transform_t *transform,
+                                     wsync_error_t *err)
 {
-    if (source == destination) {
-        *transform = WSYNC_TRANSFORM_NONE;
-    } else if (source == WSYNC_DTYPE_FLOAT32 && destination == WSYNC_DTYPE_BFLOAT16) {
-        *transform = WSYNC_TRANSFORM_F32_TO_BF16;
-    } else if (source == WSYNC_DTYPE_FLOAT32 && destination == WSYNC_DTYPE_FLOAT16) {
-        *transform = WSYNC_TRANSFORM_F32_TO_F16;
-    } else if (source == WSYNC_DTYPE_BFLOAT16 && destination == WSYNC_DTYPE_FLOAT32) {
-        *transform = WSYNC_TRANSFORM_BF16_TO_F32;
-    } else {
-        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "dtype",
-                          "no conversion from %s to %s", wsync_dtype_name(source),
-                          wsync_dtype_name(destination));
+    static const struct {
+        wsync_dtype_t source;
+        wsync_dtype_t destination;
+        wsync_transform_t transform;
+    } known[] = {
+        {WSYNC_DTYPE_FLOAT32, WSYNC_DTYPE_BFLOAT16, WSYNC_TRANSFORM_F32_TO_BF16},
+        {WSYNC_DTYPE_FLOAT32, WSYNC_DTYPE_FLOAT16, WSYNC_TRANSFORM_F32_TO_F16},
+        {WSYNC_DTYPE_BFLOAT16, WSYNC_DTYPE_FLOAT32, WSYNC_TRANSFORM_BF16_TO_F32},
+        {WSYNC_DTYPE_FLOAT32, WSYNC_DTYPE_FLOAT32, WSYNC_TRANSFORM_F32},
+        {WSYNC_DTYPE_BFLOAT16, WSYNC_DTYPE_BFLOAT16, WSYNC_TRANSFORM_BF16},
+        {WSYNC_DTYPE_FLOAT16, WSYNC_DTYPE_FLOAT16, WSYNC_TRANSFORM_F16},
+    };
+
+    *transform = WSYNC_TRANSFORM_NONE;
+    if (source == destination && !computed) {
+        return WSYNC_OK;
     }
-    return WSYNC_OK;
+    for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
+        if (known[i].source == source && known[i].destination == destination) {
+            *transform = known[i].transform;
+            return WSYNC_OK;
+        }
+    }
+    return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "dtype", "no %s from %s to %s",
+                      computed ? "computation" : "conversion", wsync_dtype_name(source),
+                      wsync_dtype_name(destination));
 }

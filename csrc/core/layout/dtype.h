@@ -4,6 +4,7 @@
 #ifndef WSYNC_CORE_LAYOUT_DTYPE_H
 #define WSYNC_CORE_LAYOUT_DTYPE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
 #include "core/base/status.h"
@@ -45,7 +46,21 @@ typedef enum wsync_transform {
     WSYNC_TRANSFORM_F32_TO_BF16,
     WSYNC_TRANSFORM_F32_TO_F16,
     WSYNC_TRANSFORM_BF16_TO_F32,
+    /* of one dtype: only of elements that are computed */
+    WSYNC_TRANSFORM_F32,
+    WSYNC_TRANSFORM_BF16,
+    WSYNC_TRANSFORM_F16,
 } wsync_transform_t;
+
+/* What a copy computes of an element x: x * scale + offset in float32, each step rounded,
+ * and the result rounded to the destination's dtype (to nearest, ties to even).  With
+ * scale 1 or offset 0 that is what torch computes.  Scale 0: nothing, x stays as it is.  A
+ * NaN stays one.
+ */
+typedef struct wsync_affine {
+    float scale;
+    float offset;
+} wsync_affine_t;
 
 /* Torch name ("bfloat16"); dtype must be a value of the table. */
 const char *wsync_dtype_name(wsync_dtype_t dtype);
@@ -57,9 +72,10 @@ size_t wsync_dtype_nbytes(wsync_dtype_t dtype);
 wsync_status_t wsync_dtype_from_name(const char *name, wsync_dtype_t *dtype,
                                      wsync_error_t *err);
 
-/* The transform that turns `source` elements into `destination` elements.  UNSUPPORTED
- * names both types where there is none. */
+/* The transform that turns `source` elements into `destination` elements, computed or as
+ * they are.  UNSUPPORTED names both types where there is none. */
 wsync_status_t wsync_dtype_transform(wsync_dtype_t source, wsync_dtype_t destination,
-                                     wsync_transform_t *transform, wsync_error_t *err);
+                                     bool computed, wsync_transform_t *transform,
+                                     wsync_error_t *err);
 
 #endif

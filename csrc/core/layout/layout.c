@@ -64,7 +64,8 @@ wsync_status_t wsync_tensor_check_copy(const wsync_tensor_t *from, const wsync_t
                           wsync_shape_text(a, from->ndim, from->shape),
                           wsync_shape_text(b, to->ndim, to->shape));
     }
-    if (wsync_dtype_transform(from->dtype, to->dtype, &transform, NULL) != WSYNC_OK) {
+    if (wsync_dtype_transform(from->dtype, to->dtype, false, &transform, NULL) !=
+        WSYNC_OK) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, origin,
                           "%.256s: no conversion from %s to %s", to->name,
                           wsync_dtype_name(from->dtype), wsync_dtype_name(to->dtype));
