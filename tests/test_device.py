@@ -92,6 +92,68 @@ def test_narrowing_rounds_like_torch(dtype: torch.dtype, step: int) -> None:
     assert_same_bits(copied(source, dtype), source.to(dtype))
 
 
+def computing_layout(tensor: Tensor, scale: float, offset: float) -> _core.Layout:
+    """As make_layout, but "t0" is computed from the tensor."""
+    builder = _core.LayoutBuilder()
+    shape, zeros = tuple(tensor.shape), (0,) * tensor.dim()
+    target = ("t0", "", shape, zeros, zeros, shape, range(tensor.dim()), 0, scale, offset)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    builder.add_parameter("p", 0, dtype, tensor.stride(), [(zeros, shape, zeros)], [target])
+    return builder.build()
+
+
+def computed(source: Tensor, dtype: torch.dtype, scale: float, offset: float) -> Tensor:
+    destination = torch.zeros(source.shape, dtype=dtype)
+    route = _core.Route(computing_layout(source, scale, offset), make_layout([destination]))
+    stream = _core.Stream()
+    tables = [_core.BufferTable.of(_core.describe([t]), t) for t in (source, destination)]
+    stream.copy(route, 0, 0, *tables)
+    stream.synchronize(DEADLINE)
+    stream.close()
+    return destination
+
+
+FLOATS = {
+    "float32": special_floats,
+    "bfloat16": lambda: all_16_bits(torch.bfloat16),
+    "float16": lambda: all_16_bits(torch.float16),
+}
+
+
+@pytest.mark.parametrize("step", [1, 3], ids=["rows", "elements"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_one_step_of_a_computation_is_what_torch_computes(dtype: str, step: int) -> None:
+    source = FLOATS[dtype]()[::step]
+    assert source.isnan().any() and source.isinf().any()
+    same = source.dtype
+    for offset in (1.0, -0.375):
+        assert_same_bits(computed(source, same, 1.0, offset), source + offset)
+    for scale in (0.5, -1.75):
+        assert_same_bits(computed(source, same, scale, 0.0), source * scale)
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [
+        *(("float32", dtype) for dtype in FLOATS),
+        *(("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")),
+    ],
+)
+def test_a_computation_rounds_each_step_to_float32_and_then_once(held: str, wanted: str) -> None:
+    source, dtype = FLOATS[held](), getattr(torch, wanted)
+    for scale, offset in ((1.0, 1.0), (-1.7, 0.3), (3.0, -1e4), (1e30, 1e38)):
+        expected = (source.float() * torch.tensor(scale) + torch.tensor(offset)).to(dtype)
+        assert_same_bits(computed(source, dtype, scale, offset), expected)
+
+
+def test_what_cannot_be_computed_is_refused() -> None:
+    with pytest.raises(_core.UnsupportedError, match="p: no computation from int32 to int32"):
+        computing_layout(torch.ones(2, dtype=torch.int32), 1.0, 1.0)
+    for scale, offset in ((float("nan"), 0.0), (1.0, float("inf")), (0.0, 1.0)):
+        with pytest.raises(_core.InvalidArgumentError, match="t0: nothing is computed with"):
+            computing_layout(torch.ones(2), scale, offset)
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize(
     "dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128], ids=str

@@ -268,11 +268,17 @@ def test_kernels_copy_as_the_host_does(seed: int) -> None:
         kinds = getattr(torch, source), getattr(torch, target)
         shape, begin, end = _box(rng, (kinds[0].itemsize, kinds[1].itemsize))
         layouts = []
+        zeros = [0] * len(shape)
         for dtype, (offset, strides, _) in zip((source, target), (begin, end), strict=True):
             builder = _core.LayoutBuilder()
-            zeros = [0] * len(shape)
             builder.add_shard("t", dtype, shape, zeros, shape, 0, offset, strides)
             layouts.append(builder.build())
+        if source in DTYPES[:3] and rng.random() < 0.4:  # x * 1.25 + 1, from the start on
+            builder = _core.LayoutBuilder()
+            steps = [stride // kinds[0].itemsize for stride in begin[1]]
+            element = ("t", "", shape, zeros, zeros, shape, range(len(shape)), 0, 1.25, 1.0)
+            builder.add_parameter("p", 0, source, steps, [(zeros, shape, zeros)], [element])
+            layouts[0] = builder.build()
         route = _core.Route(*layouts)
         # floats that are numbers, so that casts have one answer
         values = torch.randn(begin[2] // kinds[0].itemsize + 1).to(kinds[0])

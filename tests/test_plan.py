@@ -529,3 +529,43 @@ def test_arguments_of_the_wrong_type_are_refused() -> None:
             call(0, 0)
     with pytest.raises(IndexError):
         plan.manifest(1)
+
+
+# --- what is computed ---------------------------------------------------------------------------
+
+
+def computing(rank: int, rows: tuple[int, int], scale: float, offset: float) -> _core.Layout:
+    """Some rows of the tensor "w" of 8 rows, as `rank` holds and computes them."""
+    builder = _core.LayoutBuilder(rank)
+    start, extent = (rows[0], 0), (rows[1] - rows[0], 3)
+    builder.add_parameter(
+        *("p", 0, "bfloat16", (3, 1), [(start, extent, (0, 0))]),
+        [("w", "", (8, 3), (0, 0), (0, 0), (8, 3), (0, 1), 0, scale, offset)],
+    )
+    return builder.build()
+
+
+def test_elements_are_computed_where_they_are_held_and_once() -> None:
+    source = _core.Layout.merge([computing(0, (0, 4), 1.0, 1.0), computing(1, (4, 8), 1.0, 1.0)])
+    assert [shard.affine for shard in source.shards(0)] == [(1.0, 1.0)] * 2
+    assert _core.Layout.from_bytes(source.to_bytes()).shards(0)[1].affine == (1.0, 1.0)
+    wanted = _core.LayoutBuilder()
+    wanted.add_tensor("w", "bfloat16", (8, 3))
+    destination = (wanted.build(), True)
+    found: dict[int, list[int]] = {}
+    for rank in range(2):
+        plan = _core.Plan(source, [destination], [(0, 0)], [0, 0], rank)
+        for phase in (_core.PACK, _core.LOCAL, _core.UNPACK):
+            found.setdefault(phase, []).extend(copy[5] for copy in plan.copies(0, phase))
+    bf16 = 5  # WSYNC_TRANSFORM_BF16
+    assert found == {_core.PACK: [bf16], _core.LOCAL: [bf16], _core.UNPACK: [0]}
+
+
+def test_replicas_that_are_computed_differently_are_refused() -> None:
+    wanted = _core.LayoutBuilder()
+    wanted.add_tensor("w", "bfloat16", (8, 3))
+    destination = (wanted.build(), True)
+    for other in ((1.0, 2.0), (0.0, 0.0)):
+        source = _core.Layout.merge([computing(0, (0, 8), 1.0, 1.0), computing(1, (0, 8), *other)])
+        with pytest.raises(_core.LayoutError, match="w: ranks 0 and 1 compute it differently"):
+            _core.Plan(source, [destination], [(0, 0)], [0, 0], 0)

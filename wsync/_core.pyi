@@ -32,7 +32,9 @@ class DeviceError(WsyncError, RuntimeError): ...
 
 # (target name, target dtype, target shape, target start, source start (one per source axis),
 #  extent (one per target axis), axes (source axis of each target axis, or -1), group)
-Map = tuple[str, str, Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int], int]
+_Map = tuple[str, str, Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int], int]
+# or with scale and offset: the target's elements are x * scale + offset
+Map = _Map | tuple[*_Map, float, float]
 # (start in the full parameter, extent, start in the local tensor)
 Region = tuple[Sequence[int], Sequence[int], Sequence[int]]
 
@@ -55,6 +57,9 @@ class Shard(structseq[Any], tuple[int, int, int, tuple[int, ...], tuple[int, ...
         """Bytes."""
     @property
     def origin(self) -> str: ...
+    @property
+    def affine(self) -> tuple[float, float]:
+        """(scale, offset) that the box's elements are computed with; (0.0, 0.0): as they are."""
 
 @final
 class TensorInfo(structseq[Any], tuple[str, str, tuple[int, ...], int]):

@@ -259,12 +259,13 @@ static PyObject *layout_shards(PyObject *self, PyObject *args, PyObject *kwargs)
         const wsync_shard_t *shard = &shards[i];
         PyObject *item = wsync_py_record(
             wsync_py_state_of(self)->record_Shard,
-            Py_BuildValue("IIKNNNs", shard->rank, shard->buffer,
+            Py_BuildValue("IIKNNNs(ff)", shard->rank, shard->buffer,
                           (unsigned long long)shard->offset,
                           wsync_py_int64_tuple(shard->box.start, tensor->ndim),
                           wsync_py_int64_tuple(shard->box.extent, tensor->ndim),
                           wsync_py_int64_tuple(shard->stride, tensor->ndim),
-                          wsync_layout_origin(layout, shard->origin)));
+                          wsync_layout_origin(layout, shard->origin),
+                          (double)shard->affine.scale, (double)shard->affine.offset));
 
         wsync_py_list_put(&list, i, item);
     }

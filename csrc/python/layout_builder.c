@@ -327,10 +327,10 @@ static int read_map(PyObject *self, PyObject *item, const parameter_t *parameter
         return -1;
     }
     if (!PyArg_ParseTuple(item,
-                          "OsOOOOOL;a map is (name, dtype, shape, start, source start, "
-                          "extent, axes, group)",
+                          "OsOOOOOL|ff;a map is (name, dtype, shape, start, source start, "
+                          "extent, axes, group, scale, offset)",
                           &name, &dtype, &parts[0], &parts[1], &parts[2], &parts[3],
-                          &parts[4], &group) ||
+                          &parts[4], &group, &map->affine.scale, &map->affine.offset) ||
         read_tensor(self, name, parameter->dtype[0] != '\0' ? parameter->dtype : dtype,
                     parts[0], group, tensor) < 0 ||
         wsync_py_read_exactly(parts[1], "map start", map->target.start, tensor->ndim) < 0 ||

@@ -2,11 +2,12 @@
 #include "core/layout/encoding.h"
 #include "layouts.h"
 
-static wsync_layout_t *sample(void)
+static wsync_layout_t *sample_of(float scale, float offset)
 {
     wsync_layout_builder_t *builder = new_builder();
     wsync_tensor_t scalar = {.name = "scale", .dtype = WSYNC_DTYPE_FLOAT32, .group = 300};
-    wsync_shard_t shard = {.rank = 1, .buffer = 70000, .offset = 1ULL << 40};
+    wsync_shard_t shard = {
+        .rank = 1, .buffer = 70000, .offset = 1ULL << 40, .affine = {scale, offset}};
     wsync_error_t err = {0};
 
     shard.box = wsync_box_whole(0, NULL);
@@ -17,6 +18,11 @@ static wsync_layout_t *sample(void)
     add_rows(builder, matrix("b\xc3\xa4r", 40, 300), 0, 0, 0, 0, 40);
     add_rows(builder, matrix("empty", 0, 3), 0, 0, 0, 0, 0);
     return finish(builder);
+}
+
+static wsync_layout_t *sample(void)
+{
+    return sample_of(0, 0);
 }
 
 static uint8_t *encode(const wsync_layout_t *layout, size_t *nbytes)
@@ -60,9 +66,35 @@ TEST(a_layout_survives_the_round_trip)
     wsync_layout_destroy(copy);
 }
 
+TEST(only_a_layout_that_computes_is_of_the_second_format)
+{
+    wsync_layout_t *layout = sample_of(-0.5F, 1.25F);
+    wsync_layout_t *plain = sample();
+    wsync_layout_t *copy = NULL;
+    wsync_error_t err = {0};
+    size_t nbytes;
+    size_t count;
+    uint8_t *data = encode(plain, &nbytes);
+    const wsync_shard_t *shards;
+
+    CHECK_EQ(data[4], 1);
+    free(data);
+    data = encode(layout, &nbytes);
+    CHECK_EQ(data[4], 2);
+    CHECK_OK(wsync_layout_decode(data, nbytes, &copy, &err), err);
+    shards = wsync_layout_shards(copy, wsync_layout_find(copy, "scale"), &count);
+    CHECK(shards[0].affine.scale == -0.5F && shards[0].affine.offset == 1.25F);
+    shards = wsync_layout_shards(copy, wsync_layout_find(copy, "b\xc3\xa4r"), &count);
+    CHECK(shards[0].affine.scale == 0 && shards[0].affine.offset == 0);
+    free(data);
+    wsync_layout_destroy(layout);
+    wsync_layout_destroy(plain);
+    wsync_layout_destroy(copy);
+}
+
 TEST(every_truncation_is_refused)
 {
-    wsync_layout_t *layout = sample();
+    wsync_layout_t *layout = sample_of(1, 1);
     size_t nbytes;
     uint8_t *data = encode(layout, &nbytes);
 
@@ -103,9 +135,8 @@ TEST(bytes_after_the_layout_are_refused)
 
 /* Whatever one changed byte makes of the input, it is refused, or it is the one encoding of
  * another layout. */
-TEST(every_mutation_is_refused_or_canonical)
+static void mutate(wsync_layout_t *layout)
 {
-    wsync_layout_t *layout = sample();
     size_t nbytes;
     uint8_t *data = encode(layout, &nbytes);
     int refused = 0;
@@ -144,6 +175,12 @@ TEST(every_mutation_is_refused_or_canonical)
     wsync_layout_destroy(layout);
 }
 
+TEST(every_mutation_is_refused_or_canonical)
+{
+    mutate(sample());
+    mutate(sample_of(1, 1));
+}
+
 static void refuse(const void *data, size_t nbytes, const char *part)
 {
     wsync_layout_t *layout = NULL;
@@ -158,7 +195,11 @@ static void refuse(const void *data, size_t nbytes, const char *part)
 TEST(malformed_input_is_named)
 {
     refuse("WSLZ\1", 5, "byte 3: not a layout");
-    refuse("WSLY\2\0\0", 7, "byte 4: not a layout in format 1");
+    refuse("WSLY\0\0\0", 7, "byte 4: format 0 of a layout that computes nothing");
+    refuse("WSLY\2\0\0", 7, "byte 4: format 2 of a layout that computes nothing");
+    refuse("WSLY\3\0\0", 7, "byte 4: format 3 exceeds 2");
+    refuse("WSLY\2\1\4int8\0\0\1a\1\0\1\0\0\0\0\1\0", 24, "no computation from int8");
+    refuse("WSLY\2\1\4int8\0\0\1a\1\0\1\0\0\0\0\0\1", 24, "computed with scale 0 and");
     refuse("WSLY\1\x80\x00\0", 8, "byte 6: 0x00 does not end");
     refuse("WSLY\1\xff\xff\xff\xff\xff\xff\xff\xff\xff\x02", 15, "byte 14: 0x02");
     refuse("WSLY\1\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", 15, "tensor count");

@@ -215,6 +215,21 @@ static wsync_status_t check_owner(const wsync_layout_builder_t *builder,
     return WSYNC_OK;
 }
 
+static wsync_status_t check_affine(const wsync_tensor_t *tensor,
+                                   const wsync_affine_t *affine, wsync_error_t *err)
+{
+    wsync_transform_t transform;
+
+    if (!__builtin_isfinite(affine->scale) || !__builtin_isfinite(affine->offset) ||
+        (affine->scale == 0 && affine->offset != 0)) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
+                          "%.256s: nothing is computed with scale %g and offset %g",
+                          tensor->name, (double)affine->scale, (double)affine->offset);
+    }
+    return wsync_dtype_transform(tensor->dtype, tensor->dtype, affine->scale != 0,
+                                 &transform, err);
+}
+
 wsync_status_t wsync_layout_builder_shard(wsync_layout_builder_t *builder,
                                           const wsync_shard_t *shard, wsync_error_t *err)
 {
@@ -231,6 +246,9 @@ wsync_status_t wsync_layout_builder_shard(wsync_layout_builder_t *builder,
         return status;
     }
     status = check_memory(tensor->name, shard, wsync_dtype_nbytes(tensor->dtype), err);
+    if (status == WSYNC_OK) {
+        status = check_affine(tensor, &shard->affine, err);
+    }
     if (status != WSYNC_OK) {
         return status;
     }
@@ -360,6 +378,7 @@ wsync_status_t wsync_layout_builder_compose(wsync_layout_builder_t *builder,
             return status;
         }
         shard.box = map->target;
+        shard.affine = map->affine;
         memset(shard.stride, 0, sizeof(shard.stride));
         for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
             shard.offset +=
@@ -411,6 +430,7 @@ static bool count_buffers(const wsync_layout_builder_t *builder, wsync_layout_t 
         if (shards[i].rank >= layout->rank_count) {
             layout->rank_count = shards[i].rank + 1;
         }
+        layout->computes = layout->computes || shards[i].affine.scale != 0;
     }
     layout->buffer_counts =
         calloc((size_t)layout->rank_count + 1, sizeof(*layout->buffer_counts));

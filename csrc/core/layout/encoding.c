@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Format 1.  "WSLY", then one byte of version, then numbers as LEB128 varints in their
- * shortest form (strides zigzag) and texts as their length and UTF-8 bytes:
- *   tensor count, for each: dtype name, ndim, group, shape[ndim], name
- *   origin count, for each: name
+ * Formats 1 and 2.  "WSLY", then one byte of version, then numbers as LEB128 varints in
+ * their shortest form (strides zigzag) and texts as their length and UTF-8 bytes: tensor
+ * count, for each: dtype name, ndim, group, shape[ndim], name origin count, for each: name
  *   for each tensor: shard count, for each: rank, buffer, origin, offset,
+ *                    in format 2 the bits of scale and of offset,
  *                    ndim times (start, extent, stride)
- * A layout has one encoding: what decodes also encodes back to the same bytes. */
+ * Format 2 is of layouts that compute, format 1 of all others, so that releases that know
+ * only format 1 read what they can do.  A layout has one encoding: what decodes also
+ * encodes back to the same bytes. */
 #include "core/layout/encoding.h"
 
 #include <stdlib.h>
@@ -14,7 +16,7 @@
 #include "core/base/array.h"
 #include "core/layout/layout_parts.h"
 
-static const uint8_t wire_magic[5] = {'W', 'S', 'L', 'Y', 1};
+static const uint8_t wire_magic[4] = {'W', 'S', 'L', 'Y'};
 
 enum { VARINT_MAX_NBYTES = 10 };
 
@@ -69,12 +71,19 @@ static void write_tensor(writer_t *writer, const wsync_tensor_t *tensor)
     write_text(writer, tensor->name);
 }
 
-static void write_shard(writer_t *writer, const wsync_shard_t *shard, unsigned ndim)
+static void write_shard(writer_t *writer, const wsync_shard_t *shard, unsigned ndim,
+                        bool computes)
 {
+    uint32_t affine[2];
+
+    memcpy(affine, &shard->affine, sizeof(affine));
     write_number(writer, shard->rank);
     write_number(writer, shard->buffer);
     write_number(writer, shard->origin);
     write_number(writer, shard->offset);
+    for (unsigned i = 0; i < 2 && computes; i++) {
+        write_number(writer, affine[i]);
+    }
     for (unsigned i = 0; i < ndim; i++) {
         write_number(writer, (uint64_t)shard->box.start[i]);
         write_number(writer, (uint64_t)shard->box.extent[i]);
@@ -90,6 +99,7 @@ wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,
     writer_t writer = {0};
 
     write_bytes(&writer, wire_magic, sizeof(wire_magic));
+    write_number(&writer, layout->computes ? 2 : 1);
     write_number(&writer, tensor_count);
     for (size_t i = 0; i < tensor_count; i++) {
         write_tensor(&writer, wsync_layout_tensor(layout, i));
@@ -104,7 +114,8 @@ wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,
 
         write_number(&writer, count);
         for (size_t j = 0; j < count; j++) {
-            write_shard(&writer, &shards[j], wsync_layout_tensor(layout, i)->ndim);
+            write_shard(&writer, &shards[j], wsync_layout_tensor(layout, i)->ndim,
+                        layout->computes);
         }
     }
     if (writer.failed) {
@@ -125,6 +136,7 @@ typedef struct reader {
     size_t at;
     char *text; /* scratch for one text and its end */
     size_t text_capacity;
+    uint64_t format;
     wsync_status_t status;
     wsync_error_t *err;
 } reader_t;
@@ -231,7 +243,7 @@ static const char *read_text(reader_t *reader, const char *what)
  * here. */
 static void note_built(reader_t *reader, size_t at, wsync_status_t status)
 {
-    const bool malformed = status == WSYNC_ERR_INVALID || status == WSYNC_ERR_LAYOUT;
+    const bool malformed = status != WSYNC_OK && status != WSYNC_ERR_NO_MEMORY;
 
     reader->status = malformed ? WSYNC_ERR_PROTOCOL : status;
     if (malformed && reader->err != NULL) {
@@ -300,11 +312,16 @@ static void read_shard(reader_t *reader, wsync_layout_builder_t *builder, uint32
 {
     const size_t start = reader->at;
     wsync_shard_t shard = {.tensor = tensor, .box = wsync_box_whole(0, NULL)};
+    uint32_t affine[2] = {0};
 
     shard.rank = (uint32_t)read_number(reader, "rank", WSYNC_MAX_RANKS - 1);
     shard.buffer = (uint32_t)read_number(reader, "buffer", UINT32_MAX - 1);
     shard.origin = (uint32_t)read_number(reader, "origin", UINT32_MAX);
     shard.offset = read_number(reader, "offset", INT64_MAX);
+    for (unsigned i = 0; i < 2 && reader->format > 1; i++) {
+        affine[i] = (uint32_t)read_number(reader, "scale or offset", UINT32_MAX);
+    }
+    memcpy(&shard.affine, affine, sizeof(affine));
     for (unsigned i = 0; i < ndim; i++) {
         shard.box.start[i] = (int64_t)read_number(reader, "start", INT64_MAX);
         shard.box.extent[i] = (int64_t)read_number(reader, "extent", INT64_MAX);
@@ -354,22 +371,33 @@ wsync_status_t wsync_layout_decode(const uint8_t *data, size_t nbytes,
 {
     reader_t reader = {.data = data, .nbytes = nbytes, .err = err};
     wsync_layout_builder_t *builder = NULL;
+    wsync_layout_t *made = NULL;
     wsync_status_t status;
 
     for (; reader.at < sizeof(wire_magic); reader.at++) {
         if (reader.at == nbytes || data[reader.at] != wire_magic[reader.at]) {
-            return wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                              "byte %zu: not a layout in format %d", reader.at,
-                              wire_magic[sizeof(wire_magic) - 1]);
+            return wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "wire", "byte %zu: not a layout",
+                              reader.at);
         }
     }
-    status = wsync_layout_builder_create(&builder, err);
+    reader.format = read_number(&reader, "format", 2);
+    status = reader.status == WSYNC_OK ? wsync_layout_builder_create(&builder, err)
+                                       : reader.status;
     if (status == WSYNC_OK) {
         read_layout(&reader, builder);
         status = reader.status;
     }
     if (status == WSYNC_OK) {
-        status = wsync_layout_builder_finish(builder, layout, err);
+        status = wsync_layout_builder_finish(builder, &made, err);
+    }
+    if (status == WSYNC_OK && reader.format != (made->computes ? 2 : 1)) {
+        status = wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "wire",
+                            "byte %zu: format %d of a layout that computes %s",
+                            sizeof(wire_magic), (int)reader.format,
+                            made->computes ? "something" : "nothing");
+        wsync_layout_destroy(made);
+    } else if (status == WSYNC_OK) {
+        *layout = made;
     }
     wsync_layout_builder_destroy(builder);
     free(reader.text);

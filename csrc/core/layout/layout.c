@@ -200,7 +200,8 @@ wsync_place_t wsync_layout_place(const wsync_layout_t *layout, const wsync_shard
 {
     wsync_place_t place = {.buffer = shard->buffer,
                            .dtype = layout->tensors[shard->tensor].dtype,
-                           .offset = shard->offset};
+                           .offset = shard->offset,
+                           .affine = shard->affine};
 
     for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
         place.stride[i] = shard->stride[i];

@@ -35,6 +35,7 @@ typedef struct wsync_shard {
     uint64_t offset; /* bytes from the start of the buffer to the box's first element */
     wsync_box_t box;
     int64_t stride[WSYNC_MAX_NDIM]; /* bytes; 0 at ndim and beyond */
+    wsync_affine_t affine;          /* what the tensor's elements are computed with */
 } wsync_shard_t;
 
 /* An injection from a box of one tensor (the unsharded trainer parameter) into another
@@ -47,6 +48,7 @@ typedef struct wsync_map {
     int8_t axis[WSYNC_MAX_NDIM];
     uint8_t target_ndim;
     uint8_t source_ndim;
+    wsync_affine_t affine;
 } wsync_map_t;
 
 typedef struct wsync_layout wsync_layout_t;
@@ -73,8 +75,9 @@ wsync_status_t wsync_layout_builder_origin(wsync_layout_builder_t *builder,
                                            wsync_error_t *err);
 
 /* Adds a shard (copied).  INVALID if its tensor or origin is unknown, its rank is not below
- * WSYNC_MAX_RANKS, its box is not inside the tensor or its bytes reach beyond 2**63.  Empty
- * boxes are dropped. */
+ * WSYNC_MAX_RANKS, its box is not inside the tensor, its bytes reach beyond 2**63 or what
+ * it computes is not finite; UNSUPPORTED if nothing is computed in its dtype.  Empty boxes
+ * are dropped. */
 wsync_status_t wsync_layout_builder_shard(wsync_layout_builder_t *builder,
                                           const wsync_shard_t *shard, wsync_error_t *err);
 

@@ -141,6 +141,8 @@ static wsync_status_t add_source(wsync_planner_t *planner, const shard_key_t *ke
     wsync_plan_source_t source = {.box = keys[0].shard->box,
                                   .shard = WSYNC_PLAN_NONE,
                                   .origin = keys[0].shard->origin};
+    const wsync_tensor_t *what =
+        wsync_layout_tensor(planner->spec->source, keys[0].shard->tensor);
     wsync_status_t status;
 
     planner->ids.count = 0;
@@ -151,6 +153,13 @@ static wsync_status_t add_source(wsync_planner_t *planner, const shard_key_t *ke
     for (size_t i = 0; i < count; i++) {
         const uint32_t rank = keys[i].shard->rank;
 
+        if (keys[i].shard->affine.scale != keys[0].shard->affine.scale ||
+            keys[i].shard->affine.offset != keys[0].shard->affine.offset) {
+            return wsync_fail(planner->err, WSYNC_ERR_LAYOUT, 0, "plan",
+                              "%.256s: ranks %u and %u compute it differently from %.256s",
+                              what->name, keys[0].shard->rank, rank,
+                              wsync_layout_origin(planner->spec->source, source.origin));
+        }
         if (i > 0 && rank == keys[i - 1].shard->rank) {
             continue; /* twice on one rank: the first serves */
         }
