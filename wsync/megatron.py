@@ -4,7 +4,8 @@ What a rank holds of a parameter follows from the family's rule (which dimension
 the sizes of the configuration, and this rank's place in Megatron's groups; the local shape must
 agree.  The attributes that Megatron puts on parameters only confirm it, because some are wrong:
 on 0.16 the second linear layer of TransformerEngine experts calls dimension 0 cut where it is 1,
-and duplicated MLA projections call themselves parallel.
+duplicated MLA projections call themselves parallel, and nothing describes the embedding and the
+head of a model that Megatron-Bridge has loaded.
 
 Replicas (data parallel, context parallel, a tied embedding on the last pipeline stage) are the
 same boxes on several ranks.  slime's "bridge" mode, where a bridge object exports Hugging Face
@@ -294,7 +295,7 @@ class _Reader:
         axis = rule.shaped_dimension
         if axis < 0 or len(shape) <= axis or not shape[axis]:
             return cut
-        whole = self._expand(rule, name, shape, 1).shape[axis]
+        whole = self._expand(rule, name, shape, 1, False).shape[axis]
         parts, rest = divmod(whole, shape[axis])
         if rest or not parts or cut.ranks % parts:
             return cut
@@ -302,7 +303,7 @@ class _Reader:
 
     def _plan(self, rule: Rule, name: str, shape: tuple[int, ...], duplicated: bool) -> _Plan:
         cut = self._cut(rule, name, shape)
-        expansion = self._expand(rule, name, shape, 1 if duplicated else cut.ranks)
+        expansion = self._expand(rule, name, shape, cut.ranks, duplicated)
         try:
             whole = expansion.place(_ALONE, self.ranks.expert)
             if duplicated and shape == _stored(rule, whole.shape):
@@ -326,13 +327,18 @@ class _Reader:
         sizes, fields = self.spec.sizes, " or ".join(FIELDS["g"])
         return f", with {sizes['heads']} attention heads in {sizes['g']} query groups ({fields})"
 
-    def _expand(self, rule: Rule, name: str, shape: tuple[int, ...], ranks: int) -> Expansion:
-        """The rule with this model's sizes; an inferred axis takes what the known ones leave."""
+    def _expand(
+        self, rule: Rule, name: str, shape: tuple[int, ...], ranks: int, duplicated: bool
+    ) -> Expansion:
+        """The rule with this model's sizes; an inferred axis takes what the known ones leave.  A
+        duplicated parameter that has fewer rows than all is cut nevertheless."""
         found = self.spec.family.expand(rule, name, self.spec.sizes)
         dimension = rule.inferred_dimension
         if dimension < 0 or len(shape) <= dimension:
             return found
         ranks = ranks if rule.inferred_cut else 1
+        if duplicated and shape[dimension] >= found.shape[dimension]:
+            ranks = 1
         inferred = rule.inferred(self.spec.sizes, shape[dimension] * ranks)
         if inferred is None:
             raise _core.LayoutError(
@@ -372,6 +378,8 @@ def _check_attributes(name: str, tensor: Tensor, plan: _Plan) -> None:
     dimension = getattr(tensor, "partition_dim", None)
     if plan.ranks == 1 or not plan.cut_dimensions or plan.duplicated:
         return
+    if parallel is False and dimension == -1:
+        return  # what Megatron gives to all that nobody has described
     # Grouped experts' biases have no mark where experts are cut.
     if parallel is False and not (".experts." in name and ".bias" in name):
         raise _core.LayoutError(

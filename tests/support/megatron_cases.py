@@ -152,6 +152,18 @@ def backups_match(family, changes, parallel, options):
         ]
 
 
+def undescribed(family, changes, parallel, options):
+    """(layout, layout) as bytes: with what Megatron says of cut parameters, and with what it says
+    of all that nobody has described."""
+    with trained(family, changes, parallel, options) as (trainer, _):
+        before = wsync.megatron.layout(trainer.chunks, trainer.hf).layout.to_bytes()
+        for chunk in trainer.chunks:
+            for parameter in chunk.parameters():
+                parameter.tensor_model_parallel = False
+                parameter.partition_dim, parameter.partition_stride = -1, 1
+        return before, wsync.megatron.layout(trainer.chunks, trainer.hf).layout.to_bytes()
+
+
 def gathered_late(family, changes, parallel, options):
     """What is said of parameters that Megatron gathers when the next forward pass begins."""
     with trained(family, changes, parallel, options) as (trainer, _):
