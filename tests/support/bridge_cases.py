@@ -1,0 +1,199 @@
+"""What a rank does in the tests of families against Megatron-Bridge (tests/test_bridge.py)."""
+
+import contextlib
+import dataclasses
+import itertools
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+from support import megatron_cases as cases
+
+import wsync.megatron
+from wsync import _core
+from wsync.demo import megatron_cpu
+from wsync.families import tables
+from wsync.families.rules import Expansion
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small model of a family: its configuration's model_type and fields.
+
+    `extra`: attributes that Megatron-Bridge reads and the configuration's class does not know.
+    """
+
+    family: str
+    kind: str
+    fields: dict
+    extra: dict = field(default_factory=dict)
+
+
+@torch.no_grad()
+def save(config, folder):
+    """A checkpoint by transformers with weights that tell every element apart."""
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    buffers = [item for item in model.named_buffers() if "correction_bias" in item[0]]
+    for name, tensor in [*model.named_parameters(), *buffers]:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        values = torch.randn(tensor.shape, generator=generator) * 0.3
+        tensor.copy_(values + 1.0 if "norm" in name else values)
+    model.save_pretrained(folder)
+
+
+def tensors_of(folder):
+    state = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        state |= load_file(path)
+    return state
+
+
+def provider_of(bridge, parallel, computes):
+    """Megatron-Bridge's recipe of the model, for float32 on a CPU without fused kernels."""
+    provider = bridge.to_megatron_provider(load_weights=True)
+    options = {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.tp if parallel.etp is None else parallel.etp,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+        "autocast_dtype": torch.float32,
+        "use_cpu_initialization": True,
+        "make_vocab_size_divisible_by": 16,
+        "moe_token_dispatcher_type": "allgather",
+        "sequence_parallel": parallel.tp > 1 and not computes,
+        "deterministic_mode": True,  # the gated delta net in plain torch
+    }
+    off = "bf16 fp16 gradient_accumulation_fusion bias_dropout_fusion bias_activation_fusion \
+        persist_layer_norm moe_permute_fusion moe_router_fusion cross_entropy_loss_fusion \
+        apply_rope_fusion masked_softmax_fusion moe_shared_expert_overlap"
+    for name, value in (options | dict.fromkeys(off.split(), False)).items():
+        setattr(provider, name, value)
+    if not getattr(provider, "mtp_num_layers", None):
+        provider.mtp_num_layers = None
+    provider.finalize()
+    return provider
+
+
+@contextlib.contextmanager
+def bridged(folder, case, parallel, *, computes=False):
+    """(bridge, Megatron's chunks, configuration) of a new checkpoint in a folder."""
+    from megatron.bridge import AutoBridge
+
+    parallel = megatron_cpu.Parallel(**parallel)
+    with megatron_cpu.groups(parallel):
+        if dist.get_rank() == 0:
+            config = transformers.AutoConfig.for_model(case.kind, **case.fields)
+            for name, value in case.extra.items():
+                setattr(config, name, value)
+            save(config, folder)
+        dist.barrier()
+        bridge = AutoBridge.from_hf_pretrained(folder, torch_dtype=torch.float32)
+        chunks = provider_of(bridge, parallel, computes).provide_distributed_model(
+            wrap_with_ddp=False, bf16=False, fp16=False, use_cpu_initialization=True
+        )
+        yield bridge, chunks, transformers.AutoConfig.from_pretrained(folder)
+
+
+def merged(mine):
+    everyone = [None] * mine.ranks
+    dist.all_gather_object(everyone, mine.layout.to_bytes())
+    return _core.Layout.merge([_core.Layout.from_bytes(data) for data in everyone])
+
+
+def matches(folder, case, parallel):
+    """Compares a layout's shards with the checkpoint that Megatron-Bridge has loaded, then exports.
+
+    Returns (tensors, shards, rules with a planted fault); shards are counted on rank 0 only.
+    """
+    family = case.family
+    with bridged(folder, case, parallel) as (bridge, chunks, config):
+        state = tensors_of(folder)
+        exported = dict(bridge.export_hf_weights(chunks, cpu=True, show_progress=False))
+        assert sorted(exported) == sorted(state)
+        for name, tensor in state.items():
+            assert torch.equal(exported[name], tensor), name
+        mine = wsync.megatron.layout(chunks, config, model_name=family)
+        mine.bind()
+        buffers = [None] * mine.ranks
+        dist.all_gather_object(buffers, [cases.host_bytes(t) for t in mine.tensors()])
+        whole = merged(mine)
+        shards = cases.check_everything(whole, buffers, state) if mine.rank == 0 else 0
+        rules = split_rules(mine, config, family)
+        for rule in rules:
+            with swapped(rule):
+                other = merged(wsync.megatron.layout(chunks, config, model_name=family))
+            if mine.rank == 0:
+                with pytest.raises(AssertionError):
+                    cases.check_everything(other, buffers, state)
+        return len(state), shards, rules
+
+
+def split_rules(mine, config, family):
+    """Names of the rules that put a parameter together from several pieces, on any rank."""
+    model = tables.read_model(config, family)
+    found = set()
+    for name in mine.names:
+        rule, _ = model.family.find(name)
+        if pair(model.family.expand(rule, name, model.sizes).pieces) is not None:
+            found.add(rule.name)
+    everyone = [None] * mine.ranks
+    dist.all_gather_object(everyone, found)
+    return sorted(set().union(*everyone))
+
+
+def pair(pieces):
+    """Two pieces of one extent, of two tensors where there are such."""
+    pairs = [
+        (a, b)
+        for a, b in itertools.combinations(pieces, 2)
+        if (a.extent, a.axes) == (b.extent, b.axes) and a.source_start != b.source_start
+    ]
+    return min(pairs, key=lambda two: two[0].name == two[1].name, default=None)
+
+
+@contextlib.contextmanager
+def swapped(name):
+    """Layouts that are made meanwhile take two pieces of a rule for each other."""
+    right = Expansion.pieces.func
+
+    def wrong(expansion):
+        pieces = right(expansion)
+        if expansion.rule.name != name:
+            return pieces
+        a, b = pair(pieces)
+        change = {
+            a: dataclasses.replace(a, source_start=b.source_start),
+            b: dataclasses.replace(b, source_start=a.source_start),
+        }
+        return tuple(change.get(piece, piece) for piece in pieces)
+
+    with mock.patch.object(Expansion, "pieces", property(wrong)):
+        yield
+
+
+def logits_differ(folder, case, parallel):
+    """Largest difference between Megatron's and transformers' logits of one checkpoint, and the
+    largest logit."""
+    with bridged(folder, case, parallel, computes=True) as (_, chunks, config):
+        generator = torch.Generator().manual_seed(7)
+        ids = torch.randint(0, config.vocab_size, (2, 16), generator=generator)
+        with torch.no_grad():
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            want = model.eval()(ids).logits
+        for chunk in chunks:
+            chunk.eval()
+            if getattr(chunk, "rotary_pos_emb", None) is not None:
+                chunk.rotary_pos_emb.cp_group = None  # every rank computes the whole sequence
+        trainer = megatron_cpu.CpuTrainer(
+            chunks, chunks[0].config, config, megatron_cpu.Parallel(**parallel), torch.float32
+        )
+        found = trainer.logits(ids)
+        return float((found - want).abs().max()), float(want.abs().max())

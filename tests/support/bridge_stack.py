@@ -1,0 +1,57 @@
+"""Megatron-Bridge on a machine without a GPU: import this before anything of Megatron's.
+
+What Megatron-Core and Megatron-Bridge import and a conversion never calls has stand-ins: the
+kernels of triton and of flash-linear-attention.
+"""
+
+import importlib
+import os
+import types
+import typing
+
+import torch
+import torch._inductor.compile_fx  # asks what kind of triton there is, which must be none
+import typing_extensions
+from torch.utils import _triton
+
+from wsync.demo import megatron_cpu, stand_ins
+
+
+def _normalized(x, eps=1e-6, **_):
+    return (x * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class _OnlyCpu(types.ModuleType):
+    """torch, whose every device is the CPU."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(*_):
+        return torch.device("cpu")
+
+
+_scatter = torch.distributed.scatter
+
+
+def _contiguous(tensor, scatter_list=None, **options):
+    """Of tensors that are not contiguous, gloo sends wrong values and says nothing."""
+    parts = [part.contiguous() for part in scatter_list] if scatter_list else scatter_list
+    return _scatter(tensor, parts, **options)
+
+
+_triton.has_triton_package()  # remembered
+_triton.has_triton()
+stand_ins.install(["triton", "fla"])
+importlib.import_module("fla.modules.l2norm").l2norm = _normalized
+if not hasattr(typing, "override"):  # of Python 3.12, for which Megatron-Core 0.19 is made
+    typing.override = typing_extensions.override
+torch.distributed.scatter = _contiguous
+os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # or deterministic_mode is refused
+megatron_cpu.install()
+
+import megatron.bridge  # noqa: E402
+
+if hasattr(megatron.bridge.models, "minimax_m2"):  # it sends norms through a GPU
+    megatron.bridge.models.minimax_m2.minimax_m2_bridge.torch = _OnlyCpu("torch")

@@ -1,0 +1,158 @@
+"""Layouts against Megatron-Bridge: two processes per stack go through all families in turn.
+
+transformers saves a small checkpoint, Megatron-Bridge makes a Megatron model of it and exports it
+again, and the shards of all ranks must give the checkpoint back, bit for bit.  Both ways of a
+bridge share their row orders; Megatron's logits on what it has loaded prove them.
+
+The packages are not among the test extra's: `.ci/run bridge` installs them.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from support import bridge_cases as cases
+from support.bridge_cases import Case
+from support.procs import Ranks
+
+from wsync.families.tables import FAMILIES
+
+pytestmark = pytest.mark.bridge
+TESTS = Path(__file__).parent
+PLACE = "WSYNC_BRIDGE_PACKAGES"  # a folder that holds one of packages for each stack
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+HEADS = SMALL | {"head_dim": 16}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+MOE = HEADS | ROUTED | {"num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": []}
+SHARED = {"shared_expert_intermediate_size": 24}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+NEXT = MOE | SHARED | DELTA | {"partial_rotary_factor": 0.25}
+GROUPS = ROUTED | {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
+LATENT = {
+    **SMALL,
+    **GROUPS,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+GLM = HEADS | GROUPS | {"partial_rotary_factor": 0.5, "use_qk_norm": True, "attention_bias": True}
+INDEXER = {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 4}
+SINKS = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+# What Megatron-Bridge reads of a configuration, and transformers' class does not have.
+SIGMOID = {"scoring_func": "sigmoid", "num_nextn_predict_layers": 0}
+
+TP2, PP2, EP2 = {"tp": 2}, {"pp": 2}, {"tp": 2, "ep": 2, "etp": 1}
+DENSE, EXPERTS = (TP2, PP2), (TP2, PP2, EP2)
+WHOLE = ({"tp": 2, "etp": 1}, EP2)  # Megatron-Bridge knows these experts whole only
+
+# Megatron-Core 0.16.1, Megatron-Bridge 0.3.1, transformers 4.57.6.
+MCORE016 = [
+    (Case("llama", "llama", SMALL | {"head_dim": 8}), DENSE),
+    (Case("qwen2", "qwen2", SMALL), DENSE),
+    (Case("qwen3", "qwen3", HEADS), DENSE),
+    (Case("qwen3_moe", "qwen3_moe", MOE), EXPERTS),
+    (Case("deepseek_v3", "deepseek_v3", LATENT | {"rope_scaling": None}, SIGMOID), EXPERTS),
+    (Case("glm4_moe", "glm4_moe", GLM, SIGMOID), EXPERTS),
+    (Case("gpt_oss", "gpt_oss", HEADS | SINKS | LAYERS), WHOLE),
+    (Case("qwen3_next", "qwen3_next", NEXT, {"full_attention_interval": 4}), EXPERTS),
+]
+# Megatron-Core 0.19.2, Megatron-Bridge 0.6.2, transformers 5.23.0.
+MCORE019 = [
+    (Case("llama", "llama", SMALL | {"head_dim": 8}), DENSE),
+    (Case("qwen3_moe", "qwen3_moe", MOE), EXPERTS),
+    (Case("glm4_moe_lite", "glm4_moe_lite", LATENT, SIGMOID), EXPERTS),
+    (
+        Case(
+            "glm_moe_dsa",
+            "glm_moe_dsa",
+            LATENT | INDEXER,
+            SIGMOID | {"indexer_rope_interleave": False},
+        ),
+        EXPERTS,
+    ),
+    (Case("minimax_m2", "minimax_m2", HEADS | SINKS | {"rotary_dim": 8}), EXPERTS),
+    (Case("qwen3_5", "qwen3_5_text", HEADS | DELTA), DENSE),
+    (Case("qwen3_5_moe", "qwen3_5_moe_text", MOE | SHARED | DELTA), EXPERTS),
+]
+
+
+def rows(table, *, first=False):
+    """(case, arrangement) of the families that wsync has; `first`: of each only its first one."""
+    found = []
+    for case, arrangements in table:
+        if case.family in FAMILIES:
+            for parallel in arrangements[: 1 if first else None]:
+                name = "-".join([case.family, *(f"{key}{size}" for key, size in parallel.items())])
+                found.append(pytest.param(case, parallel, id=name))
+    return found
+
+
+def _ranks(stack):
+    if PLACE not in os.environ:
+        pytest.skip(f"needs Megatron-Bridge: `.ci/run bridge` installs it and sets {PLACE}")
+    packages = Path(os.environ[PLACE], stack)
+    assert packages.is_dir(), packages
+    path = [str(TESTS), str(packages), str(TESTS / "support" / "fake_te")]
+    with Ranks(2, path=path, modules=["support.bridge_stack"], fresh=True) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def mcore016():
+    yield from _ranks("mcore016")
+
+
+@pytest.fixture(scope="module")
+def mcore019():
+    yield from _ranks("mcore019")
+
+
+def _matches(ranks, folder, case, parallel):
+    (tensors, shards, planted), _ = ranks.run(cases.matches, folder, case, parallel, timeout=280)
+    assert shards >= tensors > 20
+    assert len(planted) >= 2
+
+
+@pytest.mark.parametrize(("case", "parallel"), rows(MCORE016))
+def test_shards_give_back_what_bridge_031_exports(mcore016, tmp_path, case, parallel):
+    _matches(mcore016, tmp_path, case, parallel)
+
+
+@pytest.mark.parametrize(("case", "parallel"), rows(MCORE019))
+def test_shards_give_back_what_bridge_062_exports(mcore019, tmp_path, case, parallel):
+    _matches(mcore019, tmp_path, case, parallel)
+
+
+@pytest.mark.parametrize(("case", "parallel"), rows(MCORE016, first=True))
+def test_megatron_computes_what_transformers_does(mcore016, tmp_path, case, parallel):
+    run = mcore016.run(cases.logits_differ, tmp_path, case, parallel, timeout=280)
+    for difference, largest in run:
+        assert difference < 2e-5 * largest
+        assert largest > 1
