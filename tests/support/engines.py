@@ -7,6 +7,7 @@ the reason, unless WSYNC_REQUIRE_ENGINES=1 makes it fail.
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import json
@@ -145,10 +146,10 @@ class SglangReceiver:
             env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
         )
 
-    def __call__(self, payload: str) -> dict[str, Any]:
-        """What the base64 payload becomes there: {"tensors": rows} or {"error": text}."""
+    def __call__(self, payload: bytes) -> dict[str, Any]:
+        """What the payload becomes there, sent as base64: {"tensors": rows} or {"error": text}."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(payload + "\n")
+        self._process.stdin.write(base64.b64encode(payload).decode() + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, f"the receiver ended with status {self._process.wait(10)}"

@@ -77,7 +77,7 @@ def count_down(file: bytes, counter: int) -> None:
         os.close(found)
 
 
-def load(data: bytes | str) -> object:
+def load(data: bytes) -> object:
     """`payload.load` that takes tensors on a GPU too, as GpuTensor."""
     with mock.patch.dict(payload._GLOBALS, {(payload.REDUCTIONS, "rebuild_cuda_tensor"): _rebuild}):
         return payload.load(data)

@@ -3,6 +3,7 @@ tests/fakecuda plays, and its engines run without wsync."""
 
 from __future__ import annotations
 
+import base64
 import gc
 from typing import Any
 
@@ -36,7 +37,7 @@ class StockEngine:
     ) -> tuple[bool, str]:
         assert len(serialized_named_tensors) == self.workers
         for loaded, text in zip(self.loaded, serialized_named_tensors, strict=True):
-            bucket: Any = gpu_reader.load(text)
+            bucket: Any = gpu_reader.load(base64.b64decode(text))
             flat = bucket["flattened_tensor"]
             if isinstance(flat, GpuTensor):
                 self.where.add("gpu")

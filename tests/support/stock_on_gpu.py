@@ -3,6 +3,7 @@ host's, so that a stream of the host fills them."""
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +56,7 @@ class StockEngine:
     ) -> tuple[bool, str]:
         assert len(serialized_named_tensors) == self.workers
         for text in serialized_named_tensors:
-            answer = self.receiver(text)
+            answer = self.receiver(base64.b64decode(text))
             if "error" in answer:
                 return False, answer["error"]
             self.loaded |= {row[0]: row[1:] for row in answer["tensors"]}

@@ -14,8 +14,6 @@ Torch's default, passing file descriptors, fails between processes without a com
 
 from __future__ import annotations
 
-import base64
-import binascii
 import dataclasses
 import functools
 import io
@@ -283,11 +281,6 @@ def control_bytes(value: object) -> bytes | None:
     return None
 
 
-def to_text(data: bytes) -> str:
-    """Base64, the form that an HTTP request carries; every SGLang version takes it."""
-    return base64.b64encode(data).decode("ascii")
-
-
 # --- reading ---------------------------------------------------------------------------------
 
 
@@ -314,8 +307,8 @@ def malformed(text: str) -> _core.ProtocolError:
     return _core.ProtocolError(f"payload: {text}")
 
 
-def load(data: bytes | str, *, timeout: float = PEER_SECONDS) -> object:
-    """Unpickles a payload, given as bytes or as base64 text.
+def load(data: bytes, *, timeout: float = PEER_SECONDS) -> object:
+    """Unpickles a payload.
 
     Anyone who reaches an engine's API can send one, so only these are understood: lists, tuples,
     dicts, strings, numbers, CPU tensors by file, by file descriptor and by value, and bucket
@@ -324,11 +317,6 @@ def load(data: bytes | str, *, timeout: float = PEER_SECONDS) -> object:
 
     timeout: seconds for the processes that pass file descriptors; DeadlineError after that.
     """
-    if isinstance(data, str):
-        try:
-            data = base64.b64decode(data, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise malformed(f"not base64: {error}") from None
     try:
         value = _Reader(data, Deadline(timeout)).load()
     except (_core.ProtocolError, _core.DeadlineError):

@@ -36,17 +36,12 @@ _LENGTH: Final = struct.Struct("!i")
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
-def is_file_name(name: object) -> bool:
-    """Whether torch gives files of /dev/shm such names."""
-    return isinstance(name, bytes) and _FILE_NAME.fullmatch(name) is not None
-
-
 def open_file(name: bytes, nbytes: int) -> int:
     """A descriptor of a file of at least `nbytes` that this user's torch has made in /dev/shm.
 
     Raises OSError where there is none, ProtocolError for anything else.
     """
-    if not is_file_name(name):
+    if not _FILE_NAME.fullmatch(name):
         raise ProtocolError(f"payload: {name[:100]!r} is not a file of torch's in {SHM}")
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     found = os.open(os.fsencode(SHM) + name, flags)

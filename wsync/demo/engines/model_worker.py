@@ -91,9 +91,7 @@ class ModelWorker:
 
     # --- requests ----------------------------------------------------------------------------
 
-    def update(
-        self, data: bytes | str, *, load_format: str | None, end: Deadline, **request: Any
-    ) -> str:
+    def update(self, data: bytes, *, load_format: str | None, end: Deadline, **request: Any) -> str:
         """A control message, or a bucket in a stock engine's payload; a text about it."""
         # before it has the weights: the payload may name a process that does not answer
         content: Any = payload.load(data, timeout=min(end.left, payload.PEER_SECONDS))
