@@ -47,6 +47,19 @@ def test_a_layout_of_another_rank_is_refused(ranks: Ranks, tmp_path: Path) -> No
     assert second == first
 
 
+def test_ranks_that_write_to_other_folders_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(agreement_cases.elsewhere, str(tmp_path))
+    there = [f"folder={str(tmp_path / rank)!r} on ranks [{rank}]" for rank in "01"]
+    assert first.endswith(f"have to make the same thing together: {', '.join(there)}")
+    assert second == first
+
+
+def test_connections_that_are_renewed_at_the_same_time_do_not_meet(ranks: Ranks) -> None:
+    first, second = ranks.run(agreement_cases.renewed_at_once)
+    assert first == (["", ""], ["7", "8"])
+    assert second == (["", ""], [])
+
+
 def test_a_rank_that_does_not_come_is_named_and_may_come_later(ranks: Ranks) -> None:
     first, _ = ranks.run(agreement_cases.absent)
     assert first == "DeadlineError: trainer ranks [1] did not come within 1 s"

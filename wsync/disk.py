@@ -60,7 +60,8 @@ _NOT_BY_DISK = dict.fromkeys(
 class DiskSync(Updates):
     """Keeps engines up to date through a folder of checkpoints.
 
-    Every trainer rank makes one, and all ranks call its methods together.  Rank 0 talks to the
+    Every trainer rank makes one, and all ranks call its methods together.  Several of the same
+    ranks are made one after another, in one order on all ranks.  Rank 0 talks to the
     engines' APIs; there may be none, and then versions are only written.
 
     Args:
@@ -106,7 +107,7 @@ class DiskSync(Updates):
         Options.of(options).refuse(_NOT_BY_DISK)
         super().__init__(source, options)
         with self._one_error():
-            self._same_call()
+            self._same_call(f"folder={os.fspath(folder)!r}")
             if self._group.rank == 0:
                 with self._file_calls() as calls:
                     calls.run([(folder, self._versions.check)])

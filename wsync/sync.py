@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class Sync(Updates):
     """Keeps a set of engines up to date with a trainer.
 
-    Every trainer rank makes one, and all ranks call its methods together.  Rank 0 talks to the
+    Every trainer rank makes one, and all ranks call its methods together.  Several of the same
+    ranks are made one after another, in one order on all ranks.  Rank 0 talks to the
     engines' APIs.
 
     Args:

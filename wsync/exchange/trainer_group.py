@@ -52,13 +52,16 @@ class TrainerGroup:
     Args:
         group: the ranks that take part; None for the default group.
         timeout: seconds after which a collective has failed.
+        meeting: a name that all ranks know; only those that give the same one meet.
 
     Raises:
         DeadlineError: not all ranks made one; the text says which did not.
         PeerClosedError: one of them has gone since; or what it has published.
     """
 
-    def __init__(self, group: ProcessGroup | None = None, *, timeout: float) -> None:
+    def __init__(
+        self, group: ProcessGroup | None = None, *, timeout: float, meeting: str = ""
+    ) -> None:
         self.timeout = timeout
         self.closed = False
         self._watch: Check | None = None
@@ -74,7 +77,7 @@ class TrainerGroup:
         members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._lane = Lane("wsync-store")
         try:
-            joining = self._lane.submit(functools.partial(self._join, list(members)))
+            joining = self._lane.submit(functools.partial(self._join, list(members), meeting))
             gloo, store, self.name = _result(joining, timeout + _STORE_SECONDS)
         except BaseException as error:
             self.closed = True
@@ -86,15 +89,15 @@ class TrainerGroup:
         whole = f"{self.size} trainer ranks"
         self._gloo = Collectives(gloo, whole=whole, member="a trainer rank")
 
-    def _join(self, members: list[int]) -> tuple[Any, Any, str]:
+    def _join(self, members: list[int], meeting: str) -> tuple[Any, Any, str]:
         """Meets the others, and connects to them; (gloo group, store of this group only, name)."""
         deadline = Deadline(self.timeout)
         # the default store's own timeout, which calls of the trainer need, is minutes long
         store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()
         store.set_timeout(timedelta(seconds=self.timeout))
-        name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-        store = dist.distributed_c10d.PrefixStore(f"wsync/{name}", store)
+        where = hashlib.sha256(repr((members, meeting)).encode()).hexdigest()[:16]
+        store = dist.distributed_c10d.PrefixStore(f"wsync/{where}", store)
         name = _meet(store, self.rank, self.size, self.timeout)
         store = dist.distributed_c10d.PrefixStore(name, store)
         gloo = dist.distributed_c10d.PrefixStore("gloo", store)

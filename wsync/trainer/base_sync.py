@@ -50,6 +50,7 @@ class Updates(abc.ABC):
         self._closed = False
         self._busy = Turn()
         self._group = TrainerGroup(self._source.group, timeout=timeout)
+        self._meeting = self._group.name
 
     def close(self) -> None:
         """Lets go of the other ranks, and of all memory and sockets.  Engines keep the weights
@@ -76,11 +77,12 @@ class Updates(abc.ABC):
         finally:
             self._requests.settle()
 
-    def _same_call(self) -> None:
-        """Raises InvalidArgumentError where ranks make different things at the same time, or mean
-        to exchange rounds in different ways: they would not meet."""
-        mine = [type(self).__name__, f"exchange={self.options.exchange!r}"]
-        for meant in zip(*self._group.gather_json(mine), strict=True):
+    def _same_call(self, *arguments: str) -> None:
+        """Raises InvalidArgumentError where ranks make different things at the same time, with
+        other arguments of those that are the same on all ranks, or mean to exchange rounds in
+        different ways: they would not meet."""
+        mine = [type(self).__name__, f"exchange={self.options.exchange!r}", *arguments]
+        for meant in zip(*self._group.gather_json(mine), strict=False):  # the type comes first
             if len(set(meant)) > 1:
                 each = ", ".join(
                     f"{one} on ranks {[rank for rank, other in enumerate(meant) if other == one]}"
@@ -174,12 +176,14 @@ class Updates(abc.ABC):
 
     def _renew(self) -> None:
         """After a failure, be it one that only another rank has met at the very end of an update:
-        a new group, because a collective of the old one may be stuck."""
+        a new group, because a collective of the old one may be stuck.  Only ranks of this
+        connection meet in it: another one of the same ranks may be renewed at the same time."""
         self._updates += 1
         if not self._group.begin(self._updates):
             self._group.close()
             self._abandon(_core.RemoteError("another trainer rank has given up the connection"))
-            self._group = TrainerGroup(self._source.group, timeout=self.options.exchange_deadline)
+            timeout = self.options.exchange_deadline
+            self._group = TrainerGroup(self._source.group, timeout=timeout, meeting=self._meeting)
             self._group.begin(self._updates)
 
     @contextlib.contextmanager
