@@ -355,9 +355,9 @@ def _flat_parts(prefix: str, handle: Any, tied: bool) -> Iterator[_Part]:
     """The intervals that this rank keeps of a unit's parameters, flattened one after another."""
     flat = handle.flat_param
     _write_back(prefix, handle)
-    # before the first forward pass, and without sharding, the parameter itself is the local shard
-    tensor = getattr(flat, "_local_shard", None)
-    tensor = flat if tensor is None or not handle.uses_sharded_strategy else tensor
+    # The parameter itself is the local shard, assigned or not, unless it is whole for a pass.
+    whole = handle.uses_sharded_strategy and flat.size() == flat._unpadded_unsharded_size
+    tensor = getattr(flat, "_local_shard", flat) if whole else flat
     infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
     for key, size, info in infos:
         name = plain_name(f"{prefix}.{key}" if prefix else key)
