@@ -95,6 +95,13 @@ def test_the_bias_of_the_router_is_float32_whatever_the_model_is(ranks):
     assert len(wide) == 4 and set(kinds.values()) == {"float32", "bfloat16"}
 
 
+def test_biases_that_megatron_narrowed_for_a_while_are_delivered_in_float32(ranks):
+    case = ("deepseek_v3", {}, {"tp": 2}, TE | {"dtype": "bfloat16"})
+    for before, of_model, of_backups in ranks.run(cases.biases_stay_wide, *case):
+        assert before == ["torch.bfloat16"]
+        assert of_model == of_backups == {"float32"}
+
+
 def test_projections_that_engines_join_stay_together(ranks):
     _, tensors = _matches(ranks, CASES["te-tp2-pp2-ep2"])
     groups = {}

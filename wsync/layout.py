@@ -72,7 +72,8 @@ class TrainerLayout:
     tensors that the layout was built from: dtypes, shapes and strides, which must not change.
     `pick` finds the buffers' tensors among weights that the caller has by name; None takes those
     of the same global name, or, where no buffer's is among them that has one, of `other_names`.
-    `stage` is the rank's pipeline stage.
+    `stage` is the rank's pipeline stage.  `widened`: the parameters in float32 of which the weights
+    that a caller has may be a narrower copy, from before the trainer made them so.
     """
 
     layout: _core.Layout
@@ -85,6 +86,7 @@ class TrainerLayout:
     pick: Callable[[Mapping[str, Tensor]], Sequence[Tensor]] | None = None
     stage: int = 0
     other_names: Mapping[str, str] = field(default_factory=dict)
+    widened: Collection[str] = ()
 
     def __post_init__(self) -> None:
         # a description keeps its tensors, a layout must not
@@ -104,14 +106,21 @@ class TrainerLayout:
         index = table.differs(self.made_from)
         if index is not None and weights is not None:
             tensors = [
-                _laid_out(tensor, table[place], self.made_from[place])
-                for place, tensor in enumerate(tensors)
+                self._fitted(place, tensor, table[place]) for place, tensor in enumerate(tensors)
             ]
             table = _core.describe(tensors, self.names, gpu=True)
             index = table.differs(self.made_from)
         if index is not None:
             _refuse(self.names[index], self.made_from[index], table[index])
         return table
+
+    def _fitted(self, place: int, tensor: Tensor, row: _Row) -> Tensor:
+        """One of the weights given, as a copy in the layout's form where it may have another."""
+        form = self.made_from[place]
+        narrow = row[1] in ("bfloat16", "float16") and form[1] == "float32"
+        if narrow and self.names[place] in self.widened:
+            return tensor.detach().float()
+        return _laid_out(tensor, row, form)
 
     def _current(self, weights: Mapping[str, Tensor] | None) -> Sequence[Tensor]:
         if weights is None:

@@ -99,6 +99,7 @@ def layout(
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
     spec = read_model(config, model_name, loaded_by)
+    _keep_biases_wide(chunks)
     ranks = Ranks.current()
     rank, count = position(group)
     slots = Slots(chunks, lambda: _slots(chunks, spec, ranks))
@@ -130,7 +131,18 @@ def layout(
         group,
         stage=ranks.stage,
         other_names=_local_experts(names, spec, ranks),
+        widened={name for name in names if name.endswith(".expert_bias")},
     )
+
+
+def _keep_biases_wide(chunks: Sequence[Module]) -> None:
+    """Float16Module narrows the biases of routers, and the next forward pass makes them float32
+    again, which engines are to have from the first update on."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            keep = getattr(module, "_maintain_float32_expert_bias", None)
+            if callable(keep):
+                keep()
 
 
 def _check_gathered(chunks: Sequence[Module]) -> None:

@@ -336,6 +336,28 @@ def layout_matches(family, changes, parallel, options):
         return list(mine.names), shards, [tuple(tensor) for tensor in tensors]
 
 
+def biases_stay_wide(family, changes, parallel, options):
+    """The dtypes of routers' biases once Float16Module has narrowed them: in the model before the
+    layout was made, in the layout, and from backups that were taken before."""
+    from megatron.core.transformer.module import Float16Module
+
+    with megatron_cpu.groups(megatron_cpu.Parallel(**parallel)):
+        trainer, _ = build(family, changes, parallel, options)
+        chunks = [Float16Module(trainer.config, chunk) for chunk in trainer.chunks]
+        weights = dict(megatron_cpu.named_weights(chunks, trainer.hf.n_routed_experts))
+        backups = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        before = {t.dtype for name, t in weights.items() if name.endswith("expert_bias")}
+        mine = wsync.megatron.layout(chunks, trainer.hf)
+        for chunk in chunks:  # as the next forward pass does
+            for module in chunk.modules():
+                getattr(module, "_maintain_float32_expert_bias", bool)()
+        tables = mine.bind(), mine.bind(backups)
+        places = [i for i, name in enumerate(mine.names) if name.endswith("expert_bias")]
+        assert all(torch.equal(mine.tensors()[i], backups[mine.names[i]].float()) for i in places)
+        found = [{table[i][1] for i in places} for table in tables]
+        return [str(dtype) for dtype in before], *found
+
+
 def logits_match(family, changes, parallel, options):
     """Largest difference between the trainer's and transformers' logits of one checkpoint, and the
     largest logit."""
