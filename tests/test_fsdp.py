@@ -112,7 +112,16 @@ def test_ranks_without_rows_take_part(four: Ranks) -> None:
     assert [fact["empty"] > 0 for fact in facts] == [False, False, False, True]
 
 
-@pytest.mark.parametrize("how", ["fsdp1-trained", "fsdp1-trained-whole", "fsdp1-orig", "fsdp1-orig-whole", "fsdp1-orig-trained"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "fsdp1-trained",
+        "fsdp1-trained-whole",
+        "fsdp1-orig",
+        "fsdp1-orig-whole",
+        "fsdp1-orig-trained",
+    ],
+)
 def test_parameters_of_fsdp1_that_are_assigned_are_seen(two: Ranks, how: str) -> None:
     for shards in two.run(cases.assigned_matches, how):
         assert min(shards) > 20

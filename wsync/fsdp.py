@@ -108,8 +108,8 @@ def layout(
         _, dtype, _, strides, _ = table[number]
         maps = names_of.maps(part)
         if math.prod(part.shape) == 0:
-            for name, _, shape, *_, together in maps:
-                builder.add_tensor(name, dtype, shape, together)
+            for each in maps:
+                builder.add_tensor(each[0], dtype, each[2], each[7])
         elif part.regions:
             strides = strides if part.strides is None else part.strides
             builder.add_parameter(part.name, number, dtype, strides, part.regions, maps)

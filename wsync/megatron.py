@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ranks", "layout"]
 
+_Box = tuple[str, Sequence[int]]  # a target, and where in it
 OUTPUT = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"((?:language_model\.)?(?:decoder|mtp)\.layers\.)(\d+)(?=\.|$)")
@@ -107,15 +108,12 @@ def layout(
     table = _core.describe(current, names, gpu=True)
     builder = _core.LayoutBuilder(rank)
     reader = _Reader(spec, ranks)
-    claimed: dict[tuple[str, Sequence[int]], str] = {}  # targets and where in them
+    claimed: dict[_Box, str] = {}
     for index, (name, tensor) in enumerate(zip(names, current, strict=True)):
         _, dtype, shape, strides, _ = table[index]
         regions, maps, strides = reader.read(name, tensor, shape, strides)
         builder.add_parameter(name, index, dtype, strides, regions, maps)
-        for target, _, _, start, *_ in maps:
-            other = claimed.setdefault((target, start), name)
-            if other != name:
-                raise _core.LayoutError(f"{other} and {name}: both are {target}")
+        _claim(claimed, name, maps)
 
     def read() -> list[Tensor]:
         _check_gathered(chunks)
@@ -133,6 +131,14 @@ def layout(
         other_names=_local_experts(names, spec, ranks),
         widened={name for name in names if name.endswith(".expert_bias")},
     )
+
+
+def _claim(claimed: dict[_Box, str], name: str, maps: Sequence[_core.Map]) -> None:
+    """Raises LayoutError where two parameters of this rank are one tensor of the checkpoint."""
+    for target, _, _, start, *_ in maps:
+        other = claimed.setdefault((target, start), name)
+        if other != name:
+            raise _core.LayoutError(f"{other} and {name}: both are {target}")
 
 
 def _keep_biases_wide(chunks: Sequence[Module]) -> None:
