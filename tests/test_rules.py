@@ -441,10 +441,8 @@ def test_an_inferred_factor(rows, heads):
 
 def test_a_parameter_that_may_be_whole_is_cut_where_it_is_not():
     rule = Rule("q", "~(a | b) h", Target("q", "(a | b) h"))
-    assert rule.may_be_whole
     full = numbered((6, 2))
     assert (local_share(rule, full, Cut(1, 3), a=1, b=5, h=2) == full[2:4]).all()
-    assert not Rule("q", "*(a | b) h", Target("q", "(a | b) h")).may_be_whole
 
 
 def test_latent_attention_needs_no_query_groups():

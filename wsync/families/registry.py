@@ -97,7 +97,7 @@ def check(family: Family) -> None:
             if max(counts.values()) > 1:
                 raise RuleError(f"{rule.name}: writes elements of {target} twice")
             first, other = shapes.setdefault(target, (rule, shape))
-            if other != shape:
+            if other != shape and rule.inferred_dimension < 0 and first.inferred_dimension < 0:
                 raise RuleError(
                     f"{rule.name}: gives {target} another shape than {first.name} (with small "
                     f"sizes, {shape} and {other})"
