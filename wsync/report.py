@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from wsync.machine.trace import Trace
@@ -93,12 +93,7 @@ class Report:
 
     def facts(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        names = [name for name in self.__dataclass_fields__ if name not in ("phases", "trace")]
-        return {
-            **{name: getattr(self, name) for name in names},
-            "redundancy": self.redundancy,
-            "phases": dict(self.phases),
-        }
+        return {**asdict(self), "redundancy": self.redundancy}
 
 
 def _count(number: int, noun: str) -> str:
