@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -496,3 +498,18 @@ def test_a_module_without_elements_is_updated() -> None:
         for version in (1, 2):
             sync.update(version=version)
     assert engine.receivers[0].state.trouble == "" and engine.version == "2"
+
+
+def test_a_loader_that_nobody_has_any_more_goes_at_once() -> None:
+    """With the module that it keeps, whose weights may fill a GPU."""
+    loader = RecordedLoader(Fused())
+    loader.learn(ring_of(draw(0))[1])
+    assert loader.recording is not None
+    gone = weakref.ref(loader)
+    gc.collect()
+    gc.disable()
+    try:
+        del loader
+        assert gone() is None
+    finally:
+        gc.enable()

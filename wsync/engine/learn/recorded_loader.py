@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -116,7 +115,8 @@ class RecordedLoader(ChoosingLoader):
         facts = [model.tensor(index) for index in range(model.tensor_count)]
         if self.recording is not None and facts == self._model:
             held = ModuleMemory(self._module)
-            change = held.difference(self.recording.facts) or self._stale(self.recording, held)
+            change = held.difference(self.recording.facts) or self._stale()
+            change = change or self.recording.stale(held)
             if not change:
                 return self._chosen.blob() if self._needed else WHOLE
             _log.info("the module has changed (%s) and is learnt anew", change)
@@ -140,8 +140,7 @@ class RecordedLoader(ChoosingLoader):
             return WHOLE
         self._check_delivered(recording.lacking)
         self.recording, self._model = recording, facts
-        stale = functools.partial(self._stale, recording)
-        self._chosen = _Replay(self._module, self._load, recording, facts, stale, self._stream)
+        self._chosen = _Replay(self._module, self._load, recording, facts, self._stream)
         self._tell(recording)
         return self._chosen.blob() if self._needed else WHOLE
 
@@ -202,6 +201,8 @@ class RecordedLoader(ChoosingLoader):
         return {"module": module, **self.recording.describe(self._model)}
 
     def begin(self, rounds: int) -> None:
+        if self.recording is not None and (change := self._stale()):
+            raise _changed(self._module, change)
         super().begin(rounds)
         self._sums = ModuleMemory(self._module).sums(self._doubtful) if self._doubtful else {}
 
@@ -212,11 +213,11 @@ class RecordedLoader(ChoosingLoader):
             self._after(self._module)
         return receipt
 
-    def _stale(self, recording: Recording, held: ModuleMemory) -> str:
-        """What load_weights goes by that has changed; "" where nothing has."""
-        if self.goes_by() != self._went_by:
-            return "load_weights goes by something outside the module that has other values"
-        return recording.stale(held)
+    def _stale(self) -> str:
+        """What load_weights goes by that no recording knows of, and that has changed; or ""."""
+        if self.goes_by() == self._went_by:
+            return ""
+        return "load_weights goes by something outside the module that has other values"
 
     def _record(self, layout: _core.Layout) -> Recording:
         with attributes_read(self._module) as attributes:
@@ -257,8 +258,7 @@ class RecordedLoader(ChoosingLoader):
 class _Replay(RoutedLoader):
     """Does what a recording says with the tensors of a module, wherever they lie by then.
 
-    model: the facts of what the trainer delivers.  stale: what the recording goes by that has
-    changed, or "".
+    model: the facts of what the trainer delivers.
     """
 
     def __init__(
@@ -267,7 +267,6 @@ class _Replay(RoutedLoader):
         load: LoadWeights,
         recording: Recording,
         model: _Model,
-        stale: Callable[[ModuleMemory], str],
         stream: _core.Stream,
     ) -> None:
         super().__init__(stream)
@@ -277,7 +276,6 @@ class _Replay(RoutedLoader):
         by_name = {fact.name: fact for fact in model}
         self.aside = [by_name[name] for name in recording.fallback]
         self.layout = self._destination({name: fact.shape for name, fact in by_name.items()})
-        self._stale = stale
         self._held: ModuleMemory | None = None
 
     def blob(self) -> bytes:
@@ -296,12 +294,8 @@ class _Replay(RoutedLoader):
             held = ModuleMemory(self.module)
             held.check_place(self.recording.areas)
             change = held.difference(self.recording.facts)
-        change = change or self._stale(held)
-        if change:
-            raise _core.StateError(
-                f"{type(self.module).__name__} has changed since it was learnt: {change}; "
-                "the next update learns it anew"
-            )
+        if change := change or self.recording.stale(held):
+            raise _changed(self.module, change)
         return held
 
     def _destination(self, shapes: dict[str, tuple[int, ...]]) -> _core.Layout:
@@ -316,6 +310,13 @@ class _Replay(RoutedLoader):
             zeros = [0] * len(shape)
             builder.add_shard(name, dtype, shape, zeros, shape, count + number, 0, strides)
         return builder.build()
+
+
+def _changed(module: torch.nn.Module, change: str) -> _core.StateError:
+    return _core.StateError(
+        f"{type(module).__name__} has changed since it was learnt: {change}; the next update "
+        "learns it anew"
+    )
 
 
 class _Filling:
