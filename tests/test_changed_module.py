@@ -622,18 +622,38 @@ class OfParts(Loading):
         self.first, self.second = Flag(False), Flag(True)
         self.queue, self.sign = deque([1]), 0.0
         self.listed = [torch.zeros(3)]
+        self.chain = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.ReLU()])
+        self.alias = self.a
+        self.register_buffer("kept", torch.zeros(3))
+
+    def more(self) -> int:
+        return 0
 
     def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in pairs:
             times = 1 + self.first.value + isinstance(self.second, torch.nn.Identity)
             times += isinstance(self.a, Buffered) + len(self.queue) + len(self.listed[0])
+            times += self.more() + len(self.first.extra_repr()) + len(self.chain) + (self.alias is self.a)
+            times += "kept" in self.state_dict() and "chain.0" in dict(self.named_modules())
             getattr(self, name).data.copy_(tensor[rows(times)])
             if str(self.sign)[0] == "-":
                 self.b.data.zero_()
+        self.chain.load_state_dict({})
 
 
 class Buffered(torch.nn.Parameter):
     pass
+
+
+def buffered(module: OfParts) -> None:
+    module.a = module.alias = Buffered(module.a.data, requires_grad=False)
+
+
+def zeroed_after(module: OfParts) -> None:
+    def zero(*_: object) -> None:
+        module.b.data.zero_()
+
+    module.chain.register_load_state_dict_post_hook(zero)
 
 
 @pytest.mark.parametrize(
@@ -642,10 +662,16 @@ class Buffered(torch.nn.Parameter):
         (lambda m: setattr(m, "first", Flag(True)), "first.value, which .* was False and is True"),
         (lambda m: m.__dict__["_modules"].update(first=m.second, second=m.first), "first.value, "),
         (lambda m: setattr(m, "second", torch.nn.Identity()), "second.__class__, which .*Flag"),
-        (lambda m: setattr(m, "a", Buffered(m.a.data, requires_grad=False)), "a.__class__, which"),
+        (buffered, "a.__class__, which"),
         (lambda m: m.queue.append(2), "queue, which"),
         (lambda m: m.listed.__setitem__(0, torch.zeros(4)), "listed, which"),
         (lambda m: setattr(m, "sign", -0.0), "sign, which .* was 0.0 and is -0.0"),
+        (lambda m: setattr(m, "more", lambda: 2), "more, which .* its class's and is a function"),
+        (lambda m: setattr(m.first, "extra_repr", lambda: "x"), "first.extra_repr, which"),
+        (lambda m: m.chain.append(torch.nn.Identity()), "the name chain.2 is new"),
+        (lambda m: setattr(m, "alias", parameter(m.a.data)), "alias was that of a and is that of"),
+        (lambda m: m.register_buffer("kept", m.kept, persistent=False), "_non_persistent"),
+        (zeroed_after, "_load_state_dict_post_hooks, which load_weights goes by, was"),
     ],
 )
 def test_parts_that_become_others_are_noticed(change: Callable[[Any], object], text: str) -> None:

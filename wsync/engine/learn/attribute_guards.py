@@ -4,8 +4,9 @@ Seen are those of the module, of its parts and of its parameters whose values ar
 words, None, enumerations, dtypes, arrays of numpy, functions by their code and what they are bound
 to, containers of such, and configurations (objects with to_dict, dataclasses) by what they hold.
 Of a tensor in a container the shape is compared, of anything else there, and of anything deeper
-than a few containers, the type; so it is of parts and parameters themselves.  Not seen is what is
-read by way of `__dict__` or `vars`.
+than a few containers, the type; so it is of parts and parameters themselves.  Of a method of the part's
+class it is seen that nothing on the part takes its place.  Not seen is what is read by way of
+`__dict__` or `vars`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ _ATOMS: Final = (
     *(range, slice, enum.Enum, torch.dtype, torch.device, type),
 )
 _PLAIN: Final = frozenset((bool, int, str, bytes, type(None)))  # the most frequent of them
-# what every module has, and ModuleMemory knows of
-_OWN: Final = vars(torch.nn.Module()).keys() - {"training"}
+_HELD: Final = frozenset(("_parameters", "_buffers", "_modules"))  # ModuleMemory knows of these
 _DEPTH: Final = 8  # of containers in containers
 
 
@@ -40,9 +40,11 @@ Parts = Mapping[str, torch.nn.Module]
 
 
 class _Absent(enum.Enum):
-    """What an attribute is that is not there, and a value that is not compared."""
+    """What an attribute is that is not there, a method of its owner's class, and a value that is
+    not compared."""
 
     ABSENT = "absent"
+    INHERITED = "its class's"
     OTHER = "other"
 
     def __repr__(self) -> str:
@@ -94,7 +96,9 @@ class Attribute:
 
     def _value(self, parts: Parts) -> Any:
         owner = self.owner(parts)
-        return _Absent.ABSENT if owner is None else getattr(owner, self.name, _Absent.ABSENT)
+        if owner is None:
+            return _Absent.ABSENT
+        return _own(owner, self.name, getattr(owner, self.name, _Absent.ABSENT))
 
 
 class AttributeGuards:
@@ -125,15 +129,16 @@ class AttributeGuards:
 
 class _Group:
     """Attributes of one owner that are there and cannot change while they are the same objects,
-    and names that it does not have."""
+    and names that it does not have, or that only its class has."""
 
     def __init__(self, members: list[Attribute]) -> None:
         self.members = members
-        there = [each for each in members if each.atom is not _Absent.ABSENT]
+        there = [each for each in members if not isinstance(each.atom, _Absent)]
         # asked for two and more names, an attrgetter gives a tuple
         names = ("__class__", "__class__", *(each.name for each in there))
         self._get: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*names)
         self._atoms = [each.atom for each in there]
+        self._unset = {each.name for each in members if isinstance(each.atom, _Absent)}
         self._absent = {each.name for each in members if each.atom is _Absent.ABSENT}
 
     def holds(self, parts: Parts, defined: dict[type, set[str]]) -> bool:
@@ -148,6 +153,8 @@ class _Group:
             return False
         if not all(map(operator.is_, values, self._atoms)):
             return False
+        if not vars(owner).keys().isdisjoint(self._unset):
+            return False
         if not self._absent:
             return True
         if kind not in defined:
@@ -155,7 +162,18 @@ class _Group:
         known = defined[kind]
         if "__getattr__" in known:  # it may make up others
             return False
-        return self._absent.isdisjoint(vars(owner)) and self._absent.isdisjoint(known)
+        return self._absent.isdisjoint(known)
+
+
+def _own(owner: Any, name: str, value: Any) -> Any:
+    """A value that was found on an owner, or INHERITED."""
+    inherited = (
+        callable(value)
+        and isinstance(owner, torch.nn.Module)
+        and not isinstance(value, torch.nn.Module | type)
+        and name not in vars(owner)
+    )
+    return _Absent.INHERITED if inherited else value
 
 
 def _forms(value: Any) -> tuple[Any, Any, str]:
@@ -267,15 +285,15 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
             threading.get_ident() != mine
             or key in seen
             or key[0] not in owners
-            or name in _OWN
+            or name in _HELD
             or name.startswith("__")
         ):
             return
         seen.add(key)
         _, part, parameter = owners[key[0]]
         own = value is _Absent.ABSENT or name in owner.__dict__ or name == "requires_grad"
-        if own or not (parameter or callable(value)):
-            attribute = Attribute.of(part, parameter, name, value)
+        if own or not parameter:
+            attribute = Attribute.of(part, parameter, name, _own(owner, name, value))
             if attribute.frozen is not _Absent.OTHER:
                 found.append(attribute)
 

@@ -17,6 +17,7 @@ from wsync.module_tensors import checksum_of
 
 # (path, dtype, shape, strides in elements, area, byte offset in it)
 Fact = tuple[str, str, tuple[int, ...], tuple[int, ...], int, int]
+Name = tuple[str, str | None]  # of a part or tensor, and the first one of what it stands for
 Seen = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
@@ -99,9 +100,11 @@ class ModuleMemory:
         self.parameters: set[str] = set()  # paths
         numbers: dict[int, int] = {}
         self.parts = dict(module.named_modules())
+        self.names = _names_of_parts(self.parts)
         self._outlines = [_Outline(part) for part in self.parts.values()]
         # where each is bound, its id, how it is seen, and its storage
         self._places: list[tuple[dict[str, Any], str, int, Seen, tuple[int, int]]] = []
+        firsts: dict[int, str] = {}
         for path, slot, name, tensor in bound_tensors(module):
             start, end = _span(tensor)
             if tensor.numel() and (not start or _end(tensor) > end - start):
@@ -117,6 +120,7 @@ class ModuleMemory:
             offset = int(tensor.storage_offset()) * tensor.element_size()
             shape, strides = tuple(tensor.shape), tensor.stride()
             self.facts.append((path, dtype, shape, strides, number, offset))
+            self.names.append((path, firsts.setdefault(id(tensor), path)))
             if isinstance(tensor, torch.nn.Parameter):
                 self.parameters.add(path)
             self._places.append((slot, name, id(tensor), seen(tensor), (start, end)))
@@ -209,19 +213,20 @@ class ModuleMemory:
         named = zip(self.facts, self.tensors, strict=True)
         return {fact[0]: checksum_of(tensor) for fact, tensor in named if fact[0] in paths}
 
-    def difference(self, facts: list[Fact]) -> str:
-        """How the tensors differ from what they were; "" where they only moved."""
-        if self.facts == facts:
+    def difference(self, facts: list[Fact], names: list[Name] | None = None) -> str:
+        """How the tensors, and the names if they are given, differ from what they were; "" where
+        tensors only moved."""
+        names = self.names if names is None else names
+        if (self.facts, self.names) == (facts, names):
             return ""
-        now = {fact[0]: fact[1:] for fact in self.facts}
-        before = {fact[0]: fact[1:] for fact in facts}
-        for path, fact in before.items():
-            if path not in now:
-                return f"{path} is gone"
-            if now[path] != fact:
-                return f"{path} was {_text(fact)} and is {_text(now[path])}"
-        new = next((path for path in now if path not in before), "")
-        return f"{new} is new" if new else "the tensors are in another order"
+        now, before = _texts(self.facts, self.names), _texts(facts, names)
+        for what, text in before.items():
+            if what not in now:
+                return f"{what} is gone"
+            if now[what] != text:
+                return f"{what} was {text} and is {now[what]}"
+        new = next((what for what in now if what not in before), "")
+        return f"{new} is new" if new else "the tensors or parts are in another order"
 
 
 class AreaNames:
@@ -258,9 +263,22 @@ def _shared(one: str, other: str) -> LayoutError:
     return SharedError(f"{one} and {other} share memory of two storages")
 
 
-def _text(fact: Any) -> str:
-    dtype, shape, strides, area, offset = fact
-    return f"{dtype} {shape} with strides {strides} at byte {offset} of storage {area}"
+def _texts(facts: list[Fact], names: list[Name]) -> dict[str, str]:
+    """What is said of each tensor, and of each name."""
+    tensors = {
+        path: f"{dtype} {shape} with strides {strides} at byte {offset} of storage {area}"
+        for path, dtype, shape, strides, area, offset in facts
+    }
+    return tensors | {f"the name {path}": f"that of {first}" for path, first in names}
+
+
+def _names_of_parts(parts: dict[str, torch.nn.Module]) -> list[Name]:
+    firsts = {id(part): path for path, part in parts.items()}
+    return [
+        (f"{path}.{name}" if path else name, firsts.get(id(child)))
+        for path, part in parts.items()
+        for name, child in part._modules.items()
+    ]
 
 
 def _end(tensor: torch.Tensor) -> int:

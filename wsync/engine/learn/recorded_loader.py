@@ -115,8 +115,8 @@ class RecordedLoader(ChoosingLoader):
         facts = [model.tensor(index) for index in range(model.tensor_count)]
         if self.recording is not None and facts == self._model:
             held = ModuleMemory(self._module)
-            change = held.difference(self.recording.facts) or self._stale()
-            change = change or self.recording.stale(held)
+            old = self.recording
+            change = held.difference(old.facts, old.names) or self._stale() or old.stale(held)
             if not change:
                 return self._chosen.blob() if self._needed else WHOLE
             _log.info("the module has changed (%s) and is learnt anew", change)
@@ -222,7 +222,7 @@ class RecordedLoader(ChoosingLoader):
     def _record(self, layout: _core.Layout) -> Recording:
         with attributes_read(self._module) as attributes:
             recording = self._watch(layout, attributes)
-        recording.guard(attributes, dict(self._module.named_modules()))
+        recording.guard(attributes, ModuleMemory(self._module))
         return recording
 
     def _watch(self, layout: _core.Layout, attributes: list[Attribute]) -> Recording:
@@ -293,7 +293,7 @@ class _Replay(RoutedLoader):
             self._held = None
             held = ModuleMemory(self.module)
             held.check_place(self.recording.areas)
-            change = held.difference(self.recording.facts)
+            change = held.difference(self.recording.facts, self.recording.names)
         if change := change or self.recording.stale(held):
             raise _changed(self.module, change)
         return held
@@ -372,7 +372,7 @@ class _Filling:
         """StateError where the module no longer has the tensors that the update was written to."""
         if not self._held.current():
             module = self._replay.module
-            change = ModuleMemory(module).difference(self._held.facts)
+            change = ModuleMemory(module).difference(self._held.facts, self._held.names)
             raise _core.StateError(
                 f"{type(module).__name__} has changed while the update ran: "
                 f"{change or 'tensors were replaced'}"

@@ -21,7 +21,7 @@ import torch
 
 from wsync._core import LayoutError
 from wsync.dtypes import dtype_of
-from wsync.engine.learn.attribute_guards import Attribute, AttributeGuards, Parts
+from wsync.engine.learn.attribute_guards import Attribute, AttributeGuards
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import (
     Area,
@@ -29,6 +29,7 @@ from wsync.engine.learn.module_memory import (
     Bindings,
     Fact,
     ModuleMemory,
+    Name,
     region,
     view,
 )
@@ -152,7 +153,8 @@ class Recording:
     looked: checksums of the gaps of areas whose values the loader looked at: it may do something
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
     copies, into the memory of twins.  outside: what it read that is neither the module's nor the
-    model's, and checksums of that; attributes: those that it read.  Both from `guard` on.
+    model's, and checksums of that; attributes: those that it read; names: all of the module.  These
+    three from `guard` on.
     """
 
     facts: list[Fact]
@@ -172,18 +174,20 @@ class Recording:
     shadow_copies: list[Transfer] = field(default_factory=list)
     outside: list[tuple[Outside, int]] = field(default_factory=list)
     attributes: AttributeGuards = field(default_factory=AttributeGuards)
+    names: list[Name] = field(default_factory=list)
 
-    def guard(self, attributes: Sequence[Attribute], parts: Parts) -> None:
+    def guard(self, attributes: Sequence[Attribute], held: ModuleMemory) -> None:
         """From here on, what the loader went by is to stay as it is, if it is still there.
 
         attributes: those that it read, as they were before its last load; those that this load has
-        changed are not watched.  parts: those of the module.
+        changed are not watched.  held: what the module has now.
 
         Raises:
             RecordingError: a load changes it.
         """
         gc.collect()
-        self.attributes = AttributeGuards(a for a in attributes if not a.difference(parts))
+        self.names = held.names
+        self.attributes = AttributeGuards(a for a in attributes if not a.difference(held.parts))
         found = [(outside, outside.sum(), sum) for outside, sum in self.outside]
         if any(now is not None and now != sum for _, now, sum in found):
             raise RecordingError("it goes by values outside the module, which it changes")
