@@ -75,6 +75,24 @@ def test_each_rank_gives_the_embedding_once_where_it_has_layers_of_mtp(ranks):
     ]
 
 
+@pytest.mark.parametrize(
+    ("known", "text"),
+    [
+        ({}, "does not give num_hidden_layers or num_layers"),
+        ({"num_layers": 4, "mtp_num_layers": 1}, "MTP layer 1, but the configuration has 1 MTP"),
+    ],
+)
+def test_layers_of_mtp_that_cannot_be_counted_are_refused(known, text):
+    layers = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    layers[1].enorm = torch.nn.LayerNorm(4, bias=False)
+    model = torch.nn.Module()
+    model.mtp = torch.nn.Module()
+    model.mtp.layers = layers
+    config = SimpleNamespace(hidden_size=4, num_attention_heads=2, **known)
+    with pytest.raises(wsync.LayoutError, match=rf"mtp\.layers\.1\.enorm\.weight: .*{text}"):
+        wsync.megatron.layout(model, config, model_name="deepseek_v3")
+
+
 def test_two_chunks_of_a_rank_may_hold_the_embedding():
     """Megatron's own pipeline layouts may put the MTP layers on the first stage's rank."""
     chunks = [torch.nn.Module(), torch.nn.Module()]

@@ -276,6 +276,8 @@ class _Reader:
                     f"{name}: {what} {numbers[kind]}, but the configuration has {limit} {what}s"
                 )
         if "mtp" in numbers:
+            if "layers" not in self.spec.sizes:
+                raise self.spec.family.lacks(name, "layers")
             numbers["layer"] = self.spec.sizes["layers"] + numbers["mtp"]
         duplicated = getattr(tensor, "tensor_model_parallel", None) is False
         duplicated |= getattr(tensor, "parallel_mode", None) == "duplicated"

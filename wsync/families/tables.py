@@ -120,12 +120,15 @@ class Family:
         try:
             return rule.expand(sizes, inferred)
         except KeyError as error:
-            size = error.args[0]
-            fields = " or ".join({**FIELDS, **self.fields}.get(size, (size,)))
-            raise _core.LayoutError(
-                f"{name}: the configuration does not give {fields}, which the family "
-                f"{self.name!r} needs for it"
-            ) from None
+            raise self.lacks(name, error.args[0]) from None
+
+    def lacks(self, name: str, size: str) -> _core.LayoutError:
+        """The error of a parameter whose rule needs a size that is not known."""
+        fields = " or ".join({**FIELDS, **self.fields}.get(size, (size,)))
+        return _core.LayoutError(
+            f"{name}: the configuration does not give {fields}, which the family "
+            f"{self.name!r} needs for it"
+        )
 
 
 FAMILIES: dict[str, Family] = {

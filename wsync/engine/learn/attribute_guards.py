@@ -4,9 +4,9 @@ Seen are those of the module, of its parts and of its parameters whose values ar
 words, None, enumerations, dtypes, arrays of numpy, functions by their code and what they are bound
 to, containers of such, and configurations (objects with to_dict, dataclasses) by what they hold.
 Of a tensor in a container the shape is compared, of anything else there, and of anything deeper
-than a few containers, the type; so it is of parts and parameters themselves.  Of a method of the part's
-class it is seen that nothing on the part takes its place.  Not seen is what is read by way of
-`__dict__` or `vars`.
+than a few containers, the type; so it is of parts and parameters themselves.  Of a method of the
+part's class it is seen that nothing on the part takes its place.  Not seen is what is read by way
+of `__dict__` or `vars`.
 """
 
 from __future__ import annotations
