@@ -16,6 +16,9 @@ import wsync
 from wsync import LayoutError, _core
 from wsync._core import BufferTable
 from wsync.disk import DiskSync, newest
+from wsync.families import tables
+from wsync.families.blocks import eh_proj, mtp
+from wsync.families.tables import Family
 from wsync.layout import from_tensors, global_name
 
 
@@ -58,6 +61,23 @@ def test_tensors_that_engines_join_stay_together_with_their_scales(make):
     # another rank, which has other tensors, calls them the same
     other = make({name: torch.zeros(2) for name in names[6:]}).layout
     assert {other.tensor(i).group for i in range(4)} == second
+
+
+def test_slimes_updaters_take_a_model_as_slime_has_loaded_it(monkeypatch):
+    family = Family(
+        "own", mtp((), projection="fc"), loaders={"slime": (eh_proj("fc", swapped=True),)}
+    )
+    monkeypatch.setitem(tables.FAMILIES, "own", family)
+    model = torch.nn.Module()
+    model.mtp = torch.nn.Module()
+    model.mtp.layers = torch.nn.ModuleList([torch.nn.Module()])
+    model.mtp.layers[0].eh_proj = torch.nn.Linear(8, 4, bias=False)
+    args = SimpleNamespace(hidden_size=4, num_attention_heads=2, num_layers=1, vocab_size=8)
+    updater = wsync.UpdateWeightFromTensor(args, [model], None, model_name="own", options=OPTIONS)
+    plain = wsync.megatron.layout(model, args, model_name="own")
+    for made, column in ((plain, 0), (updater._source, 4)):
+        shards = made.layout.shards(made.layout.find("fc.weight"))
+        assert next(shard.start for shard in shards if shard.offset == 0) == (0, column)
 
 
 def test_bind_finds_tensors_that_moved(tensors):
