@@ -63,6 +63,25 @@ def logits_match(family, parallel):
             return float((trainer.logits(ids) - model(ids).logits).abs().max())
 
 
+def bridge_exports(family, changes, parallel, options):
+    """mbridge's own export of a trainer, compared with the checkpoint; (tensors compared, names of
+    those that differ)."""
+    from mbridge import AutoBridge
+
+    parallel = megatron_cpu.Parallel(**parallel)
+    with megatron_cpu.groups(parallel):
+        hf = families.config(family, **changes)
+        trainer = _trainer(hf, parallel, "", options)
+        state = families.checkpoint(hf)
+        _fill(trainer, state)
+        bridge = AutoBridge.from_config(hf, dtype=torch.float32, make_vocab_size_divisible_by=16)
+        bridge.config = trainer.config  # what its get_model would have set
+        bridge.vocab_size = hf.vocab_size
+        bridge.padded_vocab_size = padded_rows(hf, parallel.tp)
+        found = {name: t.clone() for name, t in bridge.export_weights(trainer.chunks)}
+        return len(found), [n for n, t in found.items() if not torch.equal(t, state[n])]
+
+
 def vision_matches(family, changes, parallel, options, place):
     """As shards_match, of a vision-language model; (shards, tensors, names)."""
     parallel = megatron_cpu.Parallel(**parallel)
