@@ -77,9 +77,18 @@ VISION = {
 }
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss", "qwen3_vl", "qwen3_vl_moe"])
-def test_the_reference_is_what_transformers_computes(computing, family):
-    parallel = TP2_PP2 if family == "qwen3_vl" else EP2
+COMPUTED = {
+    "glm4": TP2_PP2,
+    "glm4_moe": EP2,
+    "gpt_oss": EP2,
+    "mimo": TP2_PP2,
+    "qwen3_vl": TP2_PP2,
+    "qwen3_vl_moe": EP2,
+}
+
+
+@pytest.mark.parametrize(("family", "parallel"), COMPUTED.items(), ids=COMPUTED)
+def test_the_reference_is_what_transformers_computes(computing, family, parallel):
     assert max(computing.run(cases.logits_match, family, parallel)) < 1e-4
 
 
@@ -120,6 +129,13 @@ def test_vision_towers_stay_as_they_are(ranks, case):
 def test_vision_towers_of_megatrons_own_layers_are_refused(ranks, damage, text):
     answers = ranks.run(cases.vision_refused, "qwen3_vl", {"tp": 2}, damage)
     assert all(text in said for said in answers)
+
+
+@pytest.mark.parametrize("size", [5, 64])
+def test_a_norm_that_is_neither_whole_nor_a_part_is_refused(computing, size):
+    for said in computing.run(cases.norm_refused, size):
+        assert f"self_attention.q_norm.weight: local shape ({size},) != (16,)" in said
+        assert "the whole (32,) over 2 tensor-parallel ranks" in said
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

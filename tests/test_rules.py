@@ -270,6 +270,8 @@ def test_shares_cover_the_parameter_once():
         ("a a", ["a"], "occurs twice"),
         ("a b", ["a c"], "axes \\['c'\\] are not in"),
         ("a b", ["a:3 b"], "sizes and marks belong"),
+        ("*(a b)", ["*(a b)"], "sizes and marks belong"),
+        ("~(a b)", ["~(a b)"], "sizes and marks belong"),
         ("a b", [], "no targets"),
         ("a:? b:?", ["a b"], "more than one inferred"),
         ("a - b", ["a b"], "unexpected text"),

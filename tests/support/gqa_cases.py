@@ -126,6 +126,21 @@ def vision_refused(family, parallel, damage):
         return ""
 
 
+def norm_refused(size):
+    """What is said of a norm over all heads that has another size."""
+    parallel = megatron_cpu.Parallel(tp=2)
+    with megatron_cpu.groups(parallel):
+        hf = families.config("minimax_m2")
+        trainer = _trainer(hf, parallel, "slime", {})
+        for layer in trainer.chunks[0].decoder.layers:
+            layer.self_attention.q_norm.weight = torch.nn.Parameter(torch.ones(size))
+        try:
+            wsync.megatron.layout(trainer.chunks, hf)
+        except _core.LayoutError as error:
+            return str(error)
+        return ""
+
+
 def shards_match(family, changes, parallel, options, form=""):
     """Compares every shard with the checkpoint; returns (shards, tensors, names of parameters)."""
     options = {k: getattr(torch, v) if k == "dtype" else v for k, v in options.items()}

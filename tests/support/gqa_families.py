@@ -31,8 +31,13 @@ class Kind:
 KINDS = {
     "glm4": Kind(
         transformers.Glm4Config,
-        {"head_dim": 8, "attention_bias": True, "pad_token_id": None},
-        {"add_qkv_bias": True},
+        {
+            "head_dim": 8,
+            "attention_bias": True,
+            "pad_token_id": None,
+            "partial_rotary_factor": 1.0,
+        },
+        {"add_qkv_bias": True, "rotary_interleaved": True},
     ),
     "glm4_moe": Kind(
         transformers.Glm4MoeConfig,
@@ -331,6 +336,13 @@ def _norm_of_heads(whole, hf, place, which, spelling):
     return whole.chunk(parts)[tp_rank // (tp // parts)]
 
 
+def _norm_behind(module, hf):
+    """A norm of what a half of a layer returns, which is (output, no bias)."""
+    norm = nn.RMSNorm(hf.hidden_size, hf.rms_norm_eps)
+    module.register_forward_hook(lambda _, arguments, found: (norm(found[0]), found[1]))
+    return norm
+
+
 class VisionLanguage(nn.Module):
     """A language model and, on the first stage, a vision tower of transformers beside it."""
 
@@ -357,8 +369,8 @@ def attach(chunks, hf, parallel, form):
     """Adds the parameters that Megatron-Core 0.16.1 has no module for."""
     for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
         if hf.model_type == "glm4":
-            layer.post_self_attn_layernorm = nn.RMSNorm(hf.hidden_size)
-            layer.post_mlp_layernorm = nn.RMSNorm(hf.hidden_size)
+            layer.post_self_attn_layernorm = _norm_behind(layer.self_attention, hf)
+            layer.post_mlp_layernorm = _norm_behind(layer.mlp, hf)
         if hf.model_type == "minimax_m2":
             q, k = (hf.head_dim * n for n in (hf.num_attention_heads, hf.num_key_value_heads))
             attention = layer.self_attention

@@ -555,9 +555,8 @@ class Rule:
 
     def _check(self, target: Target) -> None:
         view = _View(target.view)
-        for axis in _axes(view.items):
-            if axis.size != axis.name or axis.mark:
-                raise RuleError(f"{target.name}: sizes and marks belong to the rule's own view")
+        if re.search(r"[*~@:]", target.view):
+            raise RuleError(f"{target.name}: sizes and marks belong to the rule's own view")
         unknown = view.names - self.parsed.names - self.counted
         if unknown:
             raise RuleError(f"{target.name}: axes {sorted(unknown)} are not in {self.name}")
