@@ -4,6 +4,7 @@ The tests are about the installed package.  Child processes run with PYTHONSAFEP
 `python -m ...` started in the repository root does not find the source folder either.
 """
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).resolve().parent.parent
 MISUSE = "WSYNC_FAKE_CUDA_MISUSE"
+
+
+with contextlib.suppress(ImportError):  # not every environment of the tests has it
+    from hypothesis import settings
+
+    # How long an example takes says what else the machine does.
+    settings.register_profile("unhurried", settings(), deadline=None)
+    settings.load_profile("unhurried")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
