@@ -633,7 +633,12 @@ class OfParts(Loading):
         for name, tensor in pairs:
             times = 1 + self.first.value + isinstance(self.second, torch.nn.Identity)
             times += isinstance(self.a, Buffered) + len(self.queue) + len(self.listed[0])
-            times += self.more() + len(self.first.extra_repr()) + len(self.chain) + (self.alias is self.a)
+            times += (
+                self.more()
+                + len(self.first.extra_repr())
+                + len(self.chain)
+                + (self.alias is self.a)
+            )
             times += "kept" in self.state_dict() and "chain.0" in dict(self.named_modules())
             getattr(self, name).data.copy_(tensor[rows(times)])
             if str(self.sign)[0] == "-":

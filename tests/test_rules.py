@@ -460,3 +460,30 @@ def test_latent_attention_needs_no_query_groups():
         read_model(args, "qwen3")
     hf = Args(hidden_size=64, num_attention_heads=8, qk_nope_head_dim=12, qk_head_dim=16)
     assert read_model(hf, "deepseek_v3").sizes["nope"] == 12
+
+
+def test_an_axis_may_be_in_several_alternatives():
+    rule = Rule(
+        "w",
+        "(*key:2 q:1 | *key:2 k:2 | *key:2 v:3)",
+        Target("grouped", "(key (q | k | v))"),
+        Target("flat", "(key q | key k)"),
+    )
+    full = np.arange(12)
+    found = apply(rule, full)
+    assert found["grouped"].tolist() == [0, 2, 3, 6, 7, 8, 1, 4, 5, 9, 10, 11]
+    assert found["flat"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert local_share(rule, full, Cut(1, 2)).tolist() == [1, 4, 5, 9, 10, 11]
+    with pytest.raises(RuleError, match="axis 'a' has two sizes"):
+        Rule("w", "(a:1 | a:2)", Target("t", "a"))
+    with pytest.raises(RuleError, match="axis 'a' occurs twice"):
+        Rule("w", "(b:1 | c:1 (a:2 | b:1)) a:2", Target("t", "a"))
+
+
+def test_a_target_may_be_computed():
+    rule = Rule("w", "a:4", Target("t", "a", offset=1.0), Target("u", "a", scale=-2.0))
+    maps = rule.expand({}).maps(rule.expand({}).place(Cut()), {})
+    assert [found[8:] for found in maps] == [(1.0, 1.0), (-2.0, 0.0)]
+    builder = _core.LayoutBuilder()
+    builder.add_parameter("p", 0, "float32", (1,), [((0,), (4,), (0,))], maps)
+    assert builder.build().shards(1)[0].affine == (-2.0, 0.0)

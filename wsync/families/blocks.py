@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from wsync.families.rules import Rule, Target
 
@@ -235,7 +236,7 @@ def moved(
         Rule(
             name[1] + rule.name.removeprefix(name[0]),
             rule.parsed.text,
-            *(Target(to.name.replace(target[0], target[1], 1), to.view) for to in rule.targets),
+            *(replace(to, name=to.name.replace(*target, 1)) for to in rule.targets),
             stored=rule.stored,
         )
         for rule in rules

@@ -22,6 +22,8 @@ Grammar of a view:
             rank down to one for all; ranks next to each other then hold the same part
     @item   expert-parallel ranks hold equal parts of it
 
+An axis may be in several alternatives of a group, once in each: `(key q | key k)`.
+
 A target's view repeats names of the rule's view, without sizes and marks.  There `expert` is also
 an axis where the parameter's name holds {expert}: the parameter fills that index of it, and the
 axis is as long as there are experts.  Each alternative of the
@@ -30,8 +32,9 @@ behind.  An axis of the rule that a target's *name* mentions in braces gives one
 of its indices.  `{layer}`, `{expert}` and `{mtp}` stand for numbers that the parameter's name
 holds; in the targets of a rule with {mtp}, {layer} counts on from the model's last layer.
 
-A rule expands to boxes, so it copies and never computes.  What a rank holds of the unsharded
-parameter (its regions) is composed with these boxes later: a local shard is never reshaped.
+A rule expands to boxes.  Their elements are copied; where a target has a scale or an offset, each
+element is x * scale + offset, computed in float32.  What a rank holds of the unsharded parameter
+(its regions) is composed with these boxes later: a local shard is never reshaped.
 """
 
 from __future__ import annotations
@@ -170,6 +173,18 @@ def _marked(items: Iterable[_Item]) -> Iterator[_Item]:
                 yield from _marked(alternative)
 
 
+def _together(items: Sequence[_Item]) -> Iterator[tuple[str, ...]]:
+    """The axes of every choice of alternatives."""
+    choices = [
+        [(item.name,)]
+        if isinstance(item, _Axis)
+        else [names for alternative in item.alternatives for names in _together(alternative)]
+        for item in items
+    ]
+    for choice in itertools.product(*choices):
+        yield tuple(itertools.chain.from_iterable(choice))
+
+
 @dataclass(frozen=True)
 class _Step:
     """One axis in one dimension of a tensor: index i adds i * stride to the coordinate."""
@@ -200,11 +215,15 @@ class _View:
     def __init__(self, text: str) -> None:
         self.text = text
         self.items = _Parser(text).view()
-        names = [axis.name for axis in _axes(self.items)]
-        for name in names:
-            if names.count(name) > 1:
-                raise RuleError(f"view {text!r}: axis {name!r} occurs twice")
-        self.names = frozenset(names)
+        sizes: dict[str, str] = {}
+        for axis in _axes(self.items):
+            if sizes.setdefault(axis.name, axis.size) != axis.size:
+                raise RuleError(f"view {text!r}: axis {axis.name!r} has two sizes")
+        for names in _together(self.items):
+            for name in names:
+                if names.count(name) > 1:
+                    raise RuleError(f"view {text!r}: axis {name!r} occurs twice")
+        self.names = frozenset(sizes)
 
     def size(self, item: _Item, sizes: Mapping[str, int]) -> int:
         if isinstance(item, _Axis):
@@ -316,10 +335,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class Target:
-    """A Hugging Face tensor that takes elements of a parameter."""
+    """A Hugging Face tensor that takes elements of a parameter, times `scale`, plus `offset`."""
 
     name: str
     view: str
+    scale: float = 1.0
+    offset: float = 0.0
+
+    @property
+    def affine(self) -> tuple[float, float] | None:
+        """(scale, offset), or None where elements stay as they are."""
+        return None if (self.scale, self.offset) == (1.0, 0.0) else (self.scale, self.offset)
 
 
 @dataclass(frozen=True)
@@ -338,6 +364,7 @@ class Piece:
     extent: tuple[int, ...]
     axes: tuple[int, ...]
     counted: tuple[tuple[str, int, int], ...] = ()
+    affine: tuple[float, float] | None = None
 
     def map(self, numbers: Mapping[str, int], together: Together = ()) -> _core.Map:
         """The piece of one parameter, whose name holds these numbers."""
@@ -345,10 +372,9 @@ class Piece:
         for number, axis, stride in self.counted:
             start = (*start[:axis], start[axis] + numbers[number] * stride, *start[axis + 1 :])
         name = self.name.format(**numbers)
-        return (
-            *(name, "", self.shape, start),
-            *(self.source_start, self.extent, self.axes, group_of(name, together)),
-        )
+        place = (name, "", self.shape, start, self.source_start, self.extent, self.axes)
+        group = group_of(name, together)
+        return (*place, group) if self.affine is None else (*place, group, *self.affine)
 
     def source_box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(start, extent) in the unsharded parameter."""
@@ -498,7 +524,8 @@ def _boxes(
         for axis in each:
             name = name.replace(f"{{{axis}}}", str(chosen[axis]))
         start, source_start = branch.at(chosen), source.at(chosen)
-        yield Piece(name, shape, start, source_start, tuple(extent), tuple(axes), named)
+        place = (name, shape, start, source_start, tuple(extent), tuple(axes))
+        yield Piece(*place, named, target.affine)
 
 
 class Rule:
