@@ -5,6 +5,7 @@ reshape, transpose, split and concatenate.
 """
 
 import itertools
+import types
 
 import numpy as np
 import pytest
@@ -249,6 +250,7 @@ def test_shares_cover_the_parameter_once():
         sizes = {"h": 8, "vocab": 16, "layers": 2, "g": 2, "n": 2, "d": 4, "experts": 4}
         sizes |= {"ffn": 8, "moe_ffn": 8, "shared_ffn": 8, "inferred": 4}
         sizes |= {"heads": 4, "q_lora": 8, "kv_lora": 12, "nope": 3, "rope": 4, "dv": 2}
+        sizes |= {"gk": 4, "gn": 2, "gv": 8, "gdk": 3, "gdv": 5, "conv": 2}
         for rule in family.rules:
             expansion = rule.expand(sizes, sizes["inferred"])
             full = numbered(expansion.shape)
@@ -487,3 +489,9 @@ def test_a_target_may_be_computed():
     builder = _core.LayoutBuilder()
     builder.add_parameter("p", 0, "float32", (1,), [((0,), (4,), (0,))], maps)
     assert builder.build().shards(1)[0].affine == (-2.0, 0.0)
+
+
+def test_delta_nets_of_uneven_heads_are_refused():
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "linear_num_key_heads": 2}
+    with pytest.raises(_core.LayoutError, match="3 value heads do not divide over 2 key heads"):
+        read_model(types.SimpleNamespace(**sizes, linear_num_value_heads=3), "qwen3_next")

@@ -25,6 +25,7 @@ from wsync.families.glm import GLM4, GLM4_MOE
 from wsync.families.gpt_oss import GPT_OSS
 from wsync.families.mimo import MIMO
 from wsync.families.minimax import MINIMAX_M2
+from wsync.families.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT, SLIME_MTP
 from wsync.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, VISION
 from wsync.families.rules import Expansion, Rule, Together, key_of
 
@@ -150,6 +151,11 @@ FAMILIES: dict[str, Family] = {
             Family(name, DEEPSEEK_SPARSE, together=LATENT_TOGETHER)
             for name in ("deepseek_v32", "glm_moe_dsa")
         ),
+        Family("qwen3_5", QWEN3_5, copied=VISION),
+        Family("qwen3_5_moe", QWEN3_5, copied=VISION),
+        Family("qwen3_5_moe_text", QWEN3_5_TEXT),
+        Family("qwen3_5_text", QWEN3_5_TEXT),
+        Family("qwen3_next", QWEN3_NEXT, loaders={"slime": SLIME_MTP}),
         Family("qwen3_vl", QWEN3_VL, copied=VISION),
         Family("qwen3_vl_moe", QWEN3_VL_MOE, copied=VISION),
     )
@@ -256,6 +262,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "moe_ffn": ("moe_intermediate_size", "moe_ffn_hidden_size"),
     "shared_ffn": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     "shared": ("n_shared_experts",),
+    # Gated delta nets: heads of keys and of values, channels of each, width of the convolution.
+    "gk": ("linear_num_key_heads",),
+    "gv": ("linear_num_value_heads",),
+    "gdk": ("linear_key_head_dim",),
+    "gdv": ("linear_value_head_dim",),
+    "conv": ("linear_conv_kernel_dim",),
     "experts": ("num_experts", "n_routed_experts", "num_local_experts", "num_moe_experts"),
     # Multi-head latent attention: ranks of the projections, channels of a head without and with
     # rotary positions (Megatron calls the former qk_head_dim, which is their sum elsewhere), and
@@ -269,7 +281,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 
 
 # sizes that `read_model` makes of others
-DERIVED = ("n",)
+DERIVED = ("n", "gn")
 
 
 def read_model(config: Any, model_name: str | None = None, loaded_by: str = LOADERS[0]) -> Model:
@@ -323,6 +335,13 @@ def _count_groups(config: Any, sizes: dict[str, int]) -> None:
             f"{sizes['g']} query groups"
         )
     sizes["n"] = heads // sizes["g"]
+    if sizes.get("gk"):
+        sizes["gn"], rest = divmod(sizes.get("gv", 0), sizes["gk"])
+        if rest or not sizes["gn"]:
+            raise _core.LayoutError(
+                f"{type(config).__name__}: {sizes.get('gv')} value heads do not divide over "
+                f"{sizes['gk']} key heads of the delta net"
+            )
 
 
 def runtime_family(config: Any) -> tuple[Family | None, dict[str, int], str]:

@@ -1,0 +1,90 @@
+"""What a rank does in the tests of delta nets; runs in the processes of support.procs."""
+
+import torch
+from support import gdn_families as families
+from support.gqa_cases import merged
+from support.megatron_cases import check_everything, padded_rows, place
+
+import wsync.megatron
+from wsync import _core
+from wsync.demo import megatron_cpu
+
+
+def trained(hf, parallel, native, swapped, options):
+    """(trainer, checkpoint): a trainer that holds a known checkpoint."""
+    from megatron.core.tensor_parallel.layers import (
+        set_defaults_if_not_set_tensor_model_parallel_attributes,
+    )
+
+    text = families.text_of(hf)
+    options = families.options(text, native) | options
+    wide = options.pop("wide", ())  # parameters that stay float32
+    trainer = megatron_cpu.build(text, parallel, **options)
+    if not native:
+        families.attach(trainer.chunks, text, hf.model_type != "qwen3_next", trainer.dtype)
+    state = families.checkpoint(hf)
+    for name in state:
+        if not name.endswith(wide):
+            state[name] = state[name].to(trainer.dtype)
+    plain = families.plain(state, hf)
+    rows = padded_rows(text, parallel.tp)
+    with torch.no_grad():
+        for name, tensor in megatron_cpu.named_weights(
+            trainer.chunks, getattr(text, "num_experts", 0)
+        ):
+            value = families.share(name, plain, text, place(), rows, swapped)
+            assert value.shape == tensor.shape, f"{name}: {value.shape} {tensor.shape}"
+            tensor.data = value.clone()
+            set_defaults_if_not_set_tensor_model_parallel_attributes(tensor)
+    return trainer, state
+
+
+def shards_match(family, changes, parallel, native, options=None, loaded_by="megatron"):
+    """Compares every shard with the checkpoint; (shards, tensors, names, dtypes)."""
+    options = dict(options or {})
+    options |= {k: getattr(torch, v) for k, v in options.items() if k == "dtype"}
+    parallel = megatron_cpu.Parallel(**parallel)
+    with megatron_cpu.groups(parallel):
+        hf = families.config(family, **changes)
+        # slime exchanges the halves of Qwen3-Next's eh_proj alone
+        swapped = (family, loaded_by) == ("qwen3_next", "slime")
+        trainer, state = trained(hf, parallel, native, swapped, options)
+        mine = wsync.megatron.layout(trainer.chunks, hf, loaded_by=loaded_by)
+        layout, buffers = merged(mine)
+        shards = check_everything(layout, buffers, state) if mine.rank == 0 else 0
+        dtypes = {name: layout.tensor(i).dtype for i, name in enumerate(layout.names())}
+        return shards, len(state), list(mine.names), dtypes
+
+
+def delivered(family, parallel, options):
+    """The checkpoint as copies make it of a trainer of one tensor-parallel rank, in the dtypes of
+    the trainer, and in those that the engine asks for; names that differ."""
+    options = dict(options) | {"dtype": torch.bfloat16}
+    parallel = megatron_cpu.Parallel(**parallel)
+    with megatron_cpu.groups(parallel):
+        hf = families.config(family)
+        trainer, state = trained(hf, parallel, True, False, options)
+        mine = wsync.megatron.layout(trainer.chunks, hf)
+        sources = _core.BufferTable.of(mine.bind(), mine.tensors())
+        wrong = []
+        for wanted in (lambda name, t: t.dtype, lambda name, t: engine_dtype(name, t)):
+            found = {name: torch.zeros(t.shape, dtype=wanted(name, t)) for name, t in state.items()}
+            tensors = list(found.values())
+            table = _core.describe(tensors, list(found))
+            builder = _core.LayoutBuilder()
+            builder.add_tensors(list(found), table)
+            route = _core.Route(mine.layout, builder.build())
+            stream = _core.Stream()
+            for buffer in range(route.buffer_count):
+                stream.copy(route, buffer, 0, sources, _core.BufferTable.of(table, tensors))
+            stream.synchronize(60.0)
+            stream.close()
+            for name, tensor in state.items():
+                if not torch.equal(found[name], tensor.to(found[name].dtype)):
+                    wrong.append(name)
+        return wrong, len(state)
+
+
+def engine_dtype(name, tensor):
+    """As SGLang has them: A_log in float32, all else in the model's dtype."""
+    return torch.float32 if name.endswith("A_log") else torch.bfloat16
