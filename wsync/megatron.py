@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.families.rules import Cut, Expansion, Rule, ShardPlacement
+from wsync.families.rules import Cut, Expansion, Repeat, Rule, ShardPlacement
 from wsync.families.tables import FIELDS, LOADERS, Model, read_model
 from wsync.layout import TrainerLayout, contiguous_strides, global_name, position
 from wsync.module_tensors import Slot, Slots, homes_of
@@ -109,11 +109,13 @@ def layout(
     builder = _core.LayoutBuilder(rank)
     reader = _Reader(spec, ranks)
     claimed: dict[_Box, str] = {}
+    repeats: list[tuple[int, tuple[slice, ...], int]] = []
     for index, (name, tensor) in enumerate(zip(names, current, strict=True)):
         _, dtype, shape, strides, _ = table[index]
-        regions, maps, strides = reader.read(name, tensor, shape, strides)
+        regions, maps, strides, equal = reader.read(name, tensor, shape, strides)
         builder.add_parameter(name, index, dtype, strides, regions, maps)
         _claim(claimed, name, maps)
+        repeats += [(index, *part) for part in equal]
 
     def read() -> list[Tensor]:
         _check_gathered(chunks)
@@ -130,6 +132,7 @@ def layout(
         stage=ranks.stage,
         other_names=_local_experts(names, spec, ranks),
         widened={name for name in names if name.endswith(".expert_bias")},
+        repeats=tuple(repeats),
     )
 
 
@@ -263,11 +266,12 @@ class _Reader:
 
     def read(
         self, name: str, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
-    ) -> tuple[Sequence[_core.Region], list[_core.Map], tuple[int, ...]]:
-        """(regions, maps, element strides in the order of the rule's view) of one parameter."""
+    ) -> tuple[Sequence[_core.Region], list[_core.Map], tuple[int, ...], Sequence[Repeat]]:
+        """(regions, maps, element strides in the order of the rule's view, parts whose elements
+        must be equal) of one parameter."""
         target = self.spec.family.copy_of(name)
         if target is not None:
-            return *self._whole(name, target, tensor, shape), strides
+            return *self._whole(name, target, tensor, shape), strides, ()
         rule, numbers = self.spec.family.find(name)
         for kind, size, what in _LIMITS:
             limit = self.spec.sizes.get(size)
@@ -295,7 +299,7 @@ class _Reader:
             strides = contiguous_strides(plan.placement.shape)
         together = self.spec.family.together
         maps = [piece.map(numbers, together) for piece in plan.pieces]
-        return plan.placement.regions, maps, strides
+        return plan.placement.regions, maps, strides, plan.repeats
 
     def _whole(
         self, name: str, target: str, tensor: Tensor, shape: tuple[int, ...]
@@ -380,6 +384,7 @@ class _Plan:
         self.ranks = cut.ranks
         self.duplicated = duplicated
         self.pieces = [piece for piece in expansion.pieces if placement.meets(piece)]
+        self.repeats = expansion.repeats(placement)
         whole = _stored(self.rule, expansion.place(_ALONE, _ALONE).shape)
         extents = zip(_stored(self.rule, placement.shape), whole, strict=True)
         self.cut_dimensions = [axis for axis, (a, b) in enumerate(extents) if a != b]

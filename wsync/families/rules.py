@@ -33,7 +33,9 @@ of its indices.  `{layer}`, `{expert}` and `{mtp}` stand for numbers that the pa
 holds; in the targets of a rule with {mtp}, {layer} counts on from the model's last layer.
 
 A rule expands to boxes.  Their elements are copied; where a target has a scale or an offset, each
-element is x * scale + offset, computed in float32.  What a rank holds of the unsharded parameter
+element is x * scale + offset, computed in float32.  Where a parameter repeats what a tensor has
+once, the target says along which axis (`equal`): index 0 is taken, and the layout checks at every
+update that all others are equal to it.  What a rank holds of the unsharded parameter
 (its regions) is composed with these boxes later: a local shard is never reshaped.
 """
 
@@ -45,7 +47,7 @@ import re
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from wsync import _core
@@ -54,6 +56,7 @@ __all__ = [
     "Cut",
     "Expansion",
     "Piece",
+    "Repeat",
     "Rule",
     "RuleError",
     "ShardPlacement",
@@ -335,12 +338,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Target:
-    """A Hugging Face tensor that takes elements of a parameter, times `scale`, plus `offset`."""
+    """A Hugging Face tensor that takes elements of a parameter, times `scale`, plus `offset`.
+
+    `equal`: an axis of the parameter along which all elements are equal; the view lacks it.
+    """
 
     name: str
     view: str
     scale: float = 1.0
     offset: float = 0.0
+    equal: str = ""
 
     @property
     def affine(self) -> tuple[float, float] | None:
@@ -385,6 +392,10 @@ class Piece:
         return self.source_start, tuple(extent)
 
 
+# A part of a local tensor, and the dimension along which its elements are equal.
+Repeat = tuple[tuple[slice, ...], int]
+
+
 @dataclass(frozen=True)
 class ShardPlacement:
     """What a rank holds: the shape of its tensor and (start, extent, local start) of each box."""
@@ -401,6 +412,22 @@ class ShardPlacement:
             )
             for where, count, _ in self.regions
         )
+
+    def parts(self, piece: Piece, axis: int, name: str) -> Iterator[Repeat]:
+        """Where a piece lies in the local tensor, with all of its indices along `axis`."""
+        box = list(zip(*piece.source_box(), strict=True))
+        for region in self.regions:
+            held = [
+                (max(a, b), min(a + m, b + n), at - b)
+                for (a, m), b, n, at in zip(box, *region, strict=True)
+            ]
+            if all(first < last for first, last, _ in held):
+                if held[axis][1] - held[axis][0] < box[axis][1]:
+                    raise _core.LayoutError(
+                        f"the {box[axis][1]} elements along {name!r}, which are equal, are on "
+                        "several ranks"
+                    )
+                yield tuple(slice(first + by, last + by) for first, last, by in held), axis
 
 
 def regions_of(
@@ -450,34 +477,56 @@ class Expansion:
     def pieces(self) -> tuple[Piece, ...]:
         """Boxes from the parameter to its targets; names still hold {layer} and {expert}."""
         sources = self._view.branches(self._sizes)
-        claimed = [PAD in branch.steps for branch in sources]
+        claimed = {i for i, branch in enumerate(sources) if PAD in branch.steps}
         pieces: list[Piece] = []
         for target in self.rule.targets:
-            view = _View(target.view)
-            each = [name for name in _PLACEHOLDER.findall(target.name) if name not in _NUMBERED]
-            sizes = {name: self._sizes[name] for name in view.names}
-            shape = view.shape(sizes)
-            for branch in view.branches(sizes):
-                wanted = branch.steps.keys() - self.rule.counted | set(each)
-                index = next(
-                    (i for i, source in enumerate(sources) if source.steps.keys() == wanted), None
-                )
-                if index is None:
-                    raise RuleError(
-                        f"{self.rule.name}: {target.view!r} asks for axes {sorted(wanted)}, "
-                        f"which no alternative of {self._view.text!r} has"
-                    )
-                claimed[index] = True
-                pieces += _boxes(target, shape, sources[index], branch, each, self.rule.counted)
-                if len(pieces) > MAX_BOXES:
-                    raise RuleError(f"{self.rule.name}: more than {MAX_BOXES} boxes")
-        for source, done in zip(sources, claimed, strict=True):
-            if not done:
+            pieces += self._pieces(target, sources, claimed)
+            if len(pieces) > MAX_BOXES:
+                raise RuleError(f"{self.rule.name}: more than {MAX_BOXES} boxes")
+        for index, source in enumerate(sources):
+            if index not in claimed:
                 raise RuleError(
                     f"{self.rule.name}: no target takes the axes {sorted(source.steps)} of "
                     f"{self._view.text!r}"
                 )
         return tuple(pieces)
+
+    def _pieces(
+        self, target: Target, sources: Sequence[_Branch], claimed: set[int]
+    ) -> Iterator[Piece]:
+        """Boxes that go to one target; adds the alternatives that they come from to `claimed`."""
+        view = _View(target.view)
+        each = [name for name in _PLACEHOLDER.findall(target.name) if name not in _NUMBERED]
+        sizes = {name: self._sizes[name] for name in view.names}
+        shape = view.shape(sizes)
+        for branch in view.branches(sizes):
+            wanted = branch.steps.keys() - self.rule.counted | set(each)
+            wanted |= {target.equal} - {""}
+            index = next(
+                (i for i, source in enumerate(sources) if source.steps.keys() == wanted), None
+            )
+            if index is None:
+                raise RuleError(
+                    f"{self.rule.name}: {target.view!r} asks for axes {sorted(wanted)}, "
+                    f"which no alternative of {self._view.text!r} has"
+                )
+            claimed.add(index)
+            yield from _boxes(target, shape, sources[index], branch, each, self.rule.counted)
+
+    def repeats(self, placement: ShardPlacement) -> tuple[Repeat, ...]:
+        """Parts of a local tensor whose elements must be equal along an axis.
+
+        LayoutError if a rank holds only some of the elements that are equal.
+        """
+        found: list[Repeat] = []
+        sources = self._view.branches(self._sizes)
+        for target in self.rule.targets:
+            if target.equal and self._sizes[target.equal] > 1:
+                # As another tensor, whose first dimension counts through what is equal.
+                counted = replace(target, view=f"{target.equal} {target.view}", equal="")
+                for piece in self._pieces(counted, sources, set()):
+                    found += placement.parts(piece, piece.axes[0], target.equal)
+        return tuple(found)
 
 
 def _boxes(
@@ -585,6 +634,10 @@ class Rule:
         if re.search(r"[*~@:]", target.view):
             raise RuleError(f"{target.name}: sizes and marks belong to the rule's own view")
         unknown = view.names - self.parsed.names - self.counted
+        if target.equal and (
+            target.equal not in self.parsed.names - view.names or self.stored is not None
+        ):
+            raise RuleError(f"{target.name}: {target.equal!r} is no axis that it can do without")
         if unknown:
             raise RuleError(f"{target.name}: axes {sorted(unknown)} are not in {self.name}")
         known = {name for name in _NUMBERED if "{" + name + "}" in self.name} | self.parsed.names
