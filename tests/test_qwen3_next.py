@@ -9,6 +9,7 @@ and shapes.
 from pathlib import Path
 
 import pytest
+import torch
 from support import gdn_cases as cases
 from support import gdn_families as families
 from support.megatron_cases import use_cpu
@@ -48,6 +49,8 @@ CASES = {
     "dense-slime-tp2-pp2": ("qwen3_5", MTP, TP2_PP2, SLIME, TE, "slime"),
     "moe-native-tp2-pp2-ep2": ("qwen3_5_moe", MTP, EP2, NATIVE, GROUPED),
     "moe-slime-etp2": ("qwen3_5_moe", {}, ETP2, SLIME, {}),
+    "dense-tower-tp2-pp2": ("qwen3_5", MTP, TP2_PP2, NATIVE, TE | {"tower": True}),
+    "moe-tower-tp2-pp2-ep2": ("qwen3_5_moe", MTP, EP2, NATIVE, GROUPED | {"tower": True}),
     "dense-text-native": ("qwen3_5_text", {}, TP2_PP2, NATIVE, TE),
     "moe-text-native-etp2": ("qwen3_5_moe_text", MTP, ETP2, NATIVE, GROUPED),
 }
@@ -84,3 +87,16 @@ def test_the_checkpoint_is_what_transformers_has():
     hf = families.config("qwen3_next")
     model = transformers.AutoModelForCausalLM.from_config(hf)
     assert families.shapes(hf) == {n: tuple(t.shape) for n, t in model.state_dict().items()}
+
+
+def test_the_reference_is_what_transformers_computes(ranks):
+    """With Megatron-Core's own delta net, which computes with torch here."""
+    changes = {"partial_rotary_factor": 1.0, "attn_implementation": "eager"}
+    hf = families.config("qwen3_next", **changes)
+    model = transformers.AutoModelForCausalLM.from_config(hf).eval()
+    model.load_state_dict(families.checkpoint(hf))
+    ids = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        want = model(ids).logits
+    for found in ranks.run(cases.logits, changes, {"tp": 2, "ep": 2, "etp": 1}, ids.tolist()):
+        assert float((torch.tensor(found) - want).abs().max()) < 1e-4 * float(want.abs().max())

@@ -159,7 +159,7 @@ def checkpoint(hf):
     found = {}
     for name, shape in shapes(hf).items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        values = torch.randn(shape, generator=generator)
+        values = torch.randn(shape, generator=generator) * 0.2
         found[name] = 0.75 + torch.rand(shape, generator=generator) if "norm" in name else values
     return found
 
