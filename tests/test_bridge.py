@@ -67,6 +67,7 @@ SINKS = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 # What Megatron-Bridge reads of a configuration, and transformers' class does not have.
 SIGMOID = {"scoring_func": "sigmoid", "num_nextn_predict_layers": 0}
+INTERLEAVE = {"indexer_rope_interleave": False}
 
 TP2, PP2, EP2 = {"tp": 2}, {"pp": 2}, {"tp": 2, "ep": 2, "etp": 1}
 DENSE, EXPERTS = (TP2, PP2), (TP2, PP2, EP2)
@@ -74,32 +75,24 @@ WHOLE = ({"tp": 2, "etp": 1}, EP2)  # Megatron-Bridge knows these experts whole 
 
 # Megatron-Core 0.16.1, Megatron-Bridge 0.3.1, transformers 4.57.6.
 MCORE016 = [
-    (Case("llama", "llama", SMALL | {"head_dim": 8}), DENSE),
-    (Case("qwen2", "qwen2", SMALL), DENSE),
-    (Case("qwen3", "qwen3", HEADS), DENSE),
-    (Case("qwen3_moe", "qwen3_moe", MOE), EXPERTS),
-    (Case("deepseek_v3", "deepseek_v3", LATENT | {"rope_scaling": None}, SIGMOID), EXPERTS),
-    (Case("glm4_moe", "glm4_moe", GLM, SIGMOID), EXPERTS),
-    (Case("gpt_oss", "gpt_oss", HEADS | SINKS | LAYERS), WHOLE),
-    (Case("qwen3_next", "qwen3_next", NEXT, {"full_attention_interval": 4}), EXPERTS),
+    (Case("llama", SMALL | {"head_dim": 8}), DENSE),
+    (Case("qwen2", SMALL), DENSE),
+    (Case("qwen3", HEADS), DENSE),
+    (Case("qwen3_moe", MOE), EXPERTS),
+    (Case("deepseek_v3", LATENT | {"rope_scaling": None}, SIGMOID), EXPERTS),
+    (Case("glm4_moe", GLM, SIGMOID), EXPERTS),
+    (Case("gpt_oss", HEADS | SINKS | LAYERS), WHOLE),
+    (Case("qwen3_next", NEXT, {"full_attention_interval": 4}), EXPERTS),
 ]
 # Megatron-Core 0.19.2, Megatron-Bridge 0.6.2, transformers 5.23.0.
 MCORE019 = [
-    (Case("llama", "llama", SMALL | {"head_dim": 8}), DENSE),
-    (Case("qwen3_moe", "qwen3_moe", MOE), EXPERTS),
-    (Case("glm4_moe_lite", "glm4_moe_lite", LATENT, SIGMOID), EXPERTS),
-    (
-        Case(
-            "glm_moe_dsa",
-            "glm_moe_dsa",
-            LATENT | INDEXER,
-            SIGMOID | {"indexer_rope_interleave": False},
-        ),
-        EXPERTS,
-    ),
-    (Case("minimax_m2", "minimax_m2", HEADS | SINKS | {"rotary_dim": 8}), EXPERTS),
-    (Case("qwen3_5", "qwen3_5_text", HEADS | DELTA), DENSE),
-    (Case("qwen3_5_moe", "qwen3_5_moe_text", MOE | SHARED | DELTA), EXPERTS),
+    (Case("llama", SMALL | {"head_dim": 8}), DENSE),
+    (Case("qwen3_moe", MOE), EXPERTS),
+    (Case("glm4_moe_lite", LATENT, SIGMOID), EXPERTS),
+    (Case("glm_moe_dsa", LATENT | INDEXER, SIGMOID | INTERLEAVE), EXPERTS),
+    (Case("minimax_m2", HEADS | SINKS | {"rotary_dim": 8}), EXPERTS),
+    (Case("qwen3_5_text", HEADS | DELTA), DENSE),
+    (Case("qwen3_5_moe_text", MOE | SHARED | DELTA), EXPERTS),
 ]
 
 

@@ -24,13 +24,12 @@ from wsync.families.rules import Expansion
 
 @dataclass(frozen=True)
 class Case:
-    """A small model of a family: its configuration's model_type and fields.
+    """A small model of a family, which is its configuration's model_type.
 
     `extra`: attributes that Megatron-Bridge reads and the configuration's class does not know.
     """
 
     family: str
-    kind: str
     fields: dict
     extra: dict = field(default_factory=dict)
 
@@ -90,7 +89,7 @@ def bridged(folder, case, parallel, *, computes=False):
     parallel = megatron_cpu.Parallel(**parallel)
     with megatron_cpu.groups(parallel):
         if dist.get_rank() == 0:
-            config = transformers.AutoConfig.for_model(case.kind, **case.fields)
+            config = transformers.AutoConfig.for_model(case.family, **case.fields)
             for name, value in case.extra.items():
                 setattr(config, name, value)
             save(config, folder)
