@@ -67,6 +67,7 @@ SINKS = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 # What Megatron-Bridge reads of a configuration, and transformers' class does not have.
 SIGMOID = {"scoring_func": "sigmoid", "num_nextn_predict_layers": 0}
+LING = {"num_shared_experts": 1, "pad_token_id": 0, "eos_token_id": 1}
 INTERLEAVE = {"indexer_rope_interleave": False}
 
 TP2, PP2, EP2 = {"tp": 2}, {"pp": 2}, {"tp": 2, "ep": 2, "etp": 1}
@@ -91,6 +92,7 @@ MCORE019 = [
     (Case("glm4_moe_lite", LATENT, SIGMOID), EXPERTS),
     (Case("glm_moe_dsa", LATENT | INDEXER, SIGMOID | INTERLEAVE), EXPERTS),
     (Case("minimax_m2", HEADS | SINKS | {"rotary_dim": 8}), EXPERTS),
+    (Case("bailing_moe_v2", MOE | GROUPS | LING), EXPERTS),
     (Case("qwen3_5_text", HEADS | DELTA), DENSE),
     (Case("qwen3_5_moe_text", MOE | SHARED | DELTA), EXPERTS),
 ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wsync import _core
+from wsync.families.bailing import BAILING_MOE_V2
 from wsync.families.blocks import (
     ATTENTION,
     DENSE_MLP,
@@ -138,6 +139,7 @@ FAMILIES: dict[str, Family] = {
         *(Family(name, EMBEDDING, ATTENTION, DENSE_MLP) for name in ("llama", "qwen2", "qwen3")),
         Family("qwen2_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS, SHARED_EXPERT),
         Family("qwen3_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS, UNGATED_SHARED_EXPERTS),
+        Family("bailing_moe_v2", BAILING_MOE_V2),
         Family("glm4", GLM4),
         Family("glm4_moe", GLM4_MOE),
         Family("gpt_oss", GPT_OSS),
@@ -261,7 +263,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "ffn": ("intermediate_size", "ffn_hidden_size"),
     "moe_ffn": ("moe_intermediate_size", "moe_ffn_hidden_size"),
     "shared_ffn": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-    "shared": ("n_shared_experts",),
+    "shared": ("n_shared_experts", "num_shared_experts"),
     # Gated delta nets: heads of keys and of values, channels of each, width of the convolution.
     "gk": ("linear_num_key_heads",),
     "gv": ("linear_num_value_heads",),

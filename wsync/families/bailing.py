@@ -1,0 +1,55 @@
+"""Ling 2.0 (bailing_moe_v2).
+
+Names follow Megatron-Bridge 0.6.2 (`bailing_moe2_bridge.py`) and the modelling code it ships
+(`modeling_bailing_moe_v2.py`).
+"""
+
+from __future__ import annotations
+
+from wsync.families.blocks import (
+    DENSE_MLP,
+    EXPERTS,
+    HF_LAYER,
+    LAYER,
+    UNGATED_SHARED_EXPERTS,
+    layer_rules,
+    mtp,
+    renamed,
+    vocabulary,
+)
+from wsync.families.rules import Rule, Target
+
+__all__ = ["BAILING_MOE_V2"]
+
+_QKV = tuple(
+    Rule(
+        f"{LAYER}self_attention.linear_qkv.{kind}",
+        f"*(g (n | k:1 | v:1) d){tail}",
+        Target(f"{HF_LAYER}attention.query_key_value.{kind}", f"(g n d | g k d | g v d){tail}"),
+    )
+    for kind, tail in (("weight", " h"), ("bias", ""))
+)
+_LAYER: tuple[Rule, ...] = (
+    *_QKV,
+    *layer_rules(
+        ("self_attention.linear_proj.weight", "h *(g n d)", "attention.dense.weight"),
+        ("self_attention.linear_proj.bias", "h", "attention.dense.bias"),
+        ("self_attention.q_layernorm.weight", "d", "attention.query_layernorm.weight"),
+        ("self_attention.k_layernorm.weight", "d", "attention.key_layernorm.weight"),
+        ("self_attention.linear_qkv.layer_norm_weight", "h", "input_layernorm.weight"),
+        ("input_layernorm.weight", "h", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "h", "post_attention_layernorm.weight"),
+        ("pre_mlp_layernorm.weight", "h", "post_attention_layernorm.weight"),
+        ("mlp.router.expert_bias", "experts", "mlp.gate.expert_bias"),
+    ),
+    *DENSE_MLP,
+    *(rule for rule in EXPERTS if not rule.name.endswith("router.expert_bias")),
+    *UNGATED_SHARED_EXPERTS,
+)
+BAILING_MOE_V2: tuple[Rule, ...] = (
+    vocabulary("embedding.word_embeddings.weight", "model.word_embeddings.weight"),
+    vocabulary("output_layer.weight", "lm_head.weight"),
+    renamed("decoder.final_layernorm.weight", "h", "model.norm.weight"),
+    *_LAYER,
+    *mtp(_LAYER, norm=f"{HF_LAYER}final_layernorm"),
+)
