@@ -15,8 +15,6 @@ from support import bridge_cases as cases
 from support.bridge_cases import Case
 from support.procs import Ranks
 
-from wsync.families.tables import FAMILIES
-
 pytestmark = pytest.mark.bridge
 TESTS = Path(__file__).parent
 PLACE = "WSYNC_BRIDGE_PACKAGES"  # a folder that holds one of packages for each stack
@@ -99,13 +97,12 @@ MCORE019 = [
 
 
 def rows(table, *, first=False):
-    """(case, arrangement) of the families that wsync has; `first`: of each only its first one."""
+    """(case, arrangement) of all families; `first`: of each only its first one."""
     found = []
     for case, arrangements in table:
-        if case.family in FAMILIES:
-            for parallel in arrangements[: 1 if first else None]:
-                name = "-".join([case.family, *(f"{key}{size}" for key, size in parallel.items())])
-                found.append(pytest.param(case, parallel, id=name))
+        for parallel in arrangements[: 1 if first else None]:
+            name = "-".join([case.family, *(f"{key}{size}" for key, size in parallel.items())])
+            found.append(pytest.param(case, parallel, id=name))
     return found
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 import wsync
 from wsync import _core
-from wsync.checkpoints.compare import compare
 from wsync.layout import from_tensors
+from wsync.trainer.compare_checkpoint import compare
 
 TENSORS = {"a.weight": torch.zeros(4, 2), "b.weight": torch.zeros(3)}
 

@@ -106,23 +106,14 @@ def layout(
     slots = Slots(chunks, lambda: _slots(chunks, spec, ranks))
     names, current = slots.names, slots.read()
     table = _core.describe(current, names, gpu=True)
-    builder = _core.LayoutBuilder(rank)
-    reader = _Reader(spec, ranks)
-    claimed: dict[_Box, str] = {}
-    repeats: list[tuple[int, tuple[slice, ...], int]] = []
-    for index, (name, tensor) in enumerate(zip(names, current, strict=True)):
-        _, dtype, shape, strides, _ = table[index]
-        regions, maps, strides, equal = reader.read(name, tensor, shape, strides)
-        builder.add_parameter(name, index, dtype, strides, regions, maps)
-        _claim(claimed, name, maps)
-        repeats += [(index, *part) for part in equal]
+    built, repeats = _build(rank, _Reader(spec, ranks), names, current, table)
 
     def read() -> list[Tensor]:
         _check_gathered(chunks)
         return slots.read()
 
     return TrainerLayout(
-        builder.build(),
+        built,
         names,
         read,
         table,
@@ -132,8 +123,28 @@ def layout(
         stage=ranks.stage,
         other_names=_local_experts(names, spec, ranks),
         widened={name for name in names if name.endswith(".expert_bias")},
-        repeats=tuple(repeats),
+        repeats=repeats,
     )
+
+
+def _build(
+    rank: int,
+    reader: _Reader,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    table: _core.TensorTable,
+) -> tuple[_core.Layout, tuple[tuple[int, tuple[slice, ...], int], ...]]:
+    """The layout of this rank's parameters, and TrainerLayout.repeats."""
+    builder = _core.LayoutBuilder(rank)
+    claimed: dict[_Box, str] = {}
+    repeats: list[tuple[int, tuple[slice, ...], int]] = []
+    for index, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
+        _, dtype, shape, strides, _ = table[index]
+        regions, maps, strides, equal = reader.read(name, tensor, shape, strides)
+        builder.add_parameter(name, index, dtype, strides, regions, maps)
+        _claim(claimed, name, maps)
+        repeats += [(index, *part) for part in equal]
+    return builder.build(), tuple(repeats)
 
 
 def _claim(claimed: dict[_Box, str], name: str, maps: Sequence[_core.Map]) -> None:

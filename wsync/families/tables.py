@@ -133,33 +133,44 @@ class Family:
         )
 
 
+def _dense(name: str, *tables: tuple[Rule, ...], oracle: str) -> Family:
+    return Family(name, EMBEDDING, ATTENTION, DENSE_MLP, *tables, oracle=oracle)
+
+
+def _latent(name: str, rules: tuple[Rule, ...], oracle: str) -> Family:
+    return Family(name, rules, together=LATENT_TOGETHER, oracle=oracle)
+
+
+_LOGITS = "logits of transformers 4.57"
+_OLD, _NEW = "Megatron-Bridge 0.3.1", "Megatron-Bridge 0.6.2"  # exports after loading a checkpoint
+_AS = "the rules of {} under another name"
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        *(Family(name, EMBEDDING, ATTENTION, DENSE_MLP) for name in ("llama", "qwen2", "qwen3")),
-        Family("qwen2_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS, SHARED_EXPERT),
-        Family("qwen3_moe", EMBEDDING, ATTENTION, DENSE_MLP, EXPERTS, UNGATED_SHARED_EXPERTS),
-        Family("bailing_moe_v2", BAILING_MOE_V2),
-        Family("glm4", GLM4),
-        Family("glm4_moe", GLM4_MOE),
-        Family("gpt_oss", GPT_OSS),
-        Family("mimo", MIMO),
-        Family("minimax_m2", MINIMAX_M2),
-        *(
-            Family(name, DEEPSEEK, together=LATENT_TOGETHER)
-            for name in ("deepseek_v3", "kimi_k2", "moonlight", "glm4_moe_lite")
-        ),
-        *(
-            Family(name, DEEPSEEK_SPARSE, together=LATENT_TOGETHER)
-            for name in ("deepseek_v32", "glm_moe_dsa")
-        ),
-        Family("qwen3_5", QWEN3_5, copied=VISION),
-        Family("qwen3_5_moe", QWEN3_5, copied=VISION),
-        Family("qwen3_5_moe_text", QWEN3_5_TEXT),
-        Family("qwen3_5_text", QWEN3_5_TEXT),
-        Family("qwen3_next", QWEN3_NEXT, loaders={"slime": SLIME_MTP}),
-        Family("qwen3_vl", QWEN3_VL, copied=VISION),
-        Family("qwen3_vl_moe", QWEN3_VL_MOE, copied=VISION),
+        Family("bailing_moe_v2", BAILING_MOE_V2, oracle=f"{_NEW}; MTP: nothing but its source"),
+        _latent("deepseek_v3", DEEPSEEK, f"{_OLD}, {_LOGITS}; MTP: documents"),
+        _latent("deepseek_v32", DEEPSEEK_SPARSE, _AS.format("glm_moe_dsa")),
+        Family("glm4", GLM4, oracle=_LOGITS),
+        Family("glm4_moe", GLM4_MOE, oracle=f"{_OLD}, mbridge 0.15, {_LOGITS}"),
+        _latent("glm4_moe_lite", DEEPSEEK, _NEW),
+        _latent("glm_moe_dsa", DEEPSEEK_SPARSE, f"{_NEW}; slime's indexer: documents"),
+        Family("gpt_oss", GPT_OSS, oracle=f"{_OLD}, {_LOGITS}"),
+        _latent("kimi_k2", DEEPSEEK, _AS.format("deepseek_v3")),
+        _dense("llama", oracle=f"{_OLD} and 0.6.2, {_LOGITS}"),
+        Family("mimo", MIMO, oracle=f"mbridge 0.15 but for MTP's input_proj, {_LOGITS}"),
+        Family("minimax_m2", MINIMAX_M2, oracle=_NEW),
+        _latent("moonlight", DEEPSEEK, f"{_LOGITS} (deepseek_v3 without q_lora)"),
+        _dense("qwen2", oracle=f"{_OLD}, {_LOGITS}"),
+        _dense("qwen2_moe", EXPERTS, SHARED_EXPERT, oracle="a checkpoint of transformers 4.57"),
+        _dense("qwen3", oracle=f"{_OLD}, {_LOGITS}"),
+        _dense("qwen3_moe", EXPERTS, UNGATED_SHARED_EXPERTS, oracle=f"{_OLD} and 0.6.2, {_LOGITS}"),
+        Family("qwen3_5", QWEN3_5, copied=VISION, oracle=_AS.format("qwen3_5_text")),
+        Family("qwen3_5_moe", QWEN3_5, copied=VISION, oracle=_AS.format("qwen3_5_moe_text")),
+        Family("qwen3_5_moe_text", QWEN3_5_TEXT, oracle=_NEW),
+        Family("qwen3_5_text", QWEN3_5_TEXT, oracle=_NEW),
+        Family("qwen3_next", QWEN3_NEXT, loaders={"slime": SLIME_MTP}, oracle=f"{_OLD}, {_LOGITS}"),
+        Family("qwen3_vl", QWEN3_VL, copied=VISION, oracle=_LOGITS),
+        Family("qwen3_vl_moe", QWEN3_VL_MOE, copied=VISION, oracle=_LOGITS),
     )
 }
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from wsync import _core
-from wsync.checkpoints.compare import compare
 from wsync.exchange.trainer_group import TrainerGroup, together
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.fork_guard import Owner
 from wsync.machine.try_lock import Turn
 from wsync.options import Options
 from wsync.report import Report
+from wsync.trainer.compare_checkpoint import compare
 from wsync.trainer.requests import EngineRequests
 
 if TYPE_CHECKING:
