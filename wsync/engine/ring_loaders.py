@@ -14,6 +14,7 @@ tensors go and copies them there directly, is in wsync.engine.learn.recorded_loa
 """
 
 import gc
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -438,8 +439,12 @@ class _ByCall(_Loading):
         shapes = self._attached().shapes
         state = {
             name: tensor
-            for name, tensor in self._module.named_parameters(remove_duplicate=False)
-            if tensor.numel() and not tensor.is_meta and shapes.get(name) == tuple(tensor.shape)
+            for name, tensor in itertools.chain(
+                self._module.named_parameters(remove_duplicate=False),
+                self._module.named_buffers(remove_duplicate=False),
+            )
+            if name in shapes and shapes[name] == tuple(tensor.shape)
+            if tensor.numel() and not tensor.is_meta
         }
         groups = aliases(state)
         self._tied = {name: group[0] for group in groups if len(group) > 1 for name in group}
