@@ -344,10 +344,10 @@ class _Reader:
             if duplicated and shape == _stored(rule, whole.shape):
                 return _Plan(expansion, whole, cut, duplicated=True)
             share = expansion.place(cut, self.ranks.expert)
+            if shape == _stored(rule, share.shape):
+                return _Plan(expansion, share, cut, duplicated=False)
         except _core.LayoutError as error:
             raise _core.LayoutError(f"{name}: shape {expansion.shape}: {error}") from None
-        if shape == _stored(rule, share.shape):
-            return _Plan(expansion, share, cut, duplicated=False)
         kind = "expert-tensor" if ".mlp.experts." in rule.name else "tensor"
         raise _core.LayoutError(
             f"{name}: local shape {shape} != {_stored(rule, share.shape)}, the share of the whole "

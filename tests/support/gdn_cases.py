@@ -59,7 +59,7 @@ def logits(changes, parallel, ids):
     parallel = megatron_cpu.Parallel(**parallel)
     torch_splits = mock.patch.object(attention, "SplitAlongDim", None)  # not the stand-in's
     environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
-    spec = mock.patch.object(megatron_cpu, "_block_spec", computing_spec)
+    spec = mock.patch.object(megatron_cpu, "_layer_spec", computing_spec)
     options = {"deterministic_mode": True, "layernorm_zero_centered_gamma": False}
     environment = mock.patch.dict(os.environ, environment)
     with megatron_cpu.groups(parallel), spec, torch_splits, environment:

@@ -107,6 +107,7 @@ def check(family: Family) -> None:
 def _fills(rule: Rule, known: Iterable[str]) -> dict[str, _Fill]:
     """What a rule writes to its targets: how often each of their elements."""
     sizes = {name: 2 + index % 3 for index, name in enumerate(sorted(known))}
+    sizes |= {"heads": sizes["g"] * sizes["n"], "gv": sizes["gk"] * sizes["gn"]}
     experts = range(sizes["experts"]) if "{expert}" in rule.name else (0,)
     found: dict[str, _Fill] = {}
     pieces = rule.expand(sizes, inferred=1).pieces
