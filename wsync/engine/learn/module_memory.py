@@ -381,3 +381,23 @@ class Bindings:
                 changed.append(f"the memory of {tuple(data.shape)}")
                 tensor.data = data
         return changed
+
+
+class PlainValues:
+    """What the parts of a module hold that is no tensor, and what is in its lists, dicts and sets:
+    to put it back after a trial."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        held = [vars(part) for part in module.modules()]
+        values: list[Any] = [*held, *(value for each in held for value in each.values())]
+        self._kept = [(value, value.copy()) for value in values if type(value) in (dict, list, set)]
+
+    def restore(self) -> None:
+        """Touches nothing that is as it was: others may read it meanwhile."""
+        for value, kept in self._kept:
+            if isinstance(value, list):
+                value[:] = kept
+                continue
+            for name in [name for name in value if name not in kept]:
+                value.pop(name) if isinstance(value, dict) else value.remove(name)
+            value.update(kept)

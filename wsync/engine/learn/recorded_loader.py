@@ -15,16 +15,22 @@ from wsync.dtypes import dtype_of
 from wsync.engine.destination import MissingError
 from wsync.engine.learn.attribute_guards import Attribute, attributes_read
 from wsync.engine.learn.dummy_weights import MadeUpModel
-from wsync.engine.learn.module_memory import Area, ModuleMemory, SharedError
+from wsync.engine.learn.module_memory import Area, ModuleMemory, PlainValues, SharedError
 from wsync.engine.learn.recorder import (
     ClashError,
     RebindsError,
     Recording,
     RecordingError,
     record,
-    unseen,
 )
-from wsync.engine.learn.verify import add_boxes, load_made_up, may_be_split, verify
+from wsync.engine.learn.verify import (
+    add_boxes,
+    elements,
+    load_made_up,
+    may_be_split,
+    unloaded,
+    verify,
+)
 from wsync.engine.ring_loaders import (
     ChoosingLoader,
     LoadWeights,
@@ -37,6 +43,7 @@ from wsync.engine.ring_loaders import (
 )
 from wsync.machine import device
 from wsync.messages.control import LEARN, WHOLE
+from wsync.module_tensors import checksum_of
 from wsync.report import listed
 
 KEEP: Final = "WSYNC_KEEP"
@@ -100,8 +107,9 @@ class RecordedLoader(ChoosingLoader):
         self._stream = loading_stream(device.of_module(module), threads)
         self._model: _Model = []
         self._went_by: object = None
-        self._doubtful: list[str] = []  # parameters that the module's own loader may not load
-        self._sums: dict[str, int] = {}  # theirs, before the update
+        # what selects elements of parameters that the module's own loader may not load; None: all
+        self._doubtful: dict[str, torch.Tensor | None] = {}
+        self._before: dict[str, tuple[int, int]] = {}  # the update: their bytes, and a checksum
         self._chosen = ModuleLoader(module, method)
 
     def blob(self) -> bytes:
@@ -121,8 +129,16 @@ class RecordedLoader(ChoosingLoader):
                 return self._chosen.blob() if self._needed else WHOLE
             _log.info("the module has changed (%s) and is learnt anew", change)
         losing()
+        kept = PlainValues(self._module)
+        try:
+            return self._learn(model, facts)
+        finally:
+            if self.recording is None:  # the loader goes by what it keeps of made-up tensors
+                kept.restore()
+
+    def _learn(self, model: _core.Layout, facts: _Model) -> bytes:
         self.recording, self._chosen = None, ModuleLoader(self._module, self._load)
-        self._doubtful = []
+        self._doubtful = {}
         self.reason = ""
         self._went_by = self.goes_by()
         try:
@@ -172,22 +188,32 @@ class RecordedLoader(ChoosingLoader):
             _log.info("load_weights is not called for each round: %s", error)
             return False
 
-    def _find_doubtful(self, model: _core.Layout) -> list[str]:
-        """Parameters that load_weights, which cannot be learnt, was not seen to load."""
+    def _find_doubtful(self, model: _core.Layout) -> dict[str, torch.Tensor | None]:
+        """Elements of parameters that load_weights, which cannot be learnt, did not load from
+        made-up tensors; all of them where it cannot load these."""
         try:
-            return unseen(self._module, self._load, MadeUpModel(model))
-        except (_core.LayoutError, _core.NoMemoryError) as error:
-            _log.warning("what load_weights loads is not known: %s", error)
-            return []
+            return dict(unloaded(self._module, self._load, model))
+        except _NOT_RECORDED as error:
+            _log.info("what load_weights loads is not known: %s", error)
+            return {path: None for path, _ in self._module.named_parameters()}
+
+    def _doubted(self) -> dict[str, tuple[int, int]]:
+        """Bytes and checksums of what is doubtful."""
+        found = {}
+        held = ModuleMemory(self._module) if self._doubtful else None
+        for fact, tensor in zip(held.facts, held.tensors, strict=True) if held else ():
+            if fact[0] in self._doubtful:
+                data, chosen = elements(tensor).cpu(), self._doubtful[fact[0]]
+                if chosen is not None and len(chosen) == len(data):
+                    data = data[chosen]
+                found[fact[0]] = data.numel(), checksum_of(data)
+        return found
 
     def _check_doubtful(self) -> None:
-        """MissingError for parameters that no load was seen to write and that have not changed."""
-        if self._sums:
-            held = ModuleMemory(self._module)
-            now = held.sums(self._sums)
-            sizes = {fact[0]: t.nbytes for fact, t in zip(held.facts, held.tensors, strict=True)}
-            same = [path for path, sum in self._sums.items() if now.get(path) == sum]
-            self._check_delivered({path: sizes[path] for path in same})
+        """MissingError for what made-up tensors were not loaded to and has not changed."""
+        now = self._doubted() if self._before else {}
+        same = {path: was[0] for path, was in self._before.items() if now.get(path) == was}
+        self._check_delivered(same)
 
     def goes_by(self) -> object:
         """What load_weights depends on outside the module and may change; for subclasses."""
@@ -204,7 +230,7 @@ class RecordedLoader(ChoosingLoader):
         if self.recording is not None and (change := self._stale()):
             raise _changed(self._module, change)
         super().begin(rounds)
-        self._sums = ModuleMemory(self._module).sums(self._doubtful) if self._doubtful else {}
+        self._before = self._doubted()
 
     def finish(self, timeout: float) -> Receipt:
         receipt = super().finish(timeout)

@@ -7,7 +7,6 @@ tensors that only the loader itself can load, with the reason.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import math
@@ -325,24 +324,6 @@ def _record(module: torch.nn.Module, load: LoadWeights, model: MadeUpModel) -> R
     except UnexpressedError as error:
         raise RecordingError(str(error)) from None
     return recording
-
-
-def unseen(module: torch.nn.Module, load: LoadWeights, model: MadeUpModel) -> list[str]:
-    """Parameters that a loader which cannot be learnt was not seen to write to.
-
-    The module's weights are left as they are by every loader whose work can be seen."""
-    held = ModuleMemory(module)
-    names = frozenset(name for name, *_ in model.tensors)
-    tracer = Tracer(held, model, opaque=names)
-    with contextlib.suppress(RecordingError):
-        _trace(module, load, model, tracer, names)
-    found = []
-    for fact in held.facts:
-        low, high = _whole(fact, held.areas[fact[4]].start).span()
-        spans = (write.move.span() for write in tracer.writes[fact[4]])
-        if fact[0] in held.parameters and not any(a < high and low < b for a, b in spans):
-            found.append(fact[0])
-    return found
 
 
 def _try_alone(

@@ -25,6 +25,8 @@ from wsync.machine.device import follow_torch
 # held bytes that are kept aside at a time
 _BATCH: Final = 256 << 20
 _TIMEOUT: Final = 600.0
+# bytes of parameters that a load has to replace: no element of MadeUpModel's seed 1 consists of one
+_POISONS: Final = (0x41, 0x42)
 
 
 def verify(
@@ -44,6 +46,8 @@ def verify(
     held = ModuleMemory(module)
     before = {area: held.areas[area].sums(moves) for area, moves in recording.gaps.items()}
     load_made_up(load, model)
+    if recording.fallback and not held.current():
+        raise RecordingError("it gives tensors other memory")
     held = ModuleMemory(module)
     difference = held.difference(recording.facts)
     if difference:
@@ -89,16 +93,53 @@ def may_be_split(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> 
     Raises:
         RecordingError: the loader has failed.
     """
-    model = MadeUpModel(layout)
+    model = MadeUpModel(layout, seed=1)  # with values that weights have: it may go by them
     with _put_back(module):
         # what is not loaded after this must not look right
-        load_made_up(load, MadeUpModel(layout, seed=1))
+        load_made_up(load, MadeUpModel(layout))
         load_made_up(load, model, apart=True)
         held = ModuleMemory(module)
         sums = held.sums({fact[0] for fact in held.facts})
         load_made_up(load, model)
         now = ModuleMemory(module)
         return now.facts == held.facts and now.sums(sums.keys()) == sums
+
+
+def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict[str, torch.Tensor]:
+    """Elements of parameters that load_weights does not load from a model's tensors: by path, what
+    selects them, on the host.
+
+    The module's weights are put back.
+
+    Raises:
+        RecordingError: the loader has failed.
+    """
+    model = MadeUpModel(layout, seed=1)
+    found: dict[str, torch.Tensor] = {}
+    with _put_back(module):
+        for poison in _POISONS:
+            for parameter in _parameters(module).values():
+                size = parameter.element_size()
+                value = torch.full((size,), poison, dtype=torch.uint8).view(parameter.dtype)
+                parameter.detach().copy_(value.expand(parameter.shape))
+            load_made_up(load, model)
+            left = {
+                path: (elements(parameter) == poison).all(-1).cpu()
+                for path, parameter in _parameters(module).items()
+            }
+            found = {path: mask & found.get(path, mask) for path, mask in left.items()}
+    return {path: mask for path, mask in found.items() if mask.any()}
+
+
+def elements(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements as rows of bytes."""
+    return tensor.detach().contiguous().reshape(-1, 1).view(torch.uint8)
+
+
+def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    held = ModuleMemory(module)
+    named = zip(held.facts, held.tensors, strict=True)
+    return {fact[0]: tensor for fact, tensor in named if fact[0] in held.parameters}
 
 
 @contextmanager

@@ -1,0 +1,157 @@
+"""Loaders that cannot be learnt: what they are tried with, and what is refused all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.workers import ThreadEngine
+from torch.nn.utils import parametrize
+
+import wsync
+from wsync.engine.learn.recorded_loader import RecordedLoader
+
+OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=16384)
+Tensors = dict[str, torch.Tensor]
+Copy = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+def parameter(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
+
+
+def by_values(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    if tensor.abs().max() < 1e9:
+        target.copy_(tensor)
+
+
+def by_numpy(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    target.numpy()[:] = tensor.numpy()
+
+
+COPIES = [lambda target, tensor: target.copy_(tensor * 1), by_values, by_numpy]
+
+
+class Fused(torch.nn.Module):
+    def __init__(self, copy: Copy) -> None:
+        super().__init__()
+        self.qkv = parameter(24, 8)
+        self._copy = copy
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            self._copy(self.qkv.data["qkv".index(name) * 8 :][:8], tensor)
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("names", ["qkv", "qv"])
+def test_each_byte_of_a_parameter_has_to_be_delivered(copy: Copy, names: str) -> None:
+    """Whatever is delivered may be what is there already."""
+    loader = RecordedLoader(Fused(copy))
+    weights = {name: torch.randn(8, 8) for name in names}
+    with wsync.connect(weights, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        for _ in range(2):
+            if names == "qkv":
+                sync.update()
+                continue
+            with pytest.raises(wsync.WsyncError, match=r"qkv \(256 of its 768 bytes\)"):
+                sync.update()
+    assert "cannot be learnt" in loader.reason
+
+
+class Keeping(torch.nn.Module):
+    def __init__(self, load: Callable[[Keeping, Tensors], None]) -> None:
+        super().__init__()
+        self.a, self.b = parameter(64, 64), parameter(64, 64)
+        self.scale = 0.0
+        self.scales: dict[str, float] = {}
+        self._load = load
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        self._load(self, dict(pairs))
+
+
+def by_first_scale(module: Keeping, tensors: Tensors) -> None:
+    for name, tensor in tensors.items():
+        module.scale = module.scale or tensor.abs().max().item()
+        getattr(module, name).data.copy_(tensor / module.scale)
+
+
+def by_scales(module: Keeping, tensors: Tensors) -> None:
+    for name, tensor in tensors.items():
+        scale = module.scales.setdefault(name, tensor.abs().max().item())
+        getattr(module, name).data.copy_(tensor / scale)
+
+
+def jointly_by_values(module: Keeping, tensors: Tensors) -> None:
+    joint = len(tensors) == 2 and tensors["a"].abs().max() < 1e9
+    for name, tensor in tensors.items():
+        if tensor.abs().max() < 1e9:
+            getattr(module, name).data.copy_(tensor + tensors["b"] if joint else tensor)
+
+
+@pytest.mark.parametrize("load", [by_first_scale, by_scales, jointly_by_values])
+def test_made_up_values_leave_nothing_behind(load: Callable[[Keeping, Tensors], None]) -> None:
+    module, plain = Keeping(load), Keeping(load)
+    weights = {name: torch.randn(64, 64) for name in "ab"}
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+    plain.load_weights(list(weights.items()))
+    assert torch.equal(module.a, plain.a) and torch.equal(module.b, plain.b)
+
+
+class Tied(torch.nn.Module):
+    """Two names of one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("a", torch.zeros(8, 8, dtype=torch.bfloat16))
+        self.register_buffer("b", self.a)
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            getattr(self, name).copy_(tensor)
+
+
+def test_names_of_one_buffer_with_other_values_are_refused() -> None:
+    weights = {name: torch.randn(8, 8).to(torch.float16) for name in "ab"}
+    engine = ThreadEngine([RecordedLoader(Tied())])
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.WsyncError, match="are one tensor of the module, and b brings"):
+            sync.update()
+
+
+class Same(torch.nn.Module):
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def right_inverse(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class Parametrized(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = torch.nn.Linear(8, 8, bias=False)
+        self.b = parameter(64, 64)
+        parametrize.register_parametrization(self.part, "weight", Same())
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            if name == "a":
+                self.part.weight = tensor
+            else:
+                self.b.data.copy_(tensor)
+
+
+@pytest.mark.filterwarnings("ignore:.* keeps tensors after it has returned")
+def test_a_parametrized_weight_can_be_assigned() -> None:
+    module = Parametrized()
+    weights = {"a": torch.randn(8, 8), "b": torch.randn(64, 64)}
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        for _ in range(2):
+            sync.update()
+    assert torch.equal(module.part.weight, weights["a"]) and torch.equal(module.b, weights["b"])
