@@ -473,6 +473,23 @@ def test_a_checkpoint_that_changes_under_its_reader_is_noticed(
             pass
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_file_that_is_removed_under_its_reader_must_not_have_been_written_to(
+    written: bool, tmp_path: Path
+) -> None:
+    path = sharded(tmp_path) / "one.safetensors"
+    checkpoint = Checkpoint(path.parent)
+    with checkpoint.opened():
+        if written:
+            overwrite(path)
+        path.unlink()
+        if written:
+            with pytest.raises(wsync.LayoutError, match=r"one\.safetensors: was changed"):
+                checkpoint.check()
+        else:
+            checkpoint.check()
+
+
 def test_a_link_is_followed_once(tmp_path: Path) -> None:
     """`latest` may name another version while one is read."""
     for name, value in (("v1", 1.0), ("v2", 2.0)):

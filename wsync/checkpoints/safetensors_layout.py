@@ -16,7 +16,7 @@ import reprlib
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -248,6 +248,7 @@ class Checkpoint:
         self.weight_version: str | None = None
         self._seen: dict[Path, _Stamp] = {}
         self._files: list[Path] = []
+        self._open: dict[Path, int] = {}  # descriptors, within `opened`
         expected = self._read_index()
         for number, path in enumerate(self._files):
             for name, place in self._read_header(number, path):
@@ -272,6 +273,8 @@ class Checkpoint:
                 if stamp != self._seen[path]:
                     raise _core.LayoutError(f"{path}: {_CHANGED}")
                 descriptors.append(descriptor)
+            self._open.update(zip(self._files, descriptors, strict=True))
+            stack.callback(self._open.clear)
             yield descriptors
 
     def pieces(self, nbytes: int) -> tuple[_core.Layout, list[FilePiece]]:
@@ -316,13 +319,17 @@ class Checkpoint:
     def check(self) -> None:
         """Raises LayoutError if a file or the index has been written to, replaced, linked or given
         another mode since it was opened: what was read may be of two checkpoints.  One that was
-        removed is read as it was."""
+        removed is read as it was, if nobody has written to it."""
         for path, seen in self._seen.items():
             with system_calls(path):
                 try:
                     found = _stamp(os.stat(path))
                 except FileNotFoundError:
-                    continue
+                    if path not in self._open:
+                        continue
+                    # it is not there for others, which has changed the second time alone
+                    now = _stamp(os.fstat(self._open[path]))
+                    found = replace(now, changed=(now.changed[0], seen.changed[1]))
             if found != seen:
                 raise _core.LayoutError(f"{path}: {_CHANGED}")
 
