@@ -24,7 +24,7 @@ from support.tiny_qwen3 import Weights, draw, same
 import wsync
 from wsync import _core
 from wsync.checkpoints.safetensors_layout import INDEX, Checkpoint
-from wsync.demo.engines.serve import command_line, load, serve_in_process
+from wsync.demo.engines.serve import _stored_version, command_line, load, serve_in_process
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 from wsync.disk import DiskSync, newest
 from wsync.handles.base import handle
@@ -564,3 +564,13 @@ def test_a_version_that_cannot_name_a_folder_is_refused(tmp_path: Path) -> None:
     with disk({"a": torch.zeros(1)}, tmp_path) as sync:
         with pytest.raises(wsync.InvalidArgumentError, match=r"version '\.\./x'"):
             sync.update(version="../x")
+
+
+def test_an_index_says_nothing_of_weights_in_one_file(tmp_path: Path) -> None:
+    """transformers' save_pretrained leaves the index of what it replaces."""
+    with DiskSync({"a": torch.ones(4)}, folder=tmp_path, options=OPTIONS) as sync:
+        sync.update(version=7)
+    folder = newest(tmp_path)
+    assert _stored_version(str(folder)) == "7"
+    (folder / "model.safetensors").touch()
+    assert _stored_version(str(folder)) is None

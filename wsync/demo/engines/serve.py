@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, WsyncError
-from wsync.checkpoints.safetensors_layout import INDEX, read_index
+from wsync.checkpoints.safetensors_layout import INDEX, SINGLE, read_index
 from wsync.demo.engines.child import Child
 from wsync.handles.answers import seconds
 from wsync.machine.deadline import MAX_DEADLINE, POLL_SECONDS, Deadline
@@ -179,8 +179,9 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _stored_version(folder: str | None) -> str | None:
-    """The weight version of a checkpoint that a trainer has written, or None."""
-    if folder is None or not Path(folder, INDEX).exists():
+    """The weight version of a checkpoint that a trainer has written, or None.  Where there is one
+    file for all weights, transformers reads that, and an index is of others."""
+    if folder is None or not Path(folder, INDEX).exists() or Path(folder, SINGLE).exists():
         return None
     metadata = read_index(Path(folder))[0].get("metadata")
     version = metadata.get("weight_version") if isinstance(metadata, dict) else None
