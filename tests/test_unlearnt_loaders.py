@@ -102,6 +102,23 @@ def test_made_up_values_leave_nothing_behind(load: Callable[[Keeping, Tensors], 
     assert torch.equal(module.a, plain.a) and torch.equal(module.b, plain.b)
 
 
+class Diagonal(Keeping):
+    def __init__(self) -> None:
+        super().__init__(lambda module, tensors: None)
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            getattr(self, name).data.copy_(tensor).fill_diagonal_(1)
+
+
+def test_a_tensor_of_thousands_of_pieces_is_learnt_in_time() -> None:
+    loader = RecordedLoader(Diagonal())
+    weights = {name: torch.randn(64, 64) for name in "ab"}
+    with wsync.connect(weights, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update()
+    assert torch.equal(loader._module.a, weights["a"].fill_diagonal_(1))
+
+
 class Tied(torch.nn.Module):
     """Two names of one buffer."""
 

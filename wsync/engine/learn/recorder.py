@@ -408,7 +408,8 @@ class _Analysis:
         self._drop_fallbacks()
         self.recording.copies = [copy for _, copy in sorted(self._copies, key=lambda c: c[0])]
         for name, pieces in self.recording.pieces.items():
-            if not apart([piece.box for piece in pieces]):
+            found = [piece.box for piece in pieces]
+            if not (apart(found) or _disjoint(found, self._facts[name][2])):
                 self.recording.pieces[name] = self._once(name, pieces)
         copies, areas = self.recording.copies, len(held.areas)
         self.recording.copies = [copy for copy in copies if copy.area < areas]
@@ -587,6 +588,7 @@ class _Analysis:
         found: list[RecordedPiece] = []
         dtype = dtype_of(self.recording.kept[name])
         for piece in pieces:
+            check()
             rest = [piece.box]
             for first in found:
                 left: list[Box] = []
@@ -673,6 +675,20 @@ class _Analysis:
 
     def _place(self, area: int, move: Move) -> str:
         return self._held.name(area, move.destination - self._held.areas[area].start)
+
+
+def _disjoint(found: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether many boxes of a tensor share nothing; False where this costs more than to compare
+    each with each."""
+    if len(found) ** 2 < math.prod(shape):
+        return False
+    count = torch.zeros(tuple(shape), dtype=torch.uint8)
+    for box in found:
+        part = count[tuple(slice(s, s + n) for s, n in zip(box.start, box.extent, strict=True))]
+        if part.any():
+            return False
+        part.fill_(1)
+    return True
 
 
 def _clusters(spans: Sequence[tuple[int, int]], order: Sequence[int]) -> Iterator[list[int]]:
