@@ -14,7 +14,7 @@ from support.counted_store import PATIENCE, CountedStore, meet
 import wsync
 from wsync.exchange import trainer_group
 from wsync.exchange.trainer_group import _Board, _meet
-from wsync.machine.daemon_threads import Lane
+from wsync.machine.daemon_threads import Lane, start
 
 RANKS = 8
 
@@ -107,3 +107,22 @@ def test_who_has_waited_for_a_deadline_waits_for_no_second_one(
     assert "the trainer's store does not answer" in answer.result()
     store.answer.set()
     lane.close()
+
+
+def test_a_call_that_is_interrupted_when_it_starts_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[threading.Thread] = []
+    begin = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        begin(thread)
+        begun.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            start("wsync-test", bool)
+    begun[0].join(60)
+    assert not begun[0].is_alive()

@@ -46,17 +46,22 @@ class Lane:
 
 def start(name: str, call: Callable[[], _T]) -> Future[_T]:
     """Makes one call in a daemon thread of its own."""
-    lane = Lane(name)
-    future = lane.submit(call)
-    lane.close()
+    future: Future[_T] = Future()
+    # it has its call from the start: an interrupt here leaves no thread that waits for one
+    threading.Thread(target=_make, args=(future, call), daemon=True, name=name).start()
     return future
 
 
 def _drive(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
     while (item := calls.get()) is not None:
-        future, call = item
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-        del item, future, call  # the thread must not keep what it is done with
+        _make(*item)
+        del item  # the thread must not keep what it is done with
+
+
+def _make(future: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+    finally:
+        del future, call  # nor may the error, whose traceback holds this frame
