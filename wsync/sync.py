@@ -77,7 +77,8 @@ class Sync(Updates):
             weights: the parameters' current storage by global name, or what returns it; None
                 for the tensors that the layout was made from.
             version: the weight version that engines report afterwards, a number from 0 or a
-                short text, the same on all ranks; None counts up.
+                short text, the same on all ranks; None counts up, from 1 on
+                with each connection.
 
         Returns:
             What happened, as this rank saw it.
