@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
+import weakref
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.resource_sharer import DupFd
@@ -389,6 +390,20 @@ def test_a_bucket_is_read_back(by_value: bool) -> None:
     value: Any = payload.load(payload.bucket(bucket, by_value=by_value))
     assert value["metadata"] == bucket.get_metadata()
     assert rows(FlattenedTensorBucket(**value).reconstruct_tensors()) == rows(TENSORS)
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_a_bucket_that_was_read_goes_with_its_last_user(by_value: bool) -> None:
+    """And not when Python next collects garbage: it is as large as a trainer makes its buckets."""
+    data = payload.bucket(FlattenedTensorBucket(TENSORS), by_value=by_value)
+    gc.disable()
+    try:
+        value: Any = payload.load(data)
+        flat = weakref.ref(value["flattened_tensor"])
+        del value
+        assert flat() is None
+    finally:
+        gc.enable()
 
 
 @settings(deadline=None, max_examples=50)

@@ -348,8 +348,14 @@ def check_names(names: Iterable[str]) -> None:
 class _State:
     """Stands for an object that a pickle makes without arguments and fills from a dict."""
 
-    def __init__(self) -> None:
-        self.fields: dict[str, object] = {}
+    fields: dict[str, object]
+
+    def __new__(cls, *arguments: object) -> _State:
+        if arguments:
+            raise malformed(f"{cls.__name__} is made with arguments")
+        made = super().__new__(cls)
+        made.fields = {}
+        return made
 
     def __setstate__(self, state: object) -> None:
         if not isinstance(state, dict):
@@ -432,10 +438,44 @@ class _Values(pickle._Unpickler):
         raise malformed(f"global {module:.80}.{name:.80} is not allowed")
 
 
+class _Storages:
+    """Reads the storages that a payload of `nbytes` names.
+
+    deadline: of waits for other processes.
+    """
+
+    def __init__(self, nbytes: int, deadline: Deadline) -> None:
+        self._left = nbytes
+        self._deadline = deadline
+
+    def load(self, data: object) -> torch.TypedStorage:
+        """torch.storage._load_from_bytes.  All storages together take no more than the payload,
+        which may name the same bytes many times."""
+        if not isinstance(data, bytes):
+            raise malformed("a storage is not made of bytes")
+        self._left -= len(data)
+        if self._left < 0:
+            raise malformed("its storages are larger than the payload")
+        return _read_storage(data)
+
+    def read_file(self, cls: object, manager: object, name: object, nbytes: object) -> object:
+        if not isinstance(name, bytes) or type(nbytes) is not int or nbytes < 0:
+            raise malformed("a shared storage is not (manager, file, bytes)")
+        return torch_shm_reader.read_file(name, nbytes)
+
+    def read_descriptor(self, cls: object, descriptor: object, nbytes: object) -> object:
+        """torch's default between related processes: the sender passes a file descriptor."""
+        fields = descriptor.fields if isinstance(descriptor, _State) else {}
+        if fields.keys() != {"_id"} or type(nbytes) is not int or nbytes < 0:
+            raise malformed("a shared storage is not (descriptor, bytes)")
+        return torch_shm_reader.read_descriptor(fields["_id"], nbytes, self._deadline)
+
+
 class _Reader(_Values):
     """Adds the calls that make tensors.
 
-    deadline: of waits for other processes.
+    A reader keeps what it finds in its memo.  It has no methods of its own among that, nor classes
+    made for it: such a cycle would keep tensors until Python next collects garbage.
     """
 
     dispatch = _Opcodes(
@@ -446,44 +486,16 @@ class _Reader(_Values):
 
     def __init__(self, data: bytes, deadline: Deadline) -> None:
         super().__init__(io.BytesIO(data))
-        self._left = len(data)
-        self._deadline = deadline
+        storages = _Storages(len(data), deadline)
         self._known: dict[tuple[str, str], Any] = {
-            (REDUCTIONS, "rebuild_storage_filename"): self._read_file,
-            (REDUCTIONS, "rebuild_storage_fd"): self._read_descriptor,
-            ("torch.storage", "_load_from_bytes"): self._load_storage,
-            # classes of this pickle's own: nothing it does to them outlives it
-            **{
-                kind: type(kind[1], (_State,), {"kind": kind, "__new__": _new_state})
-                for kind in _STATES
-            },
+            (REDUCTIONS, "rebuild_storage_filename"): storages.read_file,
+            (REDUCTIONS, "rebuild_storage_fd"): storages.read_descriptor,
+            ("torch.storage", "_load_from_bytes"): storages.load,
         }
 
     def find_class(self, module: str, name: str) -> Any:
         known = self._known.get((module, name)) or _GLOBALS.get((module, name))
         return known or super().find_class(module, name)
-
-    def _load_storage(self, data: object) -> torch.TypedStorage:
-        """torch.storage._load_from_bytes.  All storages together take no more than the payload,
-        which may name the same bytes many times."""
-        if not isinstance(data, bytes):
-            raise malformed("a storage is not made of bytes")
-        self._left -= len(data)
-        if self._left < 0:
-            raise malformed("its storages are larger than the payload")
-        return _read_storage(data)
-
-    def _read_file(self, cls: object, manager: object, name: object, nbytes: object) -> object:
-        if not isinstance(name, bytes) or type(nbytes) is not int or nbytes < 0:
-            raise malformed("a shared storage is not (manager, file, bytes)")
-        return torch_shm_reader.read_file(name, nbytes)
-
-    def _read_descriptor(self, cls: object, descriptor: object, nbytes: object) -> object:
-        """torch's default between related processes: the sender passes a file descriptor."""
-        fields = descriptor.fields if isinstance(descriptor, _State) else {}
-        if fields.keys() != {"_id"} or type(nbytes) is not int or nbytes < 0:
-            raise malformed("a shared storage is not (descriptor, bytes)")
-        return torch_shm_reader.read_descriptor(fields["_id"], nbytes, self._deadline)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -549,14 +561,6 @@ def _read_storage(data: bytes) -> torch.TypedStorage:
     flat = torch.empty(left, dtype=torch.uint8)
     flat.numpy()[:] = memoryview(data)[len(data) - left :]
     return _typed(flat.untyped_storage(), found.dtype)
-
-
-def _new_state(cls: type, *arguments: object) -> _State:
-    if arguments:
-        raise malformed(f"{cls.__name__} is made with arguments")
-    state: _State = object.__new__(cls)
-    state.fields = {}
-    return state
 
 
 def _to_metadata(entry: object) -> FlattenedTensorMetadata:
@@ -647,7 +651,6 @@ def refuse_call(*_arguments: object) -> object:
     raise malformed("calls a class that is only named")
 
 
-_STATES: Final = {_METADATA_GLOBAL, ("multiprocessing.resource_sharer", "DupFd")}
 _GLOBALS: Final[dict[tuple[str, str], object]] = {
     ("torch", "Size"): _make_size,
     ("torch", "Tensor"): refuse_call,
@@ -661,5 +664,10 @@ _GLOBALS: Final[dict[tuple[str, str], object]] = {
     (REDUCTIONS, "rebuild_cuda_tensor"): _refuse_gpu,
     (REDUCTIONS, "rebuild_typed_storage"): _typed,
     (REDUCTIONS, "rebuild_storage_empty"): _empty_storage,
+    # classes that no opcode can change
+    **{
+        kind: type(kind[1], (_State,), {})
+        for kind in (_METADATA_GLOBAL, ("multiprocessing.resource_sharer", "DupFd"))
+    },
     **_DTYPES,
 }
