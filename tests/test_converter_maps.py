@@ -23,7 +23,7 @@ def maps_of(function, shape, dtype=torch.float32, layers=1):
 
     wholes = {NAME.format(layer): Whole(shape, dtype) for layer in range(layers)}
     found = learn(converter_of(convert, None), wholes)
-    return {name: [piece.map() for piece in pieces] for name, pieces in found.items()}
+    return {name: [piece.map({}) for piece in pieces] for name, pieces in found.items()}
 
 
 def applied(maps, values):

@@ -10,6 +10,9 @@ head of a model that Megatron-Bridge has loaded.
 Replicas (data parallel, context parallel, a tied embedding on the last pipeline stage) are the
 same boxes on several ranks.  slime's "bridge" mode, where a bridge object exports Hugging Face
 tensors, has no layout here: its tensors can go through `wsync.layout.from_tensors`.
+
+Where a converter stands in for the family (wsync.families.converter), the modules that hold the
+parameters say how those are cut (wsync.families.shares).
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
+from wsync.families.converter import Convert, Whole, converter_of, learn
 from wsync.families.rules import Cut, Expansion, Repeat, Rule, ShardPlacement
-from wsync.families.tables import FIELDS, LOADERS, Model, read_model
+from wsync.families.shares import share_of
+from wsync.families.tables import FIELDS, LOADERS, TOGETHER, Family, Model, read_model
 from wsync.layout import TrainerLayout, contiguous_strides, global_name, position
 from wsync.module_tensors import Slot, Slots, homes_of
 
@@ -31,6 +36,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.nn import Module
+
+    # of a parameter: regions, maps, element strides, parts whose elements must be equal
+    _Read = tuple[Sequence[_core.Region], list[_core.Map], tuple[int, ...], Sequence[Repeat]]
 
 __all__ = ["Ranks", "layout"]
 
@@ -79,6 +87,7 @@ def layout(
     *,
     model_name: str | None = None,
     loaded_by: str = LOADERS[0],
+    converter: Callable[..., Any] | None = None,
     group: ProcessGroup | None = None,
 ) -> TrainerLayout:
     """The layout of this rank of a Megatron-Core model.
@@ -89,24 +98,34 @@ def layout(
     ffn_hidden_sizes, num_experts) and untie_embeddings_and_output_weights.  `loaded_by`: whose
     loader put the first weights of a checkpoint into the model.  "megatron": one that has
     Megatron-Core compute with them as they are meant, as Megatron-Bridge and mbridge do; "slime":
-    slime's own, which exchanges the halves of Qwen3-Next's eh_proj.  `group`: the ranks
-    that take part in updates (default: all).  Not collective: nothing is communicated.  With
-    overlap_param_gather, an update of the model's own tensors needs disable_forward_pre_hook()
-    before it, or it raises StateError: until the next forward pass they may be old.
+    slime's own, which exchanges the halves of Qwen3-Next's eh_proj.  `converter`: a function that
+    makes the Hugging Face tensors of one whole parameter, in the place of a family that wsync
+    knows: convert(name, tensor), or slime's convert(args, name, tensor), which is called with
+    `config`, gives (name, tensor) pairs.  It is called with made-up CPU tensors while the layout is
+    made, and never again; rows that pad the vocabulary are left out if it leaves them in.
+    `group`: the ranks that take part in updates (default: all).  Not collective: nothing is
+    communicated.  With overlap_param_gather, an update of the model's own tensors needs
+    disable_forward_pre_hook() before it, or it raises StateError: until the next forward pass they
+    may be old.
 
     Raises UnsupportedError for an unknown family, LayoutError for a parameter that no rule
     matches, that goes where another one does, that has another shape than the configuration says,
-    or whose attributes contradict it.
+    or whose attributes contradict it; with a converter, for one with which it does more than to
+    copy, and for one of which it is not certain how it is cut.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    spec = read_model(config, model_name, loaded_by)
+    learnt = None if converter is None else Family("of a converter")
+    spec = read_model(config, model_name, loaded_by, family=learnt)
     _keep_biases_wide(chunks)
     ranks = Ranks.current()
     rank, count = position(group)
     slots = Slots(chunks, lambda: _slots(chunks, spec, ranks))
     names, current = slots.names, slots.read()
     table = _core.describe(current, names, gpu=True)
-    built, repeats = _build(rank, _Reader(spec, ranks), names, current, table)
+    reader: _Reader | _LearntReader = _Reader(spec, ranks)
+    if converter is not None:
+        reader = _LearntReader(converter_of(converter, config), chunks, slots, spec, ranks)
+    built, repeats = _build(reader, rank, names, current, table)
 
     def read() -> list[Tensor]:
         _check_gathered(chunks)
@@ -116,10 +135,7 @@ def layout(
         built,
         names,
         read,
-        table,
-        rank,
-        count,
-        group,
+        *(table, rank, count, group),
         stage=ranks.stage,
         other_names=_local_experts(names, spec, ranks),
         widened={name for name in names if name.endswith(".expert_bias")},
@@ -128,13 +144,13 @@ def layout(
 
 
 def _build(
+    reader: _Reader | _LearntReader,
     rank: int,
-    reader: _Reader,
     names: Sequence[str],
     tensors: Sequence[Tensor],
     table: _core.TensorTable,
 ) -> tuple[_core.Layout, tuple[tuple[int, tuple[slice, ...], int], ...]]:
-    """The layout of this rank's parameters, and TrainerLayout.repeats."""
+    """The layout of parameters that a reader knows, and TrainerLayout.repeats."""
     builder = _core.LayoutBuilder(rank)
     claimed: dict[_Box, str] = {}
     repeats: list[tuple[int, tuple[slice, ...], int]] = []
@@ -277,7 +293,7 @@ class _Reader:
 
     def read(
         self, name: str, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
-    ) -> tuple[Sequence[_core.Region], list[_core.Map], tuple[int, ...], Sequence[Repeat]]:
+    ) -> _Read:
         """(regions, maps, element strides in the order of the rule's view, parts whose elements
         must be equal) of one parameter."""
         target = self.spec.family.copy_of(name)
@@ -382,6 +398,67 @@ class _Reader:
                 f"{found.shape[dimension]} of the configuration, or not a multiple"
             )
         return rule.expand(self.spec.sizes, inferred)
+
+
+class _LearntReader:
+    """Regions by the modules that hold parameters, and maps that a converter was seen to make."""
+
+    def __init__(
+        self,
+        convert: Convert,
+        chunks: Sequence[Module],
+        slots: Slots,
+        spec: Model,
+        ranks: Ranks,
+    ) -> None:
+        holders = _holders(chunks)
+        self._placements: dict[str, ShardPlacement] = {}
+        wholes: dict[str, Whole] = {}
+        for name, tensor in zip(slots.names, slots.read(), strict=True):
+            cut = ranks.expert_tensor if ".experts." in name else ranks.tensor
+            shape, placement = share_of(name, tensor, holders[id(tensor)], cut)
+            self._placements[name] = placement
+            wholes[name] = Whole(shape, tensor.dtype)
+        self._pieces = learn(convert, wholes)
+        for name in wholes:
+            if name.removeprefix("language_model.") in (EMBEDDING, OUTPUT):
+                self._strip(name, wholes[name].shape[0], spec.sizes.get("vocab"))
+
+    def read(
+        self, name: str, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> _Read:
+        """As _Reader does it."""
+        del tensor, shape
+        placement = self._placements[name]
+        maps = [piece.map({}, TOGETHER) for piece in self._pieces[name] if placement.meets(piece)]
+        return placement.regions, maps, strides, ()
+
+    def _strip(self, name: str, padded: int, rows: int | None) -> None:
+        """Takes the rows that pad the vocabulary out of tensors in which a converter has them."""
+        if rows is None or rows >= padded:
+            return
+        self._pieces[name] = [
+            piece
+            if piece.shape[:1] != (padded,)
+            else replace(
+                piece,
+                shape=(rows, *piece.shape[1:]),
+                extent=(min(piece.extent[0], rows - piece.target_start[0]), *piece.extent[1:]),
+            )
+            for piece in self._pieces[name]
+            if piece.shape[:1] != (padded,) or piece.target_start[0] < rows
+        ]
+
+
+def _holders(chunks: Sequence[Module]) -> dict[int, list[Module]]:
+    """By the identity of a parameter or buffer, the modules that it is in, innermost first."""
+    found: dict[int, list[Module]] = {}
+    for chunk in chunks:
+        for module, home, key, path in homes_of(chunk):
+            parts = path.split(".")[:-1]
+            above = [chunk.get_submodule(".".join(parts[:n])) for n in range(len(parts))]
+            found.setdefault(id(home[key]), [module, *reversed(above)])
+    return found
 
 
 class _Plan:

@@ -22,7 +22,6 @@ from wsync.engine.post_load import run_in_place, wait_for_device
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.messages.control import WHOLE
-from wsync.module_tensors import checksum_of
 
 
 class WorkerExtension:
@@ -162,10 +161,10 @@ class VllmLoader(ChoosingLoader):
         """What processing changes of that which load_weights has written just now, or ""."""
         held = ModuleMemory(self._model)
         areas = [held.areas[number] for number in recording.areas]
-        before = [checksum_of(area.bytes()) for area in areas]
+        before = [area.checksum() for area in areas]
         self._process()
         for area, sum in zip(areas, before, strict=True):
-            if checksum_of(area.bytes()) != sum:
+            if area.checksum() != sum:
                 return f"{area.path} is changed by process_weights_after_loading"
         return ""
 

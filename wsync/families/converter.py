@@ -15,31 +15,27 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.families.rules import Piece, Together, key_of
-from wsync.families.tables import TOGETHER
+from wsync.families.rules import Piece, key_of
 from wsync.module_tensors import same_bytes
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Convert", "LearntPiece", "Whole", "converter_of", "learn"]
+__all__ = ["Convert", "Whole", "converter_of", "learn"]
 
 Convert = Callable[[str, "Tensor"], list[tuple[str, "Tensor"]]]
 _Read = Callable[[int, int, int], "Tensor"]  # numbers of some rows: one in so many of each
 _Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 
-_NONE: Mapping[str, int] = MappingProxyType({})
 MAX_BOXES = 1 << 16  # of one tensor; what has more is no copy of boxes
 _SAMPLE = 61  # elements of a slice that are looked at first
 _BLOCK = 1 << 22  # elements that are looked at at a time
 _PERIOD = 1_048_573  # of the random values: a prime, so that no rows or columns repeat
 _BITS = 8  # of a digit: every dtype below has all such integers
-_FEW_BITS = 4  # where a converter computes, and rounds
 # The dtypes of parameters, and for each those in which nothing is lost.
 _WIDER = {
     "bfloat16": ("bfloat16", "float32", "float64"),
@@ -120,22 +116,7 @@ def _checked(name: str, found: Sequence[Any]) -> list[tuple[str, Tensor]]:
     return list(outputs.items())
 
 
-@dataclass(frozen=True)
-class LearntPiece(Piece):
-    """A box of a whole parameter and the box of a tensor that a converter fills with it.
-
-    affine: the scale and the offset of what it makes of the elements; None: it copies them.
-    """
-
-    affine: tuple[float, float] | None = None
-
-    def map(self, numbers: Mapping[str, int] = _NONE, together: Together = TOGETHER) -> _core.Map:
-        name, dtype, shape, start, source, extent, axes, group = super().map(numbers, together)[:8]
-        plain = (name, dtype, shape, start, source, extent, axes, group)
-        return plain if self.affine is None else (*plain, *self.affine)
-
-
-def learn(convert: Convert, wholes: Mapping[str, Whole]) -> dict[str, list[LearntPiece]]:
+def learn(convert: Convert, wholes: Mapping[str, Whole]) -> dict[str, list[Piece]]:
     """Where the elements of every parameter go, by its global name.
 
     What a converter does with one parameter is learnt once, and proved on random values; with
@@ -152,7 +133,7 @@ def learn(convert: Convert, wholes: Mapping[str, Whole]) -> dict[str, list[Learn
     kinds: dict[tuple[str, Whole], list[str]] = {}
     for name, whole in wholes.items():
         kinds.setdefault((key_of(name), whole), []).append(name)
-    found: dict[str, list[LearntPiece]] = {}
+    found: dict[str, list[Piece]] = {}
     with torch.device("cpu"):
         for (_, whole), names in kinds.items():
             found |= _learn_kind(convert, whole, names)
@@ -161,7 +142,7 @@ def learn(convert: Convert, wholes: Mapping[str, Whole]) -> dict[str, list[Learn
 
 def _learn_kind(
     convert: Convert, whole: Whole, names: Iterable[str]
-) -> Iterator[tuple[str, list[LearntPiece]]]:
+) -> Iterator[tuple[str, list[Piece]]]:
     values = _random(whole)
     known: list[tuple[list[_Source], list[Tensor]]] = []
     for name in names:
@@ -235,7 +216,7 @@ class _Source:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[LearntPiece, ...]
+    pieces: tuple[Piece, ...]
 
     def apply(self, values: Tensor) -> Tensor:
         """The tensor that is made of a whole parameter."""
@@ -362,13 +343,13 @@ class _Reader:
         extents = enumerate(self._whole.shape)
         units = {self._units[axis]: axis for axis, extent in extents if extent > 1}
         kept, own = len(shape), None if affine == (1.0, 0.0) else affine
-        pieces: list[LearntPiece] = []
+        pieces: list[Piece] = []
         for start, extent, axes, number in _boxes(read, shape or (1,), units, sample):
             if len(pieces) == MAX_BOXES:
                 raise _refusal(self._name, target, f"it falls into more than {MAX_BOXES} boxes")
             first = self._coordinates(target, number, axes, extent)
             box = start[:kept], first, extent[:kept], axes[:kept]
-            pieces.append(LearntPiece(target, shape, *box, affine=own))
+            pieces.append(Piece(target, shape, *box, affine=own))
         return _Source(shape, self._zeros[place][1].dtype, tuple(pieces))
 
     def _coordinates(

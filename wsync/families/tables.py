@@ -297,23 +297,25 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 DERIVED = ("n", "gn")
 
 
-def read_model(config: Any, model_name: str | None = None, loaded_by: str = LOADERS[0]) -> Model:
+def read_model(
+    config: Any,
+    model_name: str | None = None,
+    loaded_by: str = LOADERS[0],
+    *,
+    family: Family | None = None,
+) -> Model:
     """Family and sizes from a Hugging Face config or from Megatron's (slime's) arguments.
 
     `model_name` goes before the config's own `model_type`, and may be one in which slime finds the
     family's name.  Sizes that the config does not have are left out; a rule that needs one then
-    fails by name.  `loaded_by`: one of LOADERS.
+    fails by name.  `loaded_by`: one of LOADERS.  `family`: which it is, whatever names say.
     """
     if loaded_by not in LOADERS:
         raise _core.InvalidArgumentError(
             f"loaded_by={loaded_by!r}: known are {', '.join(map(repr, LOADERS))}"
         )
-    name = model_name or getattr(config, "model_type", None) or getattr(config, "model_name", None)
-    if not isinstance(name, str) or not name:
-        raise _core.InvalidArgumentError(
-            f"{type(config).__name__} has no model_type: pass model_name="
-        )
-    family = family_of(name, part=name == model_name).loaded_by(loaded_by)
+    if family is None:
+        family = _named_family(config, model_name).loaded_by(loaded_by)
     parts = (config, getattr(config, "text_config", None) or config)  # of vision and text models
     config = parts[1]
     sizes = _read_sizes(config, {**FIELDS, **family.fields})
@@ -333,6 +335,15 @@ def read_model(config: Any, model_name: str | None = None, loaded_by: str = LOAD
     if ties == [None, None]:
         ties = [not getattr(config, "untie_embeddings_and_output_weights", True)]
     return Model(family, sizes, any(ties))
+
+
+def _named_family(config: Any, model_name: str | None) -> Family:
+    name = model_name or getattr(config, "model_type", None) or getattr(config, "model_name", None)
+    if not isinstance(name, str) or not name:
+        raise _core.InvalidArgumentError(
+            f"{type(config).__name__} has no model_type: pass model_name="
+        )
+    return family_of(name, part=name == model_name)
 
 
 def _count_groups(config: Any, sizes: dict[str, int]) -> None:

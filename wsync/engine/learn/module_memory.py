@@ -48,6 +48,9 @@ class Area:
     def bytes(self) -> torch.Tensor:
         return self.view(torch.uint8, 0, (self.end - self.start,), (1,))
 
+    def checksum(self) -> int:
+        return checksum_of(self.bytes())
+
     def sums(self, moves: Iterable[Move]) -> list[int]:
         """Checksums of what moves write to, whose destinations count from the area's start."""
         data = self.bytes()

@@ -1,0 +1,101 @@
+"""Layouts that are read out of a user's converter: real Megatron-Core trainers, byte by byte.
+
+The trainers hold a known checkpoint, as in test_gqa_families.py and test_deepseek.py, and the
+converters are like slime's (tests/support/converters.py), or mbridge's own.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import converter_cases as cases
+from support.megatron_cases import use_cpu
+from support.procs import Ranks
+
+import wsync.megatron
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Four ranks where TransformerEngine has a stand-in, which not every case uses."""
+    path = [str(TESTS), str(TESTS / "support" / "fake_te")]
+    modules = ["support.converter_cases", "megatron.core.models.gpt.gpt_model"]
+    with Ranks(4, path=path, fresh=True, modules=modules, setup=use_cpu) as ranks:
+        yield ranks
+
+
+TE = {"engine": True}
+GROUPED = {"engine": True, "moe_grouped_gemm": True}
+EP2 = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
+ETP2 = {"tp": 2, "ep": 2, "etp": 2}
+MTP = {"num_nextn_predict_layers": 1}
+CASES = {
+    "qwen3-tp2-pp2": ("qwen3", {}, {"tp": 2, "pp": 2}, TE),
+    "qwen3-tp4-two-query-groups": ("qwen3", {}, {"tp": 4}, {}),
+    "qwen3_moe-tp2-pp2-ep2": ("qwen3_moe", {}, EP2, GROUPED | {"dtype": "bfloat16"}),
+    "qwen3_moe-etp2": ("qwen3_moe", {}, ETP2, {}),
+    "glm4_moe-mtp-tp2-pp2-ep2": ("glm4_moe", MTP, EP2, GROUPED),
+    "glm4_moe-mtp-etp2": ("glm4_moe", MTP, ETP2, {}),
+    "deepseek_v3-mtp-tp2-pp2-ep2": ("deepseek_v3", MTP, EP2, TE | {"grouped": True}),
+    "deepseek_v3-mtp-local": ("deepseek_v3", MTP, EP2, {}),
+    "deepseek_v3-bf16": ("deepseek_v3", {}, ETP2, TE | {"dtype": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_shards_give_the_checkpoint_back(ranks, case):
+    results = ranks.run(cases.shards_match, *case)
+    shards, tensors, *_ = results[0]
+    assert shards >= tensors > 20
+    for _, _, calls, parameters, differing in results:
+        assert not differing
+        assert parameters <= calls < 6 * parameters  # most are not learnt, only proved
+
+
+def test_mbridges_own_conversion_is_a_converter(ranks):
+    (shards, tensors), *_ = ranks.run(cases.bridge_matches, EP2)
+    assert shards >= tensors > 100
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (
+            "without-a-place",
+            "decoder.layers.0.input_layernorm.weight: tensor_model_parallel is True, but "
+            "partition_dim is -1",
+        ),
+        ("of-several", "decoder.layers.0.self_attention.linear_proj.weight: part of a Gated"),
+        ("over-others", "linear_proj.weight: cut over 4 ranks, where 2 ranks share parameters"),
+        ("of-no-known-gate", "decoder.layers.0.mlp.linear_fc1.weight: no config says whether"),
+    ],
+)
+def test_parameters_of_which_nobody_knows_how_they_are_cut_are_refused(ranks, damage, text):
+    for said in ranks.run(cases.damaged, damage):
+        assert text in said
+
+
+def test_a_layout_has_what_the_converter_adds_and_no_rows_that_pad():
+    model = torch.nn.Module()
+    model.decoder, model.embedding = torch.nn.Module(), torch.nn.Module()
+    model.decoder.final_layernorm = torch.nn.RMSNorm(4)
+    model.embedding.word_embeddings = torch.nn.Embedding(16, 4)
+    config = SimpleNamespace(hidden_size=4, num_attention_heads=2, vocab_size=10)
+
+    def convert(name, tensor):
+        assert not tensor.requires_grad
+        return [("norm", tensor + 1) if "norm" in name else ("tokens", tensor.flip(0))]
+
+    found = wsync.megatron.layout(model, config, converter=convert).layout
+    (norm,) = found.shards(found.find("norm"))
+    assert norm.affine == (1.0, 1.0)
+    assert found.tensor(found.find("tokens")).shape == (10, 4)
+    shards = found.shards(found.find("tokens"))
+    rows = [(shard.start[0], shard.offset // 16, shard.affine) for shard in shards]
+    assert rows == [(row, 15 - row, (0.0, 0.0)) for row in range(10)]
