@@ -3,13 +3,16 @@
     python learn_models.py ENGINE TREE PACKAGES CASES
 
 ENGINE: sglang or vllm; TREE: its unpacked wheel; PACKAGES: a folder of what it imports; CASES: a
-JSON list of {"family", "tp", "ep", "dp_attention", "config", "fp8"}.  For every case and rank a
-model is updated twice through wsync, in `needed` and in `full`, and compared with a model whose own
-load_weights got the same tensors.  Prints a JSON list of what was found.
+JSON list of {"family", "tp", "ep", "ranks", "modes", "dp_attention", "config", "fp8"}.  For every
+case and rank (all of tp, if not said) a model is updated twice through wsync, in the modes `needed`
+and `full` if not said, and compared with a model whose own load_weights got the same tensors.
+Prints a JSON list of what was found.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 import json
 import sys
@@ -36,6 +39,7 @@ LOADER = SglangLoader if sys.argv[1] == "sglang" else RecordedLoader
 # scales of vLLM's cache of keys and values that a checkpoint may lack: a running engine has none
 # of these parameters any more, its process_weights_after_loading deletes them
 CACHE_SCALES = ("*.attn.[qkv]_scale", "*.attn.prob_scale")
+MODES = ("needed", "full")
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
 
 
@@ -82,22 +86,30 @@ def blockwise_fp8(config: Any) -> list[Any]:
     ]
 
 
-def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
+@functools.cache
+def model_of(family: str, changes: str) -> tuple[Any, tiny_models.Shapes]:
+    """A configuration and the checkpoint; changes: of its fields, as JSON.  To be called before
+    there is an engine, which changes classes of transformers when it is imported."""
+    config = tiny_models.config(family, **json.loads(changes))
+    return config, tiny_models.checkpoint(family, config)
+
+
+def run(case: dict[str, Any], rank: int, config: Any, shapes: tiny_models.Shapes) -> dict[str, Any]:
     family = case["family"]
     dp = case.get("dp_attention", False)
     HOST.host(tp=case["tp"], ep=case["ep"], rank=rank, dp_attention=dp)
-    config = tiny_models.config(family, **case.get("config", {}))
-    shapes = tiny_models.checkpoint(family, config)
     options: list[Any] = []
     if case.get("fp8"):
         shapes = tiny_models.blockwise_fp8(shapes)
         options = blockwise_fp8(config)
+    elif family in tiny_models.SAVED and sys.argv[1] == "sglang":
+        config = HOST.configure(config)
     own = HOST.build(family, config, *options)
     own.load_weights(list(tiny_models.tensors(shapes, 1).items()))
     own.load_weights(list(tiny_models.tensors(shapes, 2).items()))
     wanted = held(own)
     result: dict[str, Any] = {"case": case, "rank": rank, "held": len(wanted)}
-    for mode in ("needed", "full"):
+    for mode in case.get("modes", MODES):
         model = HOST.build(family, config, *options)
         facts = update(model, shapes, mode == "needed")
         found = held(model)
@@ -108,8 +120,13 @@ def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def main() -> None:
     tree, cases = Path(sys.argv[2]), json.loads(sys.argv[4])
+    models = [model_of(case["family"], json.dumps(case.get("config", {}))) for case in cases]
     HOST.load(tree)
-    results = [run(case, rank) for case in cases for rank in range(case["tp"])]
+    results = [
+        run(case, rank, copy.deepcopy(config), shapes)
+        for case, (config, shapes) in zip(cases, models, strict=True)
+        for rank in case.get("ranks", range(case["tp"]))
+    ]
     print(json.dumps(results))
 
 

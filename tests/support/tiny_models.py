@@ -1,7 +1,14 @@
-"""Tiny models of five families: their configs and the tensors of their checkpoints."""
+"""Tiny models: their configs and the tensors of their checkpoints.
+
+Those of FAMILIES are written down here; those of SAVED are what transformers saves of the model.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +60,71 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_HEADS = {"num_key_value_heads": 2}
+_SHARED_EXPERT = {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}
+_LATENT = {**_OWN["deepseek_v3"][1], "n_routed_experts": 4}
+_INDEXER = {**_LATENT, "index_n_heads": 2, "index_head_dim": 128, "index_topk": 16}
+_DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
+    **{"linear_value_head_dim": 16, "full_attention_interval": 2, **_GROUPED},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_SECTIONS = {
+    **_GROUPED,
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 1e6, "mrope_interleaved": True},
+        "mrope_section": [4, 2, 2],
+    },
+}
+# family: the names of transformers' classes of configuration and model, and fields
+_SAVED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _HEADS),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**_HEADS, **_SHARED_EXPERT}),
+    "glm4": (
+        *("Glm4Config", "Glm4ForCausalLM"),
+        {**_GROUPED, "attention_bias": True, "pad_token_id": None},
+    ),
+    "glm4_moe_lite": (
+        *("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
+        {**_LATENT, "n_group": 1},
+    ),
+    # MiMo is a Qwen2 but for layers that predict further tokens
+    "mimo": ("Qwen2Config", "Qwen2ForCausalLM", _HEADS),
+    "minimax_m2": (
+        *("MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
+        {**_GROUPED, "num_local_experts": 4, "rotary_dim": 16, "use_routing_bias": True},
+    ),
+    "gpt_oss": (
+        *("GptOssConfig", "GptOssForCausalLM"),
+        {**_GROUPED, "num_local_experts": 2, "num_experts_per_tok": 2, "intermediate_size": 64}
+        | {"swiglu_limit": 7.0},
+    ),
+    "kimi_k2": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
+    "moonlight": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT, "q_lora_rank": None}),
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", _INDEXER),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", _INDEXER),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_DELTA, **_SHARED_EXPERT}),
+    "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _DELTA),
+    "qwen3_5_moe": (
+        *("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration"),
+        {**_DELTA, **_SHARED_EXPERT, "num_experts": 2},
+    ),
+    "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _DELTA),
+    "qwen3_5_moe_text": (
+        *("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+        {**_DELTA, **_SHARED_EXPERT},
+    ),
+    "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration", _SECTIONS),
+    "qwen3_vl_moe": (
+        *("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
+        {**_SECTIONS, **_EXPERTS, "num_experts": 2},
+    ),
+}
+SAVED = tuple(_SAVED)
+_VISION = {
+    **{"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2},
+    **{"out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
+}
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -65,11 +137,23 @@ _ARCHITECTURES = {
 def config(family: str, **changes: Any) -> Any:
     import transformers
 
-    name, own = _OWN[family]
-    made = getattr(transformers, name)(**{**_COMMON, **own, **changes})
-    made.architectures = [_ARCHITECTURES[family]]
+    if family in SAVED:
+        name, architecture, own = _SAVED[family]
+    else:
+        name, own = _OWN[family]
+        architecture = _ARCHITECTURES[family]
+    fields = {**_COMMON, **copy.deepcopy(own), **changes}
+    kind = getattr(transformers, name)
+    if "vision_config" in kind.sub_configs:
+        ties = fields["tie_word_embeddings"]
+        seen = {"deepstack_visual_indexes": [0] if "vl" in family else []}
+        made = kind(text_config=fields, vision_config={**_VISION, **seen}, tie_word_embeddings=ties)
+    else:
+        made = kind(**fields)
+    made.architectures = [architecture]
     # attributes of transformers 4 that engines go on reading
-    parameters = getattr(made, "rope_parameters", None) or {}
+    text = made.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
     for attribute, value in {
         "rope_theta": parameters.get("rope_theta", 10000.0),
         "rope_scaling": None,
@@ -78,13 +162,15 @@ def config(family: str, **changes: Any) -> Any:
         "topk_method": "noaux_tc",
         "num_nextn_predict_layers": 0,
     }.items():
-        if not hasattr(made, attribute):
-            setattr(made, attribute, value)
+        if not hasattr(text, attribute):
+            setattr(text, attribute, value)
     return made
 
 
 def checkpoint(family: str, made: Any) -> Shapes:
     """Names, shapes and dtypes of a checkpoint."""
+    if family in SAVED:
+        return _saved(made)
     hidden, bf16 = made.hidden_size, torch.bfloat16
     shapes: Shapes = {"model.embed_tokens.weight": ((made.vocab_size, hidden), bf16)}
     for layer in range(made.num_hidden_layers):
@@ -100,6 +186,47 @@ def checkpoint(family: str, made: Any) -> Shapes:
     if not made.tie_word_embeddings:
         shapes["lm_head.weight"] = ((made.vocab_size, hidden), bf16)
     return shapes
+
+
+def _saved(made: Any) -> Shapes:
+    """Those of the file that transformers saves; routers' corrections are float32 in all."""
+    import transformers
+
+    model = getattr(transformers, made.architectures[0])(made).to(torch.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        file = Path(folder, "model.safetensors").read_bytes()
+    header = json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])
+    header.pop("__metadata__", None)
+    shapes = {
+        name: (
+            tuple(facts["shape"]),
+            torch.float32 if name.endswith("correction_bias") else torch.bfloat16,
+        )
+        for name, facts in header.items()
+    }
+    return _as_published(made.model_type, shapes)
+
+
+def _as_published(family: str, shapes: Shapes) -> Shapes:
+    """With the experts of two families as they are in published checkpoints, and not as
+    transformers 5 saves them: turned round, and one by one."""
+    if family == "qwen3_vl_moe":
+        return {
+            name: ((shape[0], *shape[:0:-1]) if ".experts." in name else shape, dtype)
+            for name, (shape, dtype) in shapes.items()
+        }
+    if family != "qwen3_5_moe":
+        return shapes
+    found = {name: facts for name, facts in shapes.items() if ".experts." not in name}
+    for name, (shape, dtype) in shapes.items():
+        prefix, one, rest = name.partition(".experts.0.")
+        if one and rest != "up_proj.weight":
+            gated = rest == "gate_proj.weight"
+            experts = shapes[f"{prefix}.gate.weight"][0][0]
+            fused = (experts, shape[0] * (1 + gated), shape[1])
+            found[f"{prefix}.experts.{'gate_up_proj' if gated else 'down_proj'}"] = (fused, dtype)
+    return found
 
 
 def _grouped(family: str, made: Any) -> dict[str, tuple[int, ...]]:

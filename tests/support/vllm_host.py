@@ -16,7 +16,7 @@ from wsync.demo import stand_ins
 
 _MISSING = (
     *("cachetools", "cbor2", "cloudpickle", "cpuinfo", "llguidance", "openai", "openai_harmony"),
-    *("partial_json_parser", "prometheus_client", "uvloop", "xgrammar"),
+    *("partial_json_parser", "prometheus_client", "torchvision", "uvloop", "xgrammar"),
 )
 _CLASSES = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -24,8 +24,27 @@ _CLASSES = {
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "deepseek_v3": ("deepseek_v2", "DeepseekV3ForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "glm4": ("glm4", "Glm4ForCausalLM"),
+    "mimo": ("mimo", "MiMoForCausalLM"),
+    "minimax_m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
+    "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
+    "kimi_k2": ("deepseek_v2", "DeepseekV3ForCausalLM"),
+    "moonlight": ("deepseek_v2", "DeepseekV3ForCausalLM"),
+    "deepseek_v32": ("deepseek_v2", "DeepseekV3ForCausalLM"),
+    "glm_moe_dsa": ("deepseek_v2", "GlmMoeDsaForCausalLM"),
+    "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+    "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
+    "qwen3_5": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": ("qwen3_5", "Qwen3_5MoeForConditionalGeneration"),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForCausalLM"),
+    "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
 }
 _parallel: dict[str, Any] = {}
+_folders = tempfile.TemporaryDirectory()
 
 
 def load(tree: Path) -> None:
@@ -52,7 +71,25 @@ def load(tree: Path) -> None:
     )
     from vllm.distributed.device_communicators import shm_broadcast
 
+    _allow_sparse_attention()
     shm_broadcast.MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
+
+
+def _allow_sparse_attention() -> None:
+    """Has models with an indexer choose a GPU's attention, which is only called to compute."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker import workspace
+
+    torch.accelerator.empty_cache = lambda: None
+    workspace.init_workspace_manager(torch.device("cpu"))
+    own = CpuPlatform.get_attn_backend_cls.__func__
+
+    def chosen(cls: Any, selected: Any, attn_selector_config: Any, **given: Any) -> Any:
+        if attn_selector_config.use_sparse:
+            return "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+        return own(cls, selected, attn_selector_config, **given)
+
+    CpuPlatform.get_attn_backend_cls = classmethod(chosen)
 
 
 def host(*, tp: int, ep: int, rank: int, dp_attention: bool = False) -> None:
@@ -121,12 +158,14 @@ def configure(config: Any) -> Any:
 
     registry._run_in_subprocess = lambda function: function()  # here is where the stand-ins are
     config.dtype = torch.bfloat16
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        model_config = ModelConfig(
-            **{"model": folder, "tokenizer": folder, "skip_tokenizer_init": True},
-            **{"dtype": "bfloat16", "max_model_len": 64, "enforce_eager": True},
-        )
+    folder = tempfile.mkdtemp(dir=_folders.name)
+    config.save_pretrained(folder)
+    # models that see images look for it when they are made, and else on the hub
+    Path(folder, "processor_config.json").write_text('{"processor_class": "Processor"}')
+    model_config = ModelConfig(
+        **{"model": folder, "tokenizer": folder, "skip_tokenizer_init": True},
+        **{"dtype": "bfloat16", "max_model_len": 64, "enforce_eager": True},
+    )
     return VllmConfig(
         model_config=model_config,
         parallel_config=_config(),
@@ -148,4 +187,8 @@ def build(family: str, config: Any, whole: Any = None) -> torch.nn.Module:
             model: torch.nn.Module = getattr(module, name)(vllm_config=whole)
     finally:
         torch.set_default_dtype(before)
+    for part in model.modules():
+        scratch = getattr(part, "topk_indices_buffer", None)
+        if isinstance(scratch, torch.Tensor):
+            scratch.zero_()  # of any values until an indexer computes
     return model.eval()
