@@ -354,53 +354,32 @@ def usable(tensor: torch.Tensor) -> bool:
 
 
 class Bindings:
-    """What a module's attributes are bound to, to put it back after a trial."""
+    """What tensors a module's attributes are bound to, to put it back after a trial."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._parts = [
-            (slot, {n: t for n, t in slot.items() if isinstance(t, torch.Tensor | None)})
-            for part in module.modules()
-            for slot in slots(part)
-        ]
-        bound = (tensor for _, tensors in self._parts for tensor in tensors.values())
-        self._data = [(t, t.detach()) for t in bound if t is not None and usable(t)]
+        self._parts = [(slot, dict(slot)) for part in module.modules() for slot in slots(part)]
+        bound = (value for _, values in self._parts for value in values.values())
+        self._data = [(t, t.detach()) for t in bound if isinstance(t, torch.Tensor) and usable(t)]
 
     def restore(self) -> list[str]:
         """Binds everything as it was; the names that had been bound to other tensors."""
         changed: list[str] = []
-        for slot, tensors in self._parts:
-            for name, value in list(slot.items()):
-                if isinstance(value, torch.Tensor) and value is not tensors.get(name):
-                    changed.append(name)
-                    if name in tensors:
-                        slot[name] = tensors[name]
-                    else:
-                        del slot[name]
-            for name in tensors.keys() - slot.keys():
+        for slot, values in self._parts:
+            for name in [*slot, *(values.keys() - slot.keys())]:
+                old, new = values.get(name), slot.get(name)
+                if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
+                    same = new is old
+                else:
+                    same = old is not None or name in slot
+                if same:
+                    continue
                 changed.append(name)
-                slot[name] = tensors[name]
+                if name in values:
+                    slot[name] = old
+                else:
+                    del slot[name]
         for tensor, data in self._data:
             if seen(tensor) != seen(data):
                 changed.append(f"the memory of {tuple(data.shape)}")
                 tensor.data = data
         return changed
-
-
-class PlainValues:
-    """What the parts of a module hold that is no tensor, and what is in its lists, dicts and sets:
-    to put it back after a trial."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        held = [vars(part) for part in module.modules()]
-        values: list[Any] = [*held, *(value for each in held for value in each.values())]
-        self._kept = [(value, value.copy()) for value in values if type(value) in (dict, list, set)]
-
-    def restore(self) -> None:
-        """Touches nothing that is as it was: others may read it meanwhile."""
-        for value, kept in self._kept:
-            if isinstance(value, list):
-                value[:] = kept
-                continue
-            for name in [name for name in value if name not in kept]:
-                value.pop(name) if isinstance(value, dict) else value.remove(name)
-            value.update(kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import logging
 import os
@@ -15,7 +16,8 @@ from wsync.dtypes import dtype_of
 from wsync.engine.destination import MissingError
 from wsync.engine.learn.attribute_guards import Attribute, attributes_read
 from wsync.engine.learn.dummy_weights import MadeUpModel
-from wsync.engine.learn.module_memory import Area, ModuleMemory, PlainValues, SharedError
+from wsync.engine.learn.module_memory import Area, ModuleMemory, SharedError
+from wsync.engine.learn.module_state import ModuleState
 from wsync.engine.learn.recorder import (
     ClashError,
     RebindsError,
@@ -129,20 +131,18 @@ class RecordedLoader(ChoosingLoader):
                 return self._chosen.blob() if self._needed else WHOLE
             _log.info("the module has changed (%s) and is learnt anew", change)
         losing()
-        kept = PlainValues(self._module)
-        try:
-            return self._learn(model, facts)
-        finally:
-            if self.recording is None:  # the loader goes by what it keeps of made-up tensors
-                kept.restore()
+        before = ModuleState(self._module, values=False)
+        with before.unless_done():
+            return self._learn(model, facts, before)
 
-    def _learn(self, model: _core.Layout, facts: _Model) -> bytes:
+    def _learn(self, model: _core.Layout, facts: _Model, before: ModuleState) -> bytes:
         self.recording, self._chosen = None, ModuleLoader(self._module, self._load)
         self._doubtful = {}
         self.reason = ""
         self._went_by = self.goes_by()
         try:
-            recording = self._record(model)
+            with before.unless_done():  # the loader goes by what it keeps of made-up tensors
+                recording = self._record(model, before)
         except (ClashError, SharedError) as error:
             self.reason = str(error)
             raise
@@ -245,30 +245,42 @@ class RecordedLoader(ChoosingLoader):
             return ""
         return "load_weights goes by something outside the module that has other values"
 
-    def _record(self, layout: _core.Layout) -> Recording:
+    def _record(self, layout: _core.Layout, before: ModuleState) -> Recording:
+        """before: what the attributes are before load_weights is tried."""
         with attributes_read(self._module) as attributes:
             recording = self._watch(layout, attributes)
+        if recording.fallback and before.plain.restore():
+            # what is made of values comes again with real ones; for the rest, which comes no more,
+            # these do
+            model = MadeUpModel(layout)
+            names = frozenset(name for name, *_ in model.tensors) - recording.fallback.keys()
+            load_made_up(self._load, model, names)
+            if difference := ModuleMemory(self._module).difference(recording.facts):
+                raise RecordingError(f"while loading, {difference}")
         recording.guard(attributes, ModuleMemory(self._module))
         return recording
 
     def _watch(self, layout: _core.Layout, attributes: list[Attribute]) -> Recording:
         model = MadeUpModel(layout)
-        try:
-            recording = record(self._module, self._load, model)
-        except RebindsError:
-            # perhaps tensors that it makes when there are none
-            load_made_up(self._load, model)
-            recording = record(self._module, self._load, model)
-        ModuleMemory(self._module).check_place(recording.areas)
-        aside = sum(n for name, _, _, _, n in model.tensors if name in recording.fallback)
-        if 2 * aside > model.nbytes:
-            name, reason = next(iter(recording.fallback.items()))
-            raise RecordingError(f"most of it is no copy; {name}: {reason}")
-        # what the first load has set may stay as it is from then on
-        parts = dict(self._module.named_modules())
-        attributes[:] = [attribute.renewed(parts) for attribute in attributes]
-        # other values: what a hidden write left while recording must not look right
-        verify(self._module, self._load, MadeUpModel(layout, seed=1), recording, self._stream)
+        with contextlib.ExitStack() as trial:
+            try:
+                recording = record(self._module, self._load, model)
+            except RebindsError:
+                # perhaps tensors that it makes when there are none
+                trial.enter_context(ModuleState(self._module, values=True).unless_done())
+                load_made_up(self._load, model)
+                recording = record(self._module, self._load, model)
+            ModuleMemory(self._module).check_place(recording.areas)
+            aside = sum(n for name, _, _, _, n in model.tensors if name in recording.fallback)
+            if 2 * aside > model.nbytes:
+                name, reason = next(iter(recording.fallback.items()))
+                raise RecordingError(f"most of it is no copy; {name}: {reason}")
+            # what the first load has set may stay as it is from then on
+            parts = dict(self._module.named_modules())
+            attributes[:] = [attribute.renewed(parts) for attribute in attributes]
+            # other values: what a hidden write left while recording must not look right
+            other = MadeUpModel(layout, seed=1)
+            verify(self._module, self._load, other, recording, self._stream)
         return recording
 
     def _tell(self, recording: Recording) -> None:

@@ -7,7 +7,6 @@ dispatch modes do not see.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -15,7 +14,8 @@ import torch
 from wsync._core import LOCAL, BufferTable, Layout, LayoutBuilder, Route, Stream
 from wsync.dtypes import dtype_of
 from wsync.engine.learn.dummy_weights import MadeUpModel
-from wsync.engine.learn.module_memory import Bindings, ModuleMemory, region
+from wsync.engine.learn.module_memory import ModuleMemory, region
+from wsync.engine.learn.module_state import ModuleState
 from wsync.engine.learn.recorder import Recording, RecordingError
 from wsync.engine.learn.regions import Box
 from wsync.engine.learn.time_limit import check
@@ -94,7 +94,7 @@ def may_be_split(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> 
         RecordingError: the loader has failed.
     """
     model = MadeUpModel(layout, seed=1)  # with values that weights have: it may go by them
-    with _put_back(module):
+    with ModuleState(module, values=True):
         # what is not loaded after this must not look right
         load_made_up(load, MadeUpModel(layout))
         load_made_up(load, model, apart=True)
@@ -116,7 +116,7 @@ def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict
     """
     model = MadeUpModel(layout, seed=1)
     found: dict[str, torch.Tensor] = {}
-    with _put_back(module):
+    with ModuleState(module, values=True):
         for poison in _POISONS:
             for parameter in _parameters(module).values():
                 size = parameter.element_size()
@@ -140,19 +140,6 @@ def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     held = ModuleMemory(module)
     named = zip(held.facts, held.tensors, strict=True)
     return {fact[0]: tensor for fact, tensor in named if fact[0] in held.parameters}
-
-
-@contextmanager
-def _put_back(module: torch.nn.Module) -> Iterator[None]:
-    """Keeps a copy of a module's memory on the host meanwhile."""
-    bindings, held = Bindings(module), ModuleMemory(module)
-    copies = [area.bytes().to("cpu", copy=True) for area in held.areas]
-    try:
-        yield
-    finally:
-        bindings.restore()
-        for area, copy in zip(held.areas, copies, strict=True):
-            area.bytes().copy_(copy)
 
 
 def load_made_up(

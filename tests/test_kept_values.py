@@ -1,0 +1,139 @@
+"""What load_weights keeps of the values that it was tried with: nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.workers import ThreadEngine
+
+import wsync
+from wsync.engine.learn.recorded_loader import RecordedLoader
+
+OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=256, ring_nbytes=8192)
+Pairs = list[tuple[str, torch.Tensor]]
+Load = Callable[[Any, Pairs], None]
+
+
+def parameter(data: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(data, requires_grad=False)
+
+
+class Module(torch.nn.Module):
+    """Three tensors fused, each of 256 bytes, and one that is copied or computed."""
+
+    def __init__(self, load: Load) -> None:
+        super().__init__()
+        self.qkv = parameter(torch.full((24, 8), -7.0))
+        self.o = parameter(torch.zeros(8, 8))
+        self.register_buffer("largest", torch.zeros(()))
+        self.scale: Any = None
+        self.scales: dict[str, Any] = {"of each": []}
+        self._load = load
+
+    def load_weights(self, pairs: Pairs) -> None:
+        self._load(self, pairs)
+
+    def place(self, name: str) -> torch.Tensor:
+        return self.o.data if name == "o" else self.qkv.data["qkv".index(name) * 8 :][:8]
+
+
+def draw(names: str = "qkvo", seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(8, 8, generator=generator) for name in names}
+
+
+def each(copy: Callable[[torch.Tensor, torch.Tensor], object]) -> Load:
+    def load(module: Module, pairs: Pairs) -> None:
+        for name, tensor in pairs:
+            copy(module.place(name), tensor)
+
+    return load
+
+
+def first_scale(module: Module, pairs: Pairs) -> None:
+    for name, tensor in pairs:
+        if module.scale is None:
+            module.scale = tensor.abs().max().item()
+        module.place(name).copy_(tensor / module.scale)
+
+
+def first_tensor(module: Module, pairs: Pairs) -> None:
+    for name, tensor in pairs:
+        if module.scale is None:
+            module.scale = tensor.abs().max()
+        module.place(name).copy_(tensor / module.scale)
+
+
+def largest(module: Module, pairs: Pairs) -> None:
+    for name, tensor in pairs:
+        module.scale = max(module.scale or 0.0, tensor.abs().max().item())
+        module.place(name).copy_(tensor / module.scale)
+
+
+def largest_of_each(module: Module, pairs: Pairs) -> None:
+    for name, tensor in pairs:
+        known = module.scales.get(name, 0.0)
+        module.scales[name] = max(known, tensor.abs().max().item())
+        module.scales["of each"].append(name)
+        module.place(name).copy_(tensor / module.scales[name])
+
+
+def at_a_parameter(module: Module, pairs: Pairs) -> None:
+    for name, tensor in pairs:
+        known = getattr(module.o, "scale", 0.0)
+        module.o.scale = max(known, tensor.abs().max().item())  # type: ignore[attr-defined]
+        module.place(name).copy_(tensor / module.o.scale)
+
+
+def largest_aside(module: Module, pairs: Pairs) -> None:
+    each(torch.Tensor.copy_)(module, pairs)
+    given = dict(pairs)
+    if "o" in given:
+        module.scale = max(module.scale or 0.0, given["o"].abs().max().item())
+    if "q" in given:
+        module.scales["q"] = "loaded"
+
+
+def largest_in_a_buffer(module: Module, pairs: Pairs) -> None:
+    module.o = parameter(module.o.clone())
+    for name, tensor in pairs:
+        module.largest.copy_(torch.maximum(module.largest, tensor.abs().max()))
+        module.place(name).copy_(tensor / module.largest)
+
+
+def largest_in_a_buffer_later(module: Module, pairs: Pairs) -> None:
+    if module.scale is None:
+        module.scale = torch.zeros(())
+    for name, tensor in pairs:
+        module.largest.copy_(torch.maximum(module.largest, tensor.abs().max()))
+        module.place(name).copy_(tensor / module.largest)
+
+
+@pytest.mark.parametrize(
+    ("load", "learnt"),
+    [
+        (first_scale, False),
+        (first_tensor, False),
+        (largest, False),
+        (largest_of_each, False),
+        (at_a_parameter, False),
+        (largest_aside, True),
+        (largest_in_a_buffer, False),
+        (largest_in_a_buffer_later, False),
+    ],
+)
+def test_nothing_is_kept_of_made_up_values(load: Load, learnt: bool) -> None:
+    module, other = Module(load), Module(load)
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        for seed in (1, 2):
+            sync.update(draw(seed=seed))
+            other.load_weights(list(draw(seed=seed).items()))
+            for name in ("qkv", "o", "largest"):
+                assert torch.equal(getattr(module, name), getattr(other, name)), name
+            assert (module.scale, module.scales) == (other.scale, other.scales)
+            assert getattr(module.o, "scale", None) == getattr(other.o, "scale", None)
+    assert (loader.reason == "") == learnt

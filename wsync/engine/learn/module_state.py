@@ -1,0 +1,102 @@
+"""What a module is before load_weights is tried, to put it back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import torch
+
+from wsync.engine.learn.module_memory import Bindings, ModuleMemory
+
+_CONTAINERS: Final = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
+_ABSENT: Final = object()
+_BOUND: Final = frozenset(("_parameters", "_buffers"))  # Bindings puts these back
+
+
+class PlainAttributes:
+    """What the attributes of a module's parts and of their parameters are, but for the parts'
+    tensors, and what containers among them hold.  What other objects hold is not kept."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        parts = list(module.modules())
+        slots = {id(part): vars(part) for part in parts}
+        slots |= {
+            id(p): vars(p) for part in parts for p in part._parameters.values() if p is not None
+        }
+        self._slots = [(slot, dict(slot)) for slot in slots.values()]
+        self._contents: dict[int, tuple[Any, Any]] = {}  # containers, and copies of them
+        for _, values in self._slots:
+            self._add(value for name, value in values.items() if name not in _BOUND)
+
+    def _add(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if type(value) in _CONTAINERS and id(value) not in self._contents:
+                self._contents[id(value)] = value, value.copy()
+                self._add(_items(value))
+
+    def restore(self) -> bool:
+        """Whether anything had changed."""
+        changed = False
+        for slot, values in self._slots:
+            for name in [*slot, *(values.keys() - slot.keys())]:
+                old, new = values.get(name, _ABSENT), slot.get(name, _ABSENT)
+                tensors = isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)
+                if new is old or name in _BOUND or tensors:
+                    continue
+                changed = True
+                if old is _ABSENT:
+                    del slot[name]
+                else:
+                    slot[name] = old
+        for container, content in self._contents.values():
+            if list(map(id, _items(container))) != list(map(id, _items(content))):
+                changed = True
+                container.clear()
+                (container.extend if hasattr(container, "extend") else container.update)(content)
+        return changed
+
+
+class ModuleState:
+    """What a module's attributes are, and, where `values` is set, a copy of its memory on the host.
+
+    As a context it puts that back at the end.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, values: bool) -> None:
+        self._bindings, self.plain = Bindings(module), PlainAttributes(module)
+        areas = ModuleMemory(module).areas if values else []
+        self._copies = [(area, area.bytes().to("cpu", copy=True)) for area in areas]
+
+    def rebind(self) -> None:
+        """Puts back what attributes are, but not the values of tensors."""
+        self._bindings.restore()
+        self.plain.restore()
+
+    def restore(self) -> None:
+        self.rebind()
+        for area, copy in self._copies:
+            area.bytes().copy_(copy)
+
+    def __enter__(self) -> ModuleState:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    @contextlib.contextmanager
+    def unless_done(self) -> Iterator[None]:
+        """Puts it back where the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
+
+
+def _items(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [*container.keys(), *container.values()]
+    return list(container)
