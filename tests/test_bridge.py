@@ -83,6 +83,9 @@ MCORE016 = [
     (Case("gpt_oss", HEADS | SINKS | LAYERS), WHOLE),
     (Case("qwen3_next", NEXT, {"full_attention_interval": 4}), EXPERTS),
 ]
+# Its mappings make whole tensors of single experts (gpt_oss), or several parameters' parts of one
+# parameter (gated delta nets): those are not learnt.
+MCORE016_MAPPED = [row for row in MCORE016 if row[0].family not in ("gpt_oss", "qwen3_next")]
 # Megatron-Core 0.19.2, Megatron-Bridge 0.6.2, transformers 5.23.0.
 MCORE019 = [
     (Case("llama", SMALL | {"head_dim": 8}), DENSE),
@@ -94,13 +97,14 @@ MCORE019 = [
     (Case("qwen3_5_text", HEADS | DELTA), DENSE),
     (Case("qwen3_5_moe_text", MOE | SHARED | DELTA), EXPERTS),
 ]
+MCORE019_MAPPED = [row for row in MCORE019 if not row[0].family.startswith("qwen3_5")]
 
 
-def rows(table, *, first=False):
-    """(case, arrangement) of all families; `first`: of each only its first one."""
+def rows(table, *, first=False, last=False):
+    """(case, arrangement) of all families; of each only its first or last one."""
     found = []
     for case, arrangements in table:
-        for parallel in arrangements[: 1 if first else None]:
+        for parallel in arrangements[-1 if last else 0 : 1 if first else None]:
             name = "-".join([case.family, *(f"{key}{size}" for key, size in parallel.items())])
             found.append(pytest.param(case, parallel, id=name))
     return found
@@ -140,6 +144,35 @@ def test_shards_give_back_what_bridge_031_exports(mcore016, tmp_path, case, para
 @pytest.mark.parametrize(("case", "parallel"), rows(MCORE019))
 def test_shards_give_back_what_bridge_062_exports(mcore019, tmp_path, case, parallel):
     _matches(mcore019, tmp_path, case, parallel)
+
+
+def _gives_back(ranks, folder, case, parallel):
+    (tensors, shards), _ = ranks.run(cases.learnt, folder, case, parallel, timeout=280)
+    assert shards >= tensors > 20
+
+
+@pytest.mark.parametrize(("case", "parallel"), rows(MCORE016_MAPPED, last=True))
+def test_mappings_of_bridge_031_make_layouts(mcore016, tmp_path, case, parallel):
+    _gives_back(mcore016, tmp_path, case, parallel)
+
+
+@pytest.mark.parametrize(("case", "parallel"), rows(MCORE019_MAPPED, last=True))
+def test_mappings_of_bridge_062_make_layouts(mcore019, tmp_path, case, parallel):
+    _gives_back(mcore019, tmp_path, case, parallel)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("gpt_oss", "weight1: both are model.layers.0.mlp.experts.gate_up_proj"),
+        ("qwen3_next", "decoder.layers.0.self_attention.dt_bias: tensor_model_parallel is True"),
+    ],
+)
+def test_mappings_that_are_not_of_one_whole_parameter_are_refused(mcore016, tmp_path, family, text):
+    case = next(case for case, _ in MCORE016 if case.family == family)
+    parallel = {"tp": 2, "etp": 1}
+    said = mcore016.run(cases.unlearnt, tmp_path, case, parallel, timeout=280)[0]
+    assert text in said
 
 
 @pytest.mark.parametrize(("case", "parallel"), rows(MCORE016, first=True))

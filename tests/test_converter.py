@@ -14,6 +14,7 @@ from support.megatron_cases import use_cpu
 from support.procs import Ranks
 
 import wsync.megatron
+from wsync import InvalidArgumentError, UnsupportedError
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -99,3 +100,15 @@ def test_a_layout_has_what_the_converter_adds_and_no_rows_that_pad():
     shards = found.shards(found.find("tokens"))
     rows = [(shard.start[0], shard.offset // 16, shard.affine) for shard in shards]
     assert rows == [(row, 15 - row, (0.0, 0.0)) for row in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("converter", "error"),
+    [(lambda name, tensor: [(name, tensor)], InvalidArgumentError), (None, UnsupportedError)],
+)
+def test_a_bridge_is_one_of_megatron_bridge_and_alone(converter, error):
+    model = torch.nn.Module()
+    model.embedding = torch.nn.Embedding(16, 4)
+    config = SimpleNamespace(hidden_size=4, num_attention_heads=2)
+    with pytest.raises(error):
+        wsync.megatron.layout(model, config, converter=converter, bridge=object())

@@ -8,8 +8,7 @@ duplicated MLA projections call themselves parallel, and nothing describes the e
 head of a model that Megatron-Bridge has loaded.
 
 Replicas (data parallel, context parallel, a tied embedding on the last pipeline stage) are the
-same boxes on several ranks.  slime's "bridge" mode, where a bridge object exports Hugging Face
-tensors, has no layout here: its tensors can go through `wsync.layout.from_tensors`.
+same boxes on several ranks.
 
 Where a converter stands in for the family (wsync.families.converter), the modules that hold the
 parameters say how those are cut (wsync.families.shares).
@@ -17,14 +16,16 @@ parameters say how those are cut (wsync.families.shares).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
+from wsync.families.bridge import bridge_converter
 from wsync.families.converter import Convert, Whole, converter_of, learn
 from wsync.families.rules import Cut, Expansion, Repeat, Rule, ShardPlacement
 from wsync.families.shares import share_of
@@ -88,6 +89,7 @@ def layout(
     model_name: str | None = None,
     loaded_by: str = LOADERS[0],
     converter: Callable[..., Any] | None = None,
+    bridge: Any = None,
     group: ProcessGroup | None = None,
 ) -> TrainerLayout:
     """The layout of this rank of a Megatron-Core model.
@@ -102,9 +104,9 @@ def layout(
     makes the Hugging Face tensors of one whole parameter, in the place of a family that wsync
     knows: convert(name, tensor), or slime's convert(args, name, tensor), which is called with
     `config`, gives (name, tensor) pairs.  It is called with made-up CPU tensors while the layout is
-    made, and never again; rows that pad the vocabulary are left out if it leaves them in.
-    `group`: the ranks that take part in updates (default: all).  Not collective: nothing is
-    communicated.  With overlap_param_gather, an update of the model's own tensors needs
+    made, and never again; rows that pad the vocabulary are left out.  `bridge`: an AutoBridge of
+    Megatron-Bridge, whose mappings are the converter.  `group`: the ranks that take part in updates
+    (default: all).  Not collective: nothing is communicated.  With overlap_param_gather, an update of the model's own tensors needs
     disable_forward_pre_hook() before it, or it raises StateError: until the next forward pass they
     may be old.
 
@@ -114,7 +116,7 @@ def layout(
     copy, and for one of which it is not certain how it is cut.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    learnt = None if converter is None else Family("of a converter")
+    learnt = None if converter is bridge is None else Family("of a converter")
     spec = read_model(config, model_name, loaded_by, family=learnt)
     _keep_biases_wide(chunks)
     ranks = Ranks.current()
@@ -123,8 +125,8 @@ def layout(
     names, current = slots.names, slots.read()
     table = _core.describe(current, names, gpu=True)
     reader: _Reader | _LearntReader = _Reader(spec, ranks)
-    if converter is not None:
-        reader = _LearntReader(converter_of(converter, config), chunks, slots, spec, ranks)
+    if learnt is not None:
+        reader = _learn(converter, bridge, config, chunks, slots, spec, ranks)
     built, repeats = _build(reader, rank, names, current, table)
 
     def read() -> list[Tensor]:
@@ -132,10 +134,7 @@ def layout(
         return slots.read()
 
     return TrainerLayout(
-        built,
-        names,
-        read,
-        *(table, rank, count, group),
+        *(built, names, read, table, rank, count, group),
         stage=ranks.stage,
         other_names=_local_experts(names, spec, ranks),
         widened={name for name in names if name.endswith(".expert_bias")},
@@ -406,17 +405,16 @@ class _LearntReader:
     def __init__(
         self,
         convert: Convert,
-        chunks: Sequence[Module],
+        holders: Mapping[str, Sequence[Module]],
         slots: Slots,
         spec: Model,
         ranks: Ranks,
     ) -> None:
-        holders = _holders(chunks)
         self._placements: dict[str, ShardPlacement] = {}
         wholes: dict[str, Whole] = {}
         for name, tensor in zip(slots.names, slots.read(), strict=True):
             cut = ranks.expert_tensor if ".experts." in name else ranks.tensor
-            shape, placement = share_of(name, tensor, holders[id(tensor)], cut)
+            shape, placement = share_of(name, tensor, holders[name], cut)
             self._placements[name] = placement
             wholes[name] = Whole(shape, tensor.dtype)
         self._pieces = learn(convert, wholes)
@@ -450,15 +448,29 @@ class _LearntReader:
         ]
 
 
-def _holders(chunks: Sequence[Module]) -> dict[int, list[Module]]:
-    """By the identity of a parameter or buffer, the modules that it is in, innermost first."""
-    found: dict[int, list[Module]] = {}
+def _learn(
+    converter: Callable[..., Any] | None,
+    bridge: Any,
+    config: Any,
+    chunks: Sequence[Module],
+    slots: Slots,
+    spec: Model,
+    ranks: Ranks,
+) -> _LearntReader:
+    if converter is not None and bridge is not None:
+        raise _core.InvalidArgumentError("converter and bridge: which of the two is meant?")
+    above: dict[int, list[Module]] = {}  # the modules that a tensor is in, innermost first
     for chunk in chunks:
-        for module, home, key, path in homes_of(chunk):
+        for _, home, key, path in homes_of(chunk):
             parts = path.split(".")[:-1]
-            above = [chunk.get_submodule(".".join(parts[:n])) for n in range(len(parts))]
-            found.setdefault(id(home[key]), [module, *reversed(above)])
-    return found
+            inside = [chunk.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
+            above.setdefault(id(home[key]), inside[::-1])
+    holders = {name: above[id(t)] for name, t in zip(slots.names, slots.read(), strict=True)}
+    with contextlib.ExitStack() as stack:
+        if converter is None:
+            modules = {name: inside[0] for name, inside in holders.items()}
+            converter = stack.enter_context(bridge_converter(bridge, modules))
+        return _LearntReader(converter_of(converter, config), holders, slots, spec, ranks)
 
 
 class _Plan:

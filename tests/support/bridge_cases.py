@@ -135,6 +135,27 @@ def matches(folder, case, parallel):
         return len(state), shards, rules
 
 
+def learnt(folder, case, parallel):
+    """As matches, of a layout by Megatron-Bridge's own mappings; (tensors, shards)."""
+    with bridged(folder, case, parallel) as (bridge, chunks, config):
+        state = tensors_of(folder)
+        mine = wsync.megatron.layout(chunks, config, bridge=bridge)
+        buffers = [None] * mine.ranks
+        dist.all_gather_object(buffers, [cases.host_bytes(t) for t in mine.tensors()])
+        whole = merged(mine)
+        shards = cases.check_everything(whole, buffers, state) if mine.rank == 0 else 0
+        return len(state), shards
+
+
+def unlearnt(folder, case, parallel):
+    """Why no layout is made by Megatron-Bridge's mappings."""
+    with bridged(folder, case, parallel) as (bridge, chunks, config):
+        with pytest.raises(_core.LayoutError) as raised:
+            wsync.megatron.layout(chunks, config, bridge=bridge)
+        dist.barrier()
+        return str(raised.value)
+
+
 def split_rules(mine, config, family):
     """Names of the rules that put a parameter together from several pieces, on any rank."""
     model = tables.read_model(config, family)

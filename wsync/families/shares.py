@@ -9,7 +9,7 @@ only, because some of it is wrong and some parameters are not described at all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wsync import _core
 from wsync.families.rules import Cut, ShardPlacement, regions_of
@@ -20,17 +20,26 @@ if TYPE_CHECKING:
 
 __all__ = ["share_of"]
 
-# Parts of the names of classes, and the dimension along which they cut their weight.
-_CUTS = (
-    ("VocabParallelEmbedding", 0),
-    ("ColumnParallel", 0),
-    ("RowParallel", 1),
-    ("DotProductAttention", 0),  # one softmax offset for each head
-)
-# Megatron's own layers know both sizes: the attributes that hold them, by the dimension.
-_SIZES = (
-    ("output_size", "output_size_per_partition"),
-    ("input_size", "input_size_per_partition"),
+
+class _Kind(NamedTuple):
+    """Modules by part of the names of their classes: `axis`, along which their weight is cut, the
+    attributes that hold its whole and its local extent there, if they have such, and whether
+    fewer parts than ranks may be held by several ranks each."""
+
+    text: str
+    axis: int
+    whole: str = ""
+    part: str = ""
+    repeats: bool = False
+
+
+_KINDS = (
+    _Kind("VocabParallelEmbedding", 0),
+    _Kind("ColumnParallel", 0, "output_size", "output_size_per_partition"),
+    _Kind("RowParallel", 1, "input_size", "input_size_per_partition"),
+    _Kind("DotProductAttention", 0),  # one softmax offset for each head
+    # Megatron-Bridge's norm over all heads (0.6.2, `models/minimax_m2/minimax_m2_provider.py`).
+    _Kind("FullDimRMSNorm", 0, "global_dim", "local_dim", repeats=True),
 )
 # Modules whose parameters consist of several that are cut each on its own.
 _JOINED = ("GatedDeltaNet", "MambaMixer")
@@ -48,7 +57,7 @@ def share_of(
         LayoutError: it is not certain how it is cut.
     """
     shape = tuple(tensor.shape)
-    axis = -1 if cut.ranks == 1 else _axis(name, tensor, modules, cut)
+    axis, cut = (-1, cut) if cut.ranks == 1 else _axis(name, tensor, modules, cut)
     if axis < 0:
         return shape, ShardPlacement(shape, regions_of([[(0, extent)] for extent in shape]))
     halves = 2 if _is_gated(name, modules) else 1
@@ -64,42 +73,43 @@ def share_of(
     return full, ShardPlacement(shape, regions_of(held))
 
 
-def _axis(name: str, tensor: Tensor, modules: Sequence[Module], cut: Cut) -> int:
-    """The dimension along which a parameter is cut, or -1."""
+def _axis(name: str, tensor: Tensor, modules: Sequence[Module], cut: Cut) -> tuple[int, Cut]:
+    """The dimension along which a parameter is cut, or -1, and this rank's place."""
     classes = _classes(modules[0])
-    key = name.rsplit(".", 1)[-1]
-    joined = [kind for module in modules for kind in _JOINED if kind in _classes(module)]
-    found = next((axis for text, axis in _CUTS if any(text in kind for kind in classes)), None)
     if "GroupedMLP" in classes:
         raise _core.LayoutError(f"{name}: experts that lie transposed in one parameter")
-    if found is None:  # TELinear is what both parallel layers are made of; alone, it is not cut
-        found = -1 if "TELinear" in classes else _described(name, tensor)
-    elif key.startswith("layer_norm_") or (found == 1 and tensor.dim() == 1):
-        found = -1  # a norm within the layer, or the bias of what the ranks sum up
-    elif found < len(_SIZES) and not _is_cut(name, modules[0], found, cut):
-        found = -1
-    if found >= 0 and joined:
+    kind = next((kind for kind in _KINDS if any(kind.text in text for text in classes)), None)
+    if kind is None:  # TELinear is what both parallel layers are made of; alone, it is not cut
+        axis = -1 if "TELinear" in classes else _described(name, tensor)
+    elif "layer_norm_" in name.rsplit(".", 1)[-1] or (kind.axis and tensor.dim() == 1):
+        axis = -1  # a norm within the layer, or the bias of what the ranks sum up
+    else:
+        axis, cut = kind.axis, _parts(name, modules[0], kind, cut)
+    joined = [text for module in modules for text in _JOINED if text in _classes(module)]
+    if axis >= 0 and joined:
         raise _core.LayoutError(
             f"{name}: part of a {joined[0]}, in which a rank holds parts of several tensors: their "
             "order is known to a family's rules only"
         )
-    return found
+    return axis, cut
 
 
 def _classes(module: Module) -> list[str]:
     return [kind.__name__ for kind in type(module).__mro__]
 
 
-def _is_cut(name: str, module: Any, axis: int, cut: Cut) -> bool:
-    """Whether a parallel layer is cut after all: some are told to be of a group of one rank."""
-    whole, part = (getattr(module, size, None) for size in _SIZES[axis])
+def _parts(name: str, module: Any, kind: _Kind, cut: Cut) -> Cut:
+    """This rank's place among the parts that there are: a layer may be told to be of a group of one
+    rank."""
+    whole, part = getattr(module, kind.whole, None), getattr(module, kind.part, None)
     if not isinstance(whole, int) or not isinstance(part, int) or not part:
-        return True
-    if whole // part not in (1, cut.ranks):
+        return cut
+    parts = whole // part
+    if parts not in (1, cut.ranks) and (not kind.repeats or not parts or cut.ranks % parts):
         raise _core.LayoutError(
-            f"{name}: cut over {whole // part} ranks, where {cut.ranks} ranks share parameters"
+            f"{name}: cut over {parts} ranks, where {cut.ranks} ranks share parameters"
         )
-    return whole != part
+    return Cut(cut.rank * parts // cut.ranks, parts)
 
 
 def _described(name: str, tensor: Tensor) -> int:

@@ -1,0 +1,77 @@
+"""Megatron-Bridge's mappings as a converter of whole parameters (wsync.families.converter).
+
+Its mappings gather a parameter from process groups before they convert it.  Here they are given
+whole ones, and a group that has this rank alone.  After Megatron-Bridge 0.3.1 and 0.6.2
+(`models/conversion/param_mapping.py`, `mapping_registry.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from wsync import _core
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.nn import Module
+
+    from wsync.families.converter import Convert
+
+__all__ = ["bridge_converter"]
+
+
+class _Alone:
+    """Stands for Megatron's parallel_state: every group is this rank's own."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "is_initialized":
+            return lambda: self._group is not None
+        if name.startswith("get_") and name.endswith("_group"):
+            return lambda *_, **__: self._group
+        raise AttributeError(name)
+
+
+@contextlib.contextmanager
+def bridge_converter(bridge: Any, modules: Mapping[str, Module]) -> Iterator[Convert]:
+    """A converter, for as long as the block lasts.
+
+    bridge: an AutoBridge.  modules: by the global names of parameters, those that hold them.
+
+    Raises:
+        UnsupportedError: Megatron-Bridge is not installed, or is another one.
+    """
+    import torch.distributed as dist
+
+    try:
+        from megatron.bridge.models.conversion import param_mapping
+
+        make, groups = bridge._model_bridge.mapping_registry, param_mapping.mpu
+    except (ImportError, AttributeError) as error:
+        raise _core.UnsupportedError(
+            f"{type(bridge).__name__} is no AutoBridge of a known Megatron-Bridge: {error}"
+        ) from None
+    alone = None
+    if dist.is_initialized():  # only this rank takes part
+        rank = [dist.get_rank()]
+        alone = dist.new_group(rank, backend="gloo", use_local_synchronization=True)
+    param_mapping.mpu = _Alone(alone)
+    try:
+        registry = make()
+
+        def convert(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+            mapping = registry.megatron_to_hf_lookup(name)
+            if mapping is None:
+                raise _core.LayoutError("no mapping of Megatron-Bridge matches it")
+            return list(mapping.megatron_to_hf(tensor, modules[name]).items())
+
+        yield convert
+    finally:
+        param_mapping.mpu = groups
+        if alone is not None:
+            dist.destroy_process_group(alone)
