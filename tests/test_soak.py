@@ -21,7 +21,7 @@ import uvicorn
 from support import known_weights
 from support.chaos_judge import Kill, Update, count, recoveries
 from support.chaos_watch import Look, Oracle, Watcher
-from support.cycles import WAYS
+from support.cycles import WAYS, names_one_of
 
 from wsync.demo.engines.transformers import create_app
 
@@ -90,6 +90,13 @@ def test_nothing_grows_when_a_trainer_comes_and_goes(
     with capfd.disabled():
         print("\n" + done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("prefix", ["torch_", "torch_wsync_"])
+def test_files_of_other_programs_are_none_of_a_cycles(prefix: str) -> None:
+    names = [f"{prefix}{pid}_2683927223_0" for pid in (7, 77, 78)]
+    names += ["sem.mp-lebb3kw4", "sglang_loads_7_15d13477.shm"]
+    assert [name for name in names if names_one_of(name, [7, 78])] == [names[0], names[2]]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import concurrent.futures
 import contextlib
 import gc
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -171,7 +170,7 @@ class Cycles:
     def _look(self) -> dict[str, Figures]:
         found = {who: figures(pid) for who, pid in self._pids.items()}
         new = set(os.listdir("/dev/shm")) - self._shared
-        ours = [name for name in new if not _is_of_others(name, [*self._pids.values()])]
+        ours = [name for name in new if names_one_of(name, [os.getpid(), *self._pids.values()])]
         files = {"/dev/shm": len(ours), "temporary": len(os.listdir(self._temporary))}
         return {**found, "files": files}
 
@@ -206,10 +205,11 @@ class Cycles:
         return found
 
 
-def _is_of_others(name: str, pids: Sequence[int]) -> bool:
-    """Whether a file in /dev/shm names a process, as torch's do, and none of these."""
-    found = re.match(r"torch_(\d+)_", name)
-    return found is not None and int(found[1]) not in (os.getpid(), *pids)
+def names_one_of(name: str, pids: Sequence[int]) -> bool:
+    """Whether a file in /dev/shm names one of these processes, as torch's and wsync's do: other
+    programs of the machine have theirs there."""
+    owner = name.removeprefix("torch_").removeprefix("wsync_").partition("_")[0]
+    return owner in map(str, pids)
 
 
 def _more(limits: dict[str, Figures], found: dict[str, Figures]) -> list[str]:
