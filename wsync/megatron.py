@@ -106,9 +106,9 @@ def layout(
     `config`, gives (name, tensor) pairs.  It is called with made-up CPU tensors while the layout is
     made, and never again; rows that pad the vocabulary are left out.  `bridge`: an AutoBridge of
     Megatron-Bridge, whose mappings are the converter.  `group`: the ranks that take part in updates
-    (default: all).  Not collective: nothing is communicated.  With overlap_param_gather, an update of the model's own tensors needs
-    disable_forward_pre_hook() before it, or it raises StateError: until the next forward pass they
-    may be old.
+    (default: all).  Not collective: nothing is communicated.  With overlap_param_gather, an update
+    of the model's own tensors needs disable_forward_pre_hook() before it, or it raises StateError:
+    until the next forward pass they may be old.
 
     Raises UnsupportedError for an unknown family, LayoutError for a parameter that no rule
     matches, that goes where another one does, that has another shape than the configuration says,
