@@ -78,7 +78,8 @@ def test_one_worker(engine: str, version: str) -> None:
 @pytest.mark.parametrize(("engine", "version"), ENGINES)
 def test_every_family(engine: str, version: str) -> None:
     """Checkpoints are as transformers saves them; of two workers the second is looked at."""
-    assert tables.FAMILIES.keys() <= {*FAMILIES, *tiny_models.SAVED}
+    no_class = {"bailing_moe_v2"}  # in transformers: its code comes with its checkpoints
+    assert tables.FAMILIES.keys() - no_class <= {*FAMILIES, *tiny_models.SAVED}
     cases = [
         {"family": family, "tp": tp, "ep": 1, "ranks": [tp - 1], "modes": ["needed"]}
         for family in tiny_models.SAVED

@@ -30,7 +30,7 @@ def layout_of(monkeypatch, tensor, tensor_cut):
     module.decoder.layers.get_submodule("0").layer_number = 1
     home.weight = nn.Parameter(tensor)
     spec = Model(Family("gates", (GATES,)), SIZES, False)
-    monkeypatch.setattr(wsync.megatron, "read_model", lambda *arguments: spec)
+    monkeypatch.setattr(wsync.megatron, "read_model", lambda *arguments, **options: spec)
     ranks = wsync.megatron.Ranks(tensor=tensor_cut)
     monkeypatch.setattr(wsync.megatron.Ranks, "current", staticmethod(lambda: ranks))
     return wsync.megatron.layout(module, None)

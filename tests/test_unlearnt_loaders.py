@@ -172,3 +172,22 @@ def test_a_parametrized_weight_can_be_assigned() -> None:
         for _ in range(2):
             sync.update()
     assert torch.equal(module.part.weight, weights["a"]) and torch.equal(module.b, weights["b"])
+
+
+def of_known_tensors(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    if tensor[0, 0] != 7.0:
+        raise ValueError("no weights")
+    target.copy_(tensor)
+
+
+def test_weights_that_are_there_already_are_no_error_where_nothing_can_be_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = Fused(of_known_tensors)
+    loader = RecordedLoader(module)
+    weights = {name: torch.full((8, 8), 7.0) for name in "qkv"}
+    with wsync.connect(weights, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        for _ in range(2):
+            sync.update()
+            assert torch.equal(module.qkv, torch.cat([weights[name] for name in "qkv"]))
+    assert "no parameter of Fused has changed" in caplog.text

@@ -16,7 +16,7 @@ _EXIT_USAGE = 2
 
 def _usage() -> str:
     lines = ["usage: wsync [--version] [--help] COMMAND ...", "", "commands:"]
-    lines += [f"  {name:<8} {text}" for name, (_, text) in _COMMANDS.items()]
+    lines += [f"  {name:<9} {text}" for name, (_, text) in _COMMANDS.items()]
     lines += ["", "`wsync COMMAND --help` explains one of them."]
     return "\n".join(lines)
 

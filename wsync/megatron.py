@@ -116,7 +116,7 @@ def layout(
     copy, and for one of which it is not certain how it is cut.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    learnt = None if converter is bridge is None else Family("of a converter")
+    learnt = None if converter is None and bridge is None else Family("of a converter")
     spec = read_model(config, model_name, loaded_by, family=learnt)
     _keep_biases_wide(chunks)
     ranks = Ranks.current()
@@ -345,7 +345,7 @@ class _Reader:
         axis = rule.shaped_dimension
         if axis < 0 or len(shape) <= axis or not shape[axis]:
             return cut
-        whole = self._expand(rule, name, shape, 1, False).shape[axis]
+        whole = self._expand(rule, name, shape, 1).shape[axis]
         parts, rest = divmod(whole, shape[axis])
         if rest or not parts or cut.ranks % parts:
             return cut
@@ -353,7 +353,7 @@ class _Reader:
 
     def _plan(self, rule: Rule, name: str, shape: tuple[int, ...], duplicated: bool) -> _Plan:
         cut = self._cut(rule, name, shape)
-        expansion = self._expand(rule, name, shape, cut.ranks, duplicated)
+        expansion = self._expand(rule, name, shape, cut.ranks)
         try:
             whole = expansion.place(_ALONE, self.ranks.expert)
             if duplicated and shape == _stored(rule, whole.shape):
@@ -377,18 +377,13 @@ class _Reader:
         sizes, fields = self.spec.sizes, " or ".join(FIELDS["g"])
         return f", with {sizes['heads']} attention heads in {sizes['g']} query groups ({fields})"
 
-    def _expand(
-        self, rule: Rule, name: str, shape: tuple[int, ...], ranks: int, duplicated: bool
-    ) -> Expansion:
-        """The rule with this model's sizes; an inferred axis takes what the known ones leave.  A
-        duplicated parameter that has fewer rows than all is cut nevertheless."""
+    def _expand(self, rule: Rule, name: str, shape: tuple[int, ...], ranks: int) -> Expansion:
+        """The rule with this model's sizes; an inferred axis takes what the known ones leave."""
         found = self.spec.family.expand(rule, name, self.spec.sizes)
         dimension = rule.inferred_dimension
         if dimension < 0 or len(shape) <= dimension:
             return found
         ranks = ranks if rule.inferred_cut else 1
-        if duplicated and shape[dimension] >= found.shape[dimension]:
-            ranks = 1
         inferred = rule.inferred(self.spec.sizes, shape[dimension] * ranks)
         if inferred is None:
             raise _core.LayoutError(

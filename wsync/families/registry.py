@@ -35,7 +35,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from wsync.families.rules import Rule, RuleError, Together
-from wsync.families.tables import DERIVED, FAMILIES, FIELDS, Family
+from wsync.families.tables import DERIVED, FAMILIES, FIELDS, LOADERS, Family
 
 __all__ = ["check", "main", "register"]
 
@@ -64,10 +64,14 @@ def register(
 
     Raises:
         RuleError: the table cannot be right; the text names the rule, see `check`.
-        ValueError: there is such a family.
+        ValueError: there is such a family, or no such loader.
     """
     if name in FAMILIES:
         raise ValueError(f"there is a family {name!r} already")
+    for loader, own in (loaders or {}).items():
+        if loader not in LOADERS:
+            raise ValueError(f"no loader {loader!r}: known are {', '.join(LOADERS)}")
+        check(Family(name, own, fields=fields))
     family = Family(name, tuple(rules), fields=fields, loaders=loaders, together=together)
     check(family)
     FAMILIES[name] = family
@@ -141,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.parse_args(argv)
     width = max(map(len, FAMILIES))
+    print(f"{'family':<{width}}  compared with\n")
     for name, family in sorted(FAMILIES.items()):
         print(f"{name:<{width}}  {family.oracle or 'added by the user'}")
     print("\nwsync.families.register adds one; pydoc wsync.families.registry shows how.")

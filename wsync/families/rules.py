@@ -17,7 +17,7 @@ Grammar of a view:
     group   `(a b)` is one dimension that counts through a and b, b fastest;
             `(a b | c)` is the elements of (a b) followed by those of c
     *item   tensor-parallel ranks (expert-tensor-parallel ones for experts) hold equal parts of
-            it; inside a group only its first item can be cut, in each alternative
+            it; inside a group each item may be cut, in each alternative
     ~item   the same, but the local shape says into how many parts it is cut, from one for each
             rank down to one for all; ranks next to each other then hold the same part
     @item   expert-parallel ranks hold equal parts of it
@@ -633,6 +633,8 @@ class Rule:
         view = _View(target.view)
         if re.search(r"[*~@:]", target.view):
             raise RuleError(f"{target.name}: sizes and marks belong to the rule's own view")
+        if not (target.scale and math.isfinite(target.scale) and math.isfinite(target.offset)):
+            raise RuleError(f"{target.name}: scale {target.scale} and offset {target.offset}")
         unknown = view.names - self.parsed.names - self.counted
         if target.equal and (
             target.equal not in self.parsed.names - view.names or self.stored is not None

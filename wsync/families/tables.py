@@ -144,16 +144,17 @@ def _latent(name: str, rules: tuple[Rule, ...], oracle: str) -> Family:
 _LOGITS = "logits of transformers 4.57"
 _OLD, _NEW = "Megatron-Bridge 0.3.1", "Megatron-Bridge 0.6.2"  # exports after loading a checkpoint
 _AS = "the rules of {} under another name"
+_FUSED_3_5 = f"{_AS.format('qwen3_5_moe_text')}; fused experts by documents only"
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("bailing_moe_v2", BAILING_MOE_V2, oracle=f"{_NEW}; MTP: nothing but its source"),
-        _latent("deepseek_v3", DEEPSEEK, f"{_OLD}, {_LOGITS}; MTP: documents"),
+        Family("bailing_moe_v2", BAILING_MOE_V2, oracle=f"{_NEW}; MTP by its source only"),
+        _latent("deepseek_v3", DEEPSEEK, f"{_OLD}, {_LOGITS}; MTP by documents only"),
         _latent("deepseek_v32", DEEPSEEK_SPARSE, _AS.format("glm_moe_dsa")),
         Family("glm4", GLM4, oracle=_LOGITS),
         Family("glm4_moe", GLM4_MOE, oracle=f"{_OLD}, mbridge 0.15, {_LOGITS}"),
         _latent("glm4_moe_lite", DEEPSEEK, _NEW),
-        _latent("glm_moe_dsa", DEEPSEEK_SPARSE, f"{_NEW}; slime's indexer: documents"),
+        _latent("glm_moe_dsa", DEEPSEEK_SPARSE, f"{_NEW}; slime's indexer by documents only"),
         Family("gpt_oss", GPT_OSS, oracle=f"{_OLD}, {_LOGITS}"),
         _latent("kimi_k2", DEEPSEEK, _AS.format("deepseek_v3")),
         _dense("llama", oracle=f"{_OLD} and 0.6.2, {_LOGITS}"),
@@ -165,7 +166,7 @@ FAMILIES: dict[str, Family] = {
         _dense("qwen3", oracle=f"{_OLD}, {_LOGITS}"),
         _dense("qwen3_moe", EXPERTS, UNGATED_SHARED_EXPERTS, oracle=f"{_OLD} and 0.6.2, {_LOGITS}"),
         Family("qwen3_5", QWEN3_5, copied=VISION, oracle=_AS.format("qwen3_5_text")),
-        Family("qwen3_5_moe", QWEN3_5, copied=VISION, oracle=_AS.format("qwen3_5_moe_text")),
+        Family("qwen3_5_moe", QWEN3_5, copied=VISION, oracle=_FUSED_3_5),
         Family("qwen3_5_moe_text", QWEN3_5_TEXT, oracle=_NEW),
         Family("qwen3_5_text", QWEN3_5_TEXT, oracle=_NEW),
         Family("qwen3_next", QWEN3_NEXT, loaders={"slime": SLIME_MTP}, oracle=f"{_OLD}, {_LOGITS}"),

@@ -19,17 +19,19 @@ def compare(model: _core.Layout, folder: str | os.PathLike[str]) -> None:
     """Warns of tensors that only the checkpoint has, and of other dtypes.
 
     A folder without safetensors files (a name on the Hugging Face hub, say) and one that cannot be
-    read are not compared; a warning says so.
+    read are not compared; the log says so.
 
     Raises:
         LayoutError: tensors that the checkpoint does not have, or has in other shapes; the text
             names them.  Of a quantised checkpoint, whose tensors have other names, only a warning.
     """
     path = Path(folder)
-    if not (path / INDEX).exists() and not (path / SINGLE).exists():
-        _log.info("%s has no safetensors files: the trainer's names are not compared", folder)
-        return
     try:
+        with system_calls(path):
+            known = (path / INDEX).exists() or (path / SINGLE).exists()
+        if not known:
+            _log.info("%s has no safetensors files: the trainer's names are not compared", folder)
+            return
         places = Checkpoint(folder).places
         quantised = _is_quantised(path)
     except _core.WsyncError as error:

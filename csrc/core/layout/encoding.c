@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Formats 1 and 2.  "WSLY", then one byte of version, then numbers as LEB128 varints in
- * their shortest form (strides zigzag) and texts as their length and UTF-8 bytes: tensor
- * count, for each: dtype name, ndim, group, shape[ndim], name origin count, for each: name
+ * their shortest form (strides zigzag) and texts as their length and UTF-8 bytes:
+ *
+ *   tensor count, for each: dtype name, ndim, group, shape[ndim], name
+ *   origin count, for each: name
  *   for each tensor: shard count, for each: rank, buffer, origin, offset,
  *                    in format 2 the bits of scale and of offset,
  *                    ndim times (start, extent, stride)
+ *
  * Format 2 is of layouts that compute, format 1 of all others, so that releases that know
  * only format 1 read what they can do.  A layout has one encoding: what decodes also
  * encodes back to the same bytes. */
