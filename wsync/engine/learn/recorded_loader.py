@@ -221,7 +221,8 @@ class RecordedLoader(ChoosingLoader):
                 type(self._module).__name__,
             )
             same = {path: nbytes for path, nbytes in same.items() if path not in unknown}
-        self._check_delivered(same)
+        if same:
+            self._check_delivered(same)
 
     def goes_by(self) -> object:
         """What load_weights depends on outside the module and may change; for subclasses."""
