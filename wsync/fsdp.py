@@ -441,7 +441,7 @@ class _Names:
             raise _core.LayoutError(
                 f"{part.name}: shape {part.shape} != {expansion.shape} of the configuration"
             )
-        return expansion.maps(ShardPlacement(part.shape, part.regions), numbers)
+        return expansion.maps(ShardPlacement(part.shape, part.regions), numbers, TOGETHER)
 
     def _check_fused(self, part: _Part) -> None:
         """Fused experts pass as they are only where a family is known to save them so."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from wsync.families.blocks import (
     DENSE_MLP,
-    EXPERTS,
     HF_LAYER,
     LAYER,
+    NORMS,
     UNGATED_SHARED_EXPERTS,
     layer_rules,
     mtp,
     renamed,
+    routed_experts,
     vocabulary,
 )
 from wsync.families.rules import Rule, Target
@@ -37,13 +38,10 @@ _LAYER: tuple[Rule, ...] = (
         ("self_attention.q_layernorm.weight", "d", "attention.query_layernorm.weight"),
         ("self_attention.k_layernorm.weight", "d", "attention.key_layernorm.weight"),
         ("self_attention.linear_qkv.layer_norm_weight", "h", "input_layernorm.weight"),
-        ("input_layernorm.weight", "h", "input_layernorm.weight"),
-        ("mlp.linear_fc1.layer_norm_weight", "h", "post_attention_layernorm.weight"),
-        ("pre_mlp_layernorm.weight", "h", "post_attention_layernorm.weight"),
-        ("mlp.router.expert_bias", "experts", "mlp.gate.expert_bias"),
     ),
+    *NORMS,
     *DENSE_MLP,
-    *(rule for rule in EXPERTS if not rule.name.endswith("router.expert_bias")),
+    *routed_experts(bias="gate.expert_bias"),
     *UNGATED_SHARED_EXPERTS,
 )
 BAILING_MOE_V2: tuple[Rule, ...] = (

@@ -27,6 +27,7 @@ __all__ = [
     "NORMS",
     "SHARED_EXPERT",
     "UNGATED_SHARED_EXPERTS",
+    "beside_vision",
     "eh_proj",
     "expert_names",
     "fused_experts",
@@ -182,12 +183,14 @@ EXPERTS = routed_experts()
 
 
 def stacked_experts(gate_up: str, down: str) -> tuple[Rule, ...]:
-    """Experts whose tensors hold all of a layer's: gate_up_proj and down_proj, whose axes behind
-    the first one are those of the views `gate_up` ("h (gate | up)") and `down` ("moe_ffn h")."""
+    """A router and experts whose tensors hold all of a layer's: gate_up_proj and down_proj, whose
+    axes behind the first one are those of the views `gate_up` ("h (gate | up)") and `down`
+    ("moe_ffn h")."""
     first, second = (f"{HF_LAYER}mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
     legacy = f"{LAYER}mlp.experts.weight"
     rows, halves = "h *moe_ffn", "(*gate:moe_ffn | *up:moe_ffn)"
     return (
+        *layer_rules(("mlp.router.weight", "experts h", "mlp.gate.weight")),
         *(
             Rule(name, f"{halves} h", Target(first, f"expert {gate_up}"))
             for name in expert_names("linear_fc1.weight")
@@ -242,6 +245,14 @@ def moved(
         for rule in rules
         if rule.name.startswith(name[0])
     )
+
+
+def beside_vision(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Rules of a language model beside a vision tower, with and without the name that a wrapper
+    gives it."""
+    rules = tuple(rules)
+    target = ("model.", "model.language_model.")
+    return (*moved(rules, ("", "language_model."), target), *moved(rules, ("", ""), target))
 
 
 def eh_proj(target: str, *, swapped: bool = False) -> Rule:

@@ -28,9 +28,9 @@ from wsync.families.blocks import (
     HF_LAYER,
     LAYER,
     SHARED_EXPERT,
+    beside_vision,
     eh_proj,
     layer_rules,
-    moved,
     mtp,
     stacked_experts,
 )
@@ -157,15 +157,11 @@ _LAYERS_3_5: tuple[Rule, ...] = (
 # Of a text model alone, whose experts transformers saves one by one.
 QWEN3_5_TEXT: tuple[Rule, ...] = (*_LAYERS_3_5, *EXPERTS, *_mtp((*_SHARED, *EXPERTS)))
 
-_FUSED = (
-    *layer_rules(("mlp.router.weight", "experts h", "mlp.gate.weight")),
-    *stacked_experts("(gate | up) h", "h moe_ffn"),
-)
-_TEXT = (*_LAYERS_3_5, *_FUSED, *_mtp((*_SHARED, *EXPERTS)))
-_PLACES = ("model.", "model.language_model.")
-# With a vision tower: a checkpoint's experts are fused, except those of MTP layers.  The language
-# model has a name of its own in a wrapper.
-QWEN3_5: tuple[Rule, ...] = (
-    *moved(_TEXT, ("", "language_model."), _PLACES),
-    *moved(_TEXT, ("", ""), _PLACES),
+# With a vision tower: a checkpoint's experts are fused, except those of MTP layers.
+QWEN3_5: tuple[Rule, ...] = beside_vision(
+    (
+        *_LAYERS_3_5,
+        *stacked_experts("(gate | up) h", "h moe_ffn"),
+        *_mtp((*_SHARED, *EXPERTS)),
+    )
 )

@@ -7,26 +7,15 @@ are fused and transposed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from wsync.families.blocks import (
     ATTENTION,
     DENSE_MLP,
     EMBEDDING,
-    layer_rules,
-    moved,
+    beside_vision,
     stacked_experts,
 )
-from wsync.families.rules import Rule
 
 __all__ = ["QWEN3_VL", "QWEN3_VL_MOE", "VISION"]
-
-
-def _text(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Rules of the language model, with and without the name that a wrapper gives it."""
-    rules = tuple(rules)
-    target = ("model.", "model.language_model.")
-    return (*moved(rules, ("", "language_model."), target), *moved(rules, ("", ""), target))
 
 
 # The vision tower is transformers' own module, whole on every rank of the first stage.  That of
@@ -35,13 +24,5 @@ VISION = {
     r"vision_model\.(?!decoder\.)": "model.visual.",
     r"(model\.)?visual\.": "model.visual.",
 }
-QWEN3_VL = _text((*EMBEDDING, *ATTENTION, *DENSE_MLP))
-QWEN3_VL_MOE = (
-    *QWEN3_VL,
-    *_text(
-        (
-            *layer_rules(("mlp.router.weight", "experts h", "mlp.gate.weight")),
-            *stacked_experts("h (gate | up)", "moe_ffn h"),
-        )
-    ),
-)
+QWEN3_VL = beside_vision((*EMBEDDING, *ATTENTION, *DENSE_MLP))
+QWEN3_VL_MOE = (*QWEN3_VL, *beside_vision(stacked_experts("h (gate | up)", "moe_ffn h")))

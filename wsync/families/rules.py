@@ -469,9 +469,11 @@ class Expansion:
         shape = tuple(sum(extent for _, extent in parts) for parts in dimensions)
         return ShardPlacement(shape, regions_of(dimensions))
 
-    def maps(self, placement: ShardPlacement, numbers: Mapping[str, int]) -> list[_core.Map]:
+    def maps(
+        self, placement: ShardPlacement, numbers: Mapping[str, int], together: Together = ()
+    ) -> list[_core.Map]:
         """Where the elements of a share go; numbers: those in the parameter's name."""
-        return [piece.map(numbers) for piece in self.pieces if placement.meets(piece)]
+        return [piece.map(numbers, together) for piece in self.pieces if placement.meets(piece)]
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
