@@ -351,35 +351,3 @@ def usable(tensor: torch.Tensor) -> bool:
     except (RuntimeError, ValueError):
         return False
     return True
-
-
-class Bindings:
-    """What tensors a module's attributes are bound to, to put it back after a trial."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._parts = [(slot, dict(slot)) for part in module.modules() for slot in slots(part)]
-        bound = (value for _, values in self._parts for value in values.values())
-        self._data = [(t, t.detach()) for t in bound if isinstance(t, torch.Tensor) and usable(t)]
-
-    def restore(self) -> list[str]:
-        """Binds everything as it was; the names that had been bound to other tensors."""
-        changed: list[str] = []
-        for slot, values in self._parts:
-            for name in [*slot, *(values.keys() - slot.keys())]:
-                old, new = values.get(name), slot.get(name)
-                if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
-                    same = new is old
-                else:
-                    same = old is not None or name in slot
-                if same:
-                    continue
-                changed.append(name)
-                if name in values:
-                    slot[name] = old
-                else:
-                    del slot[name]
-        for tensor, data in self._data:
-            if seen(tensor) != seen(data):
-                changed.append(f"the memory of {tuple(data.shape)}")
-                tensor.data = data
-        return changed

@@ -9,11 +9,43 @@ from typing import Any, Final
 
 import torch
 
-from wsync.engine.learn.module_memory import Bindings, ModuleMemory
+from wsync.engine.learn.module_memory import ModuleMemory, seen, slots, usable
 
 _CONTAINERS: Final = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
 _ABSENT: Final = object()
 _BOUND: Final = frozenset(("_parameters", "_buffers"))  # Bindings puts these back
+
+
+class Bindings:
+    """What tensors a module's attributes are bound to, to put it back after a trial."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._parts = [(slot, dict(slot)) for part in module.modules() for slot in slots(part)]
+        bound = (value for _, values in self._parts for value in values.values())
+        self._data = [(t, t.detach()) for t in bound if isinstance(t, torch.Tensor) and usable(t)]
+
+    def restore(self) -> list[str]:
+        """Binds everything as it was; the names that had been bound to other tensors."""
+        changed: list[str] = []
+        for slot, values in self._parts:
+            for name in [*slot, *(values.keys() - slot.keys())]:
+                old, new = values.get(name), slot.get(name)
+                if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
+                    same = new is old
+                else:
+                    same = old is not None or name in slot
+                if same:
+                    continue
+                changed.append(name)
+                if name in values:
+                    slot[name] = old
+                else:
+                    del slot[name]
+        for tensor, data in self._data:
+            if seen(tensor) != seen(data):
+                changed.append(f"the memory of {tuple(data.shape)}")
+                tensor.data = data
+        return changed
 
 
 class PlainAttributes:
@@ -70,13 +102,9 @@ class ModuleState:
         areas = ModuleMemory(module).areas if values else []
         self._copies = [(area, area.bytes().to("cpu", copy=True)) for area in areas]
 
-    def rebind(self) -> None:
-        """Puts back what attributes are, but not the values of tensors."""
+    def restore(self) -> None:
         self._bindings.restore()
         self.plain.restore()
-
-    def restore(self) -> None:
-        self.rebind()
         for area, copy in self._copies:
             area.bytes().copy_(copy)
 

@@ -25,13 +25,13 @@ from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import (
     Area,
     AreaNames,
-    Bindings,
     Fact,
     ModuleMemory,
     Name,
     region,
     view,
 )
+from wsync.engine.learn.module_state import Bindings
 from wsync.engine.learn.regions import (
     Box,
     Move,
