@@ -76,15 +76,16 @@ typedef struct job {
 static void run_row(const job_t *job, int64_t source, int64_t destination)
 {
     const wsync_copy_t *copy = job->copy;
-    const wsync_host_tile_t row = {
-        .inner_count = job->row_count,
-        .outer_count = 1,
-        .inner_source_stride = copy->source_item_nbytes,
-        .inner_destination_stride = copy->destination_item_nbytes,
-        .transform = (wsync_transform_t)copy->transform,
-        .affine = copy->affine};
 
     if (copy->affine.scale != 0) {
+        const wsync_host_tile_t row = {
+            .inner_count = job->row_count,
+            .outer_count = 1,
+            .inner_source_stride = copy->source_item_nbytes,
+            .inner_destination_stride = copy->destination_item_nbytes,
+            .transform = (wsync_transform_t)copy->transform,
+            .affine = copy->affine};
+
         wsync_host_tile_copy(job->destination + destination, job->source + source, &row,
                              copy->source_item_nbytes);
     } else if (copy->transform == WSYNC_TRANSFORM_NONE) {
