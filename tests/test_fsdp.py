@@ -321,6 +321,35 @@ def test_a_tensor_that_a_module_gets_later_is_refused() -> None:
         found.bind()
 
 
+def replaced(how: str, layer: Any, other: Any) -> None:
+    if how == "update":
+        vars(layer).update(vars(other))
+    elif how == "state":
+        layer.__setstate__(vars(other))
+    else:
+        layer._parameters = dict(other._parameters)
+
+
+@pytest.mark.parametrize("how", ["update", "state", "parameters"])
+def test_dicts_of_a_module_that_were_replaced_are_read_anew(how: str) -> None:
+    model, other = _linears(), _linears()
+    found = layout(model)
+    replaced(how, model["b"], other["b"])
+    assert found.bind()[1][0] == other["b"].weight.data_ptr() == model["b"].weight.data_ptr()
+    replaced(how, model["b"], torch.nn.Linear(3, 3))
+    with pytest.raises(wsync.LayoutError, match=r"b\.bias: differs since the layout was made"):
+        found.bind()
+
+
+def test_a_buffer_that_becomes_a_weight_is_refused() -> None:
+    model = _linears()
+    model["b"].register_buffer("scale", torch.zeros(3), persistent=False)
+    found = layout(model)
+    model["b"].register_buffer("scale", torch.ones(3))
+    with pytest.raises(wsync.LayoutError, match=r"b\.scale: differs since the layout was made"):
+        found.bind()
+
+
 def test_a_tied_head_in_a_state_dict_has_the_values_of_the_embedding() -> None:
     config = types.SimpleNamespace(tie_word_embeddings=True)
     embedding = torch.randn(8, 4)
@@ -398,6 +427,13 @@ def test_fused_experts_of_another_shape_are_refused() -> None:
 def test_partial_sums_are_refused_by_name(four: Ranks, local: bool, dimension: int) -> None:
     for text in four.run(cases.partial_error, local):
         assert text.startswith(f"model.norm.weight: mesh dim {dimension} has placement Partial")
+
+
+@pytest.mark.parametrize("how", ["fsdp1", "fsdp1-orig"])
+def test_fsdp1_over_tensor_parallelism_is_refused_by_name(four: Ranks, how: str) -> None:
+    """The unit's shapes are those of the local tensors."""
+    for text in four.run(cases.two_dimensional_error, how):
+        assert text.startswith("0.weight: FSDP1 has flattened a DTensor")
 
 
 def test_a_tensor_that_is_cut_in_another_way_is_refused(two: Ranks) -> None:

@@ -358,9 +358,14 @@ def _flat_parts(prefix: str, handle: Any, tied: bool) -> Iterator[_Part]:
     # The parameter itself is the local shard, assigned or not, unless it is whole for a pass.
     whole = handle.uses_sharded_strategy and flat.size() == flat._unpadded_unsharded_size
     tensor = getattr(flat, "_local_shard", flat) if whole else flat
-    infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
-    for key, size, info in infos:
+    facts = flat._fqns, flat._shapes, flat._shard_param_infos, flat._param_extensions
+    for key, size, info, extension in zip(*facts, strict=True):
         name = plain_name(f"{prefix}.{key}" if prefix else key)
+        if extension is not None:  # its shape is that of the local tensor
+            raise _core.UnsupportedError(
+                f"{name}: FSDP1 has flattened a DTensor, of which it knows this rank's part alone: "
+                "tensor parallelism goes with FSDP2 (fully_shard)"
+            )
         if tied and name == TIED:
             raise _core.LayoutError(
                 f"{name}: a parameter of its own in its FSDP unit, but the configuration says "

@@ -25,12 +25,44 @@ class Slot(NamedTuple):
     part: int = 0
 
 
+class _Before(NamedTuple):
+    """What a module had: the dicts where it keeps its parts and tensors, and what was in them."""
+
+    module: Module
+    parts: dict[str, Any]
+    children: tuple[tuple[str, Any], ...]
+    parameters: dict[str, Any]
+    buffers: dict[str, Any]
+    filled: tuple[set[str], set[str]]  # the keys of both that had tensors
+    scratch: set[str]  # buffers that are not weights
+
+    @staticmethod
+    def of(module: Module) -> _Before:
+        parameters, buffers = module._parameters, module._buffers
+        children = tuple(module._modules.items())
+        filled = _filled(parameters), _filled(buffers)
+        scratch = set(module._non_persistent_buffers_set)
+        return _Before(module, module._modules, children, parameters, buffers, filled, scratch)
+
+    def holds(self) -> bool:
+        """Whether it has the same dicts and parts, and no more tensors or weights."""
+        module = self.module
+        return (
+            module._parameters is self.parameters
+            and module._buffers is self.buffers
+            and module._modules is self.parts
+            and tuple(self.parts.items()) == self.children
+            and module._non_persistent_buffers_set == self.scratch
+            and _filled(self.parameters) <= self.filled[0]
+            and _filled(self.buffers) <= self.filled[1]
+        )
+
+
 class _Found(NamedTuple):
     names: tuple[str, ...]
     slots: list[Slot]
     others: list[tuple[Slot, int]]  # further names, and whose tensor they are of
-    children: list[tuple[dict[str, Any], tuple[Any, ...]]]  # of all modules, and what they were
-    homes: list[tuple[dict[str, Any], set[str]]]  # of all modules, and which keys had tensors
+    modules: list[_Before]  # all of them
 
 
 class Slots:
@@ -61,9 +93,7 @@ class Slots:
         Raises:
             LayoutError: one is gone or new, or is no longer the one of all its names.
         """
-        if any(tuple(now.items()) != before for now, before in self._found.children) or any(
-            not _filled(now) <= before for now, before in self._found.homes
-        ):
+        if not all(before.holds() for before in self._found.modules):
             found = self._scan()
             if found.names != self.names:
                 odd = next(iter({*self.names} ^ {*found.names}), "the order of tensors")
@@ -85,9 +115,7 @@ class Slots:
         return tensors
 
     def _scan(self) -> _Found:
-        modules = [module for root in self._roots for module in root.modules()]
-        children = [(module._modules, tuple(module._modules.items())) for module in modules]
-        homes = [(h, _filled(h)) for m in modules for h in (m._parameters, m._buffers)]
+        modules = [_Before.of(module) for root in self._roots for module in root.modules()]
         slots: list[Slot] = []
         others: list[tuple[Slot, int]] = []
         tensors: list[Any] = []
@@ -107,7 +135,7 @@ class Slots:
             else:
                 slots.append(slot)
                 tensors.append(tensor)
-        return _Found(tuple(slot.name for slot in slots), slots, others, children, homes)
+        return _Found(tuple(slot.name for slot in slots), slots, others, modules)
 
 
 def _filled(home: dict[str, Any]) -> set[str]:

@@ -389,6 +389,23 @@ def partial_error(local: bool) -> str:
     return ""
 
 
+def two_dimensional_error(how: str) -> str:
+    """What a layout says of FSDP1 units whose parameters tensor parallelism has cut before."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
+    model[0].weight = torch.nn.Parameter(
+        distribute_tensor(model[0].weight.detach(), mesh["tp"], [Shard(0)])
+    )
+    unit = FullyShardedDataParallel(
+        model, device_mesh=mesh["dp"], device_id=torch.device("cpu"), use_orig_params="orig" in how
+    )
+    try:
+        wsync.fsdp.layout(unit)
+    except wsync.UnsupportedError as error:
+        return str(error)
+    return ""
+
+
 def resharded_error() -> str:
     """What an update says of a tensor that is cut in another way than the layout's."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
