@@ -167,16 +167,19 @@ class TrainerLayout:
 
 
 def _laid_out(tensor: Tensor, row: _Row, form: _Row) -> Tensor:
-    """A contiguous tensor that differs from the layout's only in strides, as a copy with those."""
+    """A contiguous tensor that differs from the layout's only in strides, as a copy with those;
+    itself where elements of the layout's overlap."""
     if row[1:3] != form[1:3] or row[3] == form[3] or not tensor.is_contiguous():
         return tensor
+    reach = 1  # elements from the first to the last
+    for stride, extent in sorted(zip(form[3], form[2], strict=True)):
+        if extent > 1 and stride < reach:
+            return tensor
+        reach += stride * (extent - 1)
     import torch
 
     copy = torch.empty_strided(form[2], form[3], dtype=tensor.dtype, device=tensor.device)
-    try:
-        return copy.copy_(tensor.detach())
-    except RuntimeError:  # the layout's elements overlap
-        return tensor
+    return copy.copy_(tensor.detach())
 
 
 def _refuse(name: str, expected: tuple[object, ...], found: tuple[object, ...]) -> None:
