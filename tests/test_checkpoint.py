@@ -45,8 +45,11 @@ def test_tensors_fill_files_in_the_order_of_their_numbers() -> None:
         "layers.10.w": 2,
     }
     assert found.names[1] == "model-00002-of-00003.safetensors"
-    index = json.loads(found.index("7"))
+    index = json.loads(found.index("7", "0123456789abcdef"))
+    mark = index["metadata"].pop("wsync_version")
     assert index["metadata"] == {"total_size": 1200, "weight_version": "7"}
+    assert f'"{mark}"'.encode() in found.header(2, mark)
+    assert len(found.header(2, mark)) == len(found.headers[2])
     assert index["weight_map"]["layers.10.w"] == found.names[2]
 
 

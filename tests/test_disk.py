@@ -18,7 +18,7 @@ import pytest
 import requests
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.tiny_qwen3 import Weights, draw, same
 
 import wsync
@@ -152,6 +152,19 @@ def test_a_late_engine_starts_from_the_newest_version_and_reports_it(
             version, weight_version=42, timeout=60
         )
         assert same(other.weights(), weights)
+
+
+def test_files_that_others_have_written_anew_have_no_version(config: Any, tmp_path: Path) -> None:
+    """Tools that change weights in place leave the index as it is."""
+    with disk(draw(config, 1), tmp_path, base=config, shard_nbytes=20_000) as sync:
+        sync.update(version=7)
+    files = sorted(newest(tmp_path).glob("*.safetensors"))
+    assert len(files) > 1
+    assert Checkpoint(newest(tmp_path)).weight_version == "7"
+    save_file(load_file(files[-1]), files[-1])
+    assert Checkpoint(newest(tmp_path)).weight_version is None
+    with serve_in_process(newest(tmp_path)) as late:
+        assert handle(late.url).model_info(10)["weight_version"] == "default"
 
 
 @pytest.mark.parametrize("ignore", [[], ["--ignore", "model.norm.weight"]])

@@ -314,6 +314,31 @@ def test_workers_load_the_folder_that_a_link_named_when_it_was_given(
     assert all(torch.equal(found[name], tensor) for name, tensor in old.items())
 
 
+def test_workers_do_not_load_two_checkpoints_that_follow_each_other_in_one_folder(
+    engine: TensorParallelEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker may come to the old files and another to the new ones."""
+    config = CONFIGS["qwen3_moe"]
+    for name, seed in (("old", 1), ("new", 2)):
+        reference(config, seed).save_pretrained(tmp_path / name)
+    path = tmp_path / "old" / "model.safetensors"
+    ask = engine._call
+
+    def saves(what: str, arguments: Any, timeout: float) -> Any:
+        if what == "update_weights_from_disk":
+            (tmp_path / "new" / path.name).replace(path)
+        return ask(what, arguments, timeout)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(engine, "_call", saves)
+        with pytest.raises(RemoteError, match=r"old: was changed while workers came to read it"):
+            engine.update_weights_from_disk(str(tmp_path / "old"), weight_version=9, timeout=60)
+    engine.update_weights_from_disk(str(tmp_path / "old"), weight_version=9, timeout=60)
+    found = engine.weights()
+    wanted = weights_of(reference(config, 2))
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
 def test_a_stalled_worker_costs_the_deadline_and_a_dead_one_is_named() -> None:
     with TensorParallelEngine(CONFIGS["qwen3"], tp=2, name="frail") as frail:
         os.kill(frail.pids[1], signal.SIGSTOP)

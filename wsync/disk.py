@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from wsync import _core
 from wsync.checkpoints.safetensors_layout import (
     INDEX,
+    MARK_LENGTH,
     SHARD_NBYTES,
     Arrangement,
     arrange,
@@ -210,12 +212,13 @@ class DiskSync(Updates):
         """A folder with the files at their full sizes, their headers and the index."""
         folder = self._versions.begin(version)
         files = self._arrangement
-        for name, header, size in zip(files.names, files.headers, files.sizes, strict=True):
+        mark = secrets.token_hex(MARK_LENGTH // 2)
+        for number, (name, size) in enumerate(zip(files.names, files.sizes, strict=True)):
             with system_calls(folder / name), open(folder / name, "wb") as file:
                 _core.reserve_file(str(folder / name), file.fileno(), size)
-                file.write(header)
+                file.write(files.header(number, mark))
         with system_calls(folder / INDEX):
-            (folder / INDEX).write_bytes(files.index(version))
+            (folder / INDEX).write_bytes(files.index(version, mark))
         return folder
 
     def _load(self, path: str, version: str) -> None:

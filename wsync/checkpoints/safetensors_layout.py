@@ -27,6 +27,9 @@ INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 SHARD_NBYTES: Final = 5_000_000_000
 _FACTS: Final = "__metadata__"  # of a header: the file's own entry among the tensors'
+_MARK: Final = "wsync_version"  # of that entry, and of the index's metadata
+MARK_LENGTH: Final = 16
+_NO_MARK: Final = "0" * MARK_LENGTH
 MAX_HEADER_NBYTES: Final = 100_000_000  # what the safetensors library accepts
 
 # torch's names of the dtypes that safetensors can store
@@ -87,12 +90,17 @@ class Arrangement:
     headers: tuple[bytes, ...]
     sizes: tuple[int, ...]
 
-    def index(self, version: str) -> bytes:
-        """The contents of the index file; carries the weight version."""
+    def header(self, number: int, mark: str) -> bytes:
+        """The first bytes of a file.  mark: what tells the files of one version from all others,
+        MARK_LENGTH letters."""
+        return self.headers[number].replace(_NO_MARK.encode(), mark.encode(), 1)
+
+    def index(self, version: str, mark: str) -> bytes:
+        """The contents of the index file; carries the weight version, and the files' mark."""
         total = sum(place.nbytes for place in self.places.values())
         return json.dumps(
             {
-                "metadata": {"total_size": total, "weight_version": version},
+                "metadata": {"total_size": total, "weight_version": version, _MARK: mark},
                 "weight_map": {name: self.names[p.file] for name, p in self.places.items()},
             },
             indent=2,
@@ -153,7 +161,7 @@ def arrange(
 
 def _header(shard: Sequence[tuple[str, str, tuple[int, ...], int]]) -> tuple[bytes, list[int], int]:
     """(the file's first bytes, where each tensor begins after them, bytes of all tensors)"""
-    entries: dict[str, Any] = {_FACTS: {"format": "pt"}}
+    entries: dict[str, Any] = {_FACTS: {"format": "pt", _MARK: _NO_MARK}}
     offsets, at = [], 0
     for name, kind, shape, nbytes in shard:
         offsets.append(at)
@@ -231,7 +239,8 @@ class Checkpoint:
 
     Attributes:
         places: every tensor by name.
-        weight_version: what the index carries, or None.
+        weight_version: what the index carries, or None.  Files that wsync has not written with it
+            have none.
 
     Raises:
         SystemCallError: a file cannot be read.
@@ -246,6 +255,7 @@ class Checkpoint:
                 raise _core.InvalidArgumentError(f"{_brief(folder)}: no folder: {error}") from None
         self.places: dict[str, Place] = {}
         self.weight_version: str | None = None
+        self._mark: object = None  # of the index, and so of every file that belongs to it
         self._seen: dict[Path, _Stamp] = {}
         self._files: list[Path] = []
         self._open: dict[Path, int] = {}  # descriptors, within `opened`
@@ -276,6 +286,11 @@ class Checkpoint:
             self._open.update(zip(self._files, descriptors, strict=True))
             stack.callback(self._open.clear)
             yield descriptors
+
+    @property
+    def state(self) -> State:
+        """What the files are: equal for two readers of the same."""
+        return tuple((path.name, stamp) for path, stamp in self._seen.items())
 
     def pieces(self, nbytes: int) -> tuple[_core.Layout, list[FilePiece]]:
         """All tensors in pieces of at most `nbytes`, or of one row of one tensor where that is
@@ -350,6 +365,7 @@ class Checkpoint:
         if version is not None and not isinstance(version, str | int):
             raise _core.LayoutError(f"{path}: not an index: weight_version {_brief(version)}")
         self.weight_version = None if version is None else str(version)
+        self._mark = metadata.get(_MARK)
         self._files = [self.folder / name for name in sorted(set(expected.values()))]
         return expected
 
@@ -362,7 +378,9 @@ class Checkpoint:
             text = _read(descriptor, length, 8)
         self._seen[path] = stamp
         entries = _parse(text, f"{path}: not a safetensors header")
-        entries.pop(_FACTS, None)
+        facts = entries.pop(_FACTS, None)
+        if (facts.get(_MARK) if isinstance(facts, dict) else None) != self._mark:
+            self.weight_version = None  # written by others since
         found = []
         for name, entry in entries.items():
             stored, shape, begin, end = _facts(f"{path}: {_name(path, name)}", entry)
@@ -405,6 +423,10 @@ class _Stamp:
     file: tuple[int, int]  # device and inode
     nbytes: int
     changed: tuple[int, int]
+
+
+State = tuple[tuple[str, _Stamp], ...]
+"""What the files of a checkpoint are, by their names."""
 
 
 def _stamp(found: os.stat_result) -> _Stamp:

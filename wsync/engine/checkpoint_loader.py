@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from wsync._core import LOCAL, BufferTable, Memory, Route, Stream
-from wsync.checkpoints.safetensors_layout import Checkpoint, FilePiece
+from wsync._core import LOCAL, BufferTable, LayoutError, Memory, Route, Stream
+from wsync.checkpoints.safetensors_layout import Checkpoint, FilePiece, State
 from wsync.engine.destination import LoadTarget
 from wsync.engine.receiver import Receiver
 from wsync.machine.deadline import Deadline
@@ -23,9 +23,12 @@ def load(
     receiver: Receiver,
     *,
     threads: int = 1,
+    state: State | None = None,
     timeout: float,
 ) -> None:
     """Replaces every weight of a worker by those of a checkpoint.
+
+    state: what its files have to be, where several workers load it: `Checkpoint.state`.
 
     All that can be wrong with the files is found before the first byte is written; after that,
     a worker that fails is inconsistent until it is updated again.
@@ -38,6 +41,8 @@ def load(
     """
     deadline = Deadline(timeout)
     checkpoint = Checkpoint(folder)
+    if state is not None and checkpoint.state != state:
+        raise LayoutError(f"{os.fspath(folder)}: was changed while workers came to read it")
     with checkpoint.opened() as descriptors:
         shapes = {name: place.shape for name, place in checkpoint.places.items()}
         found = targets(shapes)

@@ -8,6 +8,7 @@ import torch
 
 from wsync._core import InvalidArgumentError, LayoutError, RemoteError
 from wsync.bucket import FlattenedTensorBucket
+from wsync.checkpoints.safetensors_layout import State
 from wsync.engine import checkpoint_loader
 from wsync.engine.destination import (
     Destination,
@@ -108,16 +109,26 @@ class ModelWorker:
         return "Success"
 
     def update_weights_from_disk(
-        self, model_path: str, *, end: Deadline, load_format: str | None = None, **request: Any
+        self,
+        model_path: str,
+        *,
+        end: Deadline,
+        load_format: str | None = None,
+        state: State | None = None,
+        **request: Any,
     ) -> None:
-        """A checkpoint folder.  One that is not whole or does not fit is refused before anything
-        is loaded."""
+        """A checkpoint folder.  One that is not whole or does not fit, or whose files are others
+        than other workers', is refused before anything is loaded."""
         if load_format not in (None, "auto", "safetensors"):
             raise InvalidArgumentError(f"load_format {load_format!r}: only safetensors here")
         with self._request(end, **request):
-            threads, timeout = self.threads, end.left
             checkpoint_loader.load(
-                model_path, self.targets, self.receiver, threads=threads, timeout=timeout
+                model_path,
+                self.targets,
+                self.receiver,
+                threads=self.threads,
+                state=state,
+                timeout=end.left,
             )
 
     def init_weights_update_group(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, WsyncError
-from wsync.checkpoints.safetensors_layout import INDEX, SINGLE, read_index
+from wsync.checkpoints.safetensors_layout import INDEX, SINGLE, Checkpoint, read_index
 from wsync.demo.engines.child import Child
 from wsync.handles.answers import seconds
 from wsync.machine.deadline import MAX_DEADLINE, POLL_SECONDS, Deadline
@@ -184,8 +184,9 @@ def _stored_version(folder: str | None) -> str | None:
     if folder is None or not Path(folder, INDEX).exists() or Path(folder, SINGLE).exists():
         return None
     metadata = read_index(Path(folder))[0].get("metadata")
-    version = metadata.get("weight_version") if isinstance(metadata, dict) else None
-    return None if version is None else str(version)
+    if not isinstance(metadata, dict) or "weight_version" not in metadata:
+        return None
+    return Checkpoint(folder).weight_version
 
 
 def _end_with_parent(server: Any) -> None:

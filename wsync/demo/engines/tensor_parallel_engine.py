@@ -17,7 +17,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from wsync._core import InvalidArgumentError, LayoutError, StateError
+from wsync._core import InvalidArgumentError, LayoutError, StateError, WsyncError
+from wsync.checkpoints.safetensors_layout import Checkpoint, State
 from wsync.demo.engines.model_worker import ModelWorker
 from wsync.demo.engines.tensor_parallel_model import ShardedModel, box_at
 from wsync.demo.engines.worker_processes import WorkersEngine
@@ -79,11 +80,13 @@ class TensorParallelEngine(WorkersEngine):
     def update_weights_from_disk(
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
-        with contextlib.suppress(ValueError):  # workers say what ails it
-            path = os.path.realpath(path)  # a link may move while they come to it
-        version = None if weight_version is None else str(weight_version)
         end = Deadline(timeout)
-        told = {"model_path": path, "weight_version": version}
+        state: State = ()
+        with contextlib.suppress(ValueError, WsyncError):  # workers say what ails it
+            path = os.path.realpath(path)  # a link may move while they come to it
+            state = Checkpoint(path).state
+        version = None if weight_version is None else str(weight_version)
+        told = {"model_path": path, "weight_version": version, "state": state}
         self._write("update_weights_from_disk", [told] * self.workers, end)
         self._state(end.left)
 
