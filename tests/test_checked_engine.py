@@ -98,9 +98,44 @@ def test_a_version_is_not_given_to_an_engine_that_has_lost_its_own() -> None:
     checked = CheckedEngine(engine)
     checked.pause("abort", 10)
     engine.version = "default"
-    with pytest.raises(wsync.RemoteError, match="version default and had 6 when it was paused"):
+    with pytest.raises(wsync.RemoteError, match="weight version default, not 6: it was restarted"):
         checked.update_weights([b""], load_format=None, weight_version=7, timeout=10)
     assert engine.told == ["pause"]
+
+
+def bucket(checked: CheckedEngine, version: int | None = None) -> None:
+    checked.update_weights([b""], load_format=None, weight_version=version, timeout=10)
+
+
+def test_two_trainers_at_one_engine_notice_each_other_at_the_next_bucket() -> None:
+    engine = Engine()
+    one, other = CheckedEngine(engine), CheckedEngine(engine)
+    for trainer in (one, other):
+        trainer.pause("abort", 10)
+        bucket(trainer)
+        assert engine.version.startswith("updating-")  # not the version that it had before
+    with pytest.raises(wsync.RemoteError, match=r"stock: reports weight version updating-"):
+        bucket(one)
+    bucket(other)
+    bucket(other, 7)
+    other.verify(10)
+    one.pause("abort", 10)
+    bucket(one)
+    bucket(one, 8)
+    one.verify(10)
+    assert engine.version == "8"
+
+
+def test_a_bucket_that_comes_again_is_noticed_at_the_next() -> None:
+    engine = Engine()
+    checked = CheckedEngine(engine)
+    checked.pause("abort", 10)
+    bucket(checked)
+    first = engine.version
+    bucket(checked)
+    engine.version = first  # a proxy has delivered the first one twice
+    with pytest.raises(wsync.RemoteError, match=r"reports weight version .*-1, not .*-2: "):
+        bucket(checked)
 
 
 class Plain:

@@ -191,7 +191,8 @@ class Chaos:
                 "ring_nbytes": 1 << 15,
                 "bucket_nbytes": 1 << 15,
                 "directory": self._sockets,
-                "pause_mode": self._random.choice(("abort", "retract", "in_place")),
+                "pause_mode": (mode := self._random.choice(("abort", "retract", "in_place"))),
+                "flush_cache": mode != "in_place",
                 **WAYS[self.way],
             }
             self._connected = self._ask(trainer_ranks.connect, self._targets.urls, options)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wsync._core import RemoteError
@@ -21,6 +22,10 @@ class CheckedEngine:
     It also notes which engine this is, and the version that it reports.  A version is given only
     to the same engine, and only while it reports the same version; it is believed when the engine
     reports it.
+
+    An engine without wsync, which cannot tell by an id, is given a version with every bucket, one
+    of the update's own until the last: a bucket of another trainer, or one that comes again, is
+    noticed at the next, and what is left of an update that failed does not bear an older version.
     """
 
     def __init__(self, engine: EngineHandle) -> None:
@@ -29,8 +34,10 @@ class CheckedEngine:
         self._engine = engine
         self._during: Any = engine  # what only some handles have is asked of it, too
         self._identity: dict[str, Any] = {}
-        self._before: object = None  # the version that the engine had when it was paused
-        self._version: str | None = None
+        self._reported: object = None  # the version that the engine has to report
+        self._version: str | None = None  # that the update has given
+        self._update_id = ""
+        self._buckets: Iterator[int] | None = None  # numbers, where buckets get versions
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -44,19 +51,21 @@ class CheckedEngine:
     def pause(self, mode: str, timeout: float) -> None:
         deadline = Deadline(timeout)
         during = getattr(self._engine, "during", None)
-        update_id = secrets.token_hex(8)
-        told = None if during is None else during(update_id)
+        self._update_id = secrets.token_hex(8)
+        told = None if during is None else during(self._update_id)
         self._during = told or self._engine
         self._version = None
         self._during.pause(mode, timeout)
         self._identity, found = self._ask(deadline)
-        self._before = found.get("weight_version")
+        self._reported = found.get("weight_version")
+        stock = "instance" not in found and self._reported is not None
+        self._buckets = itertools.count(1) if stock else None
 
     def flush(self, timeout: float) -> None:
         self._during.flush(timeout)
 
     def update_weights(self, payloads: Sequence[bytes], **request: Any) -> None:
-        self._during.update_weights(payloads, **self._checked(**request))
+        self._during.update_weights(payloads, **self._bucket(**request))
 
     def send_control(self, messages: Sequence[Control], **request: Any) -> None:
         send_control(self._during, messages, **self._checked(**request))
@@ -65,8 +74,11 @@ class CheckedEngine:
         self._during.update_weights_from_disk(path, **self._checked(**request))
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
-        request = self._checked(arguments.get("weight_version"), timeout)
-        self._during.call(method, arguments, request["timeout"])
+        checked = self._bucket if method == "update_weights_from_distributed" else self._checked
+        request = checked(arguments.get("weight_version"), timeout)
+        timeout = request.pop("timeout")
+        given = {name: value for name, value in request.items() if value is not None}
+        self._during.call(method, {**arguments, **given}, timeout)
 
     def verify(self, timeout: float) -> None:
         """Before the engine goes on.
@@ -100,15 +112,29 @@ class CheckedEngine:
         be one that may be given the version, where the request has one."""
         deadline = Deadline(timeout)
         if weight_version is not None:
-            found = self._check_identity(deadline)
-            now = found.get("weight_version")
-            if self._version is None and None not in (now, self._before) and now != self._before:
-                raise RemoteError(
-                    f"engine {self.name}: reports weight version {now} and had {self._before} when "
-                    "it was paused for this update: it was restarted, or another trainer updates it"
-                )
-            self._version = str(weight_version)
+            self._check_version(self._check_identity(deadline))
+            self._reported = self._version = str(weight_version)
         return {"weight_version": weight_version, "timeout": deadline.left, **others}
+
+    def _bucket(
+        self, weight_version: int | str | None, timeout: float, **others: Any
+    ) -> dict[str, Any]:
+        """The same of a bucket."""
+        if weight_version is not None or self._buckets is None:
+            return self._checked(weight_version, timeout, **others)
+        deadline = Deadline(timeout)
+        version = f"updating-{self._update_id}-{next(self._buckets)}"
+        self._check_version(self._during.model_info(deadline.left) or {})
+        self._reported = version
+        return {"weight_version": version, "timeout": deadline.left, **others}
+
+    def _check_version(self, found: Mapping[str, Any]) -> None:
+        now = found.get("weight_version")
+        if None not in (now, self._reported) and str(now) != str(self._reported):
+            raise RemoteError(
+                f"engine {self.name}: reports weight version {now}, not {self._reported}: it was "
+                "restarted since it was paused for this update, or another trainer updates it"
+            )
 
     def _check_identity(self, deadline: Deadline) -> dict[str, Any]:
         """What the engine says of itself.  RemoteError if it is another one."""
