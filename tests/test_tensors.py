@@ -5,6 +5,7 @@ import gc
 import operator
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +63,17 @@ def freed() -> torch.Tensor:
 
 
 # --- describe ----------------------------------------------------------------------------------
+
+
+def test_a_class_of_tensors_may_go() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    table = describe([torch.ones(3).as_subclass(Own)], ["w"])
+    kind = weakref.ref(Own)
+    del Own, table
+    gc.collect()
+    assert kind() is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

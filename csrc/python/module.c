@@ -82,9 +82,7 @@ static int module_exec(PyObject *module)
     WSYNC_NAME_MAP(INTERN)
 #undef INTERN
     state->dtype_codes = PyDict_New();
-    state->exchange_apis = PyDict_New();
-    if (state->dtype_codes == NULL || state->exchange_apis == NULL ||
-        PyErr_Occurred() != NULL) {
+    if (state->dtype_codes == NULL || PyErr_Occurred() != NULL) {
         return -1;
     }
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++) {

@@ -67,7 +67,8 @@ WSYNC_FUNCTIONS_MAP(WSYNC_DECLARE_FUNCTIONS)
     X(nbytes)             \
     X(_modules)           \
     X(_parameters)        \
-    X(_buffers)
+    X(_buffers)           \
+    X(__dlpack_c_exchange_api__)
 
 /* Tuples with named fields that methods return (records.c). */
 #define WSYNC_RECORD_MAP(X) \
@@ -93,7 +94,6 @@ typedef struct ModuleState {
 #undef WSYNC_STATE_NAME
     PyObject
         *dtype_codes; /* dict: torch.dtype object -> wsync_dtype_t, filled on first use */
-    PyObject *exchange_apis; /* dict: tensor type -> DLPack exchange API capsule or None */
 } ModuleState;
 
 ModuleState *wsync_py_state(PyObject *module);

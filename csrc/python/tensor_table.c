@@ -10,40 +10,21 @@
 
 enum { MAX_ALIGNMENT = 4096, MAX_APIS = 64 };
 
-static const char exchange_attribute[] = "__dlpack_c_exchange_api__";
 static const char exchange_capsule[] = "dlpack_exchange_api";
 
 const DLPackExchangeAPI *wsync_py_exchange_api(ModuleState *state, PyObject *like)
 {
     PyObject *type = PyType_Check(like) ? like : (PyObject *)Py_TYPE(like);
-    PyObject *capsule = PyDict_GetItemWithError(state->exchange_apis, type);
+    PyObject *capsule = PyObject_GetAttr(type, state->name___dlpack_c_exchange_api__);
     const DLPackExchangeAPIHeader *header = NULL;
 
-    if (capsule == NULL) {
-        PyObject *found = NULL;
-
-        if (PyErr_Occurred()) {
-            return NULL;
-        }
-        found = PyObject_GetAttrString(type, exchange_attribute);
-        if (found == NULL) {
-            PyErr_Clear();
-        }
-        if (found == NULL || !PyCapsule_IsValid(found, exchange_capsule)) {
-            Py_XDECREF(found);
-            found = Py_NewRef(Py_None);
-        }
-        if (PyDict_SetItem(state->exchange_apis, type, found) < 0) {
-            Py_DECREF(found);
-            return NULL;
-        }
-        Py_DECREF(found);
-        capsule = found; /* now borrowed from the dictionary */
-    }
-    if (capsule == Py_None) {
+    if (capsule == NULL || !PyCapsule_IsValid(capsule, exchange_capsule)) {
+        PyErr_Clear();
+        Py_XDECREF(capsule);
         return NULL;
     }
     header = PyCapsule_GetPointer(capsule, exchange_capsule);
+    Py_DECREF(capsule); /* the type keeps it */
     for (int i = 0; header != NULL && i < MAX_APIS; i++, header = header->prev_api) {
         if (header->version.major == DLPACK_MAJOR_VERSION) {
             return (const DLPackExchangeAPI *)header;
