@@ -209,6 +209,15 @@ def test_a_buffer_that_cannot_hold_it_is_refused(out: torch.Tensor, text: str) -
         FlattenedTensorBucket([("a", torch.ones(4)), ("b", torch.zeros(3))], out=out)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_buffer_whose_storage_was_made_smaller_is_refused(count: int) -> None:
+    out = torch.empty(1 << 20, dtype=torch.uint8)
+    out.untyped_storage().resize_(16)
+    tensors = [(f"t{i}", torch.ones(1 << 10)) for i in range(count)]
+    with pytest.raises(InvalidArgumentError, match="storage has 16 of 1048576 bytes left"):
+        FlattenedTensorBucket(tensors, out=out)
+
+
 def test_errors_name_the_tensor() -> None:
     with pytest.raises(UnsupportedError, match=r"model\.w .*meta"):
         FlattenedTensorBucket([("a", torch.ones(1)), ("model.w", torch.ones(1, device="meta"))])

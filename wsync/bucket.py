@@ -176,6 +176,11 @@ def _check_out(out: torch.Tensor, nbytes: int, alignment: int) -> None:
         raise InvalidArgumentError(f"out: lies on {out.device}, not in CPU memory")
     if out.numel() < nbytes:
         raise InvalidArgumentError(f"out: {out.numel()} bytes, but the tensors need {nbytes}")
+    stored = out.untyped_storage().nbytes() - out.storage_offset()
+    if stored < nbytes:
+        raise InvalidArgumentError(
+            f"out: its storage has {stored} of {out.numel()} bytes left: made smaller or freed"
+        )
     if out.storage_offset() % alignment or out.data_ptr() % alignment:
         raise InvalidArgumentError(
             f"out: starts at byte {out.storage_offset()} of its storage, which is no multiple of "
