@@ -341,6 +341,11 @@ def test_dicts_of_a_module_that_were_replaced_are_read_anew(how: str) -> None:
         found.bind()
 
 
+def test_modules_that_are_sharded_after_the_layout_was_made_are_resharded(two: Ranks) -> None:
+    for wrong in two.run(cases.late_shards):
+        assert wrong == []
+
+
 def test_a_buffer_that_becomes_a_weight_is_refused() -> None:
     model = _linears()
     model["b"].register_buffer("scale", torch.zeros(3), persistent=False)

@@ -162,13 +162,19 @@ class _Reader:
 
     def of_module(self, module: Any, tied: bool) -> Callable[[], list[_Part]]:
         """Reads what a module's state dict would hold, and FSDP1's flat parameters."""
-        flats = list(_flat_handles(module))
-        resharders = [m.reshard for m in module.modules() if _is_fsdp2(m)]
-        for reshard in resharders:
-            reshard()
-        for prefix, handle in flats:
-            _write_back(prefix, handle)
-        slots = Slots([module], lambda: _slots(module, flats, tied))
+        flats: list[tuple[str, Any]] = []
+        resharders: list[Callable[[], None]] = []
+
+        def find() -> Iterator[Slot]:
+            flats[:] = _flat_handles(module)
+            resharders[:] = [m.reshard for m in module.modules() if _is_fsdp2(m)]
+            for reshard in resharders:
+                reshard()
+            for prefix, handle in flats:
+                _write_back(prefix, handle)
+            return _slots(module, flats, tied)
+
+        slots = Slots([module], find)
         _check_names(slots.names, flats)
 
         def read() -> list[_Part]:

@@ -26,9 +26,11 @@ class Slot(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """What a module had: the dicts where it keeps its parts and tensors, and what was in them."""
+    """What a module had: its class, the dicts where it keeps its parts and tensors, and what was
+    in them."""
 
     module: Module
+    kind: type
     parts: dict[str, Any]
     children: tuple[tuple[str, Any], ...]
     parameters: dict[str, Any]
@@ -42,13 +44,15 @@ class _Before(NamedTuple):
         children = tuple(module._modules.items())
         filled = _filled(parameters), _filled(buffers)
         scratch = set(module._non_persistent_buffers_set)
-        return _Before(module, module._modules, children, parameters, buffers, filled, scratch)
+        kind, parts = type(module), module._modules
+        return _Before(module, kind, parts, children, parameters, buffers, filled, scratch)
 
     def holds(self) -> bool:
-        """Whether it has the same dicts and parts, and no more tensors or weights."""
+        """Whether it is as it was, with no more tensors or weights."""
         module = self.module
         return (
-            module._parameters is self.parameters
+            type(module) is self.kind
+            and module._parameters is self.parameters
             and module._buffers is self.buffers
             and module._modules is self.parts
             and tuple(self.parts.items()) == self.children

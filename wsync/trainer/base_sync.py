@@ -116,9 +116,9 @@ class Updates(abc.ABC):
 
     def _gather(self) -> _core.Layout:
         """The layouts of all ranks in one.  Raises InvalidArgumentError where this rank's is not of
-        this rank: its buffers would be looked for on another."""
+        this rank, or of as many: buffers would be looked for on others, or be left out."""
         source, rank, size = self._source, self._group.rank, self._group.size
-        if source.rank != rank:
+        if (source.rank, source.ranks) != (rank, size):
             raise _core.InvalidArgumentError(
                 f"the layout is of rank {source.rank} of {source.ranks}, but this is rank {rank} "
                 f"of {size}: make it where torch.distributed runs, with the group of the updates"
