@@ -22,9 +22,13 @@ FAMILIES = tiny_models.FAMILIES
 TIED = {"tie_word_embeddings": True}
 # SGLang serves Qwen3.5 with its vision tower only: a model without it is a part there
 UNSERVED = {"sglang": {"qwen3_5_text", "qwen3_5_moe_text"}, "vllm": set[str]()}
-# tensors of which more is kept than copies, and why: SGLang has 1 + weight beside such norms
+# tensors of which more is kept than copies, and why: SGLang has 1 + weight beside such norms, both
+# engines keep -exp(A_log)
 _ADDED = ("norm.weight", "norm.gemma_weight: add")
-COMPUTED = {("sglang", family): _ADDED for family in ("qwen3_next", "qwen3_5", "qwen3_5_moe")}
+COMPUTED = {
+    **{("sglang", family): _ADDED for family in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
+    **{(engine, "nemotron_h"): ("A_log", "mixer.A: neg") for engine in ("sglang", "vllm")},
+}
 
 
 def learn(engine: str, version: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from wsync import _core
 from wsync.families.blocks import ATTENTION, DENSE_MLP, EMBEDDING, eh_proj, mtp
-from wsync.families.rules import Cut, Rule, RuleError, Target
+from wsync.families.rules import Cut, Rule, RuleError, Target, mtp_numbers
 from wsync.families.tables import FAMILIES, Family, family_of, read_model
 
 
@@ -251,6 +251,7 @@ def test_shares_cover_the_parameter_once():
         sizes |= {"ffn": 8, "moe_ffn": 8, "shared_ffn": 8, "inferred": 4}
         sizes |= {"heads": 4, "q_lora": 8, "kv_lora": 12, "nope": 3, "rope": 4, "dv": 2}
         sizes |= {"gk": 4, "gn": 2, "gv": 8, "gdk": 3, "gdv": 5, "conv": 2}
+        sizes |= {"mh": 8, "md": 3, "mg": 4, "ms": 2}
         for rule in family.rules:
             expansion = rule.expand(sizes, sizes["inferred"])
             full = numbered(expansion.shape)
@@ -260,7 +261,7 @@ def test_shares_cover_the_parameter_once():
                     seen[tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))] += 1
             assert seen.min() == seen.max()
             assert seen.max() in (1, rank_count), rule
-            apply(rule, full, {"layer": 0, "mtp": 0}, **sizes)
+            apply(rule, full, mtp_numbers({"mtp": 0}, layers=0, block=1), **sizes)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core
 from wsync.families.bridge import bridge_converter
 from wsync.families.converter import Convert, Whole, converter_of, learn
-from wsync.families.rules import Cut, Expansion, Repeat, Rule, ShardPlacement
+from wsync.families.rules import Cut, Expansion, Repeat, Rule, ShardPlacement, mtp_numbers
 from wsync.families.shares import share_of
 from wsync.families.tables import FIELDS, LOADERS, TOGETHER, Family, Model, read_model
 from wsync.layout import TrainerLayout, contiguous_strides, global_name, position
@@ -52,6 +52,7 @@ _LIMITS = (  # of the numbers in names: the number, the size that bounds it, wha
     ("layer", "layers", "layer"),
     ("expert", "experts", "expert"),
     ("mtp", "mtp", "MTP layer"),
+    ("inner", "block", "layer of an MTP block"),
 )
 _GATHERING = "DistributedDataParallel._make_forward_pre_hook."
 _ALONE = Cut()
@@ -306,9 +307,11 @@ class _Reader:
                     f"{name}: {what} {numbers[kind]}, but the configuration has {limit} {what}s"
                 )
         if "mtp" in numbers:
-            if "layers" not in self.spec.sizes:
-                raise self.spec.family.lacks(name, "layers")
-            numbers["layer"] = self.spec.sizes["layers"] + numbers["mtp"]
+            sizes = self.spec.sizes
+            for size in {"layers", "block"} & {"layers", *rule.sizes}:
+                if size not in sizes:
+                    raise self.spec.family.lacks(name, size)
+            numbers = mtp_numbers(numbers, sizes["layers"], sizes.get("block", 0))
         duplicated = getattr(tensor, "tensor_model_parallel", None) is False
         duplicated |= getattr(tensor, "parallel_mode", None) == "duplicated"
         key = (id(rule), shape, duplicated)

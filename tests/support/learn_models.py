@@ -91,7 +91,8 @@ def model_of(family: str, changes: str) -> tuple[Any, tiny_models.Shapes]:
     """A configuration and the checkpoint; changes: of its fields, as JSON.  To be called before
     there is an engine, which changes classes of transformers when it is imported."""
     config = tiny_models.config(family, **json.loads(changes))
-    return config, tiny_models.checkpoint(family, config)
+    shapes = tiny_models.checkpoint(family, config)
+    return tiny_models.published(config), shapes
 
 
 def run(case: dict[str, Any], rank: int, config: Any, shapes: tiny_models.Shapes) -> dict[str, Any]:

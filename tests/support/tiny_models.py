@@ -103,6 +103,12 @@ _SAVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "moonlight": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT, "q_lora_rank": None}),
     "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", _INDEXER),
     "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", _INDEXER),
+    "nemotron_h": (
+        *("NemotronHConfig", "NemotronHForCausalLM"),
+        {**_GROUPED, **_EXPERTS, "hybrid_override_pattern": "M-*E", "n_routed_experts": 4}
+        | {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 64}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 8, "ssm_state_size": 16},
+    ),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_DELTA, **_SHARED_EXPERT}),
     "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", _DELTA),
     "qwen3_5_moe": (
@@ -165,6 +171,18 @@ def config(family: str, **changes: Any) -> Any:
         if not hasattr(text, attribute):
             setattr(text, attribute, value)
     return made
+
+
+def published(made: Any) -> Any:
+    """A config as checkpoints have it, where engines do not read what transformers 5 saves."""
+    if made.model_type != "nemotron_h":
+        return made
+    import transformers
+
+    fields = made.to_dict()
+    fields["layers_block_type"] = ["mamba", "mlp", "attention", "moe"]
+    kind: Any = type("Published", (transformers.PretrainedConfig,), {"model_type": "nemotron_h"})
+    return kind(**fields)
 
 
 def checkpoint(family: str, made: Any) -> Shapes:

@@ -35,6 +35,7 @@ _CLASSES = {
     "deepseek_v32": ("deepseek_v2", "DeepseekV3ForCausalLM"),
     "glm_moe_dsa": ("deepseek_v2", "GlmMoeDsaForCausalLM"),
     "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+    "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
     "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
     "qwen3_5": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("qwen3_5", "Qwen3_5MoeForConditionalGeneration"),
@@ -72,6 +73,7 @@ def load(tree: Path) -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     _allow_sparse_attention()
+    _allow_experts_without_gates()
     shm_broadcast.MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
 
 
@@ -90,6 +92,26 @@ def _allow_sparse_attention() -> None:
         return own(cls, selected, attn_selector_config, **given)
 
     CpuPlatform.get_attn_backend_cls = classmethod(chosen)
+
+
+def _allow_experts_without_gates() -> None:
+    """Has experts made that no CPU computes."""
+    from vllm.model_executor.layers.fused_moe import config, unquantized_fused_moe_method
+
+    made, chosen = config.FusedMoEConfig.__post_init__, unquantized_fused_moe_method
+    choose, kinds = chosen.select_unquantized_moe_backend, chosen.UnquantizedMoeBackend
+
+    def make(given: Any) -> None:
+        try:
+            made(given)
+        except NotImplementedError:  # the last that it looks at
+            if given.is_act_and_mul:
+                raise
+
+    config.FusedMoEConfig.__post_init__ = make
+    chosen.select_unquantized_moe_backend = lambda moe_config: (
+        choose(moe_config) if moe_config.is_act_and_mul else (kinds.CPU, None)
+    )
 
 
 def host(*, tp: int, ep: int, rank: int, dp_attention: bool = False) -> None:

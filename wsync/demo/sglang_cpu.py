@@ -47,6 +47,7 @@ _CLASSES = {
     "deepseek_v32": ("deepseek_v2", "DeepseekV32ForCausalLM"),
     "glm_moe_dsa": ("glm4_moe", "GlmMoeDsaForCausalLM"),
     "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+    "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
     "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
     "qwen3_5": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("qwen3_5", "Qwen3_5MoeForConditionalGeneration"),

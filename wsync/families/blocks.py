@@ -272,6 +272,7 @@ def mtp(
     projection: str = f"{HF_LAYER}eh_proj",
     norm: str = f"{HF_LAYER}shared_head.norm",
     swapped: bool = False,
+    within: str = "",
 ) -> tuple[Rule, ...]:
     """The layers of multi-token prediction; the names of DeepSeek's checkpoints, if not given.
 
@@ -282,6 +283,8 @@ def mtp(
         enorm, hnorm, projection, norm: the norms of embedding and hidden state, eh_proj and the
             last norm, without ".weight".
         swapped: as of `eh_proj`.
+        within: what stands before the names of the inner layer's parameters, where an MTP layer is
+            a block of several: "layers.{inner}.".
     """
     layer = tuple(layer)
     # The inner layer is called transformer_layer up to Megatron-Core 0.16, mtp_model_layer later.
@@ -290,8 +293,8 @@ def mtp(
         renamed(f"{MTP_LAYER}hnorm.weight", "h", f"{hnorm}.weight"),
         eh_proj(projection, swapped=swapped),
         renamed(f"{MTP_LAYER}final_layernorm.weight", "h", f"{norm}.weight"),
-        *moved(layer, (LAYER, f"{MTP_LAYER}transformer_layer."), (HF_LAYER, inner)),
-        *moved(layer, (LAYER, f"{MTP_LAYER}mtp_model_layer."), (HF_LAYER, inner)),
+        *moved(layer, (LAYER, f"{MTP_LAYER}transformer_layer.{within}"), (HF_LAYER, inner)),
+        *moved(layer, (LAYER, f"{MTP_LAYER}mtp_model_layer.{within}"), (HF_LAYER, inner)),
     )
 
 

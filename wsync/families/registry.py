@@ -34,7 +34,7 @@ import collections
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from wsync.families.rules import Rule, RuleError, Together
+from wsync.families.rules import Rule, RuleError, Together, mtp_numbers
 from wsync.families.tables import DERIVED, FAMILIES, FIELDS, LOADERS, Family
 
 __all__ = ["check", "main", "register"]
@@ -117,9 +117,8 @@ def _fills(rule: Rule, known: Iterable[str]) -> dict[str, _Fill]:
     pieces = rule.expand(sizes, inferred=1).pieces
     for expert in experts:
         for piece in pieces:
-            name, _, shape, start, _, extent, *_ = piece.map(
-                {"layer": 0, "mtp": 0, "expert": expert}
-            )
+            numbers = mtp_numbers({"mtp": 0, "expert": expert}, 0, sizes["block"])
+            name, _, shape, start, _, extent, *_ = piece.map(numbers)
             fill = found.setdefault(name, (shape, collections.Counter()))
             fill[1].update(_elements(shape, start, extent))
     return found

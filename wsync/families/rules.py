@@ -29,8 +29,10 @@ an axis where the parameter's name holds {expert}: the parameter fills that inde
 axis is as long as there are experts.  Each alternative of the
 parameter must go to some target; only an alternative that contains an axis called `pad` may stay
 behind.  An axis of the rule that a target's *name* mentions in braces gives one tensor for each
-of its indices.  `{layer}`, `{expert}` and `{mtp}` stand for numbers that the parameter's name
-holds; in the targets of a rule with {mtp}, {layer} counts on from the model's last layer.
+of its indices.  `{layer}`, `{expert}`, `{mtp}` and `{inner}` stand for numbers that the parameter's
+name holds.  In the targets of a rule with {mtp}, {layer} counts on from the model's last layer;
+where an MTP layer is a block of `block` layers, {inner} counts those of all MTP layers, and {first}
+and {last} are the ends of this one.
 
 A rule expands to boxes.  Their elements are copied; where a target has a scale or an offset, each
 element is x * scale + offset, computed in float32.  Where a parameter repeats what a tensor has
@@ -63,6 +65,7 @@ __all__ = [
     "Target",
     "Together",
     "group_of",
+    "mtp_numbers",
 ]
 
 PAD = "pad"
@@ -73,7 +76,8 @@ MAX_BOXES = 1 << 20  # far above any real rule; a bound for a mistyped one
 _TOKEN = re.compile(r"[a-z_][a-z0-9_]*|[0-9]+|[*~@()|:+?]")
 _NO_TOKEN = re.compile(r"[^a-z0-9_*~@()|:+?\s]")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_NUMBERED = ("layer", "expert", "mtp")
+_NUMBERED = ("layer", "expert", "mtp", "inner")
+_ENDS = ("first", "last")  # more of them, which the number of a block of MTP layers tells
 _COUNTS = {"expert": "experts"}  # numbers that may be axes of targets, and their sizes
 _Shape = tuple[int, ...]
 # Sets of modules, by the last part of their names, whose tensors engines take in one call only.
@@ -498,7 +502,8 @@ class Expansion:
     ) -> Iterator[Piece]:
         """Boxes that go to one target; adds the alternatives that they come from to `claimed`."""
         view = _View(target.view)
-        each = [name for name in _PLACEHOLDER.findall(target.name) if name not in _NUMBERED]
+        named = _PLACEHOLDER.findall(target.name)
+        each = [name for name in named if name not in (*_NUMBERED, *_ENDS)]
         sizes = {name: self._sizes[name] for name in view.names}
         shape = view.shape(sizes)
         for branch in view.branches(sizes):
@@ -618,6 +623,8 @@ class Rule:
             raise RuleError(f"{name}: {view!r} may have one ~, on a dimension of its own")
         self.shaped_dimension = shaped[0] if shaped else -1
         parts = {part for axis in _axes(self.parsed.items) for part in axis.size.split("+")}
+        named = {key for target in targets for key in _PLACEHOLDER.findall(target.name)}
+        parts |= {"block"} if named.intersection(("inner", *_ENDS)) else set()
         self.sizes = frozenset(part for part in parts if part != INFERRED and not part.isdigit())
         wanted = {axis for target in targets for axis in _View(target.view).names}
         numbers = {number for number in _COUNTS if "{" + number + "}" in name}
@@ -646,7 +653,7 @@ class Rule:
             raise RuleError(f"{target.name}: axes {sorted(unknown)} are not in {self.name}")
         known = {name for name in _NUMBERED if "{" + name + "}" in self.name} | self.parsed.names
         if "mtp" in known:
-            known.add("layer")
+            known |= {"layer", *_ENDS}
         for name in _PLACEHOLDER.findall(target.name):
             if name not in known or name in view.names:
                 raise RuleError(f"{target.name}: nothing tells what {{{name}}} is")
@@ -680,6 +687,13 @@ class Rule:
                 parts = axis.size.split("+")
                 known[axis.name] = sum(int(p) if p.isdigit() else sizes[p] for p in parts)
         return Expansion(self, known)
+
+
+def mtp_numbers(numbers: Mapping[str, int], layers: int, block: int) -> dict[str, int]:
+    """The numbers in the name of a parameter of MTP, as its targets count them."""
+    first = numbers["mtp"] * block
+    counted = {"layer": layers + numbers["mtp"], "first": first, "last": first + block - 1}
+    return {**numbers, **counted, "inner": first + numbers.get("inner", 0)}
 
 
 def key_of(name: str) -> str:

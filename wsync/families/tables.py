@@ -26,6 +26,7 @@ from wsync.families.glm import GLM4, GLM4_MOE
 from wsync.families.gpt_oss import GPT_OSS
 from wsync.families.mimo import MIMO
 from wsync.families.minimax import MINIMAX_M2
+from wsync.families.nemotron import NEMOTRON_FIELDS, NEMOTRON_H
 from wsync.families.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT, SLIME_MTP
 from wsync.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, VISION
 from wsync.families.rules import Expansion, Rule, Together, key_of
@@ -160,6 +161,7 @@ FAMILIES: dict[str, Family] = {
         _dense("llama", oracle=f"{_OLD} and 0.6.2, {_LOGITS}"),
         Family("mimo", MIMO, oracle=f"mbridge 0.15 but for MTP's input_proj, {_LOGITS}"),
         Family("minimax_m2", MINIMAX_M2, oracle=_NEW),
+        Family("nemotron_h", NEMOTRON_H, fields=NEMOTRON_FIELDS, oracle=_NEW),
         _latent("moonlight", DEEPSEEK, f"{_LOGITS} (deepseek_v3 without q_lora)"),
         _dense("qwen2", oracle=f"{_OLD}, {_LOGITS}"),
         _dense("qwen2_moe", EXPERTS, SHARED_EXPERT, oracle="a checkpoint of transformers 4.57"),
@@ -269,6 +271,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "vocab": ("vocab_size",),
     "layers": ("num_hidden_layers", "num_layers"),
     "mtp": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
+    "block": ("mtp_hybrid_override_pattern",),  # one letter for each layer of an MTP block
     "heads": ("num_attention_heads",),
     "g": ("num_key_value_heads", "num_query_groups"),
     "d": ("head_dim", "kv_channels"),
@@ -383,5 +386,5 @@ def _read_sizes(config: Any, fields: Mapping[str, Sequence[str]]) -> dict[str, i
     for size, names in fields.items():
         value = next((v for f in names if (v := getattr(config, f, None)) is not None), None)
         if value is not None:
-            sizes[size] = int(value)
+            sizes[size] = len(value) if isinstance(value, str) else int(value)
     return sizes
