@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import bridge_cases as cases
-from support.bridge_cases import Case
+from support.bridge_cases import Case, Mtp
 from support.procs import Ranks
 
 pytestmark = pytest.mark.bridge
@@ -68,9 +68,36 @@ SIGMOID = {"scoring_func": "sigmoid", "num_nextn_predict_layers": 0}
 LING = {"num_shared_experts": 1, "pad_token_id": 0, "eos_token_id": 1}
 INTERLEAVE = {"indexer_rope_interleave": False}
 
+
+def predicting(layer, beside, names, **options):
+    """Layers of multi-token prediction, whose own tensors have these names behind `beside`."""
+    return Mtp(layer, tuple(f"{beside}{name}.weight" for name in names.split()), **options)
+
+
+PREDICT = {"num_nextn_predict_layers": 1}
+LAYER, MTP_LAYER = "model.layers.{layer}.", "mtp.layers.{mtp}."
+NEXTN = predicting(LAYER, LAYER, "enorm hnorm shared_head.norm eh_proj")
+LING_MTP = predicting(LAYER, LAYER, "enorm hnorm final_layernorm eh_proj")
+QWEN_MTP = predicting(MTP_LAYER, "mtp.", "pre_fc_norm_embedding pre_fc_norm_hidden norm fc")
+ENDS = "0.enorm 0.hnorm 1.final_layernorm 0.eh_proj"
+NEMOTRON_MTP = predicting(MTP_LAYER, "mtp.layers.", ENDS, block=2)
+
 TP2, PP2, EP2 = {"tp": 2}, {"pp": 2}, {"tp": 2, "ep": 2, "etp": 1}
 DENSE, EXPERTS = (TP2, PP2), (TP2, PP2, EP2)
 WHOLE = ({"tp": 2, "etp": 1}, EP2)  # Megatron-Bridge knows these experts whole only
+
+NEMOTRON = HEADS | {
+    "hybrid_override_pattern": "M-*E",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 4,
+    "n_groups": 4,
+    "ssm_state_size": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_latent_size": 16,
+}
 
 # Megatron-Core 0.16.1, Megatron-Bridge 0.3.1, transformers 4.57.6.
 MCORE016 = [
@@ -83,29 +110,40 @@ MCORE016 = [
     (Case("gpt_oss", HEADS | SINKS | LAYERS), WHOLE),
     (Case("qwen3_next", NEXT, {"full_attention_interval": 4}), EXPERTS),
 ]
+MCORE016_PREDICTING = [  # this version exports none with stages
+    (Case("glm4_moe", GLM, SIGMOID | PREDICT, NEXTN), (TP2, EP2)),
+    (Case("qwen3_next", NEXT, {"full_attention_interval": 4}, QWEN_MTP), (TP2, EP2)),
+]
 # Its mappings make whole tensors of single experts (gpt_oss), or several parameters' parts of one
 # parameter (gated delta nets): those are not learnt.
-MCORE016_MAPPED = [row for row in MCORE016 if row[0].family not in ("gpt_oss", "qwen3_next")]
+NOT_MAPPED = {"gpt_oss", "nemotron_h", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
+MCORE016_MAPPED = [row for row in MCORE016 + MCORE016_PREDICTING if row[0].family not in NOT_MAPPED]
 # Megatron-Core 0.19.2, Megatron-Bridge 0.6.2, transformers 5.23.0.
 MCORE019 = [
     (Case("llama", SMALL | {"head_dim": 8}), DENSE),
     (Case("qwen3_moe", MOE), EXPERTS),
-    (Case("glm4_moe_lite", LATENT, SIGMOID), EXPERTS),
-    (Case("glm_moe_dsa", LATENT | INDEXER, SIGMOID | INTERLEAVE), EXPERTS),
+    (Case("deepseek_v3", LATENT, SIGMOID | PREDICT, NEXTN), EXPERTS),
+    (Case("glm4_moe", GLM, SIGMOID | PREDICT, NEXTN), EXPERTS),
+    (Case("glm4_moe_lite", LATENT, SIGMOID | PREDICT, NEXTN), EXPERTS),
+    (Case("glm_moe_dsa", LATENT | INDEXER, SIGMOID | INTERLEAVE | PREDICT, NEXTN), EXPERTS),
     (Case("minimax_m2", HEADS | SINKS | {"rotary_dim": 8}), EXPERTS),
-    (Case("bailing_moe_v2", MOE | GROUPS | LING), EXPERTS),
-    (Case("qwen3_5_text", HEADS | DELTA), DENSE),
-    (Case("qwen3_5_moe_text", MOE | SHARED | DELTA), EXPERTS),
+    (Case("bailing_moe_v2", MOE | GROUPS | LING | PREDICT, {}, LING_MTP), EXPERTS),
+    (Case("nemotron_h", NEMOTRON | PREDICT, {}, NEMOTRON_MTP), EXPERTS),
+    (Case("qwen3_next", NEXT, {}, QWEN_MTP), EXPERTS),
+    (Case("qwen3_5_text", HEADS | DELTA, {}, QWEN_MTP), DENSE),
+    (Case("qwen3_5_moe_text", MOE | SHARED | DELTA, {}, QWEN_MTP), EXPERTS),
 ]
-MCORE019_MAPPED = [row for row in MCORE019 if not row[0].family.startswith("qwen3_5")]
+MCORE019_MAPPED = [row for row in MCORE019 if row[0].family not in NOT_MAPPED]
+MCORE019_COMPUTED = [row for row in MCORE019 if row[0].family == "nemotron_h"]
 
 
 def rows(table, *, first=False, last=False):
     """(case, arrangement) of all families; of each only its first or last one."""
     found = []
     for case, arrangements in table:
+        what = case.family if case.mtp is None else f"{case.family}-mtp"
         for parallel in arrangements[-1 if last else 0 : 1 if first else None]:
-            name = "-".join([case.family, *(f"{key}{size}" for key, size in parallel.items())])
+            name = "-".join([what, *(f"{key}{size}" for key, size in parallel.items())])
             found.append(pytest.param(case, parallel, id=name))
     return found
 
@@ -136,7 +174,7 @@ def _matches(ranks, folder, case, parallel):
     assert len(planted) >= 2
 
 
-@pytest.mark.parametrize(("case", "parallel"), rows(MCORE016))
+@pytest.mark.parametrize(("case", "parallel"), rows(MCORE016 + MCORE016_PREDICTING))
 def test_shards_give_back_what_bridge_031_exports(mcore016, tmp_path, case, parallel):
     _matches(mcore016, tmp_path, case, parallel)
 
@@ -162,22 +200,33 @@ def test_mappings_of_bridge_062_make_layouts(mcore019, tmp_path, case, parallel)
 
 
 @pytest.mark.parametrize(
-    ("family", "text"),
+    ("stack", "family", "text"),
     [
-        ("gpt_oss", "weight1: both are model.layers.0.mlp.experts.gate_up_proj"),
-        ("qwen3_next", "decoder.layers.0.self_attention.dt_bias: tensor_model_parallel is True"),
+        ("mcore016", "gpt_oss", "weight1: both are model.layers.0.mlp.experts.gate_up_proj"),
+        ("mcore016", "qwen3_next", "self_attention.dt_bias: tensor_model_parallel is True"),
+        ("mcore019", "nemotron_h", "mixer.conv1d_weight: part of a MambaMixer"),
     ],
 )
-def test_mappings_that_are_not_of_one_whole_parameter_are_refused(mcore016, tmp_path, family, text):
-    case = next(case for case, _ in MCORE016 if case.family == family)
-    parallel = {"tp": 2, "etp": 1}
-    said = mcore016.run(cases.unlearnt, tmp_path, case, parallel, timeout=280)[0]
+def test_mappings_that_are_not_of_one_whole_parameter_are_refused(
+    request, tmp_path, stack, family, text
+):
+    case = next(case for case, _ in MCORE016 + MCORE019 if case.family == family)
+    ranks = request.getfixturevalue(stack)
+    said = ranks.run(cases.unlearnt, tmp_path, case, {"tp": 2, "etp": 1}, timeout=280)[0]
     assert text in said
 
 
-@pytest.mark.parametrize(("case", "parallel"), rows(MCORE016, first=True))
-def test_megatron_computes_what_transformers_does(mcore016, tmp_path, case, parallel):
-    run = mcore016.run(cases.logits_differ, tmp_path, case, parallel, timeout=280)
-    for difference, largest in run:
+def _computes(ranks, folder, case, parallel):
+    for difference, largest in ranks.run(cases.logits_differ, folder, case, parallel, timeout=280):
         assert difference < 2e-5 * largest
         assert largest > 1
+
+
+@pytest.mark.parametrize(("case", "parallel"), rows(MCORE016, first=True))
+def test_megatron_016_computes_what_transformers_does(mcore016, tmp_path, case, parallel):
+    _computes(mcore016, tmp_path, case, parallel)
+
+
+@pytest.mark.parametrize(("case", "parallel"), rows(MCORE019_COMPUTED, first=True))
+def test_megatron_019_computes_what_transformers_does(mcore019, tmp_path, case, parallel):
+    _computes(mcore019, tmp_path, case, parallel)

@@ -1,17 +1,19 @@
 """Megatron-Bridge on a machine without a GPU: import this before anything of Megatron's.
 
 What Megatron-Core and Megatron-Bridge import and a conversion never calls has stand-ins: the
-kernels of triton and of flash-linear-attention.
+kernels of triton, of flash-linear-attention and of mamba_ssm.
 """
 
 import importlib
 import os
+import sys
 import types
 import typing
 
 import torch
 import torch._inductor.compile_fx  # asks what kind of triton there is, which must be none
 import typing_extensions
+from support import plain_mamba
 from torch.utils import _triton
 
 from wsync.demo import megatron_cpu, stand_ins
@@ -50,6 +52,13 @@ if not hasattr(typing, "override"):  # of Python 3.12, for which Megatron-Core 0
 torch.distributed.scatter = _contiguous
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # or deterministic_mode is refused
 megatron_cpu.install()
+
+# Only for Megatron: transformers goes by its own plain torch.
+_KERNELS = [f"mamba_ssm.ops.triton.{part}" for part in ("layernorm_gated", "ssd_combined")]
+sys.modules.update(dict.fromkeys(_KERNELS, plain_mamba))
+importlib.import_module("megatron.core.ssm.mamba_mixer")
+for _kernel in _KERNELS:
+    del sys.modules[_kernel]
 
 import megatron.bridge  # noqa: E402
 

@@ -51,11 +51,14 @@ def bridge_converter(bridge: Any, modules: Mapping[str, Module]) -> Iterator[Con
     try:
         from megatron.bridge.models.conversion import param_mapping
 
-        make, groups = bridge._model_bridge.mapping_registry, param_mapping.mpu
+        maker, groups = bridge._model_bridge, param_mapping.mpu
+        make = maker.mapping_registry
     except (ImportError, AttributeError) as error:
         raise _core.UnsupportedError(
             f"{type(bridge).__name__} is no AutoBridge of a known Megatron-Bridge: {error}"
         ) from None
+    if not hasattr(maker, "_hf_config"):  # 0.3.1 sets it when it exports; without, it has no MTP
+        maker._hf_config = bridge.hf_pretrained.config
     alone = None
     if dist.is_initialized():  # only this rank takes part
         rank = [dist.get_rank()]
