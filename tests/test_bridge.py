@@ -14,6 +14,7 @@ import pytest
 from support import bridge_cases as cases
 from support.bridge_cases import Case, Mtp
 from support.procs import Ranks
+from support.step_shapes import step_shapes
 
 pytestmark = pytest.mark.bridge
 TESTS = Path(__file__).parent
@@ -78,6 +79,7 @@ PREDICT = {"num_nextn_predict_layers": 1}
 LAYER, MTP_LAYER = "model.layers.{layer}.", "mtp.layers.{mtp}."
 NEXTN = predicting(LAYER, LAYER, "enorm hnorm shared_head.norm eh_proj")
 LING_MTP = predicting(LAYER, LAYER, "enorm hnorm final_layernorm eh_proj")
+STEP_MTP = predicting(LAYER, LAYER, "enorm hnorm transformer.shared_head.norm eh_proj", block=0)
 QWEN_MTP = predicting(MTP_LAYER, "mtp.", "pre_fc_norm_embedding pre_fc_norm_hidden norm fc")
 ENDS = "0.enorm 0.hnorm 1.final_layernorm 0.eh_proj"
 NEMOTRON_MTP = predicting(MTP_LAYER, "mtp.layers.", ENDS, block=2)
@@ -99,6 +101,21 @@ NEMOTRON = HEADS | {
     "moe_latent_size": 16,
 }
 
+STEP = {
+    **{name: size for name, size in SMALL.items() if name != "num_key_value_heads"},
+    **{"num_attention_groups": 2, "head_dim": 16, "use_qk_norm": True},
+    **{"moe_num_experts": 8, "moe_top_k": 2, "moe_intermediate_size": 24, "share_expert_dim": 24},
+    **{"moe_layers_enum": [1, 2, 3], "use_moe_router_bias": True},
+    **{"moe_router_activation": "sigmoid", "num_nextn_predict_layers": 1},
+    # With stages, Megatron-Bridge takes a layer of MTP for one without a window.
+    "layer_types": [*(["full_attention", "sliding_attention"] * 2), "full_attention"],
+    "attention_other_setting": {
+        **{"attention_type": "sliding_attention", "num_attention_heads": 8},
+        **{"num_attention_groups": 2, "head_dim": 16},
+    },
+    "architectures": ["Step3p5ForCausalLM"],
+}
+
 # Megatron-Core 0.16.1, Megatron-Bridge 0.3.1, transformers 4.57.6.
 MCORE016 = [
     (Case("llama", SMALL | {"head_dim": 8}), DENSE),
@@ -114,9 +131,12 @@ MCORE016_PREDICTING = [  # this version exports none with stages
     (Case("glm4_moe", GLM, SIGMOID | PREDICT, NEXTN), (TP2, EP2)),
     (Case("qwen3_next", NEXT, {"full_attention_interval": 4}, QWEN_MTP), (TP2, EP2)),
 ]
-# Its mappings make whole tensors of single experts (gpt_oss), or several parameters' parts of one
-# parameter (gated delta nets): those are not learnt.
-NOT_MAPPED = {"gpt_oss", "nemotron_h", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
+# Mappings that make whole tensors of single experts, or several parameters' parts of one parameter
+# (gated delta nets, Mamba), are not learnt.
+NOT_MAPPED = {
+    *("gpt_oss", "step3p5"),
+    *("nemotron_h", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+}
 MCORE016_MAPPED = [row for row in MCORE016 + MCORE016_PREDICTING if row[0].family not in NOT_MAPPED]
 # Megatron-Core 0.19.2, Megatron-Bridge 0.6.2, transformers 5.23.0.
 MCORE019 = [
@@ -130,6 +150,7 @@ MCORE019 = [
     (Case("bailing_moe_v2", MOE | GROUPS | LING | PREDICT, {}, LING_MTP), EXPERTS),
     (Case("nemotron_h", NEMOTRON | PREDICT, {}, NEMOTRON_MTP), EXPERTS),
     (Case("qwen3_next", NEXT, {}, QWEN_MTP), EXPERTS),
+    (Case("step3p5", STEP, {}, STEP_MTP, step_shapes), EXPERTS),
     (Case("qwen3_5_text", HEADS | DELTA, {}, QWEN_MTP), DENSE),
     (Case("qwen3_5_moe_text", MOE | SHARED | DELTA, {}, QWEN_MTP), EXPERTS),
 ]

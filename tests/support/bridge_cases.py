@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -63,12 +64,14 @@ class Case:
     """A small model of a family, which is its configuration's model_type.
 
     `extra`: attributes that Megatron-Bridge reads and the configuration's class does not know.
+    `shapes`: those of a configuration's tensors, where transformers has no model of the family.
     """
 
     family: str
     fields: dict
     extra: dict = field(default_factory=dict)
     mtp: Mtp | None = None
+    shapes: Callable | None = None
 
 
 def values_of(name, shape):
@@ -81,16 +84,24 @@ def values_of(name, shape):
 @torch.no_grad()
 def save(config, case, folder):
     """A checkpoint by transformers, and with the layers that it lacks."""
+    if case.shapes is not None:
+        config.save_pretrained(folder)
+        state = {name: values_of(name, shape) for name, shape in case.shapes(config).items()}
+    else:
+        _save_model(config, folder)
+        state = tensors_of(folder)
+    if case.mtp is not None:
+        shapes = case.mtp.shapes(state, config)
+        state |= {name: values_of(name, shape) for name, shape in shapes.items()}
+    save_file(state, Path(folder, "model.safetensors"), {"format": "pt"})
+
+
+def _save_model(config, folder):
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     buffers = [item for item in model.named_buffers() if "correction_bias" in item[0]]
     for name, tensor in [*model.named_parameters(), *buffers]:
         tensor.copy_(values_of(name, tensor.shape))
     model.save_pretrained(folder)
-    if case.mtp is not None:
-        state = tensors_of(folder)
-        shapes = case.mtp.shapes(state, config)
-        state |= {name: values_of(name, shape) for name, shape in shapes.items()}
-        save_file(state, Path(folder, "model.safetensors"), {"format": "pt"})
 
 
 def tensors_of(folder):

@@ -30,6 +30,7 @@ from wsync.families.nemotron import NEMOTRON_FIELDS, NEMOTRON_H
 from wsync.families.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT, SLIME_MTP
 from wsync.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, VISION
 from wsync.families.rules import Expansion, Rule, Together, key_of
+from wsync.families.step import STEP_3_5, STEP_FIELDS
 
 __all__ = [
     "DERIVED",
@@ -174,6 +175,7 @@ FAMILIES: dict[str, Family] = {
         Family("qwen3_next", QWEN3_NEXT, loaders={"slime": SLIME_MTP}, oracle=f"{_OLD}, {_LOGITS}"),
         Family("qwen3_vl", QWEN3_VL, copied=VISION, oracle=_LOGITS),
         Family("qwen3_vl_moe", QWEN3_VL_MOE, copied=VISION, oracle=_LOGITS),
+        Family("step3p5", STEP_3_5, fields=STEP_FIELDS, oracle=_NEW),
     )
 }
 
@@ -285,7 +287,10 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "gdk": ("linear_key_head_dim",),
     "gdv": ("linear_value_head_dim",),
     "conv": ("linear_conv_kernel_dim",),
-    "experts": ("num_experts", "n_routed_experts", "num_local_experts", "num_moe_experts"),
+    "experts": (
+        *("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
+        "num_moe_experts",
+    ),
     # Multi-head latent attention: ranks of the projections, channels of a head without and with
     # rotary positions (Megatron calls the former qk_head_dim, which is their sum elsewhere), and
     # of its value.
@@ -363,6 +368,14 @@ def _count_groups(config: Any, sizes: dict[str, int]) -> None:
             f"{sizes['g']} query groups"
         )
     sizes["n"] = heads // sizes["g"]
+    # Step-3.5's layers with a sliding window: tables know other heads, in the same groups.
+    other = getattr(config, "attention_other_setting", None) or {}
+    for size, field in (("g", "num_attention_groups"), ("d", "head_dim")):
+        if other.get(field, sizes[size]) != sizes[size]:
+            raise _core.LayoutError(
+                f"{type(config).__name__}: {field} {sizes[size]}, but {other[field]} in "
+                "attention_other_setting"
+            )
     if sizes.get("gk"):
         sizes["gn"], rest = divmod(sizes.get("gv", 0), sizes["gk"])
         if rest or not sizes["gn"]:
