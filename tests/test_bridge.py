@@ -81,6 +81,10 @@ NEXTN = predicting(LAYER, LAYER, "enorm hnorm shared_head.norm eh_proj")
 LING_MTP = predicting(LAYER, LAYER, "enorm hnorm final_layernorm eh_proj")
 STEP_MTP = predicting(LAYER, LAYER, "enorm hnorm transformer.shared_head.norm eh_proj", block=0)
 QWEN_MTP = predicting(MTP_LAYER, "mtp.", "pre_fc_norm_embedding pre_fc_norm_hidden norm fc")
+MIMO_LAYER = "model.mtp_layers.{mtp}."
+MIMO_MTP = predicting(
+    *(MIMO_LAYER, MIMO_LAYER), "token_layernorm hidden_layernorm final_layernorm input_proj"
+)
 ENDS = "0.enorm 0.hnorm 1.final_layernorm 0.eh_proj"
 NEMOTRON_MTP = predicting(MTP_LAYER, "mtp.layers.", ENDS, block=2)
 
@@ -146,6 +150,7 @@ MCORE019 = [
     (Case("glm4_moe", GLM, SIGMOID | PREDICT, NEXTN), EXPERTS),
     (Case("glm4_moe_lite", LATENT, SIGMOID | PREDICT, NEXTN), EXPERTS),
     (Case("glm_moe_dsa", LATENT | INDEXER, SIGMOID | INTERLEAVE | PREDICT, NEXTN), EXPERTS),
+    (Case("mimo", SMALL, PREDICT, MIMO_MTP), DENSE),
     (Case("minimax_m2", HEADS | SINKS | {"rotary_dim": 8}), EXPERTS),
     (Case("bailing_moe_v2", MOE | GROUPS | LING | PREDICT, {}, LING_MTP), EXPERTS),
     (Case("nemotron_h", NEMOTRON | PREDICT, {}, NEMOTRON_MTP), EXPERTS),

@@ -23,6 +23,20 @@ from wsync.demo import megatron_cpu
 from wsync.families import tables
 from wsync.families.rules import Expansion
 
+
+class MiMoConfig(transformers.Qwen2Config):
+    """A MiMo is a Qwen2 but for layers that predict further tokens."""
+
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(transformers.Qwen2ForCausalLM):
+    config_class = MiMoConfig
+
+
+transformers.AutoConfig.register("mimo", MiMoConfig)
+transformers.AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
+
 # of embedding and head, which a layer of multi-token prediction has none of its own of
 COPIES = re.compile(r"\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$")
 

@@ -8,6 +8,7 @@ whole ones, and a group that has this rank alone.  After Megatron-Bridge 0.3.1 a
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -52,13 +53,13 @@ def bridge_converter(bridge: Any, modules: Mapping[str, Module]) -> Iterator[Con
         from megatron.bridge.models.conversion import param_mapping
 
         maker, groups = bridge._model_bridge, param_mapping.mpu
-        make = maker.mapping_registry
+        if not hasattr(maker, "hf_config"):  # 0.3.1 sets it when it exports; without, it has no MTP
+            maker.hf_config = maker._hf_config = bridge.hf_pretrained.config
+        make, finish = maker.mapping_registry, maker.maybe_modify_converted_hf_weight
     except (ImportError, AttributeError) as error:
         raise _core.UnsupportedError(
             f"{type(bridge).__name__} is no AutoBridge of a known Megatron-Bridge: {error}"
         ) from None
-    if not hasattr(maker, "_hf_config"):  # 0.3.1 sets it when it exports; without, it has no MTP
-        maker._hf_config = bridge.hf_pretrained.config
     alone = None
     if dist.is_initialized():  # only this rank takes part
         rank = [dist.get_rank()]
@@ -71,7 +72,15 @@ def bridge_converter(bridge: Any, modules: Mapping[str, Module]) -> Iterator[Con
             mapping = registry.megatron_to_hf_lookup(name)
             if mapping is None:
                 raise _core.LayoutError("no mapping of Megatron-Bridge matches it")
-            return list(mapping.megatron_to_hf(tensor, modules[name]).items())
+            found = mapping.megatron_to_hf(tensor, modules[name])
+            if ".experts." in name:  # it would put them together
+                return list(found.items())
+            task = types.SimpleNamespace(
+                **{"param_name": name, "global_param_name": name, "mapping": mapping},
+                **{"megatron_module": modules[name], "weight_dtype": tensor.dtype},
+            )
+            finished = finish(task, dict(found), {})  # and may add copies under other names
+            return [(target, finished[target]) for target in found]
 
         yield convert
     finally:
