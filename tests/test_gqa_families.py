@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import gqa_cases as cases
+from support import own_family
 from support.megatron_cases import use_cpu
 from support.procs import Ranks
 
@@ -129,6 +130,24 @@ def test_vision_towers_stay_as_they_are(ranks, case):
 def test_vision_towers_of_megatrons_own_layers_are_refused(ranks, damage, text):
     answers = ranks.run(cases.vision_refused, "qwen3_vl", {"tp": 2}, damage)
     assert all(text in said for said in answers)
+
+
+REGISTERED = {
+    "tp2-pp2-ep2": (EP2, GROUPED),
+    "local-etp2": (ETP2, {}),
+    "tp4": ({"tp": 4, "etp": 1}, TE),
+}
+
+
+@pytest.mark.parametrize(("parallel", "options"), REGISTERED.values(), ids=REGISTERED)
+def test_a_family_that_a_user_registers(ranks, parallel, options):
+    ranks.run(cases.add_own_family)
+    (shards, tensors, _), *_ = ranks.run(cases.shards_match, own_family.NAME, {}, parallel, options)
+    assert shards >= tensors > 20
+
+
+def test_the_users_reference_is_what_transformers_computes(computing):
+    assert max(computing.run(cases.logits_match, own_family.NAME, EP2)) < 1e-4
 
 
 @pytest.mark.parametrize("size", [5, 64])

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from support import gqa_families as families
+from support import own_family
 from support.megatron_cases import check_everything, host_bytes, padded_rows, place
 
 import wsync.megatron
@@ -45,6 +46,10 @@ def merged(mine):
     dist.all_gather_object(everyone, (mine.layout.to_bytes(), buffers))
     layouts = [_core.Layout.from_bytes(data) for data, _ in everyone]
     return _core.Layout.merge(layouts), [buffers for _, buffers in everyone]
+
+
+def add_own_family():
+    own_family.add()
 
 
 def logits_match(family, parallel):

@@ -70,6 +70,7 @@ KINDS = {
         },
         model_type="minimax_m2",
     ),
+    "mixtral": Kind(transformers.MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "mimo": Kind(transformers.Qwen2Config, {}, {"add_qkv_bias": True}, model_type="mimo"),
     "qwen3_vl": Kind(transformers.Qwen3VLConfig),
     "qwen3_vl_moe": Kind(transformers.Qwen3VLMoeConfig),
