@@ -41,7 +41,9 @@ def test_what_one_rank_does_differently_all_ranks_say(ranks: Ranks) -> None:
 
 def test_a_layout_of_another_rank_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(agreement_cases.of_another_rank, str(tmp_path))
-    text = r"InvalidArgumentError: trainer rank (\d): the layout is of rank 0 of 1, .* is rank \1 of 2"
+    text = (
+        r"InvalidArgumentError: trainer rank (\d): the layout is of rank 0 of 1, .* is rank \1 of 2"
+    )
     assert re.match(text, first["sync"])
     assert re.match(text, first["disk"])
     fewer = first.pop("fewer"), second.pop("fewer")

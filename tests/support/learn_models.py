@@ -3,7 +3,9 @@
     python learn_models.py ENGINE TREE PACKAGES CASES
 
 ENGINE: sglang or vllm; TREE: its unpacked wheel; PACKAGES: a folder of what it imports; CASES: a
-JSON list of {"family", "tp", "ep", "ranks", "modes", "dp_attention", "config", "fp8"}.  For every
+JSON list of {"family", "tp", "ep", "ranks", "modes", "dp_attention", "config", "fp8", "draft",
+"refused"}.  A draft is the class that computes a model's layers of multi-token prediction; refused:
+the engine cannot build it, or wsync not update it.  For every
 case and rank (all of tp, if not said) a model is updated twice through wsync, in the modes `needed`
 and `full` if not said, and compared with a model whose own load_weights got the same tensors.
 Prints a JSON list of what was found.
@@ -24,7 +26,7 @@ sys.path.insert(0, sys.argv[3])
 sys.path.insert(1, str(Path(__file__).parent.parent))
 
 import torch
-from support import tiny_models
+from support import draft_models, tiny_models
 from support.workers import ThreadEngine
 
 import wsync
@@ -52,8 +54,11 @@ def held(model: torch.nn.Module) -> dict[str, bytes]:
     }
 
 
-def update(model: torch.nn.Module, shapes: tiny_models.Shapes, needed: bool) -> dict[str, Any]:
-    loader = LOADER(model, needed=needed, ignore=() if sys.argv[1] == "sglang" else CACHE_SCALES)
+def update(
+    model: torch.nn.Module, shapes: tiny_models.Shapes, needed: bool, draft: bool
+) -> dict[str, Any]:
+    ignore = () if sys.argv[1] == "sglang" else CACHE_SCALES
+    loader = LOADER(model, needed=needed, ignore=ignore + (draft_models.SHARED if draft else ()))
     engine = ThreadEngine([loader])
     # the process group is the engine's: the trainer has one rank and none
     with unittest.mock.patch("torch.distributed.is_initialized", return_value=False):
@@ -87,32 +92,48 @@ def blockwise_fp8(config: Any) -> list[Any]:
 
 
 @functools.cache
-def model_of(family: str, changes: str) -> tuple[Any, tiny_models.Shapes]:
+def model_of(family: str, changes: str, draft: bool) -> tuple[Any, tiny_models.Shapes]:
     """A configuration and the checkpoint; changes: of its fields, as JSON.  To be called before
     there is an engine, which changes classes of transformers when it is imported."""
     config = tiny_models.config(family, **json.loads(changes))
     shapes = tiny_models.checkpoint(family, config)
-    return tiny_models.published(config), shapes
+    return draft_models.extended(family, config, shapes) if draft else (tiny_models.published(config), shapes)
+
+
+def build(family: str, draft: bool, config: Any, options: list[Any]) -> torch.nn.Module:
+    if not draft:
+        model: torch.nn.Module = HOST.build(family, config, *options)
+        return model
+    if sys.argv[1] == "sglang":
+        return draft_models.build(HOST, family, config)
+    return draft_models.share(HOST.build_draft(config))
 
 
 def run(case: dict[str, Any], rank: int, config: Any, shapes: tiny_models.Shapes) -> dict[str, Any]:
-    family = case["family"]
+    family, draft = case["family"], case.get("draft", False)
     dp = case.get("dp_attention", False)
     HOST.host(tp=case["tp"], ep=case["ep"], rank=rank, dp_attention=dp)
     options: list[Any] = []
     if case.get("fp8"):
         shapes = tiny_models.blockwise_fp8(shapes)
         options = blockwise_fp8(config)
-    elif family in tiny_models.SAVED and sys.argv[1] == "sglang":
+    elif (draft or family in tiny_models.SAVED) and sys.argv[1] == "sglang":
         config = HOST.configure(config)
-    own = HOST.build(family, config, *options)
+    if case.get("refused"):
+        try:
+            update(build(family, draft, config, options), shapes, True, draft)
+        except Exception as error:
+            return {"case": case, "refused": str(error)}
+    own = build(family, draft, config, options)
     own.load_weights(list(tiny_models.tensors(shapes, 1).items()))
     own.load_weights(list(tiny_models.tensors(shapes, 2).items()))
     wanted = held(own)
     result: dict[str, Any] = {"case": case, "rank": rank, "held": len(wanted)}
+    if draft:
+        result["names"] = sorted(shapes)
     for mode in case.get("modes", MODES):
-        model = HOST.build(family, config, *options)
-        facts = update(model, shapes, mode == "needed")
+        model = build(family, draft, config, options)
+        facts = update(model, shapes, mode == "needed", draft)
         found = held(model)
         facts["differing"] = [n for n in wanted.keys() | found if wanted.get(n) != found.get(n)]
         result[mode] = facts
@@ -121,7 +142,10 @@ def run(case: dict[str, Any], rank: int, config: Any, shapes: tiny_models.Shapes
 
 def main() -> None:
     tree, cases = Path(sys.argv[2]), json.loads(sys.argv[4])
-    models = [model_of(case["family"], json.dumps(case.get("config", {}))) for case in cases]
+    models = [
+        model_of(case["family"], json.dumps(case.get("config", {})), case.get("draft", False))
+        for case in cases
+    ]
     HOST.load(tree)
     results = [
         run(case, rank, copy.deepcopy(config), shapes)

@@ -59,6 +59,18 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    # a family that a user registers: wsync has no table for it
+    "mixtral": ("MixtralConfig", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    # transformers has no class for it: its code comes with its checkpoints
+    "bailing_moe_v2": (
+        "PretrainedConfig",
+        {**_GROUPED, **_EXPERTS, "num_experts": 4, "num_shared_experts": 1, "n_group": 1}
+        | {"topk_group": 1, "first_k_dense_replace": 1, "score_function": "sigmoid"}
+        | {"use_qk_norm": True, "use_rmsnorm": True, "use_bias": False, "use_qkv_bias": False}
+        | {"moe_router_enable_expert_bias": True, "router_dtype": "fp32", "norm_head": False}
+        | {"hidden_act": "silu", "rms_norm_eps": 1e-6, "embedding_dropout": 0.0}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rotary_dim": 16},
+    ),
 }
 _HEADS = {"num_key_value_heads": 2}
 _SHARED_EXPERT = {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}
@@ -137,6 +149,8 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "bailing_moe_v2": "BailingMoeV2ForCausalLM",
 }
 
 
@@ -150,6 +164,9 @@ def config(family: str, **changes: Any) -> Any:
         architecture = _ARCHITECTURES[family]
     fields = {**_COMMON, **copy.deepcopy(own), **changes}
     kind = getattr(transformers, name)
+    if kind is transformers.PretrainedConfig:
+        kind = type("WrittenConfig", (kind,), {"model_type": family})
+        transformers.AutoConfig.register(family, kind)
     if "vision_config" in kind.sub_configs:
         ties = fields["tie_word_embeddings"]
         seen = {"deepstack_visual_indexes": [0] if "vl" in family else []}
@@ -190,16 +207,18 @@ def checkpoint(family: str, made: Any) -> Shapes:
     if family in SAVED:
         return _saved(made)
     hidden, bf16 = made.hidden_size, torch.bfloat16
-    shapes: Shapes = {"model.embed_tokens.weight": ((made.vocab_size, hidden), bf16)}
+    ling = family == "bailing_moe_v2"
+    embedding = f"model.{'word_embeddings' if ling else 'embed_tokens'}.weight"
+    shapes: Shapes = {embedding: ((made.vocab_size, hidden), bf16)}
     for layer in range(made.num_hidden_layers):
         prefix = f"model.layers.{layer}."
-        attention = _latent(made) if family == "deepseek_v3" else _grouped(family, made)
-        for name, shape in attention.items():
-            shapes[f"{prefix}self_attn.{name}.weight"] = (shape, bf16)
+        for name, shape in _attention(family, made).items():
+            shapes[f"{prefix}{name}.weight"] = (shape, bf16)
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{prefix}{name}.weight"] = ((hidden,), bf16)
+        moe = "block_sparse_moe" if family == "mixtral" else "mlp"
         for name, (shape, dtype) in _mlp(family, made, layer).items():
-            shapes[f"{prefix}mlp.{name}"] = (shape, dtype)
+            shapes[f"{prefix}{moe}.{name}"] = (shape, dtype)
     shapes["model.norm.weight"] = ((hidden,), bf16)
     if not made.tie_word_embeddings:
         shapes["lm_head.weight"] = ((made.vocab_size, hidden), bf16)
@@ -247,10 +266,24 @@ def _as_published(family: str, shapes: Shapes) -> Shapes:
     return found
 
 
+def _attention(family: str, made: Any) -> dict[str, tuple[int, ...]]:
+    if family == "bailing_moe_v2":
+        found = _grouped(family, made)
+        rows = sum(found[f"{name}_proj"][0] for name in "qkv")
+        return {
+            "attention.query_key_value": (rows, made.hidden_size),
+            "attention.dense": found["o_proj"],
+            "attention.query_layernorm": found["q_norm"],
+            "attention.key_layernorm": found["k_norm"],
+        }
+    found = _latent(made) if family == "deepseek_v3" else _grouped(family, made)
+    return {f"self_attn.{name}": shape for name, shape in found.items()}
+
+
 def _grouped(family: str, made: Any) -> dict[str, tuple[int, ...]]:
     hidden, size = made.hidden_size, made.head_dim
     queries, keys = made.num_attention_heads * size, made.num_key_value_heads * size
-    norms = {} if family == "llama" else {"q_norm": (size,), "k_norm": (size,)}
+    norms = {} if family in ("llama", "mixtral") else {"q_norm": (size,), "k_norm": (size,)}
     return {
         "q_proj": (queries, hidden),
         "k_proj": (keys, hidden),
@@ -276,16 +309,31 @@ def _latent(made: Any) -> dict[str, tuple[int, ...]]:
 
 def _mlp(family: str, made: Any, layer: int) -> Shapes:
     hidden, bf16 = made.hidden_size, torch.bfloat16
+    if family == "mixtral":
+        return _mixtral(made)
     experts = getattr(made, "n_routed_experts", None) or getattr(made, "num_experts", None) or 0
     if not experts or layer < getattr(made, "first_k_dense_replace", 0):
         return _gated("", made.intermediate_size, hidden)
     inner = made.moe_intermediate_size
     shapes: Shapes = {"gate.weight": ((experts, hidden), bf16)}
-    if family != "qwen3_moe":
+    if family == "bailing_moe_v2":
+        shapes["gate.expert_bias"] = ((experts,), torch.float32)
+        shapes |= _gated("shared_experts.", inner * made.num_shared_experts, hidden)
+    elif family != "qwen3_moe":
         shapes["gate.e_score_correction_bias"] = ((experts,), torch.float32)
         shapes |= _gated("shared_experts.", inner * made.n_shared_experts, hidden)
     for expert in range(experts):
         shapes |= _gated(f"experts.{expert}.", inner, hidden)
+    return shapes
+
+
+def _mixtral(made: Any) -> Shapes:
+    hidden, inner, bf16 = made.hidden_size, made.intermediate_size, torch.bfloat16
+    shapes: Shapes = {"gate.weight": ((made.num_local_experts, hidden), bf16)}
+    for expert in range(made.num_local_experts):
+        for name in ("w1", "w3"):
+            shapes[f"experts.{expert}.{name}.weight"] = ((inner, hidden), bf16)
+        shapes[f"experts.{expert}.w2.weight"] = ((hidden, inner), bf16)
     return shapes
 
 

@@ -30,6 +30,7 @@ _CLASSES = {
     "mimo": ("mimo", "MiMoForCausalLM"),
     "minimax_m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
     "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
+    "mixtral": ("mixtral", "MixtralForCausalLM"),
     "kimi_k2": ("deepseek_v2", "DeepseekV3ForCausalLM"),
     "moonlight": ("deepseek_v2", "DeepseekV3ForCausalLM"),
     "deepseek_v32": ("deepseek_v2", "DeepseekV3ForCausalLM"),
@@ -43,6 +44,7 @@ _CLASSES = {
     "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForCausalLM"),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+    "bailing_moe_v2": ("bailing_moe", "BailingMoeV2ForCausalLM"),
 }
 _parallel: dict[str, Any] = {}
 _folders = tempfile.TemporaryDirectory()
@@ -173,9 +175,9 @@ def quantize(config: Any) -> Any:
     return config
 
 
-def configure(config: Any) -> Any:
-    """What vLLM makes of a model's config."""
-    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+def configure(config: Any, draft: bool = False) -> Any:
+    """What vLLM makes of a model's config; draft: for the class that drafts tokens for it."""
+    from vllm.config import LoadConfig, ModelConfig, SpeculativeConfig, VllmConfig
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()  # here is where the stand-ins are
@@ -188,25 +190,50 @@ def configure(config: Any) -> Any:
         **{"model": folder, "tokenizer": folder, "skip_tokenizer_init": True},
         **{"dtype": "bfloat16", "max_model_len": 64, "enforce_eager": True},
     )
+    parallel = _config()
+    given: dict[str, Any] = {}
+    if draft:
+        given["speculative_config"] = speculative = SpeculativeConfig(
+            **{"method": "mtp", "num_speculative_tokens": 1},
+            target_model_config=model_config,
+            target_parallel_config=parallel,
+        )
+        model_config = speculative.draft_model_config
     return VllmConfig(
         model_config=model_config,
-        parallel_config=_config(),
+        parallel_config=parallel,
         load_config=LoadConfig(load_format="dummy"),
+        **given,
     )
 
 
 def build(family: str, config: Any, whole: Any = None) -> torch.nn.Module:
     """The model of this rank; whole: what `configure` has made of its config."""
-    from vllm.config import set_current_vllm_config
-
-    whole = whole or configure(config)
     place, name = _CLASSES[family]
     module = importlib.import_module(f"vllm.model_executor.models.{place}")
+    return _made(getattr(module, name), whole or configure(config))
+
+
+def build_draft(config: Any) -> torch.nn.Module:
+    """The class that vLLM chooses to draft tokens for a model."""
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    whole = configure(config, draft=True)
+    kind, made = get_model_architecture(whole.model_config)[0], whole.model_config.hf_config
+    if kind.__name__ == "Glm4MoeLiteMTP":
+        # vLLM 0.33 says 0 here, takes the draft for layer 0, which is dense, and refuses that
+        made.num_hidden_layers = config.num_hidden_layers
+    return _made(kind, whole)
+
+
+def _made(kind: Any, whole: Any) -> torch.nn.Module:
+    from vllm.config import set_current_vllm_config
+
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with set_current_vllm_config(whole):
-            model: torch.nn.Module = getattr(module, name)(vllm_config=whole)
+            model: torch.nn.Module = kind(vllm_config=whole)
     finally:
         torch.set_default_dtype(before)
     for part in model.modules():

@@ -42,6 +42,7 @@ _CLASSES = {
     "mimo": ("mimo", "MiMoForCausalLM"),
     "minimax_m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
     "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
+    "mixtral": ("mixtral", "MixtralForCausalLM"),
     "kimi_k2": ("deepseek_v2", "DeepseekV3ForCausalLM"),
     "moonlight": ("deepseek_v2", "DeepseekV3ForCausalLM"),
     "deepseek_v32": ("deepseek_v2", "DeepseekV32ForCausalLM"),
@@ -53,6 +54,7 @@ _CLASSES = {
     "qwen3_5_moe": ("qwen3_5", "Qwen3_5MoeForConditionalGeneration"),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+    "bailing_moe_v2": ("bailing_moe", "BailingMoeV2ForCausalLM"),
 }
 
 
