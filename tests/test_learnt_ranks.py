@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import learnt_cases
+from support import learnt_cases, own_family
 from support.engines import engine_packages, engine_tree
 from support.procs import Ranks
 
@@ -42,6 +42,8 @@ EXPERTS = Parallel(tp=2, pp=2, ep=2, etp=1)
         ("qwen3_moe", {}, EXPERTS, 1),
         ("qwen3_moe", {}, EXPERTS, 2),
         ("qwen3_moe", {}, Parallel(ep=4, etp=1), 2),
+        # which is registered by the trainers alone
+        (own_family.NAME, {}, EXPERTS, 1),
     ],
 )
 def test_every_worker_holds_what_its_own_loading_gives(

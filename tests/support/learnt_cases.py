@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import tiny_models
+from support import gqa_families, own_family, tiny_models
 from support.sglang_processes import SglangProcesses
 from support.vllm_engine import VllmEngine
 
@@ -45,17 +46,36 @@ def update_twice(
     with contextlib.ExitStack() as stack:
         stack.enter_context(megatron_cpu.on_cpu())
         stack.enter_context(megatron_cpu.groups(parallel))
-        trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
+        options: dict[str, Any] = {}
+        if family == own_family.NAME:
+            own_family.add()
+            options = gqa_families.options(config)
+        trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16, **options)
         layout = megatron.layout(trainer.chunks, config)
         engines = [] if engine is None else [engine]
         sync = stack.enter_context(wsync.connect(layout, engines, options=OPTIONS))
         for seed in (1, 2):
             trainer.randomize(seed)
             report = sync.update()
-            weights = hf_reference.hf_state_dict(trainer.chunks, config)
+            weights = converted(trainer.chunks, config)
             if engine is not None:
                 wrong += differing(engine, weights)
     return {"wrong": wrong, **report.facts()}
+
+
+def converted(chunks: list[torch.nn.Module], config: Any) -> dict[str, torch.Tensor]:
+    """hf_reference's conversion, with the names of Mixtral's experts where they are."""
+    if config.model_type != own_family.NAME:
+        return hf_reference.hf_state_dict(chunks, config)
+    plain = copy.copy(config)
+    plain.num_experts = config.num_local_experts
+    names = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    found = {}
+    for name, tensor in hf_reference.hf_state_dict(chunks, plain).items():
+        for theirs, own in names.items():
+            name = name.replace(theirs, own)
+        found[name] = tensor
+    return found
 
 
 def differing(engine: Any, weights: dict[str, torch.Tensor]) -> list[str]:
