@@ -327,7 +327,6 @@ def play_round(world: World, plans: list, memory: list, rings: list[Slots], k: i
     for rank, plan in enumerate(plans):
         buffers = {i: bytearray(m[4]) for i, m in enumerate(lists[rank]) if m[0] == rank}
         seen: set[tuple[int, int]] = set()
-        assert plan.copy_count(k, _core.PACK) == len(plan.copies(k, _core.PACK))
         for copy in plan.copies(k, _core.PACK):
             data, dtype = memory[rank][copy[0]]
             size = ITEM_NBYTES[dtype]

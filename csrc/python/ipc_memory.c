@@ -2,8 +2,6 @@
  * IpcMemory: GPU memory that processes without wsync open. */
 #include "device/cuda_ipc.h"
 
-#include <string.h>
-
 #include "python/convert.h"
 
 typedef struct IpcMemoryObject {
@@ -11,21 +9,25 @@ typedef struct IpcMemoryObject {
     wsync_cuda_ipc_t *memory; /* owned; NULL: closed */
 } IpcMemoryObject;
 
-/* Opens what a handle stands for, or makes memory of its own where that is NULL. */
-static PyObject *make(PyTypeObject *type, int ordinal, const wsync_cu_ipc_t *handle,
-                      uint64_t nbytes)
+static PyObject *ipc_memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    static char *names[] = {"ordinal", "nbytes", NULL};
     const wsync_cuda_device_t *device = NULL;
     wsync_cuda_ipc_t *memory = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
     PyObject *self;
+    uint64_t nbytes;
+    int ordinal;
 
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&:IpcMemory", names, &ordinal,
+                                     wsync_py_convert_u64, &nbytes)) {
+        return NULL;
+    }
     Py_BEGIN_ALLOW_THREADS
         status = wsync_cuda_device(ordinal, &device, &err);
         if (status == WSYNC_OK) {
-            status = handle != NULL ? wsync_cuda_ipc_open(device, handle, &memory, &err)
-                                    : wsync_cuda_ipc_create(device, nbytes, &memory, &err);
+            status = wsync_cuda_ipc_create(device, nbytes, &memory, &err);
         }
     Py_END_ALLOW_THREADS
     if (status != WSYNC_OK) {
@@ -38,41 +40,6 @@ static PyObject *make(PyTypeObject *type, int ordinal, const wsync_cu_ipc_t *han
     }
     ((IpcMemoryObject *)self)->memory = memory;
     return self;
-}
-
-static PyObject *ipc_memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"ordinal", "nbytes", NULL};
-    uint64_t nbytes;
-    int ordinal;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&:IpcMemory", names, &ordinal,
-                                     wsync_py_convert_u64, &nbytes)) {
-        return NULL;
-    }
-    return make(type, ordinal, NULL, nbytes);
-}
-
-static PyObject *ipc_memory_open(PyObject *module, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"ordinal", "handle", NULL};
-    ModuleState *state = wsync_py_state(module);
-    wsync_cu_ipc_t handle;
-    const char *bytes;
-    Py_ssize_t nbytes;
-    int ordinal;
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iy#:open", names, &ordinal, &bytes,
-                                     &nbytes)) {
-        return NULL;
-    }
-    if (nbytes != (Py_ssize_t)sizeof(handle)) {
-        return wsync_py_fail(state, WSYNC_ERR_INVALID, "IpcMemory.open",
-                             "a handle of GPU memory is %zu bytes, this one is %lld",
-                             sizeof(handle), (long long)nbytes);
-    }
-    memcpy(&handle, bytes, sizeof(handle));
-    return make(state->type_IpcMemory, ordinal, &handle, 0);
 }
 
 static void shut(IpcMemoryObject *self)
@@ -137,8 +104,7 @@ static PyObject *ipc_memory_get_handle(PyObject *object, void *Py_UNUSED(unused)
 static PyMethodDef ipc_memory_methods[] = {
     {"close", ipc_memory_close, METH_NOARGS,
      "close($self, /)\n--\n\n"
-     "Frees what this process made, when nobody has it open any more, or closes what it\n"
-     "opened.  No work on it may be under way."},
+     "Frees it.  No work on it may be under way, and nobody may have it open."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -163,14 +129,5 @@ static PyType_Slot ipc_memory_slots[] = {
     {0, NULL},
 };
 
-static PyMethodDef ipc_memory_static_methods[] = {
-    {"open", WSYNC_PY_KEYWORDS(ipc_memory_open),
-     "open(ordinal, handle)\n--\n\n"
-     "What another process's handle stands for, whole.\n\n"
-     "StateError in the process that made it, PeerClosedError if it is there no more."},
-    {NULL, NULL, 0, NULL},
-};
-
 const wsync_py_type_t wsync_py_type_IpcMemory = {
-    "wsync._core.IpcMemory", sizeof(IpcMemoryObject),   0,
-    ipc_memory_slots,        ipc_memory_static_methods, NULL};
+    "wsync._core.IpcMemory", sizeof(IpcMemoryObject), 0, ipc_memory_slots, NULL, NULL};

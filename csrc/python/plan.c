@@ -293,46 +293,23 @@ static PyObject *plan_messages(PyObject *self, PyObject *args, PyObject *kwargs)
     return list;
 }
 
-/* The copies of the round and phase that the arguments name; false with an exception
- * set. */
-static bool parse_phase(PyObject *self, PyObject *args, PyObject *kwargs,
-                        const char *format, const wsync_copy_t **copies, size_t *count)
+static PyObject *plan_copies(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"round", "phase", NULL};
+    const wsync_copy_t *copies;
     long long values[2];
     uint32_t round;
     uint32_t phase;
+    size_t count;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, keywords, &values[0],
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LL:copies", keywords, &values[0],
                                      &values[1]) ||
         !check_round(self, values[0], &round) ||
         !check_index(values[1], WSYNC_PHASE_COUNT, "phase", &phase)) {
-        return false;
-    }
-    *copies = wsync_plan_copies(plan_of(self), round, (wsync_phase_t)phase, count);
-    return true;
-}
-
-static PyObject *plan_copies(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    const wsync_copy_t *copies;
-    size_t count;
-
-    if (!parse_phase(self, args, kwargs, "LL:copies", &copies, &count)) {
         return NULL;
     }
+    copies = wsync_plan_copies(plan_of(self), round, (wsync_phase_t)phase, &count);
     return wsync_py_copy_list(copies, count);
-}
-
-static PyObject *plan_copy_count(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    const wsync_copy_t *copies;
-    size_t count;
-
-    if (!parse_phase(self, args, kwargs, "LL:copy_count", &copies, &count)) {
-        return NULL;
-    }
-    return PyLong_FromSize_t(count);
 }
 
 static PyObject *plan_manifest(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -370,8 +347,6 @@ static PyMethodDef plan_methods[] = {
      "nbytes)."},
     {"copies", WSYNC_PY_KEYWORDS(plan_copies),
      "copies($self, round, phase)\n--\n\nThis rank's copies of PACK, LOCAL or UNPACK."},
-    {"copy_count", WSYNC_PY_KEYWORDS(plan_copy_count),
-     "copy_count($self, round, phase)\n--\n\nHow many copies that are."},
     {"manifest", WSYNC_PY_KEYWORDS(plan_manifest),
      "manifest($self, worker)\n--\n\n"
      "The layout of the worker's ring: rank 0, buffer = round, offsets from the start of\n"

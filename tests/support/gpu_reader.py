@@ -3,8 +3,11 @@ counts itself off.  SGLang leaves that to torch, which needs a GPU for it."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 import os
+from collections.abc import Iterator
 from typing import Any, Final
 from unittest import mock
 
@@ -16,16 +19,70 @@ _COUNTER_NBYTES: Final = 8
 _FILE_NBYTES: Final = torch_shm_reader.HEADER_NBYTES + COUNTERS * _COUNTER_NBYTES
 
 
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle of cuda.h."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * 64),)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """A call of the driver; DeviceError where it fails."""
+    library = ctypes.CDLL(os.environ.get("WSYNC_CUDA_LIB", "libcuda.so.1"))
+    found, status = ctypes.c_void_p(), ctypes.c_int()
+    wanted = (ctypes.byref(found), 12000, ctypes.c_uint64(0), ctypes.byref(status))
+    library.cuGetProcAddress_v2(name.encode(), *wanted)
+    code = ctypes.CFUNCTYPE(ctypes.c_int)(found.value)(*arguments)
+    if code != 0:
+        raise _core.DeviceError(f"{name}: {code}")
+
+
+@contextlib.contextmanager
+def _context(ordinal: int) -> Iterator[None]:
+    """The GPU's own context, which wsync and torch use too."""
+    context = ctypes.c_void_p()
+    _call("cuInit", ctypes.c_uint(0))
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+    try:
+        _call("cuCtxPushCurrent", context)
+        try:
+            yield
+        finally:
+            _call("cuCtxPopCurrent", ctypes.byref(context))
+    finally:
+        _call("cuDevicePrimaryCtxRelease", ordinal)
+
+
+class Mapped:
+    """The allocation of another process that a handle stands for: `nbytes` from `address` on."""
+
+    def __init__(self, ordinal: int, handle: bytes) -> None:
+        self._ordinal = ordinal
+        self._at = ctypes.c_uint64()
+        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+        with _context(ordinal):
+            given = _Handle.from_buffer_copy(handle)
+            _call("cuIpcOpenMemHandle", ctypes.byref(self._at), given, ctypes.c_uint(1))
+            _call("cuMemGetAddressRange", ctypes.byref(base), ctypes.byref(nbytes), self._at)
+        self.address, self.nbytes = self._at.value, nbytes.value
+
+    def close(self) -> None:
+        if self._at.value:
+            with _context(self._ordinal):
+                at, self._at = self._at, ctypes.c_uint64()
+                _call("cuIpcCloseMemHandle", at)
+
+    __del__ = close  # where a call has failed
+
+
 def open_tensor(tensor: GpuTensor) -> Opened:
     """Opens the memory in this process.
 
     Raises:
         UnsupportedError: this process does not see the GPU.
-        StateError: the memory is this process's own.
-        PeerClosedError: it is there no more.
+        DeviceError: the driver does not open it.
         ProtocolError: the tensor does not lie inside it.
     """
-    memory = _core.IpcMemory.open(gpu_payload._ordinal(tensor.uuid), tensor.handle)
+    memory = Mapped(gpu_payload._ordinal(tensor.uuid), tensor.handle)
     if tensor.offset + tensor.nbytes > memory.nbytes:
         text = f"storage of {tensor.nbytes} bytes at {tensor.offset} of {memory.nbytes} bytes"
         memory.close()
@@ -36,7 +93,7 @@ def open_tensor(tensor: GpuTensor) -> Opened:
 class Opened:
     """A GpuTensor that is open in this process: `nbytes` from `address` on.  A context manager."""
 
-    def __init__(self, tensor: GpuTensor, memory: _core.IpcMemory) -> None:
+    def __init__(self, tensor: GpuTensor, memory: Mapped) -> None:
         self._counter: tuple[bytes, int] | None = tensor.counter
         self._memory = memory
         self.address = memory.address + tensor.offset

@@ -79,14 +79,14 @@ class Gpus:
         monkey_patch_torch_reductions()
 
     def _open(self, *arguments: Any) -> Any:
-        from wsync import _core
+        from support.gpu_reader import Mapped
 
         assert [type(value) for value in arguments] == [
             *(int, bytes, int, int, bytes, int, bytes, bool)
         ]
         self.opened.append([a.hex() if isinstance(a, bytes) else a for a in arguments])
         device, handle, nbytes, offset, file, counter, *_ = arguments
-        memory = _core.IpcMemory.open(device, handle[2:])
+        memory = Mapped(device, handle[2:])
         data = (ctypes.c_uint8 * nbytes).from_address(memory.address + offset)
 
         def let_go() -> None:
@@ -122,6 +122,7 @@ def main() -> None:
     tree = Path(sys.argv[1])
     add_packages(tree)
     serializer = load_serializer(tree)
+    sys.path.append(str(Path(__file__).parent.parent))
     gpus = Gpus(sys.argv[2:]) if sys.argv[2:] else None
     for line in sys.stdin:
         answer: dict[str, Any]
