@@ -16,10 +16,9 @@ sys.path.insert(0, sys.argv[2])
 sys.path.insert(1, str(Path(__file__).parent.parent / "tests"))
 
 import torch
-from support import tiny_models
+from support import sglang_host, tiny_models
 
 from wsync._core import Layout, LayoutBuilder, Memory, ViewPool
-from wsync.demo import sglang_cpu
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.recorded_loader import RecordedLoader
 
@@ -66,11 +65,11 @@ def timed(function: Callable[[], object], repeats: int) -> float:
 
 
 def main() -> None:
-    sglang_cpu.load(Path(sys.argv[1]))
-    sglang_cpu.host(tp=1, ep=1, rank=0)
+    sglang_host.load(Path(sys.argv[1]))
+    sglang_host.host(tp=1, ep=1, rank=0)
     config = tiny_models.config("qwen3_moe", **SIZES)
     tensors = tiny_models.tensors(tiny_models.checkpoint("qwen3_moe", config), 1)
-    model = sglang_cpu.build("qwen3_moe", config)
+    model = sglang_host.build("qwen3_moe", config)
     ring, manifest = ring_of(tensors)
     views = ViewPool(ring).views(torch.empty(0), manifest, 0)
     peer = timed(lambda: model.load_weights(views), LOADS)

@@ -19,10 +19,9 @@ sys.path.insert(0, sys.argv[2])
 sys.path.insert(1, str(Path(__file__).parent.parent / "tests"))
 
 import torch
-from support import tiny_models
+from support import sglang_host, tiny_models
 
 from wsync._core import Layout, LayoutBuilder
-from wsync.demo import sglang_cpu
 from wsync.sglang import SglangLoader
 
 
@@ -35,10 +34,10 @@ def model_layout(shapes: tiny_models.Shapes) -> Layout:
 
 
 def learn(case: dict[str, Any], rank: int, config: Any, model: Layout, folder: Path) -> Any:
-    sglang_cpu.host(
+    sglang_host.host(
         tp=case["tp"], ep=case["ep"], rank=rank, dp_attention=case.get("dp_attention", False)
     )
-    module = sglang_cpu.build(case["family"], config)
+    module = sglang_host.build(case["family"], config)
     loader = SglangLoader(module)
     start = time.perf_counter()
     (folder / str(rank)).write_bytes(loader.learn(model))
@@ -64,7 +63,7 @@ def learn(case: dict[str, Any], rank: int, config: Any, model: Layout, folder: P
 def main() -> None:
     folder, case = Path(sys.argv[3]), json.loads(sys.argv[4])
     torch.set_num_threads(1)
-    sglang_cpu.load(Path(sys.argv[1]))
+    sglang_host.load(Path(sys.argv[1]))
     config = tiny_models.config(case["family"], **case["sizes"])
     model = model_layout(tiny_models.checkpoint(case["family"], config))
     (folder / "model").write_bytes(model.to_bytes())

@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.engines import TESTS
 from wsync import sglang
-from wsync.demo import sglang_cpu
 from wsync.demo.engines.model_worker import ModelWorker
 from wsync.demo.engines.worker_processes import WorkersEngine
 from wsync.engine.learn.module_memory import ModuleMemory
@@ -58,12 +57,12 @@ class _Worker(ModelWorker):
     def __init__(
         self, *, family: str, sizes: dict[str, Any], tp: int, rank: int, key: bytes
     ) -> None:
-        from support import tiny_models
+        from support import sglang_host, tiny_models
 
         current_process().authkey = key
-        sglang_cpu.load()
-        sglang_cpu.host(tp=tp, ep=1, rank=rank)
-        self._model: Any = sglang_cpu.build(family, tiny_models.config(family, **sizes))
+        sglang_host.load()
+        sglang_host.host(tp=tp, ep=1, rank=rank)
+        self._model: Any = sglang_host.build(family, tiny_models.config(family, **sizes))
         loader = sglang.SglangLoader(self._model)
         super().__init__(loader, rank=rank)
         self._loader = loader

@@ -35,7 +35,7 @@ from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.sglang import SglangLoader
 
 HOST: Any = importlib.import_module(
-    {"sglang": "wsync.demo.sglang_cpu", "vllm": "support.vllm_host"}[sys.argv[1]]
+    {"sglang": "support.sglang_host", "vllm": "support.vllm_host"}[sys.argv[1]]
 )
 LOADER = SglangLoader if sys.argv[1] == "sglang" else RecordedLoader
 # scales of vLLM's cache of keys and values that a checkpoint may lack: a running engine has none
@@ -97,7 +97,9 @@ def model_of(family: str, changes: str, draft: bool) -> tuple[Any, tiny_models.S
     there is an engine, which changes classes of transformers when it is imported."""
     config = tiny_models.config(family, **json.loads(changes))
     shapes = tiny_models.checkpoint(family, config)
-    return draft_models.extended(family, config, shapes) if draft else (tiny_models.published(config), shapes)
+    if draft:
+        return draft_models.extended(family, config, shapes)
+    return tiny_models.published(config), shapes
 
 
 def build(family: str, draft: bool, config: Any, options: list[Any]) -> torch.nn.Module:

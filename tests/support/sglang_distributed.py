@@ -21,10 +21,9 @@ sys.path.insert(0, sys.argv[2])
 sys.path.insert(1, str(Path(__file__).parent.parent))
 
 import torch
-from support import tiny_models
+from support import sglang_host, tiny_models
 
 import wsync
-from wsync.demo import sglang_cpu
 from wsync.engine.learn.module_memory import ModuleMemory
 
 
@@ -87,10 +86,10 @@ class Engine:
 
 
 def run(family: str, broadcast: str) -> dict[str, Any]:
-    sglang_cpu.host(tp=1, ep=1, rank=0)
+    sglang_host.host(tp=1, ep=1, rank=0)
     config = tiny_models.config(family)
     shapes = tiny_models.checkpoint(family, config)
-    own, model = sglang_cpu.build(family, config), sglang_cpu.build(family, config)
+    own, model = sglang_host.build(family, config), sglang_host.build(family, config)
     for seed in (1, 2):
         own.load_weights(list(tiny_models.tensors(shapes, seed).items()))
     engine = Engine(model)
@@ -122,7 +121,7 @@ def run(family: str, broadcast: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    sglang_cpu.load(Path(sys.argv[1]))
+    sglang_host.load(Path(sys.argv[1]))
     print(json.dumps([run(family, sys.argv[3]) for family in sys.argv[4:]]))
 
 

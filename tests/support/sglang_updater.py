@@ -23,11 +23,10 @@ if __name__ == "__main__":
     sys.path.insert(1, str(Path(__file__).parent.parent))
 
 import torch
-from support import tiny_models
+from support import sglang_host, tiny_models
 from support.digests import digests
 
 from wsync import sglang
-from wsync.demo import sglang_cpu
 from wsync.sglang import SglangLoader
 
 LOADER = "wsync.sglang.load_weights"
@@ -48,11 +47,11 @@ class Worker:
         self, family: str, needed: bool, ep: int, changes: dict[str, Any]
     ) -> dict[str, Any]:
         """Another model in place of the one that is there; the tensors of its checkpoint."""
-        sglang_cpu.host(tp=self._tp, ep=ep, rank=self._rank)
+        sglang_host.host(tp=self._tp, ep=ep, rank=self._rank)
         self._family, self._needed = family, needed
         self._config = tiny_models.config(family, **changes)
         self._checkpoint = tiny_models.checkpoint(family, self._config)
-        self._model: Any = sglang_cpu.build(family, self._config)
+        self._model: Any = sglang_host.build(family, self._config)
         self._fault = 0
         load = self._model.load_weights
 
@@ -127,7 +126,7 @@ class Worker:
 
     def expected(self, given: int | str) -> dict[str, str]:
         """What the model has to hold after an update with these tensors."""
-        model: Any = sglang_cpu.build(self._family, self._config)
+        model: Any = sglang_host.build(self._family, self._config)
         model.load_weights(list(tiny_models.weights(self._checkpoint, given).items()))
         return digests(model)
 
@@ -152,8 +151,8 @@ def main() -> None:
     tp, rank = int(sys.argv[3]), int(sys.argv[4])
     answers = sys.stdout
     sys.stdout = sys.stderr
-    sglang_cpu.load(tree)
-    sglang_cpu.host(tp=tp, ep=1, rank=rank)
+    sglang_host.load(tree)
+    sglang_host.host(tp=tp, ep=1, rank=rank)
     worker = Worker(tp, rank)
     for line in sys.stdin:
         method, *given = json.loads(line)

@@ -30,32 +30,6 @@ _OPERATORS = (
     *("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu"),
     *("fused_qk_gemma_rmsnorm_with_gate_cpu", "fused_qkvzba_split_reshape_cat_contiguous_cpu"),
 )
-_CLASSES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
-    "deepseek_v3": ("deepseek_v2", "DeepseekV3ForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen2_moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
-    "glm4": ("glm4", "Glm4ForCausalLM"),
-    "mimo": ("mimo", "MiMoForCausalLM"),
-    "minimax_m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
-    "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
-    "mixtral": ("mixtral", "MixtralForCausalLM"),
-    "kimi_k2": ("deepseek_v2", "DeepseekV3ForCausalLM"),
-    "moonlight": ("deepseek_v2", "DeepseekV3ForCausalLM"),
-    "deepseek_v32": ("deepseek_v2", "DeepseekV32ForCausalLM"),
-    "glm_moe_dsa": ("glm4_moe", "GlmMoeDsaForCausalLM"),
-    "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
-    "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
-    "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
-    "qwen3_5": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
-    "qwen3_5_moe": ("qwen3_5", "Qwen3_5MoeForConditionalGeneration"),
-    "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
-    "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
-    "bailing_moe_v2": ("bailing_moe", "BailingMoeV2ForCausalLM"),
-}
 
 
 def _with(function: Callable[..., Any], **given: Any) -> Any:
@@ -168,36 +142,20 @@ def _publish(args: Any, server_args: Any, rank: int) -> None:
         runtime_context.publish(args, role="scheduler", ranks=place)
 
 
-def configure(config: Any) -> Any:
-    """What SGLang makes of a model's config, on this rank."""
-    from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
-    from sglang.srt.utils.hf_transformers.config import get_config
-
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        made = get_config(folder, trust_remote_code=False)
-    made.dtype = torch.bfloat16
-    made.encoder_only = made.language_only = False  # arguments of the server
-    adjust_tp_num_heads_if_necessary(
-        made.get_text_config(), torch.distributed.get_world_size(), True
-    )
-    return made
-
-
 def build(
-    family: str,
+    place: str,
+    name: str,
     config: Any,
     quantization: Any = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.nn.Module:
-    """A model of this rank; family: a configuration's model_type."""
-    place, name = _CLASSES[family]
-    module = importlib.import_module(f"sglang.srt.models.{place}")
+    """A model of this rank; place, name: the module and the class among SGLang's models."""
+    kind = getattr(importlib.import_module(f"sglang.srt.models.{place}"), name)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model: torch.nn.Module = getattr(module, name)(config=config, quant_config=quantization)
+        model: torch.nn.Module = kind(config=config, quant_config=quantization)
     finally:
         torch.set_default_dtype(before)
     return model.eval()

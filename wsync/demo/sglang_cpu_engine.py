@@ -24,6 +24,7 @@ from wsync.module_tensors import flat_bytes
 from wsync.sglang import SglangLoader
 
 _SECONDS = 120.0
+_CLASSES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
 class SglangEngine(WorkersEngine):
@@ -94,7 +95,8 @@ class _Worker(ModelWorker):
         return [name for name in names if wanted.get(name) != found.get(name)]
 
     def _build(self) -> Any:
-        return sglang_cpu.build(self._config.model_type, self._config, dtype=torch.float32)
+        kind = self._config.model_type
+        return sglang_cpu.build(kind, _CLASSES[kind], self._config, dtype=torch.float32)
 
 
 def _config(facts: dict[str, Any]) -> Any:
