@@ -55,7 +55,6 @@ class Receiver:
         self._learning: Session | None = None  # until the session that came of it is under way
         self._generation = -1
         self._trace = Trace.wanted("engine", worker)
-        self.receipt: Receipt | None = None
 
     @property
     def consistent(self) -> bool:
@@ -175,7 +174,6 @@ class Receiver:
         if isinstance(self._loader, Confirms):
             self._loader.confirm()
         self.state.commit(message.session, update)
-        self.receipt = receipt
 
     def _load(self, importer: Session, update: int, rounds: int, timeout: float) -> Receipt:
         """Takes all rounds.  A loader's stream waits for the data itself: this thread hands it

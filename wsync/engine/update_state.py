@@ -48,7 +48,6 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Final
 
 from wsync._core import InvalidArgumentError, StateError, WsyncError
@@ -99,16 +98,6 @@ class Ended(StateError):
     """A request of an update that has ended: its trainer has failed, or has sent it long ago."""
 
 
-class Phase(Enum):
-    """Of an update; see above."""
-
-    NONE = "none"
-    BEGUN = "begun"
-    PARTIAL = "partial"
-    COMPLETE = "complete"
-    ENDED = "ended"
-
-
 @dataclass(eq=False, slots=True)
 class _Update:
     """One update at this worker.  Another one is another object."""
@@ -121,14 +110,6 @@ class _Update:
     came: set[str] = field(default_factory=set)
     missing: set[str] | None = None  # before the first bucket
     version: str | None = None
-
-    @property
-    def phase(self) -> Phase:
-        if self.ended:
-            return Phase.NONE if self.id is None else Phase.ENDED
-        if self.missing is None:
-            return Phase.BEGUN
-        return Phase.PARTIAL if self.missing else Phase.COMPLETE
 
     def end(self, why: str = REFUSALS["unpaused"]) -> None:
         self.ended, self.origin, self.version = why, None, None
@@ -162,10 +143,6 @@ class UpdateState:
         self._unnamed = ""
         self._serving: _Update | None = None  # that the request under way is of
         self._said: str | None = None  # the version that this request says
-
-    @property
-    def phase(self) -> Phase:
-        return self._now.phase
 
     @property
     def trouble(self) -> str:
