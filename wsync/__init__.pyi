@@ -1,0 +1,35 @@
+# The names of the package, and where each is defined; wsync/__init__.py reads them here.
+
+from wsync import disk as disk
+from wsync import engine as engine
+from wsync import fsdp as fsdp
+from wsync import layout as layout
+from wsync import megatron as megatron
+from wsync._core import DeadlineError as DeadlineError
+from wsync._core import DeviceError as DeviceError
+from wsync._core import InvalidArgumentError as InvalidArgumentError
+from wsync._core import Layout as Layout
+from wsync._core import LayoutError as LayoutError
+from wsync._core import NoMemoryError as NoMemoryError
+from wsync._core import PeerClosedError as PeerClosedError
+from wsync._core import PeerRefusedError as PeerRefusedError
+from wsync._core import Plan as Plan
+from wsync._core import ProtocolError as ProtocolError
+from wsync._core import RemoteError as RemoteError
+from wsync._core import StateError as StateError
+from wsync._core import SystemCallError as SystemCallError
+from wsync._core import UnsupportedError as UnsupportedError
+from wsync._core import WsyncError as WsyncError
+from wsync._core import __version__ as __version__
+from wsync.bucket import FlattenedTensorBucket as FlattenedTensorBucket
+from wsync.bucket import FlattenedTensorMetadata as FlattenedTensorMetadata
+from wsync.disk import DiskSync as DiskSync
+from wsync.handles.base import EngineHandle as EngineHandle
+from wsync.handles.base import handle as handle
+from wsync.options import Options as Options
+from wsync.report import Report as Report
+from wsync.sync import Sync as Sync
+from wsync.sync import connect as connect
+from wsync.updater import UpdateWeightFromDisk as UpdateWeightFromDisk
+from wsync.updater import UpdateWeightFromDistributed as UpdateWeightFromDistributed
+from wsync.updater import UpdateWeightFromTensor as UpdateWeightFromTensor
