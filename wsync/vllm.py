@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,7 +61,9 @@ class WorkerExtension:
         try:
             if not 0 <= self.rank < len(messages):
                 return [False, f"worker {self.rank}: {len(messages)} control messages"]
-            return self._wsync_state().update(messages[self.rank], version)
+            side = self._wsync_state()
+            wait_for_device(side.model)
+            return list(side.receiver.handle(messages[self.rank].encode(), version=version))
         except Exception as error:
             return [False, f"worker {self.rank}: {type(error).__name__}: {error}"]
 
@@ -71,21 +73,18 @@ class WorkerExtension:
         if state is None or state.model is not model:
             if state is not None:
                 state.receiver.close()
-            state = self.__dict__["_wsync"] = _Side(self, model)
+            loader = VllmLoader(model, self.vllm_config, self.model_config, self.device)
+            state = _Side(model, loader, Receiver(loader, worker=self.rank))
+            self.__dict__["_wsync"] = state
         return state
 
 
-class _Side:
+class _Side(NamedTuple):
     """One worker's part."""
 
-    def __init__(self, worker: WorkerExtension, model: torch.nn.Module) -> None:
-        self.model = model
-        self.loader = VllmLoader(model, worker.vllm_config, worker.model_config, worker.device)
-        self.receiver = Receiver(self.loader, worker=worker.rank)
-
-    def update(self, message: str, version: str | None) -> list[Any]:
-        wait_for_device(self.model)
-        return list(self.receiver.handle(message.encode(), version=version))
+    model: torch.nn.Module
+    loader: VllmLoader
+    receiver: Receiver
 
 
 def _model(runner: Any) -> torch.nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from wsync import _core
@@ -22,27 +23,6 @@ _log = logging.getLogger(__name__)
 
 # errors of csrc/ipc, and not of checks or streams; their words are about the other side
 _SESSIONS = ("session", "channel", "frame", "listener", "blob")
-
-
-class _Said(contextlib.AbstractContextManager[None]):
-    """Has errors of a session on this host say whose session it is: the core, which writes them,
-    knows its peer as a process alone."""
-
-    def __init__(self, engine: str, index: int) -> None:
-        self._engine = engine
-        self._worker = f"worker {index}"
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if not isinstance(error, _core.WsyncError) or error.origin not in _SESSIONS:
-            return
-        text = str(error)
-        named = text.replace("worker (pid ", f"{self._worker} (pid ", 1)
-        where = f"engine {self._engine}: "
-        if named == text:
-            where += f"{self._worker}: "
-        said = type(error)(where + named)
-        said.origin, said.native = "engine", error.native
-        raise said from error
 
 
 class WorkerSession(Session):
@@ -65,7 +45,7 @@ class WorkerSession(Session):
     ) -> None:
         super().__init__(worker)
         self.name = f"engine {engine}: worker {index}"
-        self._said = _Said(engine, index)
+        self._engine, self._worker = engine, f"worker {index}"
         self._park = park
         self.id = secrets.token_hex(8)
         self._directory = directory
@@ -75,6 +55,22 @@ class WorkerSession(Session):
 
     def _listen(self) -> Exporter:
         return _core.Exporter(self._directory)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Has errors of a session on this host say whose session it is: the core, which writes
+        them, knows its peer as a process alone."""
+        try:
+            yield
+        except _core.WsyncError as error:
+            if error.origin not in _SESSIONS:
+                raise
+            text = str(error)
+            named = text.replace("worker (pid ", f"{self._worker} (pid ", 1)
+            where = f"engine {self._engine}: " if named != text else f"{self.name}: "
+            said = type(error)(where + named)
+            said.origin, said.native = "engine", error.native
+            raise said from error
 
     @property
     def _exporter(self) -> Exporter:
@@ -86,7 +82,7 @@ class WorkerSession(Session):
         return self._exporter.address
 
     def accept(self, timeout: float, check: Check) -> bytes:
-        with self._said:
+        with self._naming():
             return self._exporter.accept(timeout, check)
 
     @property
@@ -101,7 +97,7 @@ class WorkerSession(Session):
         self._exporters.append(self._listen())
         content = self.address.encode() + b"\n" + model
         ring = _core.Memory(1, find(learning.worker_uuid))
-        with self._said:
+        with self._naming():
             learning.attach(ring, content, timeout, check)
             learning.begin(0, 0, timeout, check)
 
@@ -117,7 +113,7 @@ class WorkerSession(Session):
             check()
             learning.look()
 
-        with self._said:
+        with self._naming():
             blob = following.accept(timeout, alive)
         self._exporters = [following]
         learning.close()
@@ -133,12 +129,12 @@ class WorkerSession(Session):
         """Hands over ring and manifest; returns where the ring lies."""
         assert self._ring is not None
         self.rounds = WorkerRounds(plan, self.worker)
-        with self._said:
+        with self._naming():
             self._exporter.attach(self._ring, self.rounds.manifest.to_bytes(), timeout, check)
         return self._ring.address, self._ring.nbytes
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
-        with self._said:
+        with self._naming():
             self._exporter.begin(update, len(self.rounds.slots), timeout, check)
 
     @property
@@ -146,20 +142,20 @@ class WorkerSession(Session):
         return self._exporter.loaded
 
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        with self._said:
+        with self._naming():
             self._exporter.acquire(self.rounds.slots[round].wait_round, stream, timeout, check)
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
-        with self._said:
+        with self._naming():
             self._exporter.post(round, stream, timeout, check)
 
     def look(self) -> None:
-        with self._said:
+        with self._naming():
             for exporter in self._exporters:
                 exporter.look()
 
     def wait(self, round: int, timeout: float, check: Check) -> None:
-        with self._said:
+        with self._naming():
             self._exporter.acquire(round, None, timeout, check)
 
     def prepared(self, timeout: float, check: Check) -> None:
@@ -168,7 +164,7 @@ class WorkerSession(Session):
         Raises:
             ProtocolError: the worker loaded another number of tensors or bytes.
         """
-        with self._said:
+        with self._naming():
             tensors, nbytes, _ = self._exporter.prepared(timeout, check)
         layout = self.rounds.manifest
         if (tensors, nbytes) != (layout.tensor_count, layout.shard_nbytes):
@@ -178,7 +174,7 @@ class WorkerSession(Session):
             )
 
     def commit(self, timeout: float, check: Check) -> None:
-        with self._said:
+        with self._naming():
             self._exporter.commit(timeout, check, self._park)
 
     def park(self, timeout: float, check: Check) -> None:
