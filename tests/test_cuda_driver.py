@@ -64,7 +64,7 @@ DEFAULTS = {"RESULT": "0", "VERSION": "12080", "COUNT": "1", "STUB": "0", "MISSI
 
 def finding(library: str, **environment: str) -> tuple[bool, str]:
     done = nursery.run(
-        [sys.executable, "-P", "-m", "wsync.doctor", "--json"],
+        [sys.executable, "-P", "-m", "wsync", "doctor", "--json"],
         timeout=240,
         env={**os.environ, "WSYNC_CUDA_LIB": library, **environment},
     )

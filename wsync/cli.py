@@ -55,7 +55,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 1
     return command(words[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -192,7 +191,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"Python {platform.python_version()} on {platform.platform()}\n")
     print(table(findings))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

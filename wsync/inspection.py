@@ -204,7 +204,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.tensors is not None:
         print("\n" + listing(found, chosen.tensors))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

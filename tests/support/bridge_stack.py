@@ -51,7 +51,8 @@ if not hasattr(typing, "override"):  # of Python 3.12, for which Megatron-Core 0
     typing.override = typing_extensions.override
 torch.distributed.scatter = _contiguous
 os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # or deterministic_mode is refused
-megatron_cpu.install()
+_cpu = megatron_cpu.on_cpu()  # for as long as the process lives
+_cpu.__enter__()
 
 # Only for Megatron: transformers goes by its own plain torch.
 _KERNELS = [f"mamba_ssm.ops.triton.{part}" for part in ("layernorm_gated", "ssd_combined")]

@@ -1,6 +1,7 @@
 """What a rank does in the tests of wsync.megatron; runs in the processes of support.procs."""
 
 import contextlib
+import functools
 import math
 import sys
 
@@ -13,10 +14,13 @@ import wsync.megatron
 from wsync import _core
 from wsync.demo import megatron_cpu
 
+_cpu = megatron_cpu.on_cpu()
 
+
+@functools.cache
 def use_cpu():
-    """Once per process, before anything imports megatron."""
-    megatron_cpu.install()
+    """In each process, before anything imports megatron."""
+    _cpu.__enter__()
     return sys.version_info[:2]
 
 

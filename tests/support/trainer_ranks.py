@@ -30,7 +30,7 @@ class _Rank:
     """What this process has, from `start` to its end."""
 
     def __init__(self, tp: int, pp: int) -> None:
-        megatron_cpu.install()
+        megatron_cases.use_cpu()
         parallel = megatron_cpu.Parallel(tp=tp, pp=pp)
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(megatron_cpu.groups(parallel))

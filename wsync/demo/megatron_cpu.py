@@ -1,8 +1,8 @@
 """Real Megatron-Core trainers on CPU over gloo.
 
-Megatron-Core asks for CUDA in a few places that do not need it.  `install` (or `on_cpu`, the same
-for a `with` block) answers those on the CPU; `groups` sets Megatron's parallel groups up on an
-initialised gloo process group; `build` makes a small trainer from a Hugging Face configuration:
+Megatron-Core asks for CUDA in a few places that do not need it.  `on_cpu` answers those on the CPU;
+`groups` sets Megatron's parallel groups up on an initialised gloo process group; `build` makes a
+small trainer from a Hugging Face configuration:
 
     with on_cpu(), groups(Parallel(tp=2, pp=2)) as parallel:
         trainer = build(Qwen3Config(...), parallel)
@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn import Module
 
-__all__ = ["CpuTrainer", "Parallel", "build", "groups", "install", "named_weights", "on_cpu"]
+__all__ = ["CpuTrainer", "Parallel", "build", "groups", "named_weights", "on_cpu"]
 
 
 class _Stream:
@@ -52,7 +52,9 @@ def _same(tensor: Any, *args: object, **options: object) -> Any:
     return tensor
 
 
-def _patch(stack: contextlib.ExitStack) -> None:
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Makes Megatron-Core build and run its models on the CPU, for the whole process."""
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
 
@@ -68,27 +70,14 @@ def _patch(stack: contextlib.ExitStack) -> None:
         # 0.16.1 names this function even where TransformerEngine is missing.
         (moe_utils, "te_general_gemm", None),
     ]
-    for home, name, value in answers:
-        stack.enter_context(mock.patch.object(home, name, value, create=True))
-    megatron_random.initialize_rng_tracker()
-    tracker = type(megatron_random.get_cuda_rng_tracker())
-    fork = mock.patch.object(tracker, "fork", lambda self, name=None: contextlib.nullcontext())
-    stack.enter_context(fork)
-
-
-@contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    """Makes Megatron-Core build and run its models on the CPU, for the whole process."""
     with contextlib.ExitStack() as stack:
-        _patch(stack)
+        for home, name, value in answers:
+            stack.enter_context(mock.patch.object(home, name, value, create=True))
+        megatron_random.initialize_rng_tracker()
+        tracker = type(megatron_random.get_cuda_rng_tracker())
+        fork = mock.patch.object(tracker, "fork", lambda self, name=None: contextlib.nullcontext())
+        stack.enter_context(fork)
         yield
-
-
-def install() -> Callable[[], None]:
-    """`on_cpu` without a block: returns the function that undoes it."""
-    stack = contextlib.ExitStack()
-    _patch(stack)
-    return stack.close
 
 
 @dataclass(frozen=True)

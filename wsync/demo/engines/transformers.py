@@ -250,11 +250,7 @@ def checksum(tensor: torch.Tensor) -> str:
     return f"{checksum_of(tensor):016x}"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    from wsync.demo.engines.serve import main as serve
-
-    serve(arguments)
-
-
 if __name__ == "__main__":
+    from wsync.demo.engines.serve import main
+
     main()
