@@ -371,12 +371,12 @@ def test_a_killed_writer_leaves_the_previous_version_and_the_next_one_cleans_up(
         sync.update(version=8)
     command = [sys.executable, "-P", "-c", KILLED, str(tmp_path)]
     assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
-    assert len(list(tmp_path.glob(".weight_v000009.*"))) == 1
+    assert len(list(tmp_path.glob(".wsync-work/weight_v000009.*"))) == 1
     assert newest(tmp_path).name == "weight_v000008"
     assert same(stored(newest(tmp_path)), weights)
     with disk(weights, tmp_path) as sync:
         sync.update(version=10)
-    assert list(tmp_path.glob(".weight*")) == []
+    assert not (tmp_path / ".wsync-work").exists()
     assert newest(tmp_path).name == "weight_v000010"
 
 

@@ -286,7 +286,7 @@ def test_a_file_system_that_does_not_answer_costs_the_deadline(
     options = wsync.Options(deadline=1.0, progress=False)
     with disk(tmp_path, options=options) as sync:
         descriptors = len(os.listdir("/proc/self/fd"))
-        text = r"/\.weight_v000001\..*: the file system did not answer within 1 s"
+        text = r"/\.wsync-work/weight_v000001\..*: the file system did not answer within 1 s"
         with monkeypatch.context() as patch:
             patch.setattr(module, name, stall)
             try:
@@ -314,8 +314,8 @@ def test_a_folder_that_does_not_answer_costs_the_deadline_and_gets_no_version(
         go_on.wait(PATIENCE)
         return original(*arguments, **named)
 
-    (tmp_path / ".weight_v000009.01234567").mkdir()  # a trainer was killed
-    (tmp_path / versions._UNFINISHED).write_bytes(b".weight_v000009.01234567\0")
+    left = tmp_path / versions._WORK / "weight_v000009.01234567"  # by a trainer that was killed
+    left.mkdir(parents=True)
     with disk(tmp_path, options=wsync.Options(deadline=1.0, progress=False)) as sync:
         with monkeypatch.context() as patch:
             patch.setattr(module, name, stall)
@@ -325,7 +325,7 @@ def test_a_folder_that_does_not_answer_costs_the_deadline_and_gets_no_version(
             finally:
                 go_on.set()
                 _ended()
-        kept = {".lock", versions._UNFINISHED}
+        kept = {".lock", versions._WORK}
         assert not [path for path in tmp_path.iterdir() if path.name not in kept]
         sync.options = OPTIONS
         version = sync.update().version

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,11 +56,8 @@ def test_a_process_that_was_forked_meanwhile_keeps_nobody_out(tmp_path: Path) ->
             pass
 
 
-def died(root: Path, *names: str) -> None:
-    """A writer, in the middle of a version and of a link; before that it noted `names`."""
-    for name in names:
-        with (root / versions._UNFINISHED).open("a") as file:
-            file.write(name + "\0")
+def died(root: Path) -> None:
+    """A writer, in the middle of a version and of a link."""
     folder = Versions(root, None, 2)
     (folder.begin("2") / "part").write_text("x")
     folder._hidden(versions.LATEST).symlink_to("weight_v000001")
@@ -73,48 +69,39 @@ def test_what_a_dead_writer_left_is_removed_and_other_hidden_files_are_not(tmp_p
     for name in mine:
         (tmp_path / name).mkdir()
     died(tmp_path)
-    assert len(everything(tmp_path)) == 7
+    assert everything(tmp_path) == {"latest", "weight_v000001", versions._WORK, *mine}
+    assert len(list((tmp_path / versions._WORK).iterdir())) == 2
     write(tmp_path, 2)
     assert everything(tmp_path) == {"latest", "weight_v000002", *mine}
 
 
-def test_only_what_has_a_hidden_name_is_removed(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    write(root, 1)
-    mine = tmp_path / ".weight_v1.deadbeef"
+def test_what_links_lead_to_is_not_removed(tmp_path: Path) -> None:
+    root, mine = tmp_path / "root", tmp_path / "mine"
     mine.mkdir()
-    died(root, "latest", ".", "../.weight_v1.deadbeef", ".weight_v/../../.weight_v1.deadbeef", "")
+    (mine / "file").write_text("x")
+    write(root, 1)
+    died(root)
+    (root / versions._WORK / "link").symlink_to(mine)
     write(root, 2, keep=None)
     assert everything(root) == {"latest", "weight_v000001", "weight_v000002"}
-    assert mine.is_dir()
+    assert (mine / "file").read_text() == "x"
 
 
-def test_a_note_that_cannot_be_written_anew_stays_as_it_is(
+def test_what_cannot_be_removed_stays_until_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it names would stay for ever otherwise."""
     write(tmp_path, 1)
     died(tmp_path)
-    noted = (tmp_path / versions._UNFINISHED).read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with monkeypatch.context() as patched:
-        patched.setattr(versions, "_remove", lambda _: False)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-        try:
-            with pytest.raises(wsync.SystemCallError), Versions(tmp_path, None, 2).writing():
-                pass
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert (tmp_path / versions._UNFINISHED).read_bytes() == noted
-        with Versions(tmp_path, None, 2).writing():
-            pass
-        assert (tmp_path / versions._UNFINISHED).read_bytes() == noted
-    write(tmp_path, 2)
-    assert everything(tmp_path) == {"latest", "weight_v000002"}
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)
+        write(tmp_path, 2)
+    assert {versions._WORK, "weight_v000002"} <= everything(tmp_path)
+    write(tmp_path, 3)
+    assert everything(tmp_path) == {"latest", "weight_v000003"}
 
 
-@pytest.mark.parametrize("name", [".lock", ".wsync-unfinished"])
-def test_own_files_are_not_found_through_links(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kind"), [(".lock", "regular file"), (".wsync-work", "folder")])
+def test_own_files_are_not_found_through_links(name: str, kind: str, tmp_path: Path) -> None:
     """Nor waited for."""
     root = tmp_path / "root"
     write(root, 1)
@@ -126,7 +113,7 @@ def test_own_files_are_not_found_through_links(name: str, tmp_path: Path) -> Non
     assert not other.exists()
     (root / name).unlink()
     os.mkfifo(root / name)
-    with pytest.raises(wsync.StateError, match=rf"{name}: is no regular file"):
+    with pytest.raises(wsync.StateError, match=rf"{name}: is no {kind}"):
         write(root, 2)
     (root / name).unlink()
     write(root, 2)

@@ -7,6 +7,7 @@ of metadata.  Buckets and metadata of either side can be read by the other.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -91,44 +92,36 @@ class FlattenedTensorBucket:
         alignment: int,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
+        """Where there is memory to fill, a worker thread copies a part while this one describes
+        the next: where a tensor lies is seldom in the caches, and takes as long to find as some
+        10 KiB to copy."""
         if not named_tensors:
             raise InvalidArgumentError("a bucket of no tensors cannot be made")
         self._names = [name for name, _ in named_tensors]
         tensors = [tensor for _, tensor in named_tensors]
-        if out is not None and len(tensors) > _PART:
-            return self._fill_in_parts(tensors, alignment, out)
-        table = describe(tensors, self._names)
-        starts, nbytes = table.offsets(alignment)
-        if out is None:
-            # gaps between tensors must not show what the memory held before
-            make = torch.empty if nbytes == table.nbytes else torch.zeros
-            out = make(nbytes, dtype=torch.uint8)
-        else:
-            _check_out(out, nbytes, alignment)
-        pack(table, out.data_ptr(), nbytes, starts)
-        self._tables, self._starts = [table.form()], starts
-        return out[:nbytes]
-
-    def _fill_in_parts(
-        self, tensors: list[torch.Tensor], alignment: int, out: torch.Tensor
-    ) -> torch.Tensor:
-        """A worker thread copies a part while this one describes the next: where a tensor lies
-        is seldom in the caches, and takes as long to find as some 10 KiB to copy."""
-        stream = Stream()
+        step = len(tensors) if out is None else _PART
         end = 0
-        try:
-            for first in range(0, len(tensors), _PART):
-                part = slice(first, first + _PART)
+        with contextlib.ExitStack() as stack:
+            streams: list[Stream] = []
+            if len(tensors) > step:
+                streams.append(Stream())
+                stack.callback(streams[0].close)
+            for first in range(0, len(tensors), step):
+                part = slice(first, first + step)
                 table = describe(tensors[part], self._names[part])
                 starts, end = table.offsets(alignment, end)
-                if end > out.numel():
-                    end = describe(tensors, self._names).offsets(alignment)[1]
-                _check_out(out, end, alignment)
-                pack(table, out.data_ptr(), end, starts, stream)
+                if out is None:
+                    # gaps between tensors must not show what the memory held before
+                    make = torch.empty if end == table.nbytes else torch.zeros
+                    out = make(end, dtype=torch.uint8)
+                else:
+                    if end > out.numel():
+                        end = describe(tensors, self._names).offsets(alignment)[1]
+                    _check_out(out, end, alignment)
+                pack(table, out.data_ptr(), end, starts, *streams)
                 self._tables.append(table.form())
                 self._starts += starts
-        finally:
-            stream.close()
+        assert out is not None
         return out[:end]
 
     @property

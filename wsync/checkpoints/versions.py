@@ -3,11 +3,10 @@
     ROOT/weight_v000007     a complete checkpoint, never written again; a later one of the same
                             version is weight_v000007.2
     ROOT/latest             link to the newest
-    ROOT/.weight_v....<hex> being written or removed; nobody reads it
-    ROOT/.wsync-unfinished  the names of these, while there may be any
+    ROOT/.wsync-work        what is being written or removed; nobody reads it
 
-A version is written under a hidden name, brought to the disk, and renamed; the link follows when
-the disk has the new name.  So `latest` leads to a complete version at any time: whenever a writer
+A version is written there, brought to the disk, and renamed; the link follows when the disk has the
+new name.  So `latest` leads to a complete version at any time: whenever a writer
 is killed, and after a power failure as far as the file system keeps what fsync has brought to it.
 What `publish` has returned is there afterwards.  Other files and folders are left alone.
 """
@@ -17,11 +16,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +28,8 @@ from wsync.checkpoints.safetensors_layout import INDEX, read_index, system_calls
 
 LATEST = "latest"
 _LOCK = ".lock"
-_UNFINISHED = ".wsync-unfinished"
-_MAX_UNFINISHED_NBYTES = 1 << 20
+_WORK = ".wsync-work"
 _PREFIX = "weight_v"
-_HIDDEN = re.compile(r"\.weight_v[^/\0]+\.[0-9a-f]{8}", re.DOTALL)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -63,6 +59,7 @@ class Versions:
 
     def __init__(self, root: str | os.PathLike[str], base: Any, keep: int | None) -> None:
         self.root = Path(_folder(root)).absolute()
+        self._work = self.root / _WORK
         self._base = base
         self._keep = keep
 
@@ -130,7 +127,7 @@ class Versions:
     def publish(self, folder: Path, check: Callable[[], object]) -> Path:
         """Gives a hidden folder whose files are on the disk its name, and readers the link to it;
         returns its path.  `check` is called before each step that readers see; may raise."""
-        name = folder.name[1:].rpartition(".")[0]
+        name = folder.name.rpartition(".")[0]
         final, count = self.root / name, 1
         while final.exists():  # of an earlier run or try, and perhaps being read
             count += 1
@@ -142,6 +139,7 @@ class Versions:
             check()
             folder.rename(final)
             _sync(self.root)
+            _sync(self._work)
             link = self._hidden(LATEST)
             link.symlink_to(final.name)
             check()
@@ -164,58 +162,37 @@ class Versions:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def _sweep(self) -> None:
-        """Removes what writers before this one have noted and left.  A folder that only has such a
-        name is somebody else's."""
-        path = self.root / _UNFINISHED
-        with system_calls(path):
-            if not os.path.lexists(path):
-                return
-            with os.fdopen(_open(path), "rb") as file:
-                noted = map(os.fsdecode, file.read(_MAX_UNFINISHED_NBYTES).split(b"\0"))
-            hidden = [name for name in noted if _HIDDEN.fullmatch(name)]
-            left = [name for name in hidden if not _remove(self.root / name)]
-            anew = path.with_name(_UNFINISHED + ".new")  # whoever is killed leaves one of the two
-            if left:
-                _write(anew, left, os.O_TRUNC)
-                anew.replace(path)
-            else:
-                anew.unlink(missing_ok=True)
-                path.unlink()
+        """Removes what writers before this one have left."""
+        if self._is_there():
+            shutil.rmtree(self._work, ignore_errors=True)
 
     def _hidden(self, name: str) -> Path:
-        """A new hidden name; noted first, so that whoever comes next finds what has it."""
-        tail = name.removeprefix(_PREFIX)
-        hidden = f".{_PREFIX}{tail}.{secrets.token_hex(4)}"
-        path = self.root / _UNFINISHED
-        with system_calls(path):
-            _write(path, [hidden], os.O_APPEND)
-        return self.root / hidden
+        """A new name where nobody reads and `_sweep` looks."""
+        if not self._is_there():
+            with system_calls(self._work):
+                self._work.mkdir()
+        return self._work / f"{name}.{secrets.token_hex(4)}"
+
+    def _is_there(self) -> bool:
+        """Whether there is a folder for this; StateError where there is something else."""
+        with system_calls(self._work):
+            try:
+                found = os.lstat(self._work)
+            except FileNotFoundError:
+                return False
+        if not stat.S_ISDIR(found.st_mode):
+            raise _core.StateError(f"{self._work}: is no folder")
+        return True
 
 
-def _open(path: Path, flags: int = 0) -> int:
+def _open(path: Path) -> int:
     """A descriptor of a file that is made where it is missing; never of what a link leads to."""
-    flags |= os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     found = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(found).st_mode):
         os.close(found)
         raise _core.StateError(f"{path}: is no regular file")
     return found
-
-
-def _write(path: Path, names: Sequence[str], flags: int) -> None:
-    """Brings names to the disk."""
-    with os.fdopen(_open(path, flags), "wb") as file:
-        file.write(b"".join(os.fsencode(name) + b"\0" for name in names))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _remove(path: Path) -> bool:
-    """Removes a folder or link; whether it is gone."""
-    shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        path.unlink()  # a link that did not get its name
-    return not os.path.lexists(path)
 
 
 def _folder(given: Any) -> str | os.PathLike[str]:

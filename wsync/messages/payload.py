@@ -80,14 +80,6 @@ class _Writer(pickle._Pickler):
         for kind in (type(None), bool, int, str, bytes, tuple, list, dict)
     }
 
-    def __init__(self) -> None:
-        self._out = io.BytesIO()
-        super().__init__(self._out, 4)
-
-    def finish(self, value: object) -> bytes:
-        self.dump(value)
-        return self._out.getvalue()
-
     def reducer_override(self, value: Any) -> Any:
         plain = type(value) in self.dispatch or isinstance(value, torch.Size | torch.dtype)
         if plain or value is torch.Size:
@@ -238,12 +230,13 @@ def flattened(tensor: object, metadata: Sequence[Any]) -> bytes:
     """The payload of SGLang's load_format "flattened_bucket": the object
     {"flattened_tensor": tensor, "metadata": [FlattenedTensorMetadata, ...]}."""
     entries = [_entry(entry) for entry in metadata]
-    return _Writer().finish({"flattened_tensor": tensor, "metadata": entries})
+    return values({"flattened_tensor": tensor, "metadata": entries})
 
 
 def values(value: object) -> bytes:
     """The payload that a reader turns into `value`: of plain values, `named` and `called`."""
-    return _Writer().finish(value)
+    _Writer(out := io.BytesIO(), 4).dump(value)
+    return out.getvalue()
 
 
 def bucket(bucket: FlattenedTensorBucket, *, by_value: bool = False) -> bytes:
