@@ -53,11 +53,19 @@ def test_a_layout_of_another_rank_is_refused(ranks: Ranks, tmp_path: Path) -> No
     assert second == first
 
 
-def test_ranks_that_write_to_other_folders_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks.run(agreement_cases.elsewhere, str(tmp_path))
-    there = [f"folder={str(tmp_path / rank)!r} on ranks [{rank}]" for rank in "01"]
-    assert first.endswith(f"have to make the same thing together: {', '.join(there)}")
-    assert second == first
+def test_arguments_that_ranks_have_to_share_are_compared(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(agreement_cases.unlike, str(tmp_path))
+    given = {
+        "folder": (str(tmp_path / "0"), str(tmp_path / "1")),
+        "dtype": (None, "bfloat16"),
+        "shard_nbytes": (16, 8),
+        "broadcast": ("bucket", "tensor"),
+        "backend": ("gloo", "nccl"),
+    }
+    assert first == second
+    for name, values in given.items():
+        there = [f"{name}={value!r} on ranks [{rank}]" for rank, value in enumerate(values)]
+        assert first[name].endswith(f"have to make the same thing together: {', '.join(there)}")
 
 
 def test_connections_that_are_renewed_at_the_same_time_do_not_meet(ranks: Ranks) -> None:

@@ -74,8 +74,9 @@ class DiskSync(Updates):
             different parts of one file: between hosts the file system must keep both.
         base: a folder (or a transformers configuration) whose configuration and tokenizer files
             every version gets.
-        dtype: what floating-point tensors are stored as; None keeps the trainer's.
-        shard_nbytes: bytes of tensors in one file; a larger tensor has a file of its own.
+        dtype: what floating-point tensors are stored as, on all ranks; None keeps the trainer's.
+        shard_nbytes: bytes of tensors in one file, on all ranks; a larger tensor has a file of its
+            own.
         keep: versions that stay in the folder; None keeps all.
         options: deadlines, pause mode, threads that write, progress.
 
@@ -109,7 +110,7 @@ class DiskSync(Updates):
         Options.of(options).refuse(_NOT_BY_DISK)
         super().__init__(source, options)
         with self._one_error():
-            self._same_call(f"folder={os.fspath(folder)!r}")
+            self._same_call(folder=os.fspath(folder), dtype=dtype, shard_nbytes=shard_nbytes)
             if self._group.rank == 0:
                 with self._file_calls() as calls:
                     calls.run([(folder, self._versions.check)])

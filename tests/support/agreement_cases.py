@@ -90,11 +90,26 @@ def _ended(folder: str) -> None:
         DiskSync(dataclasses.replace(layout, group=group), folder=folder)
 
 
-def elsewhere(folder: str) -> str:
-    """The error of this rank, where each means another folder."""
-    layout, options = from_tensors({"a": torch.ones(4)}), wsync.Options(progress=False)
-    mine = f"{folder}/{dist.get_rank()}"
-    return error_of(lambda: DiskSync(layout, folder=mine, options=options))
+def unlike(folder: str) -> dict[str, str]:
+    """The errors of this rank, where each means something else by an argument."""
+    layout, rank = from_tensors({"a": torch.ones(4)}), dist.get_rank()
+    quiet = wsync.Options(progress=False)
+    remote = dataclasses.replace(quiet, delivery="distributed")
+
+    def write(**given: Any) -> str:
+        return error_of(lambda: DiskSync(layout, options=quiet, **{"folder": folder, **given}))
+
+    def send(**given: Any) -> str:
+        options = dataclasses.replace(remote, **given)
+        return error_of(lambda: wsync.Sync(layout, [Stock()], options=options))
+
+    return {
+        "folder": write(folder=f"{folder}/{rank}"),
+        "dtype": write(dtype=(None, "bfloat16")[rank]),
+        "shard_nbytes": write(shard_nbytes=(16, 8)[rank]),
+        "broadcast": send(broadcast=("bucket", "tensor")[rank]),
+        "backend": send(backend=("gloo", "nccl")[rank]),
+    }
 
 
 def renewed_at_once() -> tuple[list[str], list[str]]:

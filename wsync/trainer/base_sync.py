@@ -77,11 +77,13 @@ class Updates(abc.ABC):
         finally:
             self._requests.settle()
 
-    def _same_call(self, *arguments: str) -> None:
+    def _same_call(self, **arguments: object) -> None:
         """Raises InvalidArgumentError where ranks make different things at the same time, with
-        other arguments of those that are the same on all ranks, or mean to exchange rounds in
-        different ways: they would not meet."""
-        mine = [type(self).__name__, f"exchange={self.options.exchange!r}", *arguments]
+        other arguments of those that are the same on all ranks, or mean to move bytes in different
+        ways: they would not meet."""
+        options, ways = self.options, ("exchange", "broadcast", "backend")
+        arguments = {name: getattr(options, name) for name in ways} | arguments
+        mine = [type(self).__name__, *(f"{name}={value!r}" for name, value in arguments.items())]
         for meant in zip(*self._group.gather_json(mine), strict=False):  # the type comes first
             if len(set(meant)) > 1:
                 each = ", ".join(
