@@ -74,7 +74,7 @@ def layer_tensors(family: str, shapes: Shapes, layers: int) -> Shapes:
 
 
 def build(host: Any, family: str, config: Any) -> torch.nn.Module:
-    """SGLang's draft of this rank; host: wsync.demo.sglang_cpu."""
+    """SGLang's draft of this rank; host: support.sglang_host."""
     # 0.5.17 looks an operator of vLLM's up for Ling's other models, which no loader calls
     absent = dict.fromkeys(("vllm", "vllm._custom_ops"), unittest.mock.MagicMock())
     with (
