@@ -33,8 +33,9 @@ class DeviceError(WsyncError, RuntimeError): ...
 # (target name, target dtype, target shape, target start, source start (one per source axis),
 #  extent (one per target axis), axes (source axis of each target axis, or -1), group)
 _Map = tuple[str, str, Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int], int]
-# or with scale and offset: the target's elements are x * scale + offset
-Map = _Map | tuple[*_Map, float, float]
+# or with scale and offset: the target's elements are x * scale + offset, or as they are where both are 0; and then
+# with steps, one for each target axis: the box takes every step-th index
+Map = _Map | tuple[*_Map, float, float] | tuple[*_Map, float, float, Sequence[int]]
 # (start in the full parameter, extent, start in the local tensor)
 Region = tuple[Sequence[int], Sequence[int], Sequence[int]]
 
@@ -60,6 +61,9 @@ class Shard(structseq[Any], tuple[int, int, int, tuple[int, ...], tuple[int, ...
     @property
     def affine(self) -> tuple[float, float]:
         """(scale, offset) that the box's elements are computed with; (0.0, 0.0): as they are."""
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The box takes every step-th index of the tensor: start, start + step, ..."""
 
 @final
 class TensorInfo(structseq[Any], tuple[str, str, tuple[int, ...], int]):
@@ -82,8 +86,9 @@ class LayoutBuilder:
     def add_tensor(self, name: str, dtype: str, shape: Sequence[int], group: int = 0) -> None:
         """Makes a tensor known without adding a shard."""
     def add_shard(self, name: str, dtype: str, shape: Sequence[int], start: Sequence[int], extent: Sequence[int],
-                  buffer: int, offset: int, strides: Sequence[int], origin: str = "", group: int = 0) -> None:
-        """One box; offset and strides in bytes."""
+                  buffer: int, offset: int, strides: Sequence[int], origin: str = "", group: int = 0,
+                  steps: Sequence[int] | None = None) -> None:
+        """One box; offset and strides in bytes.  steps: it takes every step-th index of the tensor."""
     def add_parameter(self, origin: str, buffer: int, dtype: str, strides: Sequence[int],
                       regions: Sequence[Region], maps: Sequence[Map]) -> int:
         """Composes the regions of a local parameter (element strides) with the maps from the full parameter to

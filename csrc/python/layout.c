@@ -257,15 +257,22 @@ static PyObject *layout_shards(PyObject *self, PyObject *args, PyObject *kwargs)
     list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; i++) {
         const wsync_shard_t *shard = &shards[i];
-        PyObject *item = wsync_py_record(
+        int64_t step[WSYNC_MAX_NDIM];
+        PyObject *item;
+
+        for (unsigned j = 0; j < WSYNC_MAX_NDIM; j++) {
+            step[j] = shard->step[j];
+        }
+        item = wsync_py_record(
             wsync_py_state_of(self)->record_Shard,
-            Py_BuildValue("IIKNNNs(ff)", shard->rank, shard->buffer,
+            Py_BuildValue("IIKNNNs(ff)N", shard->rank, shard->buffer,
                           (unsigned long long)shard->offset,
                           wsync_py_int64_tuple(shard->box.start, tensor->ndim),
                           wsync_py_int64_tuple(shard->box.extent, tensor->ndim),
                           wsync_py_int64_tuple(shard->stride, tensor->ndim),
                           wsync_layout_origin(layout, shard->origin),
-                          (double)shard->affine.scale, (double)shard->affine.offset));
+                          (double)shard->affine.scale, (double)shard->affine.offset,
+                          wsync_py_int64_tuple(step, tensor->ndim)));
 
         wsync_py_list_put(&list, i, item);
     }

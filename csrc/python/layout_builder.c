@@ -116,6 +116,25 @@ static PyObject *builder_add_tensor(PyObject *self, PyObject *args, PyObject *kw
     Py_RETURN_NONE;
 }
 
+/* Reads steps; NULL or None: none. */
+static int read_steps(PyObject *object, uint32_t *step, unsigned ndim)
+{
+    int64_t values[WSYNC_MAX_NDIM];
+
+    if (object == NULL || object == Py_None) {
+        return 0;
+    }
+    if (wsync_py_read_exactly(object, "steps", values, ndim) < 0) {
+        return -1;
+    }
+    for (unsigned i = 0; i < ndim; i++) {
+        if (wsync_py_read_u32(values[i], "step", &step[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
 /* Adds a shard of a tensor, both by name. */
 static wsync_status_t add_shard(wsync_layout_builder_t *builder,
                                 const wsync_tensor_t *tensor, const char *origin,
@@ -136,7 +155,7 @@ static wsync_status_t add_shard(wsync_layout_builder_t *builder,
 static PyObject *builder_add_shard(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"name",   "dtype",   "shape",  "start", "extent", "buffer",
-                               "offset", "strides", "origin", "group", NULL};
+                               "offset", "strides", "origin", "group", "steps",  NULL};
     PyObject *name;
     const char *dtype;
     PyObject *origin_object = NULL;
@@ -145,6 +164,7 @@ static PyObject *builder_add_shard(PyObject *self, PyObject *args, PyObject *kwa
     PyObject *start;
     PyObject *extent;
     PyObject *strides;
+    PyObject *steps = NULL;
     long long buffer;
     long long offset;
     long long group = 0;
@@ -154,13 +174,14 @@ static PyObject *builder_add_shard(PyObject *self, PyObject *args, PyObject *kwa
     wsync_layout_builder_t *builder;
     wsync_error_t err = {0};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OsOOOLLO|OL:add_shard", keywords, &name,
-                                     &dtype, &shape, &start, &extent, &buffer, &offset,
-                                     &strides, &origin_object, &group) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OsOOOLLO|OLO:add_shard", keywords,
+                                     &name, &dtype, &shape, &start, &extent, &buffer,
+                                     &offset, &strides, &origin_object, &group, &steps) ||
         read_tensor(self, name, dtype, shape, group, &tensor) < 0 ||
         wsync_py_read_exactly(start, "start", shard.box.start, tensor.ndim) < 0 ||
         wsync_py_read_exactly(extent, "extent", shard.box.extent, tensor.ndim) < 0 ||
         wsync_py_read_exactly(strides, "strides", shard.stride, tensor.ndim) < 0 ||
+        read_steps(steps, shard.step, tensor.ndim) < 0 ||
         wsync_py_read_u32(buffer, "buffer", &shard.buffer) < 0) {
         return NULL;
     }
@@ -317,6 +338,7 @@ static int read_map(PyObject *self, PyObject *item, const parameter_t *parameter
     PyObject *name;
     const char *dtype;
     PyObject *parts[5]; /* shape, start, source start, extent, axes */
+    PyObject *steps = NULL;
     int64_t axes[WSYNC_MAX_NDIM];
     long long group;
 
@@ -327,10 +349,11 @@ static int read_map(PyObject *self, PyObject *item, const parameter_t *parameter
         return -1;
     }
     if (!PyArg_ParseTuple(item,
-                          "OsOOOOOL|ff;a map is (name, dtype, shape, start, source start, "
-                          "extent, axes, group, scale, offset)",
+                          "OsOOOOOL|ffO;a map is (name, dtype, shape, start, source start, "
+                          "extent, axes, group, scale, offset, steps)",
                           &name, &dtype, &parts[0], &parts[1], &parts[2], &parts[3],
-                          &parts[4], &group, &map->affine.scale, &map->affine.offset) ||
+                          &parts[4], &group, &map->affine.scale, &map->affine.offset,
+                          &steps) ||
         read_tensor(self, name, parameter->dtype[0] != '\0' ? parameter->dtype : dtype,
                     parts[0], group, tensor) < 0 ||
         wsync_py_read_exactly(parts[1], "map start", map->target.start, tensor->ndim) < 0 ||
@@ -338,7 +361,8 @@ static int read_map(PyObject *self, PyObject *item, const parameter_t *parameter
                               parameter->ndim) < 0 ||
         wsync_py_read_exactly(parts[3], "map extent", map->target.extent, tensor->ndim) <
             0 ||
-        wsync_py_read_exactly(parts[4], "map axes", axes, tensor->ndim) < 0) {
+        wsync_py_read_exactly(parts[4], "map axes", axes, tensor->ndim) < 0 ||
+        read_steps(steps, map->step, tensor->ndim) < 0) {
         return -1;
     }
     map->target_ndim = (uint8_t)tensor->ndim;
@@ -501,7 +525,7 @@ static PyMethodDef builder_methods[] = {
      "Makes a tensor known without adding a shard."},
     {"add_shard", WSYNC_PY_KEYWORDS(builder_add_shard),
      "add_shard($self, name, dtype, shape, start, extent, buffer, offset, strides,\n"
-     "          origin='', group=0)\n--\n\n"
+     "          origin='', group=0, steps=None)\n--\n\n"
      "One box; offset and strides in bytes."},
     {"add_parameter", WSYNC_PY_KEYWORDS(builder_add_parameter),
      "add_parameter($self, origin, buffer, dtype, strides, regions, maps)\n--\n\n"

@@ -4,9 +4,9 @@
 #include "python/module.h"
 
 static PyStructSequence_Field shard_fields[] = {
-    {"rank", NULL},   {"buffer", NULL}, {"offset", NULL},
-    {"start", NULL},  {"extent", NULL}, {"strides", NULL},
-    {"origin", NULL}, {"affine", NULL}, {NULL, NULL},
+    {"rank", NULL},   {"buffer", NULL},  {"offset", NULL}, {"start", NULL},
+    {"extent", NULL}, {"strides", NULL}, {"origin", NULL}, {"affine", NULL},
+    {"steps", NULL},  {NULL, NULL},
 };
 static PyStructSequence_Field tensor_info_fields[] = {
     {"name", NULL}, {"dtype", NULL}, {"shape", NULL}, {"group", NULL}, {NULL, NULL},

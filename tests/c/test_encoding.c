@@ -195,9 +195,12 @@ static void refuse(const void *data, size_t nbytes, const char *part)
 TEST(malformed_input_is_named)
 {
     refuse("WSLZ\1", 5, "byte 3: not a layout");
-    refuse("WSLY\0\0\0", 7, "byte 4: format 0 of a layout that computes nothing");
-    refuse("WSLY\2\0\0", 7, "byte 4: format 2 of a layout that computes nothing");
-    refuse("WSLY\3\0\0", 7, "byte 4: format 3 exceeds 2");
+    refuse("WSLY\0\0\0", 7, "byte 4: format 0 of a layout of format 1");
+    refuse("WSLY\2\0\0", 7, "byte 4: format 2 of a layout of format 1");
+    refuse("WSLY\3\0\0", 7, "byte 4: format 3 of a layout of format 1");
+    refuse("WSLY\4\0\0", 7, "byte 4: format 4 exceeds 3");
+    refuse("WSLY\3\1\4int8\1\0\4\1a\1\0\1\0\0\0\0\0\0\1\2\2\2", 29,
+           "dim 0: start 1 with extent 2 in steps of 3 is not inside shape [4]");
     refuse("WSLY\2\1\4int8\0\0\1a\1\0\1\0\0\0\0\1\0", 24, "no computation from int8");
     refuse("WSLY\2\1\4int8\0\0\1a\1\0\1\0\0\0\0\0\1", 24, "computed with scale 0 and");
     refuse("WSLY\1\x80\x00\0", 8, "byte 6: 0x00 does not end");

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Making layouts: everything that enters one is checked here, so that arithmetic on a
  * finished layout cannot overflow. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -172,19 +173,25 @@ static wsync_status_t check_memory(const char *name, const wsync_shard_t *shard,
 }
 
 static wsync_status_t check_box(const wsync_tensor_t *tensor, const wsync_box_t *box,
-                                wsync_error_t *err)
+                                const uint32_t *step, wsync_error_t *err)
 {
     for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
-        /* shape is 1 beyond ndim */
-        if (box->start[i] < 0 || box->extent[i] < 0 || box->extent[i] > tensor->shape[i] ||
-            box->start[i] > tensor->shape[i] - box->extent[i]) {
-            char shape[WSYNC_SHAPE_TEXT_NBYTES];
+        /* shape is 1 beyond ndim; an empty box may start at the end */
+        const int64_t last = tensor->shape[i] - (box->extent[i] > 0);
 
+        if (box->start[i] < 0 || box->extent[i] < 0 || box->start[i] > last ||
+            box->extent[i] - 1 > (last - box->start[i]) / (step[i] != 0 ? step[i] : 1)) {
+            char shape[WSYNC_SHAPE_TEXT_NBYTES];
+            char steps[32] = "";
+
+            if (step[i] > 1) {
+                (void)snprintf(steps, sizeof(steps), " in steps of %u", step[i]);
+            }
             return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
-                              "%.256s: dim %u: start %lld with extent %lld is not inside "
+                              "%.256s: dim %u: start %lld with extent %lld%s is not inside "
                               "shape %s",
                               tensor->name, i, (long long)box->start[i],
-                              (long long)box->extent[i],
+                              (long long)box->extent[i], steps,
                               wsync_shape_text(shape, tensor->ndim, tensor->shape));
         }
     }
@@ -241,7 +248,7 @@ wsync_status_t wsync_layout_builder_shard(wsync_layout_builder_t *builder,
         return status;
     }
     tensor = &builder->tensors.items[shard->tensor];
-    status = check_box(tensor, &shard->box, err);
+    status = check_box(tensor, &shard->box, shard->step, err);
     if (status != WSYNC_OK || wsync_box_count(&shard->box) == 0) {
         return status;
     }
@@ -261,8 +268,10 @@ wsync_status_t wsync_layout_builder_shard(wsync_layout_builder_t *builder,
         builder->unsorted = true;
     }
     *added = *shard;
-    for (unsigned i = tensor->ndim; i < WSYNC_MAX_NDIM; i++) {
-        added->stride[i] = 0;
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
+        added->step[i] =
+            shard->box.extent[i] > 1 && shard->step[i] > 1 ? shard->step[i] : 1;
+        added->stride[i] = i < tensor->ndim ? shard->stride[i] : 0;
     }
     return WSYNC_OK;
 }
@@ -311,7 +320,7 @@ static wsync_status_t check_map(const wsync_tensor_t *tensor, const wsync_map_t 
                               tensor->name, i, (long long)map->source_start[i]);
         }
     }
-    return check_box(tensor, &map->target, err);
+    return check_box(tensor, &map->target, map->step, err);
 }
 
 static wsync_status_t check_region(const char *name, const wsync_shard_t *region,
@@ -379,6 +388,7 @@ wsync_status_t wsync_layout_builder_compose(wsync_layout_builder_t *builder,
         }
         shard.box = map->target;
         shard.affine = map->affine;
+        memcpy(shard.step, map->step, sizeof(shard.step));
         memset(shard.stride, 0, sizeof(shard.stride));
         for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
             shard.offset +=
@@ -388,7 +398,8 @@ wsync_status_t wsync_layout_builder_compose(wsync_layout_builder_t *builder,
             const int axis = map->axis[i];
 
             if (axis >= 0) {
-                shard.box.start[i] += common.start[axis] - source.start[axis];
+                shard.box.start[i] += (common.start[axis] - source.start[axis]) *
+                                      (map->step[i] != 0 ? map->step[i] : 1);
                 shard.box.extent[i] = common.extent[axis];
                 shard.stride[i] = region->stride[axis];
             }
@@ -426,11 +437,17 @@ static bool count_buffers(const wsync_layout_builder_t *builder, wsync_layout_t 
 {
     const wsync_shard_t *shards = builder->shards.items;
 
+    layout->format = 1;
     for (size_t i = 0; i < builder->shards.count; i++) {
+        uint32_t format = shards[i].affine.scale != 0 ? 2 : 1;
+
         if (shards[i].rank >= layout->rank_count) {
             layout->rank_count = shards[i].rank + 1;
         }
-        layout->computes = layout->computes || shards[i].affine.scale != 0;
+        for (unsigned j = 0; j < WSYNC_MAX_NDIM; j++) {
+            format = shards[i].step[j] > 1 ? 3 : format;
+        }
+        layout->format = format > layout->format ? format : layout->format;
     }
     layout->buffer_counts =
         calloc((size_t)layout->rank_count + 1, sizeof(*layout->buffer_counts));

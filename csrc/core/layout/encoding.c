@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Formats 1 and 2.  "WSLY", then one byte of version, then numbers as LEB128 varints in
+ * Formats 1 to 3.  "WSLY", then one byte of version, then numbers as LEB128 varints in
  * their shortest form (strides zigzag) and texts as their length and UTF-8 bytes:
  *
  *   tensor count, for each: dtype name, ndim, group, shape[ndim], name
  *   origin count, for each: name
  *   for each tensor: shard count, for each: rank, buffer, origin, offset,
- *                    in format 2 the bits of scale and of offset,
- *                    ndim times (start, extent, stride)
+ *                    from format 2 on the bits of scale and of offset,
+ *                    ndim times (start, extent, in format 3 step - 1 if extent > 1, stride)
  *
- * Format 2 is of layouts that compute, format 1 of all others, so that releases that know
- * only format 1 read what they can do.  A layout has one encoding: what decodes also
- * encodes back to the same bytes. */
+ * Format 3 is of layouts with steps, format 2 of others that compute, format 1 of all
+ * others, so that releases that know only format 1 read what they can do.  A layout has one
+ * encoding: what decodes also encodes back to the same bytes. */
 #include "core/layout/encoding.h"
 
 #include <stdlib.h>
@@ -75,7 +75,7 @@ static void write_tensor(writer_t *writer, const wsync_tensor_t *tensor)
 }
 
 static void write_shard(writer_t *writer, const wsync_shard_t *shard, unsigned ndim,
-                        bool computes)
+                        uint32_t format)
 {
     uint32_t affine[2];
 
@@ -84,12 +84,15 @@ static void write_shard(writer_t *writer, const wsync_shard_t *shard, unsigned n
     write_number(writer, shard->buffer);
     write_number(writer, shard->origin);
     write_number(writer, shard->offset);
-    for (unsigned i = 0; i < 2 && computes; i++) {
+    for (unsigned i = 0; i < 2 && format > 1; i++) {
         write_number(writer, affine[i]);
     }
     for (unsigned i = 0; i < ndim; i++) {
         write_number(writer, (uint64_t)shard->box.start[i]);
         write_number(writer, (uint64_t)shard->box.extent[i]);
+        if (format > 2 && shard->box.extent[i] > 1) {
+            write_number(writer, shard->step[i] - 1U);
+        }
         write_signed(writer, shard->stride[i]);
     }
 }
@@ -102,7 +105,7 @@ wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,
     writer_t writer = {0};
 
     write_bytes(&writer, wire_magic, sizeof(wire_magic));
-    write_number(&writer, layout->computes ? 2 : 1);
+    write_number(&writer, layout->format);
     write_number(&writer, tensor_count);
     for (size_t i = 0; i < tensor_count; i++) {
         write_tensor(&writer, wsync_layout_tensor(layout, i));
@@ -118,7 +121,7 @@ wsync_status_t wsync_layout_encode(const wsync_layout_t *layout, uint8_t **data,
         write_number(&writer, count);
         for (size_t j = 0; j < count; j++) {
             write_shard(&writer, &shards[j], wsync_layout_tensor(layout, i)->ndim,
-                        layout->computes);
+                        layout->format);
         }
     }
     if (writer.failed) {
@@ -328,6 +331,9 @@ static void read_shard(reader_t *reader, wsync_layout_builder_t *builder, uint32
     for (unsigned i = 0; i < ndim; i++) {
         shard.box.start[i] = (int64_t)read_number(reader, "start", INT64_MAX);
         shard.box.extent[i] = (int64_t)read_number(reader, "extent", INT64_MAX);
+        if (reader->format > 2 && shard.box.extent[i] > 1) {
+            shard.step[i] = 1 + (uint32_t)read_number(reader, "step", UINT32_MAX - 1);
+        }
         shard.stride[i] = read_signed(reader, "stride");
     }
     if (reader->status == WSYNC_OK && wsync_box_count(&shard.box) == 0) {
@@ -383,7 +389,7 @@ wsync_status_t wsync_layout_decode(const uint8_t *data, size_t nbytes,
                               reader.at);
         }
     }
-    reader.format = read_number(&reader, "format", 2);
+    reader.format = read_number(&reader, "format", 3);
     status = reader.status == WSYNC_OK ? wsync_layout_builder_create(&builder, err)
                                        : reader.status;
     if (status == WSYNC_OK) {
@@ -393,11 +399,10 @@ wsync_status_t wsync_layout_decode(const uint8_t *data, size_t nbytes,
     if (status == WSYNC_OK) {
         status = wsync_layout_builder_finish(builder, &made, err);
     }
-    if (status == WSYNC_OK && reader.format != (made->computes ? 2 : 1)) {
+    if (status == WSYNC_OK && reader.format != made->format) {
         status = wsync_fail(err, WSYNC_ERR_PROTOCOL, 0, "wire",
-                            "byte %zu: format %d of a layout that computes %s",
-                            sizeof(wire_magic), (int)reader.format,
-                            made->computes ? "something" : "nothing");
+                            "byte %zu: format %d of a layout of format %u",
+                            sizeof(wire_magic), (int)reader.format, made->format);
         wsync_layout_destroy(made);
     } else if (status == WSYNC_OK) {
         *layout = made;

@@ -26,7 +26,8 @@ typedef struct wsync_tensor {
 
 /* A box of a tensor and where its elements lie.  `origin` indexes the layout's origin
  * names: the trainer parameter that the box is part of (copies of one origin are replicas;
- * overlapping boxes of different origins are an error). */
+ * overlapping boxes of different origins are an error).  Along an axis the box may take
+ * every step-th index of the tensor alone: start, start + step, ... */
 typedef struct wsync_shard {
     uint32_t tensor;
     uint32_t rank;
@@ -34,17 +35,19 @@ typedef struct wsync_shard {
     uint32_t origin;
     uint64_t offset; /* bytes from the start of the buffer to the box's first element */
     wsync_box_t box;
+    uint32_t step[WSYNC_MAX_NDIM];  /* 0 is taken as 1 */
     int64_t stride[WSYNC_MAX_NDIM]; /* bytes; 0 at ndim and beyond */
     wsync_affine_t affine;          /* what the tensor's elements are computed with */
 } wsync_shard_t;
 
 /* An injection from a box of one tensor (the unsharded trainer parameter) into another
- * (the Hugging Face tensor), axis by axis: target index start[i] + j comes from source
- * index source_start[axis[i]] + j.  Source axes that no target axis names are fixed at
- * source_start; a target axis with axis[i] == -1 has extent 1. */
+ * (the Hugging Face tensor), axis by axis: target index start[i] + j * step[i] comes from
+ * source index source_start[axis[i]] + j.  Source axes that no target axis names are fixed
+ * at source_start; a target axis with axis[i] == -1 has extent 1. */
 typedef struct wsync_map {
     wsync_box_t target;
     int64_t source_start[WSYNC_MAX_NDIM];
+    uint32_t step[WSYNC_MAX_NDIM]; /* 0 is taken as 1 */
     int8_t axis[WSYNC_MAX_NDIM];
     uint8_t target_ndim;
     uint8_t source_ndim;
