@@ -7,6 +7,7 @@
 #include "core/base/array.h"
 #include "core/box_cover.h"
 #include "core/layout/layout_parts.h"
+#include "core/layout/refine.h"
 #include "core/write_overlap.h"
 
 /* A peer chooses the source's boxes.  Boxes that lie across each other cut what is missing
@@ -209,7 +210,9 @@ wsync_status_t wsync_route_create(const wsync_layout_t *source,
                                   const wsync_layout_t *destination, wsync_route_t **route,
                                   wsync_error_t *err)
 {
+    const wsync_layout_t *const given[] = {source, destination};
     route_builder_t builder = {.source = source, .destination = destination, .err = err};
+    wsync_refined_t refined = {0};
     wsync_route_t *made = NULL;
     uint32_t buffer_count = 0;
     uint32_t unused;
@@ -217,6 +220,13 @@ wsync_status_t wsync_route_create(const wsync_layout_t *source,
 
     if (status == WSYNC_OK) {
         status = check_rank(destination, "destination", &unused, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_refine(given, 2, &refined, err);
+    }
+    if (status == WSYNC_OK) {
+        builder.source = refined.layouts[0] != NULL ? refined.layouts[0] : source;
+        builder.destination = refined.layouts[1] != NULL ? refined.layouts[1] : destination;
     }
     for (size_t i = 0; i < wsync_layout_tensor_count(destination) && status == WSYNC_OK;
          i++) {
@@ -245,6 +255,7 @@ cleanup:
     wsync_copies_fini(&builder.copies);
     free(builder.tensors.items);
     wsync_cover_fini(&builder.cover);
+    wsync_refined_fini(&refined);
     return status;
 }
 

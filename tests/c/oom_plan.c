@@ -15,8 +15,26 @@ typedef struct world {
     wsync_plan_spec_t spec;
 } world_t;
 
-/* Rows on changing pairs of ranks, some of them in boxes that overlap, wanted whole and in
- * rows, on rounds that most tensors do not fit into: every path and table grows. */
+/* Halves of a tensor whose columns alternate, on two ranks. */
+static void add_columns(wsync_layout_builder_t *builder, wsync_tensor_t tensor)
+{
+    wsync_error_t err = {0};
+    wsync_shard_t shard = {
+        .box = wsync_box_whole(2, tensor.shape), .stride = {64, 4}, .step = {1, 2}};
+
+    CHECK_OK(wsync_layout_builder_tensor(builder, &tensor, &shard.tensor, &err), err);
+    CHECK_OK(wsync_layout_builder_origin(builder, "columns", &shard.origin, &err), err);
+    shard.box.extent[1] /= 2;
+    for (uint32_t i = 0; i < 2; i++) {
+        shard.rank = i;
+        shard.box.start[1] = i;
+        CHECK_OK(wsync_layout_builder_shard(builder, &shard, &err), err);
+    }
+}
+
+/* Rows on changing pairs of ranks, some of them in boxes that overlap, or every other
+ * column, wanted whole and in rows, on rounds that most tensors do not fit into: every path
+ * and table grows. */
 static void world_init(world_t *world)
 {
     wsync_layout_builder_t *source = new_builder();
@@ -29,6 +47,11 @@ static void world_init(world_t *world)
 
         (void)snprintf(name, sizeof(name), "w%u", i);
         tensor.group = i % 9 == 0 ? 1 + i / 20 : 0;
+        if (i % 12 == 11) {
+            add_columns(source, tensor);
+            add_rows(parts, tensor, 0, 0, 0, 1, 6);
+            continue;
+        }
         add_rows(source, tensor, i % RANKS, i, 0, 0, 5);
         add_rows(source, tensor, (i + 7) % RANKS, i, 0, 0, 5);
         add_rows(source, tensor, (i + 1) % RANKS, i, 0, i % 5 == 0 ? 3 : 5,

@@ -184,17 +184,26 @@ static wsync_status_t place_messages(emitter_t *emitter)
 
 /* --- copies --------------------------------------------------------------------------- */
 
-/* A part of a box that lies contiguous, row-major, at `offset`. */
-static wsync_place_t place_in(const wsync_box_t *box, uint64_t offset, uint32_t buffer,
-                              wsync_dtype_t dtype, const wsync_box_t *part)
+void wsync_plan_strides(const wsync_box_t *box, wsync_plan_order_t order,
+                        wsync_dtype_t dtype, int64_t stride[WSYNC_MAX_NDIM])
 {
-    wsync_place_t place = {.buffer = buffer, .dtype = dtype, .offset = offset};
     int64_t step = (int64_t)wsync_dtype_nbytes(dtype);
 
     for (unsigned i = WSYNC_MAX_NDIM; i-- > 0;) {
-        place.stride[i] = step;
-        place.offset += (uint64_t)((part->start[i] - box->start[i]) * step);
-        step *= box->extent[i];
+        stride[order.dims[i]] = step;
+        step *= box->extent[order.dims[i]];
+    }
+}
+
+/* A part of a box of a want that lies without gaps at `offset`. */
+static wsync_place_t place_in(const wsync_plan_want_t *want, const wsync_box_t *box,
+                              uint64_t offset, uint32_t buffer, const wsync_box_t *part)
+{
+    wsync_place_t place = {.buffer = buffer, .dtype = want->dtype, .offset = offset};
+
+    wsync_plan_strides(box, want->order, want->dtype, place.stride);
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
+        place.offset += (uint64_t)((part->start[i] - box->start[i]) * place.stride[i]);
     }
     return place;
 }
@@ -218,8 +227,8 @@ static wsync_status_t copy_to_slots(emitter_t *emitter, wsync_phase_t phase,
         for (size_t j = emitter->first_mine[ids[i]];
              j < emitter->first_mine[ids[i] + 1] && status == WSYNC_OK; j++) {
             const wsync_place_t place =
-                place_in(&want->box, slot->offset + emitter->fills[ids[i]],
-                         emitter->mine[j], want->dtype, &piece->box);
+                place_in(want, &want->box, slot->offset + emitter->fills[ids[i]],
+                         emitter->mine[j], &piece->box);
 
             status = wsync_copies_append(&emitter->plan->copies[phase], piece->box.extent,
                                          source, &place, emitter->planner->err);
@@ -251,7 +260,7 @@ static wsync_status_t emit_piece(emitter_t *emitter, const wsync_plan_want_t *wa
         if (index == WSYNC_PLAN_NONE) {
             continue;
         }
-        place = place_in(&piece->box, send->offset, index, want->dtype, &piece->box);
+        place = place_in(want, &piece->box, send->offset, index, &piece->box);
         if (send->source == emitter->plan->rank) {
             status = wsync_copies_append(&emitter->plan->copies[WSYNC_PHASE_PACK],
                                          piece->box.extent, &shard, &place, planner->err);
@@ -273,6 +282,9 @@ static wsync_status_t emit_want(emitter_t *emitter, const wsync_plan_want_t *wan
     mix(plan, (uint64_t)want->tensor << 32 | want->audience);
     mix(plan, (uint64_t)want->dtype);
     mix_box(plan, &want->box);
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
+        mix(plan, want->order.dims[i]);
+    }
     for (size_t i = 0; i < want->piece_count && status == WSYNC_OK; i++) {
         const wsync_plan_piece_t *piece = &planner->pieces.items[want->first_piece + i];
 

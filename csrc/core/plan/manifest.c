@@ -45,7 +45,8 @@ static wsync_status_t keep_want(const wsync_planner_t *planner, wsync_plan_t *pl
                                     .tensor = numbers[want->tensor],
                                     .audience = want->audience,
                                     .round = round,
-                                    .dtype = want->dtype};
+                                    .dtype = want->dtype,
+                                    .order = want->order};
     }
     return status;
 }
@@ -100,19 +101,11 @@ static wsync_status_t add_delivery(const wsync_plan_t *plan,
                            .origin = origin,
                            .offset = offset,
                            .box = delivery->box};
-    int64_t step = (int64_t)wsync_dtype_nbytes(delivery->dtype);
-    wsync_status_t status;
 
     tensor.dtype = delivery->dtype;
-    for (unsigned i = WSYNC_MAX_NDIM; i-- > 0;) {
-        shard.stride[i] = i < tensor.ndim ? step : 0;
-        step *= delivery->box.extent[i];
-    }
-    status = wsync_layout_builder_tensor(builder, &tensor, &shard.tensor, err);
-    if (status == WSYNC_OK && delivery->nbytes != 0) {
-        status = wsync_layout_builder_shard(builder, &shard, err);
-    }
-    return status;
+    wsync_plan_strides(&delivery->box, delivery->order, delivery->dtype, shard.stride);
+    return wsync_refined_restore(&plan->refined, &tensor,
+                                 delivery->nbytes != 0 ? &shard : NULL, builder, err);
 }
 
 wsync_status_t wsync_plan_manifest(const wsync_plan_t *plan, uint32_t worker,

@@ -245,6 +245,7 @@ typedef struct demand_key {
     const wsync_box_t *box;
     wsync_dtype_t dtype;
     uint32_t destination;
+    wsync_plan_order_t order;
 } demand_key_t;
 
 typedef WSYNC_ARRAY(demand_key_t) demand_keys_t;
@@ -298,11 +299,37 @@ static wsync_status_t check_demands(wsync_planner_t *planner, uint32_t tensor, s
     return WSYNC_OK;
 }
 
+static const wsync_plan_order_t row_major = {{0, 1, 2, 3, 4, 5}};
+
+/* The order in which the dimensions of a shard lie: what it gets can be copied in long runs
+ * if that lies in the same one.  A shard that lies nowhere has strides of 0. */
+static wsync_plan_order_t order_of(const wsync_shard_t *shard)
+{
+    wsync_plan_order_t order = row_major;
+
+    for (uint8_t i = 0; i < WSYNC_MAX_NDIM; i++) {
+        unsigned at = i;
+
+        /* Dimensions of one element stay where they are. */
+        for (unsigned j = i; shard->box.extent[i] > 1 && j-- > 0;) {
+            const uint8_t before = order.dims[j];
+
+            if (shard->box.extent[j] > 1 && shard->stride[before] < shard->stride[i]) {
+                order.dims[at] = before;
+                at = j;
+            }
+        }
+        order.dims[at] = i;
+    }
+    return order;
+}
+
 /* Makes one demand of equal boxes, destinations ascending. */
 static wsync_status_t add_demand(wsync_planner_t *planner, uint32_t tensor,
                                  const demand_key_t *keys, size_t count)
 {
-    wsync_plan_demand_t demand = {.box = *keys[0].box, .dtype = keys[0].dtype};
+    wsync_plan_demand_t demand = {
+        .box = *keys[0].box, .dtype = keys[0].dtype, .order = keys[0].order};
     wsync_status_t status;
 
     planner->ids.count = 0;
@@ -316,6 +343,9 @@ static wsync_status_t add_demand(wsync_planner_t *planner, uint32_t tensor,
                               keys[i].box);
         }
         planner->ids.items[planner->ids.count++] = keys[i].destination;
+        if (memcmp(&keys[i].order, &demand.order, sizeof(demand.order)) != 0) {
+            demand.order = row_major;
+        }
     }
     status = wsync_plan_audience(planner, planner->ids.items, planner->ids.count,
                                  &demand.audience);
@@ -335,7 +365,8 @@ static wsync_status_t collect_demands(const wsync_planner_t *planner, uint32_t t
         const wsync_plan_ref_t *ref = &planner->refs[i];
         const wsync_destination_t *destination =
             &planner->spec->destinations[ref->destination];
-        demand_key_t key = {.box = whole, .destination = ref->destination};
+        demand_key_t key = {
+            .box = whole, .destination = ref->destination, .order = row_major};
         size_t count;
         const wsync_shard_t *shards =
             wsync_layout_shards(destination->layout, ref->tensor, &count);
@@ -350,6 +381,7 @@ static wsync_status_t collect_demands(const wsync_planner_t *planner, uint32_t t
         }
         for (size_t j = 0; j < count; j++) {
             key.box = &shards[j].box;
+            key.order = destination->whole ? row_major : order_of(&shards[j]);
             keys->items[keys->count++] = key;
         }
     }
@@ -470,7 +502,8 @@ wsync_status_t wsync_plan_add_want(wsync_planner_t *planner, uint32_t tensor,
                               .first_piece = planner->pieces.count,
                               .tensor = tensor,
                               .audience = demand->audience,
-                              .dtype = demand->dtype};
+                              .dtype = demand->dtype,
+                              .order = demand->order};
     uint64_t covered = 0;
     wsync_status_t status = WSYNC_OK;
 

@@ -144,6 +144,7 @@ static void planner_fini(wsync_planner_t *planner)
     free(planner->more_ids.items);
     free(planner->weights);
     free(planner->touched);
+    wsync_refined_fini(&planner->refined);
 }
 
 /* Bytes of the boxes that the workers asked for, counted from their layouts. */
@@ -242,17 +243,59 @@ static wsync_status_t fill_plan(wsync_planner_t *planner, wsync_plan_t *plan)
         plan->audiences = planner->audiences;
         planner->ranks = (wsync_idsets_t){0};
         planner->audiences = (wsync_idsets_t){0};
+        wsync_refined_drop(&planner->refined);
+        plan->refined = planner->refined;
+        planner->refined = (wsync_refined_t){0};
     }
+    return status;
+}
+
+/* Puts layouts without steps into a specification, whose destinations are a copy. */
+static wsync_status_t refine_spec(wsync_planner_t *planner, wsync_plan_spec_t *spec,
+                                  wsync_destination_t *destinations)
+{
+    const size_t count = spec->destination_count + (size_t)1;
+    const wsync_layout_t **given =
+        (const wsync_layout_t **)malloc(count * sizeof(given[0]));
+    wsync_status_t status;
+
+    if (given == NULL || destinations == NULL) {
+        status = wsync_plan_no_memory(planner, "layouts", count);
+        goto cleanup;
+    }
+    given[0] = spec->source;
+    for (size_t i = 1; i < count; i++) {
+        destinations[i - 1] = spec->destinations[i - 1];
+        given[i] = destinations[i - 1].layout;
+    }
+    spec->destinations = destinations;
+    status = wsync_refine(given, count, &planner->refined, planner->err);
+    for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
+        const wsync_layout_t **layout =
+            i == 0 ? &spec->source : &destinations[i - 1].layout;
+
+        *layout =
+            planner->refined.layouts[i] != NULL ? planner->refined.layouts[i] : given[i];
+    }
+
+cleanup:
+    free((void *)given);
     return status;
 }
 
 wsync_status_t wsync_plan_create(const wsync_plan_spec_t *spec, wsync_plan_t **plan,
                                  wsync_error_t *err)
 {
-    wsync_planner_t planner = {.spec = spec, .err = err};
+    wsync_plan_spec_t own = *spec;
+    wsync_planner_t planner = {.spec = &own, .err = err};
+    wsync_destination_t *destinations = NULL;
     wsync_plan_t *made = NULL;
     wsync_status_t status = check_spec(spec, err);
 
+    if (status == WSYNC_OK) {
+        destinations = malloc((own.destination_count + 1U) * sizeof(*destinations));
+        status = refine_spec(&planner, &own, destinations);
+    }
     if (status == WSYNC_OK) {
         status = planner_init(&planner);
     }
@@ -279,6 +322,7 @@ wsync_status_t wsync_plan_create(const wsync_plan_spec_t *spec, wsync_plan_t **p
 cleanup:
     wsync_plan_destroy(made);
     planner_fini(&planner);
+    free(destinations);
     return status;
 }
 
@@ -298,6 +342,7 @@ void wsync_plan_destroy(wsync_plan_t *plan)
     free(plan->first_message);
     wsync_idsets_fini(&plan->ranks);
     wsync_idsets_fini(&plan->audiences);
+    wsync_refined_fini(&plan->refined);
     wsync_names_fini(&plan->names);
     free(plan->tensors);
     free(plan->deliveries);

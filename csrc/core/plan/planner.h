@@ -20,6 +20,7 @@
 #include "core/base/names.h"
 #include "core/base/table.h"
 #include "core/box_cover.h"
+#include "core/layout/refine.h"
 #include "core/plan/plan.h"
 
 enum { WSYNC_PLAN_ALIGN = 64 };
@@ -30,6 +31,12 @@ static inline uint64_t wsync_plan_pad(uint64_t nbytes)
     return (nbytes + WSYNC_PLAN_ALIGN - 1) / WSYNC_PLAN_ALIGN * WSYNC_PLAN_ALIGN;
 }
 
+/* In what order the dimensions of a box lie in memory that the plan lays out, outermost
+ * first. */
+typedef struct wsync_plan_order {
+    uint8_t dims[WSYNC_MAX_NDIM];
+} wsync_plan_order_t;
+
 /* A box whose bytes every destination of the audience wants, in one dtype. */
 typedef struct wsync_plan_want {
     wsync_box_t box;
@@ -39,6 +46,7 @@ typedef struct wsync_plan_want {
     uint32_t tensor;   /* of the source layout */
     uint32_t audience; /* set of destinations */
     wsync_dtype_t dtype;
+    wsync_plan_order_t order;
 } wsync_plan_want_t;
 
 /* The part of a want that one source box serves. */
@@ -125,6 +133,7 @@ typedef struct wsync_plan_demand {
     wsync_box_t box;
     uint32_t audience;
     wsync_dtype_t dtype;
+    wsync_plan_order_t order;
 } wsync_plan_demand_t;
 
 /* One destination's interest in a source tensor. */
@@ -144,7 +153,8 @@ typedef struct wsync_plan_worker {
 typedef WSYNC_ARRAY(uint32_t) wsync_plan_ids_t;
 
 typedef struct wsync_planner {
-    const wsync_plan_spec_t *spec;
+    const wsync_plan_spec_t *spec; /* without steps */
+    wsync_refined_t refined;
     wsync_plan_budget_t round;
     wsync_plan_budget_t send;
     wsync_plan_budget_t recv;
@@ -217,6 +227,10 @@ uint64_t wsync_plan_limit(const wsync_planner_t *planner, size_t counter);
 void wsync_plan_use_set(wsync_planner_t *planner, const wsync_plan_item_t *item);
 void wsync_plan_use_clear(wsync_planner_t *planner);
 
+/* Strides of a box that lies without gaps, in bytes. */
+void wsync_plan_strides(const wsync_box_t *box, wsync_plan_order_t order,
+                        wsync_dtype_t dtype, int64_t stride[WSYNC_MAX_NDIM]);
+
 /* Decides planner->turns and ->first_in_round. */
 wsync_status_t wsync_plan_make_rounds(wsync_planner_t *planner);
 /* Decides the slots (destination-major) and ring sizes of all destinations. */
@@ -235,6 +249,7 @@ typedef struct wsync_plan_delivery {
     uint32_t audience;
     uint32_t round;
     wsync_dtype_t dtype;
+    wsync_plan_order_t order;
 } wsync_plan_delivery_t;
 
 struct wsync_plan {
@@ -254,6 +269,7 @@ struct wsync_plan {
     uint64_t recv_nbytes;
     /* for manifests */
     wsync_idsets_t audiences;
+    wsync_refined_t refined;
     wsync_names_t names; /* index = tensor */
     wsync_tensor_t *tensors;
     wsync_plan_delivery_t *deliveries; /* in the order of rounds */
