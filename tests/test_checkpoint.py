@@ -122,8 +122,9 @@ def test_every_element_has_one_owner_who_holds_it(
         holders[(rank, *(slice(a, a + n) for a, n in zip(start, extent, strict=True)))] = True
     count = np.zeros(shape, int)
     for rank, dealt in enumerate(owners(layouts(shape, boxes), 4)):
-        for name, (start, extent) in dealt:
-            place = tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))
+        for name, (start, extent), steps in dealt:
+            ends = zip(start, extent, steps, strict=True)
+            place = tuple(slice(a, a + n * step, step) for a, n, step in ends)
             assert name == "t"
             assert holders[(rank, *place)].all()
             count[place] += 1
@@ -138,6 +139,31 @@ def test_replicas_share_the_work() -> None:
             builder.add_shard(f"t{i}", "uint8", (4,), (0,), (4,), i, 0, (1,), f"t{i}")
         parts.append(builder.build())
     assert [len(dealt) for dealt in owners(_core.Layout.merge(parts), 4)] == [2, 2, 2, 2]
+
+
+def test_rows_that_alternate_are_written_where_they_belong(tmp_path: Path) -> None:
+    value = torch.arange(24, dtype=torch.float32).reshape(6, 4)
+    parts, sources = [], []
+    for rank in range(3):  # every other row; those of rank 1 are on rank 2 as well
+        first = min(rank, 1)
+        sources.append(value[first::2].clone())
+        builder = _core.LayoutBuilder(rank)
+        place = ("t", "float32", (6, 4), (first, 0), (3, 4), 0, 0, (16, 4), f"o{first}")
+        builder.add_shard(*place, steps=(2, 1))
+        parts.append(builder.build())
+    merged = _core.Layout.merge(parts)
+    dealt = owners(merged, 3)
+    assert [len(boxes) for boxes in dealt] == [1, 1, 0]
+    made = arrange(merged)
+    file = torch.zeros(made.sizes[0], dtype=torch.uint8)
+    target = _core.BufferTable([(file.data_ptr(), file.numel())], file)
+    stream = _core.Stream()
+    for part, boxes, source in zip(parts[:2], dealt, sources, strict=False):
+        held = _core.BufferTable([(source.data_ptr(), source.nbytes)], source)
+        stream.copy(_core.Route(part, made.layout(boxes)), 0, 0, held, target)
+    stream.synchronize(60)
+    stream.close()
+    assert torch.equal(file[-96:].view(torch.float32).reshape(6, 4), value)
 
 
 def test_elements_on_no_rank_are_counted_by_name() -> None:

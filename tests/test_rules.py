@@ -35,7 +35,8 @@ def write(found, rule, full, numbers, **sizes):
         dropped = tuple(axis for axis in range(full.ndim) if axis not in kept)
         part = part.squeeze(dropped)
         part = part.transpose(np.argsort(np.argsort(kept))) if kept else part
-        where = tuple(slice(a, a + n) for a, n in zip(target_start, piece.extent, strict=True))
+        ends = zip(target_start, piece.extent, piece.steps, strict=True)
+        where = tuple(slice(a, a + n * step, step) for a, n, step in ends)
         assert (out[where] == -1).all(), f"{name} is written twice"
         out[where] = part.reshape(piece.extent)
 

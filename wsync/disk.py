@@ -256,7 +256,7 @@ class _Writer:
     ) -> None:
         self._arrangement = arrangement
         boxes = owners(model, ranks)[source.rank]
-        self._files = sorted({arrangement.places[name].file for name, _ in boxes})
+        self._files = sorted({arrangement.places[name].file for name, *_ in boxes})
         self._route = _core.Route(source.layout, arrangement.layout(boxes))
         self._batches: list[tuple[int, int]] = []
         self.nbytes = 0

@@ -81,9 +81,11 @@ def _elements(layout, place):
     """Where each element lies: {(place in the tensor, buffer): bytes from the buffer's start}."""
     shape = layout.tensor(place).shape
     found = {}
-    for _, buffer, offset, start, extent, strides, _ in layout.shards(place):
+    for shard in layout.shards(place):
+        _, buffer, offset, start, extent, strides, _ = shard
         numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
-        box = numbers[tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))]
+        ends = zip(start, extent, shard.steps, strict=True)
+        box = numbers[tuple(slice(a, a + n * step, step) for a, n, step in ends)]
         lies = torch.full(extent, offset)
         for axis, (count, stride) in enumerate(zip(extent, strides, strict=True)):
             steps = torch.arange(count) * stride

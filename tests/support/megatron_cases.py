@@ -102,7 +102,8 @@ def check_everything(layout, buffers, state):
         covered = np.zeros(want.shape, bool)
         for shard in layout.shards(index):
             rank, buffer, offset, start, extent, strides, origin = shard
-            box = tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))
+            ends = zip(start, extent, shard.steps, strict=True)
+            box = tuple(slice(a, a + n * step, step) for a, n, step in ends)
             found = read_shard(buffers[rank][buffer], offset, extent, strides, word)
             if shard.affine[0]:
                 found = computed(found, tensor.dtype, *shard.affine)

@@ -58,6 +58,10 @@ _ITEM_NBYTES: Final = {
 }
 
 
+# A tensor, a box of it, and in what steps the box goes along each dimension.
+Owned = tuple[str, Box, tuple[int, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a tensor lies: torch's dtype name, shape, index of its file, offset in it."""
@@ -106,16 +110,16 @@ class Arrangement:
             indent=2,
         ).encode()
 
-    def layout(self, boxes: Iterable[tuple[str, Box]]) -> _core.Layout:
+    def layout(self, boxes: Iterable[Owned]) -> _core.Layout:
         """The file ranges of some boxes of tensors; buffer i is file i."""
         builder = _core.LayoutBuilder()
-        for name, (start, extent) in boxes:
+        for name, (start, extent), steps in boxes:
             place = self.places[name]
-            strides = place.strides()
-            offset = place.offset + sum(a * b for a, b in zip(start, strides, strict=True))
-            builder.add_shard(
-                name, place.dtype, place.shape, start, extent, place.file, offset, strides
-            )
+            whole = place.strides()
+            offset = place.offset + sum(a * b for a, b in zip(start, whole, strict=True))
+            strides = [a * b for a, b in zip(whole, steps, strict=True)]
+            fact = (name, place.dtype, place.shape, start, extent)
+            builder.add_shard(*fact, place.file, offset, strides, steps=steps)
         return builder.build()
 
 
@@ -184,28 +188,34 @@ def _natural(name: str) -> list[tuple[int, str]]:
 # --- who writes what --------------------------------------------------------------------------
 
 
-def owners(model: _core.Layout, ranks: int) -> list[list[tuple[str, Box]]]:
+def owners(model: _core.Layout, ranks: int) -> list[list[Owned]]:
     """Deals every element of a model out to one rank that holds it; boxes by rank.
 
     Of a box's holders the one with the fewest bytes so far gets it, so that replicas share the
     work; all ranks find the same answer.  Raises LayoutError for elements that no rank holds.
     """
     loads = [0] * ranks
-    dealt: list[list[tuple[str, Box]]] = [[] for _ in range(ranks)]
+    dealt: list[list[Owned]] = [[] for _ in range(ranks)]
     for index in range(model.tensor_count):
         name, _, shape, _ = model.tensor(index)
-        holders: dict[Box, list[int]] = {}
+        # by the steps of boxes and where in a step they start: boxes of two such kinds share
+        # nothing, and those of one are dense in their own coordinates
+        kinds: dict[tuple[tuple[int, ...], ...], dict[Box, list[int]]] = {}
         for shard in model.shards(index):
-            if math.prod(shard.extent):
-                holders.setdefault((shard.start, shard.extent), []).append(shard.rank)
+            pairs = [divmod(a, n) for a, n in zip(shard.start, shard.steps, strict=True)]
+            kind = shard.steps, tuple(rest for _, rest in pairs)
+            box = tuple(start for start, _ in pairs), shard.extent
+            kinds.setdefault(kind, {}).setdefault(box, []).append(shard.rank)
         count = 0
-        for box, candidates in _disjoint(sorted(holders)):
-            able = holders[candidates]
-            rank = min(able, key=lambda rank: (loads[rank], rank))
-            size = math.prod(box[1])
-            loads[rank] += size
-            count += size
-            dealt[rank].append((name, box))
+        for (steps, rest), holders in kinds.items():
+            for (start, extent), candidates in _disjoint(sorted(holders)):
+                able = holders[candidates]
+                rank = min(able, key=lambda rank: (loads[rank], rank))
+                size = math.prod(extent)
+                loads[rank] += size
+                count += size
+                first = tuple(a * n + b for a, n, b in zip(start, steps, rest, strict=True))
+                dealt[rank].append((name, (first, extent), steps))
         if count != math.prod(shape):
             raise _core.LayoutError(
                 f"{name}: {math.prod(shape) - count} of {math.prod(shape)} elements are on no rank"

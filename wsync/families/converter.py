@@ -231,8 +231,8 @@ class _Source:
             if piece.affine is not None:  # as copies compute it (csrc/core/layout/dtype.h)
                 scale, offset = piece.affine
                 part = part.float() * scale + offset
-            ends = zip(piece.target_start, piece.extent, strict=True)
-            found[tuple(slice(start, start + count) for start, count in ends)] = part
+            ends = zip(piece.target_start, piece.extent, piece.steps, strict=True)
+            found[tuple(slice(at, at + n * step, step) for at, n, step in ends)] = part
         return found
 
 
@@ -348,7 +348,7 @@ class _Reader:
             if len(pieces) == MAX_BOXES:
                 raise _refusal(self._name, target, f"it falls into more than {MAX_BOXES} boxes")
             first = self._coordinates(target, number, axes, extent)
-            box = start[:kept], first, extent[:kept], axes[:kept]
+            box = start[:kept], first, extent[:kept], axes[:kept], (1,) * kept
             pieces.append(Piece(target, shape, *box, affine=own))
         return _Source(shape, self._zeros[place][1].dtype, tuple(pieces))
 

@@ -34,7 +34,8 @@ name holds.  In the targets of a rule with {mtp}, {layer} counts on from the mod
 where an MTP layer is a block of `block` layers, {inner} counts those of all MTP layers, and {first}
 and {last} are the ends of this one.
 
-A rule expands to boxes.  Their elements are copied; where a target has a scale or an offset, each
+A rule expands to boxes, which may take every so many-th index of a target's dimension.  Their
+elements are copied; where a target has a scale or an offset, each
 element is x * scale + offset, computed in float32.  Where a parameter repeats what a tensor has
 once, the target says along which axis (`equal`): index 0 is taken, and the layout checks at every
 update that all others are equal to it.  What a rank holds of the unsharded parameter
@@ -364,6 +365,7 @@ class Piece:
     """A box of the unsharded parameter and the box of a target tensor that it fills.
 
     `axes`: the parameter's axis of each axis of the target, or -1 where the extent is 1.
+    `steps`: of the target's index along each of its axes, from one element of the box to the next.
     `counted`: (number in the parameter's name, axis of the target, stride): what the number adds
     to `target_start`.
     """
@@ -374,6 +376,7 @@ class Piece:
     source_start: tuple[int, ...]
     extent: tuple[int, ...]
     axes: tuple[int, ...]
+    steps: tuple[int, ...]
     counted: tuple[tuple[str, int, int], ...] = ()
     affine: tuple[float, float] | None = None
 
@@ -385,7 +388,10 @@ class Piece:
         name = self.name.format(**numbers)
         place = (name, "", self.shape, start, self.source_start, self.extent, self.axes)
         group = group_of(name, together)
-        return (*place, group) if self.affine is None else (*place, group, *self.affine)
+        affine = self.affine or (0.0, 0.0)
+        if max(self.steps, default=1) > 1:
+            return (*place, group, *affine, self.steps)
+        return (*place, group) if self.affine is None else (*place, group, *affine)
 
     def source_box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(start, extent) in the unsharded parameter."""
@@ -547,10 +553,12 @@ def _boxes(
     """Boxes that carry one source branch to one branch of a target, or to the branch of that kind
     of each tensor that the axes `each` number; `numbers` are axes that the parameter's name counts.
 
-    In each target dimension the longest innermost run of axes that lies equally dense in one
-    source dimension becomes the extent of the boxes; every other axis is counted through.
+    In each target dimension the longest run of axes that lie dense in one source dimension, and
+    in the target in equal steps, becomes the extent of the boxes; every other axis is counted
+    through.
     """
     extent = [1] * len(shape)
+    steps = [1] * len(shape)
     axes = [-1] * len(shape)
     counted = list(each)
     for dimension in range(len(shape)):
@@ -562,10 +570,10 @@ def _boxes(
             origin = source.steps[axis]
             if step.size == 1:
                 continue
-            dense = step.stride == origin.stride == extent[dimension]
-            if dense and axes[dimension] == -1 and origin.dimension not in axes:
-                axes[dimension] = origin.dimension
-            if dense and axes[dimension] == origin.dimension:
+            if origin.stride == 1 and axes[dimension] == -1 and origin.dimension not in axes:
+                axes[dimension], steps[dimension] = origin.dimension, step.stride
+            dense = step.stride == extent[dimension] * steps[dimension]
+            if dense and (axes[dimension], extent[dimension]) == (origin.dimension, origin.stride):
                 extent[dimension] *= step.size
             else:
                 counted.append(axis)
@@ -580,7 +588,7 @@ def _boxes(
         for axis in each:
             name = name.replace(f"{{{axis}}}", str(chosen[axis]))
         start, source_start = branch.at(chosen), source.at(chosen)
-        place = (name, shape, start, source_start, tuple(extent), tuple(axes))
+        place = (name, shape, start, source_start, tuple(extent), tuple(axes), tuple(steps))
         yield Piece(*place, named, target.affine)
 
 
