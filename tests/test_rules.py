@@ -218,6 +218,35 @@ def test_an_expert_fills_its_index_of_a_target():
     assert (local_share(rule, full, Cut(1, 2), experts=3, f=4, h=5) == full[[2, 3, 6, 7]]).all()
 
 
+def test_what_alternates_is_one_box():
+    rule = Rule("p", "(two:2 f) h", Target("t", "h (f two)"))
+    pieces = rule.expand({"f": 50, "h": 3}).pieces
+    assert [(p.target_start, p.extent, p.steps) for p in pieces] == [
+        ((0, 0), (3, 50), (1, 2)),
+        ((0, 1), (3, 50), (1, 2)),
+    ]
+
+
+def test_steps_that_differ_within_a_tensor_are_counted():
+    rule = Rule("p", "(a b | c d)", Target("t", "(b a | d c)"))
+    for sizes, count in (({"a": 2, "c": 3}, 7), ({"a": 2, "c": 2}, 4), ({"a": 3, "c": 3}, 6)):
+        sizes |= {"b": 2, "d": 3}
+        full = numbered((2 * sizes["a"] + 3 * sizes["c"],))
+        pieces = rule.expand(sizes).pieces
+        divides = full.size % sizes["a"] == 0 and sizes["a"] == sizes["c"]
+        assert (max(piece.steps for piece in pieces) > (1,)) == divides
+        assert len(pieces) == count or not divides
+        want = [
+            part.reshape(shape).T.reshape(-1)
+            for part, shape in zip(
+                np.split(full, [2 * sizes["a"]]),
+                [(sizes["a"], 2), (sizes["c"], 3)],
+                strict=True,
+            )
+        ]
+        assert (apply(rule, full, **sizes)["t"] == np.concatenate(want)).all()
+
+
 def test_a_number_is_an_axis_only_where_the_name_holds_it():
     with pytest.raises(RuleError, match="axes \\['expert'\\] are not in"):
         Rule("e", "f h", Target("t", "expert f h"))

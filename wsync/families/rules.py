@@ -491,10 +491,14 @@ class Expansion:
         sources = self._view.branches(self._sizes)
         claimed = {i for i, branch in enumerate(sources) if PAD in branch.steps}
         pieces: list[Piece] = []
-        for target in self.rule.targets:
-            pieces += self._pieces(target, sources, claimed)
-            if len(pieces) > MAX_BOXES:
-                raise RuleError(f"{self.rule.name}: more than {MAX_BOXES} boxes")
+        for stepping in (True, False):
+            pieces = []
+            for target in self.rule.targets:
+                pieces += self._pieces(target, sources, claimed, stepping)
+                if len(pieces) > MAX_BOXES:
+                    raise RuleError(f"{self.rule.name}: more than {MAX_BOXES} boxes")
+            if _may_step(pieces):
+                break
         for index, source in enumerate(sources):
             if index not in claimed:
                 raise RuleError(
@@ -504,7 +508,7 @@ class Expansion:
         return tuple(pieces)
 
     def _pieces(
-        self, target: Target, sources: Sequence[_Branch], claimed: set[int]
+        self, target: Target, sources: Sequence[_Branch], claimed: set[int], stepping: bool
     ) -> Iterator[Piece]:
         """Boxes that go to one target; adds the alternatives that they come from to `claimed`."""
         view = _View(target.view)
@@ -524,7 +528,8 @@ class Expansion:
                     f"which no alternative of {self._view.text!r} has"
                 )
             claimed.add(index)
-            yield from _boxes(target, shape, sources[index], branch, each, self.rule.counted)
+            numbers = self.rule.counted
+            yield from _boxes(target, shape, sources[index], branch, each, numbers, stepping)
 
     def repeats(self, placement: ShardPlacement) -> tuple[Repeat, ...]:
         """Parts of a local tensor whose elements must be equal along an axis.
@@ -537,9 +542,24 @@ class Expansion:
             if target.equal and self._sizes[target.equal] > 1:
                 # As another tensor, whose first dimension counts through what is equal.
                 counted = replace(target, view=f"{target.equal} {target.view}", equal="")
-                for piece in self._pieces(counted, sources, set()):
+                for piece in self._pieces(counted, sources, set(), False):
                     found += placement.parts(piece, piece.axes[0], target.equal)
         return tuple(found)
+
+
+def _may_step(pieces: Iterable[Piece]) -> bool:
+    """Whether boxes go through each dimension of a tensor in one step that divides it: that makes
+    two dimensions of one, of which there are so many at most."""
+    found: dict[tuple[str, int], int] = {}
+    for piece in pieces:
+        for axis, (step, extent) in enumerate(zip(piece.steps, piece.extent, strict=True)):
+            if step > 1 < extent and found.setdefault((piece.name, axis), step) != step:
+                return False
+            if step > 1 < extent and piece.shape[axis] % step:
+                return False
+        if len(piece.shape) + sum(name == piece.name for name, _ in found) > MAX_DIMENSIONS:
+            return False
+    return True
 
 
 def _boxes(
@@ -549,13 +569,14 @@ def _boxes(
     branch: _Branch,
     each: Sequence[str],
     numbers: frozenset[str],
+    stepping: bool,
 ) -> Iterator[Piece]:
     """Boxes that carry one source branch to one branch of a target, or to the branch of that kind
     of each tensor that the axes `each` number; `numbers` are axes that the parameter's name counts.
 
     In each target dimension the longest run of axes that lie dense in one source dimension, and
-    in the target in equal steps, becomes the extent of the boxes; every other axis is counted
-    through.
+    in the target in equal steps (of 1 if not `stepping`), becomes the extent of the boxes; every
+    other axis is counted through.
     """
     extent = [1] * len(shape)
     steps = [1] * len(shape)
@@ -570,7 +591,8 @@ def _boxes(
             origin = source.steps[axis]
             if step.size == 1:
                 continue
-            if origin.stride == 1 and axes[dimension] == -1 and origin.dimension not in axes:
+            first = axes[dimension] == -1 and origin.dimension not in axes
+            if first and origin.stride == 1 and (stepping or step.stride == 1):
                 axes[dimension], steps[dimension] = origin.dimension, step.stride
             dense = step.stride == extent[dimension] * steps[dimension]
             if dense and (axes[dimension], extent[dimension]) == (origin.dimension, origin.stride):
