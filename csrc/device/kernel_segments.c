@@ -9,6 +9,10 @@
 enum {
     /* A fill is worth a path of its own if its rows hold some vectors for every lane. */
     FILL_MIN_NBYTES = 512,
+    /* What a GPU reads from its memory at once. */
+    SECTOR_NBYTES = 32,
+    /* Segments that one transposed copy becomes at most. */
+    MAX_TURNED = 1 << 10,
 };
 
 _Static_assert((int)WSYNC_SEGMENT_F32_TO_BF16 == (int)WSYNC_TRANSFORM_F32_TO_BF16 &&
@@ -211,17 +215,106 @@ static uint64_t count_rows(const wsync_copy_t *copy)
     return rows;
 }
 
+/* The dimension along which the rows of a transposed copy fill sectors of the source,
+ * though they are far from each other in the order in which they are written; else -1. */
+static int turned_dim(const wsync_copy_t *copy)
+{
+    const uint64_t nbytes = copy->row_count * copy->source_item_nbytes;
+    const int fastest = (int)copy->ndim - 1;
+    uint64_t around = 1; /* in other dimensions */
+    int found = -1;
+
+    for (int d = 0; d < fastest; d++) {
+        if (found < 0 && (uint64_t)copy->source_stride[d] == nbytes) {
+            found = d;
+        } else if (around <= MAX_TURNED) {
+            around *= (uint64_t)copy->extent[d];
+        }
+    }
+    if (found < 0 || 2 * nbytes > SECTOR_NBYTES || around > MAX_TURNED ||
+        (uint64_t)copy->source_stride[fastest] < SECTOR_NBYTES ||
+        copy->extent[found] < (int64_t)(SECTOR_NBYTES / nbytes) ||
+        copy->extent[fastest] < (int64_t)(WSYNC_TILE_ROWS * nbytes / SECTOR_NBYTES)) {
+        return -1;
+    }
+    return found;
+}
+
+/* The part of a copy from index `first` of a dimension on, `count` long. */
+static wsync_copy_t part_of(const wsync_copy_t *copy, unsigned dim, int64_t first,
+                            int64_t count)
+{
+    wsync_copy_t part = *copy;
+
+    part.source_offset += (uint64_t)first * (uint64_t)copy->source_stride[dim];
+    part.destination_offset += (uint64_t)first * (uint64_t)copy->destination_stride[dim];
+    part.extent[dim] = count;
+    return part;
+}
+
+/* Has every tile of a transposed copy read whole sectors and write whole ones: the rows of
+ * a tile are a square of its two dimensions.  What is left at their ends goes as it is. */
+static wsync_status_t append_turned(wsync_segments_t *segments, const wsync_copy_t *copy,
+                                    unsigned column, size_t index, wsync_error_t *err)
+{
+    const int64_t nbytes = (int64_t)(copy->row_count * copy->source_item_nbytes);
+    const int64_t edge[2] = {SECTOR_NBYTES / nbytes,
+                             WSYNC_TILE_ROWS * nbytes / SECTOR_NBYTES};
+    wsync_copy_t square = *copy;
+    wsync_status_t status = WSYNC_OK;
+
+    const unsigned other = column == 0 ? 1 : 0;
+
+    for (int64_t i = 0; i < copy->extent[other] && copy->ndim > 2; i++) {
+        wsync_copy_t plane = part_of(copy, other, i, 1);
+
+        plane.ndim--;
+        for (unsigned k = other; k < plane.ndim; k++) {
+            plane.extent[k] = copy->extent[k + 1];
+            plane.source_stride[k] = copy->source_stride[k + 1];
+            plane.destination_stride[k] = copy->destination_stride[k + 1];
+        }
+        status = append_turned(segments, &plane, column - (other < column), index, err);
+        if (status != WSYNC_OK || i + 1 == copy->extent[other]) {
+            return status;
+        }
+    }
+    for (unsigned k = 0; k < 2 && status == WSYNC_OK; k++) {
+        const int64_t whole = copy->extent[k] / edge[k] * edge[k];
+        const wsync_copy_t rest = part_of(&square, k, whole, copy->extent[k] - whole);
+
+        square.extent[k] = whole;
+        if (rest.extent[k] > 0) {
+            status = append_segment(segments, &rest, index, err);
+        }
+    }
+    square.ndim = 4;
+    for (unsigned k = 0; k < 2; k++) {
+        square.extent[k] /= edge[k];
+        square.extent[2 + k] = edge[k];
+        square.source_stride[2 + k] = copy->source_stride[k];
+        square.source_stride[k] = copy->source_stride[k] * edge[k];
+        square.destination_stride[2 + k] = copy->destination_stride[k];
+        square.destination_stride[k] = copy->destination_stride[k] * edge[k];
+    }
+    return status == WSYNC_OK ? append_segment(segments, &square, index, err) : status;
+}
+
 /* Halves a copy along its longest dimension until its rows can be counted. */
 static wsync_status_t append_copy(wsync_segments_t *segments, const wsync_copy_t *copy,
                                   size_t index, wsync_error_t *err)
 {
     const uint64_t rows = count_rows(copy);
-    wsync_copy_t half = *copy;
+    const int turned = turned_dim(copy);
+    wsync_copy_t half;
     unsigned longest = 0;
     wsync_status_t status;
 
     if (rows == 0 || copy->row_count == 0) {
         return WSYNC_OK;
+    }
+    if (rows < count_limit && turned >= 0) {
+        return append_turned(segments, copy, (unsigned)turned, index, err);
     }
     if (rows < count_limit) {
         return append_segment(segments, copy, index, err);
@@ -229,16 +322,13 @@ static wsync_status_t append_copy(wsync_segments_t *segments, const wsync_copy_t
     for (unsigned d = 1; d < copy->ndim; d++) {
         longest = copy->extent[d] > copy->extent[longest] ? d : longest;
     }
-    half.extent[longest] = copy->extent[longest] / 2;
+    half = part_of(copy, longest, 0, copy->extent[longest] / 2);
     status = append_copy(segments, &half, index, err);
     if (status != WSYNC_OK) {
         return status;
     }
-    half.source_offset +=
-        (uint64_t)half.extent[longest] * (uint64_t)copy->source_stride[longest];
-    half.destination_offset +=
-        (uint64_t)half.extent[longest] * (uint64_t)copy->destination_stride[longest];
-    half.extent[longest] = copy->extent[longest] - half.extent[longest];
+    half = part_of(copy, longest, half.extent[longest],
+                   copy->extent[longest] - half.extent[longest]);
     return append_copy(segments, &half, index, err);
 }
 

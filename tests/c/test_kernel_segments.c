@@ -128,6 +128,45 @@ TEST(extents_of_one_and_the_order_of_dimensions)
     wsync_segments_fini(&segments);
 }
 
+/* A tile of a transposed copy is a square that fills sectors on both sides. */
+TEST(transposed_copies_go_in_squares)
+{
+    wsync_segments_t segments = {0};
+    wsync_copy_t copy = bytes(1);
+    uint64_t rows = 0;
+
+    copy.source_item_nbytes = copy.destination_item_nbytes = 2;
+    copy.ndim = 3;
+    for (int d = 0; d < 3; d++) {
+        static const int64_t numbers[3][3] = {
+            {3, 1 << 20, 1 << 20}, {100, 2, 800}, {200, 2000, 4}};
+
+        copy.extent[d] = numbers[d][0];
+        copy.source_stride[d] = numbers[d][1];
+        copy.destination_stride[d] = numbers[d][2];
+    }
+    CHECK_EQ(append(&segments, &copy).count, 9);
+    for (size_t i = 0; i < segments.count; i++) {
+        rows += segments.items[i].row_total;
+    }
+    CHECK_EQ(rows, 3 * 100 * 200);
+    for (size_t i = 2; i < segments.count; i += 3) {
+        const wsync_segment_t *square = &segments.items[i];
+
+        CHECK_EQ(square->rows_per_tile, 1024);
+        CHECK_EQ(square->extent[0].value * square->extent[1].value, 1024);
+        CHECK_EQ(square->source_stride[0], 2000);
+        CHECK_EQ(square->source_stride[1], 2);
+        CHECK_EQ(square->extent[1].value, 16);
+        CHECK_EQ(square->row_total, 96 * 192);
+        CHECK_EQ(square->source_offset, i / 3 << 20);
+    }
+    copy.extent[0] = 1025; /* too many for segments of their own */
+    segments.count = 0;
+    CHECK_EQ(append(&segments, &copy).count, 1);
+    wsync_segments_fini(&segments);
+}
+
 /* A constant over a contiguous range is a fill; one over a few bytes, or along a source
  * that moves, is not. */
 TEST(long_constants_are_fills)

@@ -358,6 +358,26 @@ TEST(fills_match_the_host_backend)
 
 /* Rows one byte around every border that the kernel knows, at all pairs of alignments.  The
  * last piece of the longest is 17 bytes. */
+TEST(transposed_copies_match_the_host_backend)
+{
+    for (uint64_t nbytes = 1; nbytes <= 16; nbytes *= 2) {
+        scene_t scene = {.random = {(uint32_t)nbytes}, .count = 1};
+        wsync_copy_t *copy = &scene.copies[0];
+        const int64_t item = (int64_t)nbytes;
+
+        *copy = (wsync_copy_t){.row_count = 1,
+                               .source_item_nbytes = (uint8_t)nbytes,
+                               .destination_item_nbytes = (uint8_t)nbytes,
+                               .ndim = 3,
+                               .extent = {37, 2, 600 / item},
+                               .source_stride = {item, 600 * 38, 38 * item},
+                               .destination_stride = {2400, 1200, 2 * item}};
+        scene.source_used[0] = 2 * 600 * 38;
+        scene.destination_used[0] = 37 * 2400;
+        CHECK_EQ(run_scene(&scene, (int)nbytes), 37 * 2 * (600 / nbytes) * nbytes);
+    }
+}
+
 TEST(every_alignment_at_every_border)
 {
     static const uint32_t sizes[] = {1,    15,   16,   17,   63,   64,    65,    1023,
