@@ -29,15 +29,16 @@ def maps_of(function, shape, dtype=torch.float32, layers=1):
 def applied(maps, values):
     """{target: array} that maps make of a whole parameter, an element after the other."""
     found = {}
-    for name, _, shape, start, source, extent, axes, _, *affine in maps:
+    for name, _, shape, start, source, extent, axes, _, *rest in maps:
         out = found.setdefault(name, np.full(shape, np.nan))
         for index in np.ndindex(*extent):
             place = list(source)
             for axis, step in zip(axes, index, strict=True):
                 if axis >= 0:
                     place[axis] += step
-            scale, offset = affine or (1.0, 0.0)
-            target = tuple(a + i for a, i in zip(start, index, strict=True))
+            scale, offset = rest[:2] if rest and rest[0] else (1.0, 0.0)
+            steps = rest[2] if len(rest) > 2 else (1,) * len(start)
+            target = tuple(a + i * n for a, i, n in zip(start, index, steps, strict=True))
             assert np.isnan(out[target])
             out[target] = values[tuple(place)] * scale + offset
     return found
@@ -55,6 +56,18 @@ COPIES = {
         lambda t: {"w": torch.cat(t.view(3, 4, 3).split(2, 1)[::-1], 1).reshape(12, 3)},
     ),
     "alternating-rows": ((6, 5), lambda t: {"gate": t[0::2], "up": t[1::2]}),
+    "by-turns": ((6, 5), lambda t: {"w": t.view(2, 3, 5).transpose(0, 1).reshape(6, 5)}),
+    "by-turns-transposed": ((6, 5), lambda t: {"w": t.view(3, 2, 5).permute(2, 1, 0).flatten(1)}),
+    "by-turns-twice": (
+        (4, 6),
+        lambda t: {"w": t.view(2, 2, 2, 3).permute(1, 0, 3, 2).reshape(4, 6) + 1},
+    ),
+    "by-turns-otherwise": (
+        (12,),
+        lambda t: {
+            "w": torch.cat([t[:6].view(3, 2).t().flatten(), t[6:].view(2, 3).t().flatten()])
+        },
+    ),
     "transposed": ((6, 5), lambda t: {"w": t.t().contiguous()}),
     "three-axes": ((4, 3, 5), lambda t: {"w": t.permute(2, 0, 1)}),
     "folded": ((4, 3, 5), lambda t: {"w": t.reshape(12, 5)}),
@@ -188,3 +201,14 @@ def test_answers_that_are_no_tensors_are_refused(answer, text):
 def test_parameters_of_bytes_are_refused():
     with pytest.raises(LayoutError, match=r"no converter is learnt for parameters in torch\.int8"):
         learn(converter_of(lambda n, t: [(n, t)], None), {"w": Whole((2,), torch.int8)})
+
+
+def test_what_comes_by_turns_is_one_box_each():
+    """Rows of gate and up, transposed, as gpt-oss has them."""
+    (maps,) = maps_of(
+        lambda t: {"w": t.view(2, 300, 4).permute(2, 1, 0).flatten(1)}, (600, 4)
+    ).values()
+    assert [(found[3], found[5], found[8:]) for found in maps] == [
+        ((0, 0), (4, 300), (0.0, 0.0, (1, 2))),
+        ((0, 1), (4, 300), (0.0, 0.0, (1, 2))),
+    ]

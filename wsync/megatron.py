@@ -407,6 +407,7 @@ class _LearntReader:
         slots: Slots,
         spec: Model,
         ranks: Ranks,
+        index: Callable[[str], int],
     ) -> None:
         self._placements: dict[str, ShardPlacement] = {}
         wholes: dict[str, Whole] = {}
@@ -416,6 +417,10 @@ class _LearntReader:
             self._placements[name] = placement
             wholes[name] = Whole(shape, tensor.dtype)
         self._pieces = learn(convert, wholes)
+        for name, pieces in self._pieces.items():
+            if (expert := index(name)) >= 0:
+                count = spec.sizes["experts"]
+                self._pieces[name] = [piece.stacked(expert, count) for piece in pieces]
         for name in wholes:
             if name.removeprefix("language_model.") in (EMBEDDING, OUTPUT):
                 self._strip(name, wholes[name].shape[0], spec.sizes.get("vocab"))
@@ -465,10 +470,12 @@ def _learn(
             above.setdefault(id(home[key]), inside[::-1])
     holders = {name: above[id(t)] for name, t in zip(slots.names, slots.read(), strict=True)}
     with contextlib.ExitStack() as stack:
+        index: Callable[[str], int] = lambda name: -1  # noqa: E731
         if converter is None:
             modules = {name: inside[0] for name, inside in holders.items()}
-            converter = stack.enter_context(bridge_converter(bridge, modules))
-        return _LearntReader(converter_of(converter, config), holders, slots, spec, ranks)
+            converter, index = stack.enter_context(bridge_converter(bridge, modules))
+        convert = converter_of(converter, config)
+        return _LearntReader(convert, holders, slots, spec, ranks, index)
 
 
 class _Plan:

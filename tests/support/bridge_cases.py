@@ -225,15 +225,6 @@ def learnt(folder, case, parallel):
         return len(state), shards
 
 
-def unlearnt(folder, case, parallel):
-    """Why no layout is made by Megatron-Bridge's mappings."""
-    with bridged(folder, case, parallel) as (bridge, chunks, config):
-        with pytest.raises(_core.LayoutError) as raised:
-            wsync.megatron.layout(chunks, config, bridge=bridge)
-        dist.barrier()
-        return str(raised.value)
-
-
 def split_rules(mine, config, family):
     """Names of the rules that put a parameter together from several pieces, on any rank."""
     model = tables.read_model(config, family)

@@ -8,8 +8,9 @@ whole ones, and a group that has this rank alone.  After Megatron-Bridge 0.3.1 a
 from __future__ import annotations
 
 import contextlib
+import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from wsync.families.converter import Convert
 
 __all__ = ["bridge_converter"]
+
+
+_EXPERT = re.compile(r"\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 class _Alone:
@@ -39,8 +43,11 @@ class _Alone:
 
 
 @contextlib.contextmanager
-def bridge_converter(bridge: Any, modules: Mapping[str, Module]) -> Iterator[Convert]:
-    """A converter, for as long as the block lasts.
+def bridge_converter(
+    bridge: Any, modules: Mapping[str, Module]
+) -> Iterator[tuple[Convert, Callable[[str], int]]]:
+    """(converter, index of a parameter in what Megatron-Bridge stacks what is made of it with, or
+    -1), for as long as the block lasts.
 
     bridge: an AutoBridge.  modules: by the global names of parameters, those that hold them.
 
@@ -68,10 +75,14 @@ def bridge_converter(bridge: Any, modules: Mapping[str, Module]) -> Iterator[Con
     try:
         registry = make()
 
-        def convert(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        def lookup(name: str) -> Any:
             mapping = registry.megatron_to_hf_lookup(name)
             if mapping is None:
-                raise _core.LayoutError("no mapping of Megatron-Bridge matches it")
+                raise _core.LayoutError(f"{name}: no mapping of Megatron-Bridge matches it")
+            return mapping
+
+        def convert(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+            mapping = lookup(name)
             found = mapping.megatron_to_hf(tensor, modules[name])
             if ".experts." in name:  # it would put them together
                 return list(found.items())
@@ -82,7 +93,22 @@ def bridge_converter(bridge: Any, modules: Mapping[str, Module]) -> Iterator[Con
             finished = finish(task, dict(found), {})  # and may add copies under other names
             return [(target, finished[target]) for target in found]
 
-        yield convert
+        def index(name: str) -> int:
+            # its experts' tensors, in their order, are one where they have one name
+            match = _EXPERT.search(name)
+            if match is None:
+                return -1
+            number, mapping = int(match[1]), lookup(name)
+            other = f"{name[: match.start(1)]}{number + 1}{name[match.end(1) :]}"
+            if mapping.hf_param != lookup(other).hf_param:
+                return -1
+            if getattr(mapping, "transpose_on_export", False):
+                raise _core.LayoutError(
+                    f"{name}: Megatron-Bridge transposes it as the checkpoint's shape says"
+                )
+            return number
+
+        yield convert, index
     finally:
         param_mapping.mpu = groups
         if alone is not None:

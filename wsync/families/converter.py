@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.families.rules import Piece, key_of
+from wsync.families.rules import Piece, key_of, may_step
 from wsync.module_tensors import same_bytes
 
 if TYPE_CHECKING:
@@ -29,9 +29,10 @@ __all__ = ["Convert", "Whole", "converter_of", "learn"]
 
 Convert = Callable[[str, "Tensor"], list[tuple[str, "Tensor"]]]
 _Read = Callable[[int, int, int], "Tensor"]  # numbers of some rows: one in so many of each
-_Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+_Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 
 MAX_BOXES = 1 << 16  # of one tensor; what has more is no copy of boxes
+MAX_STEP = 8  # in which boxes may go through a tensor
 _SAMPLE = 61  # elements of a slice that are looked at first
 _BLOCK = 1 << 22  # elements that are looked at at a time
 _PERIOD = 1_048_573  # of the random values: a prime, so that no rows or columns repeat
@@ -344,12 +345,17 @@ class _Reader:
         units = {self._units[axis]: axis for axis, extent in extents if extent > 1}
         kept, own = len(shape), None if affine == (1.0, 0.0) else affine
         pieces: list[Piece] = []
-        for start, extent, axes, number in _boxes(read, shape or (1,), units, sample):
-            if len(pieces) == MAX_BOXES:
-                raise _refusal(self._name, target, f"it falls into more than {MAX_BOXES} boxes")
-            first = self._coordinates(target, number, axes, extent)
-            box = start[:kept], first, extent[:kept], axes[:kept], (1,) * kept
-            pieces.append(Piece(target, shape, *box, affine=own))
+        for longest in (MAX_STEP, 1):
+            pieces = []
+            found = _boxes(read, shape or (1,), units, sample, longest)
+            for start, extent, axes, steps, number in found:
+                if len(pieces) == MAX_BOXES:
+                    raise _refusal(self._name, target, f"it falls into more than {MAX_BOXES} boxes")
+                first = self._coordinates(target, number, axes, extent)
+                box = start[:kept], first, extent[:kept], axes[:kept], steps[:kept]
+                pieces.append(Piece(target, shape, *box, affine=own))
+            if may_step(pieces):
+                break
         return _Source(shape, self._zeros[place][1].dtype, tuple(pieces))
 
     def _coordinates(
@@ -376,33 +382,43 @@ def _plain(dtype: torch.dtype) -> str:
 
 
 def _boxes(
-    read: _Read, shape: tuple[int, ...], units: Mapping[int, int], sample: int | None
+    read: _Read,
+    shape: tuple[int, ...],
+    units: Mapping[int, int],
+    sample: int | None,
+    longest: int,
 ) -> Iterator[_Box]:
-    """(start, extent, source axes, number of the first element) of boxes that make up a tensor.
+    """(start, extent, source axes, steps, number of the first element) of boxes that make up a
+    tensor; longest: the largest step.
 
     Along the first axis, the longest runs of slices of which each is one step of one source axis
     away from the one before; then the same within the first slice of each run.
     """
-    for start, count, axis in _runs(read, shape, units, sample):
+    for start, count, axis, step in _runs(read, shape, units, sample, longest):
         first = read(start, start + 1, 1)
         if len(shape) == 1:
-            yield (start,), (count,), (axis,), int(first)
+            yield (start,), (count,), (axis,), (step,), int(first)
             continue
         rows = first.reshape(shape[1], -1)
         left = {unit: other for unit, other in units.items() if other != axis}
-        for starts, counts, axes, number in _boxes(
+        for starts, counts, axes, steps, number in _boxes(
             lambda low, high, every, rows=rows: rows[low:high, ::every],  # type: ignore[misc]
             shape[1:],
             left,
             sample,
+            longest,
         ):
-            yield (start, *starts), (count, *counts), (axis, *axes), number
+            yield (start, *starts), (count, *counts), (axis, *axes), (step, *steps), number
 
 
 def _runs(
-    read: _Read, shape: Sequence[int], units: Mapping[int, int], sample: int | None
-) -> Iterator[tuple[int, int, int]]:
-    """(start, count, source axis) of runs of slices; axis -1: a slice that is alone."""
+    read: _Read,
+    shape: Sequence[int],
+    units: Mapping[int, int],
+    sample: int | None,
+    longest: int,
+) -> Iterator[tuple[int, int, int, int]]:
+    """(start, count, source axis, step) of runs of slices; axis -1: a slice that is alone."""
     import torch
 
     count = math.prod(shape[1:])
@@ -418,9 +434,23 @@ def _runs(
         last = [rows[-1:]]
     start = 0
     while start < shape[0]:
-        end = start + 1
-        axis = units.get(steps[start], -1) if end < shape[0] else -1
-        while axis >= 0 and end < shape[0] and steps[end - 1] == steps[start]:
-            end += 1
-        yield start, end - start, axis
-        start = end
+        each = (_run(steps, start, step, units) for step in range(1, longest + 1))
+        axis, count, step = next((run for run in each if run[1] > 1), (-1, 1, 1))
+        for offset in range(step):
+            yield start + offset, count, axis, step
+        start += count * step
+
+
+def _run(
+    steps: Sequence[int], start: int, step: int, units: Mapping[int, int]
+) -> tuple[int, int, int]:
+    """(source axis, count, step) of as many runs as `step` says, which alternate from `start` on;
+    steps: from each slice to the next, 0: none."""
+    between = steps[start : start + step]
+    axis = units.get(sum(between), -1) if len(between) == step and 0 not in between else -1
+    if axis < 0:
+        return -1, 1, 1
+    end = start + step
+    while end < len(steps) and steps[end] == steps[end - step]:
+        end += 1
+    return axis, (end - start + 1) // step, step

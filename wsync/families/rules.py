@@ -66,6 +66,7 @@ __all__ = [
     "Target",
     "Together",
     "group_of",
+    "may_step",
     "mtp_numbers",
 ]
 
@@ -393,6 +394,17 @@ class Piece:
             return (*place, group, *affine, self.steps)
         return (*place, group) if self.affine is None else (*place, group, *affine)
 
+    def stacked(self, index: int, count: int) -> Piece:
+        """The same piece where the target is one of so many in a tensor."""
+        return replace(
+            self,
+            shape=(count, *self.shape),
+            target_start=(index, *self.target_start),
+            extent=(1, *self.extent),
+            axes=(-1, *self.axes),
+            steps=(1, *self.steps),
+        )
+
     def source_box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(start, extent) in the unsharded parameter."""
         extent = [1] * len(self.source_start)
@@ -497,7 +509,7 @@ class Expansion:
                 pieces += self._pieces(target, sources, claimed, stepping)
                 if len(pieces) > MAX_BOXES:
                     raise RuleError(f"{self.rule.name}: more than {MAX_BOXES} boxes")
-            if _may_step(pieces):
+            if may_step(pieces):
                 break
         for index, source in enumerate(sources):
             if index not in claimed:
@@ -547,7 +559,7 @@ class Expansion:
         return tuple(found)
 
 
-def _may_step(pieces: Iterable[Piece]) -> bool:
+def may_step(pieces: Iterable[Piece]) -> bool:
     """Whether boxes go through each dimension of a tensor in one step that divides it: that makes
     two dimensions of one, of which there are so many at most."""
     found: dict[tuple[str, int], int] = {}

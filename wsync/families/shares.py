@@ -8,6 +8,7 @@ only, because some of it is wrong and some parameters are not described at all.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,8 +42,20 @@ _KINDS = (
     # Megatron-Bridge's norm over all heads (0.6.2, `models/minimax_m2/minimax_m2_provider.py`).
     _Kind("FullDimRMSNorm", 0, "global_dim", "local_dim", repeats=True),
 )
-# Modules whose parameters consist of several that are cut each on its own.
-_JOINED = ("GatedDeltaNet", "MambaMixer")
+# Parameters that consist of several, each of which is cut on its own: where they are in a module,
+# and the module's attributes with the whole extents, in the order in which they lie
+# (Megatron-Core 0.16, `ssm/gated_delta_net.py`).
+_HEADS = ("num_value_heads",)
+_CONVOLVED = ("qk_dim", "qk_dim", "v_dim")
+_DELTA_NET = {
+    "in_proj.weight": (*_CONVOLVED, "v_dim", *_HEADS, *_HEADS),
+    "conv1d.weight": _CONVOLVED,
+    "conv1d.bias": _CONVOLVED,
+    "A_log": _HEADS,
+    "dt_bias": _HEADS,
+    "out_proj.weight": ("v_dim",),
+}
+_JOINED: dict[str, dict[str, tuple[str, ...]]] = {"GatedDeltaNet": _DELTA_NET, "MambaMixer": {}}
 
 
 def share_of(
@@ -60,22 +73,51 @@ def share_of(
     axis, cut = (-1, cut) if cut.ranks == 1 else _axis(name, tensor, modules, cut)
     if axis < 0:
         return shape, ShardPlacement(shape, regions_of([[(0, extent)] for extent in shape]))
-    halves = 2 if _is_gated(name, modules) else 1
-    if shape[axis] % halves:
-        raise _core.LayoutError(
-            f"{name}: {shape[axis]} rows of a gated layer are not as many of the gate as others"
-        )
-    part = shape[axis] // halves
-    whole = part * cut.ranks
+    parts = _joined(name, modules, shape[axis], cut.ranks)
     held = [[(0, extent)] for extent in shape]
-    held[axis] = [(half * whole + cut.rank * part, part) for half in range(halves)]
-    full = (*shape[:axis], halves * whole, *shape[axis + 1 :])
+    starts = itertools.accumulate(parts, initial=0)
+    held[axis] = [
+        (start * cut.ranks + cut.rank * part, part)
+        for start, part in zip(starts, parts, strict=False)
+    ]
+    full = (*shape[:axis], shape[axis] * cut.ranks, *shape[axis + 1 :])
     return full, ShardPlacement(shape, regions_of(held))
+
+
+def _home(name: str, modules: Sequence[Module]) -> tuple[str, Any, str]:
+    """(class, module, place in it) of a parameter in a module of those above, or "" for each."""
+    for depth, module in enumerate(modules):
+        found = next((text for text in _JOINED if text in _classes(module)), "")
+        if found:
+            return found, module, ".".join(name.split(".")[-depth - 1 :])
+    return "", None, ""
+
+
+def _joined(name: str, modules: Sequence[Module], extent: int, ranks: int) -> list[int]:
+    """The extents of what a rank's part of a parameter consists of, along the axis that is cut."""
+    kind, module, place = _home(name, modules)
+    if kind:
+        wholes = [getattr(module, attribute, 0) for attribute in _JOINED[kind][place]]
+        parts = [whole // ranks for whole in wholes]
+        if sum(parts) != extent or [part * ranks for part in parts] != wholes:
+            raise _core.LayoutError(
+                f"{name}: {extent} elements are no parts of {wholes} over {ranks} ranks"
+            )
+        return parts
+    halves = 2 if _is_gated(name, modules) else 1
+    if extent % halves:
+        raise _core.LayoutError(
+            f"{name}: {extent} rows of a gated layer are not as many of the gate as others"
+        )
+    return [extent // halves] * halves
 
 
 def _axis(name: str, tensor: Tensor, modules: Sequence[Module], cut: Cut) -> tuple[int, Cut]:
     """The dimension along which a parameter is cut, or -1, and this rank's place."""
     classes = _classes(modules[0])
+    joined, _, place = _home(name, modules)
+    if place in _JOINED.get(joined, {}):
+        return int(place == "out_proj.weight"), cut
     if "GroupedMLP" in classes:
         raise _core.LayoutError(f"{name}: experts that lie transposed in one parameter")
     kind = next((kind for kind in _KINDS if any(kind.text in text for text in classes)), None)
@@ -85,10 +127,9 @@ def _axis(name: str, tensor: Tensor, modules: Sequence[Module], cut: Cut) -> tup
         axis = -1  # a norm within the layer, or the bias of what the ranks sum up
     else:
         axis, cut = kind.axis, _parts(name, modules[0], kind, cut)
-    joined = [text for module in modules for text in _JOINED if text in _classes(module)]
     if axis >= 0 and joined:
         raise _core.LayoutError(
-            f"{name}: part of a {joined[0]}, in which a rank holds parts of several tensors: their "
+            f"{name}: part of a {joined}, in which a rank holds parts of several tensors: their "
             "order is known to a family's rules only"
         )
     return axis, cut
