@@ -324,6 +324,30 @@ def test_elements_that_go_nowhere():
         rule.expand({"a": 1, "b": 2, "h": 1}).pieces  # noqa: B018
 
 
+def test_experts_of_qwen3_5_in_one_parameter():
+    """As slime's converter knows them; MTP layers' are one by one in the checkpoint."""
+    sizes = {"experts": 4, "moe_ffn": 3, "h": 5, "layers": 2}
+    first, second = numbered((4, 6, 5)), numbered((4, 5, 3))
+    layer = "decoder.layers.1.mlp.experts"
+    inner = "mtp.layers.0.transformer_layer.mlp.experts"
+    found = {}
+    for prefix in (layer, inner):
+        for number, full in ((1, first), (2, second)):
+            rule, numbers = FAMILIES["qwen3_5_moe"].find(f"{prefix}.linear_fc{number}")
+            write(found, rule, full, {"layer": 1} | numbers, **sizes)
+            share = local_share(rule, full, Cut(0, 3), Cut(1, 2), **sizes)
+            assert (share == (full[2:, [0, 3]] if number == 1 else full[2:, :, :1])).all()
+    experts = "model.language_model.layers.1.mlp.experts"
+    assert (found.pop(f"{experts}.gate_up_proj") == first).all()
+    assert (found.pop(f"{experts}.down_proj") == second).all()
+    for expert in range(4):
+        each = f"mtp.layers.0.mlp.experts.{expert}"
+        assert (found.pop(f"{each}.gate_proj.weight") == first[expert, :3]).all()
+        assert (found.pop(f"{each}.up_proj.weight") == first[expert, 3:]).all()
+        assert (found.pop(f"{each}.down_proj.weight") == second[expert]).all()
+    assert not found
+
+
 def test_uneven_cut():
     rule, _ = FAMILIES["llama"].find("decoder.layers.0.mlp.linear_fc2.weight")
     with pytest.raises(_core.LayoutError, match="6 elements cannot be cut over 4"):

@@ -157,11 +157,33 @@ _LAYERS_3_5: tuple[Rule, ...] = (
 # Of a text model alone, whose experts transformers saves one by one.
 QWEN3_5_TEXT: tuple[Rule, ...] = (*_LAYERS_3_5, *EXPERTS, *_mtp((*_SHARED, *EXPERTS)))
 
+
+def _all_experts(gate: str, up: str, down: str, axes: str) -> tuple[Rule, ...]:
+    """Experts that are one parameter each of a layer's projections, as slime's converter knows
+    them; axes: what the targets have before those of one expert."""
+    name = f"{LAYER}mlp.experts.linear_fc"
+    halves = "(*gate:moe_ffn | *up:moe_ffn)"
+    if gate == up:
+        first = [Target(gate, f"{axes} (gate | up) h")]
+    else:
+        first = [Target(gate, f"{axes} gate h"), Target(up, f"{axes} up h")]
+    return (
+        Rule(f"{name}1", f"@experts {halves} h", *first),
+        Rule(f"{name}2", "@experts h *moe_ffn", Target(down, f"{axes} h moe_ffn")),
+    )
+
+
+_FUSED = [f"{HF_LAYER}mlp.experts.{name}" for name in ("gate_up_proj", "gate_up_proj", "down_proj")]
+_SINGLE = [
+    f"{HF_LAYER}mlp.experts.{{experts}}.{name}.weight"
+    for name in ("gate_proj", "up_proj", "down_proj")
+]
 # With a vision tower: a checkpoint's experts are fused, except those of MTP layers.
 QWEN3_5: tuple[Rule, ...] = beside_vision(
     (
         *_LAYERS_3_5,
         *stacked_experts("(gate | up) h", "h moe_ffn"),
-        *_mtp((*_SHARED, *EXPERTS)),
+        *_all_experts(*_FUSED, "experts"),
+        *_mtp((*_SHARED, *EXPERTS, *_all_experts(*_SINGLE, ""))),
     )
 )

@@ -120,18 +120,20 @@ def _fills(rule: Rule, known: Iterable[str]) -> dict[str, _Fill]:
             numbers = mtp_numbers({"mtp": 0, "expert": expert}, 0, sizes["block"])
             name, _, shape, start, _, extent, *_ = piece.map(numbers)
             fill = found.setdefault(name, (shape, collections.Counter()))
-            fill[1].update(_elements(shape, start, extent))
+            fill[1].update(_elements(shape, start, extent, piece.steps))
     return found
 
 
-def _elements(shape: Sequence[int], start: Sequence[int], extent: Sequence[int]) -> Iterator[int]:
+def _elements(
+    shape: Sequence[int], start: Sequence[int], extent: Sequence[int], steps: Sequence[int]
+) -> Iterator[int]:
     """The numbers of a box's elements, counted through the tensor."""
     if not shape:
         yield 0
         return
     inner = math.prod(shape[1:])
-    for index in range(start[0], start[0] + extent[0]):
-        for rest in _elements(shape[1:], start[1:], extent[1:]):
+    for index in range(start[0], start[0] + extent[0] * steps[0], steps[0]):
+        for rest in _elements(shape[1:], start[1:], extent[1:], steps[1:]):
             yield index * inner + rest
 
 
