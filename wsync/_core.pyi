@@ -236,6 +236,14 @@ class BufferTable:
     def __getitem__(self, index: int, /) -> tuple[int, int]: ...
 
 @final
+class Pattern:
+    """What a value is, as rows (operation, what, numbers of inner rows, which come before).  See csrc/python/pattern.c
+    for the operations, and wsync.engine.learn.forms, which makes the rows."""
+    def __new__(cls, rows: Sequence[tuple[str, object, tuple[int, ...]]]) -> Self: ...
+    def match(self, value: object, /) -> list[Any] | None:
+        """What `keep` met, in order, if the last row is true of the value; else None."""
+
+@final
 class ViewPool:
     """Hands out torch tensors that are views of a Memory and counts the ones still alive."""
     def __new__(cls, memory: Memory) -> Self: ...

@@ -22,6 +22,7 @@
     X(Stream)             \
     X(BufferTable)        \
     X(ViewPool)           \
+    X(Pattern)            \
     X(IpcMemory)          \
     X(Exporter)           \
     X(Importer)           \

@@ -1,0 +1,409 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Pattern: whether a value is still what it was, down to what its parts hold.  An update
+ * asks it of a whole torch module, with which Python takes longer than the copies do. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "python/convert.h"
+
+/* What a row asks of a value, and what its inner rows are about:
+ *   atom       it is `what`, or equal to it and of the same type
+ *   any        nothing
+ *   type       its type is `what`
+ *   other      it is no instance of the type `what`
+ *   at         it lies at the address `what`
+ *   once       nothing: its inner rows are asked once, however often the value is met
+ *   keep       nothing: it becomes part of the answer
+ *   absent     it has no attribute `what`
+ *   lacks      it does not contain `what`
+ *   attribute  it has the attribute `what`: of that
+ *   item       it is a dict with the key `what`: of what is there
+ *   call       it has the method `what`: of what that gives
+ *   apply      `what` can be called with it: of what that gives
+ *   elements   as many elements as there are inner rows, in this order: one of each
+ *   items      a mapping with the keys of the tuple `what`, in this order, and as many
+ * inner rows: one of what is at each key The inner rows of the first nine are about the
+ * value itself. */
+#define OPERATION_MAP(X)      \
+    X(ATOM, "atom")           \
+    X(ANY, "any")             \
+    X(TYPE, "type")           \
+    X(OTHER, "other")         \
+    X(AT, "at")               \
+    X(ONCE, "once")           \
+    X(KEEP, "keep")           \
+    X(ABSENT, "absent")       \
+    X(LACKS, "lacks")         \
+    X(ATTRIBUTE, "attribute") \
+    X(ITEM, "item")           \
+    X(CALL, "call")           \
+    X(APPLY, "apply")         \
+    X(ELEMENTS, "elements")   \
+    X(ITEMS, "items")
+
+#define ENUM(name, text) name,
+typedef enum operation { OPERATION_MAP(ENUM) OPERATIONS } operation_t;
+#undef ENUM
+#define TEXT(name, text) text,
+static const char *const operation_names[] = {OPERATION_MAP(TEXT)};
+#undef TEXT
+
+typedef struct row {
+    operation_t operation;
+    PyObject *what; /* borrowed */
+    struct row **inner;
+    Py_ssize_t count;
+    const void *met; /* once: the value that the inner rows were last true of */
+    uint64_t when;   /* in which match */
+} row_t;
+
+typedef struct PatternObject {
+    PyObject_HEAD
+    wsync_py_items_t rows; /* an inner row comes before those that it is an inner row of */
+    row_t **inner;         /* owned, of all rows */
+    uint64_t matches;
+} PatternObject;
+
+typedef struct match {
+    uint64_t number;
+    PyObject *kept; /* list */
+} match_t;
+
+/* Whether a row is true of a value; -1 with an exception. */
+static int match_row(const match_t *match, row_t *row, PyObject *value);
+
+/* Ends a question that has failed: a value of which it cannot be asked is another one. */
+static int refused(void)
+{
+    if (PyErr_Occurred() == NULL) {
+        return 0;
+    }
+    if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
+        !PyErr_ExceptionMatches(PyExc_Exception)) {
+        return -1;
+    }
+    PyErr_Clear();
+    return 0;
+}
+
+static int match_elements(const match_t *match, const row_t *row, PyObject *value)
+{
+    PyObject *elements = PySequence_Tuple(value);
+    int same = elements != NULL ? PyTuple_Size(elements) == row->count : refused();
+
+    for (Py_ssize_t i = 0; same > 0 && i < row->count; i++) {
+        same = match_row(match, row->inner[i], PyTuple_GetItem(elements, i));
+    }
+    Py_XDECREF(elements);
+    return same;
+}
+
+static int is_atom(PyObject *value, PyObject *atom)
+{
+    if (value == atom || !Py_IS_TYPE(value, Py_TYPE(atom))) {
+        return value == atom;
+    }
+    return PyObject_RichCompareBool(value, atom, Py_EQ);
+}
+
+/* What a row asks of the value itself; not 1 with an exception. */
+static int ask(const match_t *match, const row_t *row, PyObject *value)
+{
+    switch (row->operation) {
+    case ATOM:
+        return is_atom(value, row->what);
+    case TYPE:
+        return (PyObject *)Py_TYPE(value) == row->what;
+    case OTHER:
+        return !PyType_IsSubtype(Py_TYPE(value), (PyTypeObject *)row->what);
+    case AT:
+        return PyLong_AsVoidPtr(row->what) == value;
+    case KEEP:
+        return PyList_Append(match->kept, value) == 0;
+    case LACKS:
+        return PySequence_Contains(value, row->what) == 0;
+    default:
+        return 1;
+    }
+}
+
+/* Whatever runs meanwhile may change the dict: nothing is borrowed from it then.  Most of
+ * what a module holds is `other`, of a few types, and is not even written to here. */
+static int match_dict(const match_t *match, const row_t *row, PyObject *dict)
+{
+    const PyTypeObject *known = NULL; /* one that the row `other` was true of */
+    const row_t *other = NULL;
+    PyObject *key = NULL;
+    PyObject *item = NULL;
+    Py_ssize_t place = 0;
+    Py_ssize_t i = 0;
+    int same = PyDict_Size(dict) == row->count;
+
+    while (same > 0 && i < row->count && PyDict_Next(dict, &place, &key, &item)) {
+        row_t *inner = row->inner[i];
+
+        if (inner->operation == ANY && key == PyTuple_GetItem(row->what, i)) {
+            /* what torch keeps for itself in every module: not even looked at */
+        } else if (inner->operation == OTHER && key == PyTuple_GetItem(row->what, i)) {
+            same = (inner == other && Py_IS_TYPE(item, known)) || ask(match, inner, item);
+            other = inner;
+            known = Py_TYPE(item);
+        } else {
+            Py_INCREF(item);
+            same = is_atom(key, PyTuple_GetItem(row->what, i));
+            same = same > 0 ? match_row(match, inner, item) : same;
+            Py_DECREF(item);
+            other = NULL; /* types may have become others */
+        }
+        i++;
+    }
+    return same > 0 ? i == row->count : refused();
+}
+
+static int match_items(const match_t *match, const row_t *row, PyObject *value)
+{
+    PyObject *copy;
+    int same;
+
+    if (PyDict_CheckExact(value)) {
+        return match_dict(match, row, value);
+    }
+    copy = PyDict_New(); /* others may have another order than their memory has */
+    same = copy != NULL && PyDict_Update(copy, value) == 0 ? match_dict(match, row, copy)
+                                                           : refused();
+    Py_XDECREF(copy);
+    return same;
+}
+
+/* What the inner rows are about where that is not the value itself: new; NULL if it is not
+ * there. */
+static PyObject *derive(const row_t *row, PyObject *value)
+{
+    switch (row->operation) {
+    case ATTRIBUTE:
+    case ABSENT:
+        return PyObject_GetAttr(value, row->what);
+    case ITEM:
+        return PyDict_Check(value) ? Py_XNewRef(PyDict_GetItemWithError(value, row->what))
+                                   : NULL;
+    case CALL:
+        return PyObject_CallMethodObjArgs(value, row->what, NULL);
+    default:
+        return PyObject_CallFunctionObjArgs(row->what, value, NULL);
+    }
+}
+
+static int match_inner(const match_t *match, const row_t *row, PyObject *value)
+{
+    int same = 1;
+
+    for (Py_ssize_t i = 0; same > 0 && i < row->count; i++) {
+        same = match_row(match, row->inner[i], value);
+    }
+    return same;
+}
+
+static int match_row(const match_t *match, row_t *row, PyObject *value)
+{
+    PyObject *derived;
+    int same;
+
+    switch (row->operation) {
+    case ELEMENTS:
+        return match_elements(match, row, value);
+    case ITEMS:
+        return match_items(match, row, value);
+    case ABSENT:
+        derived = derive(row, value);
+        same = derived == NULL && (PyErr_ExceptionMatches(PyExc_AttributeError) ||
+                                   PyErr_ExceptionMatches(PyExc_ValueError));
+        Py_XDECREF(derived);
+        if (same > 0) {
+            PyErr_Clear(); /* ValueError: of a cell that nothing has been put into */
+        }
+        return same > 0 ? same : refused();
+    case ATTRIBUTE:
+    case ITEM:
+    case CALL:
+    case APPLY:
+        derived = derive(row, value);
+        same = derived != NULL ? match_inner(match, row, derived) : refused();
+        Py_XDECREF(derived);
+        return same;
+    case ONCE:
+        if (row->met == value && row->when == match->number) {
+            return 1;
+        }
+        same = match_inner(match, row, value);
+        if (same > 0) {
+            row->met = value;
+            row->when = match->number;
+        }
+        return same;
+    default:
+        return ask(match, row, value) > 0 ? match_inner(match, row, value) : refused();
+    }
+}
+
+/* --- the type ------------------------------------------------------------------------- */
+
+static int read_row(const void *Py_UNUSED(context), PyObject *object, size_t index,
+                    void *item)
+{
+    row_t *row = item;
+    const char *name = NULL;
+    PyObject *inner = NULL;
+
+    if (!PyTuple_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "row %zu is no tuple: %R", index, object);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(object, "sOO!:Pattern", &name, &row->what, &PyTuple_Type,
+                          &inner)) {
+        return -1;
+    }
+    while (row->operation < OPERATIONS &&
+           strcmp(name, operation_names[row->operation]) != 0) {
+        row->operation++;
+    }
+    row->count = PyTuple_Size(inner);
+    if (row->operation == OPERATIONS ||
+        (row->operation == OTHER && !PyType_Check(row->what)) ||
+        (row->operation == ITEMS &&
+         (!PyTuple_Check(row->what) || PyTuple_Size(row->what) != row->count))) {
+        PyErr_Format(PyExc_ValueError, "row %zu: no operation %s of %R", index, name,
+                     row->what);
+        return -1;
+    }
+    return 0;
+}
+
+/* Finds the inner rows of all rows. */
+static int link_rows(PatternObject *self)
+{
+    row_t *rows = self->rows.items;
+    size_t count = 0;
+
+    for (size_t i = 0; i < self->rows.count; i++) {
+        count += (size_t)rows[i].count;
+    }
+    self->inner = calloc(count + 1, sizeof(*self->inner));
+    if (self->inner == NULL) {
+        (void)PyErr_NoMemory();
+        return -1;
+    }
+    count = 0;
+    for (size_t i = 0; i < self->rows.count; i++) {
+        PyObject *numbers =
+            PyTuple_GetItem(PyTuple_GetItem(self->rows.tuple, (Py_ssize_t)i), 2);
+
+        rows[i].inner = self->inner + count;
+        count += (size_t)rows[i].count;
+        for (Py_ssize_t k = 0; k < rows[i].count; k++) {
+            const size_t number = PyLong_AsSize_t(PyTuple_GetItem(numbers, k));
+
+            if (PyErr_Occurred() != NULL || number >= i) {
+                PyErr_Format(PyExc_ValueError, "row %zu: inner row %R does not come before",
+                             i, PyTuple_GetItem(numbers, k));
+                return -1;
+            }
+            rows[i].inner[k] = &rows[number];
+        }
+    }
+    return 0;
+}
+
+static PyObject *pattern_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"rows", NULL};
+    PyObject *rows;
+    PatternObject *self;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:Pattern", names, &rows)) {
+        return NULL;
+    }
+    self = (PatternObject *)wsync_py_alloc(type);
+    if (self == NULL) {
+        return NULL;
+    }
+    if (wsync_py_items_init(&self->rows, rows, sizeof(row_t), read_row, NULL) < 0 ||
+        link_rows(self) < 0) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static int pattern_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((PatternObject *)object)->rows.tuple);
+    return 0;
+}
+
+static int pattern_clear(PyObject *object)
+{
+    wsync_py_items_t rows = ((PatternObject *)object)->rows;
+
+    ((PatternObject *)object)->rows = (wsync_py_items_t){0};
+    wsync_py_items_fini(&rows);
+    return 0;
+}
+
+static void pattern_dealloc(PyObject *object)
+{
+    PyObject_GC_UnTrack(object);
+    (void)pattern_clear(object);
+    free(((PatternObject *)object)->inner);
+    wsync_py_free(object);
+}
+
+static PyObject *pattern_match(PyObject *object, PyObject *value)
+{
+    PatternObject *self = (PatternObject *)object;
+    const match_t match = {.number = ++self->matches, .kept = PyList_New(0)};
+    row_t *rows = self->rows.items;
+    const int collects = PyGC_Disable(); /* see describe_undisturbed() */
+    int same = -1;
+
+    if (match.kept != NULL) {
+        same =
+            self->rows.count == 0 || match_row(&match, &rows[self->rows.count - 1], value);
+    }
+    if (collects) {
+        (void)PyGC_Enable();
+    }
+    if (same > 0) {
+        return match.kept;
+    }
+    Py_XDECREF(match.kept);
+    return same == 0 ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyMethodDef pattern_methods[] = {
+    {"match", pattern_match, METH_O,
+     "match($self, value, /)\n--\n\n"
+     "What `keep` met, in order, if the last row is true of the value; else None."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot pattern_slots[] = {
+    {Py_tp_doc,
+     "Pattern(rows)\n--\n\n"
+     "What a value is, as rows (operation, what, numbers of inner rows, which come "
+     "before).\n"
+     "See csrc/python/pattern.c for the operations."},
+    {Py_tp_new, pattern_new},
+    {Py_tp_dealloc, pattern_dealloc},
+    {Py_tp_traverse, pattern_traverse},
+    {Py_tp_clear, pattern_clear},
+    {Py_tp_methods, pattern_methods},
+    {0, NULL},
+};
+
+const wsync_py_type_t wsync_py_type_Pattern = {"wsync._core.Pattern",
+                                               sizeof(PatternObject),
+                                               Py_TPFLAGS_HAVE_GC,
+                                               pattern_slots,
+                                               NULL,
+                                               NULL};
