@@ -13,26 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
-import operator
 import reprlib
 import threading
-import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
-# values that cannot change while they are the same object
-_ATOMS: Final = (
-    *(bool, int, float, complex, str, bytes, type(None)),
-    *(range, slice, enum.Enum, torch.dtype, torch.device, type),
-)
-_PLAIN: Final = frozenset((bool, int, str, bytes, type(None)))  # the most frequent of them
+from wsync.engine.learn.forms import ATOMS, Form, Forms, atom, attribute, lacks, pattern, typed
+
 _HELD: Final = frozenset(("_parameters", "_buffers", "_modules"))  # ModuleMemory knows of these
-_DEPTH: Final = 8  # of containers in containers
 
 
 Parts = Mapping[str, torch.nn.Module]
@@ -40,12 +31,10 @@ Parts = Mapping[str, torch.nn.Module]
 
 
 class _Absent(enum.Enum):
-    """What an attribute is that is not there, a method of its owner's class, and a value that is
-    not compared."""
+    """What an attribute is that is not there, and a method of its owner's class."""
 
     ABSENT = "absent"
     INHERITED = "its class's"
-    OTHER = "other"
 
     def __repr__(self) -> str:
         return self.value
@@ -55,34 +44,40 @@ class _Absent(enum.Enum):
 class Attribute:
     """An attribute of a part of a module, or of the part's parameter of that name, as it was.
 
-    frozen: see `_Freezer`.  atom: the value itself, where it cannot change.
+    form: of its owner.
     """
 
     part: str
     parameter: str
     name: str
-    frozen: Any
-    atom: Any
+    form: Form
     text: str
 
     @staticmethod
     def of(part: str, parameter: str, name: str, value: Any) -> Attribute:
-        return Attribute(part, parameter, name, *_forms(value))
+        return Attribute(part, parameter, name, _of_owner(name, value), _words(value))
+
+    @property
+    def absent(self) -> bool:
+        return bool(self.form[0] == "absent")
+
+    @property
+    def opaque(self) -> bool:
+        """Whether only the type of its value is compared."""
+        operation, _, inner = self.form
+        return bool(operation == "attribute" and inner[0][0] == "type" and not inner[0][2])
 
     def renewed(self, parts: Parts) -> Attribute:
         """As it is now."""
         return Attribute.of(self.part, self.parameter, self.name, self._value(parts))
 
-    def difference(self, parts: Parts, freezer: _Freezer | None = None) -> str:
+    def difference(self, parts: Parts) -> str:
         """How it differs now, or ""."""
-        value = self._value(parts)
-        if value is self.atom:
-            return ""
-        frozen = (freezer or _Freezer()).freeze(value)
-        if frozen == self.frozen:
+        owner = self.owner(parts)
+        if self.absent if owner is None else pattern(self.form).match(owner) is not None:
             return ""
         name = ".".join(filter(None, (self.part, self.parameter, self.name)))
-        text = type(value).__name__ if frozen is _Absent.OTHER else _words(value)
+        text = _words(self._value(parts))
         if text == self.text:
             text = "another"
         return f"{name}, which load_weights goes by, was {self.text} and is {text}"
@@ -102,67 +97,91 @@ class Attribute:
 
 
 class AttributeGuards:
-    """Attributes that are compared at every update: those of one owner together."""
+    """Attributes that are compared at every update, all at once.
 
-    def __init__(self, attributes: Iterable[Attribute] = ()) -> None:
-        self._others: list[Attribute] = []  # compared one by one
-        self._groups: list[_Group] = []
+    parts: those of the module, whose attributes are what they were.
+    """
+
+    def __init__(self, attributes: Iterable[Attribute] = (), parts: Parts | None = None) -> None:
+        self._attributes = list(attributes)
+        self._rest: list[Attribute] = []  # those of parameters that are not there
+        owned: dict[str, list[Form]] = {}  # by the path of a part
+        absent: dict[type, set[str]] = {}  # names that classes do not define
         groups: dict[tuple[str, str], list[Attribute]] = {}
-        for each in attributes:
-            made_up = each.atom is _Absent.ABSENT and not each.parameter  # by Module.__getattr__
-            if each.atom is _Absent or made_up or "." in each.name:
-                self._others.append(each)
-            else:
-                groups.setdefault((each.part, each.parameter), []).append(each)
-        self._groups = [_Group(members) for members in groups.values()]
+        for each in self._attributes:
+            groups.setdefault((each.part, each.parameter), []).append(each)
+        for (path, parameter), members in groups.items():
+            owner = members[0].owner(parts or {})
+            if owner is None:
+                self._rest += members
+                continue
+            forms = _of_group(owner, members, absent)
+            inside = attribute("_parameters", ("item", parameter, forms))
+            owned.setdefault(path, []).extend([inside] if parameter else forms)
+        self._paths, self._classes = list(owned), list(absent)
+        classes = [
+            [attribute("__dict__", *lacks(*names)), *_lookup(kind)]
+            for kind, names in absent.items()
+        ]
+        inner = [("once", None, _merged(forms)) for forms in (*owned.values(), *classes)]
+        self._pattern = pattern(("elements", None, tuple(inner)))
 
     def difference(self, parts: Parts) -> str:
         """How the first one that differs now does, or ""."""
-        freezer = _Freezer()
-        defined: dict[type, set[str]] = {}
-        doubtful = (m for g in self._groups if not g.holds(parts, defined) for m in g.members)
-        for each in (*doubtful, *self._others):
-            if difference := each.difference(parts, freezer):
-                return difference
-        return ""
+        values = [*map(parts.get, self._paths), *self._classes]
+        same = self._pattern.match(values) is not None
+        doubtful = self._rest if same else self._attributes
+        return next(filter(None, (each.difference(parts) for each in doubtful)), "")
 
 
-class _Group:
-    """Attributes of one owner that are there and cannot change while they are the same objects,
-    and names that it does not have, or that only its class has."""
+def _of_owner(name: str, value: Any) -> Form:
+    """The form of what has an attribute of this value."""
+    if value is _Absent.ABSENT:
+        return "absent", name, ()
+    if value is _Absent.INHERITED:
+        return attribute("__dict__", *lacks(name))
+    return typed(value) if name == "__class__" else attribute(name, Forms().of(value))
 
-    def __init__(self, members: list[Attribute]) -> None:
-        self.members = members
-        there = [each for each in members if not isinstance(each.atom, _Absent)]
-        # asked for two and more names, an attrgetter gives a tuple
-        names = ("__class__", "__class__", *(each.name for each in there))
-        self._get: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*names)
-        self._atoms = [each.atom for each in there]
-        self._unset = {each.name for each in members if isinstance(each.atom, _Absent)}
-        self._absent = {each.name for each in members if each.atom is _Absent.ABSENT}
 
-    def holds(self, parts: Parts, defined: dict[type, set[str]]) -> bool:
-        """Whether nothing has changed; False where it takes longer to tell.
+def _of_group(
+    owner: Any, members: list[Attribute], absent: dict[type, set[str]]
+) -> tuple[Form, ...]:
+    """Forms of what has all these attributes.  That one is absent follows, where lookup is
+    Python's or torch's own, from what the owner and its classes hold; these are added."""
+    kind: Any = type(owner)
+    names = {each.name for each in members if each.absent}
+    names -= {name for base in kind.__mro__ for name in vars(base)}  # by a property's doing
+    stores = _STORES.get(getattr(kind, "__getattr__", None))
+    if not names or not stores or kind.__getattribute__ is not object.__getattribute__:
+        return tuple(each.form for each in members)
+    for base in kind.__mro__:
+        absent.setdefault(base, set()).update(names)
+    held = [attribute(store, *lacks(*names)) for store in stores]
+    return *(each.form for each in members if each.name not in names), *held
 
-        defined: the names that classes define, of those that were asked for.
-        """
-        owner = self.members[0].owner(parts)
-        try:
-            kind, _, *values = self._get(owner)
-        except AttributeError:
-            return False
-        if not all(map(operator.is_, values, self._atoms)):
-            return False
-        if not vars(owner).keys().isdisjoint(self._unset):
-            return False
-        if not self._absent:
-            return True
-        if kind not in defined:
-            defined[kind] = {name for base in kind.__mro__ for name in vars(base)}
-        known = defined[kind]
-        if "__getattr__" in known:  # it may make up others
-            return False
-        return self._absent.isdisjoint(known)
+
+# by a class's __getattr__: where an attribute can be that the class does not have
+_STORES: Final[dict[Any, tuple[str, ...]]] = {
+    None: ("__dict__",),
+    torch.nn.Module.__getattr__: ("__dict__", *sorted(_HELD)),
+}
+
+
+def _lookup(kind: Any) -> list[Form]:
+    """How a class looks up attributes."""
+    names = "__mro__", "__getattribute__", "__getattr__"
+    return [
+        attribute(name, atom(getattr(kind, name))) if hasattr(kind, name) else ("absent", name, ())
+        for name in names
+    ]
+
+
+def _merged(forms: Iterable[Form]) -> tuple[Form, ...]:
+    """Forms of one value, of which those that lead to the same are one."""
+    found: dict[tuple[str, Any], list[Form]] = {}
+    for operation, what, inner in forms:
+        found.setdefault((operation, what), []).extend(inner)
+    return tuple((operation, what, tuple(inner)) for (operation, what), inner in found.items())
 
 
 def _own(owner: Any, name: str, value: Any) -> Any:
@@ -176,90 +195,16 @@ def _own(owner: Any, name: str, value: Any) -> Any:
     return _Absent.INHERITED if inherited else value
 
 
-def _forms(value: Any) -> tuple[Any, Any, str]:
-    """An Attribute's frozen, atom and text."""
-    return _Freezer().freeze(value), value if isinstance(value, _ATOMS) else _Absent, _words(value)
-
-
 class _Words(reprlib.Repr):
     """Never the values of tensors: a recording would take that for the loader's doing."""
 
     def repr_instance(self, value: Any, level: int) -> str:
-        if isinstance(value, _ATOMS):
+        if isinstance(value, ATOMS):
             return super().repr_instance(value, level)
         return f"a {type(value).__name__}"
 
 
 _words: Final = _Words().repr
-
-
-class _Freezer:
-    """Makes of values what can be compared later.  Nothing changes while one is used: it looks at
-    each function once."""
-
-    def __init__(self) -> None:
-        self._functions: dict[tuple[types.FunctionType, int], Any] = {}
-
-    def freeze(self, value: Any, depth: int = 0) -> Any:
-        """What equals another one's if the values are the same, and does not change with them;
-        OTHER for what cannot be compared.  Of such a value in a container, the type is
-        compared."""
-        kind = type(value)
-        if kind in _PLAIN:
-            return kind, value
-        if isinstance(value, float | complex):
-            return kind, repr(value)  # 0.0 == -0.0, and no nan is another
-        if isinstance(value, _ATOMS):
-            return kind, value
-        if depth == _DEPTH or isinstance(value, torch.nn.Module | torch.Tensor):
-            return _Absent.OTHER
-        if isinstance(value, list | tuple | deque | bytearray):
-            return kind, tuple(self._inner(each, depth) for each in tuple(value))
-        if isinstance(value, set | frozenset):
-            return kind, frozenset(self._inner(each, depth) for each in tuple(value))
-        if isinstance(value, dict | types.MappingProxyType):
-            pairs = list(value.items())
-            return kind, tuple((self._inner(k, depth), self._inner(v, depth)) for k, v in pairs)
-        if isinstance(value, types.FunctionType):
-            return self._function(value, depth)
-        if isinstance(value, types.MethodType):
-            return kind, self._inner((value.__func__, value.__self__), depth)
-        if isinstance(value, functools.partial):
-            return kind, self._inner((value.func, value.args, value.keywords), depth)
-        if isinstance(value, types.BuiltinFunctionType):
-            return kind, value.__qualname__, self._inner(value.__self__, depth)
-        if dataclasses.is_dataclass(kind):
-            names = [field.name for field in dataclasses.fields(kind)]
-            slots = {name: getattr(value, name, _Absent.ABSENT) for name in names}
-            return kind, self._inner({**slots, **getattr(value, "__dict__", {})}, depth)
-        if hasattr(kind, "to_dict") or kind is types.SimpleNamespace:
-            return kind, self._inner(getattr(value, "__dict__", None), depth)
-        dtype = getattr(value, "dtype", None) if kind.__module__ == "numpy" else None
-        if dtype is not None and not dtype.hasobject:
-            return kind, str(dtype), value.shape, value.tobytes()
-        return _Absent.OTHER
-
-    def _function(self, value: types.FunctionType, depth: int) -> Any:
-        found = self._functions.get((value, depth))
-        if found is None:
-            cells = [_content(cell) for cell in value.__closure__ or ()]
-            bound = (cells, value.__defaults__, value.__kwdefaults__)
-            found = types.FunctionType, value.__code__, self._inner(bound, depth)
-            self._functions[value, depth] = found
-        return found
-
-    def _inner(self, value: Any, depth: int) -> Any:
-        if isinstance(value, torch.Tensor):
-            return type(value), value.dtype, value.shape
-        found = self.freeze(value, depth + 1)
-        return type(value) if found is _Absent.OTHER else found
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing has set the variable
-        return _Absent.ABSENT
 
 
 @contextmanager
@@ -293,9 +238,9 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
         _, part, parameter = owners[key[0]]
         own = value is _Absent.ABSENT or name in owner.__dict__ or name == "requires_grad"
         if own or not parameter:
-            attribute = Attribute.of(part, parameter, name, _own(owner, name, value))
-            if attribute.frozen is not _Absent.OTHER:
-                found.append(attribute)
+            read = Attribute.of(part, parameter, name, _own(owner, name, value))
+            if not read.opaque:
+                found.append(read)
 
     def reading(kind: type) -> Any:
         find: Any = kind.__getattribute__

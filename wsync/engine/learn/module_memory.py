@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from wsync._core import BufferTable, LayoutError, StateError
+from wsync.engine.learn.forms import Form, atom, attribute, call, items, pattern
 from wsync.engine.learn.regions import Move
 from wsync.module_tensors import checksum_of
 
@@ -104,9 +106,9 @@ class ModuleMemory:
         numbers: dict[int, int] = {}
         self.parts = dict(module.named_modules())
         self.names = _names_of_parts(self.parts)
-        self._outlines = [_Outline(part) for part in self.parts.values()]
-        # where each is bound, its id, how it is seen, and its storage
-        self._places: list[tuple[dict[str, Any], str, int, Seen, tuple[int, int]]] = []
+        self.device = torch.device("cpu")  # that the first tensor is on
+        self._places: list[tuple[dict[str, Any], str]] = []  # where each is bound
+        bound: dict[int, Form] = {}  # by the tensor's id
         firsts: dict[int, str] = {}
         for path, slot, name, tensor in bound_tensors(module):
             start, end = _span(tensor)
@@ -114,6 +116,7 @@ class ModuleMemory:
                 raise LayoutError(f"{path}: its memory is gone")
             if not tensor.numel():
                 continue
+            bound[id(tensor)] = _form_of(tensor)
             number = numbers.setdefault(start, len(self.areas))
             if number == len(self.areas):
                 self.areas.append(Area(start, end, partial(slot.get, name), path))
@@ -126,7 +129,12 @@ class ModuleMemory:
             self.names.append((path, firsts.setdefault(id(tensor), path)))
             if isinstance(tensor, torch.nn.Parameter):
                 self.parameters.add(path)
-            self._places.append((slot, name, id(tensor), seen(tensor), (start, end)))
+            self.device = self.device if self._places else tensor.device
+            self._places.append((slot, name))
+        forms = tuple(_form_of_part(part, bound) for part in self.parts.values())
+        self._pattern = pattern(("elements", None, forms))
+        self._forms = list(bound.values())
+        self._spans = [(area.start, area.end - area.start) for area in self.areas]
         self._order = sorted(range(len(self.areas)), key=lambda i: self.areas[i].start)
         self._starts = [self.areas[i].start for i in self._order]
         for one, two in zip(self._order, self._order[1:], strict=False):
@@ -139,7 +147,7 @@ class ModuleMemory:
         """The tensors of `facts`."""
         return [
             _there(fact[0], slot.get(name))
-            for fact, (slot, name, *_) in zip(self.facts, self._places, strict=True)
+            for fact, (slot, name) in zip(self.facts, self._places, strict=True)
         ]
 
     def tied(self) -> list[list[str]]:
@@ -178,15 +186,19 @@ class ModuleMemory:
             if tensor.device != first or first.type not in ("cpu", "cuda"):
                 raise LayoutError(f"{fact[0]} is on {tensor.device}, other tensors on {first}")
 
+    def kept(self) -> list[torch.UntypedStorage] | None:
+        """The memory of all areas, if the module holds the very same tensors where they were, and
+        all else as it was: what an update asks each time, at little cost; else None."""
+        return self._pattern.match(tuple(self.parts.values()))
+
     def current(self) -> bool:
-        """Whether the module holds the very same tensors where they were: what an update asks
-        each time, at little cost."""
-        return all(outline.holds() for outline in self._outlines) and all(
-            isinstance(tensor := slot.get(name), torch.Tensor)
-            and id(tensor) == identity
-            and seen(tensor) == look
-            and _span(tensor) == storage
-            for slot, name, identity, look, storage in self._places
+        """Whether the module holds the very same tensors where they were, and no others."""
+        return self.kept() is not None or ModuleMemory(self.parts[""])._same(self)
+
+    def _same(self, other: ModuleMemory) -> bool:
+        parts = all(map(operator.is_, self.parts.values(), other.parts.values()))
+        return (
+            parts and not self.difference(other.facts, other.names) and self._forms == other._forms
         )
 
     def find(self, address: int) -> int:
@@ -202,7 +214,7 @@ class ModuleMemory:
         return AreaNames(self.facts)
 
     def spans(self) -> list[tuple[int, int]]:
-        return [(area.start, area.end - area.start) for area in self.areas]
+        return self._spans
 
     def table(self) -> BufferTable:
         return BufferTable(self.spans(), self.memory())
@@ -300,40 +312,60 @@ def bound_tensors(
                     yield (f"{prefix}.{name}" if prefix else name), slot, name, tensor
 
 
-class _Outline:
-    """Tells whether tensors or modules came to a module or went from it, and whether a name stands
-    for another module.
+def _form_of(tensor: torch.Tensor) -> Form:
+    """Of a tensor of a module: which one it is, and what memory it lies in, which is kept."""
+    start, end = _span(tensor)
+    inner = (
+        ("type", type(tensor), ()),
+        call("data_ptr", atom(tensor.data_ptr())),
+        attribute("dtype", atom(tensor.dtype)),
+        attribute("shape", atom(tensor.shape)),
+        call("stride", atom(tensor.stride())),
+        call(
+            "untyped_storage",
+            ("keep", None, ()),
+            call("data_ptr", atom(start)),
+            call("nbytes", atom(end - start)),
+        ),
+    )
+    return "at", id(tensor), inner
 
-    Tensors are counted anew only where the types of what the module holds are others, or where it
-    holds tensors without memory, which may get some.
+
+def _form_of_part(part: torch.nn.Module, bound: dict[int, Form]) -> Form:
+    """Of a part: which modules and tensors it holds, under which names.
+
+    bound: the forms of tensors by their ids.  Others have no memory, and may get some.
     """
 
-    def __init__(self, part: torch.nn.Module) -> None:
-        self._part = part
-        self._children = list(part._modules.items())
-        self._types = _types(part)
-        self._counts = _counts(part)
-        held = sum(issubclass(kind, torch.Tensor) for kind in self._types)
-        self._certain = held == sum(self._counts)
+    def held(slot: dict[str, Any]) -> Form:
+        return items({name: bound.get(id(v)) or _other(name, v) for name, v in slot.items()})
 
-    def holds(self) -> bool:
-        part = self._part
-        if list(part._modules.items()) != self._children:
-            return False
-        return (self._certain and _types(part) == self._types) or _counts(part) == self._counts
-
-
-def _types(part: torch.nn.Module) -> list[type]:
-    """The types of all that a module holds."""
-    return [kind for slot in slots(part) for kind in map(type, slot.values())]
+    stores = {
+        "_parameters": held(part._parameters),
+        "_buffers": held(part._buffers),
+        "_modules": items({name: atom(child) for name, child in part._modules.items()}),
+    }
+    own = vars(part)
+    inside = {name: form for name, form in stores.items() if own.get(name) is getattr(part, name)}
+    values = {n: inside.get(n) or bound.get(id(v)) or _other(n, v) for n, v in own.items()}
+    outside = (attribute(name, stores[name]) for name in stores.keys() - inside.keys())
+    return "once", None, (attribute("__dict__", items(values)), *outside)
 
 
-def _counts(part: torch.nn.Module) -> list[int]:
-    """How many tensors with memory each of a module's slots has."""
-    return [
-        sum(isinstance(t, torch.Tensor) and usable(t) and t.numel() > 0 for t in slot.values())
-        for slot in slots(part)
-    ]
+def _other(name: str, value: object) -> Form:
+    if isinstance(value, torch.Tensor):
+        return _EMPTY
+    return _ANY if name in _OWN else _NO_TENSOR
+
+
+def _without_memory(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and (not usable(value) or not value.numel())
+
+
+_NO_TENSOR: Final[Form] = ("other", torch.Tensor, ())
+_ANY: Final[Form] = ("any", None, ())
+_OWN: Final = frozenset(vars(torch.nn.Module()))  # what every module has, such as its hooks
+_EMPTY: Final[Form] = ("apply", _without_memory, (atom(True),))
 
 
 def slots(part: torch.nn.Module) -> tuple[dict[str, Any], ...]:

@@ -330,20 +330,21 @@ class _Replay(RoutedLoader):
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
-        self._held = self._find_held()
-        self._aim(_Filling(self, self._held))
+        self._aim(self._find())
 
-    def _find_held(self) -> ModuleMemory:
+    def _find(self) -> _Filling:
         """The module's tensors where they are now."""
-        held, change = self._held, ""
-        if held is None or not held.current():
-            self._held = None
+        held, self._held, change = self._held, None, ""
+        memory: list[Any] | None = held.kept() if held is not None else None
+        if held is None or memory is None:
             held = ModuleMemory(self.module)
             held.check_place(self.recording.areas)
             change = held.difference(self.recording.facts, self.recording.names)
+            memory = held.memory()
         if change := change or self.recording.stale(held):
             raise _changed(self.module, change)
-        return held
+        self._held = held
+        return _Filling(self, held, memory)
 
     def _destination(self, shapes: dict[str, tuple[int, ...]]) -> _core.Layout:
         """The module's boxes; buffers are areas, and then tensors that are kept for the loader."""
@@ -370,10 +371,11 @@ class _Filling:
     """The module's tensors while one update fills them, and what is kept beside for the loader,
     and to be compared."""
 
-    def __init__(self, replay: _Replay, held: ModuleMemory) -> None:
+    def __init__(self, replay: _Replay, held: ModuleMemory, memory: list[Any]) -> None:
         self._replay = replay
         self._held = held
-        place = held.tensors[0].device if held.tensors else torch.device("cpu")
+        self._memory = memory
+        place = held.device
         self._staged = [
             (name, torch.empty(shape, dtype=dtype_of(dtype), device=place))
             for name, dtype, shape, _ in replay.aside
@@ -389,11 +391,12 @@ class _Filling:
     def buffers(self) -> _core.BufferTable:
         further = [*self._shadows, *(tensor for _, tensor in self._staged)]
         spans = self._held.spans() + [(t.data_ptr(), t.nbytes) for t in further]
-        return _core.BufferTable(spans, (self._held.memory(), further))
+        return _core.BufferTable(spans, (self._memory, further))
 
     def complete(self) -> None:
         """Runs the loader with what is its own to load, and then the module's own copies.
         LayoutError where a tensor was written over another that brings other values."""
+        self._memory = []
         self.check_places()
         recording, areas = self._replay.recording, self._held.areas
         with torch.no_grad():

@@ -186,7 +186,8 @@ class Recording:
         """
         gc.collect()
         self.names = held.names
-        self.attributes = AttributeGuards(a for a in attributes if not a.difference(held.parts))
+        same = [each for each in attributes if not each.difference(held.parts)]
+        self.attributes = AttributeGuards(same, held.parts)
         found = [(outside, outside.sum(), sum) for outside, sum in self.outside]
         if any(now is not None and now != sum for _, now, sum in found):
             raise RecordingError("it goes by values outside the module, which it changes")

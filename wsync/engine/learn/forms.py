@@ -1,0 +1,177 @@
+"""Forms: what a value was, to see later at little cost whether it still is that.
+
+A form is a question about a value, and forms of what the value holds, which C asks (see
+csrc/python/pattern.c).  Made of them here are those of values that load_weights goes by; a value is
+still the same if it has the form that it had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from wsync._core import Pattern
+
+# (operation, what it takes, forms of what it leads to); of an atom its type, too: 1 is not True
+Form = tuple[Any, ...]
+
+# values that cannot change while they are the same object
+ATOMS: Final = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(range, slice, enum.Enum, torch.dtype, torch.device, type),
+)
+_KEYS: Final = frozenset((bool, int, str, bytes, type(None)))
+_DEPTH: Final = 8  # of containers in containers
+
+
+def pattern(form: Form) -> Pattern:
+    """What tells whether a value has this form.  Equal questions become one row."""
+    rows: list[tuple[str, object, tuple[int, ...]]] = []
+    numbers: dict[tuple[str, int, tuple[int, ...]], int] = {}
+    known: dict[int, int] = {}  # by the identity of forms
+
+    def number(form: Form) -> int:
+        found = known.get(id(form))
+        if found is None:
+            operation, what, inner = form[0], form[1], tuple(map(number, form[2]))
+            found = numbers.setdefault((operation, id(what), inner), len(rows))
+            if found == len(rows):
+                rows.append((operation, what, inner))
+            known[id(form)] = found
+        return found
+
+    number(form)
+    return Pattern(rows)
+
+
+def atom(value: Any) -> Form:
+    return "atom", value, (), type(value)
+
+
+def typed(kind: Any, *inner: Form) -> Form:
+    return "type", kind, inner
+
+
+def attribute(name: str, *inner: Form) -> Form:
+    return "attribute", name, inner
+
+
+def call(name: str, *inner: Form) -> Form:
+    return "call", name, inner
+
+
+def lacks(*names: str) -> tuple[Form, ...]:
+    return tuple(("lacks", name, ()) for name in sorted(names))
+
+
+def items(forms: Mapping[Any, Form]) -> Form:
+    """Of a mapping, by its keys."""
+    return "items", _keys(*forms), tuple(forms.values())
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _keys(*keys: Any) -> tuple[Any, ...]:
+    """One tuple for many mappings: those of what a class's objects hold."""
+    return keys
+
+
+class Forms:
+    """Makes forms of values, as they are now.  Nothing changes while one is used: it looks at each
+    function once."""
+
+    def __init__(self) -> None:
+        self._functions: dict[tuple[types.FunctionType, int], Form] = {}
+
+    def of(self, value: Any, depth: int = 0) -> Form:
+        """Of what cannot be compared, and of what is too deep, the type."""
+        kind: Any = type(value)
+        if isinstance(value, float | complex):  # 0.0 == -0.0, and no nan is another
+            return typed(kind, call("__repr__", atom(repr(value))))
+        if isinstance(value, slice):
+            return self._attributes(value, depth, "start", "stop", "step")
+        if isinstance(value, ATOMS):
+            return atom(value)
+        if isinstance(value, torch.Tensor) and depth > 0:
+            looks = attribute("dtype", atom(value.dtype)), attribute("shape", atom(value.shape))
+            return typed(kind, *looks)
+        if depth >= _DEPTH or isinstance(value, torch.nn.Module | torch.Tensor):
+            return typed(kind)
+        if isinstance(value, list | tuple | deque | bytearray):
+            inner = tuple(self.of(each, depth + 1) for each in tuple(value))
+            return typed(kind, ("elements", None, inner))
+        if isinstance(value, set | frozenset):
+            return typed(kind, ("apply", _ELEMENTS[depth], (atom(_ELEMENTS[depth](value)),)))
+        if isinstance(value, dict | types.MappingProxyType):
+            pairs = list(value.items())
+            if all(type(key) in _KEYS for key, _ in pairs):
+                return typed(kind, items({key: self.of(v, depth + 1) for key, v in pairs}))
+            forms = [tuple(self.of(each, depth + 1) for each in pair) for pair in pairs]
+            held = ("elements", None, tuple(("elements", None, pair) for pair in forms))
+            return typed(kind, call("items", held))
+        if isinstance(value, types.FunctionType):
+            return self._function(value, depth)
+        if isinstance(value, types.MethodType):
+            return self._attributes(value, depth + 1, "__func__", "__self__")
+        if isinstance(value, functools.partial):
+            return self._attributes(value, depth + 1, "func", "args", "keywords")
+        if isinstance(value, types.BuiltinFunctionType):
+            return self._attributes(value, depth, "__qualname__", "__self__")
+        if dataclasses.is_dataclass(kind):
+            own = getattr(value, "__dict__", {})
+            slots = [f.name for f in dataclasses.fields(kind) if f.name not in own]
+            whole = self._attribute(value, "__dict__", depth)
+            return typed(kind, whole, *(self._attribute(value, n, depth + 1) for n in slots))
+        if hasattr(kind, "to_dict") or kind is types.SimpleNamespace:
+            return self._attributes(value, depth, "__dict__")
+        dtype = getattr(value, "dtype", None) if kind.__module__ == "numpy" else None
+        if dtype is not None and not dtype.hasobject:
+            return typed(kind, ("apply", _array, (atom(_array(value)),)))
+        return typed(kind)
+
+    def _attributes(self, value: Any, depth: int, *names: str) -> Form:
+        return typed(type(value), *(self._attribute(value, name, depth) for name in names))
+
+    def _attribute(self, value: Any, name: str, depth: int) -> Form:
+        """Of an attribute that there may be."""
+        try:
+            found = getattr(value, name)
+        except (AttributeError, ValueError):  # ValueError: a cell that nothing has been put into
+            return "absent", name, ()
+        return attribute(name, self.of(found, depth + 1))
+
+    def _function(self, value: types.FunctionType, depth: int) -> Form:
+        found = self._functions.get((value, depth))
+        if found is None:
+            cells = tuple(
+                self._attribute(cell, "cell_contents", depth + 2)
+                for cell in value.__closure__ or ()
+            )
+            closure = ("elements", None, cells) if cells else atom(value.__closure__)
+            same = typed(
+                type(value),
+                attribute("__code__", atom(value.__code__)),
+                attribute("__closure__", closure),
+                self._attribute(value, "__defaults__", depth + 1),
+                self._attribute(value, "__kwdefaults__", depth + 1),
+            )
+            found = self._functions[value, depth] = ("once", None, (same,))
+        return found
+
+
+def _elements(depth: int, value: Any) -> frozenset[Form]:
+    forms = Forms()
+    return frozenset(forms.of(each, depth + 1) for each in tuple(value))
+
+
+def _array(value: Any) -> tuple[str, tuple[int, ...], bytes]:
+    return str(value.dtype), value.shape, value.tobytes()
+
+
+_ELEMENTS: Final = [functools.partial(_elements, depth) for depth in range(_DEPTH)]
