@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.engines import NEWEST, engine_tree
 from support.workers import ThreadEngine
 
 import wsync
@@ -101,6 +104,24 @@ def test_a_model_without_its_vision_tower_is_refused_unless_that_is_to_stay(
         sync.update(version=2)
     assert engine.version == "2"
     assert torch.equal(engine.model.visual.weight, before)
+
+
+@pytest.mark.parametrize(("version", "module"), [("0.5.17", "mm_utils"), (NEWEST, "mm_schedule")])
+def test_what_an_old_vision_tower_has_made_of_images_is_dropped(
+    version: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their hashes; SGLang's /flush_cache leaves it."""
+    name = f"sglang.srt.managers.{module}"
+    source = engine_tree("sglang", version).joinpath(*name.split(".")).with_suffix(".py")
+    assert "\nembedding_cache: Optional[MultiModalStaticCache] = None\n" in source.read_text()
+    cache = {"cat": torch.ones(1)}
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(embedding_cache=cache))
+    other = f"sglang.srt.managers.{'mm_utils' if module == 'mm_schedule' else 'mm_schedule'}"
+    monkeypatch.setitem(sys.modules, other, SimpleNamespace(embedding_cache=None))
+    weights = {name: torch.ones_like(p) for name, p in Model().named_parameters()}
+    with wsync.connect(weights, engines=[Deaf(Model())], options=OPTIONS) as sync:
+        sync.update(version=1)
+    assert not cache
 
 
 def test_a_version_is_not_given_where_a_worker_refuses_after_the_commit(

@@ -165,20 +165,25 @@ class Calls:
     def __init__(self, **facts: Any) -> None:
         self.facts = {"rank": 0, "workers": 1, "engines": 1, "weight_version": "4", **facts}
         self.seen: list[tuple[Any, ...]] = []
+        self.llm_engine: Any = None
 
     def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
         self.seen.append((method, *args))
         return [json.dumps(self.facts)]
 
 
-def test_weights_that_an_update_has_left_half_way_have_no_version() -> None:
+def worker_of(model: torch.nn.Module) -> Any:
     worker: Any = WorkerExtension()
-    model = torch.nn.Linear(2, 2)
     model.load_weights = lambda weights: None  # type: ignore[assignment]
     worker.rank, worker.device = 0, "cpu"
     worker.model_config = worker.vllm_config = None
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
     worker.parallel_config = SimpleNamespace(data_parallel_size=1, world_size=1)
+    return worker
+
+
+def test_weights_that_an_update_has_left_half_way_have_no_version() -> None:
+    worker = worker_of(torch.nn.Linear(2, 2))
     side = worker._wsync_state()
     side.receiver.state.weight_version = "6"
     assert json.loads(worker.wsync_describe())["weight_version"] == "6"
@@ -215,6 +220,9 @@ class AsyncCalls(Calls):
         self.held -= 1
         return self.held < 0
 
+    async def reset_encoder_cache(self) -> None:
+        self.seen.append(("encoder", self.held))
+
 
 @pytest.mark.parametrize("driven", [False, True])
 def test_coroutines_run_in_the_engines_loop(driven: bool) -> None:
@@ -237,11 +245,46 @@ def test_coroutines_run_in_the_engines_loop(driven: bool) -> None:
         loop.close()
 
 
+def test_what_old_weights_computed_is_dropped_wherever_it_lies() -> None:
+    class Connected(AsyncCalls):
+        async def reset_prefix_cache(
+            self, reset_running_requests: bool = False, reset_connector: bool = False
+        ) -> bool:
+            self.seen.append(("prefix", reset_connector))
+            return await super().reset_prefix_cache(reset_running_requests)
+
+    engine = Connected(kv_connector=True, multimodal=True)
+    VllmHandle(engine).flush(60)
+    assert engine.seen[1:] == [("prefix", True), ("prefix", True), ("encoder", -1)]
+    alone = Connected()
+    VllmHandle(alone).flush(60)
+    assert alone.seen[1:] == [("prefix", False), ("prefix", False)]
+    llm = Calls(multimodal=True)
+    llm.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: llm.seen.append(("encoder",)))
+    VllmHandle(llm).flush(60)
+    assert llm.seen[1:] == [("encoder",)]
+    older = AsyncCalls(kv_connector=True)  # its reset_prefix_cache knows of no connectors
+    VllmHandle(older).flush(60)
+    assert older.held == -1
+
+
+def test_workers_say_what_their_engine_keeps_beside_weights(engine: VllmEngine) -> None:
+    engine.prepare("qwen3")
+    plain = json.loads(engine.collective_rpc("wsync_describe")[0])
+    assert (plain["kv_connector"], plain["multimodal"]) == (False, False)
+    worker = worker_of(torch.nn.Linear(2, 2))
+    worker.vllm_config = SimpleNamespace(kv_transfer_config=object())
+    worker.model_config = SimpleNamespace(is_multimodal_model=True)
+    found = json.loads(worker.wsync_describe())
+    assert (found["kv_connector"], found["multimodal"]) == (True, True)
+
+
 class Front(BaseHTTPRequestHandler):
     """vLLM's routes for weights, as its 0.33.0 has them in development mode."""
 
-    engine: VllmEngine
+    engine: ClassVar[VllmEngine | Calls]
     seen: ClassVar[list[str]] = []
+    unknown: ClassVar[set[str]] = set()
 
     def do_POST(self) -> None:
         self.seen.append(self.path)
@@ -250,9 +293,10 @@ class Front(BaseHTTPRequestHandler):
             "/pause": {"status": "paused"},
             "/resume": {"status": "resumed"},
             "/reset_prefix_cache": {"success": True},
+            "/reset_encoder_cache": {},
         }
         path = self.path.partition("?")[0]
-        answer = answers.get(path)
+        answer = None if path in self.unknown else answers.get(path)
         if path == "/collective_rpc":
             results = self.engine.collective_rpc(body["method"], args=body.get("args", []))
             plain = (dict, list, type(None))
@@ -266,28 +310,45 @@ class Front(BaseHTTPRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None: ...
 
 
-def test_vllms_own_server_is_driven_by_its_routes(engine: VllmEngine) -> None:
-    engine.prepare("qwen3")
-    Front.engine = engine
+@pytest.fixture
+def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a server before Front.engine."""
+    monkeypatch.setattr(Front, "seen", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Front)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
-    url = f"vllm+http://127.0.0.1:{server.server_port}"
-    try:
-        with wsync.connect(engine.weights(0), engines=[url], options=OPTIONS) as sync:
-            assert sync.update(engine.weights(1), version=6).redundancy == 1.0
-        assert wsync.handle(url).model_info(5)["weight_version"] == "6"
-        assert [worker.update for worker in inspection.inspect(url)] == [1, 1]
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    yield f"vllm+http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_vllms_own_server_is_driven_by_its_routes(engine: VllmEngine, front: str) -> None:
+    engine.prepare("qwen3")
+    Front.engine = engine
+    with wsync.connect(engine.weights(0), engines=[front], options=OPTIONS) as sync:
+        assert sync.update(engine.weights(1), version=6).redundancy == 1.0
+    assert wsync.handle(front).model_info(5)["weight_version"] == "6"
+    assert [worker.update for worker in inspection.inspect(front)] == [1, 1]
     assert engine.differing(1) == [[], []]
     others = [path for path in Front.seen if path != "/collective_rpc"]
     assert others == [
         "/pause?mode=abort&clear_cache=false",
-        "/reset_prefix_cache?reset_running_requests=false",
+        "/reset_prefix_cache?reset_running_requests=false&reset_external=false",
         "/resume",
+    ]
+
+
+@pytest.mark.parametrize("unknown", [set(), {"/reset_encoder_cache"}])
+def test_vllms_own_server_drops_more_where_there_is_more(
+    front: str, unknown: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Front, "unknown", unknown)
+    Front.engine = Calls(kv_connector=True, multimodal=True)
+    wsync.handle(front).flush(60)
+    assert Front.seen[1:] == [
+        "/reset_prefix_cache?reset_running_requests=false&reset_external=true",
+        "/reset_encoder_cache",
     ]
 
 

@@ -47,11 +47,22 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
                 part.receiver = Receiver(_loader(model))
         wait_for_device(model)
         success, text = part.receiver.handle(control)
+        _forget_images()
         if not success:
             _log.error("%s", text)
     except Exception as error:
         _log.exception("an update failed before its session was there")
         refuse(control, f"{type(error).__name__}: {error}", part.receiver)
+
+
+def _forget_images() -> None:
+    """Drops what a vision tower has made of images, which SGLang's /flush_cache leaves: it is kept
+    by the images' hashes (SGLang 0.5.17 to 0.5.23)."""
+    for name in ("mm_utils", "mm_schedule"):
+        module = sys.modules.get(f"sglang.srt.managers.{name}")
+        cache = getattr(module, "embedding_cache", None)
+        if cache is not None:
+            cache.clear()
 
 
 class _Part:

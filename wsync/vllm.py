@@ -37,8 +37,8 @@ class WorkerExtension:
     rank: int
 
     def wsync_describe(self) -> str:
-        """Which worker this is of how many, and the version of its weights, as JSON; none where
-        they are not those of one update."""
+        """Which worker this is of how many, the version of its weights (none where they are not
+        those of one update), and what else keeps what they have computed, as JSON."""
         parallel = self.parallel_config
         many = parallel.data_parallel_size > 1
         alone = getattr(parallel, "data_parallel_external_lb", False)
@@ -51,6 +51,8 @@ class WorkerExtension:
                 "workers": parallel.world_size,
                 "engines": parallel.data_parallel_size if many and not alone else 1,
                 "weight_version": version,
+                "kv_connector": bool(getattr(self.vllm_config, "kv_transfer_config", None)),
+                "multimodal": bool(getattr(self.model_config, "is_multimodal_model", False)),
                 "instance": f"{os.getpid()}.{id(_model(self.model_runner))}",
             }
         )

@@ -2,8 +2,9 @@
 "vllm+http://host:port", or anything else that has their collective_rpc.
 
 The engine's workers are started with `--worker-extension-cls wsync.vllm.WorkerExtension`.  It is
-paused and its cache is emptied where it offers that: `pause_generation` and `resume_generation`,
-or a `sleep` that knows level 0 and a mode; `reset_prefix_cache`.  Made against vLLM 0.33.0.
+paused and its caches are emptied where it offers that: `pause_generation` and `resume_generation`,
+or a `sleep` that knows level 0 and a mode; `reset_prefix_cache`, with reset_connector where a KV
+connector keeps more; `reset_encoder_cache` where the model sees images.  Made against vLLM 0.33.0.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class VllmHandle(LocalHandle):
         self._remote = callable(getattr(engine.collective_rpc, "remote", None))
         if self._remote:
             self.name = str(engine)
+        self._connector = self._multimodal = False
         self.workers = self._count(timeout)
 
     def pause(self, mode: str, timeout: float) -> None:
@@ -65,11 +67,18 @@ class VllmHandle(LocalHandle):
             self._call("sleep", timeout, level=0, mode=word)
 
     def _flush_once(self, timeout: float) -> str | None:
-        if not self._has("reset_prefix_cache"):
-            return None
-        arguments = {"reset_running_requests": True} if self._mode == "retract" else {}
-        answer = self._call("reset_prefix_cache", timeout, **arguments)
-        return "requests hold blocks of the prefix cache" if answer is False else None
+        deadline = Deadline(timeout)
+        method = "reset_prefix_cache"
+        if self._has(method):
+            arguments = {"reset_running_requests": True} if self._mode == "retract" else {}
+            if self._connector and (self._remote or self._takes(method, "reset_connector")):
+                arguments["reset_connector"] = True
+            if self._call(method, deadline.left, **arguments) is False:
+                return "requests or a KV connector hold blocks of the prefix cache"
+        # what is kept by an image's hash; vLLM's cache of images themselves holds no weights' work
+        if self._multimodal and self._has("reset_encoder_cache"):
+            self._call("reset_encoder_cache", deadline.left)
+        return None
 
     def resume(self, timeout: float) -> None:
         if self._has("resume_generation"):
@@ -118,6 +127,8 @@ class VllmHandle(LocalHandle):
                 f"engine {self.name}: {first['engines']} data-parallel engines behind one "
                 "collective_rpc, which answers only for the first of them"
             )
+        self._connector = any(each.get("kv_connector") for each in found)
+        self._multimodal = any(each.get("multimodal") for each in found)
         ranks = [each["rank"] for each in found]
         if ranks != list(range(first["workers"])):
             raise UnsupportedError(
@@ -137,14 +148,21 @@ class VllmHandle(LocalHandle):
             raise RemoteError(f"engine {self.name}: {method}: workers answer {answers!r}")
         return list(answers)
 
-    def _has(self, method: str) -> bool:
-        return callable(getattr(self._engine, method, None))
+    def _method(self, name: str) -> Any:
+        """The engine's, or None; an LLM leaves some to its llm_engine."""
+        inner = getattr(self._engine, "llm_engine", None)
+        return getattr(self._engine, name, getattr(inner, name, None))
+
+    def _has(self, name: str) -> bool:
+        return callable(self._method(name))
+
+    def _takes(self, name: str, argument: str) -> bool:
+        """Whether a method of an object of this process has an argument."""
+        return self._has(name) and argument in inspect.signature(self._method(name)).parameters
 
     def _sleeps(self) -> bool:
         """Whether sleeping is pausing: earlier versions and actors may give up the weights."""
-        if self._remote or not self._has("sleep"):
-            return False
-        return "mode" in inspect.signature(self._engine.sleep).parameters
+        return not self._remote and self._takes("sleep", "mode")
 
     def _call(self, name: str, timeout: float, /, **arguments: Any) -> Any:
         if self._remote:
@@ -152,7 +170,7 @@ class VllmHandle(LocalHandle):
         return self._run(lambda: self._wait_for(name, arguments), name, timeout)
 
     def _wait_for(self, name: str, arguments: dict[str, Any]) -> Any:
-        answer = getattr(self._engine, name)(**arguments)
+        answer = self._method(name)(**arguments)
         if not inspect.iscoroutine(answer):
             return answer
         handler = getattr(self._engine, "output_handler", None)
@@ -184,13 +202,26 @@ class VllmServer:
     def resume_generation(self) -> None:
         self._post("/resume")
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        query = f"?reset_running_requests={str(reset_running_requests).lower()}"
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        query = (
+            f"?reset_running_requests={str(reset_running_requests).lower()}"
+            f"&reset_external={str(reset_connector).lower()}"
+        )
         return self._post(f"/reset_prefix_cache{query}").get("success") is not False
 
-    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def reset_encoder_cache(self) -> None:
+        self._post("/reset_encoder_cache", known=False)
+
+    def _post(
+        self, path: str, body: Mapping[str, Any] | None = None, *, known: bool = True
+    ) -> dict[str, Any]:
+        """known: whether every version of vLLM has the path."""
         # whoever calls waits as long as it likes, in another thread
         status, text = self._http.request("POST", path, body, _PATIENCE_SECONDS)
+        if status == 404 and not known:
+            return {}
         if status != 200:
             hint = "; is VLLM_SERVER_DEV_MODE=1 set?" if status == 404 else ""
             raise RemoteError(f"{path}: HTTP {status}: {engine_text(text)}{hint}")
