@@ -645,9 +645,19 @@ class Rule:
         stored: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.name = name
-        self.parsed = _View(view)
         self.targets = targets
         self.stored = None if stored is None else tuple(tuple(part) for part in stored)
+        try:
+            self._read(view)
+        except RuleError as error:
+            raise RuleError(f"{name}: {error}") from None
+        text = re.escape(name)
+        for key in _NUMBERED:
+            text = text.replace(re.escape("{" + key + "}"), rf"(?P<{key}>\d+)")
+        self._pattern = re.compile(text)
+
+    def _read(self, view: str) -> None:
+        self.parsed = _View(view)
         inferred = [
             dimension
             for dimension, item in enumerate(self.parsed.items)
@@ -655,30 +665,26 @@ class Rule:
             if axis.size == INFERRED
         ]
         if len(inferred) > 1:
-            raise RuleError(f"{name}: more than one inferred axis in {view!r}")
+            raise RuleError(f"more than one inferred axis in {view!r}")
         self.inferred_dimension = inferred[0] if inferred else -1
         self.inferred_cut = any(
             item.mark in ("*", "~") for item in _marked(self.parsed.items[d] for d in inferred)
         )
         shaped = [index for index, item in enumerate(self.parsed.items) if item.mark == "~"]
         if len(shaped) != self.parsed.text.count("~") or len(shaped) > 1:
-            raise RuleError(f"{name}: {view!r} may have one ~, on a dimension of its own")
+            raise RuleError(f"{view!r} may have one ~, on a dimension of its own")
         self.shaped_dimension = shaped[0] if shaped else -1
         parts = {part for axis in _axes(self.parsed.items) for part in axis.size.split("+")}
         named = {key for target in targets for key in _PLACEHOLDER.findall(target.name)}
         parts |= {"block"} if named.intersection(("inner", *_ENDS)) else set()
         self.sizes = frozenset(part for part in parts if part != INFERRED and not part.isdigit())
-        wanted = {axis for target in targets for axis in _View(target.view).names}
-        numbers = {number for number in _COUNTS if "{" + number + "}" in name}
+        wanted = {axis for target in self.targets for axis in _View(target.view).names}
+        numbers = {number for number in _COUNTS if "{" + number + "}" in self.name}
         self.counted = frozenset(numbers & wanted - self.parsed.names)
-        if not targets:
-            raise RuleError(f"{name}: no targets")
-        for target in targets:
+        if not self.targets:
+            raise RuleError("no targets")
+        for target in self.targets:
             self._check(target)
-        text = re.escape(name)
-        for key in _NUMBERED:
-            text = text.replace(re.escape("{" + key + "}"), rf"(?P<{key}>\d+)")
-        self._pattern = re.compile(text)
 
     def _check(self, target: Target) -> None:
         view = _View(target.view)
@@ -692,7 +698,9 @@ class Rule:
         ):
             raise RuleError(f"{target.name}: {target.equal!r} is no axis that it can do without")
         if unknown:
-            raise RuleError(f"{target.name}: axes {sorted(unknown)} are not in {self.name}")
+            raise RuleError(
+                f"{target.name}: axes {sorted(unknown)} are not in {self.parsed.text!r}"
+            )
         known = {name for name in _NUMBERED if "{" + name + "}" in self.name} | self.parsed.names
         if "mtp" in known:
             known |= {"layer", *_ENDS}
