@@ -42,6 +42,53 @@ class _Alone:
         raise AttributeError(name)
 
 
+class _Mappings:
+    """A bridge's registry, which is asked for one parameter after the other.
+
+    finish: what the bridge does to tensors when it exports them.
+    """
+
+    def __init__(
+        self, registry: Any, finish: Callable[..., Any], modules: Mapping[str, Module]
+    ) -> None:
+        self._registry = registry
+        self._finish = finish
+        self._modules = modules
+
+    def convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        mapping, module = self._of(name), self._modules[name]
+        found = mapping.megatron_to_hf(tensor, module)
+        if ".experts." in name:  # it would put them together
+            return list(found.items())
+        task = types.SimpleNamespace(
+            **{"param_name": name, "global_param_name": name, "mapping": mapping},
+            **{"megatron_module": module, "weight_dtype": tensor.dtype},
+        )
+        finished = self._finish(task, dict(found), {})  # and may add copies under other names
+        return [(target, finished[target]) for target in found]
+
+    def index(self, name: str) -> int:
+        # its experts' tensors, in their order, are one where they have one name
+        match = _EXPERT.search(name)
+        if match is None:
+            return -1
+        number, mapping = int(match[1]), self._of(name)
+        other = f"{name[: match.start(1)]}{number + 1}{name[match.end(1) :]}"
+        if mapping.hf_param != self._of(other).hf_param:
+            return -1
+        if getattr(mapping, "transpose_on_export", False):
+            raise _core.LayoutError(
+                f"{name}: Megatron-Bridge transposes it as the checkpoint's shape says"
+            )
+        return number
+
+    def _of(self, name: str) -> Any:
+        mapping = self._registry.megatron_to_hf_lookup(name)
+        if mapping is None:
+            raise _core.LayoutError(f"{name}: no mapping of Megatron-Bridge matches it")
+        return mapping
+
+
 @contextlib.contextmanager
 def bridge_converter(
     bridge: Any, modules: Mapping[str, Module]
@@ -73,42 +120,8 @@ def bridge_converter(
         alone = dist.new_group(rank, backend="gloo", use_local_synchronization=True)
     param_mapping.mpu = _Alone(alone)
     try:
-        registry = make()
-
-        def lookup(name: str) -> Any:
-            mapping = registry.megatron_to_hf_lookup(name)
-            if mapping is None:
-                raise _core.LayoutError(f"{name}: no mapping of Megatron-Bridge matches it")
-            return mapping
-
-        def convert(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-            mapping = lookup(name)
-            found = mapping.megatron_to_hf(tensor, modules[name])
-            if ".experts." in name:  # it would put them together
-                return list(found.items())
-            task = types.SimpleNamespace(
-                **{"param_name": name, "global_param_name": name, "mapping": mapping},
-                **{"megatron_module": modules[name], "weight_dtype": tensor.dtype},
-            )
-            finished = finish(task, dict(found), {})  # and may add copies under other names
-            return [(target, finished[target]) for target in found]
-
-        def index(name: str) -> int:
-            # its experts' tensors, in their order, are one where they have one name
-            match = _EXPERT.search(name)
-            if match is None:
-                return -1
-            number, mapping = int(match[1]), lookup(name)
-            other = f"{name[: match.start(1)]}{number + 1}{name[match.end(1) :]}"
-            if mapping.hf_param != lookup(other).hf_param:
-                return -1
-            if getattr(mapping, "transpose_on_export", False):
-                raise _core.LayoutError(
-                    f"{name}: Megatron-Bridge transposes it as the checkpoint's shape says"
-                )
-            return number
-
-        yield convert, index
+        mappings = _Mappings(make(), finish, modules)
+        yield mappings.convert, mappings.index
     finally:
         param_mapping.mpu = groups
         if alone is not None:

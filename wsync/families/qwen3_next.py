@@ -183,7 +183,7 @@ QWEN3_5: tuple[Rule, ...] = beside_vision(
     (
         *_LAYERS_3_5,
         *stacked_experts("(gate | up) h", "h moe_ffn"),
-        *_all_experts(*_FUSED, "experts"),
-        *_mtp((*_SHARED, *EXPERTS, *_all_experts(*_SINGLE, ""))),
+        *_all_experts(*_FUSED, axes="experts"),
+        *_mtp((*_SHARED, *EXPERTS, *_all_experts(*_SINGLE, axes=""))),
     )
 )

@@ -675,7 +675,7 @@ class Rule:
             raise RuleError(f"{view!r} may have one ~, on a dimension of its own")
         self.shaped_dimension = shaped[0] if shaped else -1
         parts = {part for axis in _axes(self.parsed.items) for part in axis.size.split("+")}
-        named = {key for target in targets for key in _PLACEHOLDER.findall(target.name)}
+        named = {key for target in self.targets for key in _PLACEHOLDER.findall(target.name)}
         parts |= {"block"} if named.intersection(("inner", *_ENDS)) else set()
         self.sizes = frozenset(part for part in parts if part != INFERRED and not part.isdigit())
         wanted = {axis for target in self.targets for axis in _View(target.view).names}
