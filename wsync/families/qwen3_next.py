@@ -18,7 +18,7 @@ checkpoint's from one, as long as the trainer's other norms count from zero
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from wsync.families.blocks import (
     ATTENTION,
@@ -158,9 +158,10 @@ _LAYERS_3_5: tuple[Rule, ...] = (
 QWEN3_5_TEXT: tuple[Rule, ...] = (*_LAYERS_3_5, *EXPERTS, *_mtp((*_SHARED, *EXPERTS)))
 
 
-def _all_experts(gate: str, up: str, down: str, axes: str) -> tuple[Rule, ...]:
+def _all_experts(targets: Sequence[str], axes: str) -> tuple[Rule, ...]:
     """Experts that are one parameter each of a layer's projections, as slime's converter knows
-    them; axes: what the targets have before those of one expert."""
+    them; targets: gate, up and down; axes: what they have before those of one expert."""
+    gate, up, down = targets
     name = f"{LAYER}mlp.experts.linear_fc"
     halves = "(*gate:moe_ffn | *up:moe_ffn)"
     if gate == up:
@@ -183,7 +184,7 @@ QWEN3_5: tuple[Rule, ...] = beside_vision(
     (
         *_LAYERS_3_5,
         *stacked_experts("(gate | up) h", "h moe_ffn"),
-        *_all_experts(*_FUSED, axes="experts"),
-        *_mtp((*_SHARED, *EXPERTS, *_all_experts(*_SINGLE, axes=""))),
+        *_all_experts(_FUSED, "experts"),
+        *_mtp((*_SHARED, *EXPERTS, *_all_experts(_SINGLE, ""))),
     )
 )
