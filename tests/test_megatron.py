@@ -172,6 +172,7 @@ def test_the_reference_is_what_mbridge_exports(engine, name):
 
 DENSE = ("qwen3", {}, {"tp": 2, "pp": 2}, {})
 MOE = ("qwen3_moe", {}, {"ep": 2, "pp": 2, "etp": 1}, {})
+PLAIN = ("llama", {"head_dim": 16}, {"tp": 2, "pp": 2}, {})
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,18 @@ MOE = ("qwen3_moe", {}, {"ep": 2, "pp": 2, "etp": 1}, {})
         ("other_tie", DENSE, "LayoutError", ["share_embeddings_and_output_weights is False"]),
         ("other_family", DENSE, "UnsupportedError", ["'mamba'", "qwen3_moe"]),
         ("other_experts", MOE, "LayoutError", ["expert 2", "4 experts over 2"]),
+        (
+            "zero_centered",
+            DENSE,
+            "LayoutError",
+            [
+                "decoder.layers.0: the trainer's layernorm_zero_centered_gamma is True, "
+                "but the family 'qwen3' needs False"
+            ],
+        ),
+        ("interleaved", DENSE, "LayoutError", ["rotary_interleaved is True", "needs False"]),
+        ("blocks_of_gates", MOE, "LayoutError", ["glu_interleave_size is 8", "needs None"]),
+        ("halved_heads", PLAIN, "LayoutError", ["num_query_groups is 2", "'llama' needs 4"]),
     ],
 )
 def test_input_that_cannot_be(local, damage, case, kind, parts):

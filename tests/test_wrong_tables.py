@@ -60,9 +60,9 @@ def tables(tmp_path_factory):
     return found
 
 
-def registered(rules):
+def registered(rules, **options):
     FAMILIES.pop("wrong", None)
-    return registry.register("wrong", rules, fields={"inner": ("inner_size",)})
+    return registry.register("wrong", rules, fields={"inner": ("inner_size",)}, **options)
 
 
 def without_others(rules):
@@ -226,6 +226,42 @@ def targets_of(rule):
         for target in rule.targets
         for layer in layers
     ]
+
+
+def configured(**fields):
+    """A model of one layer, whose configuration has these fields."""
+    module = module_of(
+        rule for rule in RIGHT["own"] if rule.name.endswith(".input_layernorm.weight")
+    )
+    module.decoder.layers.get_submodule("0").config = SimpleNamespace(**fields)
+    return module
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_layers_are_as_the_family_needs_them(name):
+    needed = FAMILIES[name].settings
+    for loader in ("megatron", "slime"):
+        make = {"config": CONFIG, "model_name": name, "loaded_by": loader}
+        wsync.megatron.layout(configured(**needed), **make)
+        for field, value in needed.items():
+            other = 8 if value is None else not value
+            with pytest.raises(wsync.LayoutError) as refused:
+                wsync.megatron.layout(configured(**{**needed, field: other}), **make)
+            assert str(refused.value) == (
+                f"decoder.layers.0: the trainer's {field} is {other}, but the family {name!r} "
+                f"needs {value}"
+            )
+
+
+def test_a_users_table_says_what_it_needs():
+    module = configured(rotary_interleaved=True, kv_channels=5, num_query_groups=2)
+    for known, accepted in ({}, True), ({"rotary_interleaved": False}, False):
+        registered(RIGHT["own"], settings=known)
+        if accepted:
+            wsync.megatron.layout(module, CONFIG, model_name="wrong")
+        else:
+            with pytest.raises(wsync.LayoutError, match="rotary_interleaved is True, but"):
+                wsync.megatron.layout(module, CONFIG, model_name="wrong")
 
 
 @pytest.fixture(autouse=True)

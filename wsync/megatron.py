@@ -54,6 +54,8 @@ _LIMITS = (  # of the numbers in names: the number, the size that bounds it, wha
     ("mtp", "mtp", "MTP layer"),
     ("inner", "block", "layer of an MTP block"),
 )
+# sizes that shapes show only the product of, and Megatron's names of them
+_SAME_SHAPE = {"g": "num_query_groups", "d": "kv_channels"}
 _GATHERING = "DistributedDataParallel._make_forward_pre_hook."
 _ALONE = Cut()
 
@@ -129,6 +131,8 @@ def layout(
     if learnt is not None:
         reader = _learn(converter, bridge, config, chunks, slots, spec, ranks)
     built, repeats = _build(reader, rank, names, current, table)
+    if learnt is None:
+        _check_settings(chunks, spec)
 
     def read() -> list[Tensor]:
         _check_gathered(chunks)
@@ -179,6 +183,29 @@ def _keep_biases_wide(chunks: Sequence[Module]) -> None:
             keep = getattr(module, "_maintain_float32_expert_bias", None)
             if callable(keep):
                 keep()
+
+
+def _check_settings(chunks: Sequence[Module], spec: Model) -> None:
+    """Raises LayoutError where a layer's configuration says that the same bytes mean others than
+    the family's rules take them for."""
+    needed = dict(spec.family.settings)
+    needed |= {
+        field: spec.sizes[size]
+        for size, field in _SAME_SHAPE.items()
+        if size in spec.family.sizes and size in spec.sizes
+    }
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            config = getattr(module, "config", None)
+            if config is None or _LAYER.fullmatch(global_name(path)) is None:
+                continue
+            for field, value in needed.items():
+                found = getattr(config, field, value)
+                if found != value:
+                    raise _core.LayoutError(
+                        f"{path}: the trainer's {field} is {found}, but the family "
+                        f"{spec.family.name!r} needs {value}"
+                    )
 
 
 def _check_gathered(chunks: Sequence[Module]) -> None:

@@ -80,6 +80,8 @@ def trained(hf, parallel, native, swapped, options):
     options = families.options(text, native) | options
     wide = options.pop("wide", ())  # parameters that stay float32
     trainer = megatron_cpu.build(text, parallel, **options)
+    # as trainers have it; Megatron's own norms, which stand for theirs, cannot be made with it
+    trainer.config.layernorm_zero_centered_gamma = True
     if not native:
         families.attach(trainer.chunks, text, hf.model_type != "qwen3_next", trainer.dtype)
     state = families.checkpoint(hf)

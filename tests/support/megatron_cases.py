@@ -320,6 +320,25 @@ def _one_query_group(trainer):
     return hf
 
 
+def _zero_centered(trainer):
+    trainer.config.layernorm_zero_centered_gamma = True
+
+
+def _interleaved(trainer):
+    trainer.config.rotary_interleaved = True
+
+
+def _blocks_of_gates(trainer):
+    trainer.config.moe_mlp_glu_interleave_size = 8
+
+
+def _halved_heads(trainer):
+    """Twice as many of half the size: every parameter has the same shape."""
+    hf = reference.config(trainer.hf.model_type, num_attention_heads=8, num_key_value_heads=4)
+    hf.head_dim = 8
+    return hf
+
+
 MUTATIONS = {
     function.__name__.removeprefix("_"): function
     for function in (
@@ -334,5 +353,9 @@ MUTATIONS = {
         _other_tie,
         _other_family,
         _not_contiguous,
+        _zero_centered,
+        _interleaved,
+        _blocks_of_gates,
+        _halved_heads,
     )
 }

@@ -33,6 +33,7 @@ import argparse
 import collections
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from wsync.families.rules import Rule, RuleError, Together, mtp_numbers
 from wsync.families.tables import DERIVED, FAMILIES, FIELDS, LOADERS, Family
@@ -50,6 +51,7 @@ def register(
     fields: Mapping[str, Sequence[str]] | None = None,
     loaders: Mapping[str, tuple[Rule, ...]] | None = None,
     together: Together = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> Family:
     """Adds a family of this process to those that `wsync.megatron.layout` knows.
 
@@ -61,6 +63,9 @@ def register(
         loaders: rules that go before these for models that were loaded by "slime".
         together: sets of modules, by the last part of their names, whose tensors within one parent
             engines take in one call only.
+        settings: fields of Megatron's TransformerConfig and the values for which the rules hold,
+            for example {"layernorm_zero_centered_gamma": False}; `wsync.megatron.layout` compares
+            them with every layer's configuration.
 
     Raises:
         RuleError: the table cannot be right; the text names the rule, see `check`.
@@ -72,7 +77,14 @@ def register(
         if loader not in LOADERS:
             raise ValueError(f"no loader {loader!r}: known are {', '.join(LOADERS)}")
         check(Family(name, own, fields=fields))
-    family = Family(name, tuple(rules), fields=fields, loaders=loaders, together=together)
+    family = Family(
+        name,
+        tuple(rules),
+        fields=fields,
+        loaders=loaders,
+        together=together,
+        settings=settings or {},
+    )
     check(family)
     FAMILIES[name] = family
     return family

@@ -33,10 +33,13 @@ from wsync.families.rules import Expansion, Rule, Together, key_of
 from wsync.families.step import STEP_3_5, STEP_FIELDS
 
 __all__ = [
+    "COUNTS_FROM_ZERO",
     "DERIVED",
     "FAMILIES",
     "FIELDS",
+    "INTERLEAVED",
     "LOADERS",
+    "PLAIN",
     "RUNTIME",
     "TOGETHER",
     "Family",
@@ -50,6 +53,18 @@ __all__ = [
 # that Megatron-Core computes with them; slime exchanges the halves of some, and back on export.
 LOADERS = ("megatron", "slime")
 
+# What Megatron's configuration of a layer must say where it changes what the same bytes mean:
+# whether norms count from zero, which channels of a head turn together, and whether an expert's
+# gate and up rows alternate in blocks (of Megatron-Core 0.19).
+PLAIN: Mapping[str, Any] = {
+    "layernorm_zero_centered_gamma": False,
+    "rotary_interleaved": False,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_shared_expert_glu_interleave_size": None,
+}
+COUNTS_FROM_ZERO = {**PLAIN, "layernorm_zero_centered_gamma": True}
+INTERLEAVED = {**PLAIN, "rotary_interleaved": True}
+
 
 class Family:
     """A named table of rules.
@@ -58,8 +73,9 @@ class Family:
     go before the table's for the models that it loads.  `copied`: beginnings of names, as regular
     expressions, and what stands for them in the checkpoint: parameters that are there as they are,
     whole on every rank.  `fields`: sizes besides FIELDS.  `together`: sets of modules, by the last
-    part of their names, whose tensors within one parent engines take in one call only.  `oracle`:
-    what the tests compare its tensors with, bit for bit.
+    part of their names, whose tensors within one parent engines take in one call only.  `settings`:
+    fields of Megatron's TransformerConfig and the values for which the rules hold.  `oracle`: what
+    the tests compare its tensors with, bit for bit.
     """
 
     def __init__(
@@ -70,11 +86,13 @@ class Family:
         copied: Mapping[str, str] | None = None,
         fields: Mapping[str, Sequence[str]] | None = None,
         together: Together = (),
+        settings: Mapping[str, Any] = PLAIN,
         oracle: str = "",
     ) -> None:
         self.name = name
         self.fields = dict(fields or {})
         self.together = together
+        self.settings = settings
         self.oracle = oracle
         self._copied = copied or {}
         self._loaders = loaders or {}
@@ -89,8 +107,9 @@ class Family:
         own = self._loaders.get(loader)
         if own is None:
             return self
-        kept: Any = {"fields": self.fields, "together": self.together, "oracle": self.oracle}
-        return Family(self.name, own, self.rules, copied=self._copied, **kept)
+        kept: Any = {"fields": self.fields, "together": self.together, "settings": self.settings}
+        kept |= {"copied": self._copied, "oracle": self.oracle}
+        return Family(self.name, own, self.rules, **kept)
 
     def find(self, name: str) -> tuple[Rule, dict[str, int]]:
         """The rule of a global parameter name and the numbers in that name.
@@ -143,6 +162,10 @@ def _latent(name: str, rules: tuple[Rule, ...], oracle: str) -> Family:
     return Family(name, rules, together=LATENT_TOGETHER, oracle=oracle)
 
 
+def _delta(name: str, rules: tuple[Rule, ...], oracle: str, **options: Any) -> Family:
+    return Family(name, rules, settings=COUNTS_FROM_ZERO, oracle=oracle, **options)
+
+
 _LOGITS = "logits of transformers 4.57"
 _OLD, _NEW = "Megatron-Bridge 0.3.1", "Megatron-Bridge 0.6.2"  # exports after loading a checkpoint
 _AS = "the rules of {} under another name"
@@ -153,7 +176,7 @@ FAMILIES: dict[str, Family] = {
         Family("bailing_moe_v2", BAILING_MOE_V2, oracle=f"{_NEW}; MTP by its source only"),
         _latent("deepseek_v3", DEEPSEEK, f"{_OLD}, {_LOGITS}; MTP by documents only"),
         _latent("deepseek_v32", DEEPSEEK_SPARSE, _AS.format("glm_moe_dsa")),
-        Family("glm4", GLM4, oracle=_LOGITS),
+        Family("glm4", GLM4, settings=INTERLEAVED, oracle=_LOGITS),
         Family("glm4_moe", GLM4_MOE, oracle=f"{_OLD}, mbridge 0.15, {_LOGITS}"),
         _latent("glm4_moe_lite", DEEPSEEK, _NEW),
         _latent("glm_moe_dsa", DEEPSEEK_SPARSE, f"{_NEW}; slime's indexer by documents only"),
@@ -168,11 +191,11 @@ FAMILIES: dict[str, Family] = {
         _dense("qwen2_moe", EXPERTS, SHARED_EXPERT, oracle="a checkpoint of transformers 4.57"),
         _dense("qwen3", oracle=f"{_OLD}, {_LOGITS}"),
         _dense("qwen3_moe", EXPERTS, UNGATED_SHARED_EXPERTS, oracle=f"{_OLD} and 0.6.2, {_LOGITS}"),
-        Family("qwen3_5", QWEN3_5, copied=VISION, oracle=_AS.format("qwen3_5_text")),
-        Family("qwen3_5_moe", QWEN3_5, copied=VISION, oracle=_FUSED_3_5),
-        Family("qwen3_5_moe_text", QWEN3_5_TEXT, oracle=_NEW),
-        Family("qwen3_5_text", QWEN3_5_TEXT, oracle=_NEW),
-        Family("qwen3_next", QWEN3_NEXT, loaders={"slime": SLIME_MTP}, oracle=f"{_OLD}, {_LOGITS}"),
+        _delta("qwen3_5", QWEN3_5, _AS.format("qwen3_5_text"), copied=VISION),
+        _delta("qwen3_5_moe", QWEN3_5, _FUSED_3_5, copied=VISION),
+        _delta("qwen3_5_moe_text", QWEN3_5_TEXT, _NEW),
+        _delta("qwen3_5_text", QWEN3_5_TEXT, _NEW),
+        _delta("qwen3_next", QWEN3_NEXT, f"{_OLD}, {_LOGITS}", loaders={"slime": SLIME_MTP}),
         Family("qwen3_vl", QWEN3_VL, copied=VISION, oracle=_LOGITS),
         Family("qwen3_vl_moe", QWEN3_VL_MOE, copied=VISION, oracle=_LOGITS),
         Family("step3p5", STEP_3_5, fields=STEP_FIELDS, oracle=_NEW),
