@@ -55,7 +55,7 @@ for turn in range(2):  # the second with a GPU that is open
     for k in itertools.count():
         library.fakecuda_fail(b"*", ctypes.c_long(k), 719)
         try:
-            ring = GpuRing(64, uuid)
+            ring = new_ring(64, uuid)
             tensor = ring.export(0, 64)
             try:
                 opened = open_tensor(lent)
@@ -81,10 +81,10 @@ failed
 PRELUDE = """
 import ctypes, os, time
 import torch
-from support.gpu_reader import count_down, load, open_tensor
+from support.gpu_reader import count_down, load, new_ring, open_tensor
 from wsync import _core
 from wsync.messages import gpu_payload, payload
-from wsync.messages.gpu_payload import GpuRing, GpuTensor
+from wsync.messages.gpu_payload import GpuTensor
 
 def never(): pass
 def write(ring, offset, data): ctypes.memmove(ring.address + offset, data, len(data))
@@ -160,7 +160,7 @@ def test_a_bucket_is_what_torch_would_pickle(tree: Path, count: int) -> None:
 
 def test_sglang_opens_what_was_exported(tree: Path, owner: Peer) -> None:
     """Its unpickler, its patch_torch and torch's rebuild; one slot of memory, twice."""
-    owner("ring = GpuRing(8192, 'GPU-' + uuid)", uuid=OTHER)
+    owner("ring = new_ring(8192, uuid)", uuid=OTHER)
     with mock.patch.dict(os.environ, fake_environment(**TWO)):
         engine = SglangReceiver(tree, UUID, OTHER)
     try:
@@ -216,7 +216,7 @@ def test_damaged_payloads_never_escape(data: st.DataObject) -> None:
 
 def test_another_process_reads_a_bucket(owner: Peer, reader: Peer) -> None:
     data = bytes(i % 251 for i in range(3000))
-    owner(f"ring = GpuRing(8192, '{UUID}'); write(ring, 1024, data)", data=data)
+    owner(f"ring = new_ring(8192, '{UUID}'); write(ring, 1024, data)", data=data)
     bucket = owner("ring.payload(1024, 3000, [])")
     read = reader("tensor = load(data)['flattened_tensor']; tensor", data=bucket)
     assert read.nbytes == 3000 and read.offset == 1024
@@ -231,7 +231,7 @@ def test_another_process_reads_a_bucket(owner: Peer, reader: Peer) -> None:
 
 
 def test_exports_stay_inside_the_ring(owner: Peer) -> None:
-    owner(f"ring = GpuRing(8192, '{UUID}')")
+    owner(f"ring = new_ring(8192, '{UUID}')")
     for wrong in ("-1, 5", "0, -1", "8000, 193"):
         with raises("InvalidArgumentError: .* bytes at .* of a ring of 8192"):
             owner(f"ring.export({wrong})")
@@ -239,14 +239,14 @@ def test_exports_stay_inside_the_ring(owner: Peer) -> None:
 
 
 def test_a_ring_has_as_many_buckets_as_a_file_has_counters(owner: Peer) -> None:
-    owner(f"ring = GpuRing(64, '{UUID}')\nfor _ in range(10000): ring._take_counter(0, 64)")
+    owner(f"ring = new_ring(64, '{UUID}')\nfor _ in range(10000): ring._take_counter(0, 64)")
     with raises("NoMemoryError: a ring has 10000 buckets that no engine has let go of"):
         owner("ring.export(0, 64)")
 
 
 def test_a_consumer_that_does_not_let_go_holds_nobody_up(owner: Peer, reader: Peer) -> None:
     """The next ring is fresh memory; the first is freed when it may be."""
-    owner(f"first = GpuRing(64, '{UUID}')")
+    owner(f"first = new_ring(64, '{UUID}')")
     reader(
         "opened = open_tensor(load(data)['flattened_tensor'])",
         data=owner(FIRST),
@@ -255,7 +255,7 @@ def test_a_consumer_that_does_not_let_go_holds_nobody_up(owner: Peer, reader: Pe
         owner("first.acquire(0, 64, 0.05, never)")
     with raises("ZeroDivisionError"):
         owner("first.acquire(0, 64, 60, lambda: 1 / 0)")
-    owner(f"first.close(); second = GpuRing(64, '{UUID}')")
+    owner(f"first.close(); second = new_ring(64, '{UUID}')")
     assert owner("gpu_payload.collect(), first.address != second.address") == (64, True)
     with raises("StateError: the ring is closed"):
         owner("first.export(0, 64)")
@@ -271,7 +271,7 @@ def test_a_consumer_that_dies_holds_nobody_up() -> None:
 
 
 def consumer_dies(owner: Peer, reader: Peer) -> None:
-    owner(f"first = GpuRing(64, '{UUID}')")
+    owner(f"first = new_ring(64, '{UUID}')")
     reader(
         "opened = open_tensor(load(data)['flattened_tensor'])",
         data=owner(FIRST),
@@ -279,15 +279,15 @@ def consumer_dies(owner: Peer, reader: Peer) -> None:
     reader.kill()
     with raises("DeadlineError"):
         owner("first.acquire(0, 64, 0.05, never)")
-    assert owner(f"first.close(); second = GpuRing(64, '{UUID}'); second.held()") is False
+    assert owner(f"first.close(); second = new_ring(64, '{UUID}'); second.held()") is False
     assert owner("gpu_payload.collect()") == 64  # nobody can tell that it has
 
 
 def test_memory_that_engines_hold_is_named_when_there_is_no_more() -> None:
     with started(WSYNC_FAKE_CUDA_MEMORY=str(3 * GRAIN)) as owner:
-        owner(f"first = GpuRing({2 * GRAIN}, '{UUID}')\n{FIRST}\nfirst.close()")
+        owner(f"first = new_ring({2 * GRAIN}, '{UUID}')\n{FIRST}\nfirst.close()")
         with raises(f"NoMemoryError: .*engines have not let go of {2 * GRAIN} bytes more"):
-            owner(f"GpuRing({2 * GRAIN}, '{UUID}')")
+            owner(f"new_ring({2 * GRAIN}, '{UUID}')")
 
 
 def test_what_cannot_be_opened_says_why(reader: Peer) -> None:
@@ -296,9 +296,9 @@ def test_what_cannot_be_opened_says_why(reader: Peer) -> None:
 
 
 def refusals(owner: Peer, reader: Peer) -> None:
-    owner(f"ring = GpuRing(64, '{UUID}')")
+    owner(f"ring = new_ring(64, '{UUID}')")
     tensor = owner("ring.export(0, 64)")
-    with raises(f"UnsupportedError: GPU {ABSENT} is none of the 2 that this process sees: {UUID}"):
+    with raises(f"UnsupportedError: GPU {ABSENT} is none of {UUID}"):
         reader("open_tensor(tensor)", tensor=dataclasses.replace(tensor, uuid=ABSENT))
     with raises(f"ProtocolError: payload: storage of {GRAIN} bytes at 1 of {GRAIN} bytes"):
         reader(
@@ -332,7 +332,7 @@ def test_only_files_of_counters_are_counted_in(reader: Peer) -> None:
 
 def test_driver_calls_fail_in_turn(owner: Peer, reader: Peer) -> None:
     """Nothing stays behind, and every counter is taken down that was put up."""
-    owner(f"lent = GpuRing(64, '{UUID}')")
+    owner(f"lent = new_ring(64, '{UUID}')")
     tensor = owner("lent.export(0, 64)")
     failed = reader(EACH_CALL, path=fake_driver(), lent=tensor, uuid=UUID)
     assert {"cuMemAlloc", "cuIpcGetMemHandle", "cuIpcOpenMemHandle"} <= set(failed)

@@ -8,12 +8,13 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
 from wsync import _core
-from wsync.messages import gpu_payload, payload, torch_shm_reader
-from wsync.messages.gpu_payload import COUNTERS, GpuTensor
+from wsync.messages import payload, torch_shm_reader
+from wsync.messages.gpu_payload import COUNTERS, GpuRing, GpuTensor
 
 _COUNTER_NBYTES: Final = 8
 _FILE_NBYTES: Final = torch_shm_reader.HEADER_NBYTES + COUNTERS * _COUNTER_NBYTES
@@ -74,6 +75,21 @@ class Mapped:
     __del__ = close  # where a call has failed
 
 
+def _ordinal(uuid: str) -> int:
+    """Which GPU of this process it is."""
+    _, devices = _core.cuda_devices()
+    uuids = [device[0].removeprefix("GPU-") for device in devices]
+    if uuid not in uuids:
+        raise _core.UnsupportedError(f"GPU {uuid} is none of {', '.join(uuids)}")
+    return uuids.index(uuid)
+
+
+def new_ring(nbytes: int, uuid: str) -> GpuRing:
+    """A ring on a GPU of this process."""
+    device: Any = SimpleNamespace(ordinal=_ordinal(uuid), uuid=f"GPU-{uuid}")
+    return GpuRing(nbytes, device)
+
+
 def open_tensor(tensor: GpuTensor) -> Opened:
     """Opens the memory in this process.
 
@@ -82,7 +98,7 @@ def open_tensor(tensor: GpuTensor) -> Opened:
         DeviceError: the driver does not open it.
         ProtocolError: the tensor does not lie inside it.
     """
-    memory = Mapped(gpu_payload._ordinal(tensor.uuid), tensor.handle)
+    memory = Mapped(_ordinal(tensor.uuid), tensor.handle)
     if tensor.offset + tensor.nbytes > memory.nbytes:
         text = f"storage of {tensor.nbytes} bytes at {tensor.offset} of {memory.nbytes} bytes"
         memory.close()

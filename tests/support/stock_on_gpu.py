@@ -33,7 +33,7 @@ class OnGpu(stock.StockSession):
 
 
 def gpu() -> Any:
-    return SimpleNamespace(uuid=wsync._core.cuda_devices()[1][0][0])
+    return SimpleNamespace(uuid=wsync._core.cuda_devices()[1][0][0], ordinal=0)
 
 
 class StockEngine:

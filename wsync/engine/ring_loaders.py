@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from wsync._core import (
     LOCAL,
@@ -124,9 +125,7 @@ class RingManifest:
         self.ring = ring
         self.layout = layout
         self.shapes: dict[str, tuple[int, ...]] = {}
-        # round -> [(name, dtype, box shape, offset)]
-        self.rounds: dict[int, list[tuple[str, str, tuple[int, ...], int]]] = {}
-        self.nbytes: dict[int, int] = {}
+        self.nbytes: dict[int, int] = {}  # by round
         self.empty: list[tuple[str, str]] = []
         for index in range(layout.tensor_count):
             name, dtype, shape, _ = layout.tensor(index)
@@ -135,16 +134,12 @@ class RingManifest:
             if not shards:
                 self.empty.append((name, dtype))
             for shard in shards:
-                entry = (name, dtype, shard.extent, shard.offset)
-                self.rounds.setdefault(shard.buffer, []).append(entry)
                 size = math.prod(shard.extent) * dtype_of(dtype).itemsize
                 self.nbytes[shard.buffer] = self.nbytes.get(shard.buffer, 0) + size
 
     def check_rounds(self, rounds: int) -> None:
-        if self.rounds and max(self.rounds) >= rounds:
-            raise ProtocolError(
-                f"update of {rounds} rounds: the manifest has {max(self.rounds) + 1}"
-            )
+        if (last := max(self.nbytes, default=-1)) >= rounds:
+            raise ProtocolError(f"update of {rounds} rounds: the manifest has {last + 1}")
 
     def receipt(self, loaded: Iterable[int]) -> Receipt:
         nbytes = sum(self.nbytes.get(round, 0) for round in loaded)
@@ -468,23 +463,28 @@ class _ByCall(_Loading):
         super().load(round)
         manifest = self._attached()
         assert self._pool is not None
-        if round not in manifest.rounds:
+        if round not in manifest.nbytes:
             return
         if self._at_once:
             views = self._pool.views(self._like, manifest.layout, round)
             # a view of the host's memory has to be copied, too
             self._staged |= {name: view.to("cpu", copy=True) for name, view in views}
             return
-        if self._keeps is None:
-            self._watch(round)
-            return
         pairs = self._pool.views(self._like, manifest.layout, round)
-        if self._keeps:
+        if self._keeps is not False:
             pairs = [(name, view.clone()) for name, view in pairs]
+        memory: list[Any] | None = None
+        if self._keeps is None:  # found out without harm by the first round, which is copies
+            weak: Any = StorageWeakRef
+            memory = [weak(tensor.untyped_storage()) for _, tensor in pairs]
         self._call(pairs)
         del pairs
-        kept = _live(self._pool)
-        if kept:
+        if memory or self._pool.live:
+            gc.collect()  # garbage in reference cycles does not count
+        if memory is not None:
+            kept = sum(not each.expired() for each in memory)
+            self._note_kept(kept, len(memory))
+        elif kept := self._pool.live:
             # too late for this round: its slot cannot be given back under the loader's feet
             self._keeps = True
             raise StateError(
@@ -515,28 +515,11 @@ class _ByCall(_Loading):
         """Nothing is kept from one update to the next."""
         self._staged = {}
 
-    def _watch(self, round: int) -> None:
-        """The first round is given out as views of a private copy, so that a loader that keeps
-        them is found out without harm."""
-        manifest = self._attached()
-        items = manifest.rounds[round]
-        start = min(offset for _, _, _, offset in items)
-        end = max(at + math.prod(box) * dtype_of(dtype).itemsize for _, dtype, box, at in items)
-        pool = ViewPool(Memory(end - start, self.device))
-        ring = ViewPool(manifest.ring)
-        every = ("uint8", (end - start,))
-        pool.view(self._like, *every, 0).copy_(ring.view(self._like, *every, start))
-        self._call(
-            [
-                (name, pool.view(self._like, dtype, shape, offset - start))
-                for name, dtype, shape, offset in items
-            ]
-        )
-        kept = _live(pool)
+    def _note_kept(self, kept: int, given: int) -> None:
         self._keeps = kept > 0
         if self._keeps:
             warnings.warn(
-                f"{self._who()} keeps tensors after it has returned ({kept} of {len(items)}); "
+                f"{self._who()} keeps tensors after it has returned ({kept} of {given}); "
                 "it gets copies, which cost time and memory",
                 RuntimeWarning,
                 stacklevel=2,
@@ -553,10 +536,3 @@ class _ByCall(_Loading):
 
     def _who(self) -> str:
         return getattr(self._method, "__qualname__", None) or type(self._method).__qualname__
-
-
-def _live(pool: ViewPool) -> int:
-    """Views still alive; garbage in reference cycles does not count."""
-    if pool.live:
-        gc.collect()
-    return pool.live

@@ -18,12 +18,10 @@ from wsync._core import (
     StateError,
 )
 from wsync.bucket import FlattenedTensorBucket, metadata_at
-from wsync.dtypes import dtype_of
 from wsync.engine.update_state import Ended, Repeated
 from wsync.exchange.update_group import Rendezvous, UpdateGroup, connection_of, device_of
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import FLATTENED_BUCKET
-from wsync.module_tensors import flat_bytes
 
 BROADCAST_SECONDS: Final = 120.0
 """The most that a broadcast may take where an engine is not told otherwise: as many seconds as a
@@ -148,24 +146,18 @@ class UpdateGroups:
             )
         if len(set(names)) != len(names):
             raise InvalidArgumentError(f"{len(names)} names, but {len(set(names))} tensors")
-        if load_format is None:
-            tensors = [
-                torch.empty(tuple(shape), dtype=dtype_of(dtype))
-                for shape, dtype in zip(shapes, dtypes, strict=True)
-            ]
-            self._broadcast(group_name, member, tensors, timeout)
-            return list(zip(names, tensors, strict=True))
-        if load_format != FLATTENED_BUCKET:
+        if load_format not in (None, FLATTENED_BUCKET):
             raise InvalidArgumentError(f"load_format {load_format!r}: None or {FLATTENED_BUCKET!r}")
         metadata, start = [], 0
         for name, dtype_name, shape in zip(names, dtypes, shapes, strict=True):
             entry = metadata_at(start, name, dtype_name, shape)
-            if start % entry.dtype.itemsize:
+            if load_format and start % entry.dtype.itemsize:
                 raise LayoutError(f"{name}: {dtype_name} at byte {start} of a bucket")
             metadata.append(entry)
             start = entry.end_idx
         flat = self._flat(start)
-        self._broadcast(group_name, member, [flat], timeout)
+        each = [flat[entry.start_idx : entry.end_idx] for entry in metadata]
+        self._broadcast(group_name, member, [flat] if load_format else each, timeout)
         return FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata).reconstruct_tensors()
 
     def _flat(self, nbytes: int) -> torch.Tensor:
@@ -187,7 +179,7 @@ class UpdateGroups:
             bytearray(hashlib.blake2b(name.encode(), digest_size=_MARK_NBYTES).digest()),
             dtype=torch.uint8,
         )
-        ends = [flat_bytes(tensor)[-_MARK_NBYTES:] for tensor in tensors]
+        ends = [tensor[-_MARK_NBYTES:] for tensor in tensors]
         marked = [end.copy_(mark) for end in ends if end.numel() == _MARK_NBYTES]
         deadline = Deadline(timeout)
 

@@ -62,21 +62,6 @@ class GpuTensor:
         )
 
 
-def _plain_uuid(uuid: str) -> str:
-    return uuid.removeprefix("GPU-").lower()
-
-
-def _ordinal(uuid: str) -> int:
-    """Which GPU of this process it is."""
-    _, devices = _core.cuda_devices()
-    uuids = [_plain_uuid(device[0]) for device in devices]
-    if _plain_uuid(uuid) not in uuids:
-        raise _core.UnsupportedError(
-            f"GPU {uuid} is none of the {len(uuids)} that this process sees: {', '.join(uuids)}"
-        )
-    return uuids.index(_plain_uuid(uuid))
-
-
 # --- writing ---------------------------------------------------------------------------------
 
 
@@ -112,10 +97,10 @@ class GpuRing:
     held then; memory whose consumer has died without a word is held until this process ends.
     """
 
-    def __init__(self, nbytes: int, uuid: str) -> None:
+    def __init__(self, nbytes: int, device: _core.Device) -> None:
         held = collect()
         try:
-            self._memory = _core.IpcMemory(_ordinal(uuid), nbytes)
+            self._memory = _core.IpcMemory(device.ordinal, nbytes)
         except _core.NoMemoryError as error:
             if held == 0:
                 raise
@@ -124,7 +109,7 @@ class GpuRing:
             ) from None
         self.address = self._memory.address
         self.nbytes = nbytes
-        self._uuid = _plain_uuid(uuid)
+        self._uuid = device.uuid.removeprefix("GPU-").lower()
         self._handle = self._memory.handle
         self._counters = payload.shared_bytes(8 * COUNTERS).view(torch.int64)
         self._file: bytes = self._counters.untyped_storage()._share_filename_cpu_()[1]

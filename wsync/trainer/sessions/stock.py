@@ -70,8 +70,8 @@ class StockSession(BucketSession):
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         self.rounds = WorkerRounds(plan, self.worker)
-        nbytes, gpu = self.rounds.ring_nbytes, device.uuid if self._on_gpu else ""
-        self._ring = GpuRing(nbytes, gpu) if gpu else SharedRing(nbytes, device)
+        kind = GpuRing if self._on_gpu and device.uuid else SharedRing
+        self._ring = kind(self.rounds.ring_nbytes, device)
         # where other engines take part, the last rounds may be only theirs
         buckets = self.rounds.buckets
         self._last = max((k for k, bucket in enumerate(buckets) if bucket), default=-1)
