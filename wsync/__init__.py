@@ -4,13 +4,11 @@ Names are imported when they are first used, so that `import wsync` needs neithe
 The stub beside this file says which there are, and where each is defined.
 """
 
-import re
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-_HOMES = {name: home for home, name in re.findall(r"^from (\S+) import (\w+)", _STUB, re.MULTILINE)}
+with open(f"{__file__}i", encoding="ascii") as _stub:  # "from HOME import NAME as NAME"
+    _HOMES = {line.split()[3]: line.split()[1] for line in _stub if line.startswith("from ")}
 
 __all__ = [*_HOMES]
 
