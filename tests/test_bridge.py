@@ -60,6 +60,12 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
+KIMI = {
+    "text_config": {"model_type": "deepseek_v3", **LATENT},
+    "vision_config": {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1},
+    "tie_word_embeddings": False,
+    "architectures": ["KimiK25ForConditionalGeneration"],
+}
 GLM = HEADS | GROUPS | {"partial_rotary_factor": 0.5, "use_qk_norm": True, "attention_bias": True}
 INDEXER = {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 4}
 SINKS = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16}
@@ -146,6 +152,7 @@ MCORE019 = [
     (Case("glm4_moe", GLM, SIGMOID | PREDICT, NEXTN), EXPERTS),
     (Case("glm4_moe_lite", LATENT, SIGMOID | PREDICT, NEXTN), EXPERTS),
     (Case("glm_moe_dsa", LATENT | INDEXER, SIGMOID | INTERLEAVE | PREDICT, NEXTN), EXPERTS),
+    (Case("kimi_k25", KIMI, {}, None, cases.kimi_shapes), EXPERTS),
     (Case("mimo", SMALL, PREDICT, MIMO_MTP), DENSE),
     (Case("minimax_m2", HEADS | SINKS | {"rotary_dim": 8}), EXPERTS),
     (Case("bailing_moe_v2", MOE | GROUPS | LING | PREDICT, {}, LING_MTP), EXPERTS),

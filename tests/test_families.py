@@ -44,7 +44,13 @@ def test_a_family_by_its_model_type_and_its_classes(name, family):
 
 @pytest.mark.parametrize(
     ("name", "family"),
-    [("GLM-4.5-Air glm4_moe", "glm4_moe"), ("qwen3-30b-a3b", "qwen3"), ("my_qwen2.5", "qwen2")],
+    [
+        ("GLM-4.5-Air glm4_moe", "glm4_moe"),
+        ("qwen3-30b-a3b", "qwen3"),
+        ("my_qwen2.5", "qwen2"),
+        ("kimi-k2-instruct", "kimi_k2"),
+        ("Kimi-K2.5-Instruct", "kimi_k25"),
+    ],
 )
 def test_a_given_name_is_searched_as_slime_does(name, family):
     config = Config(hidden_size=8, num_attention_heads=2, model_type="llama")

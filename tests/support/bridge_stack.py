@@ -13,7 +13,7 @@ import typing
 import torch
 import torch._inductor.compile_fx  # asks what kind of triton there is, which must be none
 import typing_extensions
-from support import plain_mamba
+from support import kimi_vision, plain_mamba
 from torch.utils import _triton
 
 from wsync.demo import megatron_cpu, stand_ins
@@ -65,3 +65,8 @@ import megatron.bridge  # noqa: E402
 
 if hasattr(megatron.bridge.models, "minimax_m2"):  # it sends norms through a GPU
     megatron.bridge.models.minimax_m2.minimax_m2_bridge.torch = _OnlyCpu("torch")
+if hasattr(megatron.bridge.models, "kimi_vl"):
+    _kimi = importlib.import_module("megatron.bridge.models.kimi_vl.modeling_kimi_k25_vl")
+    _kimi.get_class_from_dynamic_module = lambda name, *_, **__: getattr(
+        kimi_vision, name.rsplit(".", 1)[-1]
+    )

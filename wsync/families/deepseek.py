@@ -1,4 +1,4 @@
-"""Latent attention: DeepSeek-V3 and V3.2, Kimi-K2, Moonlight, GLM-4.7-Flash, GLM-5.
+"""Latent attention: DeepSeek-V3 and V3.2, Kimi-K2 and K2.5, Moonlight, GLM-4.7-Flash, GLM-5.
 
 Names and row orders follow Megatron-Core 0.16 (`transformer/multi_latent_attention.py`,
 `transformer/experimental_attention_variant/dsa.py`), slime's plugin (`slime_plugins/models/glm5`)
@@ -17,11 +17,12 @@ from wsync.families.blocks import (
     NORMS,
     UNGATED_SHARED_EXPERTS,
     layer_rules,
+    moved,
     mtp,
 )
 from wsync.families.rules import Rule, Target
 
-__all__ = ["DEEPSEEK", "DEEPSEEK_SPARSE", "LATENT_TOGETHER"]
+__all__ = ["DEEPSEEK", "DEEPSEEK_SPARSE", "KIMI_K25", "KIMI_VISION", "LATENT_TOGETHER"]
 
 # SGLang joins the two (deepseek_v2.py), and drops either that comes without the other.
 LATENT_TOGETHER = (("q_a_proj", "kv_a_proj_with_mqa"),)
@@ -109,3 +110,11 @@ _LAYER = (*LATENT_ATTENTION, *NORMS, *DENSE_MLP, *EXPERTS, *UNGATED_SHARED_EXPER
 DEEPSEEK: tuple[Rule, ...] = (*EMBEDDING, *_LAYER, *mtp(_LAYER))
 _SPARSE_LAYER = (*_LAYER, *INDEXER)
 DEEPSEEK_SPARSE: tuple[Rule, ...] = (*EMBEDDING, *_SPARSE_LAYER, *mtp(_SPARSE_LAYER))
+
+# Kimi-K2.5 is a DeepSeek-V3 beside a vision tower, which ranks hold as it is.
+KIMI_K25: tuple[Rule, ...] = tuple(
+    rule
+    for name in ("language_model.", "")
+    for rule in moved(DEEPSEEK, ("", name), ("", "language_model."))
+)
+KIMI_VISION = {rf"{name}\.": f"{name}." for name in ("vision_tower", "mm_projector")}

@@ -21,7 +21,13 @@ from wsync.families.blocks import (
     fused_experts,
     renamed,
 )
-from wsync.families.deepseek import DEEPSEEK, DEEPSEEK_SPARSE, LATENT_TOGETHER
+from wsync.families.deepseek import (
+    DEEPSEEK,
+    DEEPSEEK_SPARSE,
+    KIMI_K25,
+    KIMI_VISION,
+    LATENT_TOGETHER,
+)
 from wsync.families.glm import GLM4, GLM4_MOE
 from wsync.families.gpt_oss import GPT_OSS
 from wsync.families.mimo import MIMO
@@ -158,8 +164,10 @@ def _dense(name: str, *tables: tuple[Rule, ...], oracle: str) -> Family:
     return Family(name, EMBEDDING, ATTENTION, DENSE_MLP, *tables, oracle=oracle)
 
 
-def _latent(name: str, rules: tuple[Rule, ...], oracle: str) -> Family:
-    return Family(name, rules, together=LATENT_TOGETHER, oracle=oracle)
+def _latent(
+    name: str, rules: tuple[Rule, ...], oracle: str, copied: Mapping[str, str] | None = None
+) -> Family:
+    return Family(name, rules, copied=copied, together=LATENT_TOGETHER, oracle=oracle)
 
 
 def _delta(name: str, rules: tuple[Rule, ...], oracle: str, **options: Any) -> Family:
@@ -167,35 +175,43 @@ def _delta(name: str, rules: tuple[Rule, ...], oracle: str, **options: Any) -> F
 
 
 _LOGITS = "logits of transformers 4.57"
-_OLD, _NEW = "Megatron-Bridge 0.3.1", "Megatron-Bridge 0.6.2"  # exports after loading a checkpoint
+# Exports after loading a checkpoint.
+_OLD, _NEW = "Megatron-Bridge 0.3.1", "Megatron-Bridge 0.6.2"
+_BOTH = f"{_OLD} and 0.6.2"
 _AS = "the rules of {} under another name"
 _FUSED_3_5 = f"{_AS.format('qwen3_5_moe_text')}; fused experts by documents only"
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("bailing_moe_v2", BAILING_MOE_V2, oracle=f"{_NEW}; MTP by its source only"),
-        _latent("deepseek_v3", DEEPSEEK, f"{_OLD}, {_LOGITS}; MTP by documents only"),
+        Family("bailing_moe_v2", BAILING_MOE_V2, oracle=_NEW),
+        _latent("deepseek_v3", DEEPSEEK, f"{_BOTH}, {_LOGITS}"),
         _latent("deepseek_v32", DEEPSEEK_SPARSE, _AS.format("glm_moe_dsa")),
         Family("glm4", GLM4, settings=INTERLEAVED, oracle=_LOGITS),
-        Family("glm4_moe", GLM4_MOE, oracle=f"{_OLD}, mbridge 0.15, {_LOGITS}"),
+        Family("glm4_moe", GLM4_MOE, oracle=f"{_BOTH}, mbridge 0.15, {_LOGITS}"),
         _latent("glm4_moe_lite", DEEPSEEK, _NEW),
         _latent("glm_moe_dsa", DEEPSEEK_SPARSE, f"{_NEW}; slime's indexer by documents only"),
         Family("gpt_oss", GPT_OSS, oracle=f"{_OLD}, {_LOGITS}"),
         _latent("kimi_k2", DEEPSEEK, _AS.format("deepseek_v3")),
-        _dense("llama", oracle=f"{_OLD} and 0.6.2, {_LOGITS}"),
-        Family("mimo", MIMO, oracle=f"mbridge 0.15 but for MTP's input_proj, {_LOGITS}"),
+        _latent("kimi_k25", KIMI_K25, _NEW, KIMI_VISION),
+        _dense("llama", oracle=f"{_BOTH}, {_LOGITS}"),
+        Family("mimo", MIMO, oracle=f"{_NEW}, {_LOGITS}"),
         Family("minimax_m2", MINIMAX_M2, oracle=_NEW),
-        Family("nemotron_h", NEMOTRON_H, fields=NEMOTRON_FIELDS, oracle=_NEW),
+        Family(
+            "nemotron_h",
+            NEMOTRON_H,
+            fields=NEMOTRON_FIELDS,
+            oracle=f"{_NEW}, logits of transformers 5.23",
+        ),
         _latent("moonlight", DEEPSEEK, f"{_LOGITS} (deepseek_v3 without q_lora)"),
         _dense("qwen2", oracle=f"{_OLD}, {_LOGITS}"),
         _dense("qwen2_moe", EXPERTS, SHARED_EXPERT, oracle="a checkpoint of transformers 4.57"),
         _dense("qwen3", oracle=f"{_OLD}, {_LOGITS}"),
-        _dense("qwen3_moe", EXPERTS, UNGATED_SHARED_EXPERTS, oracle=f"{_OLD} and 0.6.2, {_LOGITS}"),
+        _dense("qwen3_moe", EXPERTS, UNGATED_SHARED_EXPERTS, oracle=f"{_BOTH}, {_LOGITS}"),
         _delta("qwen3_5", QWEN3_5, _AS.format("qwen3_5_text"), copied=VISION),
         _delta("qwen3_5_moe", QWEN3_5, _FUSED_3_5, copied=VISION),
         _delta("qwen3_5_moe_text", QWEN3_5_TEXT, _NEW),
         _delta("qwen3_5_text", QWEN3_5_TEXT, _NEW),
-        _delta("qwen3_next", QWEN3_NEXT, f"{_OLD}, {_LOGITS}", loaders={"slime": SLIME_MTP}),
+        _delta("qwen3_next", QWEN3_NEXT, f"{_BOTH}, {_LOGITS}", loaders={"slime": SLIME_MTP}),
         Family("qwen3_vl", QWEN3_VL, copied=VISION, oracle=_LOGITS),
         Family("qwen3_vl_moe", QWEN3_VL_MOE, copied=VISION, oracle=_LOGITS),
         Family("step3p5", STEP_3_5, fields=STEP_FIELDS, oracle=_NEW),
@@ -252,7 +268,8 @@ _SLIMES = (
         ("glm4moelite", "glm4_moe_lite"),
         ("deepseekv32", "deepseek_v32"),
     ),
-    *(("deepseekv3", "deepseek_v3"), ("glmmoedsa", "glm_moe_dsa"), ("kimi", "kimi_k2")),
+    *(("deepseekv3", "deepseek_v3"), ("glmmoedsa", "glm_moe_dsa")),
+    *(("kimik25", "kimi_k25"), ("kimi", "kimi_k2")),
     *(("glm4moe", "glm4_moe"), ("glm4", "glm4"), ("qwen3next", "qwen3_next")),
     *(("qwen35moe", "qwen3_5_moe"), ("qwen35", "qwen3_5"), ("qwen3vl", "qwen3_vl")),
     *(("qwen2moe", "qwen2_moe"), ("qwen3moe", "qwen3_moe"), ("qwen2", "qwen2"), ("qwen3", "qwen3")),
