@@ -15,6 +15,7 @@ from support.procs import Ranks
 
 import wsync.megatron
 from wsync import InvalidArgumentError, UnsupportedError
+from wsync.families.rules import Cut
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -112,3 +113,64 @@ def test_a_bridge_is_one_of_megatron_bridge_and_alone(converter, error):
     config = SimpleNamespace(hidden_size=4, num_attention_heads=2)
     with pytest.raises(error):
         wsync.megatron.layout(model, config, converter=converter, bridge=object())
+
+
+class ColumnParallelLinear(torch.nn.Linear):
+    """Named as Megatron-Core's, which says how its weight is cut."""
+
+
+class GatedDeltaNet(torch.nn.Module):
+    """A rank's half of what Megatron-Core's has: the sizes of the whole, and parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.qk_dim, self.v_dim, self.num_value_heads = 4, 8, 2
+        self.in_proj = ColumnParallelLinear(3, 14, bias=False)
+        self.conv1d = torch.nn.Conv1d(8, 8, 2, groups=8, bias=False)
+        self.A_log = torch.nn.Parameter(torch.zeros(1))
+
+
+PARTS = {"in_proj.weight": (4, 4, 8, 8, 2, 2), "conv1d.weight": (4, 4, 8), "A_log": (2,)}
+
+
+def _parts(name, tensor, ranks):
+    """What a whole parameter consists of, where each rank's parts are one after another."""
+    sizes = [size // ranks for size in PARTS[name]]
+    blocks = tensor.reshape(ranks, -1, *tensor.shape[1:]).split(sizes, 1)
+    return [block.reshape(-1, *tensor.shape[1:]) for block in blocks]
+
+
+def test_delta_nets_are_whole_as_one_rank_has_them_or_as_slime_gathers_them(monkeypatch):
+    config = SimpleNamespace(hidden_size=3, num_attention_heads=2, tensor_model_parallel_size=2)
+    model = torch.nn.Module()
+    model.net = GatedDeltaNet()
+
+    def own(name, tensor):
+        return [(f"{name}.{i}", t) for i, t in enumerate(_parts(name[4:], tensor, 1))]
+
+    def slimes(args, name, tensor):
+        name = name.removeprefix("module.module.")
+        ranks = args.tensor_model_parallel_size
+        return [(f"{name}.{i}", t) for i, t in enumerate(_parts(name[4:], tensor, ranks))]
+
+    widths = {"in_proj.weight": 3, "conv1d.weight": 2, "A_log": 1}  # elements of a row
+    for rank in (0, 1):
+        ranks = wsync.megatron.Ranks(tensor=Cut(rank, 2))
+        monkeypatch.setattr(wsync.megatron.Ranks, "current", lambda ranks=ranks: ranks)
+        found = [wsync.megatron.layout(model, config, converter=f).layout for f in (own, slimes)]
+        assert cases._same(*found) == ""
+        rows = []
+        for name, sizes in PARTS.items():
+            first = 0  # where a part lies in what the rank holds
+            for number, size in enumerate(sizes):
+                index = found[0].find(f"net.{name}.{number}")
+                assert found[0].tensor(index).shape[0] == size
+                (shard,) = found[0].shards(index)
+                assert (shard.start[0], shard.extent[0]) == (rank * size // 2, size // 2)
+                rows.append((shard.offset, first * 4 * widths[name]))
+                first += size // 2
+        assert len(rows) == 10
+        assert all(offset == want for offset, want in rows)
+    model.net.v_dim = 6
+    with pytest.raises(wsync.LayoutError, match=r"net.in_proj.weight: 14 elements are no parts of"):
+        wsync.megatron.layout(model, config, converter=own)

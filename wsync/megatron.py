@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.families.bridge import bridge_converter
-from wsync.families.converter import Convert, Whole, converter_of, learn
+from wsync.families.converter import Convert, Whole, converter_of, is_slimes, learn
 from wsync.families.rules import Cut, Expansion, Repeat, Rule, ShardPlacement, mtp_numbers
 from wsync.families.shares import share_of
 from wsync.families.tables import FIELDS, LOADERS, TOGETHER, Family, Model, read_model
@@ -106,12 +106,14 @@ def layout(
     slime's own, which exchanges the halves of Qwen3-Next's eh_proj.  `converter`: a function that
     makes the Hugging Face tensors of one whole parameter, in the place of a family that wsync
     knows: convert(name, tensor), or slime's convert(args, name, tensor), which is called with
-    `config`, gives (name, tensor) pairs.  It is called with made-up CPU tensors while the layout is
-    made, and never again; rows that pad the vocabulary are left out.  `bridge`: an AutoBridge of
-    Megatron-Bridge, whose mappings are the converter.  `group`: the ranks that take part in updates
-    (default: all).  Not collective: nothing is communicated.  With overlap_param_gather, an update
-    of the model's own tensors needs disable_forward_pre_hook() before it, or it raises StateError:
-    until the next forward pass they may be old.
+    `config`, gives (name, tensor) pairs.  A whole one is what a trainer of one tensor-parallel rank
+    would hold; slime's gets delta nets' as the ranks' rows one after another, if `config` says
+    tensor_model_parallel_size, as slime gathers them.  It is called with made-up CPU tensors while
+    the layout is made, and never again; rows that pad the vocabulary are left out.  `bridge`: an
+    AutoBridge of Megatron-Bridge, whose mappings are the converter.  `group`: the ranks that take
+    part in updates (default: all).  Not collective: nothing is communicated.  With
+    overlap_param_gather, an update of the model's own tensors needs disable_forward_pre_hook()
+    before it, or it raises StateError: until the next forward pass they may be old.
 
     Raises UnsupportedError for an unknown family, LayoutError for a parameter that no rule
     matches, that goes where another one does, that has another shape than the configuration says,
@@ -435,12 +437,15 @@ class _LearntReader:
         spec: Model,
         ranks: Ranks,
         index: Callable[[str], int],
+        rows_of_ranks: bool,
     ) -> None:
         self._placements: dict[str, ShardPlacement] = {}
         wholes: dict[str, Whole] = {}
         for name, tensor in zip(slots.names, slots.read(), strict=True):
             cut = ranks.expert_tensor if ".experts." in name else ranks.tensor
-            shape, placement = share_of(name, tensor, holders[name], cut)
+            shape, placement = share_of(
+                name, tensor, holders[name], cut, rows_of_ranks=rows_of_ranks
+            )
             self._placements[name] = placement
             wholes[name] = Whole(shape, tensor.dtype)
         self._pieces = learn(convert, wholes)
@@ -501,8 +506,12 @@ def _learn(
         if converter is None:
             modules = {name: inside[0] for name, inside in holders.items()}
             converter, index = stack.enter_context(bridge_converter(bridge, modules))
+        # slime gives its converters what it has gathered, one rank after another; its arguments
+        # say of how many ranks.
+        count = getattr(config, "tensor_model_parallel_size", 1)
+        rows_of_ranks = is_slimes(converter) and count == ranks.tensor.ranks
         convert = converter_of(converter, config)
-        return _LearntReader(convert, holders, slots, spec, ranks, index)
+        return _LearntReader(convert, holders, slots, spec, ranks, index, rows_of_ranks)
 
 
 class _Plan:

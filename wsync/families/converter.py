@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Convert", "Whole", "converter_of", "learn"]
+__all__ = ["Convert", "Whole", "converter_of", "is_slimes", "learn"]
 
 Convert = Callable[[str, "Tensor"], list[tuple[str, "Tensor"]]]
 _Read = Callable[[int, int, int], "Tensor"]  # numbers of some rows: one in so many of each
@@ -60,7 +60,7 @@ def converter_of(function: Callable[..., Any], config: Any) -> Convert:
     function: convert(name, tensor), or one of slime's kind, convert(args, name, tensor), which is
     called with `config` and with names as slime has them, "module.module." before all.
     """
-    slimes = _required(function) == 3
+    slimes = is_slimes(function)
 
     def convert(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         import torch
@@ -81,14 +81,14 @@ def converter_of(function: Callable[..., Any], config: Any) -> Convert:
     return convert
 
 
-def _required(function: Callable[..., Any]) -> int:
-    """How many positional arguments a function must be given."""
+def is_slimes(function: Callable[..., Any]) -> bool:
+    """Whether a converter is called as slime's are: it must be given three arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return 2
+        return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in positional and p.default is p.empty for p in parameters)
+    return sum(p.kind in positional and p.default is p.empty for p in parameters) == 3
 
 
 def _checked(name: str, found: Sequence[Any]) -> list[tuple[str, Tensor]]:

@@ -59,12 +59,13 @@ _JOINED: dict[str, dict[str, tuple[str, ...]]] = {"GatedDeltaNet": _DELTA_NET, "
 
 
 def share_of(
-    name: str, tensor: Tensor, modules: Sequence[Module], cut: Cut
+    name: str, tensor: Tensor, modules: Sequence[Module], cut: Cut, *, rows_of_ranks: bool = False
 ) -> tuple[tuple[int, ...], ShardPlacement]:
     """(shape of the whole parameter, what this rank holds of it).
 
     name: the global one.  modules: the one that holds the parameter, the one that holds that, and
     so on.  cut: this rank's place among those that share parameters of this kind.
+    rows_of_ranks: of a delta net's parameters, the whole is what the ranks hold, one after another.
 
     Raises:
         LayoutError: it is not certain how it is cut.
@@ -74,6 +75,8 @@ def share_of(
     if axis < 0:
         return shape, ShardPlacement(shape, regions_of([[(0, extent)] for extent in shape]))
     parts = _joined(name, modules, shape[axis], cut.ranks)
+    if rows_of_ranks and _home(name, modules)[0]:
+        parts = [shape[axis]]
     held = [[(0, extent)] for extent in shape]
     starts = itertools.accumulate(parts, initial=0)
     held[axis] = [
