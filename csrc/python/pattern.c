@@ -367,8 +367,8 @@ static PyObject *pattern_match(PyObject *object, PyObject *value)
     int same = -1;
 
     if (match.kept != NULL) {
-        same =
-            self->rows.count == 0 || match_row(&match, &rows[self->rows.count - 1], value);
+        same = self->rows.count > 0 ? match_row(&match, &rows[self->rows.count - 1], value)
+                                    : 1;
     }
     if (collects) {
         (void)PyGC_Enable();
