@@ -101,24 +101,22 @@ def layout(
     configuration, or Megatron's (slime's) arguments together with `model_name`: the sizes are read
     (hidden_size, vocab_size, num_layers, num_attention_heads, num_query_groups, kv_channels, the
     ffn_hidden_sizes, num_experts) and untie_embeddings_and_output_weights.  `loaded_by`: whose
-    loader put the first weights of a checkpoint into the model.  "megatron": one that has
-    Megatron-Core compute with them as they are meant, as Megatron-Bridge and mbridge do; "slime":
-    slime's own, which exchanges the halves of Qwen3-Next's eh_proj.  `converter`: a function that
-    makes the Hugging Face tensors of one whole parameter, in the place of a family that wsync
-    knows: convert(name, tensor), or slime's convert(args, name, tensor), which is called with
-    `config`, gives (name, tensor) pairs.  A whole one is what a trainer of one tensor-parallel rank
-    would hold; slime's gets delta nets' as the ranks' rows one after another, if `config` says
-    tensor_model_parallel_size, as slime gathers them.  It is called with made-up CPU tensors while
-    the layout is made, and never again; rows that pad the vocabulary are left out.  `bridge`: an
-    AutoBridge of Megatron-Bridge, whose mappings are the converter.  `group`: the ranks that take
-    part in updates (default: all).  Not collective: nothing is communicated.  With
+    loader filled the model.  "megatron": one that has Megatron-Core compute with the weights as
+    they are meant, as Megatron-Bridge and mbridge do; "slime": slime's own, which exchanges the
+    halves of Qwen3-Next's eh_proj.  `converter`: a function that makes the Hugging Face tensors of
+    one whole parameter, in the place of a family: convert(name, tensor), or slime's convert(args,
+    name, tensor), which is called with `config`, gives (name, tensor) pairs.  A whole one is what a
+    trainer of one tensor-parallel rank would hold; slime's gets delta nets' as the ranks' rows one
+    after another, if `config` says tensor_model_parallel_size, as slime gathers them.  It is called
+    with made-up CPU tensors while the layout is made, and never again; rows that pad the vocabulary
+    are left out.  `bridge`: an AutoBridge of Megatron-Bridge, whose mappings are the converter.
+    `group`: the ranks that take part in updates (default: all).  Not collective.  With
     overlap_param_gather, an update of the model's own tensors needs disable_forward_pre_hook()
     before it, or it raises StateError: until the next forward pass they may be old.
 
     Raises UnsupportedError for an unknown family, LayoutError for a parameter that no rule
     matches, that goes where another one does, that has another shape than the configuration says,
-    or whose attributes contradict it; with a converter, for one with which it does more than to
-    copy, and for one of which it is not certain how it is cut.
+    or whose attributes contradict it; for one that a converter does not copy, or whose cut is open.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
     learnt = None if converter is None and bridge is None else Family("of a converter")
