@@ -18,7 +18,7 @@ from support.vllm_engine import VllmEngine
 
 import wsync
 from wsync import inspection
-from wsync.handles.vllm import VllmHandle
+from wsync.handles.vllm import VllmHandle, VllmServer
 from wsync.vllm import WorkerExtension
 
 OPTIONS = wsync.Options(deadline=30, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
@@ -268,15 +268,23 @@ def test_what_old_weights_computed_is_dropped_wherever_it_lies() -> None:
     assert older.held == -1
 
 
+def test_a_prefix_cache_that_cannot_be_dropped_is_no_success() -> None:
+    engine = VllmHandle(Calls(prefix_cache=True))
+    with pytest.raises(wsync.UnsupportedError, match=r"has no reset_prefix_cache.*flush_cache"):
+        engine.flush(60)
+    VllmHandle(Calls(prefix_cache=False)).flush(60)
+
+
 def test_workers_say_what_their_engine_keeps_beside_weights(engine: VllmEngine) -> None:
     engine.prepare("qwen3")
     plain = json.loads(engine.collective_rpc("wsync_describe")[0])
-    assert (plain["kv_connector"], plain["multimodal"]) == (False, False)
+    kept = ("prefix_cache", "kv_connector", "multimodal")
+    assert [plain[name] for name in kept] == [True, False, False]
     worker = worker_of(torch.nn.Linear(2, 2))
     worker.vllm_config = SimpleNamespace(kv_transfer_config=object())
     worker.model_config = SimpleNamespace(is_multimodal_model=True)
     found = json.loads(worker.wsync_describe())
-    assert (found["kv_connector"], found["multimodal"]) == (True, True)
+    assert [found[name] for name in kept] == [False, True, True]
 
 
 class Front(BaseHTTPRequestHandler):
@@ -294,9 +302,12 @@ class Front(BaseHTTPRequestHandler):
             "/resume": {"status": "resumed"},
             "/reset_prefix_cache": {"success": True},
             "/reset_encoder_cache": {},
+            "/update_weight_version": {"success": True},
         }
         path = self.path.partition("?")[0]
         answer = None if path in self.unknown else answers.get(path)
+        if path == "/update_weight_version":
+            self.seen[-1] += f" {body}"
         if path == "/collective_rpc":
             results = self.engine.collective_rpc(body["method"], args=body.get("args", []))
             plain = (dict, list, type(None))
@@ -335,21 +346,24 @@ def test_vllms_own_server_is_driven_by_its_routes(engine: VllmEngine, front: str
     assert others == [
         "/pause?mode=abort&clear_cache=false",
         "/reset_prefix_cache?reset_running_requests=false&reset_external=false",
+        "/update_weight_version {'new_version': '6'}",  # what its answers carry
         "/resume",
     ]
 
 
-@pytest.mark.parametrize("unknown", [set(), {"/reset_encoder_cache"}])
 def test_vllms_own_server_drops_more_where_there_is_more(
-    front: str, unknown: set[str], monkeypatch: pytest.MonkeyPatch
+    front: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Front, "unknown", unknown)
     Front.engine = Calls(kv_connector=True, multimodal=True)
-    wsync.handle(front).flush(60)
-    assert Front.seen[1:] == [
-        "/reset_prefix_cache?reset_running_requests=false&reset_external=true",
-        "/reset_encoder_cache",
-    ]
+    for unknown in (set(), {"/reset_encoder_cache", "/update_weight_version"}):
+        monkeypatch.setattr(Front, "unknown", unknown)
+        wsync.handle(front).flush(60)
+        assert Front.seen[-2:] == [
+            "/reset_prefix_cache?reset_running_requests=false&reset_external=true",
+            "/reset_encoder_cache",
+        ]
+        VllmServer(front.removeprefix("vllm+")).update_weight_version("7")
+        assert Front.seen[-1] == "/update_weight_version {'new_version': '7'}"
 
 
 def test_workers_that_cannot_be_reached_are_named() -> None:

@@ -45,12 +45,14 @@ class WorkerExtension:
         side: _Side | None = self.__dict__.get("_wsync")
         whole = side is not None and not side.receiver.trouble
         version = side.receiver.state.weight_version if side and whole else None
+        cache = getattr(self.vllm_config, "cache_config", None)
         return json.dumps(
             {
                 "rank": self.rank,
                 "workers": parallel.world_size,
                 "engines": parallel.data_parallel_size if many and not alone else 1,
                 "weight_version": version,
+                "prefix_cache": bool(getattr(cache, "enable_prefix_caching", False)),
                 "kv_connector": bool(getattr(self.vllm_config, "kv_transfer_config", None)),
                 "multimodal": bool(getattr(self.model_config, "is_multimodal_model", False)),
                 "instance": f"{os.getpid()}.{id(_model(self.model_runner))}",

@@ -55,7 +55,7 @@ class VllmHandle(LocalHandle):
         self._remote = callable(getattr(engine.collective_rpc, "remote", None))
         if self._remote:
             self.name = str(engine)
-        self._connector = self._multimodal = False
+        self._keeps: dict[str, Any] = {}  # where old weights' work may lie, as the workers say
         self.workers = self._count(timeout)
 
     def pause(self, mode: str, timeout: float) -> None:
@@ -67,16 +67,20 @@ class VllmHandle(LocalHandle):
             self._call("sleep", timeout, level=0, mode=word)
 
     def _flush_once(self, timeout: float) -> str | None:
-        deadline = Deadline(timeout)
-        method = "reset_prefix_cache"
+        deadline, keeps, method = Deadline(timeout), self._keeps.get, "reset_prefix_cache"
         if self._has(method):
             arguments = {"reset_running_requests": True} if self._mode == "retract" else {}
-            if self._connector and (self._remote or self._takes(method, "reset_connector")):
+            if keeps("kv_connector") and (self._remote or self._takes(method, "reset_connector")):
                 arguments["reset_connector"] = True
             if self._call(method, deadline.left, **arguments) is False:
                 return "requests or a KV connector hold blocks of the prefix cache"
+        elif keeps("prefix_cache"):
+            raise UnsupportedError(
+                f"engine {self.name}: has no {method}: prompts that it has seen before would be "
+                "answered from the old weights' prefix cache; flush_cache=False lets it be so"
+            )
         # what is kept by an image's hash; vLLM's cache of images themselves holds no weights' work
-        if self._multimodal and self._has("reset_encoder_cache"):
+        if keeps("multimodal") and self._has("reset_encoder_cache"):
             self._call("reset_encoder_cache", deadline.left)
         return None
 
@@ -127,8 +131,7 @@ class VllmHandle(LocalHandle):
                 f"engine {self.name}: {first['engines']} data-parallel engines behind one "
                 "collective_rpc, which answers only for the first of them"
             )
-        self._connector = any(each.get("kv_connector") for each in found)
-        self._multimodal = any(each.get("multimodal") for each in found)
+        self._keeps = first
         ranks = [each["rank"] for each in found]
         if ranks != list(range(first["workers"])):
             raise UnsupportedError(
@@ -213,6 +216,9 @@ class VllmServer:
 
     def reset_encoder_cache(self) -> None:
         self._post("/reset_encoder_cache", known=False)
+
+    def update_weight_version(self, new_version: str) -> None:
+        self._post("/update_weight_version", {"new_version": new_version}, known=False)
 
     def _post(
         self, path: str, body: Mapping[str, Any] | None = None, *, known: bool = True
