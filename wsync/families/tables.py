@@ -170,7 +170,7 @@ def _latent(
     return Family(name, rules, copied=copied, together=LATENT_TOGETHER, oracle=oracle)
 
 
-def _delta(name: str, rules: tuple[Rule, ...], oracle: str, **options: Any) -> Family:
+def _from_zero(name: str, rules: tuple[Rule, ...], oracle: str, **options: Any) -> Family:
     return Family(name, rules, settings=COUNTS_FROM_ZERO, oracle=oracle, **options)
 
 
@@ -207,14 +207,14 @@ FAMILIES: dict[str, Family] = {
         _dense("qwen2_moe", EXPERTS, SHARED_EXPERT, oracle="a checkpoint of transformers 4.57"),
         _dense("qwen3", oracle=f"{_OLD}, {_LOGITS}"),
         _dense("qwen3_moe", EXPERTS, UNGATED_SHARED_EXPERTS, oracle=f"{_BOTH}, {_LOGITS}"),
-        _delta("qwen3_5", QWEN3_5, _AS.format("qwen3_5_text"), copied=VISION),
-        _delta("qwen3_5_moe", QWEN3_5, _FUSED_3_5, copied=VISION),
-        _delta("qwen3_5_moe_text", QWEN3_5_TEXT, _NEW),
-        _delta("qwen3_5_text", QWEN3_5_TEXT, _NEW),
-        _delta("qwen3_next", QWEN3_NEXT, f"{_BOTH}, {_LOGITS}", loaders={"slime": SLIME_MTP}),
+        _from_zero("qwen3_5", QWEN3_5, _AS.format("qwen3_5_text"), copied=VISION),
+        _from_zero("qwen3_5_moe", QWEN3_5, _FUSED_3_5, copied=VISION),
+        _from_zero("qwen3_5_moe_text", QWEN3_5_TEXT, _NEW),
+        _from_zero("qwen3_5_text", QWEN3_5_TEXT, _NEW),
+        _from_zero("qwen3_next", QWEN3_NEXT, f"{_BOTH}, {_LOGITS}", loaders={"slime": SLIME_MTP}),
         Family("qwen3_vl", QWEN3_VL, copied=VISION, oracle=_LOGITS),
         Family("qwen3_vl_moe", QWEN3_VL_MOE, copied=VISION, oracle=_LOGITS),
-        Family("step3p5", STEP_3_5, fields=STEP_FIELDS, oracle=_NEW),
+        _from_zero("step3p5", STEP_3_5, _NEW, fields=STEP_FIELDS),
     )
 }
 
