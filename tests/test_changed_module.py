@@ -492,6 +492,21 @@ class Plain:
     first: int = 0
 
 
+@dataclasses.dataclass
+class PerLayer(Plain):
+    """As configurations of transformers whose layers differ: not to be asked for all of them."""
+
+    second: int = 0
+
+    def __post_init__(self) -> None:
+        del self.second  # each layer has its own
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "second":
+            raise RuntimeError("which layer's?")
+        return super().__getattribute__(name)
+
+
 @dataclasses.dataclass(slots=True)
 class Settings:
     first: int = 0
@@ -550,9 +565,13 @@ def unfinished() -> Callable[[torch.Tensor, torch.Tensor], None]:
     return copy
 
 
-def test_a_function_with_an_empty_cell_is_learnt() -> None:
+@pytest.mark.parametrize("odd", ["function", "configuration"])
+def test_what_cannot_be_read_whole_is_no_reason_not_to_learn(odd: str) -> None:
     module = Indirect()
-    module.a.weight_loader = unfinished()  # type: ignore[attr-defined]
+    if odd == "function":
+        module.a.weight_loader = unfinished()  # type: ignore[attr-defined]
+    else:
+        module.settings.plain = PerLayer()
     loader = RecordedLoader(module)
     with wsync.connect(draw(0), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
         for seed in range(2):
