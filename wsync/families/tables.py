@@ -192,7 +192,7 @@ FAMILIES: dict[str, Family] = {
         _latent("glm_moe_dsa", DEEPSEEK_SPARSE, f"{_NEW}; slime's indexer by documents only"),
         Family("gpt_oss", GPT_OSS, oracle=f"{_OLD}, {_LOGITS}"),
         _latent("kimi_k2", DEEPSEEK, _AS.format("deepseek_v3")),
-        _latent("kimi_k25", KIMI_K25, _NEW, KIMI_VISION),
+        _latent("kimi_k25", KIMI_K25, f"{_NEW}; MTP by documents only", KIMI_VISION),
         _dense("llama", oracle=f"{_BOTH}, {_LOGITS}"),
         Family("mimo", MIMO, oracle=f"{_NEW}, {_LOGITS}"),
         Family("minimax_m2", MINIMAX_M2, oracle=_NEW),
