@@ -76,13 +76,17 @@ def test_each_rank_gives_the_embedding_once_where_it_has_layers_of_mtp(ranks):
 
 
 @pytest.mark.parametrize(
-    ("known", "text"),
+    ("family", "known", "text"),
     [
-        ({}, "does not give num_hidden_layers or num_layers"),
-        ({"num_layers": 4, "mtp_num_layers": 1}, "MTP layer 1, but the configuration has 1 MTP"),
+        ("deepseek_v3", {}, "does not give num_hidden_layers or num_layers"),
+        (
+            *("deepseek_v3", {"num_layers": 4, "mtp_num_layers": 1}),
+            "MTP layer 1, but the configuration has 1 MTP",
+        ),
+        ("nemotron_h", {"num_layers": 4}, "does not give mtp_hybrid_override_pattern"),
     ],
 )
-def test_layers_of_mtp_that_cannot_be_counted_are_refused(known, text):
+def test_layers_of_mtp_that_cannot_be_counted_are_refused(family, known, text):
     layers = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
     layers[1].enorm = torch.nn.LayerNorm(4, bias=False)
     model = torch.nn.Module()
@@ -90,7 +94,7 @@ def test_layers_of_mtp_that_cannot_be_counted_are_refused(known, text):
     model.mtp.layers = layers
     config = SimpleNamespace(hidden_size=4, num_attention_heads=2, **known)
     with pytest.raises(wsync.LayoutError, match=rf"mtp\.layers\.1\.enorm\.weight: .*{text}"):
-        wsync.megatron.layout(model, config, model_name="deepseek_v3")
+        wsync.megatron.layout(model, config, model_name=family)
 
 
 def test_two_chunks_of_a_rank_may_hold_the_embedding():

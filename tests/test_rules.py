@@ -463,6 +463,23 @@ def test_layers_of_multi_token_prediction_in_both_spellings():
     assert rule.targets[0].name == "model.layers.{layer}.shared_head.norm.weight"
 
 
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("enorm", "2.enorm"),
+        ("final_layernorm", "3.final_layernorm"),
+        ("mtp_model_layer.layers.0.pre_mlp_layernorm", "2.norm"),
+        ("mtp_model_layer.layers.1.pre_mlp_layernorm", "3.norm"),
+    ],
+)
+def test_layers_of_multi_token_prediction_that_are_blocks(name, target):
+    rule, numbers = FAMILIES["nemotron_h"].find(f"mtp.layers.1.{name}.weight")
+    assert "block" in rule.sizes
+    (piece,) = rule.expand({"h": 4}).pieces
+    (found, *_) = piece.map(mtp_numbers(numbers, layers=9, block=2))
+    assert found == f"mtp.layers.{target}.weight"
+
+
 def test_a_loader_may_have_rules_of_its_own():
     swapped = {"slime": (eh_proj("mtp.fc", swapped=True),)}
     family = Family("own", mtp(DENSE_MLP, "mtp.layers.{mtp}.", **MTP_NAMES), loaders=swapped)
