@@ -304,6 +304,29 @@ def test_what_is_refused_changes_nothing(
         assert (phase_of(state), weights(state), state.weight_version) == before
 
 
+@pytest.mark.parametrize(
+    ("steps", "step", "left"),
+    [
+        # the copy of an older bucket may have completed the update
+        ([begin(), load("a"), load("b", version="6")], load("b", version="7"), LOST),
+        ([begin(), load("a"), load("b")], load("b"), LOST),
+        # every byte is known to be of one update
+        ([begin(), load("a", version="7"), load("b", version="7")], load("a", version="6"), WHOLE),
+        ([begin(), load("ab")], load("b"), WHOLE),
+    ],
+)
+def test_weights_that_may_be_of_two_trainers_are_lost(
+    steps: list[Step], step: Step, left: str
+) -> None:
+    state = UpdateState()
+    for former in steps:
+        former(state)
+    assert weights(state) == WHOLE
+    with pytest.raises(Refused, match=pattern("two trainers")):
+        step(state)
+    assert weights(state) == left
+
+
 def test_every_refusal_is_tried() -> None:
     assert {text for _, _, text, _, _ in FORBIDDEN} | ELSEWHERE == REFUSALS.keys()
 

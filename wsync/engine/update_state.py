@@ -37,7 +37,8 @@ States of the weights:
     go_on             NONE                                      not WHOLE; another update's turn
 
 Whatever is refused changes nothing, except that a bucket that shows that two trainers without ids
-are at work ends the update.
+are at work ends the update, and LOSES the weights where those may be of both: they came in several
+buckets, and some of these said no version.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class _Update:
     came: set[str] = field(default_factory=set)
     missing: set[str] | None = None  # before the first bucket
     version: str | None = None
+    mixed: bool = False  # whether its buckets may be of several trainers
 
     def end(self, why: str = REFUSALS["unpaused"]) -> None:
         self.ended, self.origin, self.version = why, None, None
@@ -274,6 +276,7 @@ class UpdateState:
             now.origin = origin
             now.version = self._said if now.version is None else now.version
             now.heard.add(self._said)
+            now.mixed = not whole and (now.mixed or self._said is None)
             came, missing = now.came, now.missing
         with self.writing("a bucket is being loaded"):
             yield frozenset(came)
@@ -314,6 +317,8 @@ class UpdateState:
         if now.id:
             raise _refusal("repeated", kind, what=what)
         now.end(REFUSALS["two trainers"].format(what=what))
+        if now.mixed:
+            self.lose(now.ended)
         raise Refused(now.ended)
 
     # --- the weights --------------------------------------------------------------------------
