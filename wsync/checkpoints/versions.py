@@ -6,8 +6,8 @@
     ROOT/.wsync-work        what is being written or removed; nobody reads it
 
 A version is written there, brought to the disk, and renamed; the link follows when the disk has the
-new name.  So `latest` leads to a complete version at any time: whenever a writer
-is killed, and after a power failure as far as the file system keeps what fsync has brought to it.
+new name.  So `latest` leads to a complete version at any time: whenever a writer is killed, and
+after a power failure as far as the file system keeps what fsync has brought to it.
 What `publish` has returned is there afterwards.  Other files and folders are left alone.
 """
 

@@ -34,19 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["CpuTrainer", "Parallel", "build", "groups", "named_weights", "on_cpu"]
 
 
-class _Stream:
-    """Stands for a CUDA stream: work on a CPU is done when the call returns."""
-
-    def __init__(self, *args: object, **options: object) -> None:
-        del args, options
-
-    def wait_stream(self, other: object) -> None:
-        del other
-
-    def synchronize(self) -> None:
-        pass
-
-
 def _same(tensor: Any, *args: object, **options: object) -> Any:
     del args, options
     return tensor
@@ -58,10 +45,10 @@ def on_cpu() -> Iterator[None]:
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
 
-    stream = _Stream()
+    stream = mock.MagicMock()  # work on a CPU is done when the call returns
     answers: list[tuple[Any, str, object]] = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
-        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "Stream", mock.MagicMock),
         (torch.cuda, "current_stream", lambda *args, **options: stream),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
         (torch.cuda, "synchronize", lambda *args: None),
