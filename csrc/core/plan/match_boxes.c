@@ -307,7 +307,7 @@ static wsync_plan_order_t order_of(const wsync_shard_t *shard)
 {
     wsync_plan_order_t order = row_major;
 
-    for (uint8_t i = 0; i < WSYNC_MAX_NDIM; i++) {
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
         unsigned at = i;
 
         /* Dimensions of one element stay where they are. */
@@ -319,7 +319,7 @@ static wsync_plan_order_t order_of(const wsync_shard_t *shard)
                 at = j;
             }
         }
-        order.dims[at] = i;
+        order.dims[at] = (uint8_t)i;
     }
     return order;
 }
