@@ -346,10 +346,11 @@ def _form_of_part(part: torch.nn.Module, bound: dict[int, Form]) -> Form:
         "_modules": items({name: atom(child) for name, child in part._modules.items()}),
     }
     own = vars(part)
-    inside = {name: form for name, form in stores.items() if own.get(name) is getattr(part, name)}
-    values = {n: inside.get(n) or bound.get(id(v)) or _other(n, v) for n, v in own.items()}
-    outside = (attribute(name, stores[name]) for name in stores.keys() - inside.keys())
-    return "once", None, (attribute("__dict__", items(values)), *outside)
+    values = items({n: bound.get(id(v)) or _other(n, v) for n, v in own.items()})
+    inside = [name for name in stores if own.get(name) is getattr(part, name)]
+    found = (("item", name, (stores[name],)) for name in inside)
+    outside = (attribute(name, stores[name]) for name in stores.keys() - inside)
+    return "once", None, (attribute("__dict__", values, *found), *outside)
 
 
 def _other(name: str, value: object) -> Form:
