@@ -3,7 +3,7 @@
 The engine runs wsync's loader (SGLang: --custom-weight-loader wsync.sglang.load_weights; vLLM:
 --worker-extension-cls wsync.vllm.WorkerExtension) and has been updated by a trainer.  Its workers
 answer over a socket of their own, so this runs on their host, as their user.  SGLang answers when
-the requests under way are done; 0.5.23 is paused in place meanwhile.
+the requests under way are done.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from wsync import _core
 from wsync.handles.base import EngineHandle, handle, send_control
+from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, Control
 from wsync.trainer.requests import Calls
@@ -82,17 +83,10 @@ def inspect(
             f"engine {asked.name}: does not run wsync's loader, it takes {asked.load_formats}"
         )
     deadline = Deadline(timeout)
-    try:
+    with contextlib.ExitStack() as sessions:
+        if isinstance(asked, ApiHandle):
+            sessions.enter_context(asked.asking(deadline.left))
         return _ask(asked, deadline)
-    except _core.RemoteError as error:
-        if "begin_weight_update" not in str(error):
-            raise
-        # SGLang 0.5.23 takes such requests only in a weight-update session
-        asked.pause("in_place", deadline.left)
-        try:
-            return _ask(asked, deadline)
-        finally:
-            asked.resume(max(deadline.left, 1.0))
 
 
 def _ask(engine: EngineHandle, deadline: Deadline) -> list[WorkerReport]:

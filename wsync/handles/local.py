@@ -21,6 +21,7 @@ class LocalHandle(ApiHandle):
     """
 
     def __init__(self, engine: object, *, workers: int | None = None) -> None:
+        super().__init__()
         self._engine: Any = engine
         self.name = str(getattr(engine, "name", None) or f"{type(engine).__qualname__} object")
         if workers is None:

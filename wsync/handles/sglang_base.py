@@ -1,13 +1,14 @@
 """SGLang's update methods, which engines offer as HTTP endpoints, as methods, or by Ray."""
 
 import base64
+import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wsync._core import DeadlineError, InvalidArgumentError
-from wsync.handles.answers import cut, seconds
+from wsync.handles.answers import check_answer, cut, refusal, seconds
 from wsync.machine.deadline import Deadline
 
 _FLUSH_RETRY_SECONDS = 0.05
@@ -15,10 +16,20 @@ _FLUSH_RETRY_SECONDS = 0.05
 
 class ApiHandle(ABC):
     """What the handles of such engines have in common (see wsync.handles.base.EngineHandle).
-    Subclasses say how one method is called."""
+    Subclasses say how one method is called.
+
+    SGLang 0.5.23 takes tensors only inside a weight-update session, whose end processes the
+    weights as after a load from disk, be they new or not.  So a session begins with an update's
+    first tensors, and ends before the engine goes on.
+    """
 
     name: str
     workers: int
+
+    def __init__(self, *, sessions: bool = False) -> None:
+        self._begun = False  # the session of this update
+        # of the engine, whichever update asks; left: a session, by an update that failed
+        self._sessions = {"known": sessions, "left": False}
 
     @abstractmethod
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> object:
@@ -31,6 +42,45 @@ class ApiHandle(ABC):
     @abstractmethod
     def _info(self, methods: tuple[str, ...], timeout: float) -> dict[str, Any]:
         """What the first of these methods that the engine has answers."""
+
+    def _session(self, method: str, timeout: float, **selector: str) -> object:
+        """Begins or ends a session; what the engine answers, None where it knows none."""
+        return None
+
+    def _begin(self, timeout: float) -> float:
+        """Begins a session unless this update has one; what is left of the timeout.  One that an
+        update of this handle has left goes on: its end would process the weights once more."""
+        if self._begun or not self._sessions["known"]:
+            return timeout
+        deadline, method = Deadline(timeout), "begin_weight_update"
+        answer = self._session(method, deadline.left)
+        if refusal(answer) is not None and not self._sessions["left"]:
+            self._session("end_weight_update", deadline.left)
+            check_answer(self.name, method, self._session(method, deadline.left))
+        self._begun = self._sessions["left"] = True
+        return deadline.left
+
+    def _end(self, timeout: float) -> float:
+        if not self._begun:
+            return timeout
+        deadline, method = Deadline(timeout), "end_weight_update"
+        check_answer(self.name, method, self._session(method, deadline.left))
+        self._begun = self._sessions["left"] = False
+        return deadline.left
+
+    @contextlib.contextmanager
+    def asking(self, timeout: float) -> Iterator[None]:
+        """Around a question to the workers, which is sent as weights are but brings none: in the
+        session that there is, else in one of a draft model, whose end leaves the model alone."""
+        deadline = Deadline(timeout)
+        begun = self._session("begin_weight_update", timeout, selector="draft")
+        self._begun = True
+        try:
+            yield
+        finally:
+            self._begun = False
+            if refusal(begun) is None:
+                self._session("end_weight_update", max(deadline.left, 1.0))
 
     def flush(self, timeout: float) -> None:
         """Asks again until the engine is idle."""
@@ -59,6 +109,7 @@ class ApiHandle(ABC):
         timeout: float,
     ) -> None:
         check_payloads(self.name, self.workers, payloads)
+        timeout = self._begin(timeout)
         # SGLang's own flush inside an update asserts that the engine is idle, and the assertion
         # ends the server
         settings = {"load_format": load_format, "flush_cache": False, **_version(weight_version)}
@@ -72,15 +123,19 @@ class ApiHandle(ABC):
     def update_weights_from_disk(
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
+        deadline = Deadline(timeout)
+        self._session("end_weight_update", timeout)  # that an update with tensors may have left
         arguments = {"model_path": path, **_version(weight_version)}
-        self._do("update_weights_from_disk", arguments, timeout)
+        self._do("update_weights_from_disk", arguments, deadline.left)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         """Another of SGLang's update methods, by name."""
+        if method == "update_weights_from_distributed":
+            timeout = self._begin(timeout)
         self._do(method, arguments, timeout)
 
     def resume(self, timeout: float) -> None:
-        self._do("continue_generation", {}, timeout)
+        self._do("continue_generation", {}, self._end(timeout))
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         return self._info(("model_info", "get_model_info"), timeout)

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wsync._core import UnsupportedError
-from wsync.handles.answers import check_answer, refusal
+from wsync.handles.answers import check_answer
 from wsync.handles.local import LocalHandle
-from wsync.machine.deadline import Deadline
 
 
 class SglangHandle(LocalHandle):
@@ -17,8 +16,7 @@ class SglangHandle(LocalHandle):
     Its own methods serialise one list of tensors for all workers, and take no weight version.  So
     requests are made as those methods make them, and handed to the engine's tokenizer manager.
 
-    Such an engine generates when its owner asks it to, so nothing is paused; where SGLang knows
-    weight-update sessions (0.5.23), one is open from `pause` to `resume`.  Made against SGLang
+    Such an engine generates when its owner asks it to, so nothing is paused.  Made against SGLang
     0.5.17 and 0.5.23.
     """
 
@@ -27,17 +25,15 @@ class SglangHandle(LocalHandle):
         if workers is None:
             workers = getattr(arguments, "tp_size", 1)
         super().__init__(engine, workers=workers)
+        self._sessions["known"] = hasattr(engine, "begin_weight_update")
         loaders = getattr(arguments, "custom_weight_loader", None) or ()
         self.load_formats = tuple(map(str, loaders))
 
     def pause(self, mode: str, timeout: float) -> None:
-        if not hasattr(self._engine, "begin_weight_update"):
-            return
-        deadline = Deadline(timeout)
-        if refusal(self._call("begin_weight_update", timeout)) is not None:
-            # a failed update left its session open
-            self._do("end_weight_update", {}, deadline.left)
-            self._do("begin_weight_update", {}, deadline.left)
+        self._begun = False
+
+    def _session(self, method: str, timeout: float, **selector: str) -> object:
+        return self._call(method, timeout, **selector) if self._sessions["known"] else None
 
     def _update(self, payloads: Sequence[bytes], settings: dict[str, Any], timeout: float) -> None:
         request = _form("UpdateWeightsFromTensorReqInput")(
@@ -60,8 +56,7 @@ class SglangHandle(LocalHandle):
         )
 
     def resume(self, timeout: float) -> None:
-        if hasattr(self._engine, "end_weight_update"):
-            self._do("end_weight_update", {}, timeout)
+        self._end(timeout)
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         return super().model_info(timeout) or self.server_info(timeout)

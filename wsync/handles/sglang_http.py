@@ -26,8 +26,7 @@ class HttpHandle(ApiHandle):
     """An engine behind SGLang's HTTP endpoints.
 
     Environment proxies are not used: the engine is reached directly.  Each call opens its own
-    connection, so calls may run in several threads.  SGLang 0.5.23 takes weights only inside a
-    weight-update session: one is open from `pause` to `resume` where the server knows them.
+    connection, so calls may run in several threads.
     """
 
     def __init__(
@@ -41,10 +40,10 @@ class HttpHandle(ApiHandle):
         """Asks the server for tp_size unless `workers` is given."""
         if not url.startswith(("http://", "https://")):
             raise InvalidArgumentError(f"engine {url!r}: a URL starts with http:// or https://")
+        super().__init__(sessions=True)  # until the server says that it knows none
         self.name = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._server: dict[str, Any] | None = None
-        self._known = {"sessions": True}  # of the server, whichever update asks
         self._timeout = timeout
         self.workers = self._ask_workers() if workers is None else workers
 
@@ -74,13 +73,8 @@ class HttpHandle(ApiHandle):
         return instance if isinstance(instance, str) else ""
 
     def pause(self, mode: str, timeout: float) -> None:
-        deadline = Deadline(timeout)
+        self._begun = False
         self._do("pause_generation", {"mode": mode}, timeout)
-        try:
-            self._session("/begin_weight_update", deadline)
-        except RemoteError:  # a failed update left its session open
-            self._session("/end_weight_update", deadline)
-            self._session("/begin_weight_update", deadline)
 
     def _flush_once(self, timeout: float) -> str | None:
         status, text = self.request("POST", "/flush_cache", None, timeout)
@@ -89,11 +83,6 @@ class HttpHandle(ApiHandle):
         if status == 200 and "flush" not in text.lower():
             raise self._strange("/flush_cache", text)
         return None if status == 200 else engine_text(text)
-
-    def resume(self, timeout: float) -> None:
-        deadline = Deadline(timeout)
-        self._session("/end_weight_update", deadline)
-        super().resume(deadline.left)
 
     def _server_info(self) -> dict[str, Any]:
         if self._server is None:
@@ -125,15 +114,14 @@ class HttpHandle(ApiHandle):
             raise RemoteError(f"engine {self.name}: {path}: not a JSON object: {cut(text)}")
         return info
 
-    def _session(self, path: str, deadline: Deadline) -> None:
-        """Begins or ends a weight-update session; a server that knows none is not asked again."""
-        if not self._known["sessions"]:
-            return
-        status, text = self.request("POST", path, {}, deadline.left)
-        if status == 404:
-            self._known["sessions"] = False
-        elif status != 200:
-            raise self._failed(path, status, text)
+    def _session(self, method: str, timeout: float, **selector: str) -> object:
+        if not self._sessions["known"]:
+            return None
+        status, text = self.request("POST", f"/{method}", selector, timeout)
+        self._sessions["known"] = status != 404
+        if status not in (200, 400, 404):
+            raise self._failed(f"/{method}", status, text)
+        return json_or_text(text) if self._sessions["known"] else None
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         """One request.  An answer of another form is not an engine's."""
