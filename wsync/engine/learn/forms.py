@@ -124,9 +124,8 @@ class Forms:
         if isinstance(value, types.BuiltinFunctionType):
             return self._attributes(value, depth, "__qualname__", "__self__")
         if dataclasses.is_dataclass(kind):
-            own = getattr(value, "__dict__", {})
-            slots = [f.name for f in dataclasses.fields(kind) if f.name not in own]
             whole = self._attribute(value, "__dict__", depth)
+            slots = [f.name for f in dataclasses.fields(kind) if _is_slot(kind, f.name)]
             return typed(kind, whole, *(self._attribute(value, n, depth + 1) for n in slots))
         if hasattr(kind, "to_dict") or kind is types.SimpleNamespace:
             return self._attributes(value, depth, "__dict__")
@@ -168,6 +167,11 @@ class Forms:
 def _elements(depth: int, value: Any) -> frozenset[Form]:
     forms = Forms()
     return frozenset(forms.of(each, depth + 1) for each in tuple(value))
+
+
+def _is_slot(kind: Any, name: str) -> bool:
+    """Whether an attribute is kept beside `__dict__`."""
+    return isinstance(getattr(kind, name, None), types.MemberDescriptorType)
 
 
 def _array(value: Any) -> tuple[str, tuple[int, ...], bytes]:
