@@ -162,6 +162,23 @@ MCORE019 = [
     (Case("qwen3_5_text", HEADS | DELTA, {}, QWEN_MTP), DENSE),
     (Case("qwen3_5_moe_text", MOE | SHARED | DELTA, {}, QWEN_MTP), EXPERTS),
 ]
+# With vision towers of Megatron's own layers, of two heads a rank, deeper than the language model.
+SEEING = {
+    "vision_config": {
+        **{"depth": 5, "hidden_size": 32, "num_heads": 4, "intermediate_size": 24},
+        **{"out_hidden_size": 32, "patch_size": 2, "num_position_embeddings": 16},
+        "deepstack_visual_indexes": [0, 2],
+    },
+    "tie_word_embeddings": False,
+}
+FLAT = SEEING | {"vision_config": SEEING["vision_config"] | {"deepstack_visual_indexes": []}}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+MCORE019_SEEING = [
+    (Case("qwen3_vl", SEEING | {"text_config": HEADS | {"rope_parameters": SECTIONS}}), DENSE),
+    (Case("qwen3_vl_moe", SEEING | {"text_config": MOE | {"rope_parameters": SECTIONS}}), EXPERTS),
+    (Case("qwen3_5", FLAT | {"text_config": HEADS | DELTA}), DENSE),
+    (Case("qwen3_5_moe", FLAT | {"text_config": MOE | SHARED | DELTA}), EXPERTS),
+]
 MCORE019_MAPPED = [row for row in MCORE019 if row[0].family not in NOT_MAPPED]
 MCORE019_COMPUTED = [row for row in MCORE019 if row[0].family == "nemotron_h"]
 
@@ -208,7 +225,7 @@ def test_shards_give_back_what_bridge_031_exports(mcore016, tmp_path, case, para
     _matches(mcore016, tmp_path, case, parallel)
 
 
-@pytest.mark.parametrize(("case", "parallel"), rows(MCORE019))
+@pytest.mark.parametrize(("case", "parallel"), rows(MCORE019 + MCORE019_SEEING))
 def test_shards_give_back_what_bridge_062_exports(mcore019, tmp_path, case, parallel):
     _matches(mcore019, tmp_path, case, parallel)
 

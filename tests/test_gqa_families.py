@@ -127,7 +127,7 @@ def test_vision_towers_stay_as_they_are(ranks, case):
         ("layers", "vision_model.decoder.weight: no rule of the family 'qwen3_vl'"),
     ],
 )
-def test_vision_towers_of_megatrons_own_layers_are_refused(ranks, damage, text):
+def test_vision_towers_that_nobody_knows_are_refused(ranks, damage, text):
     answers = ranks.run(cases.vision_refused, "qwen3_vl", {"tp": 2}, damage)
     assert all(text in said for said in answers)
 

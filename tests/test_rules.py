@@ -282,6 +282,7 @@ def test_shares_cover_the_parameter_once():
         sizes |= {"heads": 4, "q_lora": 8, "kv_lora": 12, "nope": 3, "rope": 4, "dv": 2}
         sizes |= {"gk": 4, "gn": 2, "gv": 8, "gdk": 3, "gdv": 5, "conv": 2}
         sizes |= {"mh": 8, "md": 3, "mg": 4, "ms": 2}
+        sizes |= {"vision_h": 8, "vision_heads": 4, "vision_ffn": 12, "vision_out": 3, "merge": 2}
         for rule in family.rules:
             expansion = rule.expand(sizes, sizes["inferred"])
             full = numbered(expansion.shape)
@@ -291,7 +292,7 @@ def test_shares_cover_the_parameter_once():
                     seen[tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))] += 1
             assert seen.min() == seen.max()
             assert seen.max() in (1, rank_count), rule
-            apply(rule, full, mtp_numbers({"mtp": 0}, layers=0, block=1), **sizes)
+            apply(rule, full, mtp_numbers({"mtp": 0, "vision": 0}, layers=0, block=1), **sizes)
 
 
 @pytest.mark.parametrize(

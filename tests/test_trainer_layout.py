@@ -80,6 +80,22 @@ def test_slimes_updaters_take_a_model_as_slime_has_loaded_it(monkeypatch):
         assert next(shard.start for shard in shards if shard.offset == 0) == (0, column)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_vision_tower_without_its_sizes_is_taken_as_it_is(known):
+    """Megatron's arguments, which slime's updaters have, say nothing of it."""
+    model = torch.nn.Module()
+    model.vision_model = torch.nn.Module()
+    model.vision_model.merger = torch.nn.Module()
+    model.vision_model.merger.linear_fc1 = torch.nn.Linear(16, 16)
+    args = SimpleNamespace(hidden_size=4, num_attention_heads=2, num_layers=1, vocab_size=8)
+    if known:
+        args.vision_config = SimpleNamespace(hidden_size=4, spatial_merge_size=2)
+    layout = wsync.megatron.layout(model, args, model_name="qwen3_vl").layout
+    for kind, shape in (("weight", (16, 16)), ("bias", (16,))):
+        tensor = layout.tensor(layout.find(f"model.visual.merger.linear_fc1.{kind}"))
+        assert tensor[2] == shape
+
+
 def test_bind_finds_tensors_that_moved(tensors):
     layout = from_tensors(tensors)
     first = layout.bind()

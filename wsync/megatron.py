@@ -324,7 +324,7 @@ class _Reader:
         """(regions, maps, element strides in the order of the rule's view, parts whose elements
         must be equal) of one parameter."""
         target = self.spec.family.copy_of(name)
-        if target is not None:
+        if target is not None and not self._has_sizes(name):
             return *self._whole(name, target, tensor, shape), strides, ()
         rule, numbers = self.spec.family.find(name)
         for kind, size, what in _LIMITS:
@@ -356,6 +356,11 @@ class _Reader:
         together = self.spec.family.together
         maps = [piece.map(numbers, together) for piece in plan.pieces]
         return plan.placement.regions, maps, strides, plan.repeats
+
+    def _has_sizes(self, name: str) -> bool:
+        """Whether there is a rule for a name, and everything that the rule needs."""
+        found = self.spec.family.match(name)
+        return found is not None and found[0].sizes <= self.spec.sizes.keys()
 
     def _whole(
         self, name: str, target: str, tensor: Tensor, shape: tuple[int, ...]

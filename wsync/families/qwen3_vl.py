@@ -1,8 +1,12 @@
-"""Qwen3-VL (qwen3_vl) and its mixture of experts (qwen3_vl_moe).
+"""Qwen3-VL (qwen3_vl) and its mixture of experts (qwen3_vl_moe); the vision tower of Qwen3.5, too.
 
 Names follow transformers 4.57 (`modeling_qwen3_vl_moe.py`), slime's `megatron_to_hf/qwen3_vl.py`
 and Megatron-Bridge's `qwen3_vl_bridge.py`.  The layers are those of Qwen3; a checkpoint's experts
-are fused and transposed.
+are fused and transposed.  Sizes of the vision tower beside those of blocks.py:
+
+    vision_h, vision_heads, vision_ffn
+    merge       patches along each side that are merged into one
+    vision_out  what the merger gives, which is the text model's h
 """
 
 from __future__ import annotations
@@ -12,17 +16,100 @@ from wsync.families.blocks import (
     DENSE_MLP,
     EMBEDDING,
     beside_vision,
+    renamed,
     stacked_experts,
 )
+from wsync.families.rules import Rule, Target
 
-__all__ = ["QWEN3_VL", "QWEN3_VL_MOE", "VISION"]
+__all__ = ["QWEN3_VL", "QWEN3_VL_MOE", "TOWER", "VISION", "VISION_FIELDS"]
 
 
-# The vision tower is transformers' own module, whole on every rank of the first stage.  That of
-# Megatron-Bridge consists of Megatron's layers (vision_model.decoder), which have no rules.
+# The vision tower is transformers' own module, whole on every rank of the first stage, or
+# Megatron-Bridge's, of which the rules below know what has another name or is cut.
 VISION = {
     r"vision_model\.(?!decoder\.)": "model.visual.",
     r"(model\.)?visual\.": "model.visual.",
 }
-QWEN3_VL = beside_vision((*EMBEDDING, *ATTENTION, *DENSE_MLP))
+VISION_FIELDS = {
+    "vision_h": ("vision_config.hidden_size",),
+    "vision_heads": ("vision_config.num_heads",),
+    "vision_ffn": ("vision_config.intermediate_size",),
+    "vision_out": ("vision_config.out_hidden_size",),
+    "merge": ("vision_config.spatial_merge_size",),
+}
+_LAYER = "vision_model.decoder.layers.{vision}."
+_BLOCK = "model.visual.blocks.{vision}."
+_MERGED = "(a:merge b:merge c:vision_h)"
+
+
+def _qkv(kind: str) -> Rule:
+    """Rows per head: its query, its key, its value; the checkpoint has all queries first."""
+    tail = " vision_h" if kind == "weight" else ""
+    return Rule(
+        f"{_LAYER}self_attention.linear_qkv.{kind}",
+        f"*(vision_heads (q:1 | k:1 | v:1) d:?){tail}",
+        Target(
+            f"{_BLOCK}attn.qkv.{kind}",
+            f"(q vision_heads d | k vision_heads d | v vision_heads d){tail}",
+        ),
+    )
+
+
+def _merger(name: str, target: str, cut: str) -> tuple[Rule, ...]:
+    """A projection of merged patches; cut: how its dimensions are marked that ranks hold parts
+    of."""
+    inner = "(d:merge e:merge f:vision_h)"
+    return (
+        renamed(
+            f"{name}.linear_fc1.weight", f"{cut}{inner} {_MERGED}", f"{target}.linear_fc1.weight"
+        ),
+        renamed(f"{name}.linear_fc1.bias", f"{cut}{inner}", f"{target}.linear_fc1.bias"),
+        renamed(
+            f"{name}.linear_fc2.weight", f"vision_out {cut}{inner}", f"{target}.linear_fc2.weight"
+        ),
+        renamed(f"{name}.linear_fc2.bias", "vision_out", f"{target}.linear_fc2.bias"),
+        *(
+            renamed(f"{name}.patch_norm.{kind}", "rows:?", f"{target}.norm.{kind}")
+            for kind in ("weight", "bias")
+        ),
+    )
+
+
+TOWER: tuple[Rule, ...] = (
+    _qkv("weight"),
+    _qkv("bias"),
+    *(
+        renamed(_LAYER + name, view, _BLOCK + target)
+        for name, view, target in (
+            (
+                "self_attention.linear_proj.weight",
+                "vision_h *(vision_heads d:?)",
+                "attn.proj.weight",
+            ),
+            ("self_attention.linear_proj.bias", "vision_h", "attn.proj.bias"),
+            ("mlp.linear_fc1.weight", "*vision_ffn vision_h", "mlp.linear_fc1.weight"),
+            ("mlp.linear_fc1.bias", "*vision_ffn", "mlp.linear_fc1.bias"),
+            ("mlp.linear_fc2.weight", "vision_h *vision_ffn", "mlp.linear_fc2.weight"),
+            ("mlp.linear_fc2.bias", "vision_h", "mlp.linear_fc2.bias"),
+            *(
+                (f"{name}{kind}", "vision_h", f"{norm}.{kind}")
+                for name, norm in (
+                    ("self_attention.linear_qkv.layer_norm_", "norm1"),
+                    ("input_layernorm.", "norm1"),
+                    ("mlp.linear_fc1.layer_norm_", "norm2"),
+                    ("pre_mlp_layernorm.", "norm2"),
+                )
+                for kind in ("weight", "bias")
+            ),
+        )
+    ),
+    *_merger(
+        "vision_model.decoder.deepstack_merger_list.{vision}",
+        "model.visual.deepstack_merger_list.{vision}",
+        "*",
+    ),
+    # transformers' own has these names, too, and is whole
+    *_merger("vision_model.merger", "model.visual.merger", "~"),
+)
+QWEN3_VL = (*beside_vision((*EMBEDDING, *ATTENTION, *DENSE_MLP)), *TOWER)
 QWEN3_VL_MOE = (*QWEN3_VL, *beside_vision(stacked_experts("h (gate | up)", "moe_ffn h")))

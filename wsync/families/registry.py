@@ -129,7 +129,7 @@ def _fills(rule: Rule, known: Iterable[str]) -> dict[str, _Fill]:
     pieces = rule.expand(sizes, inferred=1).pieces
     for expert in experts:
         for piece in pieces:
-            numbers = mtp_numbers({"mtp": 0, "expert": expert}, 0, sizes["block"])
+            numbers = mtp_numbers({"mtp": 0, "vision": 0, "expert": expert}, 0, sizes["block"])
             name, _, shape, start, _, extent, *_ = piece.map(numbers)
             fill = found.setdefault(name, (shape, collections.Counter()))
             fill[1].update(_elements(shape, start, extent, piece.steps))

@@ -29,10 +29,10 @@ an axis where the parameter's name holds {expert}: the parameter fills that inde
 axis is as long as there are experts.  Each alternative of the
 parameter must go to some target; only an alternative that contains an axis called `pad` may stay
 behind.  An axis of the rule that a target's *name* mentions in braces gives one tensor for each
-of its indices.  `{layer}`, `{expert}`, `{mtp}` and `{inner}` stand for numbers that the parameter's
-name holds.  In the targets of a rule with {mtp}, {layer} counts on from the model's last layer;
-where an MTP layer is a block of `block` layers, {inner} counts those of all MTP layers, and {first}
-and {last} are the ends of this one.
+of its indices.  `{layer}`, `{expert}`, `{mtp}`, `{inner}` and `{vision}` (a layer of a vision tower)
+stand for numbers that the parameter's name holds.  In the targets of a rule with {mtp}, {layer}
+counts on from the model's last layer; where an MTP layer is a block of `block` layers, {inner}
+counts those of all MTP layers, and {first} and {last} are the ends of this one.
 
 A rule expands to boxes, which may take every so many-th index of a target's dimension.  Their
 elements are copied; where a target has a scale or an offset, each
@@ -78,7 +78,7 @@ MAX_BOXES = 1 << 20  # far above any real rule; a bound for a mistyped one
 _TOKEN = re.compile(r"[a-z_][a-z0-9_]*|[0-9]+|[*~@()|:+?]")
 _NO_TOKEN = re.compile(r"[^a-z0-9_*~@()|:+?\s]")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_NUMBERED = ("layer", "expert", "mtp", "inner")
+_NUMBERED = ("layer", "expert", "mtp", "inner", "vision")
 _ENDS = ("first", "last")  # more of them, which the number of a block of MTP layers tells
 _COUNTS = {"expert": "experts"}  # numbers that may be axes of targets, and their sizes
 _Shape = tuple[int, ...]

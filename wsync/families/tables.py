@@ -34,7 +34,7 @@ from wsync.families.mimo import MIMO
 from wsync.families.minimax import MINIMAX_M2
 from wsync.families.nemotron import NEMOTRON_FIELDS, NEMOTRON_H
 from wsync.families.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT, SLIME_MTP
-from wsync.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, VISION
+from wsync.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, TOWER, VISION, VISION_FIELDS
 from wsync.families.rules import Expansion, Rule, Together, key_of
 from wsync.families.step import STEP_3_5, STEP_FIELDS
 
@@ -78,10 +78,10 @@ class Family:
     `loaders`: by the name of a loader that fills parameters in a way of its own, the rules that
     go before the table's for the models that it loads.  `copied`: beginnings of names, as regular
     expressions, and what stands for them in the checkpoint: parameters that are there as they are,
-    whole on every rank.  `fields`: sizes besides FIELDS.  `together`: sets of modules, by the last
-    part of their names, whose tensors within one parent engines take in one call only.  `settings`:
-    fields of Megatron's TransformerConfig and the values for which the rules hold.  `oracle`: what
-    the tests compare its tensors with, bit for bit.
+    whole on every rank, unless a rule knows them.  `fields`: sizes besides FIELDS.  `together`:
+    sets of modules, by the last part of their names, whose tensors within one parent engines take
+    in one call only.  `settings`: fields of Megatron's TransformerConfig and the values for which
+    the rules hold.  `oracle`: what the tests compare its tensors with, bit for bit.
     """
 
     def __init__(
@@ -174,6 +174,7 @@ def _from_zero(name: str, rules: tuple[Rule, ...], oracle: str, **options: Any) 
     return Family(name, rules, settings=COUNTS_FROM_ZERO, oracle=oracle, **options)
 
 
+_SEEING: Any = {"copied": VISION, "fields": VISION_FIELDS}
 _LOGITS = "logits of transformers 4.57"
 # Exports after loading a checkpoint.
 _OLD, _NEW = "Megatron-Bridge 0.3.1", "Megatron-Bridge 0.6.2"
@@ -207,13 +208,13 @@ FAMILIES: dict[str, Family] = {
         _dense("qwen2_moe", EXPERTS, SHARED_EXPERT, oracle="a checkpoint of transformers 4.57"),
         _dense("qwen3", oracle=f"{_OLD}, {_LOGITS}"),
         _dense("qwen3_moe", EXPERTS, UNGATED_SHARED_EXPERTS, oracle=f"{_BOTH}, {_LOGITS}"),
-        _from_zero("qwen3_5", QWEN3_5, _AS.format("qwen3_5_text"), copied=VISION),
-        _from_zero("qwen3_5_moe", QWEN3_5, _FUSED_3_5, copied=VISION),
+        _from_zero("qwen3_5", (*QWEN3_5, *TOWER), _AS.format("qwen3_5_text"), **_SEEING),
+        _from_zero("qwen3_5_moe", (*QWEN3_5, *TOWER), _FUSED_3_5, **_SEEING),
         _from_zero("qwen3_5_moe_text", QWEN3_5_TEXT, _NEW),
         _from_zero("qwen3_5_text", QWEN3_5_TEXT, _NEW),
         _from_zero("qwen3_next", QWEN3_NEXT, f"{_BOTH}, {_LOGITS}", loaders={"slime": SLIME_MTP}),
-        Family("qwen3_vl", QWEN3_VL, copied=VISION, oracle=_LOGITS),
-        Family("qwen3_vl_moe", QWEN3_VL_MOE, copied=VISION, oracle=_LOGITS),
+        Family("qwen3_vl", QWEN3_VL, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
+        Family("qwen3_vl_moe", QWEN3_VL_MOE, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
         _from_zero("step3p5", STEP_3_5, _NEW, fields=STEP_FIELDS),
     )
 }
@@ -367,7 +368,7 @@ def read_model(
         family = _named_family(config, model_name).loaded_by(loaded_by)
     parts = (config, getattr(config, "text_config", None) or config)  # of vision and text models
     config = parts[1]
-    sizes = _read_sizes(config, {**FIELDS, **family.fields})
+    sizes = _read_sizes(config, {**FIELDS, **family.fields}, parts[0])
     if "ffn" in sizes:
         sizes.setdefault("moe_ffn", sizes["ffn"])  # as Megatron does
     heads = sizes.get("heads", 0)
@@ -434,10 +435,18 @@ def runtime_family(config: Any) -> tuple[Family | None, dict[str, int], str]:
     return RUNTIME.get(kind), _read_sizes(config, FIELDS), kind
 
 
-def _read_sizes(config: Any, fields: Mapping[str, Sequence[str]]) -> dict[str, int]:
+def _read_sizes(
+    config: Any, fields: Mapping[str, Sequence[str]], whole: Any = None
+) -> dict[str, int]:
+    """whole: where names like "vision_config.hidden_size" begin."""
     sizes: dict[str, int] = {}
     for size, names in fields.items():
-        value = next((v for f in names if (v := getattr(config, f, None)) is not None), None)
-        if value is not None:
-            sizes[size] = len(value) if isinstance(value, str) else int(value)
+        for name in names:
+            *parts, last = name.split(".")
+            home = whole if parts else config
+            for part in parts:
+                home = getattr(home, part, None)
+            if (value := getattr(home, last, None)) is not None:
+                sizes[size] = len(value) if isinstance(value, str) else int(value)
+                break
     return sizes
