@@ -29,7 +29,7 @@ an axis where the parameter's name holds {expert}: the parameter fills that inde
 axis is as long as there are experts.  Each alternative of the
 parameter must go to some target; only an alternative that contains an axis called `pad` may stay
 behind.  An axis of the rule that a target's *name* mentions in braces gives one tensor for each
-of its indices.  `{layer}`, `{expert}`, `{mtp}`, `{inner}` and `{vision}` (a layer of a vision tower)
+of its indices.  `{layer}`, `{expert}`, `{mtp}`, `{inner}` and `{vision}` (a vision tower's layer)
 stand for numbers that the parameter's name holds.  In the targets of a rule with {mtp}, {layer}
 counts on from the model's last layer; where an MTP layer is a block of `block` layers, {inner}
 counts those of all MTP layers, and {first} and {last} are the ends of this one.
