@@ -115,7 +115,7 @@ STEP = {
     **{name: size for name, size in SMALL.items() if name != "num_key_value_heads"},
     **{"num_attention_groups": 2, "head_dim": 16, "use_qk_norm": True},
     **{"moe_num_experts": 8, "moe_top_k": 2, "moe_intermediate_size": 24, "share_expert_dim": 24},
-    **{"moe_layers_enum": [1, 2, 3], "use_moe_router_bias": True},
+    **{"moe_layers_enum": "1,2,3", "use_moe_router_bias": True},
     **{"moe_router_activation": "sigmoid", "num_nextn_predict_layers": 1},
     # With stages, Megatron-Bridge takes a layer of MTP for one without a window.
     "layer_types": [*(["full_attention", "sliding_attention"] * 2), "full_attention"],

@@ -22,6 +22,7 @@ SCRIPT = Path(__file__).parent / "support" / "learn_models.py"
 OLD = pytest.param("sglang", "0.5.17", marks=pytest.mark.slow)
 ENGINES = [OLD, ("sglang", NEWEST), ("vllm", "0.33.0")]
 FAMILIES = tiny_models.FAMILIES
+SAVED = (*tiny_models.SAVED, *tiny_models.UNKNOWN, "bailing_moe_v2")
 TIED = {"tie_word_embeddings": True}
 # SGLang serves Qwen3.5 with its vision tower only: a model without it is a part there
 UNSERVED = {"sglang": {"qwen3_5_text", "qwen3_5_moe_text"}, "vllm": set[str]()}
@@ -45,6 +46,8 @@ COMPUTED = {
     **{("sglang", family): _ADDED for family in _ZERO},
     **{(engine, "nemotron_h"): ("A_log", "mixer.A: neg") for engine in ("sglang", "vllm")},
 }
+# why a class is given whole tensors: SGLang's Step-3.5 refuses calls with only some of its tensors
+WHOLE = {("sglang", "step3p5"): "Some parameters are not loaded"}
 
 
 def learn(engine: str, version: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -71,7 +74,8 @@ def check(results: list[dict[str, Any]], engine: str = "") -> None:
         for mode in case.get("modes", ("needed", "full")):
             found = result[mode]
             where = f"{case} rank {result['rank']} {mode}"
-            assert found["reason"] == "", where
+            reason = WHOLE.get((engine, case["family"]), "")
+            assert reason in found["reason"] and bool(reason) == bool(found["reason"]), where
             check_computed(found["fallback"], COMPUTED.get((engine, case["family"])), where)
             assert found["differing"] == [], where
             kept = draft_models.SHARED if case.get("draft") else ()
@@ -101,12 +105,11 @@ def test_one_worker(engine: str, version: str) -> None:
 @pytest.mark.parametrize(("engine", "version"), ENGINES)
 def test_every_family(engine: str, version: str) -> None:
     """Checkpoints are as transformers saves them; of two workers the second is looked at."""
-    no_class = {"kimi_k25", "step3p5"}  # that transformers saves as published
-    others = (*tiny_models.SAVED, "bailing_moe_v2")
-    assert tables.FAMILIES.keys() - no_class <= {*FAMILIES, *others}
+    others = {"kimi_k25"}  # which engines make with its vision tower only
+    assert tables.FAMILIES.keys() - others <= {*FAMILIES, *SAVED}
     cases = [
         {"family": family, "tp": tp, "ep": 1, "ranks": [tp - 1], "modes": ["needed"]}
-        for family in (*others, own_family.NAME)
+        for family in (*SAVED, own_family.NAME)
         for tp in (1, 2)
         if family not in UNSERVED[engine]
     ]

@@ -119,7 +119,9 @@ def run(case: dict[str, Any], rank: int, config: Any, shapes: tiny_models.Shapes
     if case.get("fp8"):
         shapes = tiny_models.blockwise_fp8(shapes)
         options = blockwise_fp8(config)
-    elif (draft or family in tiny_models.SAVED) and sys.argv[1] == "sglang":
+    elif (draft or family in (*tiny_models.SAVED, *tiny_models.UNKNOWN)) and sys.argv[
+        1
+    ] == "sglang":
         config = HOST.configure(config)
     if case.get("refused"):
         try:

@@ -6,6 +6,7 @@ def step_shapes(config):
     layers of multi-token prediction."""
     h, d, other = config.hidden_size, config.head_dim, config.attention_other_setting
     groups, ends = config.num_attention_groups * d, (config.vocab_size, h)
+    routed = {int(layer) for layer in config.moe_layers_enum.split(",")}
     shapes = {"model.embed_tokens": ends, "lm_head": ends, "model.norm": (h,)}
     for layer, kind in enumerate([*config.layer_types, *config.mtp_layer_types]):
         sliding = kind == other["attention_type"]
@@ -16,7 +17,7 @@ def step_shapes(config):
         own |= {"self_attn.o_proj": (h, heads * d)}
         own |= {f"self_attn.{name}_norm": (d,) for name in "qk"}
         parts = {"mlp.": ((), config.intermediate_size)}
-        if layer in config.moe_layers_enum:
+        if layer in routed:
             experts = config.moe_num_experts
             own |= {"moe.gate": (experts, h), "moe.router_bias": (experts,)}
             parts = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.step_shapes import step_shapes
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -139,6 +140,35 @@ _SAVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 SAVED = tuple(_SAVED)
+# Those of which transformers has no model: the class of engines, and fields.
+_UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "step3p5": (
+        "Step3p5ForCausalLM",
+        {**_EXPERTS, "num_attention_groups": 2, "head_dim": 16, "use_qk_norm": True}
+        | {"moe_num_experts": 4, "moe_top_k": 2, "share_expert_dim": 64, "share_expert_dims": 64}
+        | {"moe_layers_enum": "1", "use_moe_router_bias": True, "need_fp32_gate": True}
+        | {
+            "norm_expert_weight": True,
+            "moe_router_activation": "sigmoid",
+            "moe_router_scaling_factor": 3.0,
+        }
+        | {"use_head_wise_attn_gate": True, "sliding_window": 16, "rms_norm_eps": 1e-5}
+        | {"layer_types": ["full_attention", "sliding_attention"], "mtp_layer_types": []}
+        | {
+            "rope_theta": [10000.0, 10000.0],
+            "rope_scaling": None,
+            "partial_rotary_factors": [0.5, 1.0],
+        }
+        | {"swiglu_limits": [0.0, 0.0], "swiglu_limits_shared": [0.0, 0.0]}
+        | {
+            "attention_other_setting": {
+                **{"attention_type": "sliding_attention", "num_attention_heads": 12},
+                **{"num_attention_groups": 2, "head_dim": 16},
+            }
+        },
+    ),
+}
+UNKNOWN = tuple(_UNKNOWN)
 _VISION = {
     **{"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2},
     **{"out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
@@ -157,6 +187,8 @@ _ARCHITECTURES = {
 def config(family: str, **changes: Any) -> Any:
     import transformers
 
+    if family in UNKNOWN:
+        return _unknown(family, changes)
     if family in SAVED:
         name, architecture, own = _SAVED[family]
     else:
@@ -190,6 +222,15 @@ def config(family: str, **changes: Any) -> Any:
     return made
 
 
+def _unknown(family: str, changes: dict[str, Any]) -> Any:
+    import transformers
+
+    architecture, own = _UNKNOWN[family]
+    kind: Any = type(family, (transformers.PretrainedConfig,), {"model_type": family})
+    transformers.AutoConfig.register(family, kind, exist_ok=True)
+    return kind(**{**_COMMON, **copy.deepcopy(own), **changes}, architectures=[architecture])
+
+
 def published(made: Any) -> Any:
     """A config as checkpoints have it, where engines do not read what transformers 5 saves."""
     if made.model_type != "nemotron_h":
@@ -206,6 +247,11 @@ def checkpoint(family: str, made: Any) -> Shapes:
     """Names, shapes and dtypes of a checkpoint."""
     if family in SAVED:
         return _saved(made)
+    if family in UNKNOWN:
+        return {
+            name: (shape, torch.float32 if name.endswith("_bias") else torch.bfloat16)
+            for name, shape in step_shapes(made).items()
+        }
     hidden, bf16 = made.hidden_size, torch.bfloat16
     ling = family == "bailing_moe_v2"
     embedding = f"model.{'word_embeddings' if ling else 'embed_tokens'}.weight"

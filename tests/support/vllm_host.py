@@ -36,6 +36,8 @@ _CLASSES = {
     "deepseek_v32": ("deepseek_v2", "DeepseekV3ForCausalLM"),
     "glm_moe_dsa": ("deepseek_v2", "GlmMoeDsaForCausalLM"),
     "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+    "bailing_moe_v2": ("bailing_moe", "BailingMoeV2ForCausalLM"),
+    "step3p5": ("step3p5", "Step3p5ForCausalLM"),
     "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
     "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
     "qwen3_5": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
@@ -44,7 +46,6 @@ _CLASSES = {
     "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForCausalLM"),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
-    "bailing_moe_v2": ("bailing_moe", "BailingMoeV2ForCausalLM"),
 }
 _parallel: dict[str, Any] = {}
 _folders = tempfile.TemporaryDirectory()
