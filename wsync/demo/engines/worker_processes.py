@@ -6,9 +6,7 @@ time over a pipe and end when it closes.
 """
 
 import contextlib
-import copy
 import functools
-import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +14,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextvars import ContextVar, copy_context
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Final, Self
 
@@ -38,6 +37,8 @@ from wsync.machine.fork_guard import Owner
 from wsync.messages import control, payload
 
 _CLOSE_SECONDS: Final = 10.0
+_update_id: ContextVar[str] = ContextVar("wsync update", default="")
+"""The id of the update that a call of an engine belongs to, "" if it has none."""
 _MAIN: Final = (
     "import sys; from wsync.demo.engines.worker_processes import serve; serve(int(sys.argv[1]))"
 )
@@ -65,11 +66,11 @@ class WorkersEngine:
         self.name = name
         self._owner = Owner()
         self.workers = len(settings)
+        self.weight_version = "default"
         self._instance = uuid.uuid4().hex
-        self._update_id = ""  # of the update that this handle's requests belong to
-        self._known: dict[str, Any] = {"paused": False, "version": "default"}  # of all its handles
+        self.paused = False
         self._lock = threading.RLock()
-        self._sequence = itertools.count(1)
+        self._sequence = 0
         self._processes: list[_Process] = []
         try:
             for rank in range(self.workers):
@@ -94,25 +95,15 @@ class WorkersEngine:
         for process in self._processes:
             process.close()
 
-    @property
-    def paused(self) -> bool:
-        return bool(self._known["paused"])
-
-    @property
-    def weight_version(self) -> str:
-        return str(self._known["version"])
-
-    def during(self, update_id: str) -> Self:
-        """The same engine, for the requests of one update."""
-        told = copy.copy(self)
-        told._update_id = update_id
-        return told
+    def during(self, update_id: str) -> Any:
+        """This handle, for the requests of one update."""
+        return _During(self, update_id)
 
     # --- the handle -------------------------------------------------------------------------
 
     def pause(self, mode: str, timeout: float) -> None:
-        self._call("begin", [{"update_id": self._update_id}] * self.workers, timeout)
-        self._known["paused"] = True
+        self._call("begin", [{"update_id": _update_id.get()}] * self.workers, timeout)
+        self.paused = True
 
     def flush(self, timeout: float) -> None:
         self._call("ping", None, timeout)
@@ -123,8 +114,8 @@ class WorkersEngine:
         end = Deadline(timeout)
         with self._alone("resume", timeout):
             self._check_consistent(end.left)
-            if all(self._call("go_on", [{"update_id": self._update_id}] * self.workers, end.left)):
-                self._known["paused"] = False
+            if all(self._call("go_on", [{"update_id": _update_id.get()}] * self.workers, end.left)):
+                self.paused = False
 
     def update_weights(
         self,
@@ -147,7 +138,7 @@ class WorkersEngine:
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         # the caller waits no longer, whenever a worker gets to it
         end = Deadline(timeout)
-        told = {**arguments, "update_id": self._update_id, "end": end}
+        told = {**arguments, "update_id": _update_id.get(), "end": end}
         if method == "init_weights_update_group":
             # what is left for the meeting says nothing of how long a broadcast may take
             told["timeout"] = max(timeout, BROADCAST_SECONDS)
@@ -176,14 +167,14 @@ class WorkersEngine:
         if late and not reasons:  # one that has failed before it touched anything has none
             reasons = [f"the weights are inconsistent: worker {', '.join(late)} has older ones"]
         if not reasons:  # they may have done what the caller of a request did not wait for
-            self._known["version"] = states[0][2]
+            self.weight_version = states[0][2]
         return "; ".join(reasons)
 
     def _write(self, what: str, arguments: Sequence[Mapping[str, Any]], end: Deadline) -> None:
         """Asks for what writes to the weights once all workers are there: of one that comes late
         the others would know too late."""
         self._call("ping", None, end.left)
-        told = {"end": end, "update_id": self._update_id}
+        told = {"end": end, "update_id": _update_id.get()}
         self._call(what, [{**each, **told} for each in arguments], end.left)
 
     # --- the workers ------------------------------------------------------------------------
@@ -199,10 +190,10 @@ class WorkersEngine:
         where = f"engine {self.name}: {what}"
         end = Deadline(timeout)
         with self._alone(what, timeout):
-            sequence = next(self._sequence)
+            self._sequence += 1
             told = arguments or [None] * self.workers
             asked = [
-                process.ask(where, (sequence, end, what, argument))
+                process.ask(where, (self._sequence, end, what, argument))
                 for process, argument in zip(self._processes, told, strict=True)
             ]
             done, late = wait(asked, end.left, FIRST_EXCEPTION)
@@ -278,6 +269,22 @@ class _Process(Child):
         closed = self._lane.submit(self._pipe.close)  # which reads until the process has ended
         self._lane.close()
         wait([closed], _CLOSE_SECONDS)
+
+
+class _During:
+    """An engine that is told with every request which update it belongs to."""
+
+    def __init__(self, engine: WorkersEngine, update_id: str) -> None:
+        self._engine = engine
+        self._update_id = update_id
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._engine, name)
+        if not callable(found):
+            return found
+        context = copy_context()
+        context.run(_update_id.set, self._update_id)
+        return functools.partial(context.run, found)
 
 
 def serve(descriptor: int) -> None:
