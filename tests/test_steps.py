@@ -78,7 +78,7 @@ def run(source, destination, **budgets):
     return manifest
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_every_element_arrives_whichever_side_goes_in_steps(data):
     steps = data.draw(STEPS)
