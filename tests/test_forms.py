@@ -461,6 +461,6 @@ def test_a_dict_that_changes_while_it_is_asked_does_no_harm() -> None:
 
     for change in (clear, grow):
         held.update(a=1, b=2, c=3)
-        rows = [("atom", True, ()), ("apply", change, (0,)), ("any", None, ())]
+        rows = [("atom", True, ()), ("apply", change, (0,)), ("once", None, ())]
         asked = Pattern([*rows, ("items", ("a", "b", "c"), (1, 2, 2))])
         asked.match(held)

@@ -8,7 +8,6 @@
 
 /* What a row asks of a value, and what its inner rows are about:
  *   atom       it is `what`, or equal to it and of the same type
- *   any        nothing
  *   type       its type is `what`
  *   other      it is no instance of the type `what`
  *   at         it lies at the address `what`
@@ -22,11 +21,10 @@
  *   apply      `what` can be called with it: of what that gives
  *   elements   as many elements as there are inner rows, in this order: one of each
  *   items      a mapping with the keys of the tuple `what`, in this order, and as many
- * inner rows: one of what is at each key The inner rows of the first nine are about the
+ * inner rows: one of what is at each key The inner rows of the first eight are about the
  * value itself. */
 #define OPERATION_MAP(X)      \
     X(ATOM, "atom")           \
-    X(ANY, "any")             \
     X(TYPE, "type")           \
     X(OTHER, "other")         \
     X(AT, "at")               \
@@ -142,9 +140,7 @@ static int match_dict(const match_t *match, const row_t *row, PyObject *dict)
     while (same > 0 && i < row->count && PyDict_Next(dict, &place, &key, &item)) {
         row_t *inner = row->inner[i];
 
-        if (inner->operation == ANY && key == PyTuple_GetItem(row->what, i)) {
-            /* what torch keeps for itself in every module: not even looked at */
-        } else if (inner->operation == OTHER && key == PyTuple_GetItem(row->what, i)) {
+        if (inner->operation == OTHER && key == PyTuple_GetItem(row->what, i)) {
             same = (inner == other && Py_IS_TYPE(item, known)) || ask(match, inner, item);
             other = inner;
             known = Py_TYPE(item);

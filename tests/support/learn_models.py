@@ -119,9 +119,7 @@ def run(case: dict[str, Any], rank: int, config: Any, shapes: tiny_models.Shapes
     if case.get("fp8"):
         shapes = tiny_models.blockwise_fp8(shapes)
         options = blockwise_fp8(config)
-    elif (draft or family in (*tiny_models.SAVED, *tiny_models.UNKNOWN)) and sys.argv[
-        1
-    ] == "sglang":
+    elif sys.argv[1] == "sglang" and (draft or family in tiny_models.SAVED + tiny_models.UNKNOWN):
         config = HOST.configure(config)
     if case.get("refused"):
         try:

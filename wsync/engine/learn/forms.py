@@ -28,6 +28,12 @@ ATOMS: Final = (
     *(range, slice, enum.Enum, torch.dtype, torch.device, type),
 )
 _KEYS: Final = frozenset((bool, int, str, bytes, type(None)))
+# by type: attributes that an object of it is made of
+_NAMES: Final[dict[type, tuple[str, ...]]] = {
+    types.MethodType: ("__func__", "__self__"),
+    functools.partial: ("func", "args", "keywords"),
+    types.BuiltinFunctionType: ("__qualname__", "__self__"),
+}
 _DEPTH: Final = 8  # of containers in containers
 
 
@@ -94,8 +100,6 @@ class Forms:
         kind: Any = type(value)
         if isinstance(value, float | complex):  # 0.0 == -0.0, and no nan is another
             return typed(kind, call("__repr__", atom(repr(value))))
-        if isinstance(value, slice):
-            return self._attributes(value, depth, "start", "stop", "step")
         if isinstance(value, ATOMS):
             return atom(value)
         if isinstance(value, torch.Tensor) and depth > 0:
@@ -117,25 +121,19 @@ class Forms:
             return typed(kind, call("items", held))
         if isinstance(value, types.FunctionType):
             return self._function(value, depth)
-        if isinstance(value, types.MethodType):
-            return self._attributes(value, depth + 1, "__func__", "__self__")
-        if isinstance(value, functools.partial):
-            return self._attributes(value, depth + 1, "func", "args", "keywords")
-        if isinstance(value, types.BuiltinFunctionType):
-            return self._attributes(value, depth, "__qualname__", "__self__")
-        if dataclasses.is_dataclass(kind):
-            whole = self._attribute(value, "__dict__", depth)
-            slots = [f.name for f in dataclasses.fields(kind) if _is_slot(kind, f.name)]
-            return typed(kind, whole, *(self._attribute(value, n, depth + 1) for n in slots))
-        if hasattr(kind, "to_dict") or kind is types.SimpleNamespace:
-            return self._attributes(value, depth, "__dict__")
+        names = next((found for known, found in _NAMES.items() if isinstance(value, known)), ())
+        if names:
+            return typed(kind, *(self._attribute(value, name, depth + 1) for name in names))
+        plain = dataclasses.is_dataclass(kind)
+        if plain or hasattr(kind, "to_dict") or kind is types.SimpleNamespace:
+            slots = [field.name for field in dataclasses.fields(value)] if plain else []
+            slots = [name for name in slots if _is_slot(kind, name)]
+            more = [self._attribute(value, name, depth + 1) for name in slots]
+            return typed(kind, self._attribute(value, "__dict__", depth), *more)
         dtype = getattr(value, "dtype", None) if kind.__module__ == "numpy" else None
         if dtype is not None and not dtype.hasobject:
             return typed(kind, ("apply", _array, (atom(_array(value)),)))
         return typed(kind)
-
-    def _attributes(self, value: Any, depth: int, *names: str) -> Form:
-        return typed(type(value), *(self._attribute(value, name, depth) for name in names))
 
     def _attribute(self, value: Any, name: str, depth: int) -> Form:
         """Of an attribute that there may be."""

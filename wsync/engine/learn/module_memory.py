@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -196,10 +195,8 @@ class ModuleMemory:
         return self.kept() is not None or ModuleMemory(self.parts[""])._same(self)
 
     def _same(self, other: ModuleMemory) -> bool:
-        parts = all(map(operator.is_, self.parts.values(), other.parts.values()))
-        return (
-            parts and not self.difference(other.facts, other.names) and self._forms == other._forms
-        )
+        mine, theirs = list(self.parts.values()), list(other.parts.values())
+        return mine == theirs and self.names == other.names and self._forms == other._forms
 
     def find(self, address: int) -> int:
         """The area of an address, or -1."""
@@ -338,25 +335,20 @@ def _form_of_part(part: torch.nn.Module, bound: dict[int, Form]) -> Form:
     """
 
     def held(slot: dict[str, Any]) -> Form:
-        return items({name: bound.get(id(v)) or _other(name, v) for name, v in slot.items()})
+        return items({name: bound.get(id(v)) or _other(v) for name, v in slot.items()})
 
-    stores = {
-        "_parameters": held(part._parameters),
-        "_buffers": held(part._buffers),
-        "_modules": items({name: atom(child) for name, child in part._modules.items()}),
-    }
-    own = vars(part)
-    values = items({n: bound.get(id(v)) or _other(n, v) for n, v in own.items()})
-    inside = [name for name in stores if own.get(name) is getattr(part, name)]
-    found = (("item", name, (stores[name],)) for name in inside)
-    outside = (attribute(name, stores[name]) for name in stores.keys() - inside)
-    return "once", None, (attribute("__dict__", values, *found), *outside)
+    children = items({name: atom(child) for name, child in part._modules.items()})
+    inner = (
+        held(vars(part)),
+        ("item", "_parameters", (held(part._parameters),)),
+        ("item", "_buffers", (held(part._buffers),)),
+        ("item", "_modules", (children,)),
+    )
+    return attribute("__dict__", *inner)
 
 
-def _other(name: str, value: object) -> Form:
-    if isinstance(value, torch.Tensor):
-        return _EMPTY
-    return _ANY if name in _OWN else _NO_TENSOR
+def _other(value: object) -> Form:
+    return _EMPTY if isinstance(value, torch.Tensor) else _NO_TENSOR
 
 
 def _without_memory(value: object) -> bool:
@@ -364,8 +356,6 @@ def _without_memory(value: object) -> bool:
 
 
 _NO_TENSOR: Final[Form] = ("other", torch.Tensor, ())
-_ANY: Final[Form] = ("any", None, ())
-_OWN: Final = frozenset(vars(torch.nn.Module()))  # what every module has, such as its hooks
 _EMPTY: Final[Form] = ("apply", _without_memory, (atom(True),))
 
 
