@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,7 @@ from wsync._core import (
 )
 from wsync.demo.engines.transformers import Engine
 from wsync.engine import checkpoint_loader
-from wsync.engine.destination import Destination
+from wsync.engine.destination import Destination, Snapshot
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import LayoutLoader, ModuleLoader
@@ -380,3 +382,50 @@ def test_tensors_that_no_engine_makes_use_of_are_named(caplog: pytest.LogCapture
         f"wsync: no engine makes use of {names}: what the trainer has there is not delivered"
     ]
     assert torch.equal(tensors[0], weights["a"])
+
+
+def test_a_snapshot_has_the_tensors_of_all_parts() -> None:
+    shared = torch.nn.BatchNorm1d(2)
+    inner = torch.nn.Sequential(shared)
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False), inner, shared)
+    module.register_module("empty", None)
+    inner.append(module)
+    expected = [
+        id(value)
+        for part in module.modules()
+        for value in (*part._parameters.values(), *part._buffers.values())
+        if value is not None
+    ]
+    found = Snapshot(module).tensors()
+    assert found is not None
+    assert sorted(map(id, found)) == sorted(expected)
+    assert len(found) == len(set(map(id, found))) == 6
+
+
+def test_a_snapshot_sees_other_names_and_other_tensors() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    snapshot, first = Snapshot(module), module[0]
+    assert snapshot.tensors() is not None
+    module._modules["2"] = module._modules.pop("1")
+    assert snapshot.tensors() is None
+    module._modules["1"] = module._modules.pop("2")
+    assert snapshot.tensors() is not None
+    bias = first._parameters.pop("bias")
+    first._buffers["bias"] = bias
+    assert snapshot.tensors() is None
+    del first._buffers["bias"]
+    first._parameters["bias"] = parameter(torch.zeros(2))
+    assert snapshot.tensors() is None
+    first._parameters["bias"] = bias
+    assert snapshot.tensors() is not None
+    first._parameters["bias"] = None
+    assert snapshot.tensors() is None
+
+
+def test_a_snapshot_keeps_no_part_of_a_module() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    snapshot, gone = Snapshot(module), weakref.ref(module[0])
+    module[0] = torch.nn.Identity()
+    gc.collect()
+    assert gone() is None
+    assert snapshot.tensors() is None

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import operator
 import threading
 import time
 import weakref
@@ -28,7 +27,6 @@ from wsync._core import (
     UnsupportedError,
     ViewPool,
     describe,
-    held_tensors,
     pack,
     reserve_file,
 )
@@ -298,47 +296,6 @@ def test_pack_on_a_stream_has_happened_when_the_stream_is_idle() -> None:
     stream.close()
     with pytest.raises(StateError, match="closed"):
         pack(table, out.data_ptr(), end, starts, stream)
-
-
-def test_a_module_holds_the_tensors_of_all_its_parts_once() -> None:
-    shared = nn.BatchNorm1d(2)
-    module = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Sequential(shared), shared)
-    module.register_module("empty", None)
-    module[1].append(module)
-    expected = [
-        value
-        for part in module.modules()
-        for value in (*part._parameters.values(), *part._buffers.values())
-        if value is not None
-    ]
-    names, found = held_tensors(module)
-    assert sorted(map(id, found)) == sorted(map(id, expected))
-    assert len(found) == len(set(map(id, found))) == 6
-    again, same = held_tensors(module)
-    assert names == again and all(map(operator.is_, found, same))
-
-
-def test_a_tensor_or_module_under_another_name_is_another_module() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    names, found = held_tensors(module)
-    module._modules["2"] = module._modules.pop("1")
-    renamed, same = held_tensors(module)
-    assert all(map(operator.is_, found, same)) and renamed != names
-    module._modules["1"] = module._modules.pop("2")
-    assert held_tensors(module)[0] == names
-    parameters = module[0]._parameters
-    module[0]._buffers["bias"] = parameters.pop("bias")
-    moved, same = held_tensors(module)
-    assert all(map(operator.is_, found, same)) and moved != names
-
-
-def test_what_is_no_module_holds_nothing() -> None:
-    with pytest.raises(AttributeError, match="_modules"):
-        held_tensors(torch.ones(2))
-    module = nn.Linear(2, 2)
-    vars(module)["_buffers"] = [torch.ones(1)]
-    with pytest.raises(TypeError, match=r"_buffers of .*Linear.* is no dict"):
-        held_tensors(module)
 
 
 def test_the_stride_of_a_dimension_of_one_element_means_nothing() -> None:

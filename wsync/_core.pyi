@@ -219,11 +219,6 @@ def describe(tensors: Sequence[Any], names: Sequence[str] | None = None, gpu: bo
     """Describes torch tensors without copying; names are for error messages.  With gpu they may lie on a GPU, all of
     those on the same one."""
 
-def held_tensors(module: Any, /) -> tuple[list[str | None], list[Any]]:
-    """(names, tensors): every parameter and buffer of a torch module and of the modules in it,
-    each module once, in an order that is the same while they are.  As long as names are equal
-    and tensors are the same objects, every tensor has the path that it had."""
-
 @final
 class BufferTable:
     """Spans that buffer indices stand for while copies run.  `owner` is kept alive with it."""

@@ -31,7 +31,6 @@
 /* Files that define functions of the module. */
 #define WSYNC_FUNCTIONS_MAP(X) \
     X(describe)                \
-    X(held_tensors)            \
     X(checksum)                \
     X(count_down)              \
     X(device)                  \
@@ -66,9 +65,6 @@ WSYNC_FUNCTIONS_MAP(WSYNC_DECLARE_FUNCTIONS)
     X(untyped_storage)    \
     X(data_ptr)           \
     X(nbytes)             \
-    X(_modules)           \
-    X(_parameters)        \
-    X(_buffers)           \
     X(__dlpack_c_exchange_api__)
 
 /* Tuples with named fields that methods return (records.c). */

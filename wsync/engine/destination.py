@@ -7,6 +7,7 @@ delivered if they bring the same bytes, and nothing is copied to memory that is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -19,8 +20,8 @@ from wsync._core import (
     LayoutError,
     StateError,
     describe,
-    held_tensors,
 )
+from wsync.engine.learn.forms import Form, atom, attribute, items, pattern
 from wsync.engine.learn.module_memory import bound_tensors, seen, usable
 from wsync.module_tensors import same_bytes
 from wsync.report import listed
@@ -51,16 +52,36 @@ class Snapshot:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._names, tensors = held_tensors(module)
-        # torch swaps no tensors that there are weak references to
-        self._identities = list(map(id, tensors))
+        self._pattern = pattern(_form_of(module, set()))
 
     def tensors(self) -> list[torch.Tensor] | None:
         """The tensors, as long as the module holds those and no others; else None.  Another one
         may take the place of one that is gone: its memory is to be compared, too."""
-        names, tensors = held_tensors(self._module)
-        same = names == self._names and list(map(id, tensors)) == self._identities
-        return tensors if same else None
+        return self._pattern.match(self._module)
+
+
+def _form_of(part: torch.nn.Module, known: set[int]) -> Form:
+    """Of a module: which parts and tensors it holds under which names.  They are known by their
+    addresses: torch swaps no tensors that there are weak references to."""
+    if id(part) in known:
+        return "at", id(part), ()
+    known.add(id(part))
+    tensors = [
+        {
+            name: ("at", id(value), (_KEPT,)) if value is not None else atom(None)
+            for name, value in held
+        }
+        for held in (part._parameters.items(), part._buffers.items())
+    ]
+    parts = {
+        name: _form_of(child, known) if child is not None else atom(None)
+        for name, child in part._modules.items()
+    }
+    stores = zip(("_parameters", "_buffers", "_modules"), (*tensors, parts), strict=True)
+    return "at", id(part), tuple(attribute(name, items(forms)) for name, forms in stores)
+
+
+_KEPT: Form = ("keep", None, ())
 
 
 class OtherName(NamedTuple):
@@ -201,7 +222,7 @@ def check_owned(
     module: torch.nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor]
 ) -> None:
     """A state_dict may give copies: what is written there is lost."""
-    _, held = held_tensors(module)
+    held = itertools.chain(module.parameters(), module.buffers())
     identities = set(map(id, held))
     if all(id(tensor) in identities for tensor in tensors):
         return
