@@ -129,7 +129,7 @@ static int ask(const match_t *match, const row_t *row, PyObject *value)
  * what a module holds is `other`, of a few types, and is not even written to here. */
 static int match_dict(const match_t *match, const row_t *row, PyObject *dict)
 {
-    const PyTypeObject *known = NULL; /* one that the row `other` was true of */
+    PyTypeObject *known = NULL; /* one that the row `other` was true of */
     const row_t *other = NULL;
     PyObject *key = NULL;
     PyObject *item = NULL;
@@ -283,7 +283,7 @@ static int link_rows(PatternObject *self)
     for (size_t i = 0; i < self->rows.count; i++) {
         count += (size_t)rows[i].count;
     }
-    self->inner = calloc(count + 1, sizeof(*self->inner));
+    self->inner = (row_t **)calloc(count + 1, sizeof(*self->inner));
     if (self->inner == NULL) {
         (void)PyErr_NoMemory();
         return -1;
@@ -350,7 +350,7 @@ static void pattern_dealloc(PyObject *object)
 {
     PyObject_GC_UnTrack(object);
     (void)pattern_clear(object);
-    free(((PatternObject *)object)->inner);
+    free((void *)((PatternObject *)object)->inner);
     wsync_py_free(object);
 }
 
