@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,6 +147,44 @@ def test_a_stock_engine_takes_on_the_version_with_its_own_last_bucket() -> None:
     session.prepared(60, never)
     session.close()
     assert sent == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("error", "stays"),
+    [
+        (wsync.RemoteError("not now"), False),
+        (wsync.PeerClosedError("gone"), False),
+        (wsync.DeadlineError("it may read it yet"), True),
+    ],
+)
+def test_a_ring_whose_buckets_were_not_read_is_removed(
+    error: Exception, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The references to its file that travel with buckets are only dropped by who reads them."""
+
+    def refuse(payloads: list[bytes], **_: Any) -> None:
+        raise error
+
+    engine: Any = SimpleNamespace(name="stock", workers=2, update_weights=refuse)
+    session = StockSession(0, engine, timeout=60)
+    plan: Any = OneRound()
+    session.attach(plan, _core.host(), 60, never)
+    ring: Any = session._ring
+    file = Path("/dev/shm", ring._bytes.untyped_storage()._share_filename_cpu_()[1].decode()[1:])
+    session.begin(1, "7", 60, never)
+    session.post(0, _core.Stream(), 60, never)
+    with pytest.raises(type(error)):
+        session.prepared(60, never)
+    ended: list[Future[bool]] = []
+    lane = session._lane
+    with monkeypatch.context() as patch:
+        patch.setattr(lane, "close", lambda: ended.append(lane.submit(bool)))
+        session.close()
+    lane.close()
+    ended[0].result(60)
+    assert file.exists() == stays
+    ring._bytes[:] = 1  # for streams that still write to it
+    file.unlink(missing_ok=True)
 
 
 class LateFuture(Future[None]):

@@ -14,6 +14,7 @@ Torch's default, passing file descriptors, fails between processes without a com
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -155,7 +156,7 @@ def _by_value(tensor: torch.Tensor) -> _Called:
 def _by_file(tensor: torch.Tensor) -> _Called:
     """A flat uint8 tensor whose storage the receiver maps.  One reference travels with each
     payload: the receiver drops it when it unpickles, so a payload that is never read leaves its
-    segment to torch_shm_manager, which removes it when the sender ends."""
+    segment to `remove`, or to torch_shm_manager, which removes it when the sender ends."""
     storage = tensor.untyped_storage()
     if not hasattr(storage, _FILE_MARK):
         tensor = shared_bytes(tensor.numel()).copy_(tensor)
@@ -224,6 +225,17 @@ def shared_bytes(nbytes: int) -> torch.Tensor:
     storage = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
     setattr(storage, _FILE_MARK, True)
     return torch.empty(0, dtype=torch.uint8).set_(storage)[:nbytes]
+
+
+def remove(tensor: torch.Tensor) -> None:
+    """Takes the file of `shared_bytes` out of /dev/shm, whatever payloads have not been read: their
+    readers will find none.  Whoever has mapped it keeps it."""
+    storage = tensor.untyped_storage()
+    name = storage._share_filename_cpu_()[1]
+    # torch's last user removes the file, too, and ends its process where there is none
+    storage._shared_incref()  # type: ignore[no-untyped-call]
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.fsencode(_SHM) + name)
 
 
 def flattened(tensor: object, metadata: Sequence[Any]) -> bytes:

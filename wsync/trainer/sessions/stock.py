@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from wsync import _core
@@ -40,7 +42,7 @@ class SharedRing:
         return
 
     def close(self) -> None:
-        return
+        payload.remove(self._bytes)
 
 
 class StockSession(BucketSession):
@@ -97,9 +99,11 @@ class StockSession(BucketSession):
         result(self._sent[round], Deadline(timeout), check, late)
 
     def close(self) -> None:
-        super().close()
-        if self._ring is not None:
+        if isinstance(self._ring, GpuRing):
             self._ring.close()
+        elif self._ring is not None:
+            self._lane.submit(functools.partial(_close, self._ring, self._sent))
+        super().close()
 
     def _send(self, round: int) -> None:
         ring, metadata = self._ring, self.rounds.buckets[round]
@@ -113,3 +117,10 @@ class StockSession(BucketSession):
             weight_version=self._version if round == self._last else None,
             timeout=self._timeout,
         )
+
+
+def _close(ring: SharedRing, sent: Sequence[Future[None]]) -> None:
+    """Once all requests have ended.  What an engine has not answered in time it may yet read, and
+    a stock server ends when it finds no file: that is left to the end of this process."""
+    if not any(isinstance(request.exception(), _core.DeadlineError) for request in sent):
+        ring.close()
