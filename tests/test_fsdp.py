@@ -346,6 +346,12 @@ def test_modules_that_are_sharded_after_the_layout_was_made_are_resharded(two: R
         assert wrong == []
 
 
+def test_units_that_change_places_are_read_by_their_names(two: Ranks) -> None:
+    for found in two.run(cases.moved_units):
+        assert len(found) == 2
+        assert all(text.startswith("LayoutError: ") for text in found), found
+
+
 def test_a_buffer_that_becomes_a_weight_is_refused() -> None:
     model = _linears()
     model["b"].register_buffer("scale", torch.zeros(3), persistent=False)

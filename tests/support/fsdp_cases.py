@@ -429,6 +429,30 @@ def late_shards() -> list[str]:
     return wrong
 
 
+def moved_units() -> list[str]:
+    """What becomes of FSDP1 units that change places after the layout was made, or are taken out:
+    the ways in which they are read wrongly, and what is said of one that is gone."""
+    found = []
+    for original in (True, False):
+        units = [torch.nn.Linear(4, 4, bias=False) for _ in range(2)]
+        for value, unit in enumerate(units):
+            unit.weight.data.fill_(float(value))
+        cpu = torch.device("cpu")
+        wrapped = [
+            FullyShardedDataParallel(u, use_orig_params=original, device_id=cpu) for u in units
+        ]
+        model = torch.nn.Sequential(*wrapped)
+        layout = wsync.fsdp.layout(model)
+        model[0], model[1] = model[1], model[0]
+        layout.bind()
+        held = [tensor.unique().tolist() for tensor in layout.tensors()]
+        if (layout.names, held) != (("0.weight", "1.weight"), [[1.0], [0.0]]):
+            found.append(f"{layout.names}: {held}")
+        model[0] = torch.nn.Identity()
+        found.append(error_of(layout.bind))
+    return found
+
+
 def resharded_error() -> str:
     """What an update says of a tensor that is cut in another way than the layout's."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
