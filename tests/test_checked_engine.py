@@ -29,6 +29,7 @@ class Engine:
         self.name = name
         self.restarts = restarts
         self.seed, self.version, self.told = 1, "default", list[str]()
+        self.model = "/models/base"
 
     def pause(self, mode: str, timeout: float) -> None:
         self._hear("pause")
@@ -44,7 +45,7 @@ class Engine:
         self, path: str, *, weight_version: int | str | None, timeout: float
     ) -> None:
         self._hear("load")
-        self.version = str(weight_version)
+        self.model, self.version = path, str(weight_version)
 
     def resume(self, timeout: float) -> None:
         self._hear("resume")
@@ -53,7 +54,12 @@ class Engine:
         return {"weight_version": self.version}
 
     def server_info(self, timeout: float) -> dict[str, Any]:
-        return {"random_seed": self.seed}
+        """SGLang 0.5.17 calls itself by what it has loaded last."""
+        return {
+            "random_seed": self.seed,
+            "served_model_name": self.model,
+            "model_path": self.model,
+        }
 
     def _hear(self, what: str) -> None:
         if what == self.restarts:
@@ -77,6 +83,15 @@ def test_an_engine_that_was_started_again_in_an_update_fails_it(
         assert ("resume" in other.told) == (restarts == "resume")
         assert sync.update().version == "8"
         assert engine.told[-1] == other.told[-1] == "resume"
+
+
+def test_an_engine_that_calls_itself_by_what_it_has_loaded_is_still_the_same(
+    tmp_path: Path,
+) -> None:
+    engine = Engine()
+    with DiskSync({"a": torch.zeros(3)}, [engine], folder=tmp_path, options=QUICK) as sync:
+        assert [sync.update().version, sync.update().version, engine.version] == ["1", "2", "2"]
+    assert engine.model != "/models/base"
 
 
 def test_a_version_is_not_given_to_an_engine_that_was_started_again() -> None:

@@ -14,7 +14,6 @@ _IDENTITY: Final = (
     "random_seed",
     "model_type",
     "architectures",
-    "served_model_name",
     "tp_size",
     "pp_size",
     "dp_size",
