@@ -452,7 +452,9 @@ def test_what_engines_answer_of_success(answer: Any) -> None:
         ([{"success": True}, {"success": False, "message": "no"}], "no"),
         *(([True, False], "refused"), ([], r"\[\]"), ({}, r"\{\}"), ("error: no", "error: no")),
         *((RuntimeError("no"), "RuntimeError: no"), (Flushed(False, "busy"), "busy")),
-        (_response(500), "500"),
+        *((_response(500), "500"), ({"message": "no"}, "no")),
+        # as SGLang's error handlers have it, handed on by an object that does not look at it
+        ({"object": "error", "message": "too large", "type": "E", "code": 413}, "too large"),
     ],
 )
 def test_whatever_else_an_engine_answers_is_a_refusal(answer: Any, text: str) -> None:

@@ -35,8 +35,9 @@ def refusal(answer: object) -> str | None:
     """None if an engine's answer says success, else the engine's text.
 
     Success is None, True, {"success": True}, (True, message, ...), an object with `success`, or
-    one of these from each worker; {"status": "ok"} or {"message"} alone, which is SGLang's answer
-    to pausing; and requests' Response of a good status, which is that of slime's actors.
+    one of these from each worker; {"status": "ok"}, which is SGLang's answer to pausing; and
+    requests' Response of a good status, which is that of slime's actors.  Other mappings are not:
+    SGLang's error handlers have {"object": "error", "message", "code"}.
     """
     if hasattr(answer, "item"):
         answer = answer.item()  # numpy's bool
@@ -58,14 +59,11 @@ def refusal(answer: object) -> str | None:
 
 
 def _refusal_of_fields(answer: Mapping[Any, Any]) -> str | None:
-    text = str(answer.get("message") or answer.get("error") or dict(answer))
     if "success" in answer:
         good = answer["success"] is not None and refusal(answer["success"]) is None
-    elif "status" in answer:
-        good = str(answer["status"]).lower() in _GOOD_STATUS and not answer.get("error")
     else:
-        good = "message" in answer and not answer.get("error")
-    return None if good else text
+        good = str(answer.get("status")).lower() in _GOOD_STATUS and not answer.get("error")
+    return None if good else str(answer.get("message") or answer.get("error") or dict(answer))
 
 
 def _refusal_of_parts(answer: Sequence[Any]) -> str | None:

@@ -126,17 +126,17 @@ class HttpHandle(ApiHandle):
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         """One request.  An answer of another form is not an engine's."""
         path, body = f"/{method}", dict(arguments)
-        form: tuple[str, ...] = ("status", "message")
+        says = "status"
         if method not in _STEERING:
             body["flush_cache"] = False
-            form = ("success",)
+            says = "success"
         if body.get("load_format") == LOAD_FORMAT:  # not for draft models: until 0.5.17, and since
             body |= {"disable_draft_model": True, "selector": "target"}
         status, text = self.request("POST", path, body, timeout)
         if status != 200:
             raise self._failed(path, status, text)
         answer = json_or_text(text)
-        if not isinstance(answer, dict) or not any(name in answer for name in form):
+        if not isinstance(answer, dict) or says not in answer:
             raise self._strange(path, text)
         check_answer(self.name, path, answer)
 
