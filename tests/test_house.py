@@ -131,6 +131,26 @@ def test_error_codes_differ() -> None:
     assert len(codes) == len(ERRORS)
 
 
+def test_new_tensors_say_where_they_lie() -> None:
+    """Where a program has set another default device, host memory does not come of itself."""
+    device = pytest.importorskip("torch.utils._device")
+    makers = {maker.__name__ for maker in device._device_constructors()}
+    made, silent = 0, []
+    for path in Path(wsync.__file__).parent.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="ascii"))))
+        calls = {node.func: node for node in nodes if isinstance(node, ast.Call)}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in map(
+                "torch.{}".format, makers
+            ):
+                made += 1
+                named = calls[node].keywords if node in calls else []
+                if "device" not in [keyword.arg for keyword in named]:
+                    silent.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert made > 0
+    assert silent == []
+
+
 def test_doctor_prints_one_aligned_row_for_each_component() -> None:
     done = run_command("doctor")
     assert done.returncode == 0, done.stderr

@@ -111,9 +111,9 @@ class FlattenedTensorBucket:
                 table = describe(tensors[part], self._names[part])
                 starts, end = table.offsets(alignment, end)
                 if out is None:
-                    # gaps between tensors must not show what the memory held before
-                    make = torch.empty if end == table.nbytes else torch.zeros
-                    out = make(end, dtype=torch.uint8)
+                    out = torch.empty(end, dtype=torch.uint8, device="cpu")
+                    if end != table.nbytes:  # gaps must not show what the memory held before
+                        out.zero_()
                 else:
                     if end > out.numel():
                         end = describe(tensors, self._names).offsets(alignment)[1]

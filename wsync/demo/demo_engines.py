@@ -66,7 +66,9 @@ class Engines:
         problems += _compare(
             "tensor-parallel engine", held, expected, lambda n: same_bytes(held[n], expected[n])
         )
-        over_http = torch.tensor(self._post("/wsync/logits", {"input_ids": ids})["logits"])
+        over_http = torch.tensor(
+            self._post("/wsync/logits", {"input_ids": ids})["logits"], device="cpu"
+        )
         pairs = (over_http, self._sharded.logits(ids))
         versions = [engine.model_info(_SECONDS)["weight_version"] for engine in self.handles]
         for fact, found, has in zip(self.facts, pairs, versions, strict=True):

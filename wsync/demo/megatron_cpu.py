@@ -327,7 +327,7 @@ class CpuTrainer:
                     shard += 1000 * state.get_expert_model_parallel_rank()
             text = f"{seed}/{shard}/{name}"
             generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
-            values = torch.randn(tensor.shape, generator=generator) * 0.1
+            values = torch.randn(tensor.shape, generator=generator, device="cpu") * 0.1
             tensor.copy_(values + 1.0 if "norm" in name else values)
 
     def _run(self, ids: Tensor, **options: Any) -> Tensor:
@@ -337,10 +337,10 @@ class CpuTrainer:
 
         group = state.get_pipeline_model_parallel_group()
         batch, length = ids.shape
-        mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
-        positions = torch.arange(length)[None].expand(batch, length)
+        mask = torch.triu(torch.ones(length, length, dtype=torch.bool, device="cpu"), 1)[None, None]
+        positions = torch.arange(length, device="cpu")[None].expand(batch, length)
         shape = (length, batch, self.hf.hidden_size)
-        hidden = torch.zeros(shape, dtype=self.dtype, requires_grad=True)
+        hidden = torch.zeros(shape, dtype=self.dtype, requires_grad=True, device="cpu")
         hop: Any = _Hop.apply
         for number in range(len(self.chunks) * group.size()):
             virtual, holder = divmod(number, group.size())
@@ -366,7 +366,7 @@ class CpuTrainer:
         output = self._run(ids)
         pipeline = state.get_pipeline_model_parallel_group()
         tensor = state.get_tensor_model_parallel_group()
-        full = torch.empty((*ids.shape, self.hf.vocab_size), dtype=self.dtype)
+        full = torch.empty((*ids.shape, self.hf.vocab_size), dtype=self.dtype, device="cpu")
         if state.is_pipeline_last_stage(ignore_virtual=True):
             parts = [torch.empty_like(output) for _ in range(tensor.size())]
             dist.all_gather(parts, output.contiguous(), group=tensor)

@@ -71,7 +71,7 @@ def _updates(
 ) -> dict[str, Any]:
     """Alternates training and updating; every rank takes part, rank 0 has engines and reports."""
     text = list(SENTENCE.encode())
-    ids = torch.tensor([text])
+    ids = torch.tensor([text], device="cpu")
     prompt = text[:PROMPT_LENGTH]
     problems: list[str] = []
     updates: list[dict[str, Any]] = []

@@ -412,7 +412,7 @@ class _ByCall(_Loading):
         self._staged: dict[str, torch.Tensor] = {}  # what one call is to bring
         self._ignore = ignore
         self.device = device.find(device.of_module(module))
-        self._like = torch.empty(0)
+        self._like = torch.empty(0, device="cpu")
         self._pool: ViewPool | None = None
         self._keeps: bool | None = None  # unknown until a round was watched
         self._named: set[str] | None = None
@@ -495,7 +495,7 @@ class _ByCall(_Loading):
     def finish(self, timeout: float) -> Receipt:
         receipt, manifest = super().finish(timeout), self._attached()
         empty = [
-            (name, torch.empty(manifest.shapes[name], dtype=dtype_of(dtype)))
+            (name, torch.empty(manifest.shapes[name], dtype=dtype_of(dtype), device="cpu"))
             for name, dtype in manifest.empty
         ]
         if self._at_once:

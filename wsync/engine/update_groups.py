@@ -52,7 +52,7 @@ class UpdateGroups:
         self._rank = rank
         self._lock = threading.Lock()
         self._members: dict[str, _Membership] = {}
-        self._kept = torch.empty(0, dtype=torch.uint8)
+        self._kept = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def init(
         self,
@@ -163,9 +163,9 @@ class UpdateGroups:
     def _flat(self, nbytes: int) -> torch.Tensor:
         """Room for a bucket, valid until the next one: fresh pages cost more than their bytes."""
         if nbytes > _KEPT_NBYTES:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if self._kept.numel() < nbytes:
-            self._kept = torch.empty(nbytes, dtype=torch.uint8)
+            self._kept = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._kept[:nbytes]
 
     def _broadcast(

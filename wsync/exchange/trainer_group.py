@@ -160,13 +160,13 @@ class TrainerGroup:
         """Everybody's bytes, by rank."""
         if self.size == 1:
             return [data]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._gather(sizes, torch.tensor([len(data)]))
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        self._gather(sizes, torch.tensor([len(data)], device="cpu"))
         widest = max(int(size) for size in sizes)
-        mine = torch.zeros(widest, dtype=torch.uint8)
+        mine = torch.zeros(widest, dtype=torch.uint8, device="cpu")
         if data:
             mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty(widest, dtype=torch.uint8) for _ in range(self.size)]
+        parts = [torch.empty(widest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
         if widest:
             self._gather(parts, mine)
         return [

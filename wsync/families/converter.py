@@ -204,8 +204,8 @@ def _random(whole: Whole) -> Tensor:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    tile = torch.randn(_PERIOD, generator=generator)
-    tile *= torch.randint(-8, 8, (_PERIOD,), generator=generator).float().exp2()
+    tile = torch.randn(_PERIOD, generator=generator, device="cpu")
+    tile *= torch.randint(-8, 8, (_PERIOD,), generator=generator, device="cpu").float().exp2()
     count = math.prod(whole.shape)
     values = tile.to(whole.dtype).repeat(-(-count // _PERIOD))
     return values[:count].reshape(whole.shape)
@@ -223,7 +223,7 @@ class _Source:
         """The tensor that is made of a whole parameter."""
         import torch
 
-        found = torch.empty(self.shape, dtype=self.dtype)
+        found = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         strides = values.stride()
         for piece in self.pieces:
             first = sum(a * stride for a, stride in zip(piece.source_start, strides, strict=True))
@@ -289,14 +289,14 @@ class _Reader:
     def _filled(self, value: int) -> Tensor:
         import torch
 
-        return torch.full(self._whole.shape, value, dtype=self._whole.dtype)
+        return torch.full(self._whole.shape, value, dtype=self._whole.dtype, device="cpu")
 
     def _digit(self, axis: int, shift: int) -> Tensor:
         """Some bits of the coordinate that every element has on an axis."""
         import torch
 
         shape = self._whole.shape
-        bits = torch.arange(shape[axis]) >> shift & (1 << self._bits) - 1
+        bits = torch.arange(shape[axis], device="cpu") >> shift & (1 << self._bits) - 1
         ones = (1 for _ in shape[axis + 1 :])
         return (
             bits.to(self._whole.dtype)
@@ -333,7 +333,7 @@ class _Reader:
         count = math.prod(shape[1:])
 
         def read(low: int, high: int, every: int) -> Tensor:
-            numbers = torch.zeros(high - low, -(-count // every), dtype=torch.int64)
+            numbers = torch.zeros(high - low, -(-count // every), dtype=torch.int64, device="cpu")
             for number, digit in enumerate(digits):
                 part = digit[low:high, ::every]
                 if affine != (1.0, 0.0):

@@ -158,4 +158,4 @@ def has_nccl(device: _core.Device) -> bool:
 
 def staging(nbytes: int, device: _core.Device) -> torch.Tensor:
     """Bytes of host memory that streams of the device can write to."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_torch_uses(device))
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_torch_uses(device), device="cpu")

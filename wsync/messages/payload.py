@@ -224,7 +224,7 @@ def shared_bytes(nbytes: int) -> torch.Tensor:
     _start_manager()
     storage = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
     setattr(storage, _FILE_MARK, True)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)[:nbytes]
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)[:nbytes]
 
 
 def remove(tensor: torch.Tensor) -> None:
@@ -272,7 +272,11 @@ def control(data: bytes) -> bytes:
     """A payload that carries only `data`: one uint8 tensor by value named wsync.messages.control's
     TENSOR_NAME.  For the load_format that names wsync's loader."""
     # frombuffer takes no empty buffer
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+    tensor = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, device="cpu")
+    )
     return named_tensors([(TENSOR_NAME, tensor.to(torch.uint8))])
 
 
@@ -563,7 +567,7 @@ def _read_storage(data: bytes) -> torch.TypedStorage:
     nbytes = found.dtype.itemsize
     if count != found.count or count * nbytes != left:
         raise malformed(f"a storage of {brief(found.count)} elements of {nbytes} bytes has {left}")
-    flat = torch.empty(left, dtype=torch.uint8)
+    flat = torch.empty(left, dtype=torch.uint8, device="cpu")
     flat.numpy()[:] = memoryview(data)[len(data) - left :]
     return _typed(flat.untyped_storage(), found.dtype)
 
@@ -622,7 +626,9 @@ def _view(storage: object, offset: object, shape: object, stride: object) -> tor
             f"tensor of shape {sizes} and stride {strides} has more elements than its "
             f"storage of {untyped.nbytes()} bytes"
         )
-    return torch.empty(0, dtype=dtype).set_(untyped, 0 if 0 in sizes else offset, sizes, strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(
+        untyped, 0 if 0 in sizes else offset, sizes, strides
+    )
 
 
 def _tensor(cls: object, storage: object, place: object) -> torch.Tensor:

@@ -63,7 +63,7 @@ class BareWorker(ModuleWorker):
                 if part not in home._modules:
                     home.add_module(part, torch.nn.Module())
                 home = home.get_submodule(part)
-            home.register_buffer(leaf, torch.zeros(tuple(shape), dtype=dtype))
+            home.register_buffer(leaf, torch.zeros(tuple(shape), dtype=dtype, device="cpu"))
         self.tensors: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
         super().__init__(module, threads=threads)
 

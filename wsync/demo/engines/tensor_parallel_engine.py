@@ -126,8 +126,8 @@ class TensorParallelEngine(WorkersEngine):
         for rank, data in enumerate(self._call("boxes", None, timeout)):
             for name, shape, start, values in torch.load(io.BytesIO(data)):
                 if name not in whole:
-                    whole[name] = torch.zeros(shape, dtype=values.dtype)
-                    held[name] = torch.zeros(shape, dtype=torch.bool)
+                    whole[name] = torch.zeros(shape, dtype=values.dtype, device="cpu")
+                    held[name] = torch.zeros(shape, dtype=torch.bool, device="cpu")
                 box = box_at(start, values.shape)
                 target, known = whole[name][box], held[name][box]
                 if not same_bytes(target[known], values[known]):

@@ -111,7 +111,7 @@ class ShardedModel(torch.nn.Module):
         self.boxes = list(self._find_boxes())
         generator = torch.Generator().manual_seed(seed + rank)
         for box in self.boxes:  # random values wherever a weight belongs; padding stays zero
-            box.held.copy_(torch.randn(box.held.shape, generator=generator) * 0.02)
+            box.held.copy_(torch.randn(box.held.shape, generator=generator, device="cpu") * 0.02)
 
     def layout(self) -> Layout:
         """This worker's boxes; buffer i is the i-th of `tensors`."""
@@ -171,7 +171,7 @@ class ShardedModel(torch.nn.Module):
             maps = expansion.maps(placement, numbers)
             strides = contiguous_strides(placement.shape)
             builder.add_parameter(name, len(self.tensors), dtype, strides, placement.regions, maps)
-            self.tensors[name] = torch.zeros(placement.shape, dtype=self.dtype)
+            self.tensors[name] = torch.zeros(placement.shape, dtype=self.dtype, device="cpu")
         return builder.build()
 
     def _find_boxes(self) -> Iterator[HeldBox]:
@@ -190,7 +190,7 @@ class ShardedModel(torch.nn.Module):
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """[len(ids), vocab] of one prompt; every worker calls it with the same ids."""
-        tokens = torch.tensor(list(ids))
+        tokens = torch.tensor(list(ids), device="cpu")
         hidden = self._embed(tokens)
         rotation = self._rotation(len(tokens))
         for layer in range(self._sizes["layers"]):
@@ -217,9 +217,9 @@ class ShardedModel(torch.nn.Module):
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
     def _rotation(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        exponents = torch.arange(0, self.head_dim, 2).float() / self.head_dim
+        exponents = torch.arange(0, self.head_dim, 2, device="cpu").float() / self.head_dim
         frequency = 1.0 / self.config.rope_theta**exponents
-        angle = torch.arange(length).float()[:, None] * frequency
+        angle = torch.arange(length, device="cpu").float()[:, None] * frequency
         angle = torch.cat([angle, angle], -1)[:, None]
         return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
 

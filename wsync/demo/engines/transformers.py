@@ -115,7 +115,9 @@ class Engine(ModuleWorker):
                     if ticket.retracted:
                         cache, ticket.retracted = None, False
                     step = self.model(
-                        input_ids=torch.tensor([tokens if cache is None else tokens[-1:]]),
+                        input_ids=torch.tensor(
+                            [tokens if cache is None else tokens[-1:]], device=self.model.device
+                        ),
                         past_key_values=cache,
                         use_cache=True,
                     )
@@ -140,7 +142,9 @@ class Engine(ModuleWorker):
             if not go:
                 raise StateError("aborted by a pause")
             self.updates.check_whole()
-            logits = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+            logits = self.model(
+                input_ids=torch.tensor([list(ids)], device=self.model.device), use_cache=False
+            ).logits[0]
         rows: list[list[float]] = logits.float().tolist()
         return rows
 

@@ -67,7 +67,7 @@ class MadeUpModel:
             if names is not None and name not in names:
                 continue
             if nbytes == 0:
-                found.append((name, torch.empty(shape, dtype=dtype_of(dtype))))
+                found.append((name, torch.empty(shape, dtype=dtype_of(dtype), device="cpu")))
                 continue
             data = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
             found.append((name, data.view(dtype_of(dtype)).view(shape)))
@@ -105,7 +105,7 @@ def _repeating(nbytes: int, seed: int) -> mmap.mmap:
     # a page more than a round number: no multiple of a tensor's rows
     period = max(min(size, _PATTERN), -(-size // _MAPPINGS)) // page * page + page
     generator = torch.Generator().manual_seed(seed)
-    data = torch.empty(period, dtype=torch.uint8).random_(generator=generator)
+    data = torch.empty(period, dtype=torch.uint8, device="cpu").random_(generator=generator)
     # of the two highest bits of an exponent one is zero: large and small, but never infinite
     data &= ~((data & 0x20) << 1)
     if seed:

@@ -683,7 +683,7 @@ def _disjoint(found: Sequence[Box], shape: Sequence[int]) -> bool:
     each with each."""
     if len(found) ** 2 < math.prod(shape):
         return False
-    count = torch.zeros(tuple(shape), dtype=torch.uint8)
+    count = torch.zeros(tuple(shape), dtype=torch.uint8, device="cpu")
     for box in found:
         part = count[tuple(slice(s, s + n) for s, n in zip(box.start, box.extent, strict=True))]
         if part.any():

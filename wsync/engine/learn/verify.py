@@ -120,8 +120,8 @@ def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict
         for poison in _POISONS:
             for parameter in _parameters(module).values():
                 size = parameter.element_size()
-                value = torch.full((size,), poison, dtype=torch.uint8).view(parameter.dtype)
-                parameter.detach().copy_(value.expand(parameter.shape))
+                value = torch.full((size,), poison, dtype=torch.uint8, device="cpu")
+                parameter.detach().copy_(value.view(parameter.dtype).expand(parameter.shape))
             load_made_up(load, model)
             left = {
                 path: (elements(parameter) == poison).all(-1).cpu()

@@ -60,8 +60,8 @@ class BroadcastSession(BucketSession):
         host = own_address([engine.name for engine in engines])
         self.rendezvous = Rendezvous(host, self._store.port, size, backend, name)
         self._group: UpdateGroup | None = None
-        self._ring = torch.empty(0, dtype=torch.uint8)
-        self._tight = torch.empty(0, dtype=torch.uint8)
+        self._ring = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._tight = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._verdict: Deadline | None = None  # once a broadcast was seen to have broken off
 
     @property
@@ -157,6 +157,6 @@ class BroadcastSession(BucketSession):
             return [slot[bucket[0].start_idx : bucket[-1].end_idx]]
         nbytes = sum(entry.numel for entry in bucket)
         if self._tight.numel() < nbytes:
-            self._tight = torch.empty(nbytes, dtype=torch.uint8)
+            self._tight = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         torch.cat(parts, out=self._tight[:nbytes])
         return [self._tight[:nbytes]]
