@@ -145,9 +145,11 @@ static int match_dict(const match_t *match, const row_t *row, PyObject *dict)
             other = inner;
             known = Py_TYPE(item);
         } else {
+            Py_INCREF(key);
             Py_INCREF(item);
             same = is_atom(key, PyTuple_GetItem(row->what, i));
             same = same > 0 ? match_row(match, inner, item) : same;
+            Py_DECREF(key);
             Py_DECREF(item);
             other = NULL; /* types may have become others */
         }
