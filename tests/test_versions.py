@@ -151,8 +151,10 @@ def test_a_base_is_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_only_versions_are_pruned(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 2, keep=None)
-    mine = {"weight_v000001-best", "weight_v000003", "weight_vacation", "weight_v_half"}
-    shutil.copytree(tmp_path / "weight_v000001", tmp_path / "weight_v000001-best")
+    copies = {"weight_v000001-best", "weight_v000001.best", "weight_v000001.20261123"}
+    mine = {*copies, "weight_v000003", "weight_vacation", "weight_v_half"}
+    for copy in copies:
+        shutil.copytree(tmp_path / "weight_v000001", tmp_path / copy)
     (tmp_path / "weight_v000003").mkdir()  # somebody else's checkpoint: its index says nothing
     (tmp_path / "weight_v000003" / INDEX).write_text('{"metadata": {}, "weight_map": {}}')
     (tmp_path / "weight_v_half").mkdir()

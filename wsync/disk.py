@@ -71,7 +71,8 @@ class DiskSync(Updates):
         engines: the engines as `handle` takes them, or what returns them; read or called only
             on rank 0.
         folder: where versions go, at the same path for all ranks and engines.  Ranks write
-            different parts of one file: between hosts the file system must keep both.
+            different parts of one file: between hosts the file system must keep both.  The names
+            weight_v<version> in it, and these with .2 to .999 behind, are kept for versions.
         base: a folder (or a transformers configuration) whose configuration and tokenizer files
             every version gets.
         dtype: what floating-point tensors are stored as, on all ranks; None keeps the trainer's.

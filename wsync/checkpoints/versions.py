@@ -211,8 +211,9 @@ def _is_version(folder: Path) -> bool:
         version = read_index(folder)[0]["metadata"]["weight_version"]
     except (_core.WsyncError, KeyError, TypeError):
         return False
-    name, again = _name(str(version)), folder.name.rpartition(".")
-    return name == folder.name or (name == again[0] and again[2].isdecimal())
+    name, (again, _, number) = _name(str(version)), folder.name.rpartition(".")
+    # so many tries are nobody's: the lowest free number is taken; a date is a person's
+    return name == folder.name or (name == again and number.isdecimal() and len(number) < 4)
 
 
 def _written(version: Path) -> int:
