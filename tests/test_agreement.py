@@ -91,6 +91,14 @@ def test_a_failure_after_the_others_have_returned_does_not_part_the_ranks(ranks:
     assert first["versions"] == ["1", "2", "3"]
 
 
+def test_ranks_that_have_called_for_different_numbers_of_updates_go_on_together(
+    ranks: Ranks,
+) -> None:
+    for refused, *later in ranks.run(agreement_cases.called_alone):
+        assert "version=''" in refused
+        assert later == ["", ""]
+
+
 @pytest.mark.parametrize("version", [-1, True, 1.5, "", "a\nb", "x" * 129])
 def test_odd_versions_are_refused(version: Any) -> None:
     options = agreement_cases.OPTIONS

@@ -71,7 +71,7 @@ class SlowStore:
 @pytest.mark.parametrize(
     ("call", "outcome"),
     [
-        (lambda board: board.begin(1), True),
+        (lambda board: board.begin(), True),
         (lambda board: board.check_now(), None),
         (
             lambda board: str(board.publish(wsync.RemoteError("no weights"))),

@@ -14,11 +14,14 @@ import torch
 import torch.distributed as dist
 from support.call_cases import Engine
 from support.errors import error_of
+from support.workers import ThreadEngine
 
 import wsync
 from wsync.disk import DiskSync
+from wsync.engine.ring_loaders import ModuleLoader
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.layout import from_tensors
+from wsync.trainer import base_sync
 
 OPTIONS = wsync.Options(deadline=60.0, progress=False, delivery="stock")
 
@@ -169,25 +172,49 @@ def late_to_connect() -> str:
 
 def fail_at_the_very_end() -> dict[str, Any]:
     """Rank 1 fails when the others have returned already; the next update is whole again."""
-    rank, engine, error = dist.get_rank(), Stock(), ""
+    engine = Stock()
     with wsync.connect(from_tensors({"a": torch.ones(4)}), [engine], options=OPTIONS) as sync:
         sync.update()
-        confirm = TrainerGroup.confirm
-
-        def interrupted(self: TrainerGroup) -> None:
-            confirm(self)
-            dist.barrier()  # the others have returned
-            raise KeyboardInterrupt
-
-        if rank == 1:
-            TrainerGroup.confirm = interrupted  # type: ignore[method-assign]
-        try:
-            sync.update()
-            dist.barrier()
-        except KeyboardInterrupt:
-            error = "KeyboardInterrupt"
-        finally:
-            TrainerGroup.confirm = confirm  # type: ignore[method-assign]
-        dist.barrier()  # as a training step would
+        error = _interrupted(sync)
         sync.update()  # which this rank would call 2, the others 3
     return {"error": error, "versions": engine.versions}
+
+
+def _interrupted(sync: wsync.Sync) -> str:
+    """The error of an update of which rank 1 does not see the end."""
+    confirm, error = TrainerGroup.confirm, ""
+
+    def interrupted(self: TrainerGroup) -> None:
+        confirm(self)
+        dist.barrier()  # the others have returned
+        raise KeyboardInterrupt
+
+    if dist.get_rank() == 1:
+        TrainerGroup.confirm = interrupted  # type: ignore[method-assign]
+    try:
+        sync.update()
+        dist.barrier()
+    except KeyboardInterrupt:
+        error = "KeyboardInterrupt"
+    finally:
+        TrainerGroup.confirm = confirm  # type: ignore[method-assign]
+    dist.barrier()  # as a training step would
+    return error
+
+
+def called_alone() -> list[str]:
+    """The errors of updates after one that rank 1 has called alone; each rank serves a worker."""
+    modules = [torch.nn.Linear(2, 2) for _ in range(2)]
+    weights = {name: tensor.detach().clone() for name, tensor in modules[0].named_parameters()}
+    engines = [ThreadEngine([ModuleLoader(m) for m in modules])] if dist.get_rank() == 0 else []
+    options = dataclasses.replace(OPTIONS, delivery="wsync")
+    late = mock.Mock(side_effect=wsync.DeadlineError("trainer rank 0 did not come within 60 s"))
+    with wsync.connect(weights, engines, options=options) as sync:
+        found = [error_of(lambda: sync.update(version=""))]
+        if dist.get_rank() == 1:
+            with mock.patch.object(base_sync, "TrainerGroup", late):
+                assert error_of(sync.update).startswith("DeadlineError")
+        found.append(error_of(sync.update))
+        _interrupted(sync)
+        found.append(error_of(sync.update))
+    return found

@@ -143,12 +143,13 @@ class TrainerGroup:
         finally:
             self._watch = before
 
-    def begin(self, update: int) -> bool:
-        """Says which update errors are about from now on.  False if this group is closed, or a
-        rank has published an error about a former update, of whose end this one did not hear."""
+    def begin(self) -> bool:
+        """Says that errors are about this group's next update from now on.  False if the group is
+        closed, or a rank has published an error about a former update, of whose end this one did
+        not hear."""
         if self.closed:
             return False
-        return self._board is None or self._board.begin(update)
+        return self._board is None or self._board.begin()
 
     def fail(self, error: BaseException) -> _core.WsyncError:
         """Publishes `error` unless another rank was first; returns the error to raise."""
@@ -236,16 +237,16 @@ class _Board:
         self._rank = rank
         self._lane = lane
         self._timeout = timeout
-        self._update = 0
+        self._update = 0  # of this board's; ranks may have been in different numbers of groups
         self._looking: Future[str] | None = None
 
-    def begin(self, update: int) -> bool:
-        self._update = update
+    def begin(self) -> bool:
+        self._update += 1
         try:
             published = _result(self._lane.submit(self._look), self._timeout)
         except _core.WsyncError:
             return False
-        return not published or int(json.loads(published)["update"]) >= update
+        return not published or int(json.loads(published)["update"]) >= self._update
 
     def check(self) -> None:
         looking = self._looking

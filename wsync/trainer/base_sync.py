@@ -43,7 +43,7 @@ class Updates(abc.ABC):
             if isinstance(source, TrainerLayout)
             else together(lambda: from_tensors(source), timeout=timeout)
         )
-        self._updates = 0
+        self._updates = 0  # begun since this connected, by the rank that has begun the most
         self._next_version = 1
         self._requests = EngineRequests([], self.options)
         self._owner = Owner()
@@ -163,7 +163,10 @@ class Updates(abc.ABC):
             self._renew()
             with self._one_error():
                 given = weights is not None if self._source.names else None
-                report = Report(version=agree(self._group, version, self.version, given))
+                text, self._updates = agree(
+                    self._group, version, self.version, given, self._updates + 1
+                )
+                report = Report(version=text)
                 self._next_version = self.version + 1
                 if report.version.isdecimal():
                     self._next_version = int(report.version)
@@ -180,13 +183,12 @@ class Updates(abc.ABC):
         """After a failure, be it one that only another rank has met at the very end of an update:
         a new group, because a collective of the old one may be stuck.  Only ranks of this
         connection meet in it: another one of the same ranks may be renewed at the same time."""
-        self._updates += 1
-        if not self._group.begin(self._updates):
+        if not self._group.begin():
             self._group.close()
             self._abandon(_core.RemoteError("another trainer rank has given up the connection"))
             timeout = self.options.exchange_deadline
             self._group = TrainerGroup(self._source.group, timeout=timeout, meeting=self._meeting)
-            self._group.begin(self._updates)
+            self._group.begin()
 
     @contextlib.contextmanager
     def _one_error(self) -> Iterator[None]:
@@ -219,31 +221,35 @@ class Updates(abc.ABC):
         )
 
 
-def agree(group: TrainerGroup, version: object, counted: int, given: bool | None) -> str:
-    """The version that all ranks of a group mean.  Where they leave it open it is one more than
-    any has counted: a rank may have missed the very end of an update that the others have seen.
+def agree(
+    group: TrainerGroup, version: object, counted: int, given: bool | None, number: int
+) -> tuple[str, int]:
+    """The version that all ranks of a group mean, and the update's number.  Where they leave the
+    version open it is one more than any has counted: a rank may have missed the very end of an
+    update that the others have seen.
 
     given: whether the rank was given weights, None where it has none.
+    number: the update's as this rank counts; a rank may have called when others did not come.
 
     Raises:
         InvalidArgumentError: ranks mean different versions, or only some were given weights: the
             others' are of another time.
     """
-    mine = [counted, None if version is None else version_text(version), given]
-    found = group.gather_json(mine)
-    following = str(max(count for count, _, _ in found) + 1)
-    meant = [following if text is None else text for _, text, _ in found]
+    text = None if version is None else version_text(version)
+    counts, texts, givens, begun = zip(
+        *group.gather_json([counted, text, given, number]), strict=True
+    )
+    meant = [str(max(counts) + 1) if text is None else text for text in texts]
     if len(set(meant)) > 1:
         raise _core.InvalidArgumentError(f"trainer ranks want different versions: {meant}")
     giving, lacking = (
-        [rank for rank, (_, _, given) in enumerate(found) if given is wanted]
-        for wanted in (True, False)
+        [rank for rank, given in enumerate(givens) if given is wanted] for wanted in (True, False)
     )
     if giving and lacking:
         raise _core.InvalidArgumentError(
             f"trainer ranks {giving} give weights to update(), and {lacking} do not"
         )
-    return meant[0]
+    return meant[0], max(begun)
 
 
 def numbers(name: str, given: Any) -> list[int]:
