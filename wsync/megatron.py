@@ -192,7 +192,7 @@ def _check_settings(chunks: Sequence[Module], spec: Model) -> None:
     needed |= {
         field: spec.sizes[size]
         for size, field in _SAME_SHAPE.items()
-        if size in spec.family.sizes and size in spec.sizes
+        if size in spec.family.sizes and size in spec.sizes and size not in spec.family.fields
     }
     for chunk in chunks:
         for path, module in chunk.named_modules():
