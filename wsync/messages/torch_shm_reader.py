@@ -13,12 +13,13 @@ import errno
 import mmap
 import multiprocessing
 import os
+import pickle
 import re
 import socket
 import stat
 import struct
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any, Final
+from multiprocessing.connection import answer_challenge, deliver_challenge
+from typing import Final
 
 import torch
 
@@ -31,8 +32,8 @@ HEADER_NBYTES: Final = 64  # of torch's RefcountedMapAllocator; begins with the 
 _COUNT_NBYTES: Final = 4
 _FILE_NAME: Final = re.compile(rb"/torch_[0-9]{1,20}(_[0-9]{1,20}){1,2}")
 _SHARER: Final = re.compile(r"(/[^\0]*/pymp-[a-z0-9_]+)/(listener|sock)-[a-z0-9_]+")
+_LENGTH: Final = struct.Struct("!i")
 _CREDENTIALS: Final = struct.Struct("3i")
-_TIME: Final = struct.Struct("ll")  # seconds and microseconds
 
 
 def open_file(name: bytes, nbytes: int) -> int:
@@ -135,25 +136,65 @@ def _sharer(address: object) -> str:
 
 
 def _take_descriptor(address: str, number: int, deadline: Deadline) -> int:
-    """multiprocessing.resource_sharer's DupFd.detach, with an end to every wait."""
+    """multiprocessing.resource_sharer's DupFd.detach, which would wait for ever."""
+    line = _Line(deadline)
     key = bytes(multiprocessing.current_process().authkey)
-    limit = _TIME.pack(*divmod(max(int(deadline.left * 1e6), 1), 1_000_000))
-    with socket.socket(socket.AF_UNIX) as line:
-        for wait in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            line.setsockopt(socket.SOL_SOCKET, wait, limit)
-        try:
-            line.connect(address)
-            peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if (uid := _CREDENTIALS.unpack(peer)[1]) != os.geteuid():
-                raise ProtocolError(f"payload: {address} is served by user {uid}")
-            connection: Connection[Any, Any] = Connection(os.dup(line.fileno()))
-            with connection:
-                answer_challenge(connection, key)
-                deliver_challenge(connection, key)
-                connection.send((number, os.getpid()))
-            _, descriptors, _, _ = socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        except BlockingIOError:
-            raise DeadlineError(f"payload: {address} passes no descriptor") from None
-    if not descriptors:
-        raise ProtocolError("payload: the descriptor has been passed before")
-    return descriptors[0]
+    try:
+        line.connect(address)
+        answer_challenge(line, key)  # type: ignore[arg-type]
+        deliver_challenge(line, key)  # type: ignore[arg-type]
+        line.send_bytes(pickle.dumps((number, os.getpid())))
+        return line.receive_descriptor()
+    except TimeoutError:
+        raise DeadlineError(f"payload: {address} passes no descriptor") from None
+    finally:
+        line.close()
+
+
+class _Line:
+    """What is needed of a multiprocessing.connection.Connection, with an end to every wait."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._deadline = deadline
+
+    def connect(self, address: str) -> None:
+        self._limited().connect(address)
+        option = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, _ = _CREDENTIALS.unpack(option)
+        if uid != os.geteuid():
+            raise ProtocolError(f"payload: {address} is served by user {uid}")
+
+    def send_bytes(self, data: bytes) -> None:
+        self._limited().sendall(_LENGTH.pack(len(data)) + data)
+
+    def recv_bytes(self, most: int) -> bytes:
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if not 0 <= length <= most:
+            raise ProtocolError(f"payload: a message of {length} bytes instead of a descriptor")
+        return self._read(length)
+
+    def receive_descriptor(self) -> int:
+        _, descriptors, _, _ = socket.recv_fds(self._limited(), 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if not descriptors:
+            raise ProtocolError("payload: the descriptor has been passed before")
+        return descriptors[0]
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            part = self._limited().recv(nbytes - len(data))
+            if not part:
+                raise EOFError("the maker of a descriptor hung up")
+            data += part
+        return data
+
+    def _limited(self) -> socket.socket:
+        left = self._deadline.left
+        if not left:
+            raise TimeoutError
+        self._socket.settimeout(left)
+        return self._socket
