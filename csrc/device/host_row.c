@@ -172,38 +172,30 @@ TILE_FUNCTION(compute_2_to_2, uint16_t, uint16_t, (uint16_t)COMPUTED)
 #undef COMPUTED
 #undef SAME
 
-/* The same for a transpose, whose source steps by one element along the outer dimension and
- * whose destination by one, or a few, along the inner: through a small buffer, so that a
- * line is used up when it is touched.  Without it strides of a power of two, which share
- * few cache sets, are three times slower. */
-#define TURN_FUNCTION(name, type)                                                          \
-    static void name(unsigned char *destination, const unsigned char *source,              \
-                     const wsync_host_tile_t *tile)                                        \
-    {                                                                                      \
-        enum { EDGE = TURN_NBYTES / sizeof(type) };                                        \
-        type turned[EDGE][EDGE];                                                           \
-                                                                                           \
-        for (uint64_t i = 0; i < tile->inner_count; i++) {                                 \
-            const unsigned char *from = source + (int64_t)i * tile->inner_source_stride;   \
-            type row[EDGE];                                                                \
-                                                                                           \
-            memcpy(row, from, tile->outer_count * sizeof(type));                           \
-            for (uint64_t j = 0; j < tile->outer_count; j++) {                             \
-                turned[j][i] = row[j];                                                     \
-            }                                                                              \
-        }                                                                                  \
-        for (uint64_t j = 0; j < tile->outer_count; j++) {                                 \
-            unsigned char *to = destination + (int64_t)j * tile->outer_destination_stride; \
-                                                                                           \
-            if (tile->inner_destination_stride == (int64_t)sizeof(type)) {                 \
-                memcpy(to, turned[j], tile->inner_count * sizeof(type));                   \
-                continue;                                                                  \
-            }                                                                              \
-            for (uint64_t i = 0; i < tile->inner_count; i++) {                             \
-                memcpy(to + (int64_t)i * tile->inner_destination_stride, &turned[j][i],    \
-                       sizeof(type));                                                      \
-            }                                                                              \
-        }                                                                                  \
+/* The same for a true transpose, whose source steps by one element along the outer and
+ * whose destination along the inner dimension: through a small buffer, so that a line is
+ * used up when it is touched.  Without it strides of a power of two, which share few cache
+ * sets, are three times slower. */
+#define TURN_FUNCTION(name, type)                                                        \
+    static void name(unsigned char *destination, const unsigned char *source,            \
+                     const wsync_host_tile_t *tile)                                      \
+    {                                                                                    \
+        enum { EDGE = TURN_NBYTES / sizeof(type) };                                      \
+        type turned[EDGE][EDGE];                                                         \
+                                                                                         \
+        for (uint64_t i = 0; i < tile->inner_count; i++) {                               \
+            const unsigned char *from = source + (int64_t)i * tile->inner_source_stride; \
+            type row[EDGE];                                                              \
+                                                                                         \
+            memcpy(row, from, tile->outer_count * sizeof(type));                         \
+            for (uint64_t j = 0; j < tile->outer_count; j++) {                           \
+                turned[j][i] = row[j];                                                   \
+            }                                                                            \
+        }                                                                                \
+        for (uint64_t j = 0; j < tile->outer_count; j++) {                               \
+            memcpy(destination + (int64_t)j * tile->outer_destination_stride, turned[j], \
+                   tile->inner_count * sizeof(type));                                    \
+        }                                                                                \
     }
 
 TURN_FUNCTION(turn_1, uint8_t)
@@ -285,7 +277,8 @@ void wsync_host_tile_copy(unsigned char *destination, const unsigned char *sourc
 
     if (tile->outer_count == 1) {
         run(destination, source, tile);
-    } else if (plain != NULL && tile->outer_source_stride == item) {
+    } else if (plain != NULL && tile->inner_destination_stride == item &&
+               tile->outer_source_stride == item) {
         run_blocks(destination, source, tile, plain->turn, TURN_NBYTES / item_nbytes);
     } else {
         run_blocks(destination, source, tile, run, BLOCK);
