@@ -301,6 +301,14 @@ def test_a_module_is_current_if_everything_in_it_is_what_it_was() -> None:
     assert min(found.values()) > 50
 
 
+def test_memory_of_another_size_at_the_same_place_is_other_memory() -> None:
+    module, array = Part(random.Random(0), 0), np.zeros(16, np.float32)
+    module.a.data = torch.from_numpy(array)[:8].view(4, 2)
+    held = ModuleMemory(module)
+    module.a.data = torch.from_numpy(array[:8]).view(4, 2)
+    assert held.kept() is None and not held.current()
+
+
 def test_what_is_kept_is_the_memory_of_all_tensors() -> None:
     module = Part(random.Random(1), 2)
     held = ModuleMemory(module)
