@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import io
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tracemalloc
 import weakref
@@ -358,6 +360,30 @@ def test_a_process_that_passes_nothing_is_not_waited_for(folder: Path) -> None:
         line.listen()
         with pytest.raises(DeadlineError, match="listener-x passes no descriptor"):
             payload.load(by_descriptor((str(path), 1), 8), timeout=0.1)
+
+
+def test_a_process_that_passes_a_byte_at_a_time_is_not_waited_for(folder: Path) -> None:
+    """One deadline ends all waits together; each of them would be short enough."""
+    path, over = folder / "listener-x", threading.Event()
+
+    def dribble(line: socket.socket) -> None:
+        with contextlib.suppress(OSError), line.accept()[0] as peer:
+            for byte in (40).to_bytes(4, "big") + b"#CHALLENGE#" + bytes(29):
+                if over.wait(0.05):
+                    break
+                peer.sendall(bytes([byte]))
+
+    with socket.socket(socket.AF_UNIX) as line:
+        line.bind(str(path))
+        line.listen()
+        server = threading.Thread(target=dribble, args=(line,), daemon=True)
+        server.start()
+        try:
+            with pytest.raises(DeadlineError, match="listener-x passes no descriptor"):
+                payload.load(by_descriptor((str(path), 1), 8), timeout=0.5)
+        finally:
+            over.set()
+            server.join(60)
 
 
 @pytest.mark.parametrize(
