@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.engine_classes import CLASSES
 
 from wsync.demo import stand_ins
 
@@ -19,33 +20,11 @@ _MISSING = (
     *("partial_json_parser", "prometheus_client", "torchvision", "uvloop", "xgrammar"),
 )
 _CLASSES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    "glm4_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
-    "deepseek_v3": ("deepseek_v2", "DeepseekV3ForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen2_moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
-    "glm4": ("glm4", "Glm4ForCausalLM"),
-    "mimo": ("mimo", "MiMoForCausalLM"),
-    "minimax_m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
-    "gpt_oss": ("gpt_oss", "GptOssForCausalLM"),
-    "mixtral": ("mixtral", "MixtralForCausalLM"),
-    "kimi_k2": ("deepseek_v2", "DeepseekV3ForCausalLM"),
-    "moonlight": ("deepseek_v2", "DeepseekV3ForCausalLM"),
+    **CLASSES,
     "deepseek_v32": ("deepseek_v2", "DeepseekV3ForCausalLM"),
     "glm_moe_dsa": ("deepseek_v2", "GlmMoeDsaForCausalLM"),
-    "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
-    "bailing_moe_v2": ("bailing_moe", "BailingMoeV2ForCausalLM"),
-    "step3p5": ("step3p5", "Step3p5ForCausalLM"),
-    "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
-    "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
-    "qwen3_5": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
-    "qwen3_5_moe": ("qwen3_5", "Qwen3_5MoeForConditionalGeneration"),
     "qwen3_5_text": ("qwen3_5", "Qwen3_5ForCausalLM"),
     "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForCausalLM"),
-    "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
-    "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
 }
 _parallel: dict[str, Any] = {}
 _folders = tempfile.TemporaryDirectory()
