@@ -20,9 +20,9 @@
  *   call       it has the method `what`: of what that gives
  *   apply      `what` can be called with it: of what that gives
  *   elements   as many elements as there are inner rows, in this order: one of each
- *   items      a mapping with the keys of the tuple `what`, in this order, and as many
- * inner rows: one of what is at each key The inner rows of the first eight are about the
- * value itself. */
+ *   items      a mapping with as many keys as there are inner rows, which are those of the
+ *              tuple `what`, in its order: one of what is at each
+ * The inner rows of the first eight are about the value itself. */
 #define OPERATION_MAP(X)      \
     X(ATOM, "atom")           \
     X(TYPE, "type")           \

@@ -119,7 +119,8 @@ class CheckedEngine:
     def _bucket(
         self, weight_version: int | str | None, timeout: float, **others: Any
     ) -> dict[str, Any]:
-        """The same of a bucket."""
+        """The same for a bucket, which has a version of this update's own where it has no other
+        and the engine cannot tell updates apart."""
         if weight_version is not None or self._buckets is None:
             return self._checked(weight_version, timeout, **others)
         deadline = Deadline(timeout)
@@ -129,6 +130,7 @@ class CheckedEngine:
         return {"weight_version": version, "timeout": deadline.left, **others}
 
     def _check_version(self, found: Mapping[str, Any]) -> None:
+        """RemoteError if the engine reports another version than this update has left there."""
         now = found.get("weight_version")
         if None not in (now, self._reported) and str(now) != str(self._reported):
             raise RemoteError(
