@@ -1,0 +1,598 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "core/quantise/quantiser.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/base/array.h"
+
+enum {
+    /* Where a piece's codes and scales begin: as wide as a device's widest loads. */
+    ALIGNMENT = 128,
+    ROW = 0,
+    COL = 1,
+};
+
+struct wsync_quantiser {
+    wsync_layout_t *layout;
+    WSYNC_ARRAY(wsync_quantise_piece_t) pieces;
+    WSYNC_ARRAY(int64_t) constants;
+    uint64_t image_nbytes;
+    uint64_t extremes_count;
+};
+
+/* One tensor that is quantised, seen as matrices. */
+typedef struct matrices {
+    const wsync_quantise_rule_t *rule;
+    wsync_quantise_method_t method; /* with the block that is meant */
+    const wsync_tensor_t *tensor;
+    unsigned leading;   /* dimensions before the last two */
+    uint64_t size[2];   /* rows and columns */
+    uint64_t blocks[2]; /* rows and columns of blocks */
+    uint64_t extremes;  /* its first entry; NONE: all boxes hold whole blocks */
+    uint64_t overall;
+} matrices_t;
+
+/* What making a quantiser needs. */
+typedef struct maker {
+    const wsync_layout_t *layout;
+    uint32_t rank;
+    uint32_t image; /* buffer */
+    wsync_quantiser_t *made;
+    wsync_layout_builder_t *builder;
+    matrices_t *tensors;          /* by the layout's; without a rule it stays as it is */
+    WSYNC_ARRAY(uint64_t) shared; /* entry of every share number, or NONE */
+} maker_t;
+
+static uint64_t ceil_div(uint64_t value, uint64_t by)
+{
+    return (value + by - 1) / by;
+}
+
+static uint64_t take_image(maker_t *maker, uint64_t nbytes)
+{
+    wsync_quantiser_t *made = maker->made;
+    const uint64_t offset = ceil_div(made->image_nbytes, ALIGNMENT) * ALIGNMENT;
+
+    made->image_nbytes = offset + nbytes;
+    return offset;
+}
+
+static wsync_status_t no_memory(const char *name, wsync_error_t *err)
+{
+    return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "quantise", "%.256s: no memory", name);
+}
+
+/* --- rules ---------------------------------------------------------------------------- */
+
+static wsync_status_t check_tensor(const wsync_tensor_t *tensor, wsync_error_t *err)
+{
+    const wsync_dtype_t dtype = tensor->dtype;
+
+    if (tensor->ndim < 2) {
+        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
+                          "%.256s: %u dimensions, where matrices are quantised",
+                          tensor->name, tensor->ndim);
+    }
+    if (dtype != WSYNC_DTYPE_FLOAT32 && dtype != WSYNC_DTYPE_BFLOAT16 &&
+        dtype != WSYNC_DTYPE_FLOAT16) {
+        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
+                          "%.256s: %s, where float32, bfloat16 and float16 are quantised",
+                          tensor->name, wsync_dtype_name(dtype));
+    }
+    return WSYNC_OK;
+}
+
+static wsync_status_t add_rule(maker_t *maker, const wsync_quantise_rule_t *rule,
+                               wsync_error_t *err)
+{
+    const size_t index = wsync_layout_find(maker->layout, rule->tensor);
+    matrices_t *found;
+    wsync_status_t status;
+
+    if (index == SIZE_MAX) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "%.256s is to be quantised, but no rank has it", rule->tensor);
+    }
+    found = &maker->tensors[index];
+    if (found->rule != NULL) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "%.256s is to be quantised twice", rule->tensor);
+    }
+    found->tensor = wsync_layout_tensor(maker->layout, index);
+    status = check_tensor(found->tensor, err);
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    found->rule = rule;
+    found->method = rule->method;
+    found->leading = found->tensor->ndim - 2;
+    found->size[ROW] = (uint64_t)found->tensor->shape[found->leading];
+    found->size[COL] = (uint64_t)found->tensor->shape[found->leading + 1];
+    if (found->size[ROW] > UINT32_MAX || found->size[COL] > UINT32_MAX) {
+        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
+                          "%.256s: a matrix of more than 2^32 rows or columns",
+                          rule->tensor);
+    }
+    if (found->method.block_rows == 0) {
+        found->method.block_rows = (uint32_t)(found->size[ROW] > 0 ? found->size[ROW] : 1);
+    }
+    if (found->method.block_cols == 0) {
+        found->method.block_cols = (uint32_t)(found->size[COL] > 0 ? found->size[COL] : 1);
+    }
+    found->blocks[ROW] = ceil_div(found->size[ROW], found->method.block_rows);
+    found->blocks[COL] = ceil_div(found->size[COL], found->method.block_cols);
+    return WSYNC_OK;
+}
+
+/* Whether a box's range of rows or columns begins and ends where blocks do. */
+static bool whole_blocks(const matrices_t *matrices, unsigned axis, const wsync_box_t *box)
+{
+    const uint64_t block =
+        axis == ROW ? matrices->method.block_rows : matrices->method.block_cols;
+    const unsigned dim = matrices->leading + axis;
+    const uint64_t start = (uint64_t)box->start[dim];
+    const uint64_t end = start + (uint64_t)box->extent[dim];
+
+    return start % block == 0 && (end % block == 0 || end == matrices->size[axis]);
+}
+
+static wsync_status_t check_shard(const matrices_t *matrices, const wsync_shard_t *shard,
+                                  wsync_error_t *err)
+{
+    const char *name = matrices->tensor->name;
+    const unsigned codes = wsync_quantise_codes(matrices->method.kind);
+    const unsigned dim = matrices->leading + COL;
+    const uint64_t start = (uint64_t)shard->box.start[dim];
+    const uint64_t end = start + (uint64_t)shard->box.extent[dim];
+
+    if (shard->affine.scale != 0) {
+        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
+                          "%.256s: its elements are computed from the trainer's, and are "
+                          "not quantised",
+                          name);
+    }
+    for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
+        if (shard->step[i] > 1) {
+            return wsync_fail(
+                err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
+                "%.256s: rank %u has every %u-th index of dim %u, where whole "
+                "ranges are quantised",
+                name, shard->rank, shard->step[i], i);
+        }
+    }
+    if (start % codes != 0 || (end % codes != 0 && end != matrices->size[COL])) {
+        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
+                          "%.256s: rank %u has columns %llu to %llu of %llu: %u codes of "
+                          "%s share a word, and no rank has all of one",
+                          name, shard->rank, (unsigned long long)start,
+                          (unsigned long long)end, (unsigned long long)matrices->size[COL],
+                          codes, wsync_quantise_kind_name(matrices->method.kind));
+    }
+    return WSYNC_OK;
+}
+
+/* The entry that tensors with a second scale of their own or with one number share. */
+static bool find_overall(maker_t *maker, matrices_t *matrices)
+{
+    const size_t share = matrices->rule->share;
+    wsync_quantiser_t *made = maker->made;
+
+    matrices->overall = WSYNC_QUANTISE_NONE;
+    if (matrices->method.kind != WSYNC_QUANTISE_NVFP4) {
+        return true;
+    }
+    if (share == 0) {
+        matrices->overall = made->extremes_count++;
+        return true;
+    }
+    if (share >= maker->shared.count) {
+        const size_t more = share + 1 - maker->shared.count;
+
+        if (!WSYNC_ARRAY_RESERVE(maker->shared, more)) {
+            return false;
+        }
+        while (maker->shared.count <= share) {
+            maker->shared.items[maker->shared.count++] = WSYNC_QUANTISE_NONE;
+        }
+    }
+    if (maker->shared.items[share] == WSYNC_QUANTISE_NONE) {
+        maker->shared.items[share] = made->extremes_count++;
+    }
+    matrices->overall = maker->shared.items[share];
+    return true;
+}
+
+/* Decides, from the boxes of all ranks, where a tensor's scales come from. */
+static wsync_status_t choose_extremes(maker_t *maker, size_t index, wsync_error_t *err)
+{
+    matrices_t *matrices = &maker->tensors[index];
+    size_t count;
+    const wsync_shard_t *shards = wsync_layout_shards(maker->layout, index, &count);
+    /* a block that is the tensor has no parts that threads could share */
+    bool whole =
+        matrices->rule->method.block_rows != 0 || matrices->rule->method.block_cols != 0;
+    uint64_t entries = matrices->blocks[ROW] * matrices->blocks[COL];
+
+    for (size_t i = 0; i < count; i++) {
+        wsync_status_t status = check_shard(matrices, &shards[i], err);
+
+        if (status != WSYNC_OK) {
+            return status;
+        }
+        whole = whole && whole_blocks(matrices, ROW, &shards[i].box) &&
+                whole_blocks(matrices, COL, &shards[i].box);
+    }
+    for (unsigned i = 0; i < matrices->leading; i++) {
+        entries *= (uint64_t)matrices->tensor->shape[i];
+    }
+    matrices->extremes = WSYNC_QUANTISE_NONE;
+    if (!whole) {
+        matrices->extremes = maker->made->extremes_count;
+        maker->made->extremes_count += entries;
+    }
+    return find_overall(maker, matrices) ? WSYNC_OK
+                                         : no_memory(matrices->tensor->name, err);
+}
+
+/* --- what comes of a tensor ------------------------------------------------------------
+ */
+
+/* Adds a shard that lies in the image, row by row from `offset` on. */
+static wsync_status_t add_shard(maker_t *maker, const wsync_tensor_t *tensor,
+                                const wsync_box_t *box, uint64_t offset, const char *origin,
+                                wsync_error_t *err)
+{
+    wsync_shard_t shard = {
+        .rank = maker->rank, .buffer = maker->image, .offset = offset, .box = *box};
+    int64_t stride = (int64_t)wsync_dtype_nbytes(tensor->dtype);
+    wsync_status_t status;
+
+    for (unsigned i = tensor->ndim; i-- > 0;) {
+        shard.stride[i] = stride;
+        stride *= box->extent[i];
+    }
+    status = wsync_layout_builder_tensor(maker->builder, tensor, &shard.tensor, err);
+    if (status == WSYNC_OK) {
+        status = wsync_layout_builder_origin(maker->builder, origin, &shard.origin, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_layout_builder_shard(maker->builder, &shard, err);
+    }
+    return status;
+}
+
+/* The tensor of codes or of scales, `unit` elements or blocks of the matrix for one of its
+ * rows and columns; writes the part of it that comes of `box`. */
+static wsync_tensor_t derive(const matrices_t *matrices, const char *name,
+                             wsync_dtype_t dtype, const uint64_t unit[2], wsync_box_t *box)
+{
+    wsync_tensor_t tensor = *matrices->tensor;
+
+    tensor.name = name;
+    tensor.dtype = dtype;
+    tensor.group = matrices->rule->group;
+    for (unsigned axis = ROW; axis <= COL; axis++) {
+        const unsigned dim = matrices->leading + axis;
+        const uint64_t start = (uint64_t)box->start[dim];
+        const uint64_t end = start + (uint64_t)box->extent[dim];
+
+        tensor.shape[dim] = (int64_t)ceil_div(matrices->size[axis], unit[axis]);
+        box->start[dim] = (int64_t)(start / unit[axis]);
+        box->extent[dim] = (int64_t)(ceil_div(end, unit[axis]) - start / unit[axis]);
+    }
+    return tensor;
+}
+
+/* Where a shard's codes and scales go. */
+typedef struct target {
+    uint64_t codes;
+    uint64_t codes_stride;
+    uint64_t scales;
+    uint64_t scales_stride;
+    uint64_t scale_rows;
+    uint64_t second;
+} target_t;
+
+static wsync_status_t place_codes(maker_t *maker, const matrices_t *matrices,
+                                  const wsync_shard_t *shard, target_t *target,
+                                  wsync_error_t *err)
+{
+    const wsync_quantise_kind_t kind = matrices->method.kind;
+    const uint64_t unit[2] = {1, wsync_quantise_codes(kind)};
+    wsync_box_t box = shard->box;
+    const wsync_tensor_t tensor =
+        derive(matrices, matrices->rule->codes, wsync_quantise_word(kind), unit, &box);
+    const uint64_t word = wsync_dtype_nbytes(tensor.dtype);
+
+    target->codes = take_image(maker, wsync_box_count(&box) * word);
+    target->codes_stride = (uint64_t)box.extent[matrices->leading + COL] * word;
+    return add_shard(maker, &tensor, &box, target->codes,
+                     wsync_layout_origin(maker->layout, shard->origin), err);
+}
+
+static wsync_status_t place_scales(maker_t *maker, const matrices_t *matrices,
+                                   const wsync_shard_t *shard, target_t *target,
+                                   wsync_error_t *err)
+{
+    const wsync_quantise_rule_t *rule = matrices->rule;
+    const uint64_t unit[2] = {matrices->method.block_rows, matrices->method.block_cols};
+    wsync_box_t box = shard->box;
+    wsync_tensor_t tensor = derive(
+        matrices, rule->scales,
+        wsync_quantise_scale(matrices->method.kind, matrices->tensor->dtype), unit, &box);
+    const uint64_t item = wsync_dtype_nbytes(tensor.dtype);
+
+    target->scales = take_image(maker, wsync_box_count(&box) * item);
+    target->scale_rows = (uint64_t)box.extent[matrices->leading];
+    target->scales_stride = (uint64_t)box.extent[matrices->leading + COL] * item;
+    if (matrices->method.kind == WSYNC_QUANTISE_FP8_TENSOR) {
+        /* one number for a matrix has no rows */
+        tensor.ndim = matrices->leading > 0 ? matrices->leading : 1;
+        tensor.shape[tensor.ndim] = 1;
+        tensor.shape[tensor.ndim + 1] = 1;
+    }
+    return add_shard(maker, &tensor, &box, target->scales, rule->scales, err);
+}
+
+static wsync_status_t place_second(maker_t *maker, const matrices_t *matrices,
+                                   target_t *target, wsync_error_t *err)
+{
+    const wsync_tensor_t tensor = {.name = matrices->rule->second,
+                                   .dtype = WSYNC_DTYPE_FLOAT32,
+                                   .group = matrices->rule->group};
+    const wsync_box_t box = wsync_box_whole(0, NULL);
+
+    target->second = WSYNC_QUANTISE_NONE;
+    if (tensor.name == NULL) {
+        return WSYNC_OK;
+    }
+    if (matrices->leading > 0) {
+        return wsync_fail(
+            err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
+            "%.256s: several matrices in one tensor cannot have second scales",
+            matrices->tensor->name);
+    }
+    target->second = take_image(maker, sizeof(float));
+    return add_shard(maker, &tensor, &box, target->second, tensor.name, err);
+}
+
+/* The rows and columns of a matrix, among the constants, which lie at the image's start. */
+static wsync_status_t place_shape(maker_t *maker, const matrices_t *matrices,
+                                  wsync_error_t *err)
+{
+    const int64_t *shape = &matrices->tensor->shape[matrices->leading];
+    const wsync_tensor_t tensor = {.name = matrices->rule->shape,
+                                   .dtype = WSYNC_DTYPE_INT64,
+                                   .group = matrices->rule->group,
+                                   .ndim = 1,
+                                   .shape = {2, 1, 1, 1, 1, 1}};
+    const wsync_box_t box = wsync_box_whole(1, tensor.shape);
+    wsync_quantiser_t *made = maker->made;
+    const uint64_t offset = made->constants.count * sizeof(int64_t);
+
+    if (tensor.name == NULL) {
+        return WSYNC_OK;
+    }
+    if (!WSYNC_ARRAY_RESERVE(made->constants, 2)) {
+        return no_memory(tensor.name, err);
+    }
+    made->constants.items[made->constants.count++] = shape[ROW];
+    made->constants.items[made->constants.count++] = shape[COL];
+    return add_shard(maker, &tensor, &box, offset, tensor.name, err);
+}
+
+/* One piece for every matrix of a shard's box. */
+static wsync_status_t add_pieces(maker_t *maker, const matrices_t *matrices,
+                                 const wsync_shard_t *shard, const target_t *target,
+                                 wsync_error_t *err)
+{
+    const wsync_box_t *box = &shard->box;
+    const unsigned dim = matrices->leading;
+    const uint64_t rows = (uint64_t)box->extent[dim];
+    const uint64_t count = wsync_box_count(box) / rows / (uint64_t)box->extent[dim + COL];
+    wsync_quantise_piece_t piece = {
+        .method = matrices->method,
+        .dtype = matrices->tensor->dtype,
+        .source_buffer = shard->buffer,
+        .source_stride = {shard->stride[dim], shard->stride[dim + COL]},
+        .start = {(uint64_t)box->start[dim], (uint64_t)box->start[dim + COL]},
+        .extent = {rows, (uint64_t)box->extent[dim + COL]},
+        .codes_stride = target->codes_stride,
+        .scales_stride = target->scales_stride,
+        .extremes = WSYNC_QUANTISE_NONE,
+        .extremes_stride = matrices->blocks[COL],
+        .overall = matrices->overall,
+        .second = target->second};
+
+    if (!WSYNC_ARRAY_RESERVE(maker->made->pieces, count)) {
+        return no_memory(matrices->tensor->name, err);
+    }
+    for (uint64_t number = 0; number < count; number++) {
+        uint64_t rest = number;
+        uint64_t matrix = 0; /* among all of the tensor */
+        uint64_t factor = 1;
+
+        piece.source_offset = shard->offset;
+        for (unsigned i = dim; i-- > 0;) {
+            const uint64_t index = rest % (uint64_t)box->extent[i];
+
+            rest /= (uint64_t)box->extent[i];
+            piece.source_offset += (uint64_t)((int64_t)index * shard->stride[i]);
+            matrix += factor * ((uint64_t)box->start[i] + index);
+            factor *= (uint64_t)matrices->tensor->shape[i];
+        }
+        piece.codes = target->codes + number * rows * target->codes_stride;
+        piece.scales = target->scales + number * target->scale_rows * target->scales_stride;
+        if (matrices->extremes != WSYNC_QUANTISE_NONE) {
+            piece.extremes =
+                matrices->extremes + matrix * matrices->blocks[ROW] * matrices->blocks[COL];
+        }
+        maker->made->pieces.items[maker->made->pieces.count++] = piece;
+    }
+    return WSYNC_OK;
+}
+
+static wsync_status_t quantise_shard(maker_t *maker, const matrices_t *matrices,
+                                     const wsync_shard_t *shard, wsync_error_t *err)
+{
+    target_t target = {0};
+    wsync_status_t status = place_codes(maker, matrices, shard, &target, err);
+
+    if (status == WSYNC_OK) {
+        status = place_scales(maker, matrices, shard, &target, err);
+    }
+    if (status == WSYNC_OK) {
+        status = place_second(maker, matrices, &target, err);
+    }
+    if (status == WSYNC_OK) {
+        status = add_pieces(maker, matrices, shard, &target, err);
+    }
+    return status;
+}
+
+/* A shard that is not quantised, as the layout has it. */
+static wsync_status_t keep_shard(maker_t *maker, const wsync_shard_t *shard,
+                                 wsync_error_t *err)
+{
+    wsync_shard_t kept = *shard;
+    wsync_status_t status = wsync_layout_builder_tensor(
+        maker->builder, wsync_layout_tensor(maker->layout, shard->tensor), &kept.tensor,
+        err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_layout_builder_origin(
+            maker->builder, wsync_layout_origin(maker->layout, shard->origin), &kept.origin,
+            err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_layout_builder_shard(maker->builder, &kept, err);
+    }
+    return status;
+}
+
+static wsync_status_t add_tensor(maker_t *maker, size_t index, wsync_error_t *err)
+{
+    const matrices_t *matrices = &maker->tensors[index];
+    size_t count;
+    const wsync_shard_t *shards = wsync_layout_shards(maker->layout, index, &count);
+    bool found = false;
+    wsync_status_t status = WSYNC_OK;
+
+    for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
+        if (shards[i].rank != maker->rank) {
+            continue;
+        }
+        status = matrices->rule != NULL ? quantise_shard(maker, matrices, &shards[i], err)
+                                        : keep_shard(maker, &shards[i], err);
+        found = true;
+    }
+    if (status == WSYNC_OK && found && matrices->rule != NULL) {
+        status = place_shape(maker, matrices, err);
+    }
+    return status;
+}
+
+/* --- the quantiser ----------------------------------------------------------------------
+ */
+
+/* Bytes that constants will take at the start of the image. */
+static uint64_t constants_nbytes(const wsync_quantise_rule_t *rules, size_t count)
+{
+    uint64_t nbytes = 0;
+
+    for (size_t i = 0; i < count; i++) {
+        nbytes += rules[i].shape != NULL ? 2 * sizeof(int64_t) : 0;
+    }
+    return nbytes;
+}
+
+static wsync_status_t make(maker_t *maker, const wsync_quantise_rule_t *rules, size_t count,
+                           wsync_error_t *err)
+{
+    const size_t tensors = wsync_layout_tensor_count(maker->layout);
+    wsync_status_t status = wsync_layout_builder_create(&maker->builder, err);
+
+    maker->made->image_nbytes = constants_nbytes(rules, count);
+    for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
+        status = add_rule(maker, &rules[i], err);
+    }
+    for (size_t i = 0; i < tensors && status == WSYNC_OK; i++) {
+        if (maker->tensors[i].rule != NULL) {
+            status = choose_extremes(maker, i, err);
+        }
+    }
+    for (size_t i = 0; i < tensors && status == WSYNC_OK; i++) {
+        status = add_tensor(maker, i, err);
+    }
+    if (status == WSYNC_OK) {
+        status = wsync_layout_builder_finish(maker->builder, &maker->made->layout, err);
+    }
+    return status;
+}
+
+wsync_status_t wsync_quantiser_create(const wsync_layout_t *layout, uint32_t rank,
+                                      const wsync_quantise_rule_t *rules, size_t count,
+                                      wsync_quantiser_t **quantiser, wsync_error_t *err)
+{
+    maker_t maker = {.layout = layout, .rank = rank};
+    wsync_status_t status;
+
+    maker.image = rank < wsync_layout_rank_count(layout)
+                      ? wsync_layout_buffer_count(layout, rank)
+                      : 0;
+    maker.made = calloc(1, sizeof(*maker.made));
+    maker.tensors = calloc(wsync_layout_tensor_count(layout) + 1, sizeof(*maker.tensors));
+    status = maker.made != NULL && maker.tensors != NULL ? make(&maker, rules, count, err)
+                                                         : no_memory("a quantiser", err);
+    wsync_layout_builder_destroy(maker.builder);
+    free(maker.tensors);
+    free(maker.shared.items);
+    if (status == WSYNC_OK) {
+        *quantiser = maker.made;
+    } else {
+        wsync_quantiser_destroy(maker.made);
+    }
+    return status;
+}
+
+void wsync_quantiser_destroy(wsync_quantiser_t *quantiser)
+{
+    if (quantiser != NULL) {
+        wsync_layout_destroy(quantiser->layout);
+        free(quantiser->pieces.items);
+        free(quantiser->constants.items);
+        free(quantiser);
+    }
+}
+
+wsync_layout_t *wsync_quantiser_take_layout(wsync_quantiser_t *quantiser)
+{
+    wsync_layout_t *layout = quantiser->layout;
+
+    quantiser->layout = NULL;
+    return layout;
+}
+
+const wsync_quantise_piece_t *wsync_quantiser_pieces(const wsync_quantiser_t *quantiser,
+                                                     size_t *count)
+{
+    *count = quantiser->pieces.count;
+    return quantiser->pieces.items;
+}
+
+uint64_t wsync_quantiser_image_nbytes(const wsync_quantiser_t *quantiser)
+{
+    return quantiser->image_nbytes;
+}
+
+const void *wsync_quantiser_constants(const wsync_quantiser_t *quantiser, size_t *nbytes)
+{
+    *nbytes = quantiser->constants.count * sizeof(int64_t);
+    return quantiser->constants.items;
+}
+
+uint64_t wsync_quantiser_extremes_count(const wsync_quantiser_t *quantiser)
+{
+    return quantiser->extremes_count;
+}
