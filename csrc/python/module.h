@@ -17,6 +17,7 @@
     X(Plan)               \
     X(Device)             \
     X(Route)              \
+    X(Quantiser)          \
     X(Memory)             \
     X(Event)              \
     X(Stream)             \

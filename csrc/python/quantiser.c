@@ -1,0 +1,139 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Quantiser: what of a layout one rank quantises. */
+#include "python/quantiser.h"
+
+#include <stdbool.h>
+
+#include "python/convert.h"
+#include "python/layout.h"
+
+/* Reads a rule, as wsync/_core.pyi has it. */
+static int read_rule(const void *context, PyObject *item, size_t index, void *made)
+{
+    ModuleState *state = *(ModuleState *const *)context;
+    wsync_quantise_rule_t *rule = made;
+    const char *kind = NULL;
+    int reciprocal = 0;
+    wsync_error_t err = {0};
+
+    if (!PyTuple_Check(item)) {
+        PyErr_Format(PyExc_TypeError, "rule %zu is no tuple: %R", index, item);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(item, "sspIIsszzII", &rule->tensor, &kind, &reciprocal,
+                          &rule->method.block_rows, &rule->method.block_cols, &rule->codes,
+                          &rule->scales, &rule->second, &rule->shape, &rule->share,
+                          &rule->group)) {
+        return -1;
+    }
+    rule->method.reciprocal = reciprocal != 0;
+    if (wsync_quantise_kind_from_name(kind, &rule->method.kind, &err) != WSYNC_OK) {
+        (void)wsync_py_raise(state, &err);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *quantiser_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"layout", "rank", "rules", NULL};
+    ModuleState *state = wsync_py_type_state(type);
+    PyObject *layout;
+    PyObject *rules;
+    unsigned int rank;
+    wsync_py_items_t items;
+    QuantiserObject *self;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!IO:Quantiser", keywords,
+                                     state->type_Layout, &layout, &rank, &rules) ||
+        wsync_py_items_init(&items, rules, sizeof(wsync_quantise_rule_t), read_rule,
+                            (const void *)&state) < 0) {
+        return NULL;
+    }
+    self = (QuantiserObject *)wsync_py_alloc(type);
+    if (self == NULL) {
+        wsync_py_items_fini(&items);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_quantiser_create(((LayoutObject *)layout)->layout, rank, items.items,
+                                        items.count, &self->quantiser, &err);
+    Py_END_ALLOW_THREADS
+    wsync_py_items_fini(&items);
+    if (status != WSYNC_OK) {
+        (void)wsync_py_raise(state, &err);
+    } else {
+        self->layout =
+            wsync_py_layout_new(state, wsync_quantiser_take_layout(self->quantiser));
+    }
+    if (self->layout == NULL) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void quantiser_dealloc(PyObject *self)
+{
+    Py_XDECREF(((QuantiserObject *)self)->layout);
+    wsync_quantiser_destroy(((QuantiserObject *)self)->quantiser);
+    wsync_py_free(self);
+}
+
+static PyObject *quantiser_layout(PyObject *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef(((QuantiserObject *)self)->layout);
+}
+
+static PyObject *quantiser_constants(PyObject *self, void *Py_UNUSED(closure))
+{
+    size_t nbytes;
+    const void *data =
+        wsync_quantiser_constants(((QuantiserObject *)self)->quantiser, &nbytes);
+
+    return PyBytes_FromStringAndSize(data, (Py_ssize_t)nbytes);
+}
+
+static size_t piece_count(PyObject *self)
+{
+    size_t count;
+
+    (void)wsync_quantiser_pieces(((QuantiserObject *)self)->quantiser, &count);
+    return count;
+}
+
+WSYNC_PY_NUMBER_GETTER(quantiser_piece_count, piece_count(self))
+WSYNC_PY_NUMBER_GETTER(quantiser_image_nbytes,
+                       wsync_quantiser_image_nbytes(((QuantiserObject *)self)->quantiser))
+WSYNC_PY_NUMBER_GETTER(quantiser_extremes_count,
+                       wsync_quantiser_extremes_count(((QuantiserObject *)self)->quantiser))
+
+static PyGetSetDef quantiser_getset[] = {
+    {"layout", quantiser_layout, NULL,
+     "The rank's shards: codes and scales, in the buffer after its last one, and what is\n"
+     "not quantised.",
+     NULL},
+    {"constants", quantiser_constants, NULL,
+     "The bytes that the image begins with, and which never change.", NULL},
+    {"image_nbytes", quantiser_image_nbytes, NULL,
+     "Bytes of the memory for codes and scales.", NULL},
+    {"extremes_count", quantiser_extremes_count, NULL,
+     "Entries of the table of extremes, two float32 each; the same on all ranks.", NULL},
+    {"piece_count", quantiser_piece_count, NULL, "Boxes that the rank quantises.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot quantiser_slots[] = {
+    {Py_tp_doc,
+     "Quantiser(layout, rank, rules)\n--\n\n"
+     "What of the merged layout of all ranks one rank quantises."},
+    {Py_tp_new, quantiser_new},
+    {Py_tp_dealloc, quantiser_dealloc},
+    {Py_tp_getset, quantiser_getset},
+    {0, NULL},
+};
+
+const wsync_py_type_t wsync_py_type_Quantiser = {
+    "wsync._core.Quantiser", sizeof(QuantiserObject), 0, quantiser_slots, NULL, NULL};
