@@ -191,6 +191,32 @@ class Route:
     def copies(self, buffer: int) -> list[CopyTuple]: ...
     def nbytes(self, buffer: int) -> int: ...
 
+# tensor, kind, reciprocal, rows and columns of a block (0: all of the tensor's), names of the codes,
+# the scales, the second scale (NVFP4) and the shape (INT4), number of those that share a second
+# scale (0: none), group
+QuantiseRule = tuple[str, str, bool, int, int, str, str, str | None, str | None, int, int]
+
+@final
+class Quantiser:
+    """What of the merged layout of all ranks one rank quantises.  InvalidArgumentError or UnsupportedError, which
+    name the tensor: see csrc/core/quantise/quantiser.h."""
+    def __new__(cls, layout: Layout, rank: int, rules: Sequence[QuantiseRule]) -> Self: ...
+    @property
+    def layout(self) -> Layout:
+        """The rank's shards: codes and scales, in the buffer after its last one, and what is not quantised."""
+    @property
+    def constants(self) -> bytes:
+        """The bytes that the image begins with, and which never change."""
+    @property
+    def image_nbytes(self) -> int:
+        """Bytes of the memory for codes and scales."""
+    @property
+    def extremes_count(self) -> int:
+        """Entries of the table of extremes, two float32 each; the same on all ranks."""
+    @property
+    def piece_count(self) -> int:
+        """Boxes that the rank quantises."""
+
 # --- torch exchange (csrc/python/tensor_table.c, view_pool.c) ---------------------------
 
 @final
@@ -209,6 +235,8 @@ class TensorTable:
         """The same facts, to compare with later ones: keeps no tensor alive, and cannot be read from."""
     def differs(self, other: TensorTable, /) -> int | None:
         """The first tensor whose dtype, shape or strides are not those of the other table's, or None."""
+    def joined(self, other: TensorTable, /) -> TensorTable:
+        """A table of this one's tensors and the other's behind them; keeps all of them alive."""
     def moved(self, tensors: Sequence[Any], /) -> int | None:
         """The first of these tensors whose address, dtype, shape or strides are not what the table says, or None.
         There are as many as the table has."""

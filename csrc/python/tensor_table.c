@@ -173,7 +173,61 @@ int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table)
     return -1;
 }
 
+/* Appends the items of a sequence to a list; moves neither. */
+static int extend(PyObject *list, PyObject *items)
+{
+    const Py_ssize_t end = PyList_Size(list);
+
+    return PyList_SetSlice(list, end, end, items);
+}
+
+static PyObject *join_names(PyObject *one, PyObject *other)
+{
+    return one != NULL && other != NULL ? PySequence_Concat(one, other) : NULL;
+}
+
+static PyObject *table_joined(PyObject *self, PyObject *object)
+{
+    ModuleState *state = wsync_py_state_of(self);
+    const TensorTableObject *one = (TensorTableObject *)self;
+    const TensorTableObject *other = (TensorTableObject *)object;
+    TensorTableObject *joined;
+
+    if (!Py_IS_TYPE(object, Py_TYPE(self))) {
+        return PyErr_Format(PyExc_TypeError, "joined() takes a TensorTable, not %R",
+                            (PyObject *)Py_TYPE(object));
+    }
+    if (wsync_py_table_readable(state, one) < 0 ||
+        wsync_py_table_readable(state, other) < 0) {
+        return NULL;
+    }
+    if (one->gpu >= 0 && other->gpu >= 0 && one->gpu != other->gpu) {
+        return wsync_py_fail(state, WSYNC_ERR_INVALID, "TensorTable",
+                             "tensors of GPU %d and of GPU %d", one->gpu, other->gpu);
+    }
+    joined = wsync_py_table_new(state, one->count + other->count);
+    if (joined == NULL) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < joined->count; i++) {
+        joined->rows[i] = i < one->count ? one->rows[i] : other->rows[i - one->count];
+    }
+    joined->nbytes = one->nbytes + other->nbytes;
+    joined->gpu = one->gpu >= 0 ? one->gpu : other->gpu;
+    joined->names = join_names(one->names, other->names);
+    joined->owners = PyList_New(0);
+    if (joined->owners == NULL || extend(joined->owners, one->owners) < 0 ||
+        extend(joined->owners, other->owners) < 0 || PyErr_Occurred() != NULL) {
+        Py_DECREF((PyObject *)joined);
+        return NULL;
+    }
+    return (PyObject *)joined;
+}
+
 static PyMethodDef table_methods[] = {
+    {"joined", table_joined, METH_O,
+     "joined($self, other, /)\n--\n\n"
+     "A table of this one's tensors and the other's behind them; keeps all of them alive."},
     {"form", table_form, METH_NOARGS,
      "form($self)\n--\n\n"
      "The same facts, to compare with later ones: keeps no tensor alive, and cannot be "
