@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from wsync import _core
 from wsync.machine.deadline import MAX_DEADLINE
@@ -126,3 +128,13 @@ class Options:
     @property
     def request_deadline(self) -> float:
         return self.deadline + 10.0
+
+
+def numbers(name: str, given: Any) -> list[int]:
+    """What a caller has given as one number for each engine; `name` is the argument's."""
+    try:
+        return [operator.index(number) for number in given]
+    except TypeError:
+        raise _core.InvalidArgumentError(
+            f"{name}={given!r}: a list of one integer for each engine is wanted"
+        ) from None

@@ -12,9 +12,9 @@ from wsync.exchange.trainer_group import host_identity
 from wsync.handles.base import handles_of
 from wsync.machine.device import of
 from wsync.machine.trace import Trace
-from wsync.options import Options
+from wsync.options import Options, numbers
 from wsync.report import Report
-from wsync.trainer.base_sync import Updates, numbers
+from wsync.trainer.base_sync import Updates
 from wsync.trainer.connection import Connection
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster

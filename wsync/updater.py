@@ -16,9 +16,8 @@ from wsync.disk import DiskSync
 from wsync.exchange.trainer_group import together
 from wsync.handles.base import EngineHandle, handles_of
 from wsync.layout import TrainerLayout
-from wsync.options import Options
+from wsync.options import Options, numbers
 from wsync.sync import Sync
-from wsync.trainer.base_sync import numbers
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import operator
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -250,16 +249,6 @@ def agree(
             f"trainer ranks {giving} give weights to update(), and {lacking} do not"
         )
     return meant[0], max(begun)
-
-
-def numbers(name: str, given: Any) -> list[int]:
-    """What a caller has given as one number for each engine; `name` is the argument's."""
-    try:
-        return [operator.index(number) for number in given]
-    except TypeError:
-        raise _core.InvalidArgumentError(
-            f"{name}={given!r}: a list of one integer for each engine is wanted"
-        ) from None
 
 
 def version_text(version: object) -> str:
