@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from wsync._core import InvalidArgumentError, LayoutError, Stream, TensorTable, describe, pack
-from wsync.dtypes import dtype_of
+from wsync.module_tensors import dtype_of
 
 ALIGNMENT = 16
 # Tensors that a worker thread copies while the next are described.

@@ -1,4 +1,4 @@
-"""Where modules keep their tensors, and whether two of them are equal."""
+"""Where modules keep their tensors, and what tensors are: dtypes, bytes, whether two are equal."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from wsync import _core
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
     from torch.nn import Module
 
-__all__ = ["Slot", "Slots", "checksum_of", "flat_bytes", "homes_of", "same_bytes"]
+__all__ = ["Slot", "Slots", "checksum_of", "dtype_of", "flat_bytes", "homes_of", "same_bytes"]
 
 
 class Slot(NamedTuple):
@@ -160,6 +160,17 @@ def two_tensors(one: str, other: str, name: str) -> _core.LayoutError:
     return _core.LayoutError(
         f"{one} and {other}: two tensors, but without their wrappers both are {name}"
     )
+
+
+def dtype_of(name: str) -> dtype:
+    """The torch dtype of a layout's dtype, whose name is torch's; LayoutError where this torch has
+    none."""
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise _core.LayoutError(f"torch {torch.__version__} has no dtype {name!r}")
+    return found
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:

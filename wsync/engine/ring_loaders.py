@@ -38,11 +38,10 @@ from wsync._core import (
     ViewPool,
     describe,
 )
-from wsync.dtypes import dtype_of
 from wsync.engine.destination import Boxes, Destination, LoadTarget, OtherName, aliases
 from wsync.machine import device
 from wsync.messages.control import PIECES, WHOLE
-from wsync.module_tensors import checksum_of
+from wsync.module_tensors import checksum_of, dtype_of
 from wsync.report import listed
 
 Losing = Callable[[], object]

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from wsync import _core
-from wsync.dtypes import dtype_of
 from wsync.exchange.remote_plan import Blueprint, join_parts, split_parts
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
+from wsync.module_tensors import dtype_of
 from wsync.options import Options
 from wsync.report import listed
 from wsync.trainer.roster import Delivery, Roster

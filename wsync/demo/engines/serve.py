@@ -92,7 +92,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     import torch
     import transformers
 
-    from wsync.dtypes import dtype_of
+    from wsync.module_tensors import dtype_of
     from wsync.report import listed
 
     torch.set_num_threads(arguments.threads)

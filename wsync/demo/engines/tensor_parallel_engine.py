@@ -22,12 +22,11 @@ from wsync.checkpoints.safetensors_layout import Checkpoint, State
 from wsync.demo.engines.model_worker import ModelWorker
 from wsync.demo.engines.tensor_parallel_model import ShardedModel, box_at
 from wsync.demo.engines.worker_processes import WorkersEngine
-from wsync.dtypes import dtype_of
 from wsync.engine.destination import Boxes
 from wsync.engine.ring_loaders import LayoutLoader, Loader, ModuleLoader
 from wsync.engine.update_groups import Named
 from wsync.machine.deadline import Deadline
-from wsync.module_tensors import same_bytes
+from wsync.module_tensors import dtype_of, same_bytes
 
 DELIVERIES: Final = ("needed", "full")
 _GROUP_SECONDS: Final = 120.0

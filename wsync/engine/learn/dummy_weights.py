@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from wsync._core import Layout, LayoutBuilder, NoMemoryError
-from wsync.dtypes import dtype_of
+from wsync.module_tensors import dtype_of
 
 _ALIGNMENT: Final = 256
 _PATTERN: Final = 16 << 20

@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 
 from wsync import _core
-from wsync.dtypes import dtype_of
 from wsync.engine.destination import MissingError
 from wsync.engine.learn.attribute_guards import Attribute, attributes_read
 from wsync.engine.learn.dummy_weights import MadeUpModel
@@ -45,7 +44,7 @@ from wsync.engine.ring_loaders import (
 )
 from wsync.machine import device
 from wsync.messages.control import LEARN, WHOLE
-from wsync.module_tensors import checksum_of
+from wsync.module_tensors import checksum_of, dtype_of
 from wsync.report import listed
 
 KEEP: Final = "WSYNC_KEEP"

@@ -19,7 +19,6 @@ from typing import Any, Final
 import torch
 
 from wsync._core import LayoutError
-from wsync.dtypes import dtype_of
 from wsync.engine.learn.attribute_guards import Attribute, AttributeGuards
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import (
@@ -58,6 +57,7 @@ from wsync.engine.learn.tracer import (
     inline_threads,
 )
 from wsync.engine.ring_loaders import LoadWeights
+from wsync.module_tensors import dtype_of
 
 # conversions that lose nothing, so that the way back gives the same bytes
 _WIDENINGS: Final = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}

@@ -12,7 +12,6 @@ from typing import Final
 import torch
 
 from wsync._core import LOCAL, BufferTable, Layout, LayoutBuilder, Route, Stream
-from wsync.dtypes import dtype_of
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import ModuleMemory, region
 from wsync.engine.learn.module_state import ModuleState
@@ -21,6 +20,7 @@ from wsync.engine.learn.regions import Box
 from wsync.engine.learn.time_limit import check
 from wsync.engine.ring_loaders import LoadWeights
 from wsync.machine.device import follow_torch
+from wsync.module_tensors import dtype_of
 
 # held bytes that are kept aside at a time
 _BATCH: Final = 256 << 20
