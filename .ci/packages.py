@@ -16,6 +16,7 @@ STOREYS = (
     ("options", "report", "module_tensors"),
     ("families",),
     ("layout", "bucket", "checkpoints"),
+    ("quantise",),
     ("messages",),
     ("handles",),
     ("exchange",),
