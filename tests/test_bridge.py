@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support import bridge_cases as cases
 from support.bridge_cases import Case, Mtp
+from support.mimo_v2_shapes import mimo_v2_shapes
 from support.procs import Ranks
 from support.step_shapes import step_shapes
 
@@ -86,6 +87,9 @@ LAYER, MTP_LAYER = "model.layers.{layer}.", "mtp.layers.{mtp}."
 NEXTN = predicting(LAYER, LAYER, "enorm hnorm shared_head.norm eh_proj")
 LING_MTP = predicting(LAYER, LAYER, "enorm hnorm final_layernorm eh_proj")
 STEP_MTP = predicting(LAYER, LAYER, "enorm hnorm transformer.shared_head.norm eh_proj", block=0)
+MIMO_V2_MTP = predicting(
+    *["model.mtp.layers.{mtp}."] * 2, "enorm hnorm final_layernorm eh_proj", block=0
+)
 QWEN_MTP = predicting(MTP_LAYER, "mtp.", "pre_fc_norm_embedding pre_fc_norm_hidden norm fc")
 MIMO_LAYER = "model.mtp_layers.{mtp}."
 MIMO_MTP = predicting(
@@ -126,6 +130,20 @@ STEP = {
     "architectures": ["Step3p5ForCausalLM"],
 }
 
+MIMO_V2 = {
+    **{name: size for name, size in HEADS.items() if name != "max_position_embeddings"},
+    **{"swa_num_key_value_heads": 4, "v_head_dim": 8, "rope_theta": 1e6, "swa_rope_theta": 1e4},
+    **{"hybrid_layer_pattern": [0, 1, 1, 0], "sliding_window_size": 16},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    **{
+        "scoring_func": "sigmoid",
+        "moe_layer_freq": [0, 1, 1, 1],
+        "layernorm_epsilon": 1e-5,
+        "attention_value_scale": 0.7,
+    },
+    **{"max_position_embeddings": 64, "architectures": ["MiMoV2FlashForCausalLM"]},
+}
+
 # Megatron-Core 0.16.1, Megatron-Bridge 0.3.1, transformers 4.57.6.
 MCORE016 = [
     (Case("llama", SMALL | {"head_dim": 8}), DENSE),
@@ -158,7 +176,6 @@ MCORE019 = [
     (Case("bailing_moe_v2", MOE | GROUPS | LING | PREDICT, {}, LING_MTP), EXPERTS),
     (Case("nemotron_h", NEMOTRON | PREDICT, {}, NEMOTRON_MTP), EXPERTS),
     (Case("qwen3_next", NEXT, {}, QWEN_MTP), EXPERTS),
-    (Case("step3p5", STEP, {}, STEP_MTP, step_shapes), EXPERTS),
     (Case("qwen3_5_text", HEADS | DELTA, {}, QWEN_MTP), DENSE),
     (Case("qwen3_5_moe_text", MOE | SHARED | DELTA, {}, QWEN_MTP), EXPERTS),
 ]
@@ -178,6 +195,11 @@ MCORE019_SEEING = [
     (Case("qwen3_vl_moe", SEEING | {"text_config": MOE | {"rope_parameters": SECTIONS}}), EXPERTS),
     (Case("qwen3_5", FLAT | {"text_config": HEADS | DELTA}), DENSE),
     (Case("qwen3_5_moe", FLAT | {"text_config": MOE | SHARED | DELTA}), EXPERTS),
+]
+# Families without a table of rules.
+MCORE019_BRIDGED = [
+    (Case("mimo_v2_flash", MIMO_V2, {}, MIMO_V2_MTP, mimo_v2_shapes), EXPERTS),
+    (Case("step3p5", STEP, {}, STEP_MTP, step_shapes), EXPERTS),
 ]
 MCORE019_MAPPED = [row for row in MCORE019 if row[0].family not in NOT_MAPPED]
 MCORE019_COMPUTED = [row for row in MCORE019 if row[0].family == "nemotron_h"]
@@ -240,7 +262,9 @@ def test_mappings_of_bridge_031_make_layouts(mcore016, tmp_path, case, parallel)
     _gives_back(mcore016, tmp_path, case, parallel)
 
 
-@pytest.mark.parametrize(("case", "parallel"), rows(MCORE019_MAPPED, last=True))
+@pytest.mark.parametrize(
+    ("case", "parallel"), rows(MCORE019_MAPPED, last=True) + rows(MCORE019_BRIDGED)
+)
 def test_mappings_of_bridge_062_make_layouts(mcore019, tmp_path, case, parallel):
     _gives_back(mcore019, tmp_path, case, parallel)
 

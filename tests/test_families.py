@@ -59,14 +59,19 @@ def test_a_given_name_is_searched_as_slime_does(name, family):
         read_model(Config(hidden_size=8, num_attention_heads=2, model_type=name))
 
 
-def test_layers_with_a_window_are_in_the_same_groups():
-    fields = {"hidden_size": 8, "num_attention_heads": 4, "num_attention_groups": 2, "head_dim": 2}
-    windows = {"num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 2}
-    model = read_model(Config(**fields, attention_other_setting=windows), "step3p5")
-    assert model.sizes["g"] == model.sizes["n"] == 2
-    windows["num_attention_groups"] = 3
-    with pytest.raises(_core.LayoutError, match="num_attention_groups 2, but 3 in attention_other"):
-        read_model(Config(**fields, attention_other_setting=windows), "step3p5")
+@pytest.mark.parametrize(
+    ("name", "part", "text"),
+    [
+        ("step3p5", False, "'step3p5' has no table: Megatron-Core has a gate for each channel"),
+        ("Step3p5ForCausalLM", False, "'step3p5' has no table"),
+        ("mimo_v2_flash", False, "'mimo_v2_flash' has no table: its layers differ in their"),
+        ("XiaomiMiMo/MiMo-V2-Flash", True, "'mimo_v2_flash' has no table"),
+    ],
+)
+def test_a_family_that_only_megatron_bridge_maps_is_refused_by_name(name, part, text):
+    with pytest.raises(_core.UnsupportedError, match=text) as error:
+        family_of(name, part=part)
+    assert "bridge=AutoBridge" in str(error.value)
 
 
 def test_an_unknown_family_names_similar_ones_and_the_way_to_add_it():

@@ -73,9 +73,7 @@ class TrainerLayout:
     `pick` finds the buffers' tensors among weights that the caller has by name; None takes those
     of the same global name, or, where no buffer's is among them that has one, of `other_names`.
     `stage` is the rank's pipeline stage.  `widened`: the parameters in float32 of which the weights
-    that a caller has may be a narrower copy, from before the trainer made them so.  `repeats`:
-    (buffer, part, dimension) of elements that must be equal along a dimension, of which the first
-    are taken.
+    that a caller has may be a narrower copy, from before the trainer made them so.
     """
 
     layout: _core.Layout
@@ -89,7 +87,6 @@ class TrainerLayout:
     stage: int = 0
     other_names: Mapping[str, str] = field(default_factory=dict)
     widened: Collection[str] = ()
-    repeats: tuple[tuple[int, tuple[slice, ...], int], ...] = ()
 
     def __post_init__(self) -> None:
         # a description keeps its tensors, a layout must not
@@ -115,7 +112,6 @@ class TrainerLayout:
             index = table.differs(self.made_from)
         if index is not None:
             _refuse(self.names[index], self.made_from[index], table[index])
-        self._check_repeats(tensors)
         return table
 
     def _fitted(self, place: int, tensor: Tensor, row: _Row) -> Tensor:
@@ -125,29 +121,6 @@ class TrainerLayout:
         if narrow and self.names[place] in self.widened:
             return tensor.detach().float()
         return _laid_out(tensor, row, form)
-
-    def _check_repeats(self, tensors: Sequence[Tensor]) -> None:
-        """LayoutError, by name, where elements differ of which only the first are taken; on the
-        tensors' device, which is waited for once."""
-        if not self.repeats:
-            return
-        import torch
-
-        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        same = []
-        for buffer, part, dimension in self.repeats:
-            bits = tensors[buffer].detach()[part]
-            bits = bits.view(words[bits.element_size()])
-            same.append((bits == bits.narrow(dimension, 0, 1)).all())
-        for (buffer, part, dimension), good in zip(
-            self.repeats, torch.stack(same).tolist(), strict=True
-        ):
-            if not good:
-                raise _core.LayoutError(
-                    f"{self.names[buffer]}: elements {part[dimension].start} to "
-                    f"{part[dimension].stop - 1} of dimension {dimension} must be equal, because "
-                    "the checkpoint has one for all"
-                )
 
     def _current(self, weights: Mapping[str, Tensor] | None) -> Sequence[Tensor]:
         if weights is None:

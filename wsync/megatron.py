@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from wsync import _core
 from wsync.families.bridge import bridge_converter
 from wsync.families.converter import Convert, Whole, converter_of, is_slimes, learn
-from wsync.families.rules import Cut, Expansion, Repeat, Rule, ShardPlacement, mtp_numbers
+from wsync.families.rules import Cut, Expansion, Rule, ShardPlacement, mtp_numbers
 from wsync.families.shares import share_of
 from wsync.families.tables import FIELDS, LOADERS, TOGETHER, Family, Model, read_model
 from wsync.layout import TrainerLayout, contiguous_strides, global_name, position
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.nn import Module
 
-    # of a parameter: regions, maps, element strides, parts whose elements must be equal
-    _Read = tuple[Sequence[_core.Region], list[_core.Map], tuple[int, ...], Sequence[Repeat]]
+    # of a parameter: regions, maps, element strides in the order of the rule's view
+    _Read = tuple[Sequence[_core.Region], list[_core.Map], tuple[int, ...]]
 
 __all__ = ["Ranks", "layout"]
 
@@ -130,7 +130,7 @@ def layout(
     reader: _Reader | _LearntReader = _Reader(spec, ranks)
     if learnt is not None:
         reader = _learn(converter, bridge, config, chunks, slots, spec, ranks)
-    built, repeats = _build(reader, rank, names, current, table)
+    built = _build(reader, rank, names, current, table)
     if learnt is None:
         _check_settings(chunks, spec)
 
@@ -143,7 +143,6 @@ def layout(
         stage=ranks.stage,
         other_names=_local_experts(names, spec, ranks),
         widened={name for name in names if name.endswith(".expert_bias")},
-        repeats=repeats,
     )
 
 
@@ -153,18 +152,16 @@ def _build(
     names: Sequence[str],
     tensors: Sequence[Tensor],
     table: _core.TensorTable,
-) -> tuple[_core.Layout, tuple[tuple[int, tuple[slice, ...], int], ...]]:
-    """The layout of parameters that a reader knows, and TrainerLayout.repeats."""
+) -> _core.Layout:
+    """The layout of parameters that a reader knows."""
     builder = _core.LayoutBuilder(rank)
     claimed: dict[_Box, str] = {}
-    repeats: list[tuple[int, tuple[slice, ...], int]] = []
     for index, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
         _, dtype, shape, strides, _ = table[index]
-        regions, maps, strides, equal = reader.read(name, tensor, shape, strides)
+        regions, maps, strides = reader.read(name, tensor, shape, strides)
         builder.add_parameter(name, index, dtype, strides, regions, maps)
         _claim(claimed, name, maps)
-        repeats += [(index, *part) for part in equal]
-    return builder.build(), tuple(repeats)
+    return builder.build()
 
 
 def _claim(claimed: dict[_Box, str], name: str, maps: Sequence[_core.Map]) -> None:
@@ -321,11 +318,10 @@ class _Reader:
     def read(
         self, name: str, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> _Read:
-        """(regions, maps, element strides in the order of the rule's view, parts whose elements
-        must be equal) of one parameter."""
+        """What the layout's builder takes of one parameter."""
         target = self.spec.family.copy_of(name)
         if target is not None and not self._has_sizes(name):
-            return *self._whole(name, target, tensor, shape), strides, ()
+            return *self._whole(name, target, tensor, shape), strides
         rule, numbers = self.spec.family.find(name)
         for kind, size, what in _LIMITS:
             limit = self.spec.sizes.get(size)
@@ -355,7 +351,7 @@ class _Reader:
             strides = contiguous_strides(plan.placement.shape)
         together = self.spec.family.together
         maps = [piece.map(numbers, together) for piece in plan.pieces]
-        return plan.placement.regions, maps, strides, plan.repeats
+        return plan.placement.regions, maps, strides
 
     def _has_sizes(self, name: str) -> bool:
         """Whether there is a rule for a name, and everything that the rule needs."""
@@ -467,7 +463,7 @@ class _LearntReader:
         del tensor, shape
         placement = self._placements[name]
         maps = [piece.map({}, TOGETHER) for piece in self._pieces[name] if placement.meets(piece)]
-        return placement.regions, maps, strides, ()
+        return placement.regions, maps, strides
 
     def _strip(self, name: str, padded: int, rows: int | None) -> None:
         """Takes the rows that pad the vocabulary out of tensors in which a converter has them."""
@@ -528,7 +524,6 @@ class _Plan:
         self.ranks = cut.ranks
         self.duplicated = duplicated
         self.pieces = [piece for piece in expansion.pieces if placement.meets(piece)]
-        self.repeats = expansion.repeats(placement)
         whole = _stored(self.rule, expansion.place(_ALONE, _ALONE).shape)
         extents = zip(_stored(self.rule, placement.shape), whole, strict=True)
         self.cut_dimensions = [axis for axis, (a, b) in enumerate(extents) if a != b]

@@ -36,7 +36,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from wsync.families.rules import Rule, RuleError, Together, mtp_numbers
-from wsync.families.tables import DERIVED, FAMILIES, FIELDS, LOADERS, Family
+from wsync.families.tables import BRIDGED, DERIVED, FAMILIES, FIELDS, LOADERS, Family
 
 __all__ = ["check", "main", "register"]
 
@@ -161,5 +161,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{'family':<{width}}  compared with\n")
     for name, family in sorted(FAMILIES.items()):
         print(f"{name:<{width}}  {family.oracle or 'added by the user'}")
+    print(f"\nWithout a table, by Megatron-Bridge's own mappings (bridge=): {', '.join(BRIDGED)}.")
     print("\nwsync.families.register adds one; pydoc wsync.families.registry shows how.")
     return 0

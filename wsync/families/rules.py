@@ -36,9 +36,7 @@ counts those of all MTP layers, and {first} and {last} are the ends of this one.
 
 A rule expands to boxes, which may take every so many-th index of a target's dimension.  Their
 elements are copied; where a target has a scale or an offset, each
-element is x * scale + offset, computed in float32.  Where a parameter repeats what a tensor has
-once, the target says along which axis (`equal`): index 0 is taken, and the layout checks at every
-update that all others are equal to it.  What a rank holds of the unsharded parameter
+element is x * scale + offset, computed in float32.  What a rank holds of the unsharded parameter
 (its regions) is composed with these boxes later: a local shard is never reshaped.
 """
 
@@ -59,7 +57,6 @@ __all__ = [
     "Cut",
     "Expansion",
     "Piece",
-    "Repeat",
     "Rule",
     "RuleError",
     "ShardPlacement",
@@ -344,16 +341,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Target:
-    """A Hugging Face tensor that takes elements of a parameter, times `scale`, plus `offset`.
-
-    `equal`: an axis of the parameter along which all elements are equal; the view lacks it.
-    """
+    """A Hugging Face tensor that takes elements of a parameter, times `scale`, plus `offset`."""
 
     name: str
     view: str
     scale: float = 1.0
     offset: float = 0.0
-    equal: str = ""
 
     @property
     def affine(self) -> tuple[float, float] | None:
@@ -414,10 +407,6 @@ class Piece:
         return self.source_start, tuple(extent)
 
 
-# A part of a local tensor, and the dimension along which its elements are equal.
-Repeat = tuple[tuple[slice, ...], int]
-
-
 @dataclass(frozen=True)
 class ShardPlacement:
     """What a rank holds: the shape of its tensor and (start, extent, local start) of each box."""
@@ -434,22 +423,6 @@ class ShardPlacement:
             )
             for where, count, _ in self.regions
         )
-
-    def parts(self, piece: Piece, axis: int, name: str) -> Iterator[Repeat]:
-        """Where a piece lies in the local tensor, with all of its indices along `axis`."""
-        box = list(zip(*piece.source_box(), strict=True))
-        for region in self.regions:
-            held = [
-                (max(a, b), min(a + m, b + n), at - b)
-                for (a, m), b, n, at in zip(box, *region, strict=True)
-            ]
-            if all(first < last for first, last, _ in held):
-                if held[axis][1] - held[axis][0] < box[axis][1]:
-                    raise _core.LayoutError(
-                        f"the {box[axis][1]} elements along {name!r}, which are equal, are on "
-                        "several ranks"
-                    )
-                yield tuple(slice(first + by, last + by) for first, last, by in held), axis
 
 
 def regions_of(
@@ -530,7 +503,6 @@ class Expansion:
         shape = view.shape(sizes)
         for branch in view.branches(sizes):
             wanted = branch.steps.keys() - self.rule.counted | set(each)
-            wanted |= {target.equal} - {""}
             index = next(
                 (i for i, source in enumerate(sources) if source.steps.keys() == wanted), None
             )
@@ -542,21 +514,6 @@ class Expansion:
             claimed.add(index)
             numbers = self.rule.counted
             yield from _boxes(target, shape, sources[index], branch, each, numbers, stepping)
-
-    def repeats(self, placement: ShardPlacement) -> tuple[Repeat, ...]:
-        """Parts of a local tensor whose elements must be equal along an axis.
-
-        LayoutError if a rank holds only some of the elements that are equal.
-        """
-        found: list[Repeat] = []
-        sources = self._view.branches(self._sizes)
-        for target in self.rule.targets:
-            if target.equal and self._sizes[target.equal] > 1:
-                # As another tensor, whose first dimension counts through what is equal.
-                counted = replace(target, view=f"{target.equal} {target.view}", equal="")
-                for piece in self._pieces(counted, sources, set(), False):
-                    found += placement.parts(piece, piece.axes[0], target.equal)
-        return tuple(found)
 
 
 def may_step(pieces: Iterable[Piece]) -> bool:
@@ -693,10 +650,6 @@ class Rule:
         if not (target.scale and math.isfinite(target.scale) and math.isfinite(target.offset)):
             raise RuleError(f"{target.name}: scale {target.scale} and offset {target.offset}")
         unknown = view.names - self.parsed.names - self.counted
-        if target.equal and (
-            target.equal not in self.parsed.names - view.names or self.stored is not None
-        ):
-            raise RuleError(f"{target.name}: {target.equal!r} is no axis that it can do without")
         if unknown:
             raise RuleError(
                 f"{target.name}: axes {sorted(unknown)} are not in {self.parsed.text!r}"

@@ -36,9 +36,9 @@ from wsync.families.nemotron import NEMOTRON_FIELDS, NEMOTRON_H
 from wsync.families.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT, SLIME_MTP
 from wsync.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, TOWER, VISION, VISION_FIELDS
 from wsync.families.rules import Expansion, Rule, Together, key_of
-from wsync.families.step import STEP_3_5, STEP_FIELDS
 
 __all__ = [
+    "BRIDGED",
     "COUNTS_FROM_ZERO",
     "DERIVED",
     "FAMILIES",
@@ -215,8 +215,14 @@ FAMILIES: dict[str, Family] = {
         _from_zero("qwen3_next", QWEN3_NEXT, f"{_BOTH}, {_LOGITS}", loaders={"slime": SLIME_MTP}),
         Family("qwen3_vl", QWEN3_VL, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
         Family("qwen3_vl_moe", QWEN3_VL_MOE, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
-        _from_zero("step3p5", STEP_3_5, _NEW, fields=STEP_FIELDS),
     )
+}
+
+# Families without a table, and why; layouts are made by Megatron-Bridge's mappings.
+BRIDGED: Mapping[str, str] = {
+    "mimo_v2_flash": "its layers differ in their number of query groups",
+    "step3p5": "Megatron-Core has a gate for each channel of a head, the checkpoint one for each "
+    "head, to which the first of them goes",
 }
 
 # What any family says of that, for tensors of which only the names are known.
@@ -290,6 +296,8 @@ def family_of(name: str, *, part: bool = False) -> Family:
     plain = _plain(name)
     exact = {_plain(known): family for known, family in FAMILIES.items()}
     found = exact.get(plain) or exact.get(_CLASS.sub("", plain))
+    if found is None:
+        _refuse_bridged(plain, part)
     if found is None and part:
         meant = next((family for text, family in _SLIMES if text in plain), "")
         found = FAMILIES.get(meant)
@@ -302,6 +310,17 @@ def family_of(name: str, *, part: bool = False) -> Family:
             + f"; known are {', '.join(sorted(FAMILIES))}; wsync.families.register adds one"
         )
     return found
+
+
+def _refuse_bridged(plain: str, part: bool) -> None:
+    """Raises UnsupportedError for a name of BRIDGED; with `part`, for one that holds it."""
+    for known, why in BRIDGED.items():
+        name = _plain(known)
+        if name in (plain, _CLASS.sub("", plain)) or (part and name in plain):
+            raise _core.UnsupportedError(
+                f"the model family {known!r} has no table: {why}; bridge=AutoBridge... makes the "
+                "layout by Megatron-Bridge's mappings"
+            )
 
 
 def _plain(name: str) -> str:
@@ -409,14 +428,6 @@ def _count_groups(config: Any, sizes: dict[str, int]) -> None:
             f"{sizes['g']} query groups"
         )
     sizes["n"] = heads // sizes["g"]
-    # Step-3.5's layers with a sliding window: tables know other heads, in the same groups.
-    other = getattr(config, "attention_other_setting", None) or {}
-    for size, field in (("g", "num_attention_groups"), ("d", "head_dim")):
-        if other.get(field, sizes[size]) != sizes[size]:
-            raise _core.LayoutError(
-                f"{type(config).__name__}: {field} {sizes[size]}, but {other[field]} in "
-                "attention_other_setting"
-            )
     if sizes.get("gk"):
         sizes["gn"], rest = divmod(sizes.get("gv", 0), sizes["gk"])
         if rest or not sizes["gn"]:
