@@ -159,8 +159,6 @@ MCORE016_PREDICTING = [  # this version exports none with stages
     (Case("glm4_moe", GLM, SIGMOID | PREDICT, NEXTN), (TP2, EP2)),
     (Case("qwen3_next", NEXT, {"full_attention_interval": 4}, QWEN_MTP), (TP2, EP2)),
 ]
-# A mixer's parameters go into tensors with others of it.
-NOT_MAPPED = {"nemotron_h"}
 MCORE016_MAPPED = MCORE016 + MCORE016_PREDICTING
 # Megatron-Core 0.19.2, Megatron-Bridge 0.6.2, transformers 5.23.0.
 MCORE019 = [
@@ -201,7 +199,6 @@ MCORE019_BRIDGED = [
     (Case("mimo_v2_flash", MIMO_V2, {}, MIMO_V2_MTP, mimo_v2_shapes), EXPERTS),
     (Case("step3p5", STEP, {}, STEP_MTP, step_shapes), EXPERTS),
 ]
-MCORE019_MAPPED = [row for row in MCORE019 if row[0].family not in NOT_MAPPED]
 MCORE019_COMPUTED = [row for row in MCORE019 if row[0].family == "nemotron_h"]
 
 
@@ -263,16 +260,10 @@ def test_mappings_of_bridge_031_make_layouts(mcore016, tmp_path, case, parallel)
 
 
 @pytest.mark.parametrize(
-    ("case", "parallel"), rows(MCORE019_MAPPED, last=True) + rows(MCORE019_BRIDGED)
+    ("case", "parallel"), rows(MCORE019, last=True) + rows(MCORE019_BRIDGED)
 )
 def test_mappings_of_bridge_062_make_layouts(mcore019, tmp_path, case, parallel):
     _gives_back(mcore019, tmp_path, case, parallel)
-
-
-def test_mappings_that_are_not_of_one_whole_parameter_are_refused(mcore019, tmp_path):
-    case = next(case for case, _ in MCORE019 if case.family == "nemotron_h")
-    said = mcore019.run(cases.unlearnt, tmp_path, case, {"tp": 2, "etp": 1}, timeout=280)[0]
-    assert "mixer.conv1d_weight: part of a MambaMixer" in said
 
 
 def _computes(ranks, folder, case, parallel):

@@ -130,47 +130,78 @@ class GatedDeltaNet(torch.nn.Module):
         self.A_log = torch.nn.Parameter(torch.zeros(1))
 
 
-PARTS = {"in_proj.weight": (4, 4, 8, 8, 2, 2), "conv1d.weight": (4, 4, 8), "A_log": (2,)}
+class MambaMixer(torch.nn.Module):
+    """The same of Megatron-Core's for Mamba; 0.19's convolution is no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.d_inner, self.ngroups, self.d_state, self.nheads = 12, 2, 4, 6
+        self.in_proj = ColumnParallelLinear(3, 23, bias=False)
+        self.conv1d = torch.nn.Conv1d(14, 14, 2, groups=14)
+        self.conv1d_weight = torch.nn.Parameter(torch.zeros(14, 1, 2))
+        self.D = torch.nn.Parameter(torch.zeros(3))
+        self.norm = torch.nn.RMSNorm(6)
 
 
-def _parts(name, tensor, ranks):
+_MIXED = (12, 8, 8)
+# modules that join tensors in a parameter, and the sizes of these
+JOINING = {
+    GatedDeltaNet: {
+        "in_proj.weight": (4, 4, 8, 8, 2, 2),
+        "conv1d.weight": (4, 4, 8),
+        "A_log": (2,),
+    },
+    MambaMixer: {
+        "in_proj.weight": (12, *_MIXED, 6),
+        "conv1d.weight": _MIXED,
+        "conv1d.bias": _MIXED,
+        "conv1d_weight": _MIXED,
+        "D": (6,),
+        "norm.weight": (12,),
+    },
+}
+
+
+def _parts(sizes, tensor, ranks):
     """What a whole parameter consists of, where each rank's parts are one after another."""
-    sizes = [size // ranks for size in PARTS[name]]
-    blocks = tensor.reshape(ranks, -1, *tensor.shape[1:]).split(sizes, 1)
+    blocks = tensor.reshape(ranks, -1, *tensor.shape[1:]).split([n // ranks for n in sizes], 1)
     return [block.reshape(-1, *tensor.shape[1:]) for block in blocks]
 
 
-def test_delta_nets_are_whole_as_one_rank_has_them_or_as_slime_gathers_them(monkeypatch):
+@pytest.mark.parametrize("kind", JOINING)
+def test_joined_parameters_are_whole_as_one_rank_has_them_or_as_slime_gathers_them(
+    monkeypatch, kind
+):
     config = SimpleNamespace(hidden_size=3, num_attention_heads=2, tensor_model_parallel_size=2)
     model = torch.nn.Module()
-    model.net = GatedDeltaNet()
+    model.net = kind()
+    held = {name: tensor[0].numel() for name, tensor in model.net.named_parameters()}
 
     def own(name, tensor):
-        return [(f"{name}.{i}", t) for i, t in enumerate(_parts(name[4:], tensor, 1))]
+        parts = _parts(JOINING[kind][name[4:]], tensor, 1)
+        return [(f"{name}.{i}", t) for i, t in enumerate(parts)]
 
     def slimes(args, name, tensor):
         name = name.removeprefix("module.module.")
-        ranks = args.tensor_model_parallel_size
-        return [(f"{name}.{i}", t) for i, t in enumerate(_parts(name[4:], tensor, ranks))]
+        parts = _parts(JOINING[kind][name[4:]], tensor, args.tensor_model_parallel_size)
+        return [(f"{name}.{i}", t) for i, t in enumerate(parts)]
 
-    widths = {"in_proj.weight": 3, "conv1d.weight": 2, "A_log": 1}  # elements of a row
+    assert held.keys() == JOINING[kind].keys()
     for rank in (0, 1):
         ranks = wsync.megatron.Ranks(tensor=Cut(rank, 2))
         monkeypatch.setattr(wsync.megatron.Ranks, "current", lambda ranks=ranks: ranks)
         found = [wsync.megatron.layout(model, config, converter=f).layout for f in (own, slimes)]
         assert cases._same(*found) == ""
-        rows = []
-        for name, sizes in PARTS.items():
+        for name, sizes in JOINING[kind].items():
             first = 0  # where a part lies in what the rank holds
             for number, size in enumerate(sizes):
                 index = found[0].find(f"net.{name}.{number}")
                 assert found[0].tensor(index).shape[0] == size
                 (shard,) = found[0].shards(index)
                 assert (shard.start[0], shard.extent[0]) == (rank * size // 2, size // 2)
-                rows.append((shard.offset, first * 4 * widths[name]))
+                assert shard.offset == first * 4 * held[name]
                 first += size // 2
-        assert len(rows) == 10
-        assert all(offset == want for offset, want in rows)
-    model.net.v_dim = 6
-    with pytest.raises(wsync.LayoutError, match=r"net.in_proj.weight: 14 elements are no parts of"):
+    model.net.v_dim = model.net.d_state = 6
+    text = r"net\.(in_proj\.|conv1d_)weight: \d+ elements are no parts of"
+    with pytest.raises(wsync.LayoutError, match=text):
         wsync.megatron.layout(model, config, converter=own)

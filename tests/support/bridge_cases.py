@@ -312,15 +312,6 @@ def swapped(name):
         yield
 
 
-def unlearnt(folder, case, parallel):
-    """Why no layout is made by Megatron-Bridge's mappings."""
-    with bridged(folder, case, parallel) as (bridge, chunks, config):
-        with pytest.raises(_core.LayoutError) as raised:
-            wsync.megatron.layout(chunks, config, bridge=bridge)
-        dist.barrier()
-        return str(raised.value)
-
-
 def logits_differ(folder, case, parallel):
     """Largest difference between Megatron's and transformers' logits of one checkpoint, and the
     largest logit."""

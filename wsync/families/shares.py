@@ -9,6 +9,7 @@ only, because some of it is wrong and some parameters are not described at all.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,8 +44,8 @@ _KINDS = (
     _Kind("FullDimRMSNorm", 0, "global_dim", "local_dim", repeats=True),
 )
 # Parameters that consist of several, each of which is cut on its own: where they are in a module,
-# and the module's attributes with the whole extents, in the order in which they lie
-# (Megatron-Core 0.16, `ssm/gated_delta_net.py`).
+# and the module's attributes with the whole extents (or their factors), in the order in which they
+# lie (Megatron-Core 0.16, `ssm/gated_delta_net.py` and `ssm/mamba_mixer.py`).
 _HEADS = ("num_value_heads",)
 _CONVOLVED = ("qk_dim", "qk_dim", "v_dim")
 _DELTA_NET = {
@@ -55,7 +56,14 @@ _DELTA_NET = {
     "dt_bias": _HEADS,
     "out_proj.weight": ("v_dim",),
 }
-_JOINED: dict[str, dict[str, tuple[str, ...]]] = {"GatedDeltaNet": _DELTA_NET, "MambaMixer": {}}
+_X_B_C = ("d_inner", "ngroups*d_state", "ngroups*d_state")
+_MAMBA = {
+    "in_proj.weight": ("d_inner", *_X_B_C, "nheads"),
+    **{f"conv1d{join}{kind}": _X_B_C for kind in ("weight", "bias") for join in "._"},
+    **dict.fromkeys(("A_log", "D", "dt_bias"), ("nheads",)),
+    **dict.fromkeys(("norm.weight", "out_proj.weight"), ("d_inner",)),
+}
+_JOINED = {"GatedDeltaNet": _DELTA_NET, "MambaMixer": _MAMBA}
 
 
 def share_of(
@@ -65,7 +73,7 @@ def share_of(
 
     name: the global one.  modules: the one that holds the parameter, the one that holds that, and
     so on.  cut: this rank's place among those that share parameters of this kind.
-    rows_of_ranks: of a delta net's parameters, the whole is what the ranks hold, one after another.
+    rows_of_ranks: of a delta net's or mixer's parameters, the whole is what the ranks hold, one after another.
 
     Raises:
         LayoutError: it is not certain how it is cut.
@@ -100,7 +108,10 @@ def _joined(name: str, modules: Sequence[Module], extent: int, ranks: int) -> li
     """The extents of what a rank's part of a parameter consists of, along the axis that is cut."""
     kind, module, place = _home(name, modules)
     if kind:
-        wholes = [getattr(module, attribute, 0) for attribute in _JOINED[kind][place]]
+        wholes = [
+            math.prod(getattr(module, factor, 0) for factor in factors.split("*"))
+            for factors in _JOINED[kind][place]
+        ]
         parts = [whole // ranks for whole in wholes]
         if sum(parts) != extent or [part * ranks for part in parts] != wholes:
             raise _core.LayoutError(
