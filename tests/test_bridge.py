@@ -259,9 +259,7 @@ def test_mappings_of_bridge_031_make_layouts(mcore016, tmp_path, case, parallel)
     _gives_back(mcore016, tmp_path, case, parallel)
 
 
-@pytest.mark.parametrize(
-    ("case", "parallel"), rows(MCORE019, last=True) + rows(MCORE019_BRIDGED)
-)
+@pytest.mark.parametrize(("case", "parallel"), rows(MCORE019, last=True) + rows(MCORE019_BRIDGED))
 def test_mappings_of_bridge_062_make_layouts(mcore019, tmp_path, case, parallel):
     _gives_back(mcore019, tmp_path, case, parallel)
 

@@ -73,7 +73,7 @@ def share_of(
 
     name: the global one.  modules: the one that holds the parameter, the one that holds that, and
     so on.  cut: this rank's place among those that share parameters of this kind.
-    rows_of_ranks: of a delta net's or mixer's parameters, the whole is what the ranks hold, one after another.
+    rows_of_ranks: of such joined parameters, the whole is what the ranks hold, one after another.
 
     Raises:
         LayoutError: it is not certain how it is cut.
