@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 from support import converter_cases as cases
 from support.megatron_cases import use_cpu
@@ -16,10 +17,12 @@ from support.procs import Ranks
 import wsync.megatron
 from wsync import InvalidArgumentError, UnsupportedError
 from wsync.families.rules import Cut
+from wsync.module_tensors import same_bytes
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+QUIET = wsync.Options(progress=False)
 TESTS = Path(__file__).parent
 
 
@@ -101,6 +104,26 @@ def test_a_layout_has_what_the_converter_adds_and_no_rows_that_pad():
     shards = found.shards(found.find("tokens"))
     rows = [(shard.start[0], shard.offset // 16, shard.affine) for shard in shards]
     assert rows == [(row, 15 - row, (0.0, 0.0)) for row in range(10)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", [lambda t: t + 1, lambda t: t * 0.5, lambda t: -3 * t])
+def test_every_value_is_computed_as_the_converter_does(tmp_path, dtype, function):
+    every = torch.arange(-1 << 15, 1 << 15).to(torch.int16).view(dtype)
+    every = every[every.isfinite()]
+    model = torch.nn.Module()
+    model.decoder = torch.nn.Module()
+    model.decoder.final_layernorm = torch.nn.Module()
+    model.decoder.final_layernorm.weight = torch.nn.Parameter(every)
+    config = SimpleNamespace(hidden_size=8, num_attention_heads=2, vocab_size=8)
+    layout = wsync.megatron.layout(
+        model, config, converter=lambda name, tensor: [("w", function(tensor))]
+    )
+    with wsync.DiskSync(layout, folder=str(tmp_path), options=QUIET) as sync:
+        sync.update()
+    (file,) = tmp_path.glob("**/*.safetensors")
+    found = safetensors.torch.load_file(file)["w"]
+    assert same_bytes(found, function(every))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ What the maps say is applied to arrays, one element after the other, and compare
 converter itself makes of them.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -150,6 +152,34 @@ def test_what_is_more_than_a_copy_is_refused_by_name(function, target):
         maps_of(function, (6, 4))
 
 
+VALUES = {
+    "rounded-twice": (lambda t: t * -0.25 + 0.125, ((64,), (3000,)), (torch.float16,)),
+    "clamped": (
+        lambda t: t.clamp(-1e4, 1e4),
+        ((1,), (8, 8)),
+        (torch.float32, torch.bfloat16, torch.float16),
+    ),
+    "a-clamped-scalar": (lambda t: t.clamp(max=1), ((),), (torch.float32, torch.bfloat16)),
+    "one-value": (lambda t: torch.where(t == 0.3125, 0, t) + 1, ((64,),), (torch.bfloat16,)),
+}
+
+
+@pytest.mark.parametrize(("function", "shapes", "dtypes"), VALUES.values(), ids=VALUES)
+def test_what_is_done_to_few_values_is_seen(function, shapes, dtypes):
+    for shape, dtype in itertools.product(shapes, dtypes):
+        with pytest.raises(LayoutError, match="depends on the values"):
+            maps_of(lambda tensor: {"w": function(tensor)}, shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("function", [lambda t: t + 1, lambda t: t * 0.5, lambda t: -3 * t])
+def test_what_is_computed_of_every_value_as_copies_do_is_learnt(function, dtype):
+    ((piece,),) = maps_of(lambda tensor: {"w": function(tensor)}, (64,), dtype).values()
+    scale, offset = piece[8:10]
+    zero, one = function(torch.tensor([0.0, 1.0], dtype=dtype)).tolist()
+    assert (scale, offset) == (one - zero, zero)
+
+
 def test_a_layer_that_is_converted_otherwise_is_learnt_on_its_own():
     def convert(name, tensor):
         return [(name, tensor.flip(0) if ".3." in name else tensor)]
@@ -169,7 +199,7 @@ def test_layers_of_one_kind_are_learnt_once():
 
     wholes = {NAME.format(layer): Whole((2, 3), torch.float32) for layer in range(50)}
     learn(converter_of(convert, None), wholes)
-    assert len(calls) < 60
+    assert len(calls) < 75
     assert set(calls) == wholes.keys()
 
 

@@ -5,7 +5,7 @@ The converter is given tensors whose elements say where they lie, and what it re
 they went.  A number that tells all elements apart does not fit into one bfloat16, so there is one
 tensor for each digit of it.  This needs nothing of the converter but that it is a function of the
 tensor: views, copies, indices and numpy are all the same.  What it does is then proved on random
-values, for every parameter of the model.
+values, for every parameter of the model; where it computes in 16 bits, once on all there are.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ _WIDER = {
     "float16": ("float16", "float32", "float64"),
     "float32": ("float32", "float64"),
 }
+_COPIED = 64  # values on which copies of elements are proved, at least
+# The same of computed ones: all of 16 bits (see _tile) where a target's elements lie in one run,
+# most of them where it takes every n-th.
+_COMPUTED = 1 << 17
+_RUNS = 1 << 11  # for that, at most: fewer than 64 elements get a part of them
 _FEW_BITS = 4  # where a converter computes, and rounds
 
 
@@ -144,13 +149,14 @@ def learn(convert: Convert, wholes: Mapping[str, Whole]) -> dict[str, list[Piece
 def _learn_kind(
     convert: Convert, whole: Whole, names: Iterable[str]
 ) -> Iterator[tuple[str, list[Piece]]]:
-    values = _random(whole)
+    tile = _tile(whole.dtype)
+    values = _window(tile, whole, 0)
     known: list[tuple[list[_Source], list[Tensor]]] = []
     for name in names:
         outputs = convert(name, values.clone())
         sources = next((k for k, made in known if _difference(outputs, made) < 0), None)
         if sources is None:
-            sources, made = _learn_one(convert, name, whole, values, outputs)
+            sources, made = _learn_one(convert, name, whole, tile, outputs)
             known.append((sources, made))
         yield (
             name,
@@ -166,20 +172,37 @@ def _learn_one(
     convert: Convert,
     name: str,
     whole: Whole,
-    values: Tensor,
+    tile: Tensor,
     outputs: Sequence[tuple[str, Tensor]],
 ) -> tuple[list[_Source], list[Tensor]]:
-    """Where what a converter makes of a parameter comes from, and what it makes of these values."""
+    """Where what a converter makes of a parameter comes from, and what it makes of the first
+    window."""
     reader = _Reader(convert, name, whole)
-    place = 0
+    values, place = _window(tile, whole, 0), 0
     for sample in (_SAMPLE, None):
         sources = reader.sources(sample)
         made = [source.apply(values) for source in sources]
         place = _difference(outputs, made)
         if place < 0:
-            return sources, made
+            break
+    for start in _starts(whole, sources):
+        if place >= 0:
+            break
+        values = _window(tile, whole, start)
+        outputs = convert(name, values.clone())
+        place = _difference(outputs, [source.apply(values) for source in sources])
+    if place < 0:
+        return sources, made
     target = outputs[min(place, len(outputs) - 1)][0]
     raise _refusal(name, target, "what it makes depends on the values")
+
+
+def _starts(whole: Whole, sources: Sequence[_Source]) -> range:
+    """Of further windows, so that the elements of each target have enough values together."""
+    least = min(math.prod(source.shape) for source in sources)
+    computed = any(piece.affine is not None for source in sources for piece in source.pieces)
+    room = max(1, min(_RUNS, _BLOCK // math.prod(whole.shape)))
+    return range(least, min(_COMPUTED if computed else _COPIED, room * least), least)
 
 
 def _difference(outputs: Sequence[tuple[str, Tensor]], expected: Sequence[Tensor]) -> int:
@@ -199,16 +222,31 @@ def _refusal(name: str, target: str, why: str) -> _core.LayoutError:
     return _core.LayoutError(f"{name}: the converter does more to {target} than to copy it: {why}")
 
 
-def _random(whole: Whole) -> Tensor:
-    """Values of many magnitudes."""
+def _tile(dtype: torch.dtype) -> Tensor:
+    """_PERIOD values of all magnitudes, more of them around 1; of 16 bits: among any 2**17 that
+    follow each other are all finite ones."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    tile = torch.randn(_PERIOD, generator=generator, device="cpu")
-    tile *= torch.randint(-8, 8, (_PERIOD,), generator=generator, device="cpu").float().exp2()
-    count = math.prod(whole.shape)
-    values = tile.to(whole.dtype).repeat(-(-count // _PERIOD))
-    return values[:count].reshape(whole.shape)
+    if dtype in (torch.float16, torch.bfloat16):
+        every = torch.arange(-1 << 15, 1 << 15, dtype=torch.int16, device="cpu").view(dtype)
+        every = every[every.isfinite()]
+        draws = range(-(-_PERIOD // len(every)))
+        orders = [torch.randperm(len(every), generator=generator, device="cpu") for _ in draws]
+        return every[torch.cat(orders)[:_PERIOD]]
+    count = (_PERIOD,)
+    reach = 1 + 14 * torch.randint(2, count, generator=generator, device="cpu")
+    powers = reach * torch.randint(-8, 8, count, generator=generator, device="cpu")
+    tile = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
+    tile *= powers.float().exp2()
+    return tile.to(dtype)
+
+
+def _window(tile: Tensor, whole: Whole, start: int) -> Tensor:
+    """A whole parameter of these values, from one on."""
+    end = start + math.prod(whole.shape)
+    rounds = -(-end // _PERIOD)
+    return (tile if rounds == 1 else tile.repeat(rounds))[start:end].reshape(whole.shape)
 
 
 @dataclass(frozen=True)
@@ -231,7 +269,8 @@ class _Source:
             part = values.as_strided(piece.extent, steps, values.storage_offset() + first)
             if piece.affine is not None:  # as copies compute it (csrc/core/layout/dtype.h)
                 scale, offset = piece.affine
-                part = part.float() * scale + offset
+                part = part.float() * scale
+                part = part + offset if offset else part  # -0 + 0 would lose its sign
             ends = zip(piece.target_start, piece.extent, piece.steps, strict=True)
             found[tuple(slice(at, at + n * step, step) for at, n, step in ends)] = part
         return found
