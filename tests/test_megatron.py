@@ -186,7 +186,10 @@ PLAIN = ("llama", {"head_dim": 16}, {"tp": 2, "pp": 2}, {})
             "one_query_group",
             DENSE,
             "LayoutError",
-            ["linear_qkv", "in 1 query groups (num_key_value_heads or num_query_groups)"],
+            [
+                "layers.0: the trainer's num_query_groups is 2, "
+                "but the configuration says 1 (num_key_value_heads or num_query_groups)"
+            ],
         ),
         ("wrong_dimension", DENSE, "LayoutError", ["linear_proj", "partition_dim is 0"]),
         ("not_parallel", DENSE, "LayoutError", ["linear_proj", "tensor_model_parallel is False"]),
@@ -204,7 +207,7 @@ PLAIN = ("llama", {"head_dim": 16}, {"tp": 2, "pp": 2}, {})
         ),
         ("interleaved", DENSE, "LayoutError", ["rotary_interleaved is True", "needs False"]),
         ("blocks_of_gates", MOE, "LayoutError", ["glu_interleave_size is 8", "needs None"]),
-        ("halved_heads", PLAIN, "LayoutError", ["num_query_groups is 2", "'llama' needs 4"]),
+        ("halved_heads", PLAIN, "LayoutError", ["num_query_groups is 2", "says 4"]),
     ],
 )
 def test_input_that_cannot_be(local, damage, case, kind, parts):

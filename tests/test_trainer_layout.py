@@ -96,6 +96,62 @@ def test_a_vision_tower_without_its_sizes_is_taken_as_it_is(known):
         assert tensor[2] == shape
 
 
+def chunk_of(layer, value, **settings):
+    """A virtual pipeline stage: one layer with one parameter."""
+    chunk = torch.nn.Module()
+    chunk.decoder = torch.nn.Module()
+    chunk.decoder.layers = torch.nn.ModuleList([torch.nn.Module()])
+    chunk.decoder.layers[0].layer_number = layer + 1
+    chunk.decoder.layers[0].config = SimpleNamespace(**settings)
+    chunk.decoder.layers[0].pre_mlp_layernorm = torch.nn.LayerNorm(4, bias=False)
+    torch.nn.init.constant_(chunk.decoder.layers[0].pre_mlp_layernorm.weight, value)
+    return chunk
+
+
+@pytest.fixture(params=["table", "converter"])
+def chunks(request):
+    """The list of a trainer's model, and its layout."""
+    found = [chunk_of(0, 1.0), chunk_of(1, 2.0)]
+    args = SimpleNamespace(hidden_size=4, num_attention_heads=2, num_layers=2, vocab_size=8)
+    how = {"model_name": "llama"}
+    if request.param == "converter":
+        how = {"converter": lambda name, tensor: [(name, tensor)]}
+    return found, wsync.megatron.layout(found, args, **how)
+
+
+def test_a_chunk_that_replaces_another_in_the_models_list_is_read(chunks):
+    model, layout = chunks
+    for value in (3.0, 4.0):
+        model[1] = chunk_of(1, value)
+        assert [tensor[0].item() for tensor in layout.tensors()] == [1.0, value]
+    model.reverse()
+    with pytest.raises(LayoutError, match="the order of tensors: differs"):
+        layout.bind()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda model: model.pop(), lambda model: model.append(chunk_of(2, 5.0))]
+)
+def test_a_list_of_more_or_fewer_chunks_is_refused(chunks, change):
+    model, layout = chunks
+    change(model)
+    with pytest.raises(LayoutError, match=r"decoder.layers.\d.pre_mlp_layernorm.weight: differs"):
+        layout.bind()
+
+
+def test_a_replaced_layer_that_takes_its_bytes_for_others_is_refused():
+    model = [chunk_of(0, 1.0)]
+    args = SimpleNamespace(hidden_size=4, num_attention_heads=2, num_layers=1, vocab_size=8)
+    layout = wsync.megatron.layout(model, args, model_name="llama")
+    model[0] = chunk_of(0, 2.0, layernorm_zero_centered_gamma=True)
+    with pytest.raises(LayoutError, match="layernorm_zero_centered_gamma is True"):
+        layout.bind()
+    model[0] = chunk_of(0, 3.0)
+    model[0].decoder.layers[0] = chunk_of(0, 4.0, rotary_interleaved=True).decoder.layers[0]
+    with pytest.raises(LayoutError, match="rotary_interleaved is True"):
+        layout.bind()
+
+
 def test_bind_finds_tensors_that_moved(tensors):
     layout = from_tensors(tensors)
     first = layout.bind()

@@ -97,7 +97,8 @@ def layout(
 ) -> TrainerLayout:
     """The layout of this rank of a Megatron-Core model.
 
-    `model`: one module, or one per virtual pipeline stage.  `config`: the Hugging Face
+    `model`: one module, or one per virtual pipeline stage, in a list that is read again at every
+    update: others of the same parameters may take their places.  `config`: the Hugging Face
     configuration, or Megatron's (slime's) arguments together with `model_name`: the sizes are read
     (hidden_size, vocab_size, num_layers, num_attention_heads, num_query_groups, kv_channels, the
     ffn_hidden_sizes, num_experts) and untie_embeddings_and_output_weights.  `loaded_by`: whose
@@ -118,10 +119,9 @@ def layout(
     matches, that goes where another one does, that has another shape than the configuration says,
     or whose attributes contradict it; for one that a converter does not copy, or whose cut is open.
     """
-    chunks = list(model) if isinstance(model, Sequence) else [model]
+    chunks = model if isinstance(model, Sequence) else [model]
     learnt = None if converter is None and bridge is None else Family("of a converter")
     spec = read_model(config, model_name, loaded_by, family=learnt)
-    _keep_biases_wide(chunks)
     ranks = Ranks.current()
     rank, count = position(group)
     slots = Slots(chunks, lambda: _slots(chunks, spec, ranks))
@@ -185,24 +185,21 @@ def _keep_biases_wide(chunks: Sequence[Module]) -> None:
 def _check_settings(chunks: Sequence[Module], spec: Model) -> None:
     """Raises LayoutError where a layer's configuration says that the same bytes mean others than
     the family's rules take them for."""
-    needed = dict(spec.family.settings)
-    needed |= {
-        field: spec.sizes[size]
-        for size, field in _SAME_SHAPE.items()
-        if size in spec.family.sizes and size in spec.sizes and size not in spec.family.fields
-    }
+    family = f"the family {spec.family.name!r} needs"
+    needed = {field: (value, f"{family} {value}") for field, value in spec.family.settings.items()}
+    for size, field in _SAME_SHAPE.items():
+        if size in spec.family.sizes and size in spec.sizes and size not in spec.family.fields:
+            value, fields = spec.sizes[size], " or ".join(FIELDS[size])
+            needed[field] = value, f"the configuration says {value} ({fields})"
     for chunk in chunks:
         for path, module in chunk.named_modules():
             config = getattr(module, "config", None)
             if config is None or _LAYER.fullmatch(global_name(path)) is None:
                 continue
-            for field, value in needed.items():
+            for field, (value, text) in needed.items():
                 found = getattr(config, field, value)
                 if found != value:
-                    raise _core.LayoutError(
-                        f"{path}: the trainer's {field} is {found}, but the family "
-                        f"{spec.family.name!r} needs {value}"
-                    )
+                    raise _core.LayoutError(f"{path}: the trainer's {field} is {found}, but {text}")
 
 
 def _check_gathered(chunks: Sequence[Module]) -> None:
@@ -224,6 +221,9 @@ def _check_gathered(chunks: Sequence[Module]) -> None:
 
 def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot]:
     """Parameters and expert biases of all chunks under their global names."""
+    _keep_biases_wide(chunks)
+    if spec.family.rules:
+        _check_settings(chunks, spec)
     embedded = False
     for number, chunk in enumerate(chunks):
         layers = _layer_numbers(chunk, number if len(chunks) > 1 else None)

@@ -63,6 +63,7 @@ class _Before(NamedTuple):
 
 
 class _Found(NamedTuple):
+    roots: tuple[Module, ...]
     names: tuple[str, ...]
     slots: list[Slot]
     others: list[tuple[Slot, int]]  # further names, and whose tensor they are of
@@ -73,7 +74,7 @@ class Slots:
     """The places of all tensors, which are read again at every update.
 
     Args:
-        roots: the modules in which `find` looks.
+        roots: the modules in which `find` looks; a list of the caller's may change.
         find: the slots there are now; it is asked again when modules were replaced, or
             have more tensors.
 
@@ -97,7 +98,8 @@ class Slots:
         Raises:
             LayoutError: one is gone or new, or is no longer the one of all its names.
         """
-        if not all(before.holds() for before in self._found.modules):
+        known = self._found
+        if tuple(self._roots) != known.roots or not all(b.holds() for b in known.modules):
             found = self._scan()
             if found.names != self.names:
                 odd = next(iter({*self.names} ^ {*found.names}), "the order of tensors")
@@ -119,7 +121,8 @@ class Slots:
         return tensors
 
     def _scan(self) -> _Found:
-        modules = [_Before.of(module) for root in self._roots for module in root.modules()]
+        roots = tuple(self._roots)
+        modules = [_Before.of(module) for root in roots for module in root.modules()]
         slots: list[Slot] = []
         others: list[tuple[Slot, int]] = []
         tensors: list[Any] = []
@@ -139,7 +142,7 @@ class Slots:
             else:
                 slots.append(slot)
                 tensors.append(tensor)
-        return _Found(tuple(slot.name for slot in slots), slots, others, modules)
+        return _Found(roots, tuple(slot.name for slot in slots), slots, others, modules)
 
 
 def _filled(home: dict[str, Any]) -> set[str]:
