@@ -160,6 +160,21 @@ def test_bind_finds_tensors_that_moved(tensors):
     assert layout.bind()[1][0] == tensors["model.proj.weight"].data_ptr()
 
 
+class Published(dict):
+    """A dict that gets new tensors as soon as one has been looked up: another thread's work."""
+
+    def __getitem__(self, name):
+        found = super().__getitem__(name)
+        self.update({name: tensor + 1 for name, tensor in self.items()})
+        return found
+
+
+@pytest.mark.parametrize("make", [from_tensors, wsync.fsdp.layout], ids=["tensors", "fsdp"])
+def test_a_dict_is_read_at_one_time(make):
+    layout = make(Published({name: torch.zeros(2) for name in "abc"}))
+    assert len({tensor[0].item() for tensor in layout.tensors()}) == 1
+
+
 def test_a_tensor_that_a_mapping_gets_later_is_refused(tensors):
     layout = from_tensors(tensors)
     tensors["extra"] = torch.zeros(1)

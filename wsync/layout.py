@@ -171,7 +171,7 @@ def from_tensors(
     and where several hold one under the same name they hold the same values.  Not collective.
 
     The mapping is read again at every update, so its tensors may be replaced by others of the
-    same names, dtypes, shapes and strides.
+    same names, dtypes, shapes and strides.  A dict is read at once, any other mapping by and by.
     """
     if not isinstance(tensors, Mapping):
         raise _core.InvalidArgumentError(
@@ -200,11 +200,12 @@ def from_tensors(
     builder.add_tensors(names, table, [group_of(name, TOGETHER) for name in names])
 
     def current() -> Sequence[Tensor]:
+        known = dict(tensors.items())  # at once: another thread may change a dict
         try:
-            found = [tensors[name] for name in names]
+            found = [known[name] for name in names]
         except KeyError as error:
             raise _core.LayoutError(f"{error.args[0]}: no longer among the tensors") from None
-        new = [] if len(tensors) == len(names) else [name for name in tensors if name not in seen]
+        new = [] if len(known) == len(names) else [name for name in known if name not in seen]
         if new:
             raise _core.LayoutError(f"{new[0]}: not among the layout's tensors: make it anew")
         return found
