@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 import torch
 
-from wsync._core import Pattern
-from wsync.engine.learn import forms
+from wsync._core import LayoutError, Pattern
+from wsync.engine.learn import value_forms
 from wsync.engine.learn.attribute_guards import Attribute, AttributeGuards
-from wsync.engine.learn.forms import Forms, pattern
 from wsync.engine.learn.module_memory import ModuleMemory, slots, usable
+from wsync.engine.learn.value_forms import Forms
+from wsync.module_tensors import Slot, Slots, homes_of
+from wsync.module_tensors.forms import pattern
 
 
 class Color(enum.IntEnum):
@@ -162,9 +164,9 @@ def mutate(chance: random.Random, value: Any) -> Any:
 @pytest.fixture
 def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values as deep as they are drawn are compared."""
-    monkeypatch.setattr(forms, "_DEPTH", 99)
-    elements = [functools.partial(forms._elements, depth) for depth in range(99)]
-    monkeypatch.setattr(forms, "_ELEMENTS", elements)
+    monkeypatch.setattr(value_forms, "_DEPTH", 99)
+    elements = [functools.partial(value_forms._elements, depth) for depth in range(99)]
+    monkeypatch.setattr(value_forms, "_ELEMENTS", elements)
 
 
 @pytest.mark.usefixtures("deep")
@@ -299,6 +301,59 @@ def test_a_module_is_current_if_everything_in_it_is_what_it_was() -> None:
             found[same] += 1
         del kept_alive
     assert min(found.values()) > 50
+
+
+def test_slots_of_a_trainer_are_read_where_they_are_or_refused() -> None:
+    found = {True: 0, False: 0}
+    changes = [
+        *CHANGES,
+        lambda p: p.register_parameter("more", torch.nn.Parameter(torch.zeros(2))),
+        lambda p: p.register_buffer("more", torch.zeros(2)),
+        lambda p: vars(p).update(_parameters={"a": torch.nn.Parameter(p.a.data), "none": None}),
+        lambda p: vars(p).update(_buffers={"b": p.b.clone()}),
+    ]
+    for seed in range(len(changes) * 4):
+        chance = random.Random(seed)
+        module = Part(chance, 2)
+
+        def find(module: Any = module) -> list[Slot]:
+            return [Slot(path, home, key, path) for _, home, key, path in homes_of(module)]
+
+        def tied(module: Any = module) -> dict[str, str]:
+            firsts: dict[int, str] = {}
+            homes = homes_of(module)
+            return {p: firsts.setdefault(id(home[key]), p) for _, home, key, p in homes}
+
+        slots, before = Slots([module], find), tied()
+        for _ in range(4):
+            changes[seed % len(changes)](chance.choice(list(module.modules())))
+            seed = chance.randrange(10**6)
+            held = {path: home[key] for _, home, key, path in homes_of(module)}
+            try:
+                tensors = slots.read()
+            except LayoutError:
+                assert list(tied().items()) != list(before.items()), seed
+                found[False] += 1
+                continue
+            assert list(map(id, tensors)) == [id(held[name]) for name in slots.names], seed
+            assert {*map(id, tensors)} == {*map(id, held.values())}, seed
+            found[True] += 1
+    assert min(found.values()) > 50
+
+
+def test_slots_are_found_anew_when_a_part_gets_another_class() -> None:
+    module, asked = Part(random.Random(1), 1), []
+
+    def find() -> list[Slot]:
+        asked.append(type(module))
+        return [Slot(path, home, key, path) for _, home, key, path in homes_of(module)]
+
+    slots = Slots([module], find)
+    slots.read()
+    module.__class__ = Made
+    slots.read()
+    slots.read()
+    assert asked == [Part, Made]
 
 
 def test_memory_of_another_size_at_the_same_place_is_other_memory() -> None:

@@ -131,8 +131,6 @@ def layout(
     if learnt is not None:
         reader = _learn(converter, bridge, config, chunks, slots, spec, ranks)
     built = _build(reader, rank, names, current, table)
-    if learnt is None:
-        _check_settings(chunks, spec)
 
     def read() -> list[Tensor]:
         _check_gathered(chunks)

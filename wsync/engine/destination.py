@@ -8,7 +8,7 @@ delivered if they bring the same bytes, and nothing is copied to memory that is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,9 +21,9 @@ from wsync._core import (
     StateError,
     describe,
 )
-from wsync.engine.learn.forms import Form, atom, attribute, items, pattern
 from wsync.engine.learn.module_memory import bound_tensors, seen, usable
 from wsync.module_tensors import same_bytes
+from wsync.module_tensors.forms import KEEP, Form, at, atom, attribute, items, module_pattern
 from wsync.report import listed
 
 
@@ -51,37 +51,20 @@ class Snapshot:
     """Which tensors a module holds at one moment, under which names.  Keeps none of them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._pattern = pattern(_form_of(module, set()))
+        self._held = module_pattern([module], _tensors_of)
 
     def tensors(self) -> list[torch.Tensor] | None:
         """The tensors, as long as the module holds those and no others; else None.  Another one
         may take the place of one that is gone: its memory is to be compared, too."""
-        return self._pattern.match(self._module)
+        return self._held()
 
 
-def _form_of(part: torch.nn.Module, known: set[int]) -> Form:
-    """Of a module: which parts and tensors it holds under which names.  They are known by their
-    addresses: torch swaps no tensors that there are weak references to."""
-    if id(part) in known:
-        return "at", id(part), ()
-    known.add(id(part))
-    tensors = [
-        {
-            name: ("at", id(value), (_KEPT,)) if value is not None else atom(None)
-            for name, value in held
-        }
-        for held in (part._parameters.items(), part._buffers.items())
-    ]
-    parts = {
-        name: _form_of(child, known) if child is not None else atom(None)
-        for name, child in part._modules.items()
-    }
-    stores = zip(("_parameters", "_buffers", "_modules"), (*tensors, parts), strict=True)
-    return "at", id(part), tuple(attribute(name, items(forms)) for name, forms in stores)
-
-
-_KEPT: Form = ("keep", None, ())
+def _tensors_of(part: torch.nn.Module) -> Iterator[Form]:
+    """Forms of a part, of the tensors that it holds: all of them are kept."""
+    for store in ("_parameters", "_buffers"):
+        held = getattr(part, store).items()
+        forms = {name: at(value, KEEP) if value is not None else atom(None) for name, value in held}
+        yield attribute(store, items(forms))
 
 
 class OtherName(NamedTuple):

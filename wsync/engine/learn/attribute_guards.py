@@ -21,7 +21,8 @@ from typing import Any, Final
 
 import torch
 
-from wsync.engine.learn.forms import ATOMS, Form, Forms, atom, attribute, lacks, pattern, typed
+from wsync.engine.learn.value_forms import ATOMS, Forms
+from wsync.module_tensors.forms import Form, atom, attribute, elements, lacks, pattern, typed
 
 _HELD: Final = frozenset(("_parameters", "_buffers", "_modules"))  # ModuleMemory knows of these
 
@@ -124,7 +125,7 @@ class AttributeGuards:
             for kind, names in absent.items()
         ]
         inner = [("once", None, _merged(forms)) for forms in (*owned.values(), *classes)]
-        self._pattern = pattern(("elements", None, tuple(inner)))
+        self._pattern = pattern(elements(inner))
 
     def difference(self, parts: Parts) -> str:
         """How the first one that differs now does, or ""."""

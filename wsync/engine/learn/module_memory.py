@@ -12,9 +12,19 @@ from typing import Any, Final
 import torch
 
 from wsync._core import BufferTable, LayoutError, StateError
-from wsync.engine.learn.forms import Form, atom, attribute, call, items, pattern
 from wsync.engine.learn.regions import Move
 from wsync.module_tensors import checksum_of
+from wsync.module_tensors.forms import (
+    KEEP,
+    Form,
+    at,
+    atom,
+    attribute,
+    call,
+    items,
+    module_pattern,
+    typed,
+)
 
 # (path, dtype, shape, strides in elements, area, byte offset in it)
 Fact = tuple[str, str, tuple[int, ...], tuple[int, ...], int, int]
@@ -130,8 +140,7 @@ class ModuleMemory:
                 self.parameters.add(path)
             self.device = self.device if self._places else tensor.device
             self._places.append((slot, name))
-        forms = tuple(_form_of_part(part, bound) for part in self.parts.values())
-        self._pattern = pattern(("elements", None, forms))
+        self._held = module_pattern([module], lambda part: [_form_of_part(part, bound)])
         self._forms = list(bound.values())
         self._spans = [(area.start, area.end - area.start) for area in self.areas]
         self._order = sorted(range(len(self.areas)), key=lambda i: self.areas[i].start)
@@ -188,7 +197,7 @@ class ModuleMemory:
     def kept(self) -> list[torch.UntypedStorage] | None:
         """The memory of all areas, if the module holds the very same tensors where they were, and
         all else as it was: what an update asks each time, at little cost; else None."""
-        return self._pattern.match(tuple(self.parts.values()))
+        return self._held()
 
     def current(self) -> bool:
         """Whether the module holds the very same tensors where they were, and no others."""
@@ -312,24 +321,24 @@ def bound_tensors(
 def _form_of(tensor: torch.Tensor) -> Form:
     """Of a tensor of a module: which one it is, and what memory it lies in, which is kept."""
     start, end = _span(tensor)
-    inner = (
-        ("type", type(tensor), ()),
+    return at(
+        tensor,
+        typed(type(tensor)),
         call("data_ptr", atom(tensor.data_ptr())),
         attribute("dtype", atom(tensor.dtype)),
         attribute("shape", atom(tensor.shape)),
         call("stride", atom(tensor.stride())),
         call(
             "untyped_storage",
-            ("keep", None, ()),
+            KEEP,
             call("data_ptr", atom(start)),
             call("nbytes", atom(end - start)),
         ),
     )
-    return "at", id(tensor), inner
 
 
 def _form_of_part(part: torch.nn.Module, bound: dict[int, Form]) -> Form:
-    """Of a part: which modules and tensors it holds, under which names.
+    """Of a part: which tensors it holds, under which names.
 
     bound: the forms of tensors by their ids.  Others have no memory, and may get some.
     """
@@ -337,14 +346,8 @@ def _form_of_part(part: torch.nn.Module, bound: dict[int, Form]) -> Form:
     def held(slot: dict[str, Any]) -> Form:
         return items({name: bound.get(id(v)) or _other(v) for name, v in slot.items()})
 
-    children = items({name: atom(child) for name, child in part._modules.items()})
-    inner = (
-        held(vars(part)),
-        ("item", "_parameters", (held(part._parameters),)),
-        ("item", "_buffers", (held(part._buffers),)),
-        ("item", "_modules", (children,)),
-    )
-    return attribute("__dict__", *inner)
+    stores = (("item", store, (held(vars(part)[store]),)) for store in ("_parameters", "_buffers"))
+    return attribute("__dict__", held(vars(part)), *stores)
 
 
 def _other(value: object) -> Form:

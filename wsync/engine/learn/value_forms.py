@@ -1,9 +1,4 @@
-"""Forms: what a value was, to see later at little cost whether it still is that.
-
-A form is a question about a value, and forms of what the value holds, which C asks (see
-csrc/python/pattern.c).  Made of them here are those of values that load_weights goes by; a value is
-still the same if it has the form that it had.
-"""
+"""Forms of values that load_weights goes by."""
 
 from __future__ import annotations
 
@@ -12,15 +7,11 @@ import enum
 import functools
 import types
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 
-from wsync._core import Pattern
-
-# (operation, what it takes, forms of what it leads to); of an atom its type, too: 1 is not True
-Form = tuple[Any, ...]
+from wsync.module_tensors.forms import Form, atom, attribute, call, elements, items, typed
 
 # values that cannot change while they are the same object
 ATOMS: Final = (
@@ -35,57 +26,6 @@ _NAMES: Final[dict[type, tuple[str, ...]]] = {
     types.BuiltinFunctionType: ("__qualname__", "__self__"),
 }
 _DEPTH: Final = 8  # of containers in containers
-
-
-def pattern(form: Form) -> Pattern:
-    """What tells whether a value has this form.  Equal questions become one row."""
-    rows: list[tuple[str, object, tuple[int, ...]]] = []
-    numbers: dict[tuple[str, int, tuple[int, ...]], int] = {}
-    known: dict[int, int] = {}  # by the identity of forms
-
-    def number(form: Form) -> int:
-        found = known.get(id(form))
-        if found is None:
-            operation, what, inner = form[0], form[1], tuple(map(number, form[2]))
-            found = numbers.setdefault((operation, id(what), inner), len(rows))
-            if found == len(rows):
-                rows.append((operation, what, inner))
-            known[id(form)] = found
-        return found
-
-    number(form)
-    return Pattern(rows)
-
-
-def atom(value: Any) -> Form:
-    return "atom", value, (), type(value)
-
-
-def typed(kind: Any, *inner: Form) -> Form:
-    return "type", kind, inner
-
-
-def attribute(name: str, *inner: Form) -> Form:
-    return "attribute", name, inner
-
-
-def call(name: str, *inner: Form) -> Form:
-    return "call", name, inner
-
-
-def lacks(*names: str) -> tuple[Form, ...]:
-    return tuple(("lacks", name, ()) for name in sorted(names))
-
-
-def items(forms: Mapping[Any, Form]) -> Form:
-    """Of a mapping, by its keys."""
-    return "items", _keys(*forms), tuple(forms.values())
-
-
-@functools.lru_cache(maxsize=1024, typed=True)
-def _keys(*keys: Any) -> tuple[Any, ...]:
-    """One tuple for many mappings: those of what a class's objects hold."""
-    return keys
 
 
 class Forms:
@@ -108,17 +48,15 @@ class Forms:
         if depth >= _DEPTH or isinstance(value, torch.nn.Module | torch.Tensor):
             return typed(kind)
         if isinstance(value, list | tuple | deque | bytearray):
-            inner = tuple(self.of(each, depth + 1) for each in tuple(value))
-            return typed(kind, ("elements", None, inner))
+            return typed(kind, elements(self.of(each, depth + 1) for each in tuple(value)))
         if isinstance(value, set | frozenset):
             return typed(kind, ("apply", _ELEMENTS[depth], (atom(_ELEMENTS[depth](value)),)))
         if isinstance(value, dict | types.MappingProxyType):
             pairs = list(value.items())
             if all(type(key) in _KEYS for key, _ in pairs):
                 return typed(kind, items({key: self.of(v, depth + 1) for key, v in pairs}))
-            forms = [tuple(self.of(each, depth + 1) for each in pair) for pair in pairs]
-            held = ("elements", None, tuple(("elements", None, pair) for pair in forms))
-            return typed(kind, call("items", held))
+            forms = [elements(self.of(each, depth + 1) for each in pair) for pair in pairs]
+            return typed(kind, call("items", elements(forms)))
         if isinstance(value, types.FunctionType):
             return self._function(value, depth)
         names = next((found for known, found in _NAMES.items() if isinstance(value, known)), ())
@@ -146,11 +84,11 @@ class Forms:
     def _function(self, value: types.FunctionType, depth: int) -> Form:
         found = self._functions.get((value, depth))
         if found is None:
-            cells = tuple(
+            cells = [
                 self._attribute(cell, "cell_contents", depth + 2)
                 for cell in value.__closure__ or ()
-            )
-            closure = ("elements", None, cells) if cells else atom(value.__closure__)
+            ]
+            closure = elements(cells) if cells else atom(value.__closure__)
             same = typed(
                 type(value),
                 attribute("__code__", atom(value.__code__)),

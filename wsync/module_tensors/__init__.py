@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from wsync import _core
+from wsync.module_tensors.forms import Form, at, atom, attribute, call, module_pattern, typed
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -25,49 +26,12 @@ class Slot(NamedTuple):
     part: int = 0
 
 
-class _Before(NamedTuple):
-    """What a module had: its class, the dicts where it keeps its parts and tensors, and what was
-    in them."""
-
-    module: Module
-    kind: type
-    parts: dict[str, Any]
-    children: tuple[tuple[str, Any], ...]
-    parameters: dict[str, Any]
-    buffers: dict[str, Any]
-    filled: tuple[set[str], set[str]]  # the keys of both that had tensors
-    scratch: set[str]  # buffers that are not weights
-
-    @staticmethod
-    def of(module: Module) -> _Before:
-        parameters, buffers = module._parameters, module._buffers
-        children = tuple(module._modules.items())
-        filled = _filled(parameters), _filled(buffers)
-        scratch = set(module._non_persistent_buffers_set)
-        kind, parts = type(module), module._modules
-        return _Before(module, kind, parts, children, parameters, buffers, filled, scratch)
-
-    def holds(self) -> bool:
-        """Whether it is as it was, with no more tensors or weights."""
-        module = self.module
-        return (
-            type(module) is self.kind
-            and module._parameters is self.parameters
-            and module._buffers is self.buffers
-            and module._modules is self.parts
-            and tuple(self.parts.items()) == self.children
-            and module._non_persistent_buffers_set == self.scratch
-            and _filled(self.parameters) <= self.filled[0]
-            and _filled(self.buffers) <= self.filled[1]
-        )
-
-
 class _Found(NamedTuple):
     roots: tuple[Module, ...]
     names: tuple[str, ...]
     slots: list[Slot]
     others: list[tuple[Slot, int]]  # further names, and whose tensor they are of
-    modules: list[_Before]  # all of them
+    same: Callable[[], object]  # None when modules hold other parts or dicts, or other names
 
 
 class Slots:
@@ -99,7 +63,7 @@ class Slots:
             LayoutError: one is gone or new, or is no longer the one of all its names.
         """
         known = self._found
-        if tuple(self._roots) != known.roots or not all(b.holds() for b in known.modules):
+        if tuple(self._roots) != known.roots or known.same() is None:
             found = self._scan()
             if found.names != self.names:
                 odd = next(iter({*self.names} ^ {*found.names}), "the order of tensors")
@@ -108,10 +72,7 @@ class Slots:
                 )
             self._found = found
         slots = self._found.slots
-        tensors: list[Any] = [slot.home.get(slot.key) for slot in slots]
-        for slot, tensor in zip(slots, tensors, strict=True):
-            if tensor is None:
-                raise _core.LayoutError(f"{slot.path}: no longer among the module's tensors")
+        tensors: list[Any] = [slot.home[slot.key] for slot in slots]
         for slot, number in self._found.others:
             if slot.home.get(slot.key) is not tensors[number]:
                 raise _core.LayoutError(
@@ -122,7 +83,6 @@ class Slots:
 
     def _scan(self) -> _Found:
         roots = tuple(self._roots)
-        modules = [_Before.of(module) for root in roots for module in root.modules()]
         slots: list[Slot] = []
         others: list[tuple[Slot, int]] = []
         tensors: list[Any] = []
@@ -142,12 +102,23 @@ class Slots:
             else:
                 slots.append(slot)
                 tensors.append(tensor)
-        return _Found(roots, tuple(slot.name for slot in slots), slots, others, modules)
+        same = module_pattern(roots, _stores_of)  # after `find`, which may reshard
+        return _Found(roots, tuple(slot.name for slot in slots), slots, others, same)
 
 
-def _filled(home: dict[str, Any]) -> set[str]:
-    """The keys of a home that have tensors."""
-    return {key for key, tensor in home.items() if tensor is not None}
+def _stores_of(module: Module) -> Iterator[Form]:
+    """Forms of a module: its class, which of its buffers are weights, and the dicts where it keeps
+    tensors, with the keys that have some, in any order.  The tensors may be others."""
+    yield typed(type(module))
+    scratch = "_non_persistent_buffers_set"
+    yield attribute(scratch, atom(set(getattr(module, scratch))))
+    for store in ("_parameters", "_buffers"):
+        home = getattr(module, store)
+        held = [("item", key, (atom(None) if t is None else _SOME,)) for key, t in home.items()]
+        yield attribute(store, at(home, call("__len__", atom(len(home))), *held))
+
+
+_SOME: Final[Form] = ("other", type(None), ())
 
 
 def homes_of(root: Module) -> Iterator[tuple[Module, dict[str, Any], str, str]]:
