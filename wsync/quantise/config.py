@@ -16,11 +16,11 @@ from typing import Any, Final, NamedTuple
 
 from wsync import _core
 
-_PRODUCERS: Final = ("", "slime")
+SLIME: Final = {"name": "slime"}
 _MAX_BLOCK: Final = 1 << 31
 _LISTS: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _DTYPES: Final = ("float32", "bfloat16", "float16")
-_NVFP4_METHODS: Final = ("modelopt", "modelopt_fp4", "nvfp4")
+LINEAR: Final = "Linear"  # as a target: every linear layer
 
 # Keys that say nothing of what weights become: of activations that are quantised while a server
 # runs, of its KV cache, and of how the checkpoint was made.
@@ -82,37 +82,32 @@ class Method:
     block_cols: int
     reciprocal: bool = False
     kept: tuple[str, ...] = ()
-    targets: tuple[str, ...] = ("Linear",)
+    targets: tuple[str, ...] = (LINEAR,)
 
     def __post_init__(self) -> None:
         for pattern in (*self.kept, *self.targets):
             _compiled(pattern)  # a wrong one is named before anything else is done
 
     @staticmethod
-    def of(config: Mapping[str, Any], *, producer: str = "") -> Method:
+    def of(config: Mapping[str, Any]) -> Method:
         """The method of a quantization_config, of a whole config.json that has one (also in
         text_config), or of modelopt's hf_quant_config.json.
 
-        producer: whose arithmetic is wanted where several make the same form: "slime" multiplies
-        by 1 / scale in FP8 blocks and has its own rule for INT4 scales; "" divides, and scales as
-        compressed-tensors does.
+        With {"producer": {"name": "slime"}} in it the arithmetic is slime's where that differs:
+        FP8 blocks are multiplied by 1 / scale, and INT4 scales go by another rule.
 
         Raises:
             UnsupportedError: a method, a key or a value that is not known; the text names it.
-            InvalidArgumentError: no such configuration at all.
+            InvalidArgumentError: no mapping at all.
         """
-        if producer not in _PRODUCERS:
-            raise _core.InvalidArgumentError(
-                f"producer={producer!r}: known are {', '.join(map(repr, _PRODUCERS))}"
-            )
-        found = _inner(config)
-        name = found.get("quant_method")
-        if name is None and found.get("quant_algo") is not None:
-            name = "modelopt"
+        reader = _Reader(_inner(config))
+        name = reader.take("quant_method")
+        if name is None and "quant_algo" in reader.left:
+            name = "modelopt"  # in its own file it does not say so
         read = _READERS.get(name) if isinstance(name, str) else None
         if read is None:
             raise _refusal("quant_method", name, f"known are {', '.join(sorted(_READERS))}")
-        return read(found, producer)
+        return read(reader)
 
     @property
     def form(self) -> _Form:
@@ -177,9 +172,7 @@ class Method:
 
     @cached_property
     def _targets(self) -> Sequence[Callable[[str], bool]]:
-        return [
-            (lambda _: True) if entry == "Linear" else _compiled(entry) for entry in self.targets
-        ]
+        return [(lambda _: True) if entry == LINEAR else _compiled(entry) for entry in self.targets]
 
 
 _FURTHER: Final[Mapping[str, tuple[str, tuple[int, ...]]]] = {
@@ -243,199 +236,177 @@ class _Reader:
     """Takes the keys of a mapping one by one, and refuses what is left."""
 
     def __init__(self, given: Mapping[str, Any], where: str = "") -> None:
-        self._left = dict(given)
+        self.left = dict(given)
         self._where = where
 
+    def take(self, key: str) -> Any:
+        """The value of a key; None where it is not given."""
+        return self.left.pop(key, None)
+
     def one_of(self, key: str, *known: object) -> Any:
-        """The value of a key, one of these; None where it is not given."""
-        value = self._left.pop(key, None)
-        if not any(
-            value is each or (type(value) is type(each) and value == each) for each in known
-        ):
+        """The value of a key, which has to be one of these."""
+        value = self.take(key)
+        if not any(type(value) is type(each) and value == each for each in known):
             raise self.refusal(key, value, f"known is {' or '.join(map(repr, known))}")
         return value
 
-    def positive(self, key: str) -> int:
-        value = self._left.pop(key, None)
-        if type(value) is not int or not 0 < value < _MAX_BLOCK:
-            raise self.refusal(key, value, "a positive number is wanted")
-        return value
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """A list of texts, or one text; none where it is not given."""
-        value = self._left.pop(key, None)
+    def block(self, key: str) -> tuple[int, int] | None:
+        """[rows, columns]"""
+        value = self.take(key)
         if value is None:
-            return ()
-        if isinstance(value, str):
-            return (value,)
-        if not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
-            raise self.refusal(key, value, "a list of names is wanted")
-        return tuple(value)
+            return None
+        if (
+            not isinstance(value, Sequence)
+            or len(value) != 2
+            or not all(type(size) is int and 0 < size < _MAX_BLOCK for size in value)
+        ):
+            raise self.refusal(key, value, "[rows, columns] is wanted")
+        return value[0], value[1]
 
-    def kept(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(entry for key in _LISTS for entry in self.texts(key)))
+    def texts(self, *keys: str) -> tuple[str, ...]:
+        """All texts of some lists; one text stands for a list of it."""
+        found: dict[str, None] = {}
+        for key in keys:
+            value = self.take(key)
+            each = [value] if isinstance(value, str) else value
+            if each is None:
+                continue
+            if not isinstance(each, Sequence) or not all(isinstance(one, str) for one in each):
+                raise self.refusal(key, value, "a list of names is wanted")
+            found.update(dict.fromkeys(each))
+        return tuple(found)
 
-    def inner(self, key: str) -> Mapping[str, Any] | None:
-        value = self._left.pop(key, None)
+    def inner(self, key: str) -> _Reader:
+        """A mapping in this one; an empty one where it is not given."""
+        value = self.take(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.refusal(key, value, "a mapping is wanted")
-        return value
+        return _Reader(value or {}, f"{self._where}{key}.")
 
-    def take(self, key: str) -> Any:
-        return self._left.pop(key, None)
+    def groups(self) -> list[_Reader]:
+        groups = self.inner("config_groups")
+        return [groups.inner(name) for name in list(groups.left)]
 
     def end(self, *silent: str) -> None:
         """Refuses keys that nothing has asked for and that are set; silent: what may be."""
-        for key, value in self._left.items():
+        for key, value in self.left.items():
             if key not in silent and value not in (None, False, "", (), [], {}):
                 raise self.refusal(key, value, "it is not known what this does to weights")
 
     def refusal(self, key: str, value: object, known: str) -> _core.UnsupportedError:
-        return _refusal(self._where + str(key), value, known)
+        return _refusal(f"{self._where}{key}", value, known)
 
 
-def _fp8(config: Mapping[str, Any], producer: str) -> Method:
+def _fp8(reader: _Reader) -> Method:
     """transformers' FineGrainedFP8Config, and without a block size slime's per-tensor form."""
-    reader = _Reader(config)
-    reader.take("quant_method")
+    slime = reader.take("producer") == SLIME
     reader.one_of("fmt", None, "e4m3")
     reader.one_of("activation_scheme", None, "dynamic")
     power = reader.one_of("scale_fmt", None, "ue8m0")
-    block = reader.take("weight_block_size")
-    kept = reader.kept()
+    block = reader.block("weight_block_size")
+    kept = reader.texts(*_LISTS)
     reader.end(*_SILENT)
-    if block is None:
-        if power:
-            raise reader.refusal("scale_fmt", power, "a weight_block_size is wanted with it")
-        return Method("fp8_tensor", 0, 0, kept=kept)
-    rows, cols = _block(reader, block)
-    if not power:
-        return Method("fp8_block", rows, cols, producer == "slime", kept)
-    if (rows, cols) != (128, 128):
+    if power and block != (128, 128):
         raise reader.refusal("weight_block_size", block, "known with scale_fmt is [128, 128]")
-    return Method("fp8_ue8m0", rows, cols, kept=kept)
+    if block is None:
+        return Method("fp8_tensor", 0, 0, kept=kept)
+    if power:
+        return Method("fp8_ue8m0", *block, kept=kept)
+    return Method("fp8_block", *block, reciprocal=slime, kept=kept)
 
 
-def _block(reader: _Reader, given: Any) -> tuple[int, int]:
-    good = (
-        isinstance(given, Sequence)
-        and len(given) == 2
-        and all(type(size) is int and 0 < size < _MAX_BLOCK for size in given)
-    )
-    if not good:
-        raise reader.refusal("weight_block_size", given, "[rows, columns] are wanted")
-    return given[0], given[1]
-
-
-def _mxfp8(config: Mapping[str, Any], producer: str) -> Method:
-    reader = _Reader(config)
-    _not_of_slime(config, producer)
-    reader.take("quant_method")
+def _mxfp8(reader: _Reader) -> Method:
     reader.one_of("fmt", None, "e4m3")
     reader.one_of("activation_scheme", None, "dynamic")
     reader.one_of("scale_fmt", None, "ue8m0")
-    block = reader.take("weight_block_size")
-    if block is not None and _block(reader, block) != (1, 32):
+    block = reader.block("weight_block_size")
+    if block not in (None, (1, 32)):
         raise reader.refusal("weight_block_size", block, "known is [1, 32]")
-    kept = reader.kept()
+    kept = reader.texts(*_LISTS)
     reader.end(*_SILENT)
     return Method("mxfp8", 1, 32, kept=kept)
 
 
-def _not_of_slime(config: Mapping[str, Any], producer: str) -> None:
-    if producer == "slime":
-        raise _refusal("quant_method", config.get("quant_method"), "slime does not quantise by it")
-
-
-def _compressed_tensors(config: Mapping[str, Any], producer: str) -> Method:
-    reader = _Reader(config)
-    reader.take("quant_method")
+def _compressed_tensors(reader: _Reader) -> Method:
+    slime = reader.take("producer") == SLIME
     reader.one_of("format", "pack-quantized")
-    kept = reader.kept()
-    groups = _groups(reader)
-    reader.end(*_SILENT)
+    kept = reader.texts(*_LISTS)
     targets: dict[str, None] = {}
-    sizes = set()
-    for name, group in groups.items():
-        part = _Reader(group, f"config_groups.{name}.")
-        part.one_of("input_activations", None)
-        part.one_of("output_activations", None)
-        part.one_of("format", None, "pack-quantized")
-        chosen = part.texts("targets")
-        targets.update(dict.fromkeys(chosen))
-        for entry in chosen:
-            if entry != "Linear" and entry.isidentifier() and entry[0].isupper():
-                raise part.refusal(
-                    "targets", list(chosen), f"known of classes is 'Linear', not {entry!r}"
-                )
-        sizes.add(_int4_group(part))
-        part.end()
-    if len(sizes) > 1:
-        raise _refusal(
-            "config_groups", sorted(groups), f"group sizes {sorted(sizes)}: one is wanted"
-        )
-    kind = "int4_slime" if producer == "slime" else "int4"
-    return Method(kind, 1, sizes.pop(), kept=kept, targets=tuple(targets) or ("Linear",))
+    sizes = []
+    for group in reader.groups():
+        group.one_of("format", None, "pack-quantized")
+        group.one_of("input_activations", None)
+        group.one_of("output_activations", None)
+        targets.update(dict.fromkeys(_targets(group)))
+        sizes.append(_int4_group(group.inner("weights")))
+        group.end()
+    reader.end(*_SILENT)
+    if len(set(sizes)) != 1:
+        raise reader.refusal("config_groups", sizes, "one group_size for all groups is wanted")
+    kind = "int4_slime" if slime else "int4"
+    return Method(kind, 1, sizes[0], kept=kept, targets=tuple(targets))
 
 
-def _groups(reader: _Reader) -> Mapping[str, Mapping[str, Any]]:
-    groups = reader.inner("config_groups")
-    if not groups or not all(isinstance(group, Mapping) for group in groups.values()):
-        raise reader.refusal("config_groups", groups, "a mapping of groups is wanted")
-    return groups
+def _targets(group: _Reader) -> tuple[str, ...]:
+    """Modules that a group is for: names, patterns, or the class of all linear layers."""
+    found = group.texts("targets") or (LINEAR,)
+    for entry in found:
+        if entry != LINEAR and entry.isidentifier() and entry[0].isupper():
+            raise group.refusal("targets", entry, f"the class that is known is {LINEAR!r}")
+    return found
 
 
-def _int4_group(group: _Reader) -> int:
+def _int4_group(weights: _Reader) -> int:
     """The group size of symmetric INT4 weights."""
-    weights = _Reader(group.inner("weights") or {}, "weights.")
     weights.one_of("num_bits", 4)
     weights.one_of("type", None, "int")
-    if weights.take("symmetric") not in (None, True):
-        raise weights.refusal("symmetric", False, "INT4 with zero points is not supported")
+    symmetric = weights.take("symmetric")
+    if symmetric not in (None, True):
+        raise weights.refusal("symmetric", symmetric, "INT4 with zero points is not supported")
     weights.one_of("strategy", "group")
     order = weights.take("actorder")
-    if order not in (None, False, "weight", "static"):
+    if order not in (None, False, "weight", "static"):  # these two order while calibrating only
         raise weights.refusal(
-            "actorder", order, "columns that are ordered by activations (g_idx) are not supported"
+            "actorder", order, "columns in the order of activations (g_idx) are not supported"
         )
     weights.one_of("dynamic", None, False)
-    size = weights.positive("group_size")
-    # which scales a calibration found is past: updates have none
-    weights.end("observer", "observer_kwargs", "zp_dtype")
-    if size % 8:
+    size = weights.take("group_size")
+    if type(size) is not int or not 0 < size < _MAX_BLOCK or size % 8:
         raise weights.refusal("group_size", size, "a multiple of 8 is wanted")
+    # how a calibration found its scales, and the dtype of zero points that there are not
+    weights.end("observer", "observer_kwargs", "zp_dtype")
     return size
 
 
-def _nvfp4(config: Mapping[str, Any], producer: str) -> Method:
-    """modelopt's export, in config.json or in hf_quant_config.json; and miles' name of it."""
-    _not_of_slime(config, producer)
-    reader = _Reader(config)
-    method = reader.take("quant_method")
-    algorithm = reader.take("quant_algo")
-    if algorithm != "NVFP4" and not (algorithm is None and method == "nvfp4"):
-        raise reader.refusal("quant_algo", algorithm, "known is 'NVFP4'")
-    if config.get("group_size") is not None:
-        reader.one_of("group_size", 16)
-    kept = reader.kept()
-    if config.get("config_groups") is not None:
-        for name, group in _groups(reader).items():
-            part = _Reader(group, f"config_groups.{name}.")
-            part.texts("targets")
-            weights = _Reader(part.inner("weights") or {}, f"config_groups.{name}.weights.")
-            weights.one_of("num_bits", 4)
-            weights.one_of("type", "float")
-            weights.one_of("dynamic", None, False)
-            weights.one_of("group_size", 16)
-            weights.end()
-            part.end("input_activations")
+def _nvfp4(reader: _Reader) -> Method:
+    """modelopt's export, and miles' name of it."""
+    reader.one_of("quant_algo", "NVFP4")
+    reader.one_of("group_size", None, 16)
+    kept = reader.texts(*_LISTS)
+    targets: dict[str, None] = {}
+    for group in reader.groups():
+        targets.update(dict.fromkeys(_targets(group)))
+        weights = group.inner("weights")
+        weights.one_of("num_bits", 4)
+        weights.one_of("type", "float")
+        weights.one_of("dynamic", None, False)
+        weights.one_of("group_size", None, 16)
+        weights.end()
+        group.end("input_activations")
     reader.end(*_SILENT)
-    return Method("nvfp4", 1, 16, kept=kept)
+    return Method("nvfp4", 1, 16, kept=kept, targets=tuple(targets) or (LINEAR,))
 
 
-_READERS: Final[Mapping[str, Callable[[Mapping[str, Any], str], Method]]] = {
+def _miles_nvfp4(reader: _Reader) -> Method:
+    """The same without modelopt's quant_algo."""
+    return _nvfp4(_Reader({"quant_algo": "NVFP4", **reader.left}))
+
+
+_READERS: Final[Mapping[str, Callable[[_Reader], Method]]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "mxfp8": _mxfp8,
-    **dict.fromkeys(_NVFP4_METHODS, _nvfp4),
+    "modelopt": _nvfp4,
+    "modelopt_fp4": _nvfp4,
+    "nvfp4": _miles_nvfp4,
 }

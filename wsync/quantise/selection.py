@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -101,6 +101,47 @@ def select(
     if isinstance(model, _core.Layout):
         model = [TensorFacts(*model.tensor(index)) for index in range(model.tensor_count)]
     facts = list(model)
+    chosen = _chosen(method, facts, held, rule)
+    for fact in chosen:
+        method.check(fact)
+    taken = {fact.name for fact in chosen}
+    shares = _shares(method, taken, {fact.name for fact in facts})
+    rows: list[Row] = []
+    tensors: list[TensorFacts] = []
+    for fact in facts:
+        if fact.name in taken:
+            row, derived = _derive(method, fact, shares.get(fact.name, ""))
+            rows.append(row)
+            tensors += derived
+        else:
+            tensors.append(fact)
+    _check_names(tensors)
+    left = () if held is None or rule != "lists" else _left(method, facts, held, taken)
+    return Selection(method, tuple(rows), tuple(tensors), left)
+
+
+def _derive(method: Method, fact: TensorFacts, share: str) -> tuple[Row, Sequence[TensorFacts]]:
+    group = fact.group or zlib.crc32(module_of(fact.name).encode()) or 1
+    derived = method.derived(fact, group)
+    codes, scales, *further = (each.name for each in derived)
+    row = Row(
+        name=fact.name,
+        kind=method.kind,
+        reciprocal=method.reciprocal,
+        block_rows=method.block_rows,
+        block_cols=method.block_cols,
+        codes=codes,
+        scales=scales,
+        further=tuple(further),
+        share=share,
+        group=group,
+    )
+    return row, derived
+
+
+def _chosen(
+    method: Method, facts: Sequence[TensorFacts], held: Collection[str] | None, rule: str
+) -> Sequence[TensorFacts]:
     if rule == "slime":
         chosen = [fact for fact in facts if _slime(method, fact)]
     elif held is None:
@@ -111,36 +152,7 @@ def select(
         _check_lists(method, chosen)
     if not chosen:
         raise _core.LayoutError(_nothing(method, held if rule == "lists" else None))
-    for fact in chosen:
-        method.check(fact)
-    taken = {fact.name for fact in chosen}
-    shares = _shares(method, taken, {fact.name for fact in facts})
-    rows, tensors = [], []
-    for fact in facts:
-        if fact.name not in taken:
-            tensors.append(fact)
-            continue
-        group = fact.group or zlib.crc32(module_of(fact.name).encode()) or 1
-        derived = method.derived(fact, group)
-        codes, scales, *further = (each.name for each in derived)
-        rows.append(
-            Row(
-                name=fact.name,
-                kind=method.kind,
-                reciprocal=method.reciprocal,
-                block_rows=method.block_rows,
-                block_cols=method.block_cols,
-                codes=codes,
-                scales=scales,
-                further=tuple(further),
-                share=shares.get(fact.name, ""),
-                group=group,
-            )
-        )
-        tensors += derived
-    _check_names(tensors)
-    left = () if held is None or rule != "lists" else _left(method, facts, held, taken)
-    return Selection(method, tuple(rows), tuple(tensors), left)
+    return chosen
 
 
 def _listed(method: Method, fact: TensorFacts) -> bool:
