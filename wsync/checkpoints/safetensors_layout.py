@@ -474,12 +474,23 @@ def read_index(folder: Path) -> tuple[dict[str, Any], _Stamp]:
 
     Raises SystemCallError if it cannot be read, LayoutError if it is none.
     """
-    path = folder / INDEX
+    return _read_json(folder / INDEX, "not an index")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint that says what the model is.
+
+    Raises SystemCallError if it cannot be read, LayoutError if it is none.
+    """
+    return _read_json(path, "not a configuration")[0]
+
+
+def _read_json(path: Path, otherwise: str) -> tuple[dict[str, Any], _Stamp]:
     with _opened(path) as (descriptor, stamp):
         if stamp.nbytes > MAX_HEADER_NBYTES:
-            raise _core.LayoutError(f"{path}: not an index: it has {stamp.nbytes} bytes")
+            raise _core.LayoutError(f"{path}: {otherwise}: it has {stamp.nbytes} bytes")
         text = _read(descriptor, stamp.nbytes, 0)
-    return _parse(text, f"{path}: not an index"), stamp
+    return _parse(text, f"{path}: {otherwise}"), stamp
 
 
 def _parse(text: bytes, otherwise: str) -> dict[str, Any]:

@@ -211,25 +211,24 @@ def _refusal(key: str, value: object, known: str) -> _core.UnsupportedError:
     return _core.UnsupportedError(f"quantization_config: {key}={value!r}: {known}")
 
 
+def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a config.json says of quantised weights; None where it says nothing."""
+    for part in (config, config.get("text_config")):
+        found = part.get("quantization_config") if isinstance(part, Mapping) else None
+        if isinstance(found, Mapping) and found:
+            return found
+    return None
+
+
 def _inner(config: object) -> Mapping[str, Any]:
     """The configuration inside of what a file has around it."""
-    for _ in range(3):  # config.json: text_config: quantization_config
-        if not isinstance(config, Mapping):
-            break
-        around = next(
-            (
-                key
-                for key in ("quantization_config", "quantization", "text_config")
-                if isinstance(config.get(key), Mapping) and "quant_method" not in config
-            ),
-            None,
+    if not isinstance(config, Mapping):
+        raise _core.InvalidArgumentError(
+            f"quantization_config={config!r:.200}: the mapping of a config.json is wanted"
         )
-        if around is None:
-            return config
-        config = config[around]
-    raise _core.InvalidArgumentError(
-        f"quantization_config={config!r:.200}: the mapping of a checkpoint's config.json is wanted"
-    )
+    found = quantization_config(config) or config
+    inner = found.get("quantization")  # of hf_quant_config.json
+    return inner if isinstance(inner, Mapping) and "quant_method" not in found else found
 
 
 class _Reader:

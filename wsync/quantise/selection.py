@@ -219,8 +219,8 @@ def _nothing(method: Method, held: Collection[str] | None) -> str:
     if held is None:
         return f"{text} by the quantization_config"
     return (
-        f"{text}: the checkpoint has no {method.scales_name('...')} of any of them.  Options("
-        "checkpoint='') goes by the lists of the quantization_config"
+        f"{text}: the checkpoint has no {method.scales_name('')} of any of them (Options("
+        "checkpoint='') goes by the lists of the quantization_config)"
     )
 
 

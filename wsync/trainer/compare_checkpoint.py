@@ -2,65 +2,106 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import logging
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from wsync import _core
-from wsync.checkpoints.safetensors_layout import INDEX, SINGLE, Checkpoint, system_calls
+from wsync.checkpoints.safetensors_layout import (
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    Place,
+    read_config,
+    system_calls,
+)
+from wsync.quantise.config import TensorFacts, quantization_config
 from wsync.report import listed
 
 _log = logging.getLogger(__name__)
 
 
-def compare(model: _core.Layout, folder: str | os.PathLike[str]) -> None:
+def places_of(folder: str | os.PathLike[str]) -> Mapping[str, Place] | None:
+    """The tensors of a checkpoint; None, and the log says so, for a folder without safetensors
+    files (a name on the Hugging Face hub, say).
+
+    Raises SystemCallError or LayoutError for one that cannot be read.
+    """
+    path = Path(folder)
+    with system_calls(path):
+        known = (path / INDEX).exists() or (path / SINGLE).exists()
+    if known:
+        return Checkpoint(folder).places
+    _log.info("%s has no safetensors files: the trainer's names are not compared", folder)
+    return None
+
+
+def compare(
+    model: _core.Layout | Iterable[TensorFacts],
+    folder: str | os.PathLike[str],
+    places: Mapping[str, Place] | None = None,
+    *,
+    quantised: bool = False,
+) -> None:
     """Warns of tensors that only the checkpoint has, and of other dtypes.
 
-    A folder without safetensors files (a name on the Hugging Face hub, say) and one that cannot be
-    read are not compared; the log says so.
+    model: a layout, or the facts of its tensors.  places: the checkpoint's tensors, if they have
+    been read.  quantised: the model's tensors are those of the quantised checkpoint, codes, scales
+    and all.  A folder without safetensors files and one that cannot be read are not compared; the
+    log says so.
 
     Raises:
         LayoutError: tensors that the checkpoint does not have, or has in other shapes; the text
-            names them.  Of a quantised checkpoint, whose tensors have other names, only a warning.
+            names them.  Of a quantised checkpoint, whose tensors have other names than those of a
+            model that is not, only a warning.
     """
-    path = Path(folder)
-    try:
-        with system_calls(path):
-            known = (path / INDEX).exists() or (path / SINGLE).exists()
-        if not known:
-            _log.info("%s has no safetensors files: the trainer's names are not compared", folder)
-            return
-        places = Checkpoint(folder).places
-        quantised = _is_quantised(path)
-    except _core.WsyncError as error:
-        _log.warning("the trainer's names are not compared with a checkpoint: %s", error)
+    if places is None:
+        try:
+            places = places_of(folder)
+        except _core.WsyncError as error:
+            _log.warning("the trainer's names are not compared with a checkpoint: %s", error)
+    if places is None:
         return
-    facts = [model.tensor(index)[:3] for index in range(model.tensor_count)]
-    unknown = [name for name, _, _ in facts if name not in places]
+    if isinstance(model, _core.Layout):
+        model = [TensorFacts(*model.tensor(index)) for index in range(model.tensor_count)]
+    facts = list(model)
+    unknown = [each.name for each in facts if each.name not in places]
     shapes = [
-        f"{name} {shape} where it has {places[name].shape}"
-        for name, _, shape in facts
-        if name in places and tuple(shape) != places[name].shape
+        f"{name} {tuple(shape)} where it has {places[name].shape}"
+        for name, _, shape, _ in facts
+        if name in places and not _same_shape(shape, places[name].shape)
     ]
     wrong = [
         f"{text}: {listed(names)}"
         for text, names in (("it has no", unknown), ("other shapes", shapes))
         if names
     ]
-    if wrong and not quantised:
+    if wrong and (quantised or not _is_quantised(Path(folder))):
         raise _core.LayoutError(
             f"the trainer's tensors are not those of {folder}: {'; '.join(wrong)} (Options"
             "(checkpoint=) names another folder, or none by '')"
         )
     for text in wrong:
         _log.warning("%s, whose tensors are quantised: %s", folder, text)
-    kept = {name for name, _, _ in facts}
+    kept = {each.name for each in facts}
     _warn(f"only {folder} has", [name for name in places if name not in kept])
     dtypes = {name: place.dtype for name, place in places.items()}
-    odd = [f"{n} ({dtypes[n]}, here {d})" for n, d, _ in facts if n in dtypes and d != dtypes[n]]
+    odd = [
+        f"{name} ({dtypes[name]}, here {dtype})"
+        for name, dtype, _, _ in facts
+        if name in dtypes and dtypes[name] != dtype
+    ]
     _warn(f"{folder} has another dtype of", odd)
+
+
+def _same_shape(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Scales of whole tensors are () in some checkpoints and (1,) in others."""
+    return tuple(one) == tuple(other) or (
+        max(len(one), len(other)) == 1 and math.prod((*one, *other)) == 1
+    )
 
 
 def _warn(text: str, names: Sequence[str]) -> None:
@@ -69,10 +110,10 @@ def _warn(text: str, names: Sequence[str]) -> None:
 
 
 def _is_quantised(folder: Path) -> bool:
-    """By the model's configuration, if there is one."""
-    with system_calls(folder):
-        try:
-            config = json.loads((folder / "config.json").read_bytes())
-        except (FileNotFoundError, ValueError):
-            return False
-    return isinstance(config, dict) and bool(config.get("quantization_config"))
+    """By the model's configuration, if there is one; one that cannot be read may say so."""
+    try:
+        return quantization_config(read_config(folder / "config.json")) is not None
+    except _core.LayoutError:
+        return False
+    except _core.SystemCallError as error:
+        return error.native != errno.ENOENT
