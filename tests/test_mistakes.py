@@ -197,7 +197,7 @@ def test_what_an_updater_is_told_of_engines_is_named(position: int, value: Any, 
 
 def test_what_an_updater_is_made_of_is_named() -> None:
     source = from_tensors({"w": torch.ones(1)})
-    with pytest.raises(wsync.UnsupportedError, match="quantization_config='fp8'"):
+    with pytest.raises(wsync.InvalidArgumentError, match="quantise='fp8'"):
         wsync.UpdateWeightFromDistributed(
             SimpleNamespace(),
             source,

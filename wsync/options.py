@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -49,6 +50,10 @@ class Options:
         checkpoint: folder of the model's Hugging Face checkpoint, with whose names, shapes and
             dtypes the trainer's are compared when it connects; slime's updaters take
             args.hf_checkpoint, unless this is "".
+        quantise: how weights are delivered: None as the trainer holds them, a mapping by which they
+            are quantised (the quantization_config of a checkpoint's config.json), or "checkpoint",
+            as the checkpoint's says, if it has one.  What is quantised is what has scales in the
+            checkpoint; without a folder of tensors, all linear layers but those of its lists.
         progress: True or False; None shows a progress bar where stderr is a terminal.
     """
 
@@ -67,6 +72,7 @@ class Options:
     threads: int = 1
     directory: str | None = None
     checkpoint: str | None = None
+    quantise: Mapping[str, Any] | str | None = None
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +103,19 @@ class Options:
         for name in ("directory", "checkpoint"):
             if not isinstance(getattr(self, name), str | None):
                 raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is no text")
+
+        if isinstance(self.quantise, Mapping):
+            try:
+                json.dumps(self.quantise)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise _core.InvalidArgumentError(
+                    f"quantise={self.quantise!r:.200}: is no configuration in JSON: {error}"
+                ) from None
+        elif self.quantise not in (None, "checkpoint"):
+            raise _core.InvalidArgumentError(
+                f"quantise={self.quantise!r:.200}: the mapping of a quantization_config, "
+                "'checkpoint' or None is wanted"
+            )
 
     def refuse(self, without_effect: Mapping[str, str]) -> None:
         """Raises InvalidArgumentError for a choice that has no effect, given by name with what it

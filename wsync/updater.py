@@ -32,11 +32,12 @@ class Updater:
         weights_getter: returns the parameters' current storage by global name; it may hand out
             other storage each time.  None takes the model's own.
         model_name: family of the model, for example "qwen3_moe".
-        quantization_config: must be None; quantised delivery is not supported yet.
+        quantization_config: by which weights are quantised, with slime's arithmetic; see
+            `Options.quantise`.  Quantised delivery is not supported yet: connecting refuses it.
         options: see `Options`; the pause mode and all deadlines.
 
     Raises:
-        UnsupportedError: a quantization_config was given, or a family that is not known.
+        UnsupportedError: a family that is not known.
         LayoutError, InvalidArgumentError: a parameter that does not fit, on any rank; the text
             names it.
     """
@@ -51,11 +52,6 @@ class Updater:
         quantization_config: Mapping[str, Any] | None = None,
         options: Options | None = None,
     ) -> None:
-        if quantization_config is not None:
-            raise _core.UnsupportedError(
-                f"quantization_config={quantization_config!r}: weights are delivered in the "
-                "dtype that the trainer holds; quantise in the engine, or pass None"
-            )
         if getattr(args, "megatron_to_hf_mode", "raw") != "raw":
             raise _core.UnsupportedError(
                 f"megatron_to_hf_mode={args.megatron_to_hf_mode!r}: only 'raw' is supported"
@@ -75,6 +71,8 @@ class Updater:
         if self._options.checkpoint is None:
             folder = str(getattr(args, "hf_checkpoint", None) or "")
             self._options = dataclasses.replace(self._options, checkpoint=folder)
+        if quantization_config is not None:
+            self._options = _quantised(self._options, quantization_config)
         self._read_args()
         self._source = (
             model
@@ -165,6 +163,17 @@ class Updater:
         if self._sync is not None:
             self._sync.close()
             self._sync = None
+
+
+def _quantised(options: Options, config: Any) -> Options:
+    """With what slime's updaters are given, whose arithmetic is slime's."""
+    if options.quantise is not None:
+        raise _core.InvalidArgumentError(
+            "quantization_config is given, and so is quantise in options: one is wanted"
+        )
+    if isinstance(config, Mapping):
+        config = {"producer": {"name": "slime"}, **config}
+    return dataclasses.replace(options, quantise=config)
 
 
 def _workers(count: int, gpu_counts: Any, parallel_configs: Any) -> list[int | None]:

@@ -17,8 +17,11 @@ from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.fork_guard import Owner
 from wsync.machine.try_lock import Turn
 from wsync.options import Options
+from wsync.quantise.config import Method
+from wsync.quantise.selection import Selection, select
 from wsync.report import Report
 from wsync.trainer.compare_checkpoint import compare
+from wsync.trainer.quantised_model import config_of, select_quantised
 from wsync.trainer.requests import EngineRequests
 
 if TYPE_CHECKING:
@@ -80,7 +83,7 @@ class Updates(abc.ABC):
         """Raises InvalidArgumentError where ranks make different things at the same time, with
         other arguments of those that are the same on all ranks, or mean to move bytes in different
         ways: they would not meet."""
-        options, ways = self.options, ("exchange", "broadcast", "backend")
+        options, ways = self.options, ("exchange", "broadcast", "backend", "quantise")
         arguments = {name: getattr(options, name) for name in ways} | arguments
         mine = [type(self).__name__, *(f"{name}={value!r}" for name, value in arguments.items())]
         for meant in zip(*self._group.gather_json(mine), strict=False):  # the type comes first
@@ -131,6 +134,12 @@ class Updates(abc.ABC):
                 )
         parts = self._group.all_gather(source.layout.to_bytes())
         model = _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
+        selection = self._select(model)
+        if selection is not None:
+            raise _core.UnsupportedError(
+                f"quantise: {len(selection.rows)} tensors would be {selection.method.kind}, but "
+                "weights are delivered in the dtype that the trainer holds; pass None"
+            )
         self._compare(model)
         return model
 
@@ -146,6 +155,21 @@ class Updates(abc.ABC):
         wrong = self._group.gather_json(wrong)[0]
         if wrong:
             raise _core.LayoutError(wrong)
+
+    def _select(self, model: _core.Layout) -> Selection | None:
+        """What is quantised of the tensors of all ranks, and into what; None where nothing is to
+        be.  Every rank gets the answer of rank 0, which sees the checkpoint."""
+        found = None
+        if self._group.rank == 0:
+            config = config_of(self.options)
+            if config is not None:
+                rows = select_quantised(model, config, self.options.checkpoint).rows
+                found = [config, [row.name for row in rows]]
+        found = self._group.gather_json(found)[0]
+        if found is None:
+            return None
+        method = Method.of(found[0])
+        return select(method, model, {method.scales_name(name) for name in found[1]})
 
     @contextlib.contextmanager
     def _updating(self, version: int | str | None, weights: object) -> Iterator[Report]:

@@ -1,0 +1,469 @@
+"""Which tensors of a model are quantised: by a checkpoint, by lists, as slime does."""
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import wsync
+from wsync.families.rules import group_of
+from wsync.families.tables import TOGETHER
+from wsync.layout import from_tensors
+from wsync.quantise.config import Method, TensorFacts
+from wsync.quantise.selection import Row, Selection, select
+from wsync.trainer.compare_checkpoint import compare
+from wsync.trainer.quantised_model import config_of, select_quantised
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+BLOCKS = Method.of(FP8)
+INT4_WEIGHTS = {"num_bits": 4, "strategy": "group", "group_size": 32}
+
+
+def int4(targets: list[str], **others: Any) -> dict[str, Any]:
+    group = {"targets": targets, "weights": INT4_WEIGHTS}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+        **others,
+    }
+
+
+def weights(*modules: str, shape: tuple[int, ...] = (64, 64)) -> list[TensorFacts]:
+    return [TensorFacts(f"{module}.weight", "bfloat16", shape) for module in modules]
+
+
+def chosen(found: Selection) -> list[str]:
+    return [row.name.removesuffix(".weight") for row in found.rows]
+
+
+LINEAR = (
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.0.self_attn.kv_a_proj_with_mqa",
+    "model.layers.0.self_attn.indexer.wk",
+    "model.layers.0.linear_attn.in_proj_ba",
+    "model.layers.0.mlp.down_proj",
+    "model.layers.0.mlp.experts.3.gate_proj",
+    "model.layers.0.mlp.shared_expert.up_proj",
+)
+KEPT = (
+    "model.embed_tokens",
+    "model.layers.0.input_layernorm",
+    "model.layers.0.mlp.gate",
+    "model.layers.0.mlp.shared_expert_gate",
+    "model.layers.0.mlp.router",
+    "model.layers.0.linear_attn.conv1d",
+    "model.layers.0.self_attn.indexer.weights_proj",
+    "model.layers.61.eh_proj",
+    "model.visual.blocks.0.attn.qkv",
+    "lm_head",
+)
+BIASES = [
+    TensorFacts("model.layers.0.self_attn.q_proj.bias", "bfloat16", (64,)),
+    TensorFacts("model.layers.0.mlp.experts.gate_up_proj_bias", "bfloat16", (8, 64)),
+    TensorFacts("model.norm.weight", "bfloat16", (64,)),
+    TensorFacts("model.layers.0.linear_attn.A_log", "float32", (64,)),
+]
+
+
+def test_without_a_checkpoint_all_linear_layers_are_quantised() -> None:
+    found = select(BLOCKS, [*weights(*KEPT, *LINEAR), *BIASES])
+    assert chosen(found) == list(LINEAR)
+    assert found.left == ()
+
+
+def test_the_lists_of_the_configuration_keep_modules() -> None:
+    method = Method.of({**FP8, "ignored_layers": ["linear_attn.in_proj_ba", "re:.*experts.*"]})
+    found = select(method, weights(*LINEAR))
+    assert chosen(found) == [
+        name for name in LINEAR if "in_proj_ba" not in name and "experts" not in name
+    ]
+
+
+def test_targets_name_modules() -> None:
+    method = Method.of(int4(["re:.*experts.*", "model.layers.0.mlp.down_proj"]))
+    assert chosen(select(method, weights(*LINEAR))) == list(LINEAR[4:6])
+
+
+def test_a_row_says_what_the_quantiser_needs() -> None:
+    (row,) = select(BLOCKS, weights("a.b", shape=(200, 256))).rows
+    assert row == Row(
+        name="a.b.weight",
+        kind="fp8_block",
+        reciprocal=False,
+        block_rows=128,
+        block_cols=128,
+        codes="a.b.weight",
+        scales="a.b.weight_scale_inv",
+        further=(),
+        share="",
+        group=row.group,
+    )
+    (row,) = select(Method.of(int4(["Linear"])), weights("a.b")).rows
+    assert (row.kind, row.block_rows, row.block_cols) == ("int4", 1, 32)
+    assert (row.codes, row.scales) == ("a.b.weight_packed", "a.b.weight_scale")
+    assert row.further == ("a.b.weight_shape",)
+
+
+def test_codes_and_scales_are_one_group_and_that_of_the_weight() -> None:
+    names = [f"model.layers.0.self_attn.{m}" for m in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")]
+    model = [
+        fact._replace(group=group_of(fact.name, TOGETHER))
+        for fact in [*weights(*names), TensorFacts("model.norm.weight", "bfloat16", (64,))]
+    ]
+    assert model[0].group == model[1].group != 0 == model[2].group
+    found = select(BLOCKS, model)
+    assert [each.name.removeprefix("model.layers.0.self_attn.") for each in found.tensors] == [
+        *("q_a_proj.weight", "q_a_proj.weight_scale_inv"),
+        *("kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.weight_scale_inv"),
+        *("o_proj.weight", "o_proj.weight_scale_inv"),
+        "model.norm.weight",
+    ]
+    groups = [each.group for each in found.tensors]
+    assert groups[:4] == [model[0].group] * 4
+    assert groups[4] == groups[5] not in (0, groups[0])
+    assert groups[6] == 0
+    assert [row.group for row in found.rows] == groups[0:6:2]
+    # as Megatron's and FSDP's layouts find it for the names of the checkpoint
+    assert groups[1] == group_of(found.tensors[1].name, TOGETHER)
+
+
+def test_a_layout_is_selected_from_as_its_facts_are() -> None:
+    tensors = {"a.weight": torch.zeros(4, 4, dtype=torch.bfloat16), "b.bias": torch.zeros(4)}
+    found = select(BLOCKS, from_tensors(tensors).layout)
+    assert [each[:3] for each in found.tensors] == [
+        ("a.weight", "float8_e4m3fn", (4, 4)),
+        ("a.weight_scale_inv", "float32", (1, 1)),
+        ("b.bias", "float32", (4,)),
+    ]
+
+
+# --- by a checkpoint ---------------------------------------------------------------------------
+
+
+def test_the_scales_in_the_checkpoint_decide() -> None:
+    held = ["model.embed_tokens.weight", "lm_head.weight", "a.weight", "b.weight"]
+    held += ["a.weight_scale_inv", "lm_head.weight_scale_inv"]
+    found = select(BLOCKS, weights("model.embed_tokens", "a", "b", "c", "lm_head"), held)
+    assert chosen(found) == ["a", "lm_head"]
+    assert found.left == ("b.weight",)  # which the checkpoint has as it is
+
+
+def test_a_list_that_the_checkpoint_contradicts_is_named() -> None:
+    method = Method.of({**FP8, "modules_to_not_convert": ["mlp.gate"]})
+    with pytest.raises(wsync.LayoutError) as error:
+        select(method, weights("a.mlp.gate"), ["a.mlp.gate.weight_scale_inv"])
+    assert str(error.value) == (
+        "a.mlp.gate.weight: the checkpoint has a.mlp.gate.weight_scale_inv, but by 'mlp.gate' of "
+        "its quantization_config this module is not quantised"
+    )
+
+
+def test_a_tensor_that_a_list_keeps_is_not_missed_in_the_checkpoint() -> None:
+    method = Method.of({**FP8, "modules_to_not_convert": ["b"]})
+    found = select(method, weights("a", "b"), ["a.weight", "b.weight", "a.weight_scale_inv"])
+    assert (chosen(found), found.left) == (["a"], ())
+
+
+def test_a_checkpoint_without_any_scale_is_refused() -> None:
+    with pytest.raises(wsync.LayoutError, match=r"fp8_block: .*the checkpoint has no _scale_inv"):
+        select(BLOCKS, weights("a"), ["a.weight"])
+    with pytest.raises(wsync.LayoutError, match="quantised by the quantization_config"):
+        select(BLOCKS, weights("lm_head"))
+
+
+def test_shapes_that_a_method_cannot_take_are_named_before_anything_else() -> None:
+    with pytest.raises(wsync.UnsupportedError, match=r"a\.weight \(8, 48\): int4: its 48 columns"):
+        select(Method.of(int4(["Linear"])), weights("a", shape=(8, 48)))
+
+
+def test_names_that_are_taken_are_refused() -> None:
+    model = [*weights("a"), TensorFacts("a.weight_scale_inv", "float32", (1, 1))]
+    with pytest.raises(wsync.LayoutError, match=r"a\.weight_scale_inv: the model has it, and so"):
+        select(BLOCKS, model)
+
+
+# --- experts in one parameter ------------------------------------------------------------------
+
+FUSED = TensorFacts("model.layers.0.mlp.experts.gate_up_proj", "bfloat16", (4, 256, 128))
+
+
+def test_stacked_experts_are_quantised_in_blocks_of_each() -> None:
+    stacked = weights("model.layers.0.moe.up_proj", shape=(4, 256, 128))
+    found = select(BLOCKS, stacked)
+    assert [each.shape for each in found.tensors] == [(4, 256, 128), (4, 2, 1)]
+
+
+def test_fused_experts_go_by_the_checkpoint_alone() -> None:
+    found = select(BLOCKS, [FUSED], [FUSED.name, f"{FUSED.name}_scale_inv"])
+    assert [each.name for each in found.tensors] == [FUSED.name, f"{FUSED.name}_scale_inv"]
+    assert found.tensors[1].shape == (4, 2, 1)
+    with pytest.raises(wsync.UnsupportedError, match=r"gate_up_proj \(4, 256, 128\): experts in"):
+        select(BLOCKS, [FUSED, *weights("a")])
+    kept = Method.of({**FP8, "ignore": ["mlp.experts"]})
+    assert chosen(select(kept, [FUSED, *weights("a")])) == ["a"]
+
+
+# --- slime -------------------------------------------------------------------------------------
+
+SLIME = (
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.0.self_attn.kv_b_proj",
+    "model.layers.0.self_attn.indexer.wq_b",
+    "model.layers.0.linear_attn.in_proj_z",
+    "model.layers.0.linear_attn.out_proj",
+    "model.layers.0.mlp.gate_proj",
+    "model.layers.0.mlp.experts.0.down_proj",
+    "model.layers.0.block_sparse_moe.experts.0.w3",
+    "mtp.layers.0.mlp.shared_expert.up_proj",
+    "model.layers.0.attention.query_key_value",
+)
+NOT_SLIME = (
+    "model.layers.0.linear_attn.in_proj_qkvz",
+    "model.layers.0.linear_attn.in_proj_ba",
+    "model.layers.0.mamba.out_proj",
+    "model.layers.0.mlp.gate",
+    "model.layers.61.eh_proj",
+    "model.visual.layers.0.q_proj",
+    "projector.q_proj",
+    "model.embed_tokens",
+)
+
+
+def test_slimes_rule_goes_by_name_whatever_lists_and_checkpoints_say() -> None:
+    method = Method.of({**FP8, "ignore": ["model.layers.0.mlp"]})
+    found = select(method, [*weights(*SLIME, *NOT_SLIME), FUSED], ["a"], rule="slime")
+    assert chosen(found) == list(SLIME)
+    assert found.left == ()
+    with pytest.raises(wsync.InvalidArgumentError, match="rule='slim' is none of"):
+        select(method, [], rule="slim")
+
+
+def test_slimes_rule_for_int4_is_its_list_of_exceptions() -> None:
+    config = int4(["Linear"], ignore=["lm_head", "re:.*gate$"], producer={"name": "slime"})
+    model = [*weights("model.embed_tokens", "lm_head", "a.gate", "a.up_proj"), *BIASES]
+    found = select(Method.of(config), model, rule="slime")
+    assert chosen(found) == ["model.embed_tokens", "a.up_proj"]
+    assert {row.kind for row in found.rows} == {"int4_slime"}
+
+
+# --- second scales -----------------------------------------------------------------------------
+
+
+def test_second_scales_are_shared_by_what_engines_fuse() -> None:
+    names = [f"layers.0.mlp.experts.{e}.{m}" for e in "01" for m in ("gate_proj", "up_proj")]
+    names += ["layers.0.mlp.experts.0.down_proj", "layers.1.experts.0.w3", "layers.1.experts.0.w1"]
+    names += [f"layers.0.self_attn.{m}_proj" for m in "qkvo"] + ["layers.1.self_attn.q_proj"]
+    nvfp4 = Method.of({"quant_method": "nvfp4"})
+    shares = {
+        row.name.removesuffix(".weight"): row.share for row in select(nvfp4, weights(*names)).rows
+    }
+    assert shares == dict(
+        zip(
+            names,
+            [
+                *["layers.0.mlp.experts.0.gate_proj"] * 2,
+                *["layers.0.mlp.experts.1.gate_proj"] * 2,
+                *("", "layers.1.experts.0.w1", "layers.1.experts.0.w1"),
+                *["layers.0.self_attn.q_proj"] * 3,
+                *("", ""),  # o_proj, and a q_proj without the others
+            ],
+            strict=True,
+        )
+    )
+    assert {row.share for row in select(BLOCKS, weights(*names)).rows} == {""}
+
+
+def test_one_of_a_pair_that_stays_as_it_is_is_named() -> None:
+    method = Method.of({"quant_method": "nvfp4", "ignore": ["a.up_proj"]})
+    with pytest.raises(wsync.LayoutError) as error:
+        select(method, weights("a.gate_proj", "a.up_proj"))
+    assert str(error.value) == (
+        "a.gate_proj.weight: it shares its second scale with a.up_proj.weight, which is not "
+        "quantised"
+    )
+
+
+# --- folders -----------------------------------------------------------------------------------
+
+MODEL = {
+    "model.layers.0.mlp.up_proj.weight": torch.zeros(256, 128, dtype=torch.bfloat16),
+    "model.norm.weight": torch.zeros(128, dtype=torch.bfloat16),
+}
+LAYOUT = from_tensors(MODEL).layout
+CODES = {
+    "model.layers.0.mlp.up_proj.weight": torch.zeros(256, 128).to(torch.float8_e4m3fn),
+    "model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(2, 1),
+    "model.norm.weight": torch.zeros(128, dtype=torch.bfloat16),
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_file(CODES, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FP8}))
+    return tmp_path
+
+
+def test_a_quantised_checkpoint_is_compared_with_what_weights_become(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    found = select_quantised(LAYOUT, FP8, str(checkpoint))
+    assert chosen(found) == ["model.layers.0.mlp.up_proj"]
+    assert caplog.messages == []
+
+
+def test_other_blocks_and_names_than_the_checkpoints_are_errors(checkpoint: Path) -> None:
+    with pytest.raises(wsync.LayoutError) as error:
+        select_quantised(LAYOUT, {**FP8, "weight_block_size": [64, 128]}, str(checkpoint))
+    assert (
+        "other shapes: model.layers.0.mlp.up_proj.weight_scale_inv (4, 1) where it has (2, 1)"
+        in str(error.value)
+    )
+    more = from_tensors({**MODEL, "c.weight": torch.zeros(2, 2)}).layout
+    with pytest.raises(wsync.LayoutError, match=r"it has no: c\.weight"):
+        select_quantised(more, FP8, str(checkpoint))
+
+
+def test_what_only_the_checkpoint_has_and_other_dtypes_are_warnings(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    odd = {**CODES, name: CODES[name].bfloat16(), "other.weight": torch.zeros(1, 1)}
+    save_file(odd, checkpoint / "model.safetensors")
+    select_quantised(LAYOUT, FP8, str(checkpoint))
+    assert caplog.messages == [
+        f"only {checkpoint} has other.weight",
+        f"{checkpoint} has another dtype of {name} (bfloat16, here float32)",
+    ]
+
+
+def test_a_scale_of_a_whole_tensor_has_either_shape(tmp_path: Path) -> None:
+    for scale in (torch.ones(()), torch.ones(1), torch.ones(2)):
+        save_file({**MODEL, "a.weight_scale": scale}, tmp_path / "model.safetensors")
+        facts = [
+            *(TensorFacts(*LAYOUT.tensor(index)) for index in range(LAYOUT.tensor_count)),
+            TensorFacts("a.weight_scale", "float32", (1,)),
+        ]
+        if scale.numel() == 1:
+            compare(facts, tmp_path, quantised=True)
+        else:
+            with pytest.raises(wsync.LayoutError, match=r"a\.weight_scale \(1,\) where it has"):
+                compare(facts, tmp_path, quantised=True)
+
+
+def test_tensors_that_the_checkpoint_holds_unquantised_are_warned_of(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = {"a.down_proj.weight": torch.zeros(4, 4)}
+    save_file({**CODES, **more}, checkpoint / "model.safetensors")
+    select_quantised(from_tensors({**MODEL, **more}).layout, FP8, str(checkpoint))
+    assert caplog.messages == [
+        f"{checkpoint} holds tensors as they are that its quantization_config does not except: "
+        "a.down_proj.weight"
+    ]
+
+
+def test_a_checkpoint_that_cannot_be_read_does_not_leave_the_choice_to_lists(
+    checkpoint: Path,
+) -> None:
+    (checkpoint / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(wsync.LayoutError, match="cannot hold a header"):
+        select_quantised(LAYOUT, FP8, str(checkpoint))
+
+
+def test_a_name_on_the_hub_leaves_the_choice_to_lists() -> None:
+    found = select_quantised(LAYOUT, FP8, "some/name-on-the-hub")
+    assert chosen(found) == ["model.layers.0.mlp.up_proj"]
+
+
+# --- options -----------------------------------------------------------------------------------
+
+
+def test_the_checkpoint_says_how_it_is_quantised(checkpoint: Path) -> None:
+    options = wsync.Options(quantise="checkpoint", checkpoint=str(checkpoint))
+    assert config_of(options) == FP8
+    assert config_of(wsync.Options(quantise=FP8)) == FP8
+    assert config_of(wsync.Options(checkpoint=str(checkpoint))) is None
+    (checkpoint / "config.json").write_text("{}")
+    assert config_of(options) is None
+    modelopt = {"quantization": {"quant_algo": "NVFP4"}}
+    (checkpoint / "hf_quant_config.json").write_text(json.dumps(modelopt))
+    assert config_of(options) == modelopt
+
+
+def test_a_checkpoint_that_cannot_say_it_is_named(checkpoint: Path) -> None:
+    options = wsync.Options(quantise="checkpoint", checkpoint=str(checkpoint))
+    (checkpoint / "config.json").write_text("[]")
+    with pytest.raises(wsync.LayoutError, match=r"config\.json: not a configuration: list"):
+        config_of(options)
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(wsync.SystemCallError, match=r"config\.json: No such file"):
+        config_of(options)
+    for folder in (None, ""):
+        with pytest.raises(wsync.InvalidArgumentError, match=f"checkpoint={folder!r} names no"):
+            config_of(wsync.Options(quantise="checkpoint", checkpoint=folder))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("fp8", "quantise='fp8': the mapping of a quantization_config, 'checkpoint' or None"),
+        (True, "quantise=True: the mapping"),
+        (["fp8"], r"quantise=\['fp8'\]: the mapping"),
+        ({"quant_method": torch.float8_e4m3fn}, "is no configuration in JSON: Object of type"),
+    ],
+)
+def test_other_choices_are_refused(value: Any, text: str) -> None:
+    with pytest.raises(wsync.InvalidArgumentError, match=text):
+        wsync.Options(quantise=value)
+
+
+def test_quantised_delivery_is_refused_and_what_it_would_be_is_named(checkpoint: Path) -> None:
+    text = "quantise: 1 tensors would be fp8_block, but weights are delivered in the dtype"
+    options = wsync.Options(quantise="checkpoint", checkpoint=str(checkpoint))
+    with pytest.raises(wsync.UnsupportedError, match=text):
+        wsync.connect(MODEL, [], options=options)
+    with pytest.raises(wsync.UnsupportedError, match=text):
+        wsync.DiskSync(MODEL, folder=checkpoint / "versions", options=options)
+    args = SimpleNamespace(hf_checkpoint=checkpoint)
+    updater = wsync.UpdateWeightFromTensor(
+        args, from_tensors(MODEL), None, model_name="any", quantization_config=FP8
+    )
+    with pytest.raises(wsync.UnsupportedError, match=text):
+        updater.connect_rollout_engines([])
+    with pytest.raises(wsync.UnsupportedError, match="quant_method='awq'"):
+        wsync.connect(MODEL, [], options=wsync.Options(quantise={"quant_method": "awq"}))
+
+
+def test_a_checkpoint_that_is_not_quantised_leaves_weights_as_they_are(tmp_path: Path) -> None:
+    save_file(MODEL, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    options = wsync.Options(quantise="checkpoint", checkpoint=str(tmp_path))
+    wsync.DiskSync(MODEL, folder=tmp_path / "versions", options=options).close()
+
+
+def test_slimes_argument_means_slimes_arithmetic_unless_it_says_whose(checkpoint: Path) -> None:
+    def made(config: Any, options: wsync.Options | None = None) -> Any:
+        updater = wsync.UpdateWeightFromTensor(
+            *(SimpleNamespace(), from_tensors(MODEL), None),
+            model_name="any",
+            quantization_config=config,
+            options=options,
+        )
+        return updater._options.quantise
+
+    assert Method.of(made(FP8)).reciprocal
+    assert not Method.of(made({**FP8, "producer": {"name": "other"}})).reciprocal
+    assert made(None) is None
+    assert made(None, wsync.Options(quantise=FP8)) == FP8
+    with pytest.raises(wsync.InvalidArgumentError, match="quantise in options: one is wanted"):
+        made(FP8, wsync.Options(quantise=FP8))
+    with pytest.raises(wsync.InvalidArgumentError, match="quantise='fp8'"):
+        made("fp8")
