@@ -46,8 +46,12 @@ COMPUTED = {
     **{("sglang", family): _ADDED for family in _ZERO},
     **{(engine, "nemotron_h"): ("A_log", "mixer.A: neg") for engine in ("sglang", "vllm")},
 }
+# what Kimi's vision tower makes of positions
+CONSTANT = "pos_emb.time_weight"
+# families whose drafts have none of the layers with such tensors
+ATTENDING = {"nemotron_h"}
 # why a class is given whole tensors: SGLang's Step-3.5 refuses calls with only some of its tensors
-WHOLE = {("sglang", "step3p5"): "Some parameters are not loaded"}
+WHOLE = {("sglang", "step3p5"): "RuntimeError: Some parameters"}
 
 
 def learn(engine: str, version: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -76,10 +80,14 @@ def check(results: list[dict[str, Any]], engine: str = "") -> None:
             where = f"{case} rank {result['rank']} {mode}"
             reason = WHOLE.get((engine, case["family"]), "")
             assert reason in found["reason"] and bool(reason) == bool(found["reason"]), where
-            check_computed(found["fallback"], COMPUTED.get((engine, case["family"])), where)
+            computed = COMPUTED.get((engine, case["family"]))
+            if case.get("draft") and case["family"] in ATTENDING:
+                computed = None
+            check_computed(found["fallback"], computed, where)
             assert found["differing"] == [], where
             kept = draft_models.SHARED if case.get("draft") else ()
             unwritten = [path for path in found["unwritten"] if path.endswith("weight")]
+            unwritten = [path for path in unwritten if not path.endswith(CONSTANT)]
             assert all(any(map(partial(fnmatchcase, path), kept)) for path in unwritten), where
         assert result["needed"]["redundancy"] == 1.0
         if "full" in result:
@@ -105,8 +113,7 @@ def test_one_worker(engine: str, version: str) -> None:
 @pytest.mark.parametrize(("engine", "version"), ENGINES)
 def test_every_family(engine: str, version: str) -> None:
     """Checkpoints are as transformers saves them; of two workers the second is looked at."""
-    others = {"kimi_k25"}  # which engines make with its vision tower only
-    assert tables.FAMILIES.keys() - others <= {*FAMILIES, *SAVED}
+    assert tables.FAMILIES.keys() <= {*FAMILIES, *SAVED}
     cases = [
         {"family": family, "tp": tp, "ep": 1, "ranks": [tp - 1], "modes": ["needed"]}
         for family in (*SAVED, own_family.NAME)
@@ -121,10 +128,10 @@ def test_every_familys_draft(engine: str, version: str) -> None:
     """The classes that compute layers of multi-token prediction, by checkpoints that have one.
     Embedding and head are the model's own where they load none."""
     predicting = {name for name in tables.FAMILIES if mtp_targets(name)}
-    unpublished = {"kimi_k2", "moonlight"}  # their checkpoints have no such layer
-    untried = {"kimi_k25", "nemotron_h", "step3p5"}
-    print(f"no checkpoints are made here for the drafts of {', '.join(sorted(untried))}")
-    assert predicting == unpublished | untried | {*draft_models.FAMILIES}
+    # their checkpoints have no such layer
+    unpublished = {"kimi_k2", "kimi_k25", "moonlight"}
+    untabled = {"step3p5"}
+    assert predicting | untabled == unpublished | {*draft_models.FAMILIES}
     case = {"tp": 2, "ep": 1, "ranks": [1], "modes": ["needed"], "draft": True}
     undrafted = UNDRAFTED.get(f"{engine} {version}", {})
     cases = [case | {"family": f, "refused": f in undrafted} for f in draft_models.FAMILIES]
@@ -134,7 +141,7 @@ def test_every_familys_draft(engine: str, version: str) -> None:
         if family in undrafted:
             print(f"{engine} {version} has no draft of {family}: {result['refused']}")
             assert undrafted[family] in result["refused"]
-        else:
+        elif family not in untabled:
             assert {name for name in result["names"] if mtp_targets(family, name)}
     check([result for result in results if "refused" not in result], engine)
 
@@ -145,8 +152,9 @@ def mtp_targets(family: str, name: str = "") -> list[str]:
     found = []
     for rule in tables.FAMILIES[family].rules:
         for target in rule.targets if "{mtp}" in rule.name else ():
-            text = re.escape(target.name.replace("{mtp}", "0").replace("{layer}", "2"))
-            found.append(re.sub(r"\\{experts?\\}", r"\\d+", text))
+            numbers = target.name.replace("{mtp}", "0").replace("{layer}", "2")
+            text = re.escape(numbers.replace("{first}", "0").replace("{last}", "1"))
+            found.append(re.sub(r"\\{(experts?|inner)\\}", r"\\d+", text))
     return [text for text in found if not name or re.fullmatch(text, name)]
 
 

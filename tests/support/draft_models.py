@@ -1,9 +1,10 @@
 """Layers of multi-token prediction in checkpoints, and SGLang's classes that draft with them.
 
 Names follow the published checkpoints of DeepSeek-V3, GLM-4.5, GLM-4.7-Flash, GLM-5, Qwen3-Next,
-Qwen3.5 and MiMo.  An inner layer has what the model's last layer has.  Copies of embedding and
-head that some have in such a layer are left out: no trainer holds them, and engines share the
-model's own.
+Qwen3.5, MiMo, Nemotron 3 Super and Step-3.5.  An inner layer has what the model's last layer has;
+Nemotron's block of two what its last two have; Step-3.5's is dense.  Copies of embedding and head
+that some have in such a layer are left out: no trainer holds them, and engines share the model's
+own, but for Step-3.5's, whose classes refuse to be without a head.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import unittest.mock
 from typing import Any
 
 import torch
-from support.tiny_models import Shapes
+from support.tiny_models import Shapes, checkpoint, published
 
 # family: the file and the class in sglang.srt.models
 SGLANG = {
@@ -30,8 +31,15 @@ SGLANG = {
     "qwen3_5_moe_text": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
     "mimo": ("mimo_mtp", "MiMoMTP"),
     "bailing_moe_v2": ("bailing_moe_nextn", "BailingMoeForCausalLMNextN"),
+    "nemotron_h": ("nemotron_h_mtp", "NemotronHForCausalLMMTP"),
+    "step3p5": ("step3p5_mtp", "Step3p5MTP"),
 }
+# what Step-3.5's configuration says of each layer; SGLang takes its draft for layer 45, whatever
+# the model has
+_STEP_LISTS = ("rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
+_STEP_LAYERS = 46
 FAMILIES = tuple(SGLANG)
+_MODELS = ("model", "model.language_model", "backbone")
 # what an engine gives to a draft from the model that it drafts for
 SHARED = ("*embed_tokens.weight", "*word_embeddings.weight", "*head.weight")
 
@@ -44,19 +52,24 @@ def extended(family: str, config: Any, shapes: Shapes) -> tuple[Any, Shapes]:
         text.mtp_num_hidden_layers = 1
     if family == "mimo":
         config.architectures = ["MiMoForCausalLM"]
+    if family == "nemotron_h":
+        config = published(config)
+    if family == "step3p5":
+        config.mtp_layer_types = ["sliding_attention"]
+        shapes = checkpoint(family, config)
+        _lengthen(config, 1, _STEP_LISTS)
     return config, shapes | layer_tensors(family, shapes, text.num_hidden_layers)
 
 
 def layer_tensors(family: str, shapes: Shapes, layers: int) -> Shapes:
     """What an MTP layer adds to a checkpoint; layers: of the model."""
-    last = next(
-        f"{prefix}{layers - 1}."
-        for prefix in ("model.layers.", "model.language_model.layers.")
-        if any(name.startswith(f"{prefix}{layers - 1}.") for name in shapes)
-    )
-    inner = {n.removeprefix(last): f for n, f in shapes.items() if n.startswith(last)}
+    if family == "nemotron_h":
+        return _block(shapes, layers)
+    inner = _inner(shapes, layers if family == "step3p5" else layers - 1)
     hidden = inner["input_layernorm.weight"][0][0]
     norm, wide = ((extent, torch.bfloat16) for extent in ((hidden,), (hidden, 2 * hidden)))
+    own = {"enorm": norm, "hnorm": norm, "eh_proj": wide}
+    prefix = inside = f"model.layers.{layers}."
     if family.startswith("qwen3"):
         own = {"fc": wide, "pre_fc_norm_embedding": norm, "pre_fc_norm_hidden": norm, "norm": norm}
         prefix, inside = "mtp.", "mtp.layers.0."
@@ -64,24 +77,61 @@ def layer_tensors(family: str, shapes: Shapes, layers: int) -> Shapes:
         own = {"token_layernorm": norm, "hidden_layernorm": norm}
         own |= {"input_proj": wide, "final_layernorm": norm}
         prefix = inside = "model.mtp_layers.0."
+    elif family == "step3p5":
+        own["transformer.shared_head.norm"] = norm
+        own["transformer.shared_head.output"] = shapes["lm_head.weight"]
     else:
-        own = {"enorm": norm, "hnorm": norm, "eh_proj": wide}
         own["final_layernorm" if family == "bailing_moe_v2" else "shared_head.norm"] = norm
-        prefix = inside = f"model.layers.{layers}."
     return {f"{prefix}{name}.weight": facts for name, facts in own.items()} | {
         f"{inside}{name}": facts for name, facts in inner.items()
     }
 
 
+def _inner(shapes: Shapes, layer: int) -> Shapes:
+    """What a layer of the model has, by the ends of the names."""
+    begins = [f"{prefix}.layers.{layer}." for prefix in _MODELS]
+    return {
+        name.removeprefix(begin): facts
+        for name, facts in shapes.items()
+        for begin in begins
+        if name.startswith(begin)
+    }
+
+
+def _block(shapes: Shapes, layers: int) -> Shapes:
+    """What a block of two layers adds, in which the last two of the model come again."""
+    found = {
+        f"mtp.layers.{number}.{name}": facts
+        for number, layer in enumerate((layers - 2, layers - 1))
+        for name, facts in _inner(shapes, layer).items()
+    }
+    (hidden,), dtype = norm = found["mtp.layers.0.norm.weight"]
+    found |= {f"mtp.layers.0.{name}.weight": norm for name in ("enorm", "hnorm")}
+    found["mtp.layers.0.eh_proj.weight"] = (hidden, 2 * hidden), dtype
+    return found | {"mtp.layers.1.final_layernorm.weight": norm}
+
+
+def _lengthen(config: Any, count: int, names: tuple[str, ...]) -> None:
+    """Has lists of a configuration say of so many more layers what they say of the last."""
+    for name in names:
+        each = getattr(config, name)
+        setattr(config, name, [*each, *each[-1:] * count])
+
+
 def build(host: Any, family: str, config: Any) -> torch.nn.Module:
     """SGLang's draft of this rank; host: support.sglang_host."""
     # 0.5.17 looks an operator of vLLM's up for Ling's other models, which no loader calls
+    if family == "step3p5":
+        _lengthen(config, _STEP_LAYERS, ("layer_types", *_STEP_LISTS))
     absent = dict.fromkeys(("vllm", "vllm._custom_ops"), unittest.mock.MagicMock())
     with (
         unittest.mock.patch.dict(host._CLASSES, SGLANG),
         unittest.mock.patch.dict(sys.modules, absent),
     ):
-        return share(host.build(family, config))
+        draft = share(host.build(family, config))
+    if family == "step3p5":
+        draft.draft_model_idx = 0  # which layer it is, as the server says
+    return draft
 
 
 @torch.no_grad()

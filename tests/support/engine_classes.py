@@ -16,6 +16,7 @@ CLASSES = {
     "mixtral": ("mixtral", "MixtralForCausalLM"),
     "kimi_k2": ("deepseek_v2", "DeepseekV3ForCausalLM"),
     "moonlight": ("deepseek_v2", "DeepseekV3ForCausalLM"),
+    "kimi_k25": ("kimi_k25", "KimiK25ForConditionalGeneration"),
     "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
     "nemotron_h": ("nemotron_h", "NemotronHForCausalLM"),
     "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),

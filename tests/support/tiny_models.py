@@ -114,6 +114,10 @@ _SAVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "kimi_k2": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
     "moonlight": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT, "q_lora_rank": None}),
+    "kimi_k25": (
+        *("Kimi_K25Config", "Kimi_K25ForConditionalGeneration"),
+        {**_LATENT, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
+    ),
     "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", _INDEXER),
     "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", _INDEXER),
     "nemotron_h": (
@@ -173,6 +177,13 @@ _VISION = {
     **{"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2},
     **{"out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4},
 }
+# of which the published configuration has other names than transformers
+_KIMI_VISION = {
+    **{"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "patch_size": 4},
+    **{"num_hidden_layers": 1, "pos_emb_height": 4, "pos_emb_width": 4},
+    **{"init_pos_emb_height": 4, "init_pos_emb_width": 4, "vt_hidden_size": 32},
+    **{"text_hidden_size": 64, "mm_hidden_size": 32},
+}
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -201,8 +212,10 @@ def config(family: str, **changes: Any) -> Any:
         transformers.AutoConfig.register(family, kind)
     if "vision_config" in kind.sub_configs:
         ties = fields["tie_word_embeddings"]
-        seen = {"deepstack_visual_indexes": [0] if "vl" in family else []}
-        made = kind(text_config=fields, vision_config={**_VISION, **seen}, tie_word_embeddings=ties)
+        seen = _VISION | {"deepstack_visual_indexes": [0] if "vl" in family else []}
+        more = {"projection_hidden_size": 32} if family == "kimi_k25" else {}
+        seen = _KIMI_VISION if family == "kimi_k25" else seen
+        made = kind(text_config=fields, vision_config=seen, tie_word_embeddings=ties, **more)
     else:
         made = kind(**fields)
     made.architectures = [architecture]
@@ -233,12 +246,15 @@ def _unknown(family: str, changes: dict[str, Any]) -> Any:
 
 def published(made: Any) -> Any:
     """A config as checkpoints have it, where engines do not read what transformers 5 saves."""
+    if made.model_type == "kimi_k25":
+        made.architectures = ["KimiK25ForConditionalGeneration"]
     if made.model_type != "nemotron_h":
         return made
     import transformers
 
     fields = made.to_dict()
     fields["layers_block_type"] = ["mamba", "mlp", "attention", "moe"]
+    fields["mtp_layers_block_type"] = ["attention", "moe"]
     kind: Any = type("Published", (transformers.PretrainedConfig,), {"model_type": "nemotron_h"})
     return kind(**fields)
 
@@ -293,7 +309,14 @@ def _saved(made: Any) -> Shapes:
 
 def _as_published(family: str, shapes: Shapes) -> Shapes:
     """With the experts of two families as they are in published checkpoints, and not as
-    transformers 5 saves them: turned round, and one by one."""
+    transformers 5 saves them: turned round, and one by one; and a third's names."""
+    if family == "kimi_k25":
+        return {
+            name.replace(".model.blocks.", ".model.layers.")
+            .removeprefix("model.")
+            .replace("encoder.patch_embed.", "patch_embed."): facts
+            for name, facts in shapes.items()
+        }
     if family == "qwen3_vl_moe":
         return {
             name: ((shape[0], *shape[:0:-1]) if ".experts." in name else shape, dtype)
