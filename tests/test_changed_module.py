@@ -163,6 +163,44 @@ def test_modules_that_exchange_their_names_get_what_they_are_called_now(
         assert torch.equal(tensor, weights[1][name])
 
 
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("make", [ModuleLoader, RecordedLoader])
+def test_a_load_weights_that_is_patched_later_is_called(
+    make: Callable[[Loading], Any], fallback: bool
+) -> None:
+    module = Loading()
+    if fallback:
+        plain = module.load_weights
+        module.load_weights = lambda pairs: plain([(n, t.sin()) for n, t in pairs])  # type: ignore[method-assign]
+    engine, first = ThreadEngine([make(module)]), module.load_weights
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+        module.load_weights = lambda pairs: first([(n, t.flip(0)) for n, t in pairs])  # type: ignore[method-assign]
+        if make is RecordedLoader:
+            with pytest.raises(WsyncError, match="learnt: load_weights is another one"):
+                sync.update(draw(1))
+        sync.update(draw(1))
+        for tensor, name in (module.a, "a"), (module.b, "b"):
+            given = draw(1)[name].flip(0)
+            assert torch.equal(tensor, given.sin() if fallback else given)
+        sync.update(draw(2))
+
+
+def test_a_load_weights_that_is_made_anew_each_time_is_no_change() -> None:
+    class Delegating(Pair):
+        @property
+        def load_weights(self) -> Any:
+            return functools.partial(Loading.load_weights, self)
+
+    module = Delegating()
+    with wsync.connect(
+        draw(0), engines=[ThreadEngine([RecordedLoader(module)])], options=OPTIONS
+    ) as sync:
+        sync.update()
+        sync.update(draw(1))
+    assert torch.equal(module.a, draw(1)["a"])
+
+
 class Fused(torch.nn.Module):
     """Its state_dict has views of its only parameter."""
 

@@ -230,10 +230,9 @@ class _Reloader(ModuleLoader):
                 f"{reason}; this version of vLLM cannot load it a second time"
             ) from None
 
-        load_weights: LoadWeights = model.load_weights  # type: ignore[assignment]
-
         def load(pairs: list[tuple[str, torch.Tensor]]) -> None:
             """Keeps what it is given until a layer is complete."""
+            load_weights: LoadWeights = model.load_weights  # type: ignore[assignment]
             with self._configured():
                 load_weights([(name, tensor.clone()) for name, tensor in pairs])
 

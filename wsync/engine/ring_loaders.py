@@ -325,7 +325,7 @@ class ModuleLoader(ChoosingLoader):
         self._chosen = (
             _ByName(module, frozenset(ignore), threads)
             if method is None
-            else _ByCall(module, method, frozenset(ignore), at_once)
+            else _ByCall(module, load_weights, frozenset(ignore), at_once)
         )
 
 
@@ -400,13 +400,14 @@ class _ByCall(_Loading):
     def __init__(
         self,
         module: torch.nn.Module,
-        method: LoadWeights,
+        given: LoadWeights | None,
         ignore: frozenset[str],
         at_once: bool,
     ) -> None:
         super().__init__()
         self._module = module
-        self._method = method
+        self._given = given  # None: what the module has when an update begins
+        self._method = self._current()
         self._at_once = at_once
         self._staged: dict[str, torch.Tensor] = {}  # what one call is to bring
         self._ignore = ignore
@@ -430,6 +431,8 @@ class _ByCall(_Loading):
         of a parameter must not lie in one place."""
         super().begin(rounds)
         self._named, self._sums, self._staged = None, {}, {}
+        if (method := self._current()) != self._method:
+            self._method, self._keeps = method, None
         shapes = self._attached().shapes
         state = {
             name: tensor
@@ -444,6 +447,10 @@ class _ByCall(_Loading):
         self._tied = {name: group[0] for group in groups if len(group) > 1 for name in group}
         kept = Destination([g[0] for g in groups], [state[g[0]] for g in groups])
         kept.layout().check_apart(kept.buffers())
+
+    def _current(self) -> LoadWeights:
+        method: Any = self._module.load_weights if self._given is None else self._given
+        return method  # type: ignore[no-any-return]
 
     def _compare(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
         """LayoutError where names of one tensor bring different values."""

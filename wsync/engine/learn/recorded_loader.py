@@ -95,13 +95,11 @@ class RecordedLoader(ChoosingLoader):
         after: Callable[[Any], object] | None = None,
         threads: int = 1,
     ) -> None:
-        method = load_weights if load_weights is not None else getattr(module, "load_weights", None)
-        if method is None:
-            raise _core.LayoutError(f"{type(module).__name__} has no load_weights to learn from")
+        self._given = load_weights
+        self._module = module
+        self._load = self._method()
         self.recording: Recording | None = None
         self.reason = ""
-        self._module = module
-        self._load: LoadWeights = method
         self._ignore = (*ignore, *filter(None, os.environ.get(KEEP, "").split(",")))
         self._needed = needed
         self._after = after
@@ -111,7 +109,7 @@ class RecordedLoader(ChoosingLoader):
         # what selects elements of parameters that the module's own loader may not load; None: all
         self._doubtful: dict[str, torch.Tensor | None] = {}
         self._before: dict[str, tuple[int, int]] = {}  # the update: their bytes, and a checksum
-        self._chosen = ModuleLoader(module, method)
+        self._chosen = ModuleLoader(module, self._load)
 
     def blob(self) -> bytes:
         return LEARN
@@ -135,6 +133,7 @@ class RecordedLoader(ChoosingLoader):
             return self._learn(model, facts, before)
 
     def _learn(self, model: _core.Layout, facts: _Model, before: ModuleState) -> bytes:
+        self._load = self._method()
         self.recording, self._chosen = None, ModuleLoader(self._module, self._load)
         self._doubtful = {}
         self.reason = ""
@@ -235,7 +234,7 @@ class RecordedLoader(ChoosingLoader):
         return {"module": module, **self.recording.describe(self._model)}
 
     def begin(self, rounds: int) -> None:
-        if self.recording is not None and (change := self._stale()):
+        if change := self._stale():
             raise _changed(self._module, change)
         super().begin(rounds)
         self._before = self._doubted()
@@ -247,9 +246,22 @@ class RecordedLoader(ChoosingLoader):
             self._after(self._module)
         return receipt
 
+    def _method(self) -> LoadWeights:
+        """The module's load_weights as it is now, unless another one was given."""
+        method = self._given
+        if method is None:
+            method = getattr(self._module, "load_weights", None)
+        if method is None:
+            name = type(self._module).__name__
+            raise _core.LayoutError(f"{name} has no load_weights to learn from")
+        return method
+
     def _stale(self) -> str:
         """What load_weights goes by that no recording knows of, and that has changed; or ""."""
-        if self.goes_by() == self._went_by:
+        method = self._method()
+        if self._load != method == self._method():  # some are made anew each time
+            return "load_weights is another one"
+        if self.recording is None or self.goes_by() == self._went_by:
             return ""
         return "load_weights goes by something outside the module that has other values"
 
