@@ -159,6 +159,18 @@ def test_weights_that_vllm_packs_once_are_refused(engine: VllmEngine) -> None:
     assert [worker.consistent for worker in inspection.inspect(engine)] == [True, True]
 
 
+def test_experts_that_vllm_moves_between_updates_are_refused(engine: VllmEngine) -> None:
+    """Its load_weights goes by where they were when it started."""
+    engine.prepare("qwen3_moe", ep=2, balanced=True)
+    before = engine.collective_rpc("found")
+    with (
+        wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync,
+        pytest.raises(wsync.RemoteError, match=r"balances.*enable_eplb"),
+    ):
+        sync.update(engine.weights(1))
+    assert engine.collective_rpc("found") == before
+
+
 class Calls:
     """An engine of one worker that only notes what it is asked."""
 

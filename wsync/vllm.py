@@ -125,6 +125,11 @@ class VllmLoader(ChoosingLoader):
         return self.recorded.blob()
 
     def learn(self, model: Layout, losing: Losing) -> bytes:
+        if self._config.parallel_config.enable_eplb:
+            raise UnsupportedError(
+                "vLLM balances experts (enable_eplb): its load_weights puts them where they were "
+                "when it started"
+            )
         self.reason = packed_once(self._model)
         if self.reason:
             raise UnsupportedError(f"{self.reason}; vLLM cannot load it a second time")

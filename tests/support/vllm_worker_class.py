@@ -36,6 +36,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         packs: bool = False,
         fp8: bool = False,
         ep: int = 1,
+        balanced: bool = False,
         changes: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Makes the model of the engine; the tensors of its checkpoint.
@@ -45,6 +46,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         they are.
         fp8: the checkpoint is in FP8, with a scale for each block.
         ep: among how many workers the experts are divided.
+        balanced: experts may move between workers (enable_eplb, which needs GPUs to start with).
         changes: of the config.
         """
         cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = pack
@@ -76,6 +78,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
         self.model.load_weights = faulty
         self.load(self.model, 0)
+        self.parallel_config.enable_eplb = balanced
         return {
             name: [list(shape), str(dtype).removeprefix("torch.")]
             for name, (shape, dtype) in self.checkpoint.items()
