@@ -338,6 +338,10 @@ class Stream:
     def copy(self, copies: Plan | Route, index: int, phase: int, sources: BufferTable, destinations: BufferTable) -> int:
         """Enqueues the copies of a plan's round and phase, or of a route's buffer (phase ignored).  Returns the bytes
         written.  Everything is kept alive until the stream has passed."""
+    def quantise(self, quantiser: Quantiser, sources: BufferTable, results: BufferTable, codes: bool) -> None:
+        """Enqueues one pass of a quantiser over its rank's parameters.  results: the spans of the image and of the
+        table of extremes; codes: codes and scales are written into the image, else the extremes of pieces are merged
+        into the table, which begins with -inf.  Everything is kept alive until the stream has passed."""
     def record(self, event: Event, value: int) -> None: ...
     def wait(self, event: Event, value: int) -> None:
         """What follows starts once the event is at least `value`."""

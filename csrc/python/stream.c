@@ -13,6 +13,7 @@
 #include "python/convert.h"
 #include "python/device_types.h"
 #include "python/plan.h"
+#include "python/quantiser.h"
 #include "python/route.h"
 
 enum {
@@ -292,6 +293,16 @@ static int add_label(StreamObject *self, long long index, int phase, uint64_t nb
     return result;
 }
 
+/* Keeps what a batch that was enqueued uses, until the stream has passed it.  With the
+ * lock, so that marks are recorded in order. */
+static void hold_all(StreamObject *self, PyObject *const owners[WSYNC_PY_STREAM_HOLDS])
+{
+    for (int i = 0; i < WSYNC_PY_STREAM_HOLDS; i++) {
+        hold(self, owners[i]);
+    }
+    mark_batch(self);
+}
+
 PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
                                const wsync_py_batch_t *batch)
 {
@@ -310,11 +321,7 @@ PyObject *wsync_py_stream_copy(ModuleState *state, StreamObject *self,
         }
     Py_END_ALLOW_THREADS
     if (status == WSYNC_OK) {
-        /* With the lock, so that marks are recorded in order. */
-        for (int i = 0; i < WSYNC_PY_STREAM_HOLDS; i++) {
-            hold(self, batch->owners[i]);
-        }
-        mark_batch(self);
+        hold_all(self, batch->owners);
     }
     leave(self);
     if (status != WSYNC_OK) {
@@ -366,6 +373,58 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
     batch.owners[1] = (PyObject *)sources;
     batch.owners[2] = (PyObject *)destinations;
     return wsync_py_stream_copy(state, (StreamObject *)object, &batch);
+}
+
+static PyObject *stream_quantise(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"quantiser", "sources", "results", "codes", NULL};
+    StreamObject *self = (StreamObject *)object;
+    ModuleState *state = wsync_py_state_of(object);
+    PyObject *owners[WSYNC_PY_STREAM_HOLDS];
+    wsync_quantise_batch_t batch = {0};
+    const BufferTableObject *sources;
+    const BufferTableObject *results;
+    int codes;
+    wsync_stream_t *stream;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!p:quantise", names,
+                                     state->type_Quantiser, &owners[0],
+                                     state->type_BufferTable, &owners[1],
+                                     state->type_BufferTable, &owners[2], &codes)) {
+        return NULL;
+    }
+    sources = (const BufferTableObject *)owners[1];
+    results = (const BufferTableObject *)owners[2];
+    if (wsync_py_check_gpu(state, sources->gpu, self->device, "Stream.quantise") < 0 ||
+        wsync_py_check_gpu(state, results->gpu, self->device, "Stream.quantise") < 0) {
+        return NULL;
+    }
+    if (results->count != 2) {
+        return wsync_py_fail(state, WSYNC_ERR_INVALID, "Stream.quantise",
+                             "%zu results, where image and extremes are wanted",
+                             results->count);
+    }
+    batch.pieces =
+        wsync_quantiser_pieces(((QuantiserObject *)owners[0])->quantiser, &batch.count);
+    batch.sources = sources->spans;
+    batch.source_count = sources->count;
+    batch.image = results->spans[0];
+    batch.extremes = results->spans[1];
+    batch.pass = codes != 0 ? WSYNC_QUANTISE_CODES : WSYNC_QUANTISE_EXTREMES;
+    stream = enter(state, self);
+    if (stream == NULL) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_stream_quantise(stream, &batch, &err);
+    Py_END_ALLOW_THREADS
+    if (status == WSYNC_OK) {
+        hold_all(self, owners);
+    }
+    leave(self);
+    return wsync_py_none(state, status, &err);
 }
 
 typedef wsync_status_t (*enqueue_func_t)(wsync_stream_t *, wsync_event_t, uint64_t,
@@ -597,6 +656,15 @@ static PyMethodDef stream_methods[] = {
      "Enqueues the copies of a plan's round and phase, or of a route's buffer (phase\n"
      "ignored).  Returns the bytes written.  Everything is kept alive until the stream\n"
      "has passed."},
+    {"quantise", WSYNC_PY_KEYWORDS(stream_quantise),
+     "quantise($self, quantiser, sources, results, codes)\n--\n\n"
+     "Enqueues one pass of a quantiser over its rank's parameters.  results: the spans of "
+     "the\n"
+     "image and of the table of extremes; codes: codes and scales are written into the "
+     "image,\n"
+     "else the extremes of pieces are merged into the table.  Everything is kept alive "
+     "until\n"
+     "the stream has passed."},
     {"record", WSYNC_PY_KEYWORDS(stream_record),
      "record($self, event, value)\n--\n\n"
      "Enqueues: set the event once everything enqueued before has happened."},
