@@ -1,0 +1,274 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "core/quantise/piece_check.h"
+
+#include <inttypes.h>
+
+typedef unsigned long long u64_t;
+
+static wsync_quantise_blocks_t blocks(const wsync_quantise_piece_t *piece, int d,
+                                      uint32_t size)
+{
+    const uint64_t first = size > 0 ? piece->start[d] / size : 0;
+    const uint64_t last = size > 0 ? (piece->start[d] + piece->extent[d] - 1) / size : 0;
+
+    return (wsync_quantise_blocks_t){first, last - first + 1};
+}
+
+wsync_quantise_blocks_t wsync_quantise_rows(const wsync_quantise_piece_t *piece)
+{
+    return blocks(piece, 0, piece->method.block_rows);
+}
+
+wsync_quantise_blocks_t wsync_quantise_cols(const wsync_quantise_piece_t *piece)
+{
+    return blocks(piece, 1, piece->method.block_cols);
+}
+
+uint64_t wsync_quantise_words(const wsync_quantise_piece_t *piece)
+{
+    const uint64_t codes = wsync_quantise_codes(piece->method.kind);
+
+    return piece->extent[1] / codes + (piece->extent[1] % codes != 0);
+}
+
+bool wsync_quantise_empty(const wsync_quantise_piece_t *piece)
+{
+    return piece->extent[0] == 0 || piece->extent[1] == 0;
+}
+
+/* Whether an index begins a block. */
+static bool begins(uint64_t index, uint32_t block)
+{
+    return (block > 0 ? index % block : index) == 0;
+}
+
+static wsync_status_t check_kind(const wsync_quantise_piece_t *piece, size_t index,
+                                 wsync_error_t *err)
+{
+    const wsync_quantise_method_t *method = &piece->method;
+    uint64_t end;
+    uint64_t codes;
+
+    if ((unsigned)method->kind >= WSYNC_QUANTISE_COUNT) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "piece %zu: no way to quantise has the number %d", index,
+                          (int)method->kind);
+    }
+    if (piece->dtype != WSYNC_DTYPE_FLOAT32 && piece->dtype != WSYNC_DTYPE_BFLOAT16 &&
+        piece->dtype != WSYNC_DTYPE_FLOAT16) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "piece %zu: elements of dtype number %d are not quantised: only "
+                          "float32, bfloat16 and float16 are",
+                          index, (int)piece->dtype);
+    }
+    for (int d = 0; d < 2; d++) {
+        if (__builtin_add_overflow(piece->start[d], piece->extent[d], &end)) {
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                              "piece %zu: dim %d: start %llu plus extent %llu is no index",
+                              index, d, (u64_t)piece->start[d], (u64_t)piece->extent[d]);
+        }
+    }
+    codes = wsync_quantise_codes(method->kind);
+    if (piece->start[1] % codes != 0 || method->block_cols % codes != 0) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "piece %zu: its first column %llu and blocks of %u columns are "
+                          "not multiples of the %llu codes in a word",
+                          index, (u64_t)piece->start[1], method->block_cols, (u64_t)codes);
+    }
+    if (piece->extremes == WSYNC_QUANTISE_NONE &&
+        !(begins(piece->start[0], method->block_rows) &&
+          begins(piece->start[1], method->block_cols))) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "piece %zu: begins at %llu, %llu inside a block of %u x %u, and "
+                          "has no entries of extremes",
+                          index, (u64_t)piece->start[0], (u64_t)piece->start[1],
+                          method->block_rows, method->block_cols);
+    }
+    if (method->kind == WSYNC_QUANTISE_NVFP4 && piece->overall == WSYNC_QUANTISE_NONE) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "piece %zu: nvfp4 needs the extremes of all that shares the "
+                          "second scale",
+                          index);
+    }
+    return WSYNC_OK;
+}
+
+static wsync_status_t check_source(const wsync_quantise_piece_t *piece, size_t index,
+                                   const wsync_span_t *sources, size_t count,
+                                   wsync_error_t *err)
+{
+    const uint64_t item = wsync_dtype_nbytes(piece->dtype);
+    const wsync_span_t *span;
+    uint64_t reach[2] = {0, item}; /* bytes before the offset, and from it on */
+    uint64_t unaligned;
+    uint64_t end;
+
+    if (piece->source_buffer >= count) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "piece %zu: buffer %u is not one of the %zu that are bound",
+                          index, piece->source_buffer, count);
+    }
+    span = &sources[piece->source_buffer];
+    unaligned = (uint64_t)(uintptr_t)span->data + piece->source_offset;
+    for (int d = 0; d < 2; d++) {
+        const int64_t stride = piece->source_stride[d];
+        const uint64_t size = stride < 0 ? -(uint64_t)stride : (uint64_t)stride;
+        uint64_t *way = &reach[stride < 0 ? 0 : 1];
+        uint64_t steps;
+
+        unaligned |= size;
+        if (__builtin_mul_overflow(piece->extent[d] - 1, size, &steps) ||
+            __builtin_add_overflow(*way, steps, way)) {
+            return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                              "piece %zu: buffer %u: extent %llu times stride %lld is no "
+                              "address",
+                              index, piece->source_buffer, (u64_t)piece->extent[d],
+                              (long long)stride);
+        }
+    }
+    if (reach[0] > piece->source_offset ||
+        __builtin_add_overflow(piece->source_offset, reach[1], &end) ||
+        end > span->nbytes) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "piece %zu: buffer %u: bytes [%llu - %llu, %llu + %llu) are not "
+                          "inside its %llu bytes",
+                          index, piece->source_buffer, (u64_t)piece->source_offset,
+                          (u64_t)reach[0], (u64_t)piece->source_offset, (u64_t)reach[1],
+                          (u64_t)span->nbytes);
+    }
+    if (unaligned % item != 0) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "piece %zu: buffer %u: offset %llu or strides %lld, %lld are not "
+                          "aligned to elements of %llu bytes",
+                          index, piece->source_buffer, (u64_t)piece->source_offset,
+                          (long long)piece->source_stride[0],
+                          (long long)piece->source_stride[1], (u64_t)item);
+    }
+    return WSYNC_OK;
+}
+
+/* Rows of `item` bytes each in a span. */
+typedef struct rows {
+    const char *name;
+    uint64_t offset;
+    uint64_t stride;
+    uint64_t count;
+    uint64_t row_items;
+    uint64_t item;
+} rows_t;
+
+static wsync_status_t check_rows(const rows_t *rows, size_t index, const wsync_span_t *span,
+                                 wsync_error_t *err)
+{
+    uint64_t row_nbytes;
+    uint64_t steps;
+    uint64_t end;
+
+    if (__builtin_mul_overflow(rows->row_items, rows->item, &row_nbytes) ||
+        __builtin_mul_overflow(rows->count - 1, rows->stride, &steps) ||
+        __builtin_add_overflow(rows->offset, steps, &end) ||
+        __builtin_add_overflow(end, row_nbytes, &end) || end > span->nbytes) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "piece %zu: %s: %llu rows of %llu times %llu bytes, %llu bytes "
+                          "apart, from offset %llu on, are not inside %llu bytes",
+                          index, rows->name, (u64_t)rows->count, (u64_t)rows->row_items,
+                          (u64_t)rows->item, (u64_t)rows->stride, (u64_t)rows->offset,
+                          (u64_t)span->nbytes);
+    }
+    if (rows->count > 1 && rows->stride < row_nbytes) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "piece %zu: %s: rows of %llu bytes are %llu bytes apart", index,
+                          rows->name, (u64_t)row_nbytes, (u64_t)rows->stride);
+    }
+    if (((uint64_t)(uintptr_t)span->data + rows->offset) % rows->item != 0 ||
+        (rows->count > 1 && rows->stride % rows->item != 0)) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "piece %zu: %s: offset %llu or stride %llu is not aligned to "
+                          "items of %llu bytes",
+                          index, rows->name, (u64_t)rows->offset, (u64_t)rows->stride,
+                          (u64_t)rows->item);
+    }
+    return WSYNC_OK;
+}
+
+static wsync_status_t check_image(const wsync_quantise_piece_t *piece, size_t index,
+                                  const wsync_span_t *image, wsync_error_t *err)
+{
+    const wsync_quantise_kind_t kind = piece->method.kind;
+    const rows_t parts[] = {
+        {"codes", piece->codes, piece->codes_stride, piece->extent[0],
+         wsync_quantise_words(piece), wsync_dtype_nbytes(wsync_quantise_word(kind))},
+        {"scales", piece->scales, piece->scales_stride, wsync_quantise_rows(piece).count,
+         wsync_quantise_cols(piece).count,
+         wsync_dtype_nbytes(wsync_quantise_scale(kind, piece->dtype))},
+        {"the second scale", piece->second, 0, 1, 1, sizeof(float)},
+    };
+    const size_t count = piece->second != WSYNC_QUANTISE_NONE ? 3 : 2;
+    wsync_status_t status = WSYNC_OK;
+
+    for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
+        status = check_rows(&parts[i], index, image, err);
+    }
+    return status;
+}
+
+/* Entries of the table as bytes of its span. */
+static wsync_status_t check_extremes(const wsync_quantise_piece_t *piece, size_t index,
+                                     const wsync_span_t *extremes, wsync_error_t *err)
+{
+    const wsync_quantise_blocks_t rows = wsync_quantise_rows(piece);
+    const wsync_quantise_blocks_t cols = wsync_quantise_cols(piece);
+    const uint64_t entries = extremes->nbytes / sizeof(wsync_extremes_t);
+    uint64_t last = piece->extremes;
+    uint64_t steps;
+
+    if (piece->extremes != WSYNC_QUANTISE_NONE &&
+        (__builtin_mul_overflow(rows.first + rows.count - 1, piece->extremes_stride,
+                                &steps) ||
+         __builtin_add_overflow(last, steps, &last) ||
+         __builtin_add_overflow(last, cols.first + cols.count - 1, &last) ||
+         last >= entries)) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "piece %zu: extremes: entry %llu + %llu * %llu + %llu is not one "
+                          "of the %llu",
+                          index, (u64_t)piece->extremes,
+                          (u64_t)(rows.first + rows.count - 1),
+                          (u64_t)piece->extremes_stride,
+                          (u64_t)(cols.first + cols.count - 1), (u64_t)entries);
+    }
+    if (piece->overall != WSYNC_QUANTISE_NONE && piece->overall >= entries) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "piece %zu: extremes: entry %llu of all is not one of the %llu",
+                          index, (u64_t)piece->overall, (u64_t)entries);
+    }
+    if ((uintptr_t)extremes->data % sizeof(float) != 0) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "extremes: a table at an address that is not aligned to floats");
+    }
+    return WSYNC_OK;
+}
+
+wsync_status_t wsync_quantise_check(const wsync_quantise_piece_t *pieces, size_t count,
+                                    const wsync_span_t *sources, size_t source_count,
+                                    const wsync_span_t *image, const wsync_span_t *extremes,
+                                    wsync_error_t *err)
+{
+    wsync_status_t status = WSYNC_OK;
+
+    for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
+        if (wsync_quantise_empty(&pieces[i])) {
+            continue;
+        }
+        status = check_kind(&pieces[i], i, err);
+        if (status == WSYNC_OK) {
+            status = check_source(&pieces[i], i, sources, source_count, err);
+        }
+        if (status == WSYNC_OK) {
+            status = check_image(&pieces[i], i, image, err);
+        }
+        if (status == WSYNC_OK) {
+            status = check_extremes(&pieces[i], i, extremes, err);
+        }
+    }
+    return status;
+}
