@@ -1,0 +1,256 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Plain loops over quantise_math.h that compilers turn into vectors.  They are inlined,
+ * with all choices constant, into functions for each instruction set. */
+#define INLINE static inline __attribute__((always_inline))
+#define DEVICE INLINE
+#include "device/host_quantise_rows.h"
+
+#include <string.h>
+
+/* Weights as integers of their width: magnitudes of negative ones are turned round, so that
+ * order is that of the values, and -0 lies below 0.  It is its own inverse. */
+INLINE int16_t place_16(int16_t bits)
+{
+    return (int16_t)(bits ^ ((bits >> 15) & INT16_MAX));
+}
+
+INLINE int32_t place_32(int32_t bits)
+{
+    return bits ^ ((bits >> 31) & INT32_MAX);
+}
+
+#define COLUMNS_LOOP(bits)                                                         \
+    INLINE void columns_##bits(const unsigned char *row, size_t count, bool first, \
+                               void *highs, void *lows)                            \
+    {                                                                              \
+        int##bits##_t *restrict high = highs;                                      \
+        int##bits##_t *restrict low = lows;                                        \
+                                                                                   \
+        for (size_t i = 0; i < count; i++) {                                       \
+            int##bits##_t value;                                                   \
+                                                                                   \
+            memcpy(&value, row + i * sizeof(value), sizeof(value));                \
+            value = place_##bits(value);                                           \
+            high[i] = first || value > high[i] ? value : high[i];                  \
+            low[i] = first || value < low[i] ? value : low[i];                     \
+        }                                                                          \
+    }
+
+COLUMNS_LOOP(16)
+COLUMNS_LOOP(32)
+
+#define BLOCK_LOOP(bits)                                                                 \
+    INLINE void block_##bits(const int##bits##_t *high, const int##bits##_t *low,        \
+                             size_t count, wsync_row_extremes_t *extremes)               \
+    {                                                                                    \
+        int##bits##_t highest = high[0];                                                 \
+        int##bits##_t lowest = low[0];                                                   \
+                                                                                         \
+        for (size_t i = 0; i < count; i++) {                                             \
+            highest = high[i] > highest ? high[i] : highest;                             \
+            lowest = low[i] < lowest ? low[i] : lowest;                                  \
+        }                                                                                \
+        extremes->high = highest > extremes->high ? highest : extremes->high;            \
+        extremes->low = lowest < extremes->low ? lowest : extremes->low;                 \
+    }                                                                                    \
+    /* Whole blocks, of a width that is constant where this is called. */                \
+    INLINE void blocks_##bits##_all(const int##bits##_t *high, const int##bits##_t *low, \
+                                    size_t blocks, size_t width,                         \
+                                    wsync_row_extremes_t *extremes)                      \
+    {                                                                                    \
+        for (size_t b = 0; b < blocks; b++) {                                            \
+            block_##bits(high + b * width, low + b * width, width, &extremes[b]);        \
+        }                                                                                \
+    }                                                                                    \
+    INLINE void blocks_##bits(const void *highs, const void *lows, size_t count,         \
+                              size_t head, size_t width, wsync_row_extremes_t *extremes) \
+    {                                                                                    \
+        const int##bits##_t *high = highs;                                               \
+        const int##bits##_t *low = lows;                                                 \
+        size_t blocks;                                                                   \
+                                                                                         \
+        if (head < width || head > count) {                                              \
+            head = head < count ? head : count;                                          \
+            block_##bits(high, low, head, extremes);                                     \
+            extremes++;                                                                  \
+            high += head;                                                                \
+            low += head;                                                                 \
+            count -= head;                                                               \
+        }                                                                                \
+        blocks = count / width;                                                          \
+        switch (width) {                                                                 \
+        case 16:                                                                         \
+            blocks_##bits##_all(high, low, blocks, 16, extremes);                        \
+            break;                                                                       \
+        case 32:                                                                         \
+            blocks_##bits##_all(high, low, blocks, 32, extremes);                        \
+            break;                                                                       \
+        case 128:                                                                        \
+            blocks_##bits##_all(high, low, blocks, 128, extremes);                       \
+            break;                                                                       \
+        default:                                                                         \
+            blocks_##bits##_all(high, low, blocks, width, extremes);                     \
+            break;                                                                       \
+        }                                                                                \
+        if (count % width > 0) {                                                         \
+            block_##bits(high + blocks * width, low + blocks * width, count % width,     \
+                         &extremes[blocks]);                                             \
+        }                                                                                \
+    }
+
+BLOCK_LOOP(16)
+BLOCK_LOOP(32)
+
+INLINE void codes_loop(unsigned encoding, unsigned weight, const unsigned char *row,
+                       const float *factors, size_t count, unsigned char *restrict codes)
+{
+    for (size_t i = 0; i < count; i++) {
+        uint16_t half;
+        uint32_t bits;
+
+        if (weight == WSYNC_WEIGHT_F32) {
+            memcpy(&bits, row + i * sizeof(bits), sizeof(bits));
+        } else {
+            memcpy(&half, row + i * sizeof(half), sizeof(half));
+            bits = half;
+        }
+        codes[i] = (unsigned char)wsync_quantise_element(
+            encoding, weight, wsync_weight_value(weight, bits), factors[i]);
+    }
+}
+
+INLINE void pack_loop(const unsigned char *codes, size_t nbytes,
+                      unsigned char *restrict packed)
+{
+    for (size_t i = 0; i < nbytes; i++) {
+        uint16_t pair;
+
+        memcpy(&pair, codes + 2 * i, sizeof(pair));
+        packed[i] = (unsigned char)(pair | pair >> 4);
+    }
+}
+
+#define CODES_FUNCTION(set, encoding, weight)                                             \
+    TARGET_##set static void codes_##encoding##_##weight##_##set(                         \
+        const unsigned char *row, const float *factors, size_t count,                     \
+        unsigned char *codes)                                                             \
+    {                                                                                     \
+        codes_loop(WSYNC_ENCODING_##encoding, WSYNC_WEIGHT_##weight, row, factors, count, \
+                   codes);                                                                \
+    }
+
+#define CODES_FUNCTIONS(set, encoding)  \
+    CODES_FUNCTION(set, encoding, F32)  \
+    CODES_FUNCTION(set, encoding, BF16) \
+    CODES_FUNCTION(set, encoding, F16)
+
+#define CODES_ROW(set, encoding)                                  \
+    [WSYNC_ENCODING_##encoding] = {codes_##encoding##_F32_##set,  \
+                                   codes_##encoding##_BF16_##set, \
+                                   codes_##encoding##_F16_##set}
+
+#define FUNCTIONS(set)                                                                \
+    TARGET_##set static void columns_16_##set(const unsigned char *row, size_t count, \
+                                              bool first, void *high, void *low)      \
+    {                                                                                 \
+        if (first) {                                                                  \
+            columns_16(row, count, true, high, low);                                  \
+        } else {                                                                      \
+            columns_16(row, count, false, high, low);                                 \
+        }                                                                             \
+    }                                                                                 \
+    TARGET_##set static void columns_32_##set(const unsigned char *row, size_t count, \
+                                              bool first, void *high, void *low)      \
+    {                                                                                 \
+        if (first) {                                                                  \
+            columns_32(row, count, true, high, low);                                  \
+        } else {                                                                      \
+            columns_32(row, count, false, high, low);                                 \
+        }                                                                             \
+    }                                                                                 \
+    TARGET_##set static void blocks_16_##set(const void *high, const void *low,       \
+                                             size_t count, size_t head, size_t width, \
+                                             wsync_row_extremes_t *extremes)          \
+    {                                                                                 \
+        blocks_16(high, low, count, head, width, extremes);                           \
+    }                                                                                 \
+    TARGET_##set static void blocks_32_##set(const void *high, const void *low,       \
+                                             size_t count, size_t head, size_t width, \
+                                             wsync_row_extremes_t *extremes)          \
+    {                                                                                 \
+        blocks_32(high, low, count, head, width, extremes);                           \
+    }                                                                                 \
+    TARGET_##set static void pack_##set(const unsigned char *codes, size_t nbytes,    \
+                                        unsigned char *packed)                        \
+    {                                                                                 \
+        pack_loop(codes, nbytes, packed);                                             \
+    }                                                                                 \
+    CODES_FUNCTIONS(set, E4M3_MULTIPLY)                                               \
+    CODES_FUNCTIONS(set, E4M3_DIVIDE)                                                 \
+    CODES_FUNCTIONS(set, E4M3_DIVIDE_ROUND)                                           \
+    CODES_FUNCTIONS(set, INT4_DIVIDE)                                                 \
+    CODES_FUNCTIONS(set, INT4_DIVIDE_ROUND)                                           \
+    CODES_FUNCTIONS(set, E2M1_MULTIPLY)                                               \
+    static const wsync_row_functions_t functions_##set = {                            \
+                                                                                      \
+        .columns = {columns_16_##set, columns_32_##set},                              \
+        .blocks = {blocks_16_##set, blocks_32_##set},                                 \
+        .codes = {CODES_ROW(set, E4M3_MULTIPLY), CODES_ROW(set, E4M3_DIVIDE),         \
+                  CODES_ROW(set, E4M3_DIVIDE_ROUND), CODES_ROW(set, INT4_DIVIDE),     \
+                  CODES_ROW(set, INT4_DIVIDE_ROUND), CODES_ROW(set, E2M1_MULTIPLY)},  \
+        .pack = pack_##set,                                                           \
+    };
+
+#define TARGET_PLAIN
+FUNCTIONS(PLAIN)
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define TARGET_AVX2 __attribute__((target("avx2")))
+#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+FUNCTIONS(AVX2)
+FUNCTIONS(AVX512)
+
+const wsync_row_functions_t *wsync_row_functions(unsigned level)
+{
+    switch (level) {
+    case 0:
+        return &functions_PLAIN;
+    case 1:
+        return __builtin_cpu_supports("avx2") ? &functions_AVX2 : NULL;
+    case 2:
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                       __builtin_cpu_supports("avx512dq") &&
+                       __builtin_cpu_supports("avx512vl")
+                   ? &functions_AVX512
+                   : NULL;
+    default:
+        return NULL;
+    }
+}
+#else
+const wsync_row_functions_t *wsync_row_functions(unsigned level)
+{
+    return level == 0 ? &functions_PLAIN : NULL;
+}
+#endif
+
+const wsync_row_functions_t *wsync_row_functions_best(void)
+{
+    unsigned level = 0;
+
+    while (wsync_row_functions(level + 1) != NULL) {
+        level++;
+    }
+    return wsync_row_functions(level);
+}
+
+wsync_row_extremes_t wsync_row_extremes_none(void)
+{
+    return (wsync_row_extremes_t){.high = INT32_MIN, .low = INT32_MAX};
+}
+
+unsigned wsync_row_extreme_bits(unsigned weight, int32_t place)
+{
+    return weight == WSYNC_WEIGHT_F32 ? (unsigned)place_32(place)
+                                      : (unsigned)(uint16_t)place_16((int16_t)place);
+}

@@ -1,0 +1,58 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The innermost loops of quantising on the host: rows of weights that lie together.  The
+ * same loops are compiled for several instruction sets; all give the same bits. */
+#ifndef WSYNC_DEVICE_HOST_QUANTISE_ROWS_H
+#define WSYNC_DEVICE_HOST_QUANTISE_ROWS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "device/quantise_math.h"
+
+enum { WSYNC_WEIGHT_COUNT = WSYNC_WEIGHT_F16 + 1 };
+
+/* Extremes of columns or of blocks, as integers that are ordered as the weights are, NaNs
+ * beyond the infinities. */
+typedef struct wsync_row_extremes {
+    int32_t high;
+    int32_t low;
+} wsync_row_extremes_t;
+
+/* The functions of one instruction set.  Weights of 2 bytes take the first of two, those of
+ * 4 the second; `high` and `low` have elements as wide as weights. */
+typedef struct wsync_row_functions {
+    /* Takes a row's weights into the extremes of its columns; `first`: begins them. */
+    void (*columns[2])(const unsigned char *row, size_t count, bool first, void *high,
+                       void *low);
+    /* Takes the extremes of columns into those of their blocks: the first block has
+     * `head` columns, the others `width`, the last what is left. */
+    void (*blocks[2])(const void *high, const void *low, size_t count, size_t head,
+                      size_t width, wsync_row_extremes_t *extremes);
+    /* One code for each of a row's weights, each with a factor of its own. */
+    void (*codes[WSYNC_ENCODING_COUNT][WSYNC_WEIGHT_COUNT])(const unsigned char *row,
+                                                            const float *factors,
+                                                            size_t count,
+                                                            unsigned char *codes);
+    /* Puts two codes of 4 bits into each of `nbytes` bytes, the low half first. */
+    void (*pack)(const unsigned char *codes, size_t nbytes, unsigned char *packed);
+} wsync_row_functions_t;
+
+/* What an index into `columns` and `blocks` is. */
+static inline unsigned wsync_row_width(unsigned weight)
+{
+    return weight == WSYNC_WEIGHT_F32;
+}
+
+/* Those of an instruction set, from plain C (0) up; NULL where this processor or build has
+ * none, and from the last level on. */
+const wsync_row_functions_t *wsync_row_functions(unsigned level);
+/* The fastest ones. */
+const wsync_row_functions_t *wsync_row_functions_best(void);
+
+/* Of a block that has no weight yet. */
+wsync_row_extremes_t wsync_row_extremes_none(void);
+/* The bits of a weight whose place in the order this is. */
+unsigned wsync_row_extreme_bits(unsigned weight, int32_t place);
+
+#endif
