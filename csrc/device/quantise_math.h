@@ -128,9 +128,29 @@ DEVICE unsigned wsync_weight_bits(unsigned weight, float value)
     return weight == WSYNC_WEIGHT_F16 ? wsync_f16_from_f32(bits) : bits;
 }
 
+/* The nearest value that a weight can have.  Without branches: hosts do it in vectors. */
 DEVICE float wsync_weight_round(unsigned weight, float value)
 {
-    return wsync_weight_value(weight, wsync_weight_bits(weight, value));
+    const unsigned bits = wsync_bits(value);
+    const unsigned sign = bits & 0x80000000U;
+    const unsigned magnitude = bits & 0x7fffffffU;
+    const unsigned places = weight == WSYNC_WEIGHT_BF16 ? 16 : 13; /* that are lost */
+    const unsigned half = (1U << (places - 1)) - 1;
+    const unsigned rounded =
+        (magnitude + half + ((magnitude >> places) & 1U)) >> places << places;
+    /* Below 2^-14 float16 has multiples of 2^-24, the last place of floats from 0.5 on. */
+    const float shifted = WSYNC_ADD(wsync_float(magnitude), 0.5F);
+    const unsigned small = wsync_bits(WSYNC_ADD(shifted, -0.5F));
+    const unsigned most = rounded < 0x47800000U ? rounded : WSYNC_INFINITY_BITS;
+    unsigned result = rounded;
+
+    if (weight == WSYNC_WEIGHT_F32) {
+        return value;
+    }
+    if (weight == WSYNC_WEIGHT_F16) {
+        result = magnitude < 0x38800000U ? small : most;
+    }
+    return wsync_float(magnitude > WSYNC_INFINITY_BITS ? WSYNC_NAN_BITS : result | sign);
 }
 
 /* Saturates at 448; a NaN of either sign is 0x7f. */
