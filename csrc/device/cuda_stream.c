@@ -458,6 +458,17 @@ static wsync_status_t stream_copy(wsync_stream_t *stream, const wsync_batch_t *b
     return status;
 }
 
+static wsync_status_t stream_quantise(wsync_stream_t *stream,
+                                      const wsync_quantise_batch_t *batch,
+                                      wsync_error_t *err)
+{
+    char text[WSYNC_DEVICE_TEXT_NBYTES];
+
+    return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_quantise",
+                      "%zu pieces of weights on %s: weights are quantised on the host only",
+                      batch->count, wsync_device_text(stream->device, text));
+}
+
 /* Writes when the timed batches ran, counted back from `now`; in the context.  Those that
  * are not over are left out. */
 static size_t read_timed(const cuda_stream_t *self, wsync_cu_event_t now, uint64_t now_ns)
@@ -542,6 +553,7 @@ const wsync_stream_ops_t wsync_cuda_stream_ops = {
     .create = stream_create,
     .destroy = stream_destroy,
     .copy = stream_copy,
+    .quantise = stream_quantise,
     .enqueue = stream_enqueue,
     .order = stream_order,
     .ahead = stream_ahead,

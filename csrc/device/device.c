@@ -12,6 +12,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "core/quantise/piece_check.h"
 #include "device/deadline.h"
 
 enum {
@@ -166,6 +167,18 @@ wsync_status_t wsync_stream_copy_list(wsync_stream_t *stream, const wsync_copy_t
                                               .destinations = destinations,
                                               .destination_count = destination_count},
                              err);
+}
+
+wsync_status_t wsync_stream_quantise(wsync_stream_t *stream,
+                                     const wsync_quantise_batch_t *batch,
+                                     wsync_error_t *err)
+{
+    const wsync_status_t status =
+        wsync_quantise_check(batch->pieces, batch->count, batch->sources,
+                             batch->source_count, &batch->image, &batch->extremes, err);
+
+    return status == WSYNC_OK ? stream->device->stream_ops->quantise(stream, batch, err)
+                              : status;
 }
 
 static wsync_status_t enqueue(wsync_stream_t *stream, bool waits, wsync_event_t event,

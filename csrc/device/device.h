@@ -12,6 +12,7 @@
 
 #include "core/base/status.h"
 #include "core/copy.h"
+#include "core/quantise/method.h"
 #include "device/memory_pins.h"
 
 typedef struct wsync_memory_ops wsync_memory_ops_t;
@@ -73,6 +74,26 @@ typedef struct wsync_batch {
     uint64_t destinations_id;
 } wsync_batch_t;
 
+/* What is done with pieces: those that have entries in the table of extremes raise them to
+ * what their elements are (who begins has set them to -INFINITY), or scales and codes of
+ * all pieces are written into the image. */
+typedef enum wsync_quantise_pass {
+    WSYNC_QUANTISE_EXTREMES,
+    WSYNC_QUANTISE_CODES,
+} wsync_quantise_pass_t;
+
+/* A list of pieces, which share no bytes of the image, and what they name.  All memory is
+ * the device's. */
+typedef struct wsync_quantise_batch {
+    const wsync_quantise_piece_t *pieces;
+    size_t count;
+    const wsync_span_t *sources;
+    size_t source_count;
+    wsync_span_t image;
+    wsync_span_t extremes; /* wsync_extremes_t[] */
+    wsync_quantise_pass_t pass;
+} wsync_quantise_batch_t;
+
 /* The most waits that may lie ahead of what a stream has passed.  A device's queue that is
  * full blocks its caller, for ever if the process that is waited for is gone. */
 enum { WSYNC_STREAM_AHEAD = 64, WSYNC_STREAM_MAX_THREADS = 64 };
@@ -94,6 +115,8 @@ struct wsync_stream_ops {
     bool (*destroy)(wsync_stream_t *stream);
     wsync_status_t (*copy)(wsync_stream_t *stream, const wsync_batch_t *batch,
                            wsync_error_t *err);
+    wsync_status_t (*quantise)(wsync_stream_t *stream, const wsync_quantise_batch_t *batch,
+                               wsync_error_t *err);
     /* A wait for the event to be `value`, or its record. */
     wsync_status_t (*enqueue)(wsync_stream_t *stream, bool waits, wsync_event_t event,
                               uint64_t value, wsync_error_t *err);
@@ -174,6 +197,13 @@ wsync_status_t wsync_stream_copy_list(wsync_stream_t *stream, const wsync_copy_t
                                       size_t count, const wsync_span_t *sources,
                                       size_t source_count, const wsync_span_t *destinations,
                                       size_t destination_count, wsync_error_t *err);
+/* Enqueues one pass over pieces, in order with all else.  Checks first that all they touch
+ * is there (wsync_quantise_check).  The pieces, the spans' memory and `sources` are
+ * borrowed until the stream has passed this point.  UNSUPPORTED by a device that does not
+ * quantise. */
+wsync_status_t wsync_stream_quantise(wsync_stream_t *stream,
+                                     const wsync_quantise_batch_t *batch,
+                                     wsync_error_t *err);
 /* Enqueues: set the event to `value` and wake its waiters.  INVALID for an event of another
  * device, or one that is not an aligned word of control memory. */
 wsync_status_t wsync_stream_record(wsync_stream_t *stream, wsync_event_t event,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Host streams: worker threads that run a queue in order.  A batch of copies is handed out
- * in pieces; the next entry starts when all pieces of the one before are done. */
+ * Host streams: worker threads that run a queue in order.  A batch of copies, or of what is
+ * quantised, is handed out in pieces; the next entry starts when all pieces of the one
+ * before are done. */
 #include <errno.h>
 #include <inttypes.h>
 #include <pthread.h>
@@ -13,6 +14,7 @@
 #include "device/deadline.h"
 #include "device/host.h"
 #include "device/host_copy.h"
+#include "device/host_quantise.h"
 
 enum {
     /* Some 50 us of copying: small enough to share a batch evenly, large enough that taking
@@ -24,6 +26,7 @@ enum {
 
 typedef enum entry_kind {
     ENTRY_COPY,
+    ENTRY_QUANTISE,
     ENTRY_RECORD,
     ENTRY_WAIT,
 } entry_kind_t;
@@ -32,7 +35,8 @@ typedef struct entry {
     struct entry *next;
     entry_kind_t kind;
     wsync_host_list_t list; /* a batch of copies */
-    wsync_event_t event;    /* of a record or a wait; its memory is retained */
+    wsync_host_quantise_t quantise;
+    wsync_event_t event; /* of a record or a wait; its memory is retained */
     uint64_t value;
     uint64_t pieces;
     uint64_t taken;    /* pieces handed out */
@@ -99,13 +103,22 @@ static bool run_piece(host_stream_t *self, const entry_t *entry, uint64_t piece,
         wsync_host_list_run(&entry->list, piece * PIECE_WORK, (piece + 1) * PIECE_WORK,
                             cursor);
         return true;
+    case ENTRY_QUANTISE:
+        wsync_host_quantise_run(&entry->quantise, piece * PIECE_WORK,
+                                (piece + 1) * PIECE_WORK, cursor);
+        return true;
     }
     return true;
 }
 
+static bool has_event(const entry_t *entry)
+{
+    return entry->kind == ENTRY_RECORD || entry->kind == ENTRY_WAIT;
+}
+
 static void free_entry(entry_t *entry)
 {
-    if (entry->kind != ENTRY_COPY) {
+    if (has_event(entry)) {
         wsync_memory_destroy(entry->event.memory);
     }
     free(entry);
@@ -311,7 +324,7 @@ static wsync_status_t enqueue(host_stream_t *self, const entry_t *entry, wsync_e
                           "no memory for an entry of a stream");
     }
     *made = *entry;
-    if (made->kind != ENTRY_COPY) {
+    if (has_event(made)) {
         wsync_memory_retain(made->event.memory);
     }
     (void)pthread_mutex_lock(&self->mutex);
@@ -330,16 +343,33 @@ static wsync_status_t enqueue(host_stream_t *self, const entry_t *entry, wsync_e
     return WSYNC_OK;
 }
 
+/* Enqueues what is work for the threads, unless there is none. */
+static wsync_status_t enqueue_work(wsync_stream_t *stream, entry_t *entry, uint64_t work,
+                                   wsync_error_t *err)
+{
+    const wsync_status_t status = check_process(own(stream), err);
+
+    entry->pieces = work / PIECE_WORK + (work % PIECE_WORK != 0);
+    return status == WSYNC_OK && work > 0 ? enqueue(own(stream), entry, err) : status;
+}
+
 static wsync_status_t stream_copy(wsync_stream_t *stream, const wsync_batch_t *batch,
                                   wsync_error_t *err)
 {
-    entry_t entry = {.list = wsync_host_list(batch->copies, batch->count, batch->sources,
+    entry_t entry = {.kind = ENTRY_COPY,
+                     .list = wsync_host_list(batch->copies, batch->count, batch->sources,
                                              batch->destinations)};
-    const wsync_status_t status = check_process(own(stream), err);
 
-    entry.pieces = entry.list.work / PIECE_WORK + (entry.list.work % PIECE_WORK != 0);
-    return status == WSYNC_OK && entry.pieces > 0 ? enqueue(own(stream), &entry, err)
-                                                  : status;
+    return enqueue_work(stream, &entry, entry.list.work, err);
+}
+
+static wsync_status_t stream_quantise(wsync_stream_t *stream,
+                                      const wsync_quantise_batch_t *batch,
+                                      wsync_error_t *err)
+{
+    entry_t entry = {.kind = ENTRY_QUANTISE, .quantise = wsync_host_quantise(batch)};
+
+    return enqueue_work(stream, &entry, entry.quantise.work, err);
 }
 
 static wsync_status_t stream_enqueue(wsync_stream_t *stream, bool waits,
@@ -431,6 +461,7 @@ static const wsync_stream_ops_t stream_ops = {
     .create = stream_create,
     .destroy = stream_destroy,
     .copy = stream_copy,
+    .quantise = stream_quantise,
     .enqueue = stream_enqueue,
     .abandon = stream_abandon,
     .synchronize = stream_synchronize,

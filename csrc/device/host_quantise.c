@@ -1,0 +1,524 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * How pieces are cut into parts, and the way through a part: a band of blocks at a time,
+ * first its extremes, then its codes while it is in the second-level cache. */
+#define DEVICE static inline
+#include "device/host_quantise.h"
+
+#include <string.h>
+
+#include "core/quantise/piece_check.h"
+#include "device/host_quantise_rows.h"
+#include "device/host_row.h"
+
+enum {
+    /* A strip is what of a row is done at a time: its buffers stay in the first-level
+     * cache. */
+    STRIP_NBYTES = 4096,
+    STRIP_COUNT = STRIP_NBYTES / 2,
+    /* Weights of a part, but for blocks that are larger: half of a second-level cache. */
+    PART_NBYTES = 256 * 1024,
+    /* Rows whose elements lie apart are put together here. */
+    GATHER_NBYTES = 32 * 1024,
+    /* Codes that do not fit the caches of one core bypass them. */
+    STREAMING_WORK = 4 * 1024 * 1024,
+};
+
+_Static_assert((int)WSYNC_QUANTISER_FP8_BLOCK == (int)WSYNC_QUANTISE_FP8_BLOCK &&
+                   (int)WSYNC_QUANTISER_FP8_UE8M0 == (int)WSYNC_QUANTISE_FP8_UE8M0 &&
+                   (int)WSYNC_QUANTISER_FP8_TENSOR == (int)WSYNC_QUANTISE_FP8_TENSOR &&
+                   (int)WSYNC_QUANTISER_INT4 == (int)WSYNC_QUANTISE_INT4 &&
+                   (int)WSYNC_QUANTISER_INT4_SLIME == (int)WSYNC_QUANTISE_INT4_SLIME &&
+                   (int)WSYNC_QUANTISER_MXFP8 == (int)WSYNC_QUANTISE_MXFP8 &&
+                   (int)WSYNC_QUANTISER_NVFP4 == (int)WSYNC_QUANTISE_NVFP4,
+               "kernels number the kinds alike");
+
+static uint64_t ceil_divide(uint64_t value, uint64_t by)
+{
+    return value / by + (value % by != 0);
+}
+
+static uint64_t least(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
+static unsigned weight_of(wsync_dtype_t dtype)
+{
+    return dtype == WSYNC_DTYPE_BFLOAT16  ? WSYNC_WEIGHT_BF16
+           : dtype == WSYNC_DTYPE_FLOAT16 ? WSYNC_WEIGHT_F16
+                                          : WSYNC_WEIGHT_F32;
+}
+
+/* Whether a pass does anything with a piece. */
+static bool takes_part(const wsync_quantise_batch_t *batch,
+                       const wsync_quantise_piece_t *piece)
+{
+    return !wsync_quantise_empty(piece) &&
+           (batch->pass == WSYNC_QUANTISE_CODES || piece->extremes != WSYNC_QUANTISE_NONE ||
+            piece->overall != WSYNC_QUANTISE_NONE);
+}
+
+/* A piece as a grid of parts, cut where blocks begin, counted from the start of the block
+ * in which the piece begins.  Sizes are rows and columns of a part. */
+typedef struct division {
+    uint64_t origin[2];
+    uint64_t size[2];
+    uint64_t count[2];
+    uint64_t part_work;
+} division_t;
+
+static division_t divide(const wsync_quantise_batch_t *batch,
+                         const wsync_quantise_piece_t *piece)
+{
+    const uint64_t item = wsync_dtype_nbytes(piece->dtype);
+    const bool whole = piece->extremes == WSYNC_QUANTISE_NONE;
+    const uint64_t rows = piece->method.block_rows;
+    const uint64_t cols = piece->method.block_cols;
+    division_t division = {.count = {0, 0}};
+    uint64_t *size = division.size;
+    uint64_t strip;
+
+    if (!takes_part(batch, piece)) {
+        return division;
+    }
+    /* A block of all rows or columns is cut only where it is known what it holds. */
+    size[0] = rows > 0 ? rows : (whole ? piece->extent[0] : 1);
+    size[1] = cols > 0 ? cols : (whole ? piece->extent[1] : STRIP_COUNT / 4);
+    strip = least(STRIP_NBYTES / item, PART_NBYTES / item / least(size[0], PART_NBYTES));
+    if (size[1] < strip) {
+        size[1] *= strip / size[1];
+    }
+    if (size[0] * size[1] < PART_NBYTES / item) {
+        size[0] *= PART_NBYTES / item / (size[0] * size[1]);
+    }
+    for (int d = 0; d < 2; d++) {
+        const uint64_t block = d == 0 ? rows : cols;
+
+        division.origin[d] =
+            block > 0 ? piece->start[d] - piece->start[d] % block : piece->start[d];
+        division.count[d] =
+            ceil_divide(piece->start[d] - division.origin[d] + piece->extent[d], size[d]);
+    }
+    division.part_work =
+        least(size[0], piece->extent[0]) * least(size[1], piece->extent[1]) * item;
+    return division;
+}
+
+/* One part of a piece while it runs: rows and columns are the piece's own. */
+typedef struct part {
+    const wsync_quantise_batch_t *batch;
+    const wsync_quantise_piece_t *piece;
+    const wsync_row_functions_t *functions;
+    const unsigned char *source;
+    unsigned weight;
+    unsigned item;
+    bool streaming;
+    uint64_t begin[2];
+    uint64_t end[2];
+    /* of the gathered rows; the strip's first column */
+    uint64_t gathered_row;
+    uint64_t gathered_end;
+    uint64_t gathered_column;
+    unsigned char gathered[GATHER_NBYTES];
+} part_t;
+
+/* A band: the blocks of a part that begin in one row of blocks. */
+typedef struct band {
+    uint64_t begin; /* rows of the piece */
+    uint64_t end;
+    uint64_t block_row; /* of the tensor */
+    uint64_t block_col; /* the first block of the part */
+    uint64_t head;      /* columns that the part has of it */
+    size_t width;       /* columns of a block; of all columns, as many as the part has */
+    size_t count;       /* blocks */
+} band_t;
+
+/* `count` weights of a row from a column on, lying together. */
+static const unsigned char *row_at(part_t *part, uint64_t row, uint64_t column,
+                                   uint64_t count)
+{
+    const int64_t *stride = part->piece->source_stride;
+    const unsigned char *from =
+        part->source + (int64_t)row * stride[0] + (int64_t)column * stride[1];
+
+    if (stride[1] == (int64_t)part->item || count <= 1) {
+        return from;
+    }
+    if (row < part->gathered_row || row >= part->gathered_end ||
+        column != part->gathered_column) {
+        const uint64_t room = GATHER_NBYTES / (count * part->item);
+        const uint64_t rows = least(room, part->end[0] - row);
+        const wsync_host_tile_t tile = {
+            .inner_count = count,
+            .outer_count = rows,
+            .inner_source_stride = stride[1],
+            .inner_destination_stride = (int64_t)part->item,
+            .outer_source_stride = stride[0],
+            .outer_destination_stride = (int64_t)(count * part->item),
+        };
+
+        wsync_host_tile_copy(part->gathered, from, &tile, part->item);
+        part->gathered_row = row;
+        part->gathered_end = row + rows;
+        part->gathered_column = column;
+    }
+    return part->gathered + (row - part->gathered_row) * count * part->item;
+}
+
+/* A strip's columns of the part from `at` on, and the blocks that they are in. */
+typedef struct strip {
+    uint64_t column;
+    size_t count;
+    size_t head;  /* columns that the strip may have of its first block */
+    size_t block; /* its first block, counted from the band's first */
+} strip_t;
+
+static strip_t strip_at(const part_t *part, const band_t *band, uint64_t column)
+{
+    const uint64_t offset = column - part->begin[1];
+    strip_t strip = {.column = column,
+                     .count = least(STRIP_NBYTES / part->item, part->end[1] - column)};
+
+    if (offset < band->head) {
+        strip.head = band->head - offset;
+    } else {
+        strip.block = 1 + (offset - band->head) / band->width;
+        strip.head = band->width - (offset - band->head) % band->width;
+    }
+    return strip;
+}
+
+/* The place of an extreme in the order of weights as a value; -0 becomes 0. */
+static float extreme_value(const part_t *part, int32_t place)
+{
+    const float value =
+        wsync_weight_value(part->weight, wsync_row_extreme_bits(part->weight, place));
+
+    return value == 0 ? 0 : value;
+}
+
+/* What a block holds: of places, as values. */
+static wsync_extremes_t extremes_of(const part_t *part, const wsync_row_extremes_t *places)
+{
+    wsync_extremes_t extremes = {extreme_value(part, places->high),
+                                 -extreme_value(part, places->low)};
+
+    if (wsync_is_nan(extremes.high) || wsync_is_nan(extremes.low)) {
+        extremes.high = wsync_float(WSYNC_NAN_BITS);
+        extremes.low = extremes.high;
+    }
+    extremes.low = extremes.low == 0 ? 0 : extremes.low;
+    return extremes;
+}
+
+/* The extremes of a band's blocks from its own elements. */
+static void read_extremes(part_t *part, const band_t *band, wsync_extremes_t *extremes)
+{
+    const unsigned wide = wsync_row_width(part->weight);
+    int32_t high[STRIP_NBYTES / sizeof(int32_t)];
+    int32_t low[STRIP_NBYTES / sizeof(int32_t)];
+    wsync_row_extremes_t places[STRIP_COUNT];
+
+    for (size_t b = 0; b < band->count; b++) {
+        places[b] = wsync_row_extremes_none();
+    }
+    for (uint64_t column = part->begin[1]; column < part->end[1];) {
+        const strip_t strip = strip_at(part, band, column);
+
+        for (uint64_t row = band->begin; row < band->end; row++) {
+            part->functions->columns[wide](row_at(part, row, column, strip.count),
+                                           strip.count, row == band->begin, high, low);
+        }
+        part->functions->blocks[wide](high, low, strip.count, strip.head, band->width,
+                                      &places[strip.block]);
+        column += strip.count;
+    }
+    for (size_t b = 0; b < band->count; b++) {
+        extremes[b] = extremes_of(part, &places[b]);
+    }
+}
+
+/* Raises a number that other threads raise, too; a NaN is above all. */
+static void raise_to(float *entry, float value)
+{
+    float seen;
+
+    __atomic_load(entry, &seen, __ATOMIC_RELAXED);
+    while (!wsync_is_nan(seen) && !(value <= seen)) {
+        if (__atomic_compare_exchange(entry, &seen, &value, false, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED)) {
+            return;
+        }
+    }
+}
+
+static void merge(wsync_extremes_t *entry, const wsync_extremes_t *found)
+{
+    raise_to(&entry->high, found->high);
+    raise_to(&entry->low, found->low);
+}
+
+static wsync_extremes_t *entry_at(const part_t *part, uint64_t index)
+{
+    return (wsync_extremes_t *)part->batch->extremes.data + index;
+}
+
+static uint64_t band_entry(const part_t *part, const band_t *band)
+{
+    const wsync_quantise_piece_t *piece = part->piece;
+
+    return piece->extremes + band->block_row * piece->extremes_stride + band->block_col;
+}
+
+static void merge_band(const part_t *part, const band_t *band,
+                       const wsync_extremes_t *extremes)
+{
+    const wsync_quantise_piece_t *piece = part->piece;
+    const float least_value = wsync_float(0xff800000U);
+    wsync_extremes_t all = {least_value, least_value};
+
+    for (size_t b = 0; b < band->count; b++) {
+        if (piece->extremes != WSYNC_QUANTISE_NONE) {
+            merge(entry_at(part, band_entry(part, band) + b), &extremes[b]);
+        }
+        raise_to(&all.high, extremes[b].high);
+        raise_to(&all.low, extremes[b].low);
+    }
+    if (piece->overall != WSYNC_QUANTISE_NONE) {
+        merge(entry_at(part, piece->overall), &all);
+    }
+}
+
+static unsigned char *image_at(const part_t *part, uint64_t offset)
+{
+    return (unsigned char *)part->batch->image.data + offset;
+}
+
+/* Whether the scales of a band are this part's to store: parts are cut between blocks, but
+ * for blocks of all rows or columns. */
+static bool owns(const part_t *part, const band_t *band)
+{
+    const wsync_quantise_method_t *method = &part->piece->method;
+
+    return (method->block_rows > 0 || band->begin == 0) &&
+           (method->block_cols > 0 || part->begin[1] == 0);
+}
+
+/* Computes the band's scales, stores those that are this part's to store, and returns the
+ * factors. */
+static void store_scales(const part_t *part, const band_t *band,
+                         const wsync_extremes_t *extremes, float *factors)
+{
+    const wsync_quantise_piece_t *piece = part->piece;
+    const wsync_quantise_method_t *method = &piece->method;
+    const size_t nbytes =
+        wsync_dtype_nbytes(wsync_quantise_scale(method->kind, piece->dtype));
+    unsigned char *to =
+        image_at(part, piece->scales +
+                           (band->block_row - wsync_quantise_rows(piece).first) *
+                               piece->scales_stride +
+                           (band->block_col - wsync_quantise_cols(piece).first) * nbytes);
+    const bool owned = owns(part, band);
+    float overall = 0;
+
+    if (method->kind == WSYNC_QUANTISE_NVFP4) {
+        const wsync_extremes_t *all = entry_at(part, piece->overall);
+
+        overall = wsync_extremes_amax(all->high, all->low);
+    }
+    for (size_t b = 0; b < band->count; b++) {
+        const wsync_block_scale_t scale = wsync_quantise_block(
+            method->kind, method->reciprocal, part->weight,
+            wsync_extremes_amax(extremes[b].high, extremes[b].low), overall);
+        const uint16_t half = (uint16_t)scale.bits;
+        const uint8_t byte = (uint8_t)scale.bits;
+
+        factors[b] = scale.factor;
+        if (owned) {
+            memcpy(to + b * nbytes,
+                   nbytes == 4   ? (const void *)&scale.bits
+                   : nbytes == 2 ? (const void *)&half
+                                 : (const void *)&byte,
+                   nbytes);
+        }
+    }
+    if (piece->second != WSYNC_QUANTISE_NONE && band->begin == 0 && part->begin[1] == 0) {
+        const unsigned second = wsync_nvfp4_second(overall);
+
+        memcpy(image_at(part, piece->second), &second, sizeof(second));
+    }
+}
+
+/* Each column's factor, for `count` columns. */
+static void spread(const float *factors, const strip_t *strip, size_t width, float *columns)
+{
+    size_t done = 0;
+    size_t run = strip->head;
+
+    for (size_t b = 0; done < strip->count; b++) {
+        const float factor = factors[strip->block + b];
+        const size_t end = least(strip->count, done + run);
+
+        while (done < end) {
+            columns[done++] = factor;
+        }
+        run = width;
+    }
+}
+
+static void store_codes(part_t *part, const band_t *band, const float *factors)
+{
+    const wsync_quantise_piece_t *piece = part->piece;
+    const unsigned codes = wsync_quantise_codes(piece->method.kind);
+    const size_t word = wsync_dtype_nbytes(wsync_quantise_word(piece->method.kind));
+    const unsigned encoding =
+        wsync_encoding_of(piece->method.kind, piece->method.reciprocal);
+    float columns[STRIP_COUNT];
+    unsigned char buffer[STRIP_COUNT + 8];
+    unsigned char packed[STRIP_COUNT];
+
+    for (uint64_t column = part->begin[1]; column < part->end[1];) {
+        const strip_t strip = strip_at(part, band, column);
+        const size_t nbytes = ceil_divide(strip.count, codes) * word;
+
+        spread(factors, &strip, band->width, columns);
+        /* what of the last word is beyond the tensor's columns */
+        memset(buffer + strip.count, 0, nbytes * codes / word - strip.count);
+        for (uint64_t row = band->begin; row < band->end; row++) {
+            unsigned char *to = image_at(
+                part, piece->codes + row * piece->codes_stride + column / codes * word);
+
+            part->functions->codes[encoding][part->weight](
+                row_at(part, row, column, strip.count), columns, strip.count, buffer);
+            if (codes > 1) {
+                part->functions->pack(buffer, nbytes, packed);
+            }
+            wsync_host_row_copy(to, codes > 1 ? packed : buffer, nbytes, part->streaming);
+        }
+        column += strip.count;
+    }
+}
+
+static void run_band(part_t *part, const band_t *band)
+{
+    const wsync_extremes_t *extremes;
+    wsync_extremes_t own[STRIP_COUNT];
+    float factors[STRIP_COUNT];
+
+    if (part->batch->pass == WSYNC_QUANTISE_EXTREMES) {
+        read_extremes(part, band, own);
+        merge_band(part, band, own);
+        return;
+    }
+    if (part->piece->extremes == WSYNC_QUANTISE_NONE) {
+        read_extremes(part, band, own);
+        extremes = own;
+    } else {
+        extremes = entry_at(part, band_entry(part, band));
+    }
+    store_scales(part, band, extremes, factors);
+    store_codes(part, band, factors);
+}
+
+static void run_part(part_t *part)
+{
+    const wsync_quantise_piece_t *piece = part->piece;
+    const uint64_t rows = piece->method.block_rows;
+    const uint64_t cols = piece->method.block_cols;
+    const uint64_t first = piece->start[1] + part->begin[1];
+    const uint64_t last = piece->start[1] + part->end[1] - 1;
+    const uint64_t columns = part->end[1] - part->begin[1];
+    band_t band = {.end = part->begin[0]};
+
+    band.block_col = cols > 0 ? first / cols : 0;
+    band.head = least(cols > 0 ? cols - first % cols : columns, columns);
+    band.width = cols > 0 ? cols : columns;
+    band.count = cols > 0 ? last / cols - band.block_col + 1 : 1;
+    while (band.end < part->end[0]) {
+        const uint64_t row = piece->start[0] + band.end;
+
+        band.begin = band.end;
+        band.block_row = rows > 0 ? row / rows : 0;
+        band.end =
+            rows > 0 ? least(part->end[0], band.begin + rows - row % rows) : part->end[0];
+        run_band(part, &band);
+    }
+}
+
+/* Part number `index` of a piece. */
+static void run_index(part_t *part, const division_t *division, uint64_t index)
+{
+    const uint64_t at[2] = {index / division->count[1], index % division->count[1]};
+
+    for (int d = 0; d < 2; d++) {
+        const uint64_t start = part->piece->start[d];
+        const uint64_t begin = division->origin[d] + at[d] * division->size[d];
+
+        part->begin[d] = begin > start ? begin - start : 0;
+        part->end[d] = least(part->piece->extent[d], begin + division->size[d] - start);
+    }
+    part->gathered_end = 0;
+    run_part(part);
+}
+
+/* Parts of a piece whose work begins at `start` that begin in [begin, end). */
+static void run_parts(const wsync_host_quantise_t *list,
+                      const wsync_quantise_piece_t *piece, const division_t *division,
+                      const uint64_t range[3])
+{
+    const uint64_t start = range[0];
+    const uint64_t total = division->count[0] * division->count[1];
+    const uint64_t from =
+        range[1] > start ? ceil_divide(range[1] - start, division->part_work) : 0;
+    const uint64_t to = least(total, ceil_divide(range[2] - start, division->part_work));
+    part_t part;
+
+    if (from >= to) {
+        return;
+    }
+    part.batch = &list->batch;
+    part.piece = piece;
+    part.functions = wsync_row_functions_best();
+    part.source = (const unsigned char *)list->batch.sources[piece->source_buffer].data +
+                  piece->source_offset;
+    part.weight = weight_of(piece->dtype);
+    part.item = (unsigned)wsync_dtype_nbytes(piece->dtype);
+    part.streaming = list->work > STREAMING_WORK;
+    for (uint64_t index = from; index < to; index++) {
+        run_index(&part, division, index);
+    }
+}
+
+wsync_host_quantise_t wsync_host_quantise(const wsync_quantise_batch_t *batch)
+{
+    wsync_host_quantise_t list = {*batch, 0};
+
+    for (size_t i = 0; i < batch->count; i++) {
+        const division_t division = divide(batch, &batch->pieces[i]);
+
+        list.work += division.count[0] * division.count[1] * division.part_work;
+    }
+    return list;
+}
+
+void wsync_host_quantise_run(const wsync_host_quantise_t *list, uint64_t begin,
+                             uint64_t end, wsync_host_cursor_t *cursor)
+{
+    while (cursor->index < list->batch.count && cursor->start < end) {
+        const wsync_quantise_piece_t *piece = &list->batch.pieces[cursor->index];
+        const division_t division = divide(&list->batch, piece);
+        const uint64_t stop =
+            cursor->start + division.count[0] * division.count[1] * division.part_work;
+
+        if (stop > begin && stop > cursor->start) {
+            run_parts(list, piece, &division,
+                      (const uint64_t[3]){cursor->start, begin, end});
+        }
+        if (stop > end) {
+            break; /* the next call begins in this piece */
+        }
+        cursor->index++;
+        cursor->start = stop;
+    }
+    wsync_host_row_fence();
+}
