@@ -1,0 +1,514 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Quantising on the host against an element-by-element reference. */
+#define DEVICE static inline
+#include "device/host_quantise.h"
+
+#include "core/quantise/piece_check.h"
+#include "device/host_quantise_rows.h"
+#include "draw.h"
+#include "harness.h"
+#include "quantise_reference.h"
+
+enum {
+    MAX_ROWS = 300,
+    MAX_COLS = 2600,
+    MAX_ELEMENTS = 120 * 1024,
+    MAX_PIECES = 6,
+    MAX_BLOCKS = 64 * 1024,
+    IMAGE_NBYTES = 8 * 1024 * 1024,
+    SOURCE_NBYTES = 4 * 1024 * 1024,
+    GUARD = 0xa5,
+};
+
+static const wsync_dtype_t dtypes[] = {WSYNC_DTYPE_FLOAT32, WSYNC_DTYPE_BFLOAT16,
+                                       WSYNC_DTYPE_FLOAT16};
+
+static wsync_dtype_t dtype_of(unsigned weight)
+{
+    return dtypes[weight];
+}
+
+/* A weight's bits: mostly of ordinary size, some zeros, subnormals and borders. */
+static uint32_t draw_weight(random_state_t *random, unsigned weight)
+{
+    const float ordinary = (float)((double)draw(random, 1U << 24) / (1 << 24) - 0.5) * 0.1F;
+    const uint32_t any = (uint32_t)draw(random, 1U << 31) * 2 + (uint32_t)draw(random, 2);
+
+    switch (draw(random, 40)) {
+    case 0:
+        return 0;
+    case 1: /* -0 */
+        return weight == WSYNC_WEIGHT_F32 ? 0x80000000U : 0x8000U;
+    case 2: /* subnormal */
+        return any & (weight == WSYNC_WEIGHT_F32    ? 0x807fffffU
+                      : weight == WSYNC_WEIGHT_BF16 ? 0x807fU
+                                                    : 0x83ffU);
+    case 3: /* anything that is small enough to be finite */
+        return any & (weight == WSYNC_WEIGHT_F32    ? 0xbfffffffU
+                      : weight == WSYNC_WEIGHT_BF16 ? 0xbfffU
+                                                    : 0xbbffU);
+    default:
+        return weight_bits(dtype_of(weight), round_weight(dtype_of(weight), ordinary));
+    }
+}
+
+static float value_of(unsigned weight, uint32_t bits)
+{
+    const int exponent = (int)(bits >> 10 & 0x1f);
+    double half = (double)(bits & 0x3ff);
+
+    if (weight == WSYNC_WEIGHT_F32) {
+        return float_of(bits);
+    }
+    if (weight == WSYNC_WEIGHT_BF16) {
+        return float_of(bits << 16);
+    }
+    if (exponent == 0x1f) {
+        half = half == 0 ? INFINITY : NAN;
+    } else {
+        half = exponent == 0 ? ldexp(half, -24) : ldexp(half + 1024, exponent - 25);
+    }
+    return (float)((bits & 0x8000) != 0 ? -half : half);
+}
+
+/* A matrix, cut into pieces, each with its elements in a buffer of its own. */
+typedef struct scene {
+    random_state_t random;
+    unsigned weight;
+    uint64_t rows;
+    uint64_t cols;
+    uint32_t *bits; /* MAX_ELEMENTS */
+    wsync_quantise_method_t method;
+    wsync_quantise_piece_t pieces[MAX_PIECES];
+    size_t count;
+    wsync_span_t sources[MAX_PIECES];
+    unsigned char *image;
+    unsigned char *expected;
+    uint64_t used; /* of the image */
+    wsync_extremes_t *extremes;
+    bool tabled; /* extremes come from the table */
+} scene_t;
+
+static void *allocate(size_t nbytes)
+{
+    void *memory = malloc(nbytes);
+
+    CHECK(memory != NULL);
+    return memory;
+}
+
+static void scene_init(scene_t *scene, uint64_t seed)
+{
+    *scene = (scene_t){.random = {seed}};
+    scene->bits = allocate(MAX_ELEMENTS * sizeof(*scene->bits));
+    scene->image = allocate(IMAGE_NBYTES);
+    scene->expected = allocate(IMAGE_NBYTES);
+    scene->extremes = allocate(MAX_BLOCKS * sizeof(*scene->extremes));
+    for (int i = 0; i < MAX_PIECES; i++) {
+        scene->sources[i] = (wsync_span_t){allocate(SOURCE_NBYTES), SOURCE_NBYTES};
+    }
+}
+
+static void scene_fini(scene_t *scene)
+{
+    for (int i = 0; i < MAX_PIECES; i++) {
+        free(scene->sources[i].data);
+    }
+    free(scene->extremes);
+    free(scene->expected);
+    free(scene->image);
+    free(scene->bits);
+}
+
+static uint64_t draw_of(random_state_t *random, const uint64_t *values, size_t count)
+{
+    return values[draw(random, count)];
+}
+
+#define DRAW_OF(random, ...)                         \
+    draw_of(random, (const uint64_t[]){__VA_ARGS__}, \
+            sizeof((const uint64_t[]){__VA_ARGS__}) / 8)
+
+static void draw_method(scene_t *scene)
+{
+    random_state_t *random = &scene->random;
+    wsync_quantise_method_t *method = &scene->method;
+
+    *method = (wsync_quantise_method_t){
+        .kind = (wsync_quantise_kind_t)draw(random, WSYNC_QUANTISE_COUNT),
+        .reciprocal = draw(random, 2) == 0,
+        .block_rows = 1,
+        .block_cols = 32};
+    switch (method->kind) {
+    case WSYNC_QUANTISE_FP8_BLOCK:
+    case WSYNC_QUANTISE_FP8_UE8M0:
+        method->block_rows = (uint32_t)DRAW_OF(random, 128, 128, 64, 7, 1);
+        method->block_cols = (uint32_t)DRAW_OF(random, 128, 128, 33, 5, 2500);
+        break;
+    case WSYNC_QUANTISE_FP8_TENSOR:
+        method->block_rows = 0;
+        method->block_cols = 0;
+        break;
+    case WSYNC_QUANTISE_NVFP4:
+        method->block_cols = 16;
+        break;
+    case WSYNC_QUANTISE_MXFP8:
+        break;
+    default:
+        method->block_cols = (uint32_t)DRAW_OF(random, 32, 128, 8);
+        break;
+    }
+}
+
+static float amax_of(const scene_t *scene, const uint64_t begin[2], const uint64_t end[2])
+{
+    float amax = 0;
+
+    for (uint64_t r = begin[0]; r < end[0] && r < scene->rows; r++) {
+        for (uint64_t c = begin[1]; c < end[1] && c < scene->cols; c++) {
+            const float value =
+                fabsf(value_of(scene->weight, scene->bits[r * scene->cols + c]));
+
+            amax = value > amax || isnan(value) ? value : amax;
+            if (isnan(amax)) {
+                return amax;
+            }
+        }
+    }
+    return amax;
+}
+
+static float whole_amax(const scene_t *scene)
+{
+    return amax_of(scene, (const uint64_t[]){0, 0},
+                   (const uint64_t[]){scene->rows, scene->cols});
+}
+
+static uint64_t most(uint64_t a, uint64_t b)
+{
+    return a > b ? a : b;
+}
+
+static uint64_t edge(uint32_t block, uint64_t index, uint64_t whole)
+{
+    return block > 0 ? index * block : index * whole;
+}
+
+/* Where the scale and the codes of what a piece holds of one block go. */
+static void expect_block(scene_t *scene, const wsync_quantise_piece_t *piece, uint64_t br,
+                         uint64_t bc, float overall)
+{
+    const wsync_quantise_method_t *method = &scene->method;
+    const uint64_t begin[2] = {edge(method->block_rows, br, scene->rows),
+                               edge(method->block_cols, bc, scene->cols)};
+    const uint64_t end[2] = {edge(method->block_rows, br + 1, scene->rows),
+                             edge(method->block_cols, bc + 1, scene->cols)};
+    const reference_scale_t scale =
+        reference_block(method, piece->dtype, amax_of(scene, begin, end), overall);
+    const uint64_t nbytes =
+        wsync_dtype_nbytes(wsync_quantise_scale(method->kind, piece->dtype));
+    const unsigned codes = wsync_quantise_codes(method->kind);
+
+    memcpy(scene->expected + piece->scales +
+               (br - wsync_quantise_rows(piece).first) * piece->scales_stride +
+               (bc - wsync_quantise_cols(piece).first) * nbytes,
+           &scale.bits, nbytes);
+    for (uint64_t row = most(begin[0], piece->start[0]);
+         row < end[0] && row < piece->start[0] + piece->extent[0]; row++) {
+        unsigned char *to =
+            scene->expected + piece->codes + (row - piece->start[0]) * piece->codes_stride;
+
+        for (uint64_t col = most(begin[1], piece->start[1]);
+             col < end[1] && col < piece->start[1] + piece->extent[1]; col++) {
+            const uint64_t at = col - piece->start[1];
+            const unsigned code = reference_code(
+                method, piece->dtype, &scale,
+                value_of(scene->weight, scene->bits[row * scene->cols + col]));
+
+            if (codes == 1) {
+                to[at] = (unsigned char)code;
+            } else {
+                to[at / 2] |= (unsigned char)(code << (at % 2 * 4));
+            }
+        }
+    }
+}
+
+static void expect(scene_t *scene)
+{
+    const float overall = whole_amax(scene);
+    const uint32_t second = reference_second(overall);
+
+    memset(scene->expected, GUARD, scene->used + 64);
+    for (size_t i = 0; i < scene->count; i++) {
+        const wsync_quantise_piece_t *piece = &scene->pieces[i];
+        const wsync_quantise_blocks_t rows = wsync_quantise_rows(piece);
+        const wsync_quantise_blocks_t cols = wsync_quantise_cols(piece);
+
+        if (wsync_quantise_empty(piece)) {
+            continue;
+        }
+        for (uint64_t r = 0; r < piece->extent[0]; r++) {
+            memset(scene->expected + piece->codes + r * piece->codes_stride, 0,
+                   wsync_quantise_words(piece) *
+                       wsync_dtype_nbytes(wsync_quantise_word(scene->method.kind)));
+        }
+        for (uint64_t r = rows.first; r < rows.first + rows.count; r++) {
+            for (uint64_t c = cols.first; c < cols.first + cols.count; c++) {
+                expect_block(scene, piece, r, c, overall);
+            }
+        }
+        if (piece->second != WSYNC_QUANTISE_NONE) {
+            memcpy(scene->expected + piece->second, &second, sizeof(second));
+        }
+    }
+}
+
+/* Takes bytes of the image. */
+static uint64_t take(scene_t *scene, uint64_t nbytes, uint64_t align)
+{
+    const uint64_t offset =
+        (scene->used + draw(&scene->random, 3) * align + align - 1) / align * align;
+
+    scene->used = offset + nbytes;
+    CHECK(scene->used + 64 <= IMAGE_NBYTES);
+    return offset;
+}
+
+/* Puts the elements of a piece into its buffer, in one of several orders. */
+static void place_source(scene_t *scene, wsync_quantise_piece_t *piece)
+{
+    random_state_t *random = &scene->random;
+    const int64_t item = (int64_t)wsync_dtype_nbytes(piece->dtype);
+    const int64_t rows = (int64_t)piece->extent[0];
+    const int64_t cols = (int64_t)piece->extent[1];
+    unsigned char *data = scene->sources[piece->source_buffer].data;
+    int64_t offset = item * (int64_t)draw(random, 9);
+
+    switch (draw(random, 5)) {
+    case 0: /* transposed */
+        piece->source_stride[0] = item;
+        piece->source_stride[1] = item * (rows + (int64_t)draw(random, 4));
+        break;
+    case 1: /* backwards */
+        piece->source_stride[0] = -item * (cols + 3);
+        piece->source_stride[1] = -item;
+        offset += item * (cols + 3) * rows + item * cols;
+        break;
+    case 2: /* apart */
+        piece->source_stride[1] = 2 * item;
+        piece->source_stride[0] = item * (2 * cols + (int64_t)draw(random, 5));
+        break;
+    default:
+        piece->source_stride[1] = item;
+        piece->source_stride[0] = item * (cols + (int64_t)draw(random, 3) * 5);
+        break;
+    }
+    piece->source_offset = (uint64_t)offset;
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < cols; c++) {
+            const uint32_t *from =
+                &scene->bits[(piece->start[0] + (uint64_t)r) * scene->cols +
+                             piece->start[1] + (uint64_t)c];
+            const int64_t at =
+                offset + r * piece->source_stride[0] + c * piece->source_stride[1];
+
+            CHECK(at >= 0 && at + item <= SOURCE_NBYTES);
+            memcpy(data + at, from, (size_t)item);
+        }
+    }
+}
+
+/* The piece with these rows and columns of the matrix. */
+static void add_piece(scene_t *scene, const uint64_t begin[2], const uint64_t end[2])
+{
+    wsync_quantise_piece_t *piece = &scene->pieces[scene->count];
+    const wsync_quantise_method_t *method = &scene->method;
+    const uint64_t word = wsync_dtype_nbytes(wsync_quantise_word(method->kind));
+    uint64_t scale;
+
+    *piece = (wsync_quantise_piece_t){
+        .method = *method,
+        .dtype = dtype_of(scene->weight),
+        .source_buffer = (uint32_t)scene->count,
+        .start = {begin[0], begin[1]},
+        .extent = {end[0] - begin[0], end[1] - begin[1]},
+        .extremes = WSYNC_QUANTISE_NONE,
+        .overall = WSYNC_QUANTISE_NONE,
+        .second = WSYNC_QUANTISE_NONE,
+    };
+    scene->count++;
+    if (wsync_quantise_empty(piece)) {
+        return;
+    }
+    scale = wsync_dtype_nbytes(wsync_quantise_scale(method->kind, piece->dtype));
+    piece->codes_stride =
+        (wsync_quantise_words(piece) + draw(&scene->random, 2) * 3) * word;
+    piece->codes = take(scene, piece->extent[0] * piece->codes_stride, word);
+    piece->scales_stride =
+        (wsync_quantise_cols(piece).count + draw(&scene->random, 2)) * scale;
+    piece->scales =
+        take(scene, wsync_quantise_rows(piece).count * piece->scales_stride, scale);
+    if (scene->tabled) {
+        piece->extremes = 2;
+        piece->extremes_stride =
+            method->block_cols > 0 ? scene->cols / method->block_cols + 1 : 1;
+    }
+    if (method->kind == WSYNC_QUANTISE_NVFP4) {
+        piece->overall = 1;
+        piece->second = take(scene, 4, 4);
+    }
+    place_source(scene, piece);
+}
+
+/* An index to cut at: with a table, anywhere between words. */
+static uint64_t draw_cut(scene_t *scene, uint64_t whole, uint32_t block, uint64_t codes)
+{
+    const uint64_t at = draw(&scene->random, whole + 1);
+    const uint64_t grain = scene->tabled ? codes : block;
+
+    return grain > 0 ? at / grain * grain : 0;
+}
+
+static void draw_scene(scene_t *scene)
+{
+    random_state_t *random = &scene->random;
+    const bool large = draw(random, 4) == 0;
+    uint64_t cut[2];
+
+    draw_method(scene);
+    scene->weight = (unsigned)draw(random, WSYNC_WEIGHT_COUNT);
+    scene->tabled = draw(random, 2) == 0;
+    scene->rows = 1 + draw(random, large ? MAX_ROWS : 40);
+    scene->cols = 1 + draw(random, large ? MAX_COLS : 400);
+    if (scene->rows * scene->cols > MAX_ELEMENTS) {
+        scene->rows = MAX_ELEMENTS / scene->cols;
+    }
+    for (uint64_t i = 0; i < scene->rows * scene->cols; i++) {
+        scene->bits[i] = draw_weight(random, scene->weight);
+    }
+    scene->count = 0;
+    scene->used = 0;
+    cut[0] = draw_cut(scene, scene->rows, scene->method.block_rows, 1);
+    cut[1] = draw_cut(scene, scene->cols, scene->method.block_cols,
+                      wsync_quantise_codes(scene->method.kind));
+    for (int i = 0; i < 4; i++) {
+        const uint64_t begin[2] = {i / 2 == 0 ? 0 : cut[0], i % 2 == 0 ? 0 : cut[1]};
+        const uint64_t end[2] = {i / 2 == 0 ? cut[0] : scene->rows,
+                                 i % 2 == 0 ? cut[1] : scene->cols};
+
+        if (draw(random, 8) != 0 || (begin[0] < end[0] && begin[1] < end[1])) {
+            add_piece(scene, begin, end);
+        }
+    }
+}
+
+static void reset(scene_t *scene)
+{
+    for (int i = 0; i < MAX_BLOCKS; i++) {
+        scene->extremes[i] = (wsync_extremes_t){-INFINITY, -INFINITY};
+    }
+    memset(scene->image, GUARD, scene->used + 64);
+}
+
+static wsync_quantise_batch_t batch_of(const scene_t *scene, wsync_quantise_pass_t pass)
+{
+    return (wsync_quantise_batch_t){
+        .pieces = scene->pieces,
+        .count = scene->count,
+        .sources = scene->sources,
+        .source_count = MAX_PIECES,
+        .image = {scene->image, scene->used},
+        .extremes = {scene->extremes, MAX_BLOCKS * sizeof(wsync_extremes_t)},
+        .pass = pass};
+}
+
+static void compare(const scene_t *scene, int round)
+{
+    for (uint64_t i = 0; i < scene->used + 64; i++) {
+        if (scene->image[i] != scene->expected[i]) {
+            FAIL(
+                "round %d: %s of dtype %u, blocks %u x %u of %llu x %llu in %zu pieces: "
+                "byte %llu is %x, not %x",
+                round, wsync_quantise_kind_name(scene->method.kind), scene->weight,
+                scene->method.block_rows, scene->method.block_cols,
+                (unsigned long long)scene->rows, (unsigned long long)scene->cols,
+                scene->count, (unsigned long long)i, scene->image[i], scene->expected[i]);
+        }
+    }
+}
+
+/* Both passes, each in parts drawn at random and taken in order. */
+static void run_parts(scene_t *scene)
+{
+    for (int pass = WSYNC_QUANTISE_EXTREMES; pass <= WSYNC_QUANTISE_CODES; pass++) {
+        const wsync_quantise_batch_t batch = batch_of(scene, (wsync_quantise_pass_t)pass);
+        const wsync_host_quantise_t list = wsync_host_quantise(&batch);
+        wsync_host_cursor_t cursors[2] = {{0}, {0}};
+        wsync_error_t err = {0};
+        uint64_t begin = 0;
+
+        CHECK_OK(
+            wsync_quantise_check(batch.pieces, batch.count, batch.sources,
+                                 batch.source_count, &batch.image, &batch.extremes, &err),
+            err);
+        while (begin < list.work) {
+            uint64_t end = begin + 1 + draw(&scene->random, list.work);
+
+            end = end < list.work ? end : list.work;
+            wsync_host_quantise_run(&list, begin, end, &cursors[draw(&scene->random, 2)]);
+            begin = end;
+        }
+    }
+}
+
+TEST(any_part_of_any_matrix_matches_the_reference)
+{
+    scene_t scene;
+
+    scene_init(&scene, 1);
+    for (int round = 0; round < 150; round++) {
+        draw_scene(&scene);
+        expect(&scene);
+        reset(&scene);
+        run_parts(&scene);
+        compare(&scene, round);
+    }
+    scene_fini(&scene);
+}
+
+static void check_stream(unsigned threads)
+{
+    wsync_stream_t *stream = NULL;
+    wsync_error_t err = {0};
+    scene_t scene;
+
+    scene_init(&scene, 10 + threads);
+    CHECK_OK(wsync_stream_create(wsync_device_host(), threads, &stream, &err), err);
+    for (int round = 0; round < 30; round++) {
+        wsync_quantise_batch_t first;
+        wsync_quantise_batch_t second;
+
+        draw_scene(&scene);
+        expect(&scene);
+        reset(&scene);
+        first = batch_of(&scene, WSYNC_QUANTISE_EXTREMES);
+        second = batch_of(&scene, WSYNC_QUANTISE_CODES);
+        CHECK_OK(wsync_stream_quantise(stream, &first, &err), err);
+        CHECK_OK(wsync_stream_quantise(stream, &second, &err), err);
+        CHECK_OK(wsync_stream_synchronize(stream, 60000, &err), err);
+        compare(&scene, round);
+    }
+    wsync_stream_destroy(stream);
+    scene_fini(&scene);
+}
+
+TEST(a_stream_of_one_thread_matches_the_reference)
+{
+    check_stream(1);
+}
+
+TEST(a_stream_of_four_threads_matches_the_reference)
+{
+    check_stream(4);
+}
