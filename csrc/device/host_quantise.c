@@ -19,6 +19,8 @@ enum {
     PART_NBYTES = 256 * 1024,
     /* Rows whose elements lie apart are put together here. */
     GATHER_NBYTES = 32 * 1024,
+    LINE_NBYTES = 64,
+    AHEAD_ROWS = 2,
     /* Codes that do not fit the caches of one core bypass them. */
     STREAMING_WORK = 4 * 1024 * 1024,
 };
@@ -211,13 +213,27 @@ static wsync_extremes_t extremes_of(const part_t *part, const wsync_row_extremes
     return extremes;
 }
 
+/* Has a row that is soon read come from memory. */
+static void prefetch_row(const part_t *part, uint64_t row, const strip_t *strip)
+{
+    const int64_t *stride = part->piece->source_stride;
+    const unsigned char *from =
+        part->source + (int64_t)row * stride[0] + (int64_t)strip->column * stride[1];
+
+    if (stride[1] != (int64_t)part->item || row >= part->end[0]) {
+        return;
+    }
+    for (size_t i = 0; i < strip->count * part->item; i += LINE_NBYTES) {
+        __builtin_prefetch(from + i);
+    }
+}
+
 /* The extremes of a band's blocks from its own elements. */
-static void read_extremes(part_t *part, const band_t *band, wsync_extremes_t *extremes)
+static void read_extremes(part_t *part, const band_t *band, wsync_row_extremes_t *places)
 {
     const unsigned wide = wsync_row_width(part->weight);
     int32_t high[STRIP_NBYTES / sizeof(int32_t)];
     int32_t low[STRIP_NBYTES / sizeof(int32_t)];
-    wsync_row_extremes_t places[STRIP_COUNT];
 
     for (size_t b = 0; b < band->count; b++) {
         places[b] = wsync_row_extremes_none();
@@ -226,15 +242,13 @@ static void read_extremes(part_t *part, const band_t *band, wsync_extremes_t *ex
         const strip_t strip = strip_at(part, band, column);
 
         for (uint64_t row = band->begin; row < band->end; row++) {
+            prefetch_row(part, row + AHEAD_ROWS, &strip);
             part->functions->columns[wide](row_at(part, row, column, strip.count),
                                            strip.count, row == band->begin, high, low);
         }
         part->functions->blocks[wide](high, low, strip.count, strip.head, band->width,
                                       &places[strip.block]);
         column += strip.count;
-    }
-    for (size_t b = 0; b < band->count; b++) {
-        extremes[b] = extremes_of(part, &places[b]);
     }
 }
 
@@ -252,10 +266,10 @@ static void raise_to(float *entry, float value)
     }
 }
 
-static void merge(wsync_extremes_t *entry, const wsync_extremes_t *found)
+static void merge(wsync_extremes_t *entry, wsync_extremes_t found)
 {
-    raise_to(&entry->high, found->high);
-    raise_to(&entry->low, found->low);
+    raise_to(&entry->high, found.high);
+    raise_to(&entry->low, found.low);
 }
 
 static wsync_extremes_t *entry_at(const part_t *part, uint64_t index)
@@ -271,21 +285,21 @@ static uint64_t band_entry(const part_t *part, const band_t *band)
 }
 
 static void merge_band(const part_t *part, const band_t *band,
-                       const wsync_extremes_t *extremes)
+                       const wsync_row_extremes_t *places)
 {
     const wsync_quantise_piece_t *piece = part->piece;
-    const float least_value = wsync_float(0xff800000U);
-    wsync_extremes_t all = {least_value, least_value};
+    wsync_row_extremes_t all = wsync_row_extremes_none();
 
     for (size_t b = 0; b < band->count; b++) {
         if (piece->extremes != WSYNC_QUANTISE_NONE) {
-            merge(entry_at(part, band_entry(part, band) + b), &extremes[b]);
+            merge(entry_at(part, band_entry(part, band) + b),
+                  extremes_of(part, &places[b]));
         }
-        raise_to(&all.high, extremes[b].high);
-        raise_to(&all.low, extremes[b].low);
+        all.high = places[b].high > all.high ? places[b].high : all.high;
+        all.low = places[b].low < all.low ? places[b].low : all.low;
     }
     if (piece->overall != WSYNC_QUANTISE_NONE) {
-        merge(entry_at(part, piece->overall), &all);
+        merge(entry_at(part, piece->overall), extremes_of(part, &all));
     }
 }
 
@@ -304,65 +318,51 @@ static bool owns(const part_t *part, const band_t *band)
            (method->block_cols > 0 || part->begin[1] == 0);
 }
 
-/* Computes the band's scales, stores those that are this part's to store, and returns the
- * factors. */
-static void store_scales(const part_t *part, const band_t *band,
-                         const wsync_extremes_t *extremes, float *factors)
+/* Stores `count` scales of `nbytes` each. */
+static void store_bits(unsigned char *to, const unsigned *bits, size_t count, size_t nbytes)
 {
-    const wsync_quantise_piece_t *piece = part->piece;
-    const wsync_quantise_method_t *method = &piece->method;
-    const size_t nbytes =
-        wsync_dtype_nbytes(wsync_quantise_scale(method->kind, piece->dtype));
-    unsigned char *to =
-        image_at(part, piece->scales +
-                           (band->block_row - wsync_quantise_rows(piece).first) *
-                               piece->scales_stride +
-                           (band->block_col - wsync_quantise_cols(piece).first) * nbytes);
-    const bool owned = owns(part, band);
-    float overall = 0;
+    for (size_t b = 0; b < count; b++) {
+        const uint16_t half = (uint16_t)bits[b];
 
-    if (method->kind == WSYNC_QUANTISE_NVFP4) {
-        const wsync_extremes_t *all = entry_at(part, piece->overall);
-
-        overall = wsync_extremes_amax(all->high, all->low);
-    }
-    for (size_t b = 0; b < band->count; b++) {
-        const wsync_block_scale_t scale = wsync_quantise_block(
-            method->kind, method->reciprocal, part->weight,
-            wsync_extremes_amax(extremes[b].high, extremes[b].low), overall);
-        const uint16_t half = (uint16_t)scale.bits;
-        const uint8_t byte = (uint8_t)scale.bits;
-
-        factors[b] = scale.factor;
-        if (owned) {
-            memcpy(to + b * nbytes,
-                   nbytes == 4   ? (const void *)&scale.bits
-                   : nbytes == 2 ? (const void *)&half
-                                 : (const void *)&byte,
-                   nbytes);
+        if (nbytes == 1) {
+            to[b] = (unsigned char)bits[b];
+        } else if (nbytes == 2) {
+            memcpy(to + 2 * b, &half, sizeof(half));
+        } else {
+            memcpy(to + 4 * b, &bits[b], sizeof(bits[b]));
         }
-    }
-    if (piece->second != WSYNC_QUANTISE_NONE && band->begin == 0 && part->begin[1] == 0) {
-        const unsigned second = wsync_nvfp4_second(overall);
-
-        memcpy(image_at(part, piece->second), &second, sizeof(second));
     }
 }
 
-/* Each column's factor, for `count` columns. */
-static void spread(const float *factors, const strip_t *strip, size_t width, float *columns)
+/* Computes the band's scales, stores those that are this part's to store, and returns the
+ * factors. */
+static void store_scales(const part_t *part, const band_t *band, const float *amaxes,
+                         float *factors)
 {
-    size_t done = 0;
-    size_t run = strip->head;
+    const wsync_quantise_piece_t *piece = part->piece;
+    const wsync_quantise_kind_t kind = piece->method.kind;
+    const size_t nbytes = wsync_dtype_nbytes(wsync_quantise_scale(kind, piece->dtype));
+    wsync_row_method_t method = {kind, piece->method.reciprocal, part->weight, 0};
+    unsigned bits[STRIP_COUNT];
 
-    for (size_t b = 0; done < strip->count; b++) {
-        const float factor = factors[strip->block + b];
-        const size_t end = least(strip->count, done + run);
+    if (kind == WSYNC_QUANTISE_NVFP4) {
+        const wsync_extremes_t *all = entry_at(part, piece->overall);
 
-        while (done < end) {
-            columns[done++] = factor;
-        }
-        run = width;
+        method.overall = wsync_extremes_amax(all->high, all->low);
+    }
+    part->functions->scales(&method, amaxes, band->count, bits, factors);
+    if (owns(part, band)) {
+        const uint64_t row = band->block_row - wsync_quantise_rows(piece).first;
+        const uint64_t col = band->block_col - wsync_quantise_cols(piece).first;
+
+        store_bits(
+            image_at(part, piece->scales + row * piece->scales_stride + col * nbytes), bits,
+            band->count, nbytes);
+    }
+    if (piece->second != WSYNC_QUANTISE_NONE && band->begin == 0 && part->begin[1] == 0) {
+        const unsigned second = wsync_nvfp4_second(method.overall);
+
+        memcpy(image_at(part, piece->second), &second, sizeof(second));
     }
 }
 
@@ -381,7 +381,8 @@ static void store_codes(part_t *part, const band_t *band, const float *factors)
         const strip_t strip = strip_at(part, band, column);
         const size_t nbytes = ceil_divide(strip.count, codes) * word;
 
-        spread(factors, &strip, band->width, columns);
+        part->functions->spread(factors + strip.block, strip.count, strip.head, band->width,
+                                columns);
         /* what of the last word is beyond the tensor's columns */
         memset(buffer + strip.count, 0, nbytes * codes / word - strip.count);
         for (uint64_t row = band->begin; row < band->end; row++) {
@@ -401,22 +402,26 @@ static void store_codes(part_t *part, const band_t *band, const float *factors)
 
 static void run_band(part_t *part, const band_t *band)
 {
-    const wsync_extremes_t *extremes;
-    wsync_extremes_t own[STRIP_COUNT];
+    wsync_row_extremes_t places[STRIP_COUNT];
+    float amaxes[STRIP_COUNT];
     float factors[STRIP_COUNT];
 
     if (part->batch->pass == WSYNC_QUANTISE_EXTREMES) {
-        read_extremes(part, band, own);
-        merge_band(part, band, own);
+        read_extremes(part, band, places);
+        merge_band(part, band, places);
         return;
     }
     if (part->piece->extremes == WSYNC_QUANTISE_NONE) {
-        read_extremes(part, band, own);
-        extremes = own;
+        read_extremes(part, band, places);
+        part->functions->amaxes(part->weight, places, band->count, amaxes);
     } else {
-        extremes = entry_at(part, band_entry(part, band));
+        const wsync_extremes_t *known = entry_at(part, band_entry(part, band));
+
+        for (size_t b = 0; b < band->count; b++) {
+            amaxes[b] = wsync_extremes_amax(known[b].high, known[b].low);
+        }
     }
-    store_scales(part, band, extremes, factors);
+    store_scales(part, band, amaxes, factors);
     store_codes(part, band, factors);
 }
 

@@ -19,6 +19,12 @@ INLINE int32_t place_32(int32_t bits)
     return bits ^ ((bits >> 31) & INT32_MAX);
 }
 
+INLINE unsigned extreme_bits(unsigned weight, int32_t place)
+{
+    return weight == WSYNC_WEIGHT_F32 ? (unsigned)place_32(place)
+                                      : (unsigned)(uint16_t)place_16((int16_t)place);
+}
+
 #define COLUMNS_LOOP(bits)                                                         \
     INLINE void columns_##bits(const unsigned char *row, size_t count, bool first, \
                                void *highs, void *lows)                            \
@@ -101,6 +107,123 @@ COLUMNS_LOOP(32)
 BLOCK_LOOP(16)
 BLOCK_LOOP(32)
 
+INLINE void amaxes_loop(unsigned weight, const wsync_row_extremes_t *extremes, size_t count,
+                        float *restrict amaxes)
+{
+    for (size_t i = 0; i < count; i++) {
+        const float high =
+            wsync_weight_value(weight, extreme_bits(weight, extremes[i].high));
+        const float low = wsync_weight_value(weight, extreme_bits(weight, extremes[i].low));
+
+        amaxes[i] = wsync_extremes_amax(high, -low);
+    }
+}
+
+INLINE void all_amaxes(unsigned weight, const wsync_row_extremes_t *extremes, size_t count,
+                       float *amaxes)
+{
+    switch (weight) {
+    case WSYNC_WEIGHT_F32:
+        amaxes_loop(WSYNC_WEIGHT_F32, extremes, count, amaxes);
+        break;
+    case WSYNC_WEIGHT_BF16:
+        amaxes_loop(WSYNC_WEIGHT_BF16, extremes, count, amaxes);
+        break;
+    default:
+        amaxes_loop(WSYNC_WEIGHT_F16, extremes, count, amaxes);
+        break;
+    }
+}
+
+INLINE void scales_loop(unsigned kind, unsigned weight, const wsync_row_method_t *method,
+                        const float *amaxes, size_t count, unsigned *restrict bits,
+                        float *restrict factors)
+{
+    const unsigned reciprocal = method->reciprocal;
+    const float overall = method->overall;
+
+    for (size_t i = 0; i < count; i++) {
+        const wsync_block_scale_t scale =
+            wsync_quantise_block(kind, reciprocal, weight, amaxes[i], overall);
+
+        bits[i] = scale.bits;
+        factors[i] = scale.factor;
+    }
+}
+
+/* Kinds of small blocks are constant, so that their scales are computed in vectors. */
+INLINE void all_scales(const wsync_row_method_t *method, const float *amaxes, size_t count,
+                       unsigned *bits, float *factors)
+{
+    const unsigned weight = method->weight;
+
+    switch (method->kind) {
+    case WSYNC_QUANTISER_INT4:
+        if (weight == WSYNC_WEIGHT_BF16) {
+            scales_loop(WSYNC_QUANTISER_INT4, WSYNC_WEIGHT_BF16, method, amaxes, count,
+                        bits, factors);
+            break;
+        }
+        scales_loop(WSYNC_QUANTISER_INT4, weight, method, amaxes, count, bits, factors);
+        break;
+    case WSYNC_QUANTISER_INT4_SLIME:
+        if (weight == WSYNC_WEIGHT_BF16) {
+            scales_loop(WSYNC_QUANTISER_INT4_SLIME, WSYNC_WEIGHT_BF16, method, amaxes,
+                        count, bits, factors);
+            break;
+        }
+        scales_loop(WSYNC_QUANTISER_INT4_SLIME, weight, method, amaxes, count, bits,
+                    factors);
+        break;
+    case WSYNC_QUANTISER_MXFP8:
+        scales_loop(WSYNC_QUANTISER_MXFP8, 0, method, amaxes, count, bits, factors);
+        break;
+    case WSYNC_QUANTISER_NVFP4:
+        scales_loop(WSYNC_QUANTISER_NVFP4, 0, method, amaxes, count, bits, factors);
+        break;
+    default:
+        scales_loop(method->kind, weight, method, amaxes, count, bits, factors);
+        break;
+    }
+}
+
+INLINE void spread_blocks(const float *factors, size_t blocks, size_t width,
+                          float *restrict columns)
+{
+    for (size_t b = 0; b < blocks; b++) {
+        for (size_t i = 0; i < width; i++) {
+            columns[b * width + i] = factors[b];
+        }
+    }
+}
+
+INLINE void spread_all(const float *factors, size_t count, size_t head, size_t width,
+                       float *columns)
+{
+    size_t blocks;
+
+    if (head < width || head > count) {
+        head = head < count ? head : count;
+        spread_blocks(factors, 1, head, columns);
+        factors++;
+        columns += head;
+        count -= head;
+    }
+    blocks = count / width;
+    switch (width) {
+    case 16:
+        spread_blocks(factors, blocks, 16, columns);
+        break;
+    case 32:
+        spread_blocks(factors, blocks, 32, columns);
+        break;
+    default:
+        spread_blocks(factors, blocks, width, columns);
+        break;
+    }
+    spread_blocks(factors + blocks, 1, count % width, columns + blocks * width);
+}
+
 INLINE void codes_loop(unsigned encoding, unsigned weight, const unsigned char *row,
                        const float *factors, size_t count, unsigned char *restrict codes)
 {
@@ -149,56 +272,76 @@ INLINE void pack_loop(const unsigned char *codes, size_t nbytes,
                                    codes_##encoding##_BF16_##set, \
                                    codes_##encoding##_F16_##set}
 
-#define FUNCTIONS(set)                                                                \
-    TARGET_##set static void columns_16_##set(const unsigned char *row, size_t count, \
-                                              bool first, void *high, void *low)      \
-    {                                                                                 \
-        if (first) {                                                                  \
-            columns_16(row, count, true, high, low);                                  \
-        } else {                                                                      \
-            columns_16(row, count, false, high, low);                                 \
-        }                                                                             \
-    }                                                                                 \
-    TARGET_##set static void columns_32_##set(const unsigned char *row, size_t count, \
-                                              bool first, void *high, void *low)      \
-    {                                                                                 \
-        if (first) {                                                                  \
-            columns_32(row, count, true, high, low);                                  \
-        } else {                                                                      \
-            columns_32(row, count, false, high, low);                                 \
-        }                                                                             \
-    }                                                                                 \
-    TARGET_##set static void blocks_16_##set(const void *high, const void *low,       \
-                                             size_t count, size_t head, size_t width, \
-                                             wsync_row_extremes_t *extremes)          \
-    {                                                                                 \
-        blocks_16(high, low, count, head, width, extremes);                           \
-    }                                                                                 \
-    TARGET_##set static void blocks_32_##set(const void *high, const void *low,       \
-                                             size_t count, size_t head, size_t width, \
-                                             wsync_row_extremes_t *extremes)          \
-    {                                                                                 \
-        blocks_32(high, low, count, head, width, extremes);                           \
-    }                                                                                 \
-    TARGET_##set static void pack_##set(const unsigned char *codes, size_t nbytes,    \
-                                        unsigned char *packed)                        \
-    {                                                                                 \
-        pack_loop(codes, nbytes, packed);                                             \
-    }                                                                                 \
-    CODES_FUNCTIONS(set, E4M3_MULTIPLY)                                               \
-    CODES_FUNCTIONS(set, E4M3_DIVIDE)                                                 \
-    CODES_FUNCTIONS(set, E4M3_DIVIDE_ROUND)                                           \
-    CODES_FUNCTIONS(set, INT4_DIVIDE)                                                 \
-    CODES_FUNCTIONS(set, INT4_DIVIDE_ROUND)                                           \
-    CODES_FUNCTIONS(set, E2M1_MULTIPLY)                                               \
-    static const wsync_row_functions_t functions_##set = {                            \
-                                                                                      \
-        .columns = {columns_16_##set, columns_32_##set},                              \
-        .blocks = {blocks_16_##set, blocks_32_##set},                                 \
-        .codes = {CODES_ROW(set, E4M3_MULTIPLY), CODES_ROW(set, E4M3_DIVIDE),         \
-                  CODES_ROW(set, E4M3_DIVIDE_ROUND), CODES_ROW(set, INT4_DIVIDE),     \
-                  CODES_ROW(set, INT4_DIVIDE_ROUND), CODES_ROW(set, E2M1_MULTIPLY)},  \
-        .pack = pack_##set,                                                           \
+#define FUNCTIONS(set)                                                                     \
+    TARGET_##set static void columns_16_##set(const unsigned char *row, size_t count,      \
+                                              bool first, void *high, void *low)           \
+    {                                                                                      \
+        if (first) {                                                                       \
+            columns_16(row, count, true, high, low);                                       \
+        } else {                                                                           \
+            columns_16(row, count, false, high, low);                                      \
+        }                                                                                  \
+    }                                                                                      \
+    TARGET_##set static void columns_32_##set(const unsigned char *row, size_t count,      \
+                                              bool first, void *high, void *low)           \
+    {                                                                                      \
+        if (first) {                                                                       \
+            columns_32(row, count, true, high, low);                                       \
+        } else {                                                                           \
+            columns_32(row, count, false, high, low);                                      \
+        }                                                                                  \
+    }                                                                                      \
+    TARGET_##set static void blocks_16_##set(const void *high, const void *low,            \
+                                             size_t count, size_t head, size_t width,      \
+                                             wsync_row_extremes_t *extremes)               \
+    {                                                                                      \
+        blocks_16(high, low, count, head, width, extremes);                                \
+    }                                                                                      \
+    TARGET_##set static void blocks_32_##set(const void *high, const void *low,            \
+                                             size_t count, size_t head, size_t width,      \
+                                             wsync_row_extremes_t *extremes)               \
+    {                                                                                      \
+        blocks_32(high, low, count, head, width, extremes);                                \
+    }                                                                                      \
+    TARGET_##set static void amaxes_##set(unsigned weight,                                 \
+                                          const wsync_row_extremes_t *extremes,            \
+                                          size_t count, float *amaxes)                     \
+    {                                                                                      \
+        all_amaxes(weight, extremes, count, amaxes);                                       \
+    }                                                                                      \
+    TARGET_##set static void scales_##set(const wsync_row_method_t *method,                \
+                                          const float *amaxes, size_t count,               \
+                                          unsigned *bits, float *factors)                  \
+    {                                                                                      \
+        all_scales(method, amaxes, count, bits, factors);                                  \
+    }                                                                                      \
+    TARGET_##set static void spread_##set(const float *factors, size_t count, size_t head, \
+                                          size_t width, float *columns)                    \
+    {                                                                                      \
+        spread_all(factors, count, head, width, columns);                                  \
+    }                                                                                      \
+    TARGET_##set static void pack_##set(const unsigned char *codes, size_t nbytes,         \
+                                        unsigned char *packed)                             \
+    {                                                                                      \
+        pack_loop(codes, nbytes, packed);                                                  \
+    }                                                                                      \
+    CODES_FUNCTIONS(set, E4M3_MULTIPLY)                                                    \
+    CODES_FUNCTIONS(set, E4M3_DIVIDE)                                                      \
+    CODES_FUNCTIONS(set, E4M3_DIVIDE_ROUND)                                                \
+    CODES_FUNCTIONS(set, INT4_DIVIDE)                                                      \
+    CODES_FUNCTIONS(set, INT4_DIVIDE_ROUND)                                                \
+    CODES_FUNCTIONS(set, E2M1_MULTIPLY)                                                    \
+    static const wsync_row_functions_t functions_##set = {                                 \
+                                                                                           \
+        .columns = {columns_16_##set, columns_32_##set},                                   \
+        .blocks = {blocks_16_##set, blocks_32_##set},                                      \
+        .codes = {CODES_ROW(set, E4M3_MULTIPLY), CODES_ROW(set, E4M3_DIVIDE),              \
+                  CODES_ROW(set, E4M3_DIVIDE_ROUND), CODES_ROW(set, INT4_DIVIDE),          \
+                  CODES_ROW(set, INT4_DIVIDE_ROUND), CODES_ROW(set, E2M1_MULTIPLY)},       \
+        .amaxes = amaxes_##set,                                                            \
+        .scales = scales_##set,                                                            \
+        .spread = spread_##set,                                                            \
+        .pack = pack_##set,                                                                \
     };
 
 #define TARGET_PLAIN
@@ -251,6 +394,5 @@ wsync_row_extremes_t wsync_row_extremes_none(void)
 
 unsigned wsync_row_extreme_bits(unsigned weight, int32_t place)
 {
-    return weight == WSYNC_WEIGHT_F32 ? (unsigned)place_32(place)
-                                      : (unsigned)(uint16_t)place_16((int16_t)place);
+    return extreme_bits(weight, place);
 }

@@ -19,6 +19,14 @@ typedef struct wsync_row_extremes {
     int32_t low;
 } wsync_row_extremes_t;
 
+/* What scales depend on beside their blocks. */
+typedef struct wsync_row_method {
+    unsigned kind;
+    unsigned reciprocal;
+    unsigned weight;
+    float overall; /* NVFP4's */
+} wsync_row_method_t;
+
 /* The functions of one instruction set.  Weights of 2 bytes take the first of two, those of
  * 4 the second; `high` and `low` have elements as wide as weights. */
 typedef struct wsync_row_functions {
@@ -29,6 +37,15 @@ typedef struct wsync_row_functions {
      * `head` columns, the others `width`, the last what is left. */
     void (*blocks[2])(const void *high, const void *low, size_t count, size_t head,
                       size_t width, wsync_row_extremes_t *extremes);
+    /* The largest magnitude of each block. */
+    void (*amaxes)(unsigned weight, const wsync_row_extremes_t *extremes, size_t count,
+                   float *amaxes);
+    /* The scale of each block. */
+    void (*scales)(const wsync_row_method_t *method, const float *amaxes, size_t count,
+                   unsigned *bits, float *factors);
+    /* Each column's factor: that of its block, which are as in `blocks`. */
+    void (*spread)(const float *factors, size_t count, size_t head, size_t width,
+                   float *columns);
     /* One code for each of a row's weights, each with a factor of its own. */
     void (*codes[WSYNC_ENCODING_COUNT][WSYNC_WEIGHT_COUNT])(const unsigned char *row,
                                                             const float *factors,

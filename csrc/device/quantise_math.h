@@ -132,25 +132,21 @@ DEVICE unsigned wsync_weight_bits(unsigned weight, float value)
 DEVICE float wsync_weight_round(unsigned weight, float value)
 {
     const unsigned bits = wsync_bits(value);
-    const unsigned sign = bits & 0x80000000U;
     const unsigned magnitude = bits & 0x7fffffffU;
-    const unsigned places = weight == WSYNC_WEIGHT_BF16 ? 16 : 13; /* that are lost */
-    const unsigned half = (1U << (places - 1)) - 1;
-    const unsigned rounded =
-        (magnitude + half + ((magnitude >> places) & 1U)) >> places << places;
+    const unsigned upper = (bits + 0x7fffU + ((bits >> 16) & 1U)) & 0xffff0000U;
+    const unsigned normal = (magnitude + 0xfffU + ((magnitude >> 13) & 1U)) & 0xffffe000U;
+    const unsigned capped = normal < 0x47800000U ? normal : WSYNC_INFINITY_BITS;
     /* Below 2^-14 float16 has multiples of 2^-24, the last place of floats from 0.5 on. */
     const float shifted = WSYNC_ADD(wsync_float(magnitude), 0.5F);
     const unsigned small = wsync_bits(WSYNC_ADD(shifted, -0.5F));
-    const unsigned most = rounded < 0x47800000U ? rounded : WSYNC_INFINITY_BITS;
-    unsigned result = rounded;
+    const unsigned half = magnitude < 0x38800000U ? small : capped;
+    const unsigned rounded =
+        weight == WSYNC_WEIGHT_BF16 ? upper : half | (bits & 0x80000000U);
 
     if (weight == WSYNC_WEIGHT_F32) {
         return value;
     }
-    if (weight == WSYNC_WEIGHT_F16) {
-        result = magnitude < 0x38800000U ? small : most;
-    }
-    return wsync_float(magnitude > WSYNC_INFINITY_BITS ? WSYNC_NAN_BITS : result | sign);
+    return wsync_float(magnitude > WSYNC_INFINITY_BITS ? WSYNC_NAN_BITS : rounded);
 }
 
 /* Saturates at 448; a NaN of either sign is 0x7f. */
@@ -197,15 +193,17 @@ DEVICE unsigned wsync_e2m1_from_f32(float value)
     return magnitude > WSYNC_INFINITY_BITS ? 7U : code | ((bits >> 28) & 8U);
 }
 
-/* Cut to [low, 7], rounded, plus 8; a NaN is 0 plus 8. */
-DEVICE unsigned wsync_int4_from_f32(float value, float low)
+/* Rounded, cut to [low, 7], plus 8; a NaN is 0 plus 8. */
+DEVICE unsigned wsync_int4_from_f32(float value, int low)
 {
-    const float above = value > low ? value : low;
-    const float within = above < 7.0F ? above : 7.0F;
-    /* Floats from 12582912 on are whole. */
-    const float shifted = WSYNC_ADD(within, 12582912.0F);
+    /* From 12582912 on floats are whole, and neighbours in their bits; what is too large or
+     * negative has bits beyond, as signed numbers. */
+    const int zero = 0x4b400000;
+    const int whole = (int)wsync_bits(WSYNC_ADD(value, 12582912.0F));
+    const int above = whole > zero + low ? whole : zero + low;
+    const int within = above < zero + 7 ? above : zero + 7;
 
-    return wsync_is_nan(value) ? 8U : wsync_bits(shifted) - 0x4b400000U + 8U;
+    return wsync_is_nan(value) ? 8U : (unsigned)(within - zero + 8);
 }
 
 /* The exponent of the smallest power of two that is not below a value of at least 0. */
@@ -386,10 +384,10 @@ DEVICE unsigned wsync_quantise_element(unsigned encoding, unsigned weight, float
     case WSYNC_ENCODING_E4M3_DIVIDE_ROUND:
         return wsync_e4m3_from_f32(wsync_weight_round(weight, WSYNC_DIVIDE(value, factor)));
     case WSYNC_ENCODING_INT4_DIVIDE:
-        return wsync_int4_from_f32(WSYNC_DIVIDE(value, factor), -7.0F);
+        return wsync_int4_from_f32(WSYNC_DIVIDE(value, factor), -7);
     case WSYNC_ENCODING_INT4_DIVIDE_ROUND:
         return wsync_int4_from_f32(wsync_weight_round(weight, WSYNC_DIVIDE(value, factor)),
-                                   -8.0F);
+                                   -8);
     default:
         return wsync_e2m1_from_f32(WSYNC_MULTIPLY(value, factor));
     }
