@@ -85,8 +85,7 @@ class Method:
     targets: tuple[str, ...] = (LINEAR,)
 
     def __post_init__(self) -> None:
-        for pattern in (*self.kept, *self.targets):
-            _compiled(pattern)  # a wrong one is named before anything else is done
+        _ = self._kept, self._targets  # a wrong entry is named before anything else is done
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Method:
@@ -160,19 +159,19 @@ class Method:
 
     def keeps(self, name: str) -> str:
         """The entry of the lists by which a tensor is not quantised; "": none."""
-        return next((entry for entry in self.kept if self._kept[entry](name)), "")
+        return self._kept.find(name)
 
     def targeted(self, name: str) -> bool:
         """Whether the targets name a tensor that belongs to a linear layer."""
-        return any(match(name) for match in self._targets)
+        return LINEAR in self.targets or self._targets.find(name) != ""
 
     @cached_property
-    def _kept(self) -> Mapping[str, Callable[[str], bool]]:
-        return {entry: _compiled(entry) for entry in self.kept}
+    def _kept(self) -> _Entries:
+        return _Entries(self.kept)
 
     @cached_property
-    def _targets(self) -> Sequence[Callable[[str], bool]]:
-        return [(lambda _: True) if entry == LINEAR else _compiled(entry) for entry in self.targets]
+    def _targets(self) -> _Entries:
+        return _Entries(self.targets)
 
 
 _FURTHER: Final[Mapping[str, tuple[str, tuple[int, ...]]]] = {
@@ -187,24 +186,47 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _compiled(entry: str) -> Callable[[str], bool]:
-    """Whether an entry of a list means a tensor."""
-    if entry.startswith("re:"):
-        try:
-            pattern = re.compile(entry[3:])
-        except (re.error, RecursionError, OverflowError) as error:
-            raise _core.UnsupportedError(
-                f"quantization_config: {entry!r} is no regular expression: {error}"
-            ) from None
-        return lambda name: pattern.match(module_of(name)) is not None
-    if "*" in entry:
-        glob = re.compile(".*".join(map(re.escape, entry.split("*"))))
-        return lambda name: (
-            glob.fullmatch(module_of(name)) is not None
-            or any(map(glob.fullmatch, module_of(name).split(".")))
-        )
-    inner = f".{entry.rstrip('.')}."
-    return lambda name: inner in f".{name}."
+class _Entries:
+    """A list that names modules.  Lists of whole models have hundreds of entries, and models ten
+    thousands of tensors: names are looked up, and only patterns are tried one by one."""
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self._names: dict[str, str] = {}
+        self._patterns: list[tuple[str, Callable[[str], bool]]] = []
+        for entry in entries:
+            if entry.startswith("re:"):
+                self._patterns.append((entry, _expression(entry)))
+            elif "*" in entry:
+                self._patterns.append((entry, _glob(entry)))
+            else:
+                self._names.setdefault(entry.rstrip("."), entry)
+
+    def find(self, name: str) -> str:
+        """The entry that means a tensor; "": none."""
+        if self._names:
+            ends = [-1, *(at for at, letter in enumerate(name) if letter == "."), len(name)]
+            for first, start in enumerate(ends):
+                for end in ends[first + 1 :]:
+                    if found := self._names.get(name[start + 1 : end]):
+                        return found
+        module = module_of(name)
+        return next((entry for entry, match in self._patterns if match(module)), "")
+
+
+def _expression(entry: str) -> Callable[[str], bool]:
+    try:
+        pattern = re.compile(entry[3:])
+    except (re.error, RecursionError, OverflowError) as error:
+        raise _core.UnsupportedError(
+            f"quantization_config: {entry!r} is no regular expression: {error}"
+        ) from None
+    return lambda module: pattern.match(module) is not None
+
+
+def _glob(entry: str) -> Callable[[str], bool]:
+    """modelopt's: of a whole name, or of one part."""
+    pattern = re.compile(".*".join(map(re.escape, entry.split("*"))))
+    return lambda module: any(map(pattern.fullmatch, (module, *module.split("."))))
 
 
 def _refusal(key: str, value: object, known: str) -> _core.UnsupportedError:
