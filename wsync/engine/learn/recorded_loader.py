@@ -408,8 +408,10 @@ class _Filling:
         """Runs the loader with what is its own to load, and then the module's own copies.
         LayoutError where a tensor was written over another that brings other values."""
         self._memory = []
-        self.check_places()
         recording, areas = self._replay.recording, self._held.areas
+        if not (self._staged or recording.fills or recording.copies or recording.twins):
+            return  # nothing more is written; check_places() comes when the update is confirmed
+        self.check_places()
         with torch.no_grad():
             if self._staged:
                 self._replay.load_weights(self._staged)
