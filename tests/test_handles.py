@@ -15,6 +15,7 @@ import pytest
 import requests
 import torch
 
+import wsync
 from wsync._core import (
     DeadlineError,
     InvalidArgumentError,
@@ -30,6 +31,7 @@ from wsync.handles.sglang_http import HttpHandle
 from wsync.inspection import inspect
 from wsync.messages import payload
 from wsync.messages.control import LOAD_FORMAT, Control
+from wsync.trainer.roster import Delivery
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -260,6 +262,44 @@ def test_a_control_message_is_for_the_model_and_not_for_its_draft(server: FakeSe
     engine.update_weights([b"x"], load_format=LOAD_FORMAT, weight_version=None, timeout=60)
     body = server.seen[-1][1]
     assert (body["disable_draft_model"], body["selector"]) == (True, "target")
+
+
+OWN_LAYERS = {"speculative_algorithm": "EAGLE", "model_path": "/model"}
+
+
+@pytest.mark.parametrize(
+    ("started", "options", "delivery"),
+    [
+        (OWN_LAYERS, {}, "stock"),
+        (OWN_LAYERS | {"speculative_draft_model_path": "/model"}, {}, "stock"),
+        (OWN_LAYERS, {"delivery": "distributed"}, "broadcast"),
+        (OWN_LAYERS, {"delivery": "wsync"}, "wsync"),
+        (OWN_LAYERS | {"speculative_draft_model_path": "/head"}, {}, "wsync"),
+        (OWN_LAYERS | {"speculative_algorithm": "NGRAM"}, {}, "wsync"),
+        ({"speculative_algorithm": None, "model_path": "/model"}, {}, "wsync"),
+    ],
+)
+def test_an_engine_that_drafts_with_its_models_own_layers_takes_buckets(
+    server: FakeServer, started: Any, options: Any, delivery: str
+) -> None:
+    known = {"tp_size": 1, "custom_weight_loader": [LOAD_FORMAT]}
+    server.answers["/server_info"] = (200, known | started)
+    engine = handle(server.url)
+    assert Delivery.of(engine, None, wsync.Options(**options), 1) == delivery
+
+
+@pytest.mark.parametrize(
+    ("delivery", "text"), [("auto", "it takes buckets"), ("wsync", "leaves them as they are")]
+)
+def test_a_trainer_is_told_of_an_engine_that_drafts(
+    server: FakeServer, caplog: pytest.LogCaptureFixture, delivery: str, text: str
+) -> None:
+    known = {"tp_size": 1, "custom_weight_loader": [LOAD_FORMAT]}
+    server.answers["/server_info"] = (200, known | OWN_LAYERS)
+    options = wsync.Options(delivery=delivery)
+    wsync.connect({"w": torch.zeros(2)}, engines=[server.url], options=options).close()
+    assert f"engine {server.url} drafts tokens with layers of its model" in caplog.text
+    assert text in caplog.text
 
 
 def test_older_servers_are_asked_by_their_older_paths(server: FakeServer) -> None:

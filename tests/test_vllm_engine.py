@@ -299,6 +299,16 @@ def test_workers_say_what_their_engine_keeps_beside_weights(engine: VllmEngine) 
     assert [found[name] for name in kept] == [False, True, True]
 
 
+@pytest.mark.parametrize(("method", "said"), [("mtp", True), ("eagle3", False), (None, False)])
+def test_a_trainer_is_told_of_layers_that_draft(
+    caplog: pytest.LogCaptureFixture, method: str | None, said: bool
+) -> None:
+    worker = worker_of(torch.nn.Linear(2, 2))
+    worker.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(method=method))
+    VllmHandle(Calls(**json.loads(worker.wsync_describe())))
+    assert ("Calls object: updates leave the layers of its model that draft" in caplog.text) == said
+
+
 class Front(BaseHTTPRequestHandler):
     """vLLM's routes for weights, as its 0.33.0 has them in development mode."""
 

@@ -38,7 +38,8 @@ class WorkerExtension:
 
     def wsync_describe(self) -> str:
         """Which worker this is of how many, the version of its weights (none where they are not
-        those of one update), and what else keeps what they have computed, as JSON."""
+        those of one update), what else keeps what they have computed, and whether layers of the
+        model draft tokens, as JSON."""
         parallel = self.parallel_config
         many = parallel.data_parallel_size > 1
         alone = getattr(parallel, "data_parallel_external_lb", False)
@@ -46,6 +47,7 @@ class WorkerExtension:
         whole = side is not None and not side.receiver.trouble
         version = side.receiver.state.weight_version if side and whole else None
         cache = getattr(self.vllm_config, "cache_config", None)
+        drafts = getattr(getattr(self.vllm_config, "speculative_config", None), "method", None)
         return json.dumps(
             {
                 "rank": self.rank,
@@ -54,6 +56,7 @@ class WorkerExtension:
                 "weight_version": version,
                 "prefix_cache": bool(getattr(cache, "enable_prefix_caching", False)),
                 "kv_connector": bool(getattr(self.vllm_config, "kv_transfer_config", None)),
+                "drafts": drafts == "mtp",
                 "multimodal": bool(getattr(self.model_config, "is_multimodal_model", False)),
                 "instance": f"{os.getpid()}.{id(_model(self.model_runner))}",
             }

@@ -31,6 +31,14 @@ def identity_of(found: Mapping[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in _IDENTITY if name in found}
 
 
+def drafts_itself(started: Mapping[str, Any]) -> bool:
+    """Whether a server of SGLang, by how it was started, drafts tokens with layers of its model's
+    own checkpoint: layers of multi-token prediction, which trainers have, too."""
+    if str(started.get("speculative_algorithm")).upper() not in ("EAGLE", "NEXTN"):
+        return False
+    return started.get("speculative_draft_model_path") in (None, "", started.get("model_path"))
+
+
 def refusal(answer: object) -> str | None:
     """None if an engine's answer says success, else the engine's text.
 

@@ -3,11 +3,14 @@
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from wsync._core import UnsupportedError
-from wsync.handles.answers import check_answer
+from wsync.handles.answers import check_answer, drafts_itself
 from wsync.handles.local import LocalHandle
+
+
+_DRAFTING: Final = ("speculative_algorithm", "speculative_draft_model_path", "model_path")
 
 
 class SglangHandle(LocalHandle):
@@ -28,6 +31,7 @@ class SglangHandle(LocalHandle):
         self._sessions["known"] = hasattr(engine, "begin_weight_update")
         loaders = getattr(arguments, "custom_weight_loader", None) or ()
         self.load_formats = tuple(map(str, loaders))
+        self.drafts = drafts_itself({name: getattr(arguments, name, None) for name in _DRAFTING})
 
     def pause(self, mode: str, timeout: float) -> None:
         self._begun = False

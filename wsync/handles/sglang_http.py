@@ -12,7 +12,15 @@ from wsync._core import (
     RemoteError,
     UnsupportedError,
 )
-from wsync.handles.answers import cause, check_answer, cut, engine_text, json_or_text, seconds
+from wsync.handles.answers import (
+    cause,
+    check_answer,
+    cut,
+    drafts_itself,
+    engine_text,
+    json_or_text,
+    seconds,
+)
 from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, UPDATE_HEADER
@@ -62,6 +70,11 @@ class HttpHandle(ApiHandle):
         """What the server was started with as --custom-weight-loader."""
         loaders = self._server_info().get("custom_weight_loader")
         return tuple(map(str, loaders)) if isinstance(loaders, list) else ()
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the server drafts tokens with layers of its model, which buckets update, too."""
+        return drafts_itself(self._server_info())
 
     @property
     def instance(self) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -21,6 +22,8 @@ from wsync.handles.local import LocalHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, Control
+
+_log = logging.getLogger(__name__)
 
 EXTENSION: Final = "wsync.vllm.WorkerExtension"
 _PATIENCE_SECONDS: Final = 3600.0
@@ -132,6 +135,11 @@ class VllmHandle(LocalHandle):
                 "collective_rpc, which answers only for the first of them"
             )
         self._keeps = first
+        if first.get("drafts"):
+            _log.warning(
+                "engine %s: updates leave the layers of its model that draft tokens as they are",
+                self.name,
+            )
         ranks = [each["rank"] for each in found]
         if ranks != list(range(first["workers"])):
             raise UnsupportedError(
