@@ -9,7 +9,6 @@ from wsync._core import UnsupportedError
 from wsync.handles.answers import check_answer, drafts_itself
 from wsync.handles.local import LocalHandle
 
-
 _DRAFTING: Final = ("speculative_algorithm", "speculative_draft_model_path", "model_path")
 
 

@@ -27,8 +27,9 @@ class Delivery(enum.StrEnum):
 
     @staticmethod
     def of(engine: EngineHandle, first_gpu: int | None, options: Options, ranks: int) -> Delivery:
-        """What an engine takes.  One whose GPUs are not all the trainer's is remote.  One that drafts
-        tokens with layers of its model takes buckets unless told: they update these layers, too."""
+        """What an engine takes.  One whose GPUs are not all the trainer's is remote.  One that
+        drafts tokens with layers of its model takes buckets unless options say otherwise: they
+        update these layers, too."""
         wsync = LOAD_FORMAT in engine.load_formats and not getattr(engine, "drafts", False)
         if options.delivery == "distributed" or (
             first_gpu is not None and first_gpu + engine.workers > ranks
