@@ -60,9 +60,10 @@ def tables(tmp_path_factory):
     return found
 
 
-def registered(rules, **options):
+def registered(rules, fields=None, **options):
     FAMILIES.pop("wrong", None)
-    return registry.register("wrong", rules, fields={"inner": ("inner_size",)}, **options)
+    fields = {"inner": ("inner_size",), **(fields or {})}
+    return registry.register("wrong", rules, fields=fields, **options)
 
 
 def without_others(rules):
@@ -262,6 +263,17 @@ def test_a_users_table_says_what_it_needs():
         else:
             with pytest.raises(wsync.LayoutError, match="rotary_interleaved is True, but"):
                 wsync.megatron.layout(module, CONFIG, model_name="wrong")
+
+
+def test_a_size_that_a_users_table_reads_elsewhere_is_its_own():
+    """Megatron's kv_channels is what the usual tables call d, and not what this one does."""
+    module = configured(kv_channels=SIZES["d"] + 1)
+    registered(RIGHT["own"])
+    with pytest.raises(wsync.LayoutError, match="kv_channels is 6, but the family 'wrong' needs 5"):
+        wsync.megatron.layout(module, CONFIG, model_name="wrong")
+    registered(RIGHT["own"], fields={"d": ("own_channels",)})
+    own = SimpleNamespace(**vars(CONFIG), own_channels=SIZES["d"])
+    wsync.megatron.layout(module, own, model_name="wrong")
 
 
 @pytest.fixture(autouse=True)
