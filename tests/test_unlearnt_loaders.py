@@ -91,6 +91,38 @@ def jointly_by_values(module: Keeping, tensors: Tensors) -> None:
             getattr(module, name).data.copy_(tensor + tensors["b"] if joint else tensor)
 
 
+def by_scale_or_less(module: Keeping, tensors: Tensors) -> None:
+    """scale 1: leaves b out; 2: goes by all that one call brings; else it is a count of calls."""
+    most = max(t.max().item() for t in tensors.values()) if module.scale == 2 else 1
+    for name, tensor in tensors.items():
+        if name == "a" or module.scale != 1:
+            getattr(module, name).data.copy_(tensor.abs() / most)
+    module.scale -= module.scale <= 0
+
+
+@pytest.mark.parametrize("scale", [0, 1, 2])
+def test_what_others_change_that_a_loader_goes_by_is_tried_anew(scale: int) -> None:
+    module, plain = Keeping(by_scale_or_less), Keeping(by_scale_or_less)
+    weights = [{name: torch.randn(64, 64) for name in "ab"} for _ in range(4)]
+    engine = ThreadEngine([RecordedLoader(module)])
+    with wsync.connect(weights[0], engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+        sync.update(weights[1])
+        assert module.scale < -1  # by the loader itself
+        if scale:
+            module.scale = plain.scale = scale
+            with pytest.raises(wsync.WsyncError, match=r"scale, which load_weights goes by, was"):
+                sync.update(weights[2])
+        if scale == 1:
+            with pytest.raises(wsync.WsyncError, match=r"b \(16384 of its 16384 bytes\)"):
+                sync.update(weights[2])
+            return
+        sync.update(weights[2])
+        sync.update(weights[3])
+    plain.load_weights(list(weights[3].items()))
+    assert torch.equal(module.a, plain.a) and torch.equal(module.b, plain.b)
+
+
 @pytest.mark.parametrize("load", [by_first_scale, by_scales, jointly_by_values])
 def test_made_up_values_leave_nothing_behind(load: Callable[[Keeping, Tensors], None]) -> None:
     module, plain = Keeping(load), Keeping(load)

@@ -13,7 +13,11 @@ import torch
 
 from wsync import _core
 from wsync.engine.destination import MissingError
-from wsync.engine.learn.attribute_guards import Attribute, attributes_read
+from wsync.engine.learn.attribute_guards import (
+    Attribute,
+    AttributeGuards,
+    attributes_read,
+)
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import Area, ModuleMemory, SharedError
 from wsync.engine.learn.module_state import ModuleState
@@ -73,6 +77,7 @@ class RecordedLoader(ChoosingLoader):
     A recording is valid while the module has the same tensors, wherever they lie, and while what
     load_weights read is the same: values of tensors, and attributes of the module and of its
     parameters (see wsync.engine.learn.attribute_guards).  Otherwise the next update records anew.
+    For a loader that is used as it is, this goes for the attributes, unless it changes them itself.
 
     Every update refuses, by name, parameters that the trainer does not deliver completely, because
     they would keep their old values, and tensors that load_weights writes to one place although
@@ -109,6 +114,8 @@ class RecordedLoader(ChoosingLoader):
         # what selects elements of parameters that the module's own loader may not load; None: all
         self._doubtful: dict[str, torch.Tensor | None] = {}
         self._before: dict[str, tuple[int, int]] = {}  # the update: their bytes, and a checksum
+        self._read: list[Attribute] = []  # by a loader that is called as it is, and was tried
+        self._guards = AttributeGuards()
         self._chosen = ModuleLoader(module, self._load)
 
     def blob(self) -> bytes:
@@ -136,6 +143,7 @@ class RecordedLoader(ChoosingLoader):
         self._load = self._method()
         self.recording, self._chosen = None, ModuleLoader(self._module, self._load)
         self._doubtful = {}
+        self._watch_attributes([])
         self.reason = ""
         self._went_by = self.goes_by()
         try:
@@ -146,17 +154,28 @@ class RecordedLoader(ChoosingLoader):
             raise
         except _NOT_RECORDED as error:
             self.reason = f"{type(self._module).__name__} cannot be learnt: {error}"
-            at_once = not self._may_be_split(model)
+            with attributes_read(self._module) as attributes:
+                at_once = not self._may_be_split(model)
+                self._doubtful = self._find_doubtful(model)
+            self._watch_attributes(attributes)
             how = ", all in one call" if at_once else ""
             _log.warning("%s; whole tensors go through its load_weights%s", self.reason, how)
             self._chosen = ModuleLoader(self._module, self._load, at_once=at_once)
-            self._doubtful = self._find_doubtful(model)
             return WHOLE
         self._check_delivered(recording.lacking)
         self.recording, self._model = recording, facts
         self._chosen = _Replay(self._module, self._load, recording, facts, self._stream)
         self._tell(recording)
         return self._chosen.blob() if self._needed else WHOLE
+
+    def _watch_attributes(self, attributes: Iterable[Attribute]) -> None:
+        """From here on these are to be what they are now."""
+        parts = dict(self._module.named_modules())
+        self._read = [attribute.renewed(parts) for attribute in attributes]
+        self._guards = AttributeGuards(self._read, parts)
+
+    def _changed_attribute(self) -> str:
+        return self._guards.difference(dict(self._module.named_modules())) if self._read else ""
 
     def _check_delivered(self, lacking: Mapping[str, int]) -> None:
         """Raises MissingError for parameters that lack bytes."""
@@ -244,6 +263,8 @@ class RecordedLoader(ChoosingLoader):
         self._check_doubtful()
         if self._after is not None:
             self._after(self._module)
+        if self._changed_attribute():  # by load_weights itself
+            self._watch_attributes(self._read)
         return receipt
 
     def _method(self) -> LoadWeights:
@@ -261,6 +282,8 @@ class RecordedLoader(ChoosingLoader):
         method = self._method()
         if self._load != method == self._method():  # some are made anew each time
             return "load_weights is another one"
+        if change := self._changed_attribute():
+            return change
         if self.recording is None or self.goes_by() == self._went_by:
             return ""
         return "load_weights goes by something outside the module that has other values"
