@@ -3,7 +3,6 @@
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -423,47 +422,3 @@ def test_a_checkpoint_that_cannot_say_it_is_named(checkpoint: Path) -> None:
 def test_other_choices_are_refused(value: Any, text: str) -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=text):
         wsync.Options(quantise=value)
-
-
-def test_quantised_delivery_is_refused_and_what_it_would_be_is_named(checkpoint: Path) -> None:
-    text = "quantise: 1 tensors would be fp8_block, but weights are delivered in the dtype"
-    options = wsync.Options(quantise="checkpoint", checkpoint=str(checkpoint))
-    with pytest.raises(wsync.UnsupportedError, match=text):
-        wsync.connect(MODEL, [], options=options)
-    with pytest.raises(wsync.UnsupportedError, match=text):
-        wsync.DiskSync(MODEL, folder=checkpoint / "versions", options=options)
-    args = SimpleNamespace(hf_checkpoint=checkpoint)
-    updater = wsync.UpdateWeightFromTensor(
-        args, from_tensors(MODEL), None, model_name="any", quantization_config=FP8
-    )
-    with pytest.raises(wsync.UnsupportedError, match=text):
-        updater.connect_rollout_engines([])
-    with pytest.raises(wsync.UnsupportedError, match="quant_method='awq'"):
-        wsync.connect(MODEL, [], options=wsync.Options(quantise={"quant_method": "awq"}))
-
-
-def test_a_checkpoint_that_is_not_quantised_leaves_weights_as_they_are(tmp_path: Path) -> None:
-    save_file(MODEL, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text("{}")
-    options = wsync.Options(quantise="checkpoint", checkpoint=str(tmp_path))
-    wsync.DiskSync(MODEL, folder=tmp_path / "versions", options=options).close()
-
-
-def test_slimes_argument_means_slimes_arithmetic_unless_it_says_whose(checkpoint: Path) -> None:
-    def made(config: Any, options: wsync.Options | None = None) -> Any:
-        updater = wsync.UpdateWeightFromTensor(
-            *(SimpleNamespace(), from_tensors(MODEL), None),
-            model_name="any",
-            quantization_config=config,
-            options=options,
-        )
-        return updater._options.quantise
-
-    assert Method.of(made(FP8)).reciprocal
-    assert not Method.of(made({**FP8, "producer": {"name": "other"}})).reciprocal
-    assert made(None) is None
-    assert made(None, wsync.Options(quantise=FP8)) == FP8
-    with pytest.raises(wsync.InvalidArgumentError, match="quantise in options: one is wanted"):
-        made(FP8, wsync.Options(quantise=FP8))
-    with pytest.raises(wsync.InvalidArgumentError, match="quantise='fp8'"):
-        made("fp8")

@@ -188,7 +188,7 @@ class DiskSync(Updates):
 
     def _write(self, weights: Weights | None, report: Report, folder_calls: _FileCalls) -> Path:
         """All files of a version, on the disk; returns their hidden folder."""
-        sources = _core.BufferTable.of(self._source.bind(weights))
+        sources = _core.BufferTable.of(self._bind(weights, report))
         self._describe(report)
         with report.phase("begin"):
             folder = self._make(report.version, folder_calls)

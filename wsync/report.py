@@ -22,6 +22,7 @@ class Report:
     `phases` are disjoint stretches of this rank's wall time: what was waited for, while the
     stream copied beside it.  Of a `Sync`, in the order of an update:
 
+        quantise codes and scales are made, with Options.quantise
         pause    engines stop, and all ranks know it
         open     opening requests start; on a first update also: workers connect and say what
                  they keep, ranks plan and make rings
@@ -32,8 +33,8 @@ class Report:
         prepare  workers hold every byte, first this rank's, then all ranks'
         commit   workers commit, engines take the version and continue
 
-    Of a `DiskSync`: begin (a folder with files of full size), write, sync (to the disk), publish,
-    engines (stop, load the files, take the version and continue).
+    Of a `DiskSync`: quantise, begin (a folder with files of full size), write, sync (to the disk),
+    publish, engines (stop, load the files, take the version and continue).
 
     `delivered_nbytes` counts every worker; `redundancy` is
     delivered bytes over the bytes that the workers need, in source dtype.

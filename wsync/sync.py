@@ -169,7 +169,7 @@ class Sync(Updates):
 
     def _deliver(self, weights: Weights | None, report: Report) -> Connection:
         """Up to the point where the workers of this rank hold every byte."""
-        table = self._source.bind(weights)
+        table = self._bind(weights, report)
         sources = _core.BufferTable.of(table)
         check = self._group.check
         self._paused = True

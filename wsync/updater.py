@@ -33,7 +33,7 @@ class Updater:
             other storage each time.  None takes the model's own.
         model_name: family of the model, for example "qwen3_moe".
         quantization_config: by which weights are quantised, with slime's arithmetic; see
-            `Options.quantise`.  Quantised delivery is not supported yet: connecting refuses it.
+            `Options.quantise`.  None delivers them as the trainer holds them.
         options: see `Options`; the pause mode and all deadlines.
 
     Raises:

@@ -17,11 +17,10 @@ from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.fork_guard import Owner
 from wsync.machine.try_lock import Turn
 from wsync.options import Options
-from wsync.quantise.config import Method
-from wsync.quantise.selection import Selection, select
 from wsync.report import Report
 from wsync.trainer.compare_checkpoint import compare
-from wsync.trainer.quantised_model import config_of, select_quantised
+from wsync.trainer.quantised_image import Image
+from wsync.trainer.quantised_model import quantise_rules
 from wsync.trainer.requests import EngineRequests
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ class Updates(abc.ABC):
             if isinstance(source, TrainerLayout)
             else together(lambda: from_tensors(source), timeout=timeout)
         )
+        self._image: Image | None = None  # of codes and scales, where weights are quantised
         self._updates = 0  # begun since this connected, by the rank that has begun the most
         self._next_version = 1
         self._requests = EngineRequests([], self.options)
@@ -74,10 +74,11 @@ class Updates(abc.ABC):
         """What a failed update has left under way at an engine is waited for, up to the deadline
         it had: another trainer may be about to update the engine."""
         self._closed = True
-        try:
-            self._group.close()
-        finally:
-            self._requests.settle()
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._requests.settle)
+            if self._image is not None:
+                last_first.callback(self._image.close)
+            last_first.callback(self._group.close)
 
     def _same_call(self, **arguments: object) -> None:
         """Raises InvalidArgumentError where ranks make different things at the same time, with
@@ -119,8 +120,9 @@ class Updates(abc.ABC):
         return given
 
     def _gather(self) -> _core.Layout:
-        """The layouts of all ranks in one.  Raises InvalidArgumentError where this rank's is not of
-        this rank, or of as many: buffers would be looked for on others, or be left out."""
+        """What all ranks have to deliver, in one layout.  Raises InvalidArgumentError where this
+        rank's is not of this rank, or of as many: buffers would be looked for on others, or be left
+        out."""
         source, rank, size = self._source, self._group.rank, self._group.size
         if (source.rank, source.ranks) != (rank, size):
             raise _core.InvalidArgumentError(
@@ -132,16 +134,18 @@ class Updates(abc.ABC):
                 raise _core.InvalidArgumentError(
                     f"the layout has tensors of rank {other}, but this is rank {rank} of {size}"
                 )
-        parts = self._group.all_gather(source.layout.to_bytes())
-        model = _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
-        selection = self._select(model)
-        if selection is not None:
-            raise _core.UnsupportedError(
-                f"quantise: {len(selection.rows)} tensors would be {selection.method.kind}, but "
-                "weights are delivered in the dtype that the trainer holds; pass None"
-            )
-        self._compare(model)
-        return model
+        model = self._merged(source.layout)
+        rules = self._rules(model)
+        if rules is None:
+            self._compare(model)
+            return model
+        self._image = Image(model, rank, rules, self.options.threads)
+        return self._merged(self._image.layout)
+
+    def _merged(self, layout: _core.Layout) -> _core.Layout:
+        """All ranks' layouts in one."""
+        parts = self._group.all_gather(layout.to_bytes())
+        return _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
 
     def _compare(self, model: _core.Layout) -> None:
         """Raises LayoutError, on all ranks, where rank 0 sees that the model's checkpoint has other
@@ -156,20 +160,20 @@ class Updates(abc.ABC):
         if wrong:
             raise _core.LayoutError(wrong)
 
-    def _select(self, model: _core.Layout) -> Selection | None:
-        """What is quantised of the tensors of all ranks, and into what; None where nothing is to
-        be.  Every rank gets the answer of rank 0, which sees the checkpoint."""
-        found = None
-        if self._group.rank == 0:
-            config = config_of(self.options)
-            if config is not None:
-                rows = select_quantised(model, config, self.options.checkpoint).rows
-                found = [config, [row.name for row in rows]]
-        found = self._group.gather_json(found)[0]
-        if found is None:
-            return None
-        method = Method.of(found[0])
-        return select(method, model, {method.scales_name(name) for name in found[1]})
+    def _rules(self, model: _core.Layout) -> list[_core.QuantiseRule] | None:
+        """What is quantised of the tensors of all ranks, and into what; None where weights stay as
+        they are.  Every rank gets the answer of rank 0, which sees the checkpoint."""
+        rules = quantise_rules(model, self.options) if self._group.rank == 0 else None
+        found = self._group.gather_json(rules)[0]
+        return None if found is None else [tuple(rule) for rule in found]
+
+    def _bind(self, weights: Weights | None, report: Report) -> _core.TensorTable:
+        """What the buffers of this rank stand for now; codes and scales are made anew."""
+        table = self._source.bind(weights)
+        if self._image is None:
+            return table
+        with report.phase("quantise"):
+            return self._image.fill(table, self._group, self.options.deadline)
 
     @contextlib.contextmanager
     def _updating(self, version: int | str | None, weights: object) -> Iterator[Report]:
@@ -194,6 +198,8 @@ class Updates(abc.ABC):
                 if report.version.isdecimal():
                     self._next_version = int(report.version)
                 yield report
+                if self._image is not None and self.options.park:
+                    self._image.park()
             report.seconds = time.perf_counter() - start
             self._use_up_version()
 

@@ -63,3 +63,25 @@ def select_quantised(
     if folder and places is not None:
         compare(found.tensors, folder, places, quantised=True)
     return found
+
+
+def quantise_rules(model: _core.Layout, options: Options) -> list[_core.QuantiseRule] | None:
+    """What options have quantised of a model, for the quantiser; None: weights stay as they are.
+
+    Raises what config_of and select_quantised do.
+    """
+    config = config_of(options)
+    if config is None:
+        return None
+    numbers: dict[str, int] = {"": 0}  # of those that share a scale
+    return [
+        (
+            *(row.name, row.kind, row.reciprocal, row.block_rows, row.block_cols),
+            *(row.codes, row.scales),
+            next((name for name in row.further if name.endswith("_scale_2")), None),
+            next((name for name in row.further if name.endswith("_shape")), None),
+            numbers.setdefault(row.share, len(numbers)),
+            row.group,
+        )
+        for row in select_quantised(model, config, options.checkpoint).rows
+    ]

@@ -1,0 +1,131 @@
+"""One trainer rank's codes and scales: the memory that they lie in, and how it is filled."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from wsync import _core
+from wsync.exchange.trainer_group import TrainerGroup
+from wsync.machine.device import find, follow_torch, of
+
+
+class Image:
+    """Codes and scales of what a rank holds, made anew at the start of every update.
+
+    Ranks quantise what they hold.  Where elements of one block lie on several ranks, these find the
+    largest of theirs first, and take the largest of all: no weight moves.
+
+    Args:
+        model: the merged layout of all ranks.
+        rank: this one.
+        rules: which tensors are quantised, how, and what comes of them; the same on all ranks.
+        threads: of the host, that quantise.
+
+    Raises:
+        InvalidArgumentError, UnsupportedError: a tensor that cannot be quantised so; the text names
+            it.
+    """
+
+    def __init__(
+        self, model: _core.Layout, rank: int, rules: Sequence[_core.QuantiseRule], threads: int
+    ) -> None:
+        self._quantiser = _core.Quantiser(model, rank, rules)
+        self._threads = threads
+        self._stream: _core.Stream | None = None
+        self._memory: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def layout(self) -> _core.Layout:
+        """What the rank has to give: codes and scales in the buffer after its last parameter."""
+        return self._quantiser.layout
+
+    @property
+    def nbytes(self) -> int:
+        return self._quantiser.image_nbytes
+
+    def fill(
+        self, weights: _core.TensorTable, group: TrainerGroup, timeout: float
+    ) -> _core.TensorTable:
+        """Quantises; what the buffers of `layout` stand for now.  All ranks call it together.
+
+        Args:
+            weights: the rank's parameters.
+            group: the ranks.
+            timeout: seconds that it may take here.
+        """
+        try:
+            return self._fill(weights, group, timeout)
+        except BaseException:
+            self.close()  # the stream may still run
+            raise
+
+    def _fill(
+        self, weights: _core.TensorTable, group: TrainerGroup, timeout: float
+    ) -> _core.TensorTable:
+        try:
+            return self._fill(weights, group, timeout)
+        except BaseException:
+            self.close()  # the stream may still run
+            raise
+
+    def _fill(
+        self, weights: _core.TensorTable, group: TrainerGroup, timeout: float
+    ) -> _core.TensorTable:
+        image, extremes = self._made(weights)
+        results = _core.describe([image, extremes], ["codes and scales", "extremes"], gpu=True)
+        sources, spans = _core.BufferTable.of(weights), _core.BufferTable.of(results)
+        stream = self._stream
+        assert stream is not None
+        follow_torch(stream)
+        if len(extremes):
+            extremes.fill_(-torch.inf)
+            follow_torch(stream)
+            stream.quantise(self._quantiser, sources, spans, codes=False)
+            stream.synchronize(timeout, group.check)
+            _merge(extremes, group)
+            follow_torch(stream)
+        stream.quantise(self._quantiser, sources, spans, codes=True)
+        stream.synchronize(timeout, group.check)
+        return weights.joined(_core.describe([image], ["codes and scales"], gpu=True))
+
+    def park(self) -> None:
+        """Gives the memory back until the next update."""
+        self._memory = None
+
+    def close(self) -> None:
+        stream, self._stream = self._stream, None
+        self.park()
+        if stream is not None:
+            stream.abandon()
+            stream.close()
+
+    def _made(self, weights: _core.TensorTable) -> tuple[torch.Tensor, torch.Tensor]:
+        """Image and table of extremes, on the device of the weights."""
+        where = torch.device("cpu" if weights.gpu is None else f"cuda:{weights.gpu}")
+        if self._memory is None or self._memory[0].device != where:
+            self.close()
+            constants = self._quantiser.constants
+            image = torch.empty(self.nbytes, dtype=torch.uint8, device=where)
+            if constants:
+                image[: len(constants)] = torch.frombuffer(bytearray(constants), dtype=torch.uint8)
+            count = self._quantiser.extremes_count
+            self._memory = image, torch.empty(count, 2, dtype=torch.float32, device=where)
+        if self._stream is None:
+            self._stream = _core.Stream(self._threads, find(of(weights)))
+        return self._memory
+
+
+def _merge(extremes: torch.Tensor, group: TrainerGroup) -> None:
+    """Takes the largest that any rank has found."""
+    if group.size == 1:
+        return
+    mine = extremes.cpu()
+    data = ctypes.string_at(mine.data_ptr(), mine.nbytes)
+    for part in group.all_gather(data):
+        torch.maximum(
+            mine, torch.frombuffer(bytearray(part), dtype=torch.float32).view_as(mine), out=mine
+        )
+    extremes.copy_(mine)
