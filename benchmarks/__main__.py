@@ -17,7 +17,7 @@ from benchmarks.environment import Skipped, environment, missing
 
 NAMES = (
     *("bucket", "update", "distributed", "disk", "plan", "control", "memory", "scaling", "load"),
-    *("needed", "gpu"),
+    *("needed", "quantise", "gpu"),
 )
 
 
