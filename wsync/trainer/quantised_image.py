@@ -65,15 +65,6 @@ class Image:
     def _fill(
         self, weights: _core.TensorTable, group: TrainerGroup, timeout: float
     ) -> _core.TensorTable:
-        try:
-            return self._fill(weights, group, timeout)
-        except BaseException:
-            self.close()  # the stream may still run
-            raise
-
-    def _fill(
-        self, weights: _core.TensorTable, group: TrainerGroup, timeout: float
-    ) -> _core.TensorTable:
         image, extremes = self._made(weights)
         results = _core.describe([image, extremes], ["codes and scales", "extremes"], gpu=True)
         sources, spans = _core.BufferTable.of(weights), _core.BufferTable.of(results)
