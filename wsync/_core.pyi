@@ -203,7 +203,10 @@ class Quantiser:
     def __new__(cls, layout: Layout, rank: int, rules: Sequence[QuantiseRule]) -> Self: ...
     @property
     def layout(self) -> Layout:
-        """The rank's shards: codes and scales, in the buffer after its last one, and what is not quantised."""
+        """The rank's shards: codes and scales, in the buffers after its last one, and what is not quantised."""
+    @property
+    def ends(self) -> list[int]:
+        """Where the image's buffers end; each begins where the one before ends."""
     @property
     def constants(self) -> bytes:
         """The bytes that the image begins with, and which never change."""

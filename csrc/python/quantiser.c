@@ -96,6 +96,23 @@ static PyObject *quantiser_constants(PyObject *self, void *Py_UNUSED(closure))
     return PyBytes_FromStringAndSize(data, (Py_ssize_t)nbytes);
 }
 
+/* The ends of the image's buffers. */
+static PyObject *quantiser_ends(PyObject *self, void *Py_UNUSED(closure))
+{
+    const wsync_quantiser_t *quantiser = ((QuantiserObject *)self)->quantiser;
+    size_t count;
+    const uint64_t *starts = wsync_quantiser_starts(quantiser, &count);
+    PyObject *ends = PyList_New((Py_ssize_t)count);
+
+    for (size_t i = 0; i < count; i++) {
+        const uint64_t end =
+            i + 1 < count ? starts[i + 1] : wsync_quantiser_image_nbytes(quantiser);
+
+        wsync_py_list_put(&ends, i, PyLong_FromUnsignedLongLong(end));
+    }
+    return ends;
+}
+
 static size_t piece_count(PyObject *self)
 {
     size_t count;
@@ -112,9 +129,11 @@ WSYNC_PY_NUMBER_GETTER(quantiser_extremes_count,
 
 static PyGetSetDef quantiser_getset[] = {
     {"layout", quantiser_layout, NULL,
-     "The rank's shards: codes and scales, in the buffer after its last one, and what is\n"
+     "The rank's shards: codes and scales, in the buffers after its last one, and what is\n"
      "not quantised.",
      NULL},
+    {"ends", quantiser_ends, NULL,
+     "Where the image's buffers end; each begins where the one before ends.", NULL},
     {"constants", quantiser_constants, NULL,
      "The bytes that the image begins with, and which never change.", NULL},
     {"image_nbytes", quantiser_image_nbytes, NULL,

@@ -9,6 +9,8 @@
 enum {
     /* Where a piece's codes and scales begin: as wide as a device's widest loads. */
     ALIGNMENT = 128,
+    /* A buffer of the image ends with what comes to lie here. */
+    BUFFER_NBYTES = 32 << 20,
     ROW = 0,
     COL = 1,
 };
@@ -17,6 +19,7 @@ struct wsync_quantiser {
     wsync_layout_t *layout;
     WSYNC_ARRAY(wsync_quantise_piece_t) pieces;
     WSYNC_ARRAY(int64_t) constants;
+    WSYNC_ARRAY(uint64_t) starts; /* in the image, of its buffers */
     uint64_t image_nbytes;
     uint64_t extremes_count;
 };
@@ -37,7 +40,8 @@ typedef struct matrices {
 typedef struct maker {
     const wsync_layout_t *layout;
     uint32_t rank;
-    uint32_t image; /* buffer */
+    uint32_t image; /* its first buffer */
+    uint64_t constants_nbytes;
     wsync_quantiser_t *made;
     wsync_layout_builder_t *builder;
     matrices_t *tensors;          /* by the layout's; without a rule it stays as it is */
@@ -49,18 +53,27 @@ static uint64_t ceil_div(uint64_t value, uint64_t by)
     return (value + by - 1) / by;
 }
 
-static uint64_t take_image(maker_t *maker, uint64_t nbytes)
-{
-    wsync_quantiser_t *made = maker->made;
-    const uint64_t offset = ceil_div(made->image_nbytes, ALIGNMENT) * ALIGNMENT;
-
-    made->image_nbytes = offset + nbytes;
-    return offset;
-}
-
 static wsync_status_t no_memory(const char *name, wsync_error_t *err)
 {
     return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "quantise", "%.256s: no memory", name);
+}
+
+/* Takes bytes of the image, in a new buffer where the last one has enough. */
+static wsync_status_t take_image(maker_t *maker, uint64_t nbytes, uint64_t *offset,
+                                 wsync_error_t *err)
+{
+    wsync_quantiser_t *made = maker->made;
+    const size_t count = made->starts.count;
+
+    *offset = ceil_div(made->image_nbytes, ALIGNMENT) * ALIGNMENT;
+    if (count == 0 || *offset - made->starts.items[count - 1] >= BUFFER_NBYTES) {
+        if (!WSYNC_ARRAY_RESERVE(made->starts, 1)) {
+            return no_memory("the image", err);
+        }
+        made->starts.items[made->starts.count++] = count == 0 ? 0 : *offset;
+    }
+    made->image_nbytes = *offset + nbytes;
+    return WSYNC_OK;
 }
 
 /* --- rules ---------------------------------------------------------------------------- */
@@ -238,13 +251,19 @@ static wsync_status_t choose_extremes(maker_t *maker, size_t index, wsync_error_
 /* --- what comes of a tensor ------------------------------------------------------------
  */
 
-/* Adds a shard that lies in the image, row by row from `offset` on. */
+/* Adds a shard that lies in the image, row by row from `offset` on: among the constants, or
+ * in the last buffer. */
 static wsync_status_t add_shard(maker_t *maker, const wsync_tensor_t *tensor,
                                 const wsync_box_t *box, uint64_t offset, const char *origin,
                                 wsync_error_t *err)
 {
-    wsync_shard_t shard = {
-        .rank = maker->rank, .buffer = maker->image, .offset = offset, .box = *box};
+    const wsync_quantiser_t *made = maker->made;
+    const size_t buffer = offset < maker->constants_nbytes ? 0 : made->starts.count - 1;
+    const uint64_t start = buffer == 0 ? 0 : made->starts.items[buffer];
+    wsync_shard_t shard = {.rank = maker->rank,
+                           .buffer = maker->image + (uint32_t)buffer,
+                           .offset = offset - start,
+                           .box = *box};
     int64_t stride = (int64_t)wsync_dtype_nbytes(tensor->dtype);
     wsync_status_t status;
 
@@ -305,7 +324,12 @@ static wsync_status_t place_codes(maker_t *maker, const matrices_t *matrices,
         derive(matrices, matrices->rule->codes, wsync_quantise_word(kind), unit, &box);
     const uint64_t word = wsync_dtype_nbytes(tensor.dtype);
 
-    target->codes = take_image(maker, wsync_box_count(&box) * word);
+    wsync_status_t status =
+        take_image(maker, wsync_box_count(&box) * word, &target->codes, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
     target->codes_stride = (uint64_t)box.extent[matrices->leading + COL] * word;
     return add_shard(maker, &tensor, &box, target->codes,
                      wsync_layout_origin(maker->layout, shard->origin), err);
@@ -322,8 +346,12 @@ static wsync_status_t place_scales(maker_t *maker, const matrices_t *matrices,
         matrices, rule->scales,
         wsync_quantise_scale(matrices->method.kind, matrices->tensor->dtype), unit, &box);
     const uint64_t item = wsync_dtype_nbytes(tensor.dtype);
+    wsync_status_t status =
+        take_image(maker, wsync_box_count(&box) * item, &target->scales, err);
 
-    target->scales = take_image(maker, wsync_box_count(&box) * item);
+    if (status != WSYNC_OK) {
+        return status;
+    }
     target->scale_rows = (uint64_t)box.extent[matrices->leading];
     target->scales_stride = (uint64_t)box.extent[matrices->leading + COL] * item;
     if (matrices->method.kind == WSYNC_QUANTISE_FP8_TENSOR) {
@@ -342,6 +370,7 @@ static wsync_status_t place_second(maker_t *maker, const matrices_t *matrices,
                                    .dtype = WSYNC_DTYPE_FLOAT32,
                                    .group = matrices->rule->group};
     const wsync_box_t box = wsync_box_whole(0, NULL);
+    wsync_status_t status;
 
     target->second = WSYNC_QUANTISE_NONE;
     if (tensor.name == NULL) {
@@ -353,8 +382,10 @@ static wsync_status_t place_second(maker_t *maker, const matrices_t *matrices,
             "%.256s: several matrices in one tensor cannot have second scales",
             matrices->tensor->name);
     }
-    target->second = take_image(maker, sizeof(float));
-    return add_shard(maker, &tensor, &box, target->second, tensor.name, err);
+    status = take_image(maker, sizeof(float), &target->second, err);
+    return status == WSYNC_OK
+               ? add_shard(maker, &tensor, &box, target->second, tensor.name, err)
+               : status;
 }
 
 /* The rows and columns of a matrix, among the constants, which lie at the image's start. */
@@ -513,7 +544,8 @@ static wsync_status_t make(maker_t *maker, const wsync_quantise_rule_t *rules, s
     const size_t tensors = wsync_layout_tensor_count(maker->layout);
     wsync_status_t status = wsync_layout_builder_create(&maker->builder, err);
 
-    maker->made->image_nbytes = constants_nbytes(rules, count);
+    maker->constants_nbytes = constants_nbytes(rules, count);
+    maker->made->image_nbytes = maker->constants_nbytes;
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
         status = add_rule(maker, &rules[i], err);
     }
@@ -562,6 +594,7 @@ void wsync_quantiser_destroy(wsync_quantiser_t *quantiser)
         wsync_layout_destroy(quantiser->layout);
         free(quantiser->pieces.items);
         free(quantiser->constants.items);
+        free(quantiser->starts.items);
         free(quantiser);
     }
 }
@@ -584,6 +617,12 @@ const wsync_quantise_piece_t *wsync_quantiser_pieces(const wsync_quantiser_t *qu
 uint64_t wsync_quantiser_image_nbytes(const wsync_quantiser_t *quantiser)
 {
     return quantiser->image_nbytes;
+}
+
+const uint64_t *wsync_quantiser_starts(const wsync_quantiser_t *quantiser, size_t *count)
+{
+    *count = quantiser->starts.count;
+    return quantiser->starts.items;
 }
 
 const void *wsync_quantiser_constants(const wsync_quantiser_t *quantiser, size_t *nbytes)

@@ -28,7 +28,7 @@ typedef struct wsync_quantise_rule {
 typedef struct wsync_quantiser wsync_quantiser_t;
 
 /* `layout` holds the shards of all ranks.  The image, which is the memory for codes and
- * scales of `rank`, is the rank's buffer after its last one.
+ * scales of `rank`, is the rank's buffers after its last one.
  *
  * INVALID, which names the tensor: a rule for a tensor that the layout lacks, or that
  * another rule has; UNSUPPORTED: no matrices, no floating-point numbers of 32 or 16 bits,
@@ -47,6 +47,8 @@ const wsync_quantise_piece_t *wsync_quantiser_pieces(const wsync_quantiser_t *qu
                                                      size_t *count);
 /* Bytes of the image.  It begins with the constants, which never change. */
 uint64_t wsync_quantiser_image_nbytes(const wsync_quantiser_t *quantiser);
+/* Where its buffers begin; each ends where the next one does. */
+const uint64_t *wsync_quantiser_starts(const wsync_quantiser_t *quantiser, size_t *count);
 const void *wsync_quantiser_constants(const wsync_quantiser_t *quantiser, size_t *nbytes);
 /* Entries of the table of extremes, which is the same on all ranks. */
 uint64_t wsync_quantiser_extremes_count(const wsync_quantiser_t *quantiser);
