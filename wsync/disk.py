@@ -25,13 +25,13 @@ from wsync.checkpoints.safetensors_layout import (
     MARK_LENGTH,
     SHARD_NBYTES,
     Arrangement,
+    Owned,
     arrange,
     owners,
     system_calls,
 )
 from wsync.checkpoints.versions import Versions, newest
 from wsync.handles.base import handles_of
-from wsync.layout import TrainerLayout
 from wsync.machine.daemon_threads import Lane, result, start
 from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.options import Options
@@ -123,8 +123,14 @@ class DiskSync(Updates):
                         )
                 self._requests = EngineRequests(handles, self.options)
             self._model = self._gather()
+            if dtype is not None and self._image is not None:
+                raise _core.InvalidArgumentError(
+                    f"dtype={dtype!r}: codes and scales have dtypes of their own: None is wanted "
+                    "with Options.quantise"
+                )
             self._arrangement = arrange(self._model, dtype=dtype, shard_nbytes=shard_nbytes)
-            self._writer = _Writer(self._source, self._model, self._arrangement, self._group.size)
+            boxes = owners(self._model, self._group.size)[self._group.rank]
+            self._writer = _Writer(self._layout, boxes, self._arrangement)
 
     def update(
         self,
@@ -250,15 +256,13 @@ class _Writer:
 
     def __init__(
         self,
-        source: TrainerLayout,
-        model: _core.Layout,
+        layout: _core.Layout,
+        boxes: Sequence[Owned],
         arrangement: Arrangement,
-        ranks: int,
     ) -> None:
         self._arrangement = arrangement
-        boxes = owners(model, ranks)[source.rank]
         self._files = sorted({arrangement.places[name].file for name, *_ in boxes})
-        self._route = _core.Route(source.layout, arrangement.layout(boxes))
+        self._route = _core.Route(layout, arrangement.layout(boxes))
         self._batches: list[tuple[int, int]] = []
         self.nbytes = 0
         first = nbytes = 0

@@ -44,6 +44,7 @@ class Updates(abc.ABC):
             if isinstance(source, TrainerLayout)
             else together(lambda: from_tensors(source), timeout=timeout)
         )
+        self._layout = self._source.layout  # of what this rank has to give
         self._image: Image | None = None  # of codes and scales, where weights are quantised
         self._updates = 0  # begun since this connected, by the rank that has begun the most
         self._next_version = 1
@@ -134,17 +135,18 @@ class Updates(abc.ABC):
                 raise _core.InvalidArgumentError(
                     f"the layout has tensors of rank {other}, but this is rank {rank} of {size}"
                 )
-        model = self._merged(source.layout)
+        model = self._merged()
         rules = self._rules(model)
         if rules is None:
             self._compare(model)
             return model
         self._image = Image(model, rank, rules, self.options.threads)
-        return self._merged(self._image.layout)
+        self._layout = self._image.layout
+        return self._merged()
 
-    def _merged(self, layout: _core.Layout) -> _core.Layout:
+    def _merged(self) -> _core.Layout:
         """All ranks' layouts in one."""
-        parts = self._group.all_gather(layout.to_bytes())
+        parts = self._group.all_gather(self._layout.to_bytes())
         return _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
 
     def _compare(self, model: _core.Layout) -> None:

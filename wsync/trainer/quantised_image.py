@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -39,7 +40,7 @@ class Image:
 
     @property
     def layout(self) -> _core.Layout:
-        """What the rank has to give: codes and scales in the buffer after its last parameter."""
+        """What the rank has to give: codes and scales in the buffers after its last parameter."""
         return self._quantiser.layout
 
     @property
@@ -80,7 +81,10 @@ class Image:
             follow_torch(stream)
         stream.quantise(self._quantiser, sources, spans, codes=True)
         stream.synchronize(timeout, group.check)
-        return weights.joined(_core.describe([image], ["codes and scales"], gpu=True))
+        ends = self._quantiser.ends
+        buffers = [image[a:b] for a, b in itertools.pairwise([0, *ends])]
+        names = ["codes and scales"] * len(buffers)
+        return weights.joined(_core.describe(buffers, names, gpu=True))
 
     def park(self) -> None:
         """Gives the memory back until the next update."""
