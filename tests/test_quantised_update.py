@@ -1,0 +1,85 @@
+"""Updates of weights that are quantised on the way, against references in plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import quantised_cases
+from support.procs import Ranks
+from support.quantised_cases import METHODS, differing, quantised, shapes_of
+from support.tiny_qwen3 import dense, sparse
+
+import wsync
+from wsync.demo.engines.bare_engine import ProcessEngine
+from wsync.demo.megatron_cpu import Parallel
+
+CASES = {
+    "tp2pp2": (dense(), Parallel(tp=2, pp=2), "auto"),
+    "moe-tp2pp2ep2-gloo": (sparse(), Parallel(tp=2, pp=2, ep=2, etp=1), "gloo"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_quantise_what_they_hold(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Tensor-parallel ranks cut blocks and groups, which have one scale all the same."""
+    config, parallel, exchange = CASES[name]
+    facts = ranks.run(
+        quantised_cases.update_twice, config, parallel, exchange, str(tmp_path), timeout=240
+    )
+    assert [fact["wrong"] for fact in facts] == [[]] * 4
+
+
+def weights(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a": (96, 64), "b": (50, 80), "c": (1, 32)}
+    found = {
+        f"model.layers.0.mlp.{name}_proj.weight": torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in shapes.items()
+    }
+    return found | {"model.norm.weight": torch.randn(64, generator=generator)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("method", ["cut blocks", "per tensor"])
+def test_one_process_with_every_dtype(method: str, dtype: torch.dtype) -> None:
+    """Weights of the mapping are read anew, be they transposed."""
+    given = weights(1, dtype)
+    options = wsync.Options(quantise=METHODS[method][0], progress=False)
+    engine = ProcessEngine(shapes_of(quantised(given, method)))
+    try:
+        with wsync.connect(given, [engine], options=options) as sync:
+            assert sync.update().phases["quantise"] > 0
+            assert differing(engine.weights(), quantised(given, method)) == []
+            given |= weights(2, dtype)
+            sync.update()
+            assert differing(engine.weights(), quantised(given, method)) == []
+    finally:
+        engine.close()
+
+
+def test_a_transposed_weight_is_quantised_as_its_matrix() -> None:
+    given = {"x_proj.weight": torch.randn(64, 96, dtype=torch.bfloat16).T}
+    options = wsync.Options(quantise=METHODS["cut blocks"][0], progress=False)
+    engine = ProcessEngine(shapes_of(quantised(given, "cut blocks")))
+    try:
+        with wsync.connect(given, [engine], options=options) as sync:
+            sync.update()
+            assert differing(engine.weights(), quantised(given, "cut blocks")) == []
+    finally:
+        engine.close()
+
+
+def connect(given: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    wsync.connect(given, [], options=wsync.Options(quantise=config, progress=False)).close()
+
+
+def test_what_cannot_be_quantised_is_named_before_anything_moves() -> None:
+    given = {"x_proj.weight": torch.zeros(4, 40, dtype=torch.bfloat16)}
+    with pytest.raises(wsync.UnsupportedError, match=r"x_proj.weight \(4, 40\): int4_slime"):
+        connect(given, quantised_cases.groups(32))
+    given = {"x_proj.weight": torch.zeros(4, 32, dtype=torch.int32)}
+    with pytest.raises(wsync.UnsupportedError, match=r"x_proj.weight .*it is int32"):
+        connect(given, quantised_cases.PER_TENSOR)
