@@ -512,3 +512,319 @@ TEST(a_stream_of_four_threads_matches_the_reference)
 {
     check_stream(4);
 }
+
+/* --- the arithmetic --- */
+
+/* The casts of every float of 20 leading bits, and the neighbours of their borders. */
+TEST(casts_match_a_search)
+{
+    for (uint64_t top = 0; top < 1U << 20; top++) {
+        const uint32_t near[] = {(uint32_t)top << 12, (uint32_t)top << 12 | 1,
+                                 ((uint32_t)top << 12) - 1};
+
+        for (int i = 0; i < 3; i++) {
+            const float value = float_of(near[i]);
+            double whole = isnan(value) ? 0 : (double)value;
+
+            CHECK_EQ(wsync_e4m3_from_f32(value), reference_e4m3((double)value));
+            CHECK_EQ(wsync_e2m1_from_f32(value), reference_e2m1((double)value));
+            whole = whole > 7 ? 7 : whole < -8 ? -8 : whole;
+            CHECK_EQ(wsync_int4_from_f32(value, -8),
+                     isnan(value) ? 8 : reference_int4((float)whole));
+            if (signbit(value) == 0 && !isnan(value)) {
+                CHECK_EQ(wsync_e8m0_from_f32(value),
+                         isinf(value) ? 254 : 127 + power_above(value, -127));
+            }
+            for (unsigned weight = 0; weight < WSYNC_WEIGHT_COUNT && !isnan(value);
+                 weight++) {
+                const float rounded = round_weight(dtype_of(weight), value);
+
+                CHECK_EQ(wsync_bits(wsync_weight_round(weight, value)), bits_of(rounded));
+                CHECK_EQ(wsync_weight_bits(weight, value),
+                         weight_bits(dtype_of(weight), rounded));
+            }
+        }
+    }
+    for (unsigned code = 0; code < 0x100; code++) {
+        const float value = wsync_f32_from_e4m3(code);
+
+        CHECK_EQ((code & 0x7f) == 0x7f, isnan(value));
+        CHECK(isnan(value) || wsync_e4m3_from_f32(value) == code);
+    }
+}
+
+/* Every bf16 and every half, and as many floats, by factors of every size: whatever the
+ * instruction set, the bits are those of the plain loop. */
+TEST(instruction_sets_agree)
+{
+    enum { COUNT = 65536, EVERY = 1 << 16 };
+    random_state_t random = {3};
+    unsigned char *rows = allocate(COUNT * 4);
+    unsigned char *codes[2] = {allocate(COUNT), allocate(COUNT)};
+    float *factors = allocate(COUNT * sizeof(*factors));
+    unsigned compared = 0;
+
+    for (unsigned level = 0; wsync_row_functions(level) != NULL; level++) {
+        const wsync_row_functions_t *set = wsync_row_functions(level);
+
+        for (uint32_t i = 0; i < COUNT; i++) {
+            factors[i] = float_of((uint32_t)draw(&random, 0x7f800001U));
+        }
+        for (int e = 0; e < WSYNC_ENCODING_COUNT; e++) {
+            for (unsigned weight = 0; weight < WSYNC_WEIGHT_COUNT; weight++) {
+                for (uint32_t i = 0; i < COUNT; i++) {
+                    const uint32_t wide = i << 16 | (uint32_t)draw(&random, EVERY);
+                    const uint16_t half = (uint16_t)i;
+
+                    if (weight == WSYNC_WEIGHT_F32) {
+                        memcpy(rows + 4 * i, &wide, sizeof(wide));
+                    } else {
+                        memcpy(rows + 2 * i, &half, sizeof(half));
+                    }
+                }
+                wsync_row_functions(0)->codes[e][weight](rows, factors, COUNT - 3,
+                                                         codes[0]);
+                set->codes[e][weight](rows, factors, COUNT - 3, codes[1]);
+                CHECK(memcmp(codes[0], codes[1], COUNT - 3) == 0);
+                compared++;
+            }
+        }
+    }
+    (void)printf("compared %u loops\n", compared);
+    free(factors);
+    free(codes[0]);
+    free(codes[1]);
+    free(rows);
+}
+
+enum { SCALES = 4099 };
+
+/* The scales of some amaxes, by each instruction set, against the reference. */
+static void check_scales(const wsync_quantise_method_t *method, unsigned weight,
+                         const float *amaxes, float overall)
+{
+    const wsync_row_method_t row = {method->kind, method->reciprocal, weight, overall};
+    unsigned bits[SCALES];
+    float factors[SCALES];
+
+    for (unsigned level = 0; wsync_row_functions(level) != NULL; level++) {
+        wsync_row_functions(level)->scales(&row, amaxes, SCALES, bits, factors);
+        for (int i = 0; i < SCALES; i++) {
+            CHECK_EQ(bits[i],
+                     reference_block(method, dtype_of(weight), amaxes[i], overall).bits);
+        }
+    }
+}
+
+TEST(scales_of_all_sizes_match_the_reference)
+{
+    random_state_t random = {5};
+    float amaxes[SCALES] = {0, NAN, INFINITY};
+
+    for (unsigned weight = 0; weight < WSYNC_WEIGHT_COUNT; weight++) {
+        for (int kind = 0; kind < WSYNC_QUANTISE_COUNT; kind++) {
+            const wsync_quantise_method_t method = {.kind = (wsync_quantise_kind_t)kind,
+                                                    .reciprocal = draw(&random, 2) == 0};
+
+            for (int i = 3; i < SCALES; i++) {
+                amaxes[i] = round_weight(dtype_of(weight),
+                                         float_of((uint32_t)draw(&random, 0x7f800000U)));
+            }
+            check_scales(&method, weight, amaxes, 0);
+            check_scales(&method, weight, amaxes, amaxes[3]);
+            check_scales(&method, weight, amaxes, INFINITY);
+            check_scales(&method, weight, amaxes, NAN);
+        }
+    }
+}
+
+/* --- weights that are no ordinary numbers --- */
+
+typedef struct special {
+    wsync_quantise_kind_t kind;
+    uint32_t scale; /* bits, of float32 weights */
+    unsigned codes; /* of all other weights of the block, but for ... */
+    unsigned own;   /* ... the special one */
+} special_t;
+
+/* One block of 32 float32 weights, all `others` but one. */
+static void check_special(const special_t *want, float others, float own)
+{
+    wsync_extremes_t extremes[1] = {{-INFINITY, -INFINITY}};
+    float weights[32];
+    unsigned char image[256] = {0};
+    wsync_quantise_piece_t piece = {
+        .method = {want->kind, true, 1, want->kind == WSYNC_QUANTISE_NVFP4 ? 16 : 32},
+        .dtype = WSYNC_DTYPE_FLOAT32,
+        .source_stride = {128, 4},
+        .extent = {1, want->kind == WSYNC_QUANTISE_NVFP4 ? 16 : 32},
+        .scales = 64,
+        .extremes = WSYNC_QUANTISE_NONE,
+        .overall = want->kind == WSYNC_QUANTISE_NVFP4 ? 0 : WSYNC_QUANTISE_NONE,
+        .second = WSYNC_QUANTISE_NONE};
+    const wsync_span_t source = {weights, sizeof(weights)};
+    wsync_quantise_batch_t batch = {.pieces = &piece,
+                                    .count = 1,
+                                    .sources = &source,
+                                    .source_count = 1,
+                                    .image = {image, sizeof(image)},
+                                    .extremes = {extremes, sizeof(extremes)}};
+    uint32_t scale = 0;
+
+    for (unsigned i = 0; i < 32; i++) {
+        weights[i] = i == 5 ? own : others;
+    }
+    for (int pass = WSYNC_QUANTISE_EXTREMES; pass <= WSYNC_QUANTISE_CODES; pass++) {
+        wsync_host_cursor_t cursor = {0};
+        wsync_host_quantise_t list;
+
+        batch.pass = (wsync_quantise_pass_t)pass;
+        list = wsync_host_quantise(&batch);
+        wsync_host_quantise_run(&list, 0, list.work, &cursor);
+    }
+    memcpy(&scale, image + 64,
+           wsync_dtype_nbytes(wsync_quantise_scale(want->kind, piece.dtype)));
+    CHECK_EQ(scale, want->scale);
+    for (unsigned i = 0; i < piece.extent[1]; i++) {
+        const unsigned codes = wsync_quantise_codes(want->kind);
+        const unsigned code =
+            codes == 1 ? image[i] : (unsigned)(image[i / 2] >> (i % 2 * 4)) & 0xf;
+
+        CHECK_EQ(code, i == 5 ? want->own : want->codes);
+    }
+}
+
+#define CHECK_SPECIALS(others, own, ...)                                               \
+    do {                                                                               \
+        const special_t specials_[] = {__VA_ARGS__};                                   \
+                                                                                       \
+        CHECK_EQ(sizeof(specials_) / sizeof(special_t), (size_t)WSYNC_QUANTISE_COUNT); \
+        for (int i_ = 0; i_ < WSYNC_QUANTISE_COUNT; i_++) {                            \
+            check_special(&specials_[i_], others, own);                                \
+        }                                                                              \
+    } while (0)
+
+TEST(a_nan_makes_its_block_nan)
+{
+    CHECK_SPECIALS(1.0F, NAN, {WSYNC_QUANTISE_FP8_BLOCK, 0x7fc00000, 0x7f, 0x7f},
+                   {WSYNC_QUANTISE_FP8_UE8M0, 0x7fc00000, 0x7f, 0x7f},
+                   {WSYNC_QUANTISE_FP8_TENSOR, 0x7fc00000, 0x7f, 0x7f},
+                   {WSYNC_QUANTISE_INT4, 0x7fc00000, 8, 8},
+                   {WSYNC_QUANTISE_INT4_SLIME, 0x7fc00000, 8, 8},
+                   {WSYNC_QUANTISE_MXFP8, 0xff, 0x7f, 0x7f},
+                   {WSYNC_QUANTISE_NVFP4, 0x7f, 7, 7});
+    check_special(&(special_t){WSYNC_QUANTISE_FP8_BLOCK, 0x7fc00000, 0x7f, 0x7f}, 1,
+                  float_of(0xff800001));
+}
+
+TEST(an_infinity_saturates_or_has_an_infinite_scale)
+{
+    CHECK_SPECIALS(1.0F, -INFINITY, {WSYNC_QUANTISE_FP8_BLOCK, 0x7f800000, 0, 0x7f},
+                   {WSYNC_QUANTISE_FP8_UE8M0, 0x7f000000, 0, 0xfe},
+                   {WSYNC_QUANTISE_FP8_TENSOR, 0x7f800000, 0, 0x7f},
+                   {WSYNC_QUANTISE_INT4, 0x7f800000, 8, 8},
+                   {WSYNC_QUANTISE_INT4_SLIME, 0x7f800000, 8, 8},
+                   {WSYNC_QUANTISE_MXFP8, 0xfe, 0, 0xfe},
+                   {WSYNC_QUANTISE_NVFP4, 0x7e, 0, 0xf});
+}
+
+TEST(zeros_have_codes_of_zero_and_keep_their_sign)
+{
+    CHECK_SPECIALS(0.0F, -0.0F, {WSYNC_QUANTISE_FP8_BLOCK, bits_of(1e-10F / 448), 0, 0x80},
+                   {WSYNC_QUANTISE_FP8_UE8M0, 0x34800000, 0, 0x80},
+                   {WSYNC_QUANTISE_FP8_TENSOR, bits_of(1e-12F / 448), 0, 0x80},
+                   {WSYNC_QUANTISE_INT4, 0x34000000, 8, 8},
+                   {WSYNC_QUANTISE_INT4_SLIME, bits_of(1e-5F), 8, 8},
+                   {WSYNC_QUANTISE_MXFP8, 0, 0, 0x80}, {WSYNC_QUANTISE_NVFP4, 0, 0, 8});
+}
+
+/* --- what is refused --- */
+
+typedef struct bad_piece {
+    wsync_quantise_piece_t piece;
+    const char *text;
+} bad_piece_t;
+
+/* 2 x 3 blocks of 128 x 128 with 200 x 300 elements. */
+static const wsync_quantise_piece_t good_piece = {
+    .method = {WSYNC_QUANTISE_FP8_BLOCK, true, 128, 128},
+    .dtype = WSYNC_DTYPE_BFLOAT16,
+    .source_stride = {600, 2},
+    .extent = {200, 300},
+    .codes_stride = 300,
+    .scales = 60000,
+    .scales_stride = 12,
+    .extremes = WSYNC_QUANTISE_NONE,
+    .overall = WSYNC_QUANTISE_NONE,
+    .second = WSYNC_QUANTISE_NONE,
+};
+
+static void check_refused(wsync_quantise_piece_t piece, const char *text)
+{
+    static unsigned char weights[120000] __attribute__((aligned(8)));
+    static unsigned char image[60024] __attribute__((aligned(8)));
+    wsync_extremes_t extremes[6];
+    const wsync_span_t source = {weights, sizeof(weights)};
+    const wsync_quantise_piece_t pieces[2] = {good_piece, piece};
+    const wsync_quantise_batch_t batch = {.pieces = pieces,
+                                          .count = 2,
+                                          .sources = &source,
+                                          .source_count = 1,
+                                          .image = {image, sizeof(image)},
+                                          .extremes = {extremes, sizeof(extremes)},
+                                          .pass = WSYNC_QUANTISE_CODES};
+    wsync_stream_t *stream = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_stream_create(wsync_device_host(), 1, &stream, &err), err);
+    if (text == NULL) {
+        CHECK_OK(wsync_stream_quantise(stream, &batch, &err), err);
+    } else {
+        CHECK_EQ(wsync_stream_quantise(stream, &batch, &err), WSYNC_ERR_INVALID);
+        CHECK_HAS(err.message, text);
+        CHECK_HAS(err.message, "piece 1: ");
+    }
+    CHECK_EQ(wsync_stream_destroy(stream), true);
+}
+
+#define REFUSED(text, ...)                         \
+    do {                                           \
+        wsync_quantise_piece_t piece = good_piece; \
+        __VA_ARGS__;                               \
+        check_refused(piece, text);                \
+    } while (0)
+
+TEST(what_a_piece_does_not_have_is_refused)
+{
+    REFUSED(NULL, piece.codes = 0);
+    REFUSED("the number 99", piece.method.kind = (wsync_quantise_kind_t)99);
+    REFUSED("dtype number", piece.dtype = WSYNC_DTYPE_INT8);
+    REFUSED("is no index", piece.start[0] = UINT64_MAX / 128 * 128);
+    REFUSED("begins at 1, 0 inside a block of 128 x 128", piece.start[0] = 1);
+    REFUSED("buffer 1 is not one of the 1", piece.source_buffer = 1);
+    REFUSED("not inside its 120000 bytes", piece.source_offset = 2);
+    REFUSED("not inside its 120000 bytes", piece.source_stride[0] = -600);
+    REFUSED("is no address", piece.source_stride[0] = INT64_MAX);
+    REFUSED("not aligned to elements of 2 bytes", piece.source_stride[0] = 599);
+    REFUSED("not inside 60024 bytes", piece.codes = 25);
+    REFUSED("not inside 60024 bytes", piece.codes_stride = UINT64_MAX);
+    REFUSED("rows of 300 bytes are 299 bytes apart", piece.codes_stride = 299);
+    REFUSED("scales: 2 rows of 3 times 4 bytes", piece.scales = 60004);
+    REFUSED("rows of 12 bytes are 8 bytes apart", piece.scales_stride = 8);
+    REFUSED("not aligned to items of 4 bytes", piece.scales = 59998);
+    REFUSED("not aligned to items of 4 bytes",
+            (piece.scales = 59000, piece.scales_stride = 13));
+    REFUSED("the second scale: 1 rows", piece.second = 60021);
+    REFUSED("entry 1 + 1 * 3 + 2 is not one of the 6",
+            (piece.extremes = 1, piece.extremes_stride = 3));
+    REFUSED(NULL, (piece.extremes = 0, piece.extremes_stride = 3));
+    REFUSED("entry 6 of all is not one of the 6", piece.overall = 6);
+    REFUSED("nvfp4 needs the extremes of all",
+            (piece.method = (wsync_quantise_method_t){WSYNC_QUANTISE_NVFP4, true, 1, 16}));
+    REFUSED("not multiples of the 8 codes",
+            (piece.method = (wsync_quantise_method_t){WSYNC_QUANTISE_INT4, true, 1, 36}));
+    REFUSED("its first column 4",
+            (piece.method = (wsync_quantise_method_t){WSYNC_QUANTISE_INT4, true, 1, 32},
+             piece.start[1] = 4, piece.extremes = 0));
+    REFUSED(NULL, (piece.extent[0] = 0, piece.source_buffer = 9));
+}
