@@ -127,6 +127,16 @@ def test_parameters_of_fsdp1_that_are_assigned_are_seen(two: Ranks, how: str) ->
         assert min(shards) > 20
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_flat_parameter_of_one_element_that_is_assigned_is_seen(
+    two: Ranks, strategy: str, trained: bool
+) -> None:
+    """It has the same size with all of its shards and with one."""
+    for found in two.run(cases.assigned_scale, strategy, trained):
+        assert found == [1, 3, 5, 1]
+
+
 def test_parameters_of_fsdp1_that_it_does_not_have_yet_or_cannot_take_are_refused(
     two: Ranks,
 ) -> None:

@@ -362,8 +362,7 @@ def _flat_parts(prefix: str, handle: Any, tied: bool) -> Iterator[_Part]:
     flat = handle.flat_param
     _write_back(prefix, handle)
     # The parameter itself is the local shard, assigned or not, unless it is whole for a pass.
-    whole = handle.uses_sharded_strategy and flat.size() == flat._unpadded_unsharded_size
-    tensor = getattr(flat, "_local_shard", flat) if whole else flat
+    tensor = getattr(flat, "_local_shard", flat) if _is_whole(handle) else flat
     facts = flat._fqns, flat._shapes, flat._shard_param_infos, flat._param_extensions
     for key, size, info, extension in zip(*facts, strict=True):
         name = plain_name(f"{prefix}.{key}" if prefix else key)
@@ -386,6 +385,20 @@ def _flat_parts(prefix: str, handle: Any, tied: bool) -> Iterator[_Part]:
                 local = (0,) * (len(shape) - 1) + (info.offset_in_shard + at - first,)
                 regions.append((start, extent, local))
         yield _Part(name, tensor, shape, tuple(regions), contiguous_strides(shape))
+
+
+def _is_whole(handle: Any) -> bool:
+    """Whether a flat parameter has the elements of all ranks now."""
+    flat = handle.flat_param
+    if not handle.uses_sharded_strategy or flat.size() != flat._unpadded_unsharded_size:
+        return False
+    if flat.numel() > 1:
+        return True
+    # A shard of one element is as large: what is whole lies where elements are gathered.
+    names = "_full_param_padded", "_full_prec_full_param_padded"
+    gathered = (getattr(flat, name, None) for name in names)
+    places = {tensor.untyped_storage().data_ptr() for tensor in gathered if tensor is not None}
+    return flat.untyped_storage().data_ptr() in places - {0}
 
 
 def _write_back(prefix: str, handle: Any) -> None:

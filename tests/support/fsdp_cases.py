@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import wsync
@@ -242,6 +244,54 @@ def assigned_matches(how: str) -> list[int]:
     for tensor in state.values():
         tensor.mul_(2)
     return [*shards, check_everything(*gathered(layout), state)]
+
+
+class Scaled(torch.nn.Module):
+    """Its root unit has one parameter, of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(4, 4)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x) * self.scale
+
+
+def assigned_scale(strategy: str, trained: bool) -> list[float]:
+    """A flat parameter of one element after a pass, after it was assigned twice, and after another
+    pass, after which torch has the first value again."""
+    model = FullyShardedDataParallel(
+        Scaled(),
+        auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
+        sharding_strategy=ShardingStrategy[strategy],
+        device_id=torch.device("cpu"),
+    )
+
+    def run() -> None:
+        with torch.set_grad_enabled(trained):
+            made = model(torch.ones(1, 4)).sum()
+        if trained:
+            made.backward()
+
+    def held() -> float:
+        merged, buffers = gathered(layout)
+        (shard,) = merged.shards(merged.find("scale"))
+        data = buffers[shard.rank][shard.buffer][shard.offset :][:4]
+        return float(struct.unpack("f", data)[0])
+
+    layout = wsync.fsdp.layout(model)
+    run()
+    found = [held()]
+    for value in (3.0, 5.0):
+        for parameter in model.parameters():
+            parameter.grad = None
+            parameter.data = torch.full_like(parameter, value)
+        found.append(held())
+    run()
+    found.append(held())
+    assert found[-1] == model.state_dict()["scale"].item()
+    return found
 
 
 @torch.no_grad()
