@@ -14,7 +14,7 @@ from wsync._core import Layout, UnsupportedError
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.post_load import wait_for_device
 from wsync.engine.receiver import Receiver, refuse
-from wsync.engine.ring_loaders import Loader, Losing, ModuleLoader, keeps
+from wsync.engine.ring_loaders import Loader, LoadWeights, Losing, ModuleLoader, keeps
 from wsync.messages import payload
 
 _log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
             control = payload.control_bytes(named_tensors)
             if part.receiver is None:
                 part.receiver = Receiver(_loader(model))
+            part.watch(model)
         wait_for_device(model)
         success, text = part.receiver.handle(control)
         _forget_images()
@@ -71,8 +72,28 @@ class _Part:
     def __init__(self) -> None:
         self.receiver: Receiver | None = None
 
+    def watch(self, model: Any) -> None:
+        """Notes others' calls of the model's load_weights, whatever has been patched over it."""
+        own = getattr(model, "load_weights", None)
+        if own is not None and not isinstance(own, _Watched):
+            vars(model)["load_weights"] = _Watched(own, self)
+
     def __reduce__(self) -> Any:
         return _Part, ()
+
+
+class _Watched:
+    """A model's load_weights as others call it: SGLang, for loads from disk and for buckets.  An
+    update that waits for its closing message is not what the model holds after that."""
+
+    def __init__(self, own: LoadWeights, part: _Part) -> None:
+        self.own = own
+        self._part = part
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self._part.receiver is not None:
+            self._part.receiver.state.overwritten()
+        return self.own(*arguments, **named)
 
 
 def _loader(model: Any) -> Loader:
@@ -87,6 +108,10 @@ class SglangLoader(RecordedLoader):
         if reason:
             raise UnsupportedError(f"{reason}; SGLang cannot load it a second time")
         return super().learn(model, losing)
+
+    def method(self) -> LoadWeights:
+        method = super().method()
+        return method.own if isinstance(method, _Watched) else method
 
     def goes_by(self) -> object:
         """Which expert lies in which place: load balancing deals them out anew."""

@@ -30,7 +30,8 @@ States of the weights:
     a request fails   ENDED                (LOST if it wrote)
     replacing, open   ENDED                LOST, then WHOLE     something is being written
       its commit                           UNNAMED
-    close                                  WHOLE                LOST; another update's commit
+    close                                  WHOLE                LOST; another update's commit;
+                                                                others have written since
     regroup, no id    ENDED if buckets
                       have come
     rename                                                      not WHOLE; another update's turn
@@ -338,6 +339,11 @@ class UpdateState:
         self.update = number
         self._unnamed = REFUSALS["unnamed"].format(number=number)
         self._whole(session)
+
+    def overwritten(self) -> None:
+        """Others write to the weights, in a way of the engine's own: they are not those of the
+        update that was committed."""
+        self._committed = ""
 
     def _name(self, update: _Update | None, said: str | None) -> None:
         """Calls the weights what a request said, or else what an earlier one of its update did."""

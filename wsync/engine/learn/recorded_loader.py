@@ -102,7 +102,7 @@ class RecordedLoader(ChoosingLoader):
     ) -> None:
         self._given = load_weights
         self._module = module
-        self._load = self._method()
+        self._load = self.method()
         self.recording: Recording | None = None
         self.reason = ""
         self._ignore = (*ignore, *filter(None, os.environ.get(KEEP, "").split(",")))
@@ -140,7 +140,7 @@ class RecordedLoader(ChoosingLoader):
             return self._learn(model, facts, before)
 
     def _learn(self, model: _core.Layout, facts: _Model, before: ModuleState) -> bytes:
-        self._load = self._method()
+        self._load = self.method()
         self.recording, self._chosen = None, ModuleLoader(self._module, self._load)
         self._doubtful = {}
         self._watch_attributes([])
@@ -267,8 +267,8 @@ class RecordedLoader(ChoosingLoader):
             self._watch_attributes(self._read)
         return receipt
 
-    def _method(self) -> LoadWeights:
-        """The module's load_weights as it is now, unless another one was given."""
+    def method(self) -> LoadWeights:
+        """The module's load_weights as it is now, unless another one was given; for subclasses."""
         method = self._given
         if method is None:
             method = getattr(self._module, "load_weights", None)
@@ -279,8 +279,8 @@ class RecordedLoader(ChoosingLoader):
 
     def _stale(self) -> str:
         """What load_weights goes by that no recording knows of, and that has changed; or ""."""
-        method = self._method()
-        if self._load != method == self._method():  # some are made anew each time
+        method = self.method()
+        if self._load != method == self.method():  # some are made anew each time
             return "load_weights is another one"
         if change := self._changed_attribute():
             return change
