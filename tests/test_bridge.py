@@ -7,6 +7,7 @@ bridge share their row orders; Megatron's logits on what it has loaded prove the
 The packages are not among the test extra's: `.ci/run bridge` installs them.
 """
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -91,6 +92,7 @@ MIMO_V2_MTP = predicting(
     *["model.mtp.layers.{mtp}."] * 2, "enorm hnorm final_layernorm eh_proj", block=0
 )
 QWEN_MTP = predicting(MTP_LAYER, "mtp.", "pre_fc_norm_embedding pre_fc_norm_hidden norm fc")
+FUSED_MTP = dataclasses.replace(QWEN_MTP, fused=True)
 MIMO_LAYER = "model.mtp_layers.{mtp}."
 MIMO_MTP = predicting(
     *(MIMO_LAYER, MIMO_LAYER), "token_layernorm hidden_layernorm final_layernorm input_proj"
@@ -187,12 +189,14 @@ SEEING = {
     "tie_word_embeddings": False,
 }
 FLAT = SEEING | {"vision_config": SEEING["vision_config"] | {"deepstack_visual_indexes": []}}
+QWEN_MOE = FLAT | {"text_config": MOE | SHARED | DELTA}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 MCORE019_SEEING = [
     (Case("qwen3_vl", SEEING | {"text_config": HEADS | {"rope_parameters": SECTIONS}}), DENSE),
     (Case("qwen3_vl_moe", SEEING | {"text_config": MOE | {"rope_parameters": SECTIONS}}), EXPERTS),
-    (Case("qwen3_5", FLAT | {"text_config": HEADS | DELTA}), DENSE),
-    (Case("qwen3_5_moe", FLAT | {"text_config": MOE | SHARED | DELTA}), EXPERTS),
+    (Case("qwen3_5", FLAT | {"text_config": HEADS | DELTA}, {}, QWEN_MTP), DENSE),
+    (Case("qwen3_5_moe", QWEN_MOE, {}, QWEN_MTP), EXPERTS),
+    (Case("qwen3_5_moe", QWEN_MOE, {}, FUSED_MTP, named="qwen3_6_moe"), EXPERTS),
 ]
 # Families without a table of rules.
 MCORE019_BRIDGED = [
@@ -206,10 +210,11 @@ def rows(table, *, first=False, last=False):
     """(case, arrangement) of all families; of each only its first or last one."""
     found = []
     for case, arrangements in table:
-        what = case.family if case.mtp is None else f"{case.family}-mtp"
+        name = case.named or case.family
+        what = name if case.mtp is None else f"{name}-mtp"
         for parallel in arrangements[-1 if last else 0 : 1 if first else None]:
-            name = "-".join([what, *(f"{key}{size}" for key, size in parallel.items())])
-            found.append(pytest.param(case, parallel, id=name))
+            label = "-".join([what, *(f"{key}{size}" for key, size in parallel.items())])
+            found.append(pytest.param(case, parallel, id=label))
     return found
 
 

@@ -50,6 +50,7 @@ def test_a_family_by_its_model_type_and_its_classes(name, family):
         ("my_qwen2.5", "qwen2"),
         ("kimi-k2-instruct", "kimi_k2"),
         ("Kimi-K2.5-Instruct", "kimi_k25"),
+        ("Qwen3.6-35B-A3B", "qwen3_6_moe"),
     ],
 )
 def test_a_given_name_is_searched_as_slime_does(name, family):

@@ -59,16 +59,18 @@ class Mtp:
     `layer`: the beginning of their names, with {layer}, which counts on from the model's last one,
     or {mtp}, which does not.  `names`: those of the norms of embedding and hidden state, of the
     last norm and of the projection.  `count`: how many.  `block`: of how many layers each consists;
-    they have the shapes of as many of the model's last ones.
+    they have the shapes of as many of the model's last ones.  `fused`: whether the experts of a
+    layer are together.
     """
 
     layer: str
     names: tuple[str, str, str, str]
     count: int = 1
     block: int = 1
+    fused: bool = False
 
     def shapes(self, state, config):
-        found = {}
+        found, config = {}, config.get_text_config()
         for number in range(self.count):
             numbers = {"mtp": number, "layer": config.num_hidden_layers + number}
             for name in self.names[:3]:
@@ -81,7 +83,21 @@ class Mtp:
                 _, inside, rest = name.partition(f".layers.{like}.")
                 if inside:
                     found[base + rest] = tensor.shape
-        return found
+        return _fused_shapes(found) if self.fused else found
+
+
+def _fused_shapes(shapes):
+    found = {name: shape for name, shape in shapes.items() if ".experts." not in name}
+    for name, shape in shapes.items():
+        layer, first, part = name.partition(".experts.0.")
+        if first:
+            rows, columns = shape
+            count = sum(other.startswith(f"{layer}.experts.") for other in shapes) // 3
+            if part == "gate_proj.weight":
+                found[f"{layer}.experts.gate_up_proj"] = (count, 2 * rows, columns)
+            elif part == "down_proj.weight":
+                found[f"{layer}.experts.down_proj"] = (count, rows, columns)
+    return found
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,7 @@ class Case:
 
     `extra`: attributes that Megatron-Bridge reads and the configuration's class does not know.
     `shapes`: those of a configuration's tensors, where transformers has no model of the family.
+    `named`: the family as wsync calls it, where that is another name.
     """
 
     family: str
@@ -97,6 +114,7 @@ class Case:
     extra: dict = field(default_factory=dict)
     mtp: Mtp | None = None
     shapes: Callable | None = None
+    named: str = ""
 
 
 def values_of(name, shape):
@@ -216,6 +234,7 @@ def matches(folder, case, parallel):
         for name, tensor in state.items():
             assert torch.equal(exported[name], tensor), name
         state = published(family, state)
+        family = case.named or family
         mine = wsync.megatron.layout(chunks, config, model_name=family)
         mine.bind()
         buffers = [None] * mine.ranks
@@ -238,10 +257,10 @@ def published(family, state):
         return {n: t.mT.contiguous() if ".mlp.experts." in n else t for n, t in state.items()}
     if family != "qwen3_5_moe":
         return state
-    found = {name: tensor for name, tensor in state.items() if ".mlp.experts." not in name}
+    found = {n: t for n, t in state.items() if n.startswith("mtp.") or ".mlp.experts." not in n}
     for name in state:
         experts, first, _ = name.partition(".experts.0.gate_proj.weight")
-        if not first:
+        if not first or name in found:
             continue
         every = range(sum(other.startswith(f"{experts}.experts.") for other in state) // 3)
         gate, up, down = (

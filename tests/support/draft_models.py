@@ -10,6 +10,7 @@ own, but for Step-3.5's, whose classes refuse to be without a head.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import sys
 import unittest.mock
 from typing import Any
@@ -29,6 +30,7 @@ SGLANG = {
     "qwen3_5_moe": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
     "qwen3_5_text": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
     "qwen3_5_moe_text": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
+    "qwen3_6_moe": ("qwen3_5_mtp", "Qwen3_5ForCausalLMMTP"),
     "mimo": ("mimo_mtp", "MiMoMTP"),
     "bailing_moe_v2": ("bailing_moe_nextn", "BailingMoeForCausalLMNextN"),
     "nemotron_h": ("nemotron_h_mtp", "NemotronHForCausalLMMTP"),
@@ -39,6 +41,8 @@ SGLANG = {
 _STEP_LISTS = ("rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
 _STEP_LAYERS = 46
 FAMILIES = tuple(SGLANG)
+# families of which only the layers that predict are others
+LIKE = {"qwen3_6_moe": "qwen3_5_moe"}
 _MODELS = ("model", "model.language_model", "backbone")
 # what an engine gives to a draft from the model that it drafts for
 SHARED = ("*embed_tokens.weight", "*word_embeddings.weight", "*head.weight")
@@ -73,6 +77,8 @@ def layer_tensors(family: str, shapes: Shapes, layers: int) -> Shapes:
     if family.startswith("qwen3"):
         own = {"fc": wide, "pre_fc_norm_embedding": norm, "pre_fc_norm_hidden": norm, "norm": norm}
         prefix, inside = "mtp.", "mtp.layers.0."
+        if family == "qwen3_5_moe":
+            inner = _single(inner)
     elif family == "mimo":
         own = {"token_layernorm": norm, "hidden_layernorm": norm}
         own |= {"input_proj": wide, "final_layernorm": norm}
@@ -96,6 +102,17 @@ def _inner(shapes: Shapes, layer: int) -> Shapes:
         for begin in begins
         if name.startswith(begin)
     }
+
+
+def _single(inner: Shapes) -> Shapes:
+    """What a layer has whose experts are one by one, of one in which they are together."""
+    found = {name: facts for name, facts in inner.items() if ".experts." not in name}
+    for name in sorted(inner.keys() - found.keys()):
+        (count, rows, columns), dtype = inner[name]
+        parts, rows = (("gate", "up"), rows // 2) if "gate_up" in name else (("down",), rows)
+        for expert, part in itertools.product(range(count), parts):
+            found[f"mlp.experts.{expert}.{part}_proj.weight"] = ((rows, columns), dtype)
+    return found
 
 
 def _block(shapes: Shapes, layers: int) -> Shapes:

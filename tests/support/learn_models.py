@@ -95,8 +95,9 @@ def blockwise_fp8(config: Any) -> list[Any]:
 def model_of(family: str, changes: str, draft: bool) -> tuple[Any, tiny_models.Shapes]:
     """A configuration and the checkpoint; changes: of its fields, as JSON.  To be called before
     there is an engine, which changes classes of transformers when it is imported."""
-    config = tiny_models.config(family, **json.loads(changes))
-    shapes = tiny_models.checkpoint(family, config)
+    like = draft_models.LIKE.get(family, family)
+    config = tiny_models.config(like, **json.loads(changes))
+    shapes = tiny_models.checkpoint(like, config)
     if draft:
         return draft_models.extended(family, config, shapes)
     return tiny_models.published(config), shapes

@@ -1,4 +1,5 @@
-"""Qwen3-Next (qwen3_next), Qwen3.5 (qwen3_5) and its mixture of experts (qwen3_5_moe).
+"""Qwen3-Next (qwen3_next), Qwen3.5 (qwen3_5), its mixture of experts (qwen3_5_moe), and Qwen3.6's
+(qwen3_6_moe), which differs from that only in its layers of multi-token prediction.
 
 Most layers have a gated delta net for attention, the others attention whose output is gated.
 Names and row orders follow transformers (`modeling_qwen3_next.py`, `modeling_qwen3_5.py`),
@@ -36,7 +37,7 @@ from wsync.families.blocks import (
 )
 from wsync.families.rules import Rule, Target
 
-__all__ = ["QWEN3_5", "QWEN3_5_TEXT", "QWEN3_NEXT", "SLIME_MTP"]
+__all__ = ["QWEN3_5", "QWEN3_5_TEXT", "QWEN3_6", "QWEN3_NEXT", "SLIME_MTP"]
 
 _NET = "self_attention."
 _HF_NET = f"{HF_LAYER}linear_attn."
@@ -179,12 +180,13 @@ _SINGLE = [
     f"{HF_LAYER}mlp.experts.{{experts}}.{name}.weight"
     for name in ("gate_proj", "up_proj", "down_proj")
 ]
-# With a vision tower: a checkpoint's experts are fused, except those of MTP layers.
-QWEN3_5: tuple[Rule, ...] = beside_vision(
-    (
-        *_LAYERS_3_5,
-        *stacked_experts("(gate | up) h", "h moe_ffn"),
-        *_all_experts(_FUSED, "experts"),
-        *_mtp((*_SHARED, *EXPERTS, *_all_experts(_SINGLE, ""))),
-    )
+# With a vision tower: a checkpoint's experts are fused; those of MTP layers are not in Qwen3.5.
+_EXPERTS_FUSED = (
+    *stacked_experts("(gate | up) h", "h moe_ffn"),
+    *_all_experts(_FUSED, "experts"),
+)
+_EXPERTS_SINGLE = (*EXPERTS, *_all_experts(_SINGLE, ""))
+QWEN3_5, QWEN3_6 = (
+    beside_vision((*_LAYERS_3_5, *_EXPERTS_FUSED, *_mtp((*_SHARED, *experts))))
+    for experts in (_EXPERTS_SINGLE, _EXPERTS_FUSED)
 )

@@ -33,7 +33,7 @@ from wsync.families.gpt_oss import GPT_OSS
 from wsync.families.mimo import MIMO
 from wsync.families.minimax import MINIMAX_M2
 from wsync.families.nemotron import NEMOTRON_FIELDS, NEMOTRON_H
-from wsync.families.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_NEXT, SLIME_MTP
+from wsync.families.qwen3_next import QWEN3_5, QWEN3_5_TEXT, QWEN3_6, QWEN3_NEXT, SLIME_MTP
 from wsync.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE, TOWER, VISION, VISION_FIELDS
 from wsync.families.rules import Expansion, Rule, Together, key_of
 
@@ -180,7 +180,6 @@ _LOGITS = "logits of transformers 4.57"
 _OLD, _NEW = "Megatron-Bridge 0.3.1", "Megatron-Bridge 0.6.2"
 _BOTH = f"{_OLD} and 0.6.2"
 _AS = "the rules of {} under another name"
-_FUSED_3_5 = f"{_AS.format('qwen3_5_moe_text')}; fused experts by documents only"
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -208,10 +207,11 @@ FAMILIES: dict[str, Family] = {
         _dense("qwen2_moe", EXPERTS, SHARED_EXPERT, oracle="a checkpoint of transformers 4.57"),
         _dense("qwen3", oracle=f"{_OLD}, {_LOGITS}"),
         _dense("qwen3_moe", EXPERTS, UNGATED_SHARED_EXPERTS, oracle=f"{_BOTH}, {_LOGITS}"),
-        _from_zero("qwen3_5", (*QWEN3_5, *TOWER), _AS.format("qwen3_5_text"), **_SEEING),
-        _from_zero("qwen3_5_moe", (*QWEN3_5, *TOWER), _FUSED_3_5, **_SEEING),
+        _from_zero("qwen3_5", (*QWEN3_5, *TOWER), _NEW, **_SEEING),
+        _from_zero("qwen3_5_moe", (*QWEN3_5, *TOWER), _NEW, **_SEEING),
         _from_zero("qwen3_5_moe_text", QWEN3_5_TEXT, _NEW),
         _from_zero("qwen3_5_text", QWEN3_5_TEXT, _NEW),
+        _from_zero("qwen3_6_moe", (*QWEN3_6, *TOWER), _NEW, **_SEEING),
         _from_zero("qwen3_next", QWEN3_NEXT, f"{_BOTH}, {_LOGITS}", loaders={"slime": SLIME_MTP}),
         Family("qwen3_vl", QWEN3_VL, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
         Family("qwen3_vl_moe", QWEN3_VL_MOE, oracle=f"{_NEW}, {_LOGITS}", **_SEEING),
@@ -278,7 +278,12 @@ _SLIMES = (
     *(("deepseekv3", "deepseek_v3"), ("glmmoedsa", "glm_moe_dsa")),
     *(("kimik25", "kimi_k25"), ("kimi", "kimi_k2")),
     *(("glm4moe", "glm4_moe"), ("glm4", "glm4"), ("qwen3next", "qwen3_next")),
-    *(("qwen35moe", "qwen3_5_moe"), ("qwen35", "qwen3_5"), ("qwen3vl", "qwen3_vl")),
+    *(
+        ("qwen36", "qwen3_6_moe"),
+        ("qwen35moe", "qwen3_5_moe"),
+        ("qwen35", "qwen3_5"),
+        ("qwen3vl", "qwen3_vl"),
+    ),
     *(("qwen2moe", "qwen2_moe"), ("qwen3moe", "qwen3_moe"), ("qwen2", "qwen2"), ("qwen3", "qwen3")),
     *(("llama", "llama"), ("mimo", "mimo")),
 )
