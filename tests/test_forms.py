@@ -364,6 +364,26 @@ def test_memory_of_another_size_at_the_same_place_is_other_memory() -> None:
     assert held.kept() is None and not held.current()
 
 
+def test_a_module_with_a_tensor_that_cannot_be_described_is_looked_at_in_whole() -> None:
+    module = Part(random.Random(0), 0)
+    module.count = torch.zeros((1,) * 9)
+    held = ModuleMemory(module)
+    assert held.kept() is None and held.current()
+    for change in (data_moves, storage_grows, lambda p: setattr(p, "count", p.count.clone())):
+        before, keep = ModuleMemory(module), module.count
+        change(module)
+        assert not before.current()
+        assert keep is not None
+
+
+def test_a_module_without_tensors_is_current() -> None:
+    module = torch.nn.Identity()
+    held = ModuleMemory(module)
+    assert held.kept() == []
+    module.late = torch.zeros(2)
+    assert held.kept() is None and not held.current()
+
+
 def test_what_is_kept_is_the_memory_of_all_tensors() -> None:
     module = Part(random.Random(1), 2)
     held = ModuleMemory(module)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -625,8 +626,30 @@ def test_what_is_not_where_a_table_says_is_found() -> None:
     ):
         changed = [change(t) if i == place else t for i, t in enumerate(tensors)]
         assert form.moved(changed) == place, place
-    with pytest.raises(InvalidArgumentError, match="3 tensors for a table of 4"):
-        form.moved(tensors[:3])
+        assert form.storages(changed) is None, place
+    for ask in (form.moved, form.storages):
+        with pytest.raises(InvalidArgumentError, match="3 tensors for a table of 4"):
+            ask(tensors[:3])
+
+
+def test_the_storages_of_tensors_that_are_where_a_table_says() -> None:
+    array = np.zeros(16, np.float32)
+    tensors = [torch.ones(4, 4)[1:3], torch.ones(0), torch.from_numpy(array[:8])[4:]]
+    form = describe(tensors).form()
+    for known in (form, form.form()):
+        found = known.storages(tensors)
+        assert found is not None
+        assert [(s.data_ptr(), s.nbytes()) for s in found] == [
+            (t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors
+        ]
+    assert describe([]).storages([]) == []
+    for other in (torch.from_numpy(array)[4:8], torch.from_numpy(array[4:12])[:4]):
+        at_one_place = [*tensors[:2], other]  # in a longer storage, and in one that begins there
+        assert form.moved(at_one_place) is None
+        assert form.storages(at_one_place) is None
+    found, place = form.storages(tensors), tensors[0].data_ptr()
+    tensors[0].data = torch.zeros(2, 4)
+    assert found is not None and found[0].data_ptr() + 16 == place, "it is kept"
 
 
 def test_a_form_describes_but_is_not_read() -> None:

@@ -243,6 +243,9 @@ class TensorTable:
     def moved(self, tensors: Sequence[Any], /) -> int | None:
         """The first of these tensors whose address, dtype, shape or strides are not what the table says, or None.
         There are as many as the table has."""
+    def storages(self, tensors: Sequence[Any], /) -> list[Any] | None:
+        """The storages of these tensors, if their addresses, dtypes, shapes and strides are what the table says, and
+        the storages are where they were and of the same size; else None.  There are as many tensors as the table has."""
     def offsets(self, alignment: int, begin: int = 0, /) -> tuple[list[int], int]:
         """(starts, nbytes): the tensors one after another at multiples of `alignment`, a power of two up to 4096."""
 

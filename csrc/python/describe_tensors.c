@@ -250,7 +250,7 @@ static uint64_t ask_number(PyObject *object, PyObject *method)
  * (x.data = y) while the row is in use.  The storage was asked for after the row was read,
  * so it is checked to be the same, and that it was not made smaller than its tensor. */
 static int hold_storage(const describer_t *describer, PyObject *tensor,
-                        const wsync_tensor_row_t *row)
+                        wsync_tensor_row_t *row)
 {
     PyObject *storage =
         PyObject_CallMethodObjArgs(tensor, describer->state->name_untyped_storage, NULL);
@@ -279,6 +279,8 @@ static int hold_storage(const describer_t *describer, PyObject *tensor,
                            (unsigned long long)(uintptr_t)row->data,
                            (unsigned long long)nbytes, (unsigned long long)base);
     }
+    row->storage = base;
+    row->storage_nbytes = nbytes;
     return 0;
 }
 
@@ -599,6 +601,16 @@ static int read_tensor(describer_t *describer, PyObject *tensor, wsync_tensor_ro
 
 /* --- the functions ------------------------------------------------------------------- */
 
+/* Whether two rows are of the same memory, seen in the same way.  Storages are compared if
+ * both rows know theirs. */
+static bool same_place(const wsync_tensor_row_t *one, const wsync_tensor_row_t *other,
+                       bool storages)
+{
+    return one->data == other->data && wsync_py_same_form(one, other) &&
+           (!storages || (one->storage == other->storage &&
+                          one->storage_nbytes == other->storage_nbytes));
+}
+
 /* The index of the first tensor that is not where a row says, or not seen as it says; the
  * count if there is none, -1 with an exception. */
 static Py_ssize_t find_moved(describer_t *describer, PyObject *tensors,
@@ -617,36 +629,64 @@ static Py_ssize_t find_moved(describer_t *describer, PyObject *tensors,
             PyErr_Clear();
             return i;
         }
-        if (row.data != table->rows[i].data || !wsync_py_same_form(&row, &table->rows[i])) {
+        if (!same_place(&row, &table->rows[i], describer->owners != NULL)) {
             return i;
         }
     }
     return table->count;
 }
 
-PyObject *wsync_py_table_moved(PyObject *self, PyObject *sequence)
+/* The same of any sequence; owners: NULL, or a list that gets the storages. */
+static Py_ssize_t compare(const TensorTableObject *table, PyObject *sequence,
+                          PyObject *owners)
 {
-    const TensorTableObject *table = (TensorTableObject *)self;
     PyObject *tensors = PySequence_Tuple(sequence);
-    describer_t describer = {
-        .state = wsync_py_type_state(Py_TYPE(self)), .gpu = -1, .gpu_ok = 1};
+    describer_t describer = {.state = wsync_py_type_state(Py_TYPE((PyObject *)table)),
+                             .owners = owners,
+                             .gpu = -1,
+                             .gpu_ok = 1};
     Py_ssize_t index = -1;
 
     if (tensors == NULL) {
-        return NULL;
+        return -1;
     }
     if (PyTuple_Size(tensors) != table->count) {
-        (void)wsync_py_fail(describer.state, WSYNC_ERR_INVALID, "moved",
+        (void)wsync_py_fail(describer.state, WSYNC_ERR_INVALID, "TensorTable",
                             "%zd tensors for a table of %zd", PyTuple_Size(tensors),
                             table->count);
     } else {
         index = find_moved(&describer, tensors, table);
     }
     Py_DECREF(tensors);
+    return index;
+}
+
+PyObject *wsync_py_table_moved(PyObject *self, PyObject *sequence)
+{
+    const TensorTableObject *table = (TensorTableObject *)self;
+    const Py_ssize_t index = compare(table, sequence, NULL);
+
     if (index < 0) {
         return NULL;
     }
     return index < table->count ? PyLong_FromSsize_t(index) : Py_NewRef(Py_None);
+}
+
+PyObject *wsync_py_table_storages(PyObject *self, PyObject *sequence)
+{
+    const TensorTableObject *table = (TensorTableObject *)self;
+    PyObject *storages = PyList_New(0);
+    const int collects = PyGC_Disable(); /* see describe_undisturbed() */
+    const Py_ssize_t index = storages != NULL ? compare(table, sequence, storages) : -1;
+
+    if (collects) {
+        (void)PyGC_Enable();
+    }
+    if (index == table->count) {
+        return storages;
+    }
+    Py_XDECREF(storages);
+    return index >= 0 ? Py_NewRef(Py_None) : NULL;
 }
 
 static int describe_all(describer_t *describer, PyObject *tensors, TensorTableObject *table)

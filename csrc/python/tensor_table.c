@@ -241,6 +241,12 @@ static PyMethodDef table_methods[] = {
      "moved($self, tensors, /)\n--\n\n"
      "The first of these tensors whose address, dtype, shape or strides are not what the\n"
      "table says, or None.  There are as many as the table has."},
+    {"storages", wsync_py_table_storages, METH_O,
+     "storages($self, tensors, /)\n--\n\n"
+     "The storages of these tensors, if their addresses, dtypes, shapes and strides are\n"
+     "what the table says, and the storages are where they were and of the same size; "
+     "else\n"
+     "None.  There are as many tensors as the table has."},
     {"offsets", table_offsets, METH_VARARGS,
      "offsets($self, alignment, begin=0, /)\n--\n\n"
      "(starts, end): where the tensors lie when they are laid one after another from byte\n"

@@ -23,6 +23,8 @@ typedef struct wsync_tensor_row {
     int64_t stride[WSYNC_MAX_NDIM]; /* elements */
     uint64_t nbytes;                /* of all elements */
     uint64_t nbytes_spanned;        /* from data to the end of the last element */
+    uint64_t storage;               /* its address, and the bytes that it has: of tables */
+    uint64_t storage_nbytes;        /* that own what they describe, and of their forms */
     bool on_gpu;
 } wsync_tensor_row_t;
 
@@ -48,8 +50,9 @@ int wsync_py_table_readable(ModuleState *state, const TensorTableObject *table);
 /* Whether two rows have the same dtype, shape and strides. */
 bool wsync_py_same_form(const wsync_tensor_row_t *one, const wsync_tensor_row_t *other);
 
-/* TensorTable.moved(), which reads tensors as describe() does. */
+/* TensorTable.moved() and .storages(), which read tensors as describe() does. */
 PyObject *wsync_py_table_moved(PyObject *self, PyObject *sequence);
+PyObject *wsync_py_table_storages(PyObject *self, PyObject *sequence);
 
 /* DLPack's description of a wsync dtype. */
 DLDataType wsync_py_dlpack_dtype(wsync_dtype_t dtype);

@@ -11,7 +11,14 @@ from typing import Any, Final
 
 import torch
 
-from wsync._core import BufferTable, LayoutError, StateError
+from wsync._core import (
+    BufferTable,
+    LayoutError,
+    StateError,
+    TensorTable,
+    WsyncError,
+    describe,
+)
 from wsync.engine.learn.regions import Move
 from wsync.module_tensors import checksum_of
 from wsync.module_tensors.forms import (
@@ -20,7 +27,6 @@ from wsync.module_tensors.forms import (
     at,
     atom,
     attribute,
-    call,
     items,
     module_pattern,
     typed,
@@ -125,7 +131,7 @@ class ModuleMemory:
                 raise LayoutError(f"{path}: its memory is gone")
             if not tensor.numel():
                 continue
-            bound[id(tensor)] = _form_of(tensor)
+            bound[id(tensor)] = at(tensor, typed(type(tensor), KEEP))
             number = numbers.setdefault(start, len(self.areas))
             if number == len(self.areas):
                 self.areas.append(Area(start, end, partial(slot.get, name), path))
@@ -140,8 +146,9 @@ class ModuleMemory:
                 self.parameters.add(path)
             self.device = self.device if self._places else tensor.device
             self._places.append((slot, name))
-        self._held = module_pattern([module], lambda part: [_form_of_part(part, bound)])
         self._forms = list(bound.values())
+        self._held = module_pattern([module], lambda part: [_form_of_part(part, bound)])
+        self._table = _table_of(self._held())
         self._spans = [(area.start, area.end - area.start) for area in self.areas]
         self._order = sorted(range(len(self.areas)), key=lambda i: self.areas[i].start)
         self._starts = [self.areas[i].start for i in self._order]
@@ -197,15 +204,19 @@ class ModuleMemory:
     def kept(self) -> list[torch.UntypedStorage] | None:
         """The memory of all areas, if the module holds the very same tensors where they were, and
         all else as it was: what an update asks each time, at little cost; else None."""
-        return self._held()
+        if self._table is None or (tensors := self._held()) is None:
+            return None
+        return self._table.storages(tensors)
 
     def current(self) -> bool:
         """Whether the module holds the very same tensors where they were, and no others."""
         return self.kept() is not None or ModuleMemory(self.parts[""])._same(self)
 
     def _same(self, other: ModuleMemory) -> bool:
-        mine, theirs = list(self.parts.values()), list(other.parts.values())
-        return mine == theirs and self.names == other.names and self._forms == other._forms
+        return all(
+            getattr(self, what) == getattr(other, what)
+            for what in ("parts", "names", "facts", "_forms", "_spans")
+        )
 
     def find(self, address: int) -> int:
         """The area of an address, or -1."""
@@ -318,23 +329,12 @@ def bound_tensors(
                     yield (f"{prefix}.{name}" if prefix else name), slot, name, tensor
 
 
-def _form_of(tensor: torch.Tensor) -> Form:
-    """Of a tensor of a module: which one it is, and what memory it lies in, which is kept."""
-    start, end = _span(tensor)
-    return at(
-        tensor,
-        typed(type(tensor)),
-        call("data_ptr", atom(tensor.data_ptr())),
-        attribute("dtype", atom(tensor.dtype)),
-        attribute("shape", atom(tensor.shape)),
-        call("stride", atom(tensor.stride())),
-        call(
-            "untyped_storage",
-            KEEP,
-            call("data_ptr", atom(start)),
-            call("nbytes", atom(end - start)),
-        ),
-    )
+def _table_of(tensors: list[torch.Tensor] | None) -> TensorTable | None:
+    """Where tensors lie; None where that cannot be described, and is found anew each time."""
+    try:
+        return describe(tensors, gpu=True).form() if tensors is not None else None
+    except WsyncError:
+        return None
 
 
 def _form_of_part(part: torch.nn.Module, bound: dict[int, Form]) -> Form:
@@ -346,7 +346,7 @@ def _form_of_part(part: torch.nn.Module, bound: dict[int, Form]) -> Form:
     def held(slot: dict[str, Any]) -> Form:
         return items({name: bound.get(id(v)) or _other(v) for name, v in slot.items()})
 
-    stores = (("item", store, (held(vars(part)[store]),)) for store in ("_parameters", "_buffers"))
+    stores = [("item", name, (held(getattr(part, name)),)) for name in ("_parameters", "_buffers")]
     return attribute("__dict__", held(vars(part)), *stores)
 
 
