@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     Source = TrainerLayout | Mapping[str, torch.Tensor]
     Weights = Mapping[str, torch.Tensor]
 
+_MOST_THREADS = 16  # more than memory can feed
 _VERSION = re.compile(r"[ -~]{1,128}")
 
 
@@ -140,7 +142,9 @@ class Updates(abc.ABC):
         if rules is None:
             self._compare(model)
             return model
-        self._image = Image(model, rank, rules, self.options.threads)
+        # before an update begins nothing else wants this rank's share of the cores
+        share = min(len(os.sched_getaffinity(0)) // size, _MOST_THREADS)
+        self._image = Image(model, rank, rules, max(self.options.threads, share))
         self._layout = self._image.layout
         return self._merged()
 
