@@ -428,3 +428,62 @@ TEST(streams_do_not_run_in_a_fork)
     wsync_stream_destroy(stream);
     wsync_memory_destroy(memory);
 }
+
+/* One block of 16 halves; a GPU does not quantise yet and says so. */
+TEST(pieces_are_quantised_in_order_with_copies)
+{
+    wsync_memory_t *weights = make_buffer(NBYTES);
+    wsync_memory_t *image = make_buffer(NBYTES);
+    wsync_stream_t *stream = make_stream(2);
+    const wsync_span_t spans[2] = {span_of(weights), span_of(image)};
+    const wsync_copy_t spread = {.row_count = 2, /* the first two over the next 14 */
+                                 .source_item_nbytes = 2,
+                                 .destination_item_nbytes = 2,
+                                 .destination_offset = 4,
+                                 .ndim = 1,
+                                 .extent = {7},
+                                 .destination_stride = {4}};
+    const wsync_quantise_piece_t piece = {
+        .method = {WSYNC_QUANTISE_FP8_BLOCK, true, 1, 16},
+        .dtype = WSYNC_DTYPE_BFLOAT16,
+        .source_stride = {32, 2},
+        .extent = {1, 16},
+        .scales = 16,
+        .extremes = WSYNC_QUANTISE_NONE,
+        .overall = WSYNC_QUANTISE_NONE,
+        .second = WSYNC_QUANTISE_NONE,
+    };
+    const wsync_quantise_batch_t batch = {.pieces = &piece,
+                                          .count = 1,
+                                          .sources = spans,
+                                          .source_count = 1,
+                                          .image = spans[1],
+                                          .pass = WSYNC_QUANTISE_CODES};
+    const wsync_copy_t back = {
+        .row_count = 20, .source_item_nbytes = 1, .destination_item_nbytes = 1};
+    wsync_error_t err = {0};
+
+    if (!on_host()) {
+        CHECK_EQ(wsync_stream_quantise(stream, &batch, &err), WSYNC_ERR_UNSUPPORTED);
+        CHECK_HAS(err.message, "quantised on the host only");
+    } else {
+        const uint16_t first[2] = {0x43e0, 0xc360}; /* 448, -224 */
+        const unsigned char *codes = weights->data;
+        float scale;
+
+        memcpy(weights->data, first, sizeof(first));
+        CHECK_OK(wsync_stream_copy_list(stream, &spread, 1, spans, 1, spans, 1, &err), err);
+        CHECK_OK(wsync_stream_quantise(stream, &batch, &err), err);
+        CHECK_OK(wsync_stream_copy_list(stream, &back, 1, spans + 1, 1, spans, 1, &err),
+                 err);
+        CHECK_OK(wsync_stream_synchronize(stream, DEADLINE_MS, &err), err);
+        for (int i = 0; i < 16; i++) {
+            CHECK_EQ(codes[i], i % 2 == 0 ? 0x7e : 0xf6);
+        }
+        memcpy(&scale, codes + 16, sizeof(scale));
+        CHECK(scale == 1.0F);
+    }
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(image);
+    wsync_memory_destroy(weights);
+}
