@@ -153,7 +153,7 @@ static inline uint32_t weight_bits(wsync_dtype_t dtype, float value)
 typedef struct reference_scale {
     uint32_t bits;
     float scale;  /* NaN: so is all of the block */
-    float factor; /* elements are multiplied by it, unless it is 0 */
+    float factor; /* what elements are multiplied by, where they are */
 } reference_scale_t;
 
 static inline float quotient(float a, float b)
@@ -196,7 +196,7 @@ static inline uint32_t reference_second(float overall)
 
 static inline reference_scale_t reference_nvfp4(float amax, float overall)
 {
-    reference_scale_t result = {0x7f, NAN, 0};
+    reference_scale_t result = {0x7f, NAN, NAN};
     float encode;
     float second;
 

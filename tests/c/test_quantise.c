@@ -52,6 +52,16 @@ static uint32_t draw_weight(random_state_t *random, unsigned weight)
     }
 }
 
+/* An infinity or a NaN of either sign. */
+static uint32_t odd_weight(random_state_t *random, unsigned weight)
+{
+    static const uint32_t infinity[] = {0x7f800000U, 0x7f80U, 0x7c00U};
+    const uint32_t sign = weight == WSYNC_WEIGHT_F32 ? 0x80000000U : 0x8000U;
+
+    return (infinity[weight] + (uint32_t)draw(random, 3)) |
+           (draw(random, 2) == 0 ? sign : 0);
+}
+
 static float value_of(unsigned weight, uint32_t bits)
 {
     const int exponent = (int)(bits >> 10 & 0x1f);
@@ -386,6 +396,10 @@ static void draw_scene(scene_t *scene)
     }
     for (uint64_t i = 0; i < scene->rows * scene->cols; i++) {
         scene->bits[i] = draw_weight(random, scene->weight);
+    }
+    for (uint64_t i = draw(random, 4) == 0 ? draw(random, 4) : 0; i > 0; i--) {
+        scene->bits[draw(random, scene->rows * scene->cols)] =
+            odd_weight(random, scene->weight);
     }
     scene->count = 0;
     scene->used = 0;
