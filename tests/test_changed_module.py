@@ -201,6 +201,24 @@ def test_a_load_weights_that_is_made_anew_each_time_is_no_change() -> None:
     assert torch.equal(module.a, draw(1)["a"])
 
 
+@pytest.mark.parametrize("kind", [torch.nn.Module, torch.nn.Parameter])
+def test_what_others_have_patched_on_torch_stays(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = kind.__getattribute__
+
+    def profiled(owner: Any, name: str) -> Any:
+        return find(owner, name)
+
+    module, loader = learnt()
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "__getattribute__", profiled)
+        with wsync.connect(draw(0), [ThreadEngine([loader])], options=OPTIONS) as sync:
+            sync.update()
+        assert vars(kind).get("__getattribute__") is profiled
+    assert torch.equal(module.a, draw(0)["a"]) and not loader.reason
+
+
 class Fused(torch.nn.Module):
     """Its state_dict has views of its only parameter."""
 

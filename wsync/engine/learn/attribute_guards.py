@@ -15,7 +15,7 @@ import dataclasses
 import enum
 import reprlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -258,15 +258,22 @@ def attributes_read(module: torch.nn.Module) -> Iterator[list[Attribute]]:
 
         return read
 
-    kinds: tuple[Any, ...] = (torch.nn.Module, torch.nn.Parameter)
-    with _patching:
-        for kind in kinds:
-            kind.__getattribute__ = reading(kind)
-        try:
-            yield found
-        finally:
-            for kind in kinds:
-                del kind.__getattribute__
+    with _patching, _lookup_by(reading, torch.nn.Module), _lookup_by(reading, torch.nn.Parameter):
+        yield found
+
+
+@contextmanager
+def _lookup_by(reading: Callable[[Any], Any], kind: Any) -> Iterator[None]:
+    """Has a class look up attributes otherwise, and then as before: a profiler may have done so."""
+    former = vars(kind).get("__getattribute__")
+    kind.__getattribute__ = reading(kind)
+    try:
+        yield
+    finally:
+        if former is None:
+            del kind.__getattribute__
+        else:
+            kind.__getattribute__ = former
 
 
 _patching = threading.RLock()
