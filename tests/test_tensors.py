@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import math
 import threading
 import time
 import weakref
@@ -31,6 +32,7 @@ from wsync._core import (
     pack,
     reserve_file,
 )
+from wsync.layout import contiguous_strides
 
 DTYPES = [
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz"),
@@ -282,6 +284,21 @@ def test_tables_differ_where_a_tensor_has_another_form() -> None:
     assert table.differs(describe(tensors[:2])) == 2
     with pytest.raises(TypeError, match="TensorTable"):
         table.differs([])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "shape, strides",
+    [((1, 4), (1, 1)), ((4, 1), (1, 7)), ((2, 1, 3), (3, 0, 1)), ((0, 4), (1, 9)), ((1,), (5,))],
+)
+def test_strides_that_mean_nothing_are_not_compared(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    memory = torch.zeros(8)
+    plain, odd = memory[: math.prod(shape)].view(shape), memory.as_strided(shape, strides)
+    table = describe([odd])
+    assert table.differs(describe([plain])) is None
+    assert describe([plain]).form().moved([odd]) is None
+    assert table[0][3] == contiguous_strides(shape)
 
 
 def test_pack_on_a_stream_has_happened_when_the_stream_is_idle() -> None:

@@ -195,6 +195,23 @@ static int refuse_lazy_bit(const describer_t *describer, PyObject *tensor, PyObj
 
 /* --- shape, strides and address ------------------------------------------------------- */
 
+/* Gives the strides that mean nothing, of dimensions of extent 1 and of tensors without
+ * elements, the values that they have in contiguous memory: torch lets any stand there, and
+ * rows are compared. */
+static bool settle_strides(wsync_tensor_row_t *row, bool empty)
+{
+    int64_t contiguous = 1;
+    bool overflow = false;
+
+    for (uint32_t i = row->ndim; i-- > 0;) {
+        if (empty || row->shape[i] == 1) {
+            row->stride[i] = contiguous;
+        }
+        overflow |= __builtin_mul_overflow(contiguous, row->shape[i], &contiguous);
+    }
+    return !overflow;
+}
+
 /* Fills the sizes of a row whose data, dtype, ndim, shape and stride are set. */
 static int finish_row(const describer_t *describer, PyObject *tensor,
                       wsync_tensor_row_t *row)
@@ -227,7 +244,7 @@ static int finish_row(const describer_t *describer, PyObject *tensor,
         overflow = last == INT64_MAX || __builtin_mul_overflow(last + 1, item, &spanned) ||
                    __builtin_mul_overflow(count, item, &nbytes);
     }
-    if (overflow) {
+    if (overflow || !settle_strides(row, count == 0)) {
         return fail_tensor(describer, tensor, WSYNC_ERR_INVALID,
                            "shape and strides span more than 2^63 bytes");
     }

@@ -14,7 +14,9 @@
 #include "dlpack/dlpack.h"
 
 /* One tensor; entries of shape and stride at ndim and beyond are 1 and 0.  Strides are
- * never negative.  data may be NULL only where nbytes_spanned is 0. */
+ * never negative; those that mean nothing (of extents of 1, and of tensors without
+ * elements) are what contiguous memory has.  data may be NULL only where nbytes_spanned is
+ * 0. */
 typedef struct wsync_tensor_row {
     void *data; /* the first element; of a form, where it was */
     wsync_dtype_t dtype;
