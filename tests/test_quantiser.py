@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layout_cases import patient
+from layout_cases import box_in, patient
 from support import quantise_reference as reference
 from torch import Tensor
 
@@ -160,6 +160,8 @@ def cases(draw: st.DrawFn) -> tuple[str, list[Rank], Tensor]:
     for box in boxes:
         for rank in draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=2)):
             held[rank].append(box)
+    if codes == 1 and draw(st.booleans()):  # one that is cut otherwise
+        held[0].append(box_in(draw, (rows, cols), least=1))
     return kind, [Rank(i, {"w": whole}, {"w": part}) for i, part in enumerate(held)], whole
 
 
