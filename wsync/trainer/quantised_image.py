@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.device import find, follow_torch, of
+
+_ENTRY_NBYTES: Final = 8  # two float32
 
 
 class Image:
@@ -102,12 +105,12 @@ class Image:
         where = torch.device("cpu" if weights.gpu is None else f"cuda:{weights.gpu}")
         if self._memory is None or self._memory[0].device != where:
             self.close()
-            constants = self._quantiser.constants
-            image = torch.empty(self.nbytes, dtype=torch.uint8, device=where)
-            if constants:
-                image[: len(constants)] = torch.frombuffer(bytearray(constants), dtype=torch.uint8)
-            count = self._quantiser.extremes_count
-            self._memory = image, torch.empty(count, 2, dtype=torch.float32, device=where)
+            image = _bytes(self.nbytes, where)
+            if constants := self._quantiser.constants:
+                known = torch.frombuffer(bytearray(constants), dtype=torch.uint8)
+                image[: len(constants)] = known
+            table = _bytes(self._quantiser.extremes_count * _ENTRY_NBYTES, where)
+            self._memory = image, table.view(torch.float32).view(-1, 2)
         if self._stream is None:
             self._stream = _core.Stream(self._threads, find(of(weights)))
         return self._memory
@@ -124,3 +127,15 @@ def _merge(extremes: torch.Tensor, group: TrainerGroup) -> None:
             mine, torch.frombuffer(bytearray(part), dtype=torch.float32).view_as(mine), out=mine
         )
     extremes.copy_(mine)
+
+
+def _bytes(nbytes: int, where: torch.device) -> torch.Tensor:
+    """Memory of a device; NoMemoryError where it has none left."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device=where)
+    try:
+        if where.type == "cpu":  # all there at once, as long as the machine has so much
+            return torch.frombuffer(_core.Memory(nbytes), dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=where)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise _core.NoMemoryError(f"{nbytes} bytes for codes and scales: {error}") from error
