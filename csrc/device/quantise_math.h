@@ -10,7 +10,8 @@
  * fp8_ue8m0    DeepGEMM's, as in SGLang.  a = max(amax, 1e-4); the scale is a / 448 rounded
  *              up to a power of two from 2^-126 to 2^127.
  * fp8_tensor   slime's and torch's.  a = max(amax, 1e-12 in the weights' dtype), scale
- *              a / 448; x / scale is rounded to the weights' dtype before it is cast.
+ *              a / 448; x / scale is rounded to the weights' dtype before it is cast.  As
+ *              torch on a processor: its CUDA kernel rounds the scale it divides by, too.
  * int4         compressed-tensors' torch code: every step is rounded to the weights' dtype.
  *              Scale amax / 7.5, or the dtype's epsilon where that is 0; codes are x
  * divided by the rounded scale, cut to [-8, 7] and rounded.  (Its Triton code does not
