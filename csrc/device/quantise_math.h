@@ -13,8 +13,8 @@
  *              a / 448; x / scale is rounded to the weights' dtype before it is cast.  As
  *              torch on a processor: its CUDA kernel rounds the scale it divides by, too.
  * int4         compressed-tensors' torch code: every step is rounded to the weights' dtype.
- *              Scale amax / 7.5, or the dtype's epsilon where that is 0; codes are x
- * divided by the rounded scale, cut to [-8, 7] and rounded.  (Its Triton code does not
+ *              Scale amax / 7.5, or the dtype's epsilon where that is 0; codes are x by
+ *              the rounded scale, cut to [-8, 7] and rounded.  (Its Triton code does not
  *              round the quotient to the dtype.)
  * int4_slime   slime's CUDA kernel.  Scale max(amax * fl(1 / 7), 1e-5) in float32, stored
  *              in the weights' dtype; codes are x divided by the float32 scale, rounded.
