@@ -219,6 +219,73 @@ def test_what_others_have_patched_on_torch_stays(
     assert torch.equal(module.a, draw(0)["a"]) and not loader.reason
 
 
+class Noting(Pair):
+    """Its load_weights notes where a parameter lies."""
+
+    def __init__(self, note: Callable[[Noting], object]) -> None:
+        super().__init__()
+        self.notes: dict[str, Any] = {"views": [None]}
+        self.register_buffer("table", torch.zeros(3, dtype=torch.int64), persistent=False)
+        self._note = note
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            getattr(self, name).data.copy_(tensor)
+        self._note(self)
+
+
+def view_in_containers(module: Noting) -> None:
+    module.notes["views"][0] = (module.a.data.t(),)
+
+
+def view_on_parameter(module: Noting) -> None:
+    module.b.transposed = module.a.data.t()  # type: ignore[attr-defined]
+
+
+def address(module: Noting) -> None:
+    module.notes["address"] = module.a.data_ptr() + 4
+
+
+def table_of_addresses(module: Noting) -> None:
+    module.table[1] = module.a.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("note", "noted"),
+    [
+        (view_in_containers, lambda module: module.notes["views"][0][0].data_ptr()),
+        (view_on_parameter, lambda module: module.b.transposed.data_ptr()),
+        (address, lambda module: module.notes["address"] - 4),
+        (table_of_addresses, lambda module: module.table[1].item()),
+    ],
+)
+def test_a_parameter_whose_place_was_noted_is_not_moved_unseen(
+    note: Callable[[Noting], object], noted: Callable[[Noting], int]
+) -> None:
+    module = Noting(note)
+    loader = RecordedLoader(module)
+    with wsync.connect(draw(0), [ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update()
+        module.b.data = module.b.data.clone()  # is noted by nobody
+        sync.update(draw(1))
+        assert not loader.reason
+        module.a.data = module.a.data.clone()
+        with pytest.raises(WsyncError, match="a has moved, and the module notes where it was"):
+            sync.update(draw(2))
+        sync.update(draw(2))
+    assert noted(module) == module.a.data_ptr()
+    assert torch.equal(module.a, draw(2)["a"]) and torch.equal(module.b, draw(2)["b"])
+
+
+def test_a_list_of_parameters_themselves_goes_with_them() -> None:
+    module = Noting(lambda module: module.notes.update(flat=[module.a, module.b]))
+    with wsync.connect(draw(0), [ThreadEngine([RecordedLoader(module)])], options=OPTIONS) as sync:
+        sync.update()
+        other_data(module)
+        sync.update(draw(1))
+    assert torch.equal(module.notes["flat"][0], draw(1)["a"])
+
+
 class Fused(torch.nn.Module):
     """Its state_dict has views of its only parameter."""
 

@@ -31,6 +31,7 @@ from wsync.engine.learn.module_memory import (
     view,
 )
 from wsync.engine.learn.module_state import Bindings
+from wsync.engine.learn.noted_places import noted_places
 from wsync.engine.learn.regions import (
     Box,
     Move,
@@ -152,8 +153,8 @@ class Recording:
     looked: checksums of the gaps of areas whose values the loader looked at: it may do something
     else when they are others.  twins: tensors that others are written over; shadow_copies: like
     copies, into the memory of twins.  outside: what it read that is neither the module's nor the
-    model's, and checksums of that; attributes: those that it read; names: all of the module.  These
-    three from `guard` on.
+    model's, and checksums of that; attributes: those that it read; names: all of the module; noted:
+    areas of which something notes where they start.  These four from `guard` on.
     """
 
     facts: list[Fact]
@@ -174,6 +175,7 @@ class Recording:
     outside: list[tuple[Outside, int]] = field(default_factory=list)
     attributes: AttributeGuards = field(default_factory=AttributeGuards)
     names: list[Name] = field(default_factory=list)
+    noted: dict[int, int] = field(default_factory=dict)
 
     def guard(self, attributes: Sequence[Attribute], held: ModuleMemory) -> None:
         """From here on, what the loader went by is to stay as it is, if it is still there.
@@ -185,7 +187,7 @@ class Recording:
             RecordingError: a load changes it.
         """
         gc.collect()
-        self.names = held.names
+        self.names, self.noted = held.names, noted_places(held)
         same = [each for each in attributes if not each.difference(held.parts)]
         self.attributes = AttributeGuards(same, held.parts)
         found = [(outside, outside.sum(), sum) for outside, sum in self.outside]
@@ -199,6 +201,9 @@ class Recording:
             return "values outside the module, which load_weights goes by, are others or are gone"
         if difference := self.attributes.difference(held.parts):
             return difference
+        for area, start in self.noted.items():
+            if held.areas[area].start != start:
+                return f"{held.areas[area].path} has moved, and the module notes where it was"
         for area, sums in self.looked.items():
             if held.areas[area].sums(self.gaps[area]) != sums:
                 return f"{held.areas[area].path}, which load_weights goes by, has other values"
