@@ -141,6 +141,42 @@ def test_two_trainers_at_one_engine_notice_each_other_at_the_next_bucket() -> No
     assert engine.version == "8"
 
 
+def control(checked: CheckedEngine, op: str, version: int | None = None) -> None:
+    address = f"{'0' * 32}@/none" if op == "open" else ""
+    message = Control(op=op, session="0a", update=1, deadline=5.0, address=address)
+    checked.send_control([message], weight_version=version, timeout=10)
+
+
+def test_what_an_update_has_left_half_way_is_not_called_what_it_was_before() -> None:
+    """SGLang with wsync's loader takes the version of any request, and continues for anybody."""
+    engine = Engine()
+    engine.version = "6"
+    checked = CheckedEngine(engine)
+    for _ in range(2):  # the first one fails
+        checked.pause("abort", 10)
+        control(checked, "open")
+        assert engine.version.startswith("updating-")
+    control(checked, "close", 8)
+    checked.verify(10)
+    assert engine.version == "8"
+
+
+def test_one_by_requests_and_one_by_messages_notice_each_other() -> None:
+    engine = Engine()
+    one, other = CheckedEngine(engine), CheckedEngine(engine)
+    one.pause("abort", 10)
+    one.update_weights_from_disk("a", weight_version=7, timeout=10)
+    other.pause("abort", 10)
+    control(other, "open")
+    with pytest.raises(wsync.RemoteError, match="weight version updating-.* after it was given 7"):
+        one.verify(10)
+    one.pause("abort", 10)
+    one.update_weights_from_disk("b", weight_version=8, timeout=10)
+    with pytest.raises(wsync.RemoteError, match="reports weight version 8, not updating-"):
+        control(other, "close", 9)
+    assert engine.version == "8"
+
+
 def test_a_bucket_that_comes_again_is_noticed_at_the_next() -> None:
     engine = Engine()
     checked = CheckedEngine(engine)

@@ -22,7 +22,7 @@ from wsync.engine.ring_loaders import Confirms, Describes, Learner, Loader, Rece
 from wsync.engine.update_state import UpdateState
 from wsync.machine.device import await_torch, follow_torch
 from wsync.machine.trace import Trace
-from wsync.messages.control import LEARN, Control
+from wsync.messages.control import LEARN, UPDATING, Control
 from wsync.messages.tcp_channel import is_remote
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class Receiver:
             if control is None:
                 raise ProtocolError("the payload is not a control message")
             message = Control.from_bytes(control)
-            if version is not None and message.op != "close":
+            named = version is not None and not version.startswith(UPDATING)
+            if named and message.op != "close":
                 raise InvalidArgumentError(
                     f"weight_version {version} with {message.op!r}: it comes with the closing "
                     "message"

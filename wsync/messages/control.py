@@ -36,6 +36,10 @@ UPDATE_HEADER: Final = "wsync-update"
 """HTTP header with the id of the update that a request belongs to, in hex.  Engines that do not
 know it pass it over."""
 
+UPDATING: Final = "updating-"
+"""What the weights of an engine are called that takes the version of any request, while an update
+is under way, begins with this."""
+
 TENSOR_NAME: Final = "__wsync__"
 """Name of the uint8 tensor that holds the message."""
 

@@ -11,7 +11,7 @@ from wsync._core import RemoteError
 from wsync.handles.answers import identity_of
 from wsync.handles.base import EngineHandle, send_control
 from wsync.machine.deadline import Deadline
-from wsync.messages.control import Control
+from wsync.messages.control import UPDATING, Control
 
 
 class CheckedEngine:
@@ -23,9 +23,10 @@ class CheckedEngine:
     to the same engine, and only while it reports the same version; it is believed when the engine
     reports it.
 
-    An engine without wsync, which cannot tell by an id, is given a version with every bucket, one
-    of the update's own until the last: a bucket of another trainer, or one that comes again, is
-    noticed at the next, and what is left of an update that failed does not bear an older version.
+    An engine that cannot tell by an id, such as SGLang, is given a version with every bucket and
+    with the opening message, one of the update's own until the last: a bucket of another trainer,
+    or one that comes again, is noticed at the next, and what is left of an update that failed does
+    not bear an older version.
     """
 
     def __init__(self, engine: EngineHandle) -> None:
@@ -68,7 +69,7 @@ class CheckedEngine:
         self._during.update_weights(payloads, **self._bucket(**request))
 
     def send_control(self, messages: Sequence[Control], **request: Any) -> None:
-        send_control(self._during, messages, **self._checked(**request))
+        send_control(self._during, messages, **self._message(**request))
 
     def update_weights_from_disk(self, path: str, **request: Any) -> None:
         self._during.update_weights_from_disk(path, **self._checked(**request))
@@ -124,10 +125,18 @@ class CheckedEngine:
         if weight_version is not None or self._buckets is None:
             return self._checked(weight_version, timeout, **others)
         deadline = Deadline(timeout)
-        version = f"updating-{self._update_id}-{next(self._buckets)}"
+        version = f"{UPDATING}{self._update_id}-{next(self._buckets)}"
         self._check_version(self._during.model_info(deadline.left) or {})
         self._reported = version
         return {"weight_version": version, "timeout": deadline.left, **others}
+
+    def _message(self, weight_version: int | str | None, timeout: float) -> dict[str, Any]:
+        """The same for a control message.  What the engine reports is looked at before the closing
+        one alone: SGLang ends what an update before has left under way first."""
+        if weight_version is not None or self._buckets is None:
+            return self._checked(weight_version, timeout)
+        self._reported = version = f"{UPDATING}{self._update_id}"
+        return {"weight_version": version, "timeout": timeout}
 
     def _check_version(self, found: Mapping[str, Any]) -> None:
         """RemoteError if the engine reports another version than this update has left there."""
