@@ -35,6 +35,7 @@ SGLANG = {
     "bailing_moe_v2": ("bailing_moe_nextn", "BailingMoeForCausalLMNextN"),
     "nemotron_h": ("nemotron_h_mtp", "NemotronHForCausalLMMTP"),
     "step3p5": ("step3p5_mtp", "Step3p5MTP"),
+    "mimo_v2_flash": ("mimo_v2_nextn", "MiMoV2MTP"),
 }
 # what Step-3.5's configuration says of each layer; SGLang takes its draft for layer 45, whatever
 # the model has
@@ -70,7 +71,9 @@ def layer_tensors(family: str, shapes: Shapes, layers: int) -> Shapes:
     if family == "nemotron_h":
         return _block(shapes, layers)
     inner = _inner(shapes, layers if family == "step3p5" else layers - 1)
-    hidden = inner["input_layernorm.weight"][0][0]
+    if family == "mimo_v2_flash":  # the checkpoint has it already
+        inner = {}
+    hidden = next(f[0][0] for n, f in shapes.items() if n.endswith("input_layernorm.weight"))
     norm, wide = ((extent, torch.bfloat16) for extent in ((hidden,), (hidden, 2 * hidden)))
     own = {"enorm": norm, "hnorm": norm, "eh_proj": wide}
     prefix = inside = f"model.layers.{layers}."
@@ -83,6 +86,9 @@ def layer_tensors(family: str, shapes: Shapes, layers: int) -> Shapes:
         own = {"token_layernorm": norm, "hidden_layernorm": norm}
         own |= {"input_proj": wide, "final_layernorm": norm}
         prefix = inside = "model.mtp_layers.0."
+    elif family == "mimo_v2_flash":
+        own["final_layernorm"] = norm
+        prefix = "model.mtp.layers.0."
     elif family == "step3p5":
         own["transformer.shared_head.norm"] = norm
         own["transformer.shared_head.output"] = shapes["lm_head.weight"]

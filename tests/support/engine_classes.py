@@ -24,6 +24,7 @@ CLASSES = {
     "qwen3_5_moe": ("qwen3_5", "Qwen3_5MoeForConditionalGeneration"),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+    "mimo_v2_flash": ("mimo_v2", "MiMoV2FlashForCausalLM"),
     "step3p5": ("step3p5", "Step3p5ForCausalLM"),
     "bailing_moe_v2": ("bailing_moe", "BailingMoeV2ForCausalLM"),
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.mimo_v2_shapes import mimo_v2_shapes
 from support.step_shapes import step_shapes
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
@@ -146,6 +147,17 @@ _SAVED: dict[str, tuple[str, str, dict[str, Any]]] = {
 SAVED = tuple(_SAVED)
 # Those of which transformers has no model: the class of engines, and fields.
 _UNKNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "mimo_v2_flash": (
+        "MiMoV2FlashForCausalLM",
+        {**_GROUPED, **_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+        | {"swa_num_key_value_heads": 4, "v_head_dim": 8, "swa_head_dim": 16, "swa_v_head_dim": 8}
+        | {"swa_num_attention_heads": 8, "rope_theta": 1e6, "swa_rope_theta": 1e4}
+        | {"hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1], "sliding_window_size": 16}
+        | {"sliding_window": 16, "layernorm_epsilon": 1e-5, "attention_value_scale": 0.7}
+        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu"}
+        | {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}
+        | {"attention_bias": False, "partial_rotary_factor": 0.5},
+    ),
     "step3p5": (
         "Step3p5ForCausalLM",
         {**_EXPERTS, "num_attention_groups": 2, "head_dim": 16, "use_qk_norm": True}
@@ -264,9 +276,11 @@ def checkpoint(family: str, made: Any) -> Shapes:
     if family in SAVED:
         return _saved(made)
     if family in UNKNOWN:
+        named = {"step3p5": step_shapes, "mimo_v2_flash": mimo_v2_shapes}[family](made)
+        wide = ("router_bias", "correction_bias")
         return {
-            name: (shape, torch.float32 if name.endswith("_bias") else torch.bfloat16)
-            for name, shape in step_shapes(made).items()
+            name: (shape, torch.float32 if name.endswith(wide) else torch.bfloat16)
+            for name, shape in named.items()
         }
     hidden, bf16 = made.hidden_size, torch.bfloat16
     ling = family == "bailing_moe_v2"
