@@ -168,7 +168,7 @@ def test_one_by_requests_and_one_by_messages_notice_each_other() -> None:
     one.update_weights_from_disk("a", weight_version=7, timeout=10)
     other.pause("abort", 10)
     control(other, "open")
-    with pytest.raises(wsync.RemoteError, match="weight version updating-.* after it was given 7"):
+    with pytest.raises(wsync.RemoteError, match=r"weight version updating-.* after it was given 7"):
         one.verify(10)
     one.pause("abort", 10)
     one.update_weights_from_disk("b", weight_version=8, timeout=10)

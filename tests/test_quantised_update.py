@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support import quantised_cases
-from support.procs import Ranks
+from support.procs import RankError, Ranks
 from support.quantised_cases import METHODS, differing, quantised, shapes_of
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
 from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.megatron_cpu import Parallel
+from wsync.trainer import quantised_image
 
 CASES = {
     "tp2pp2": (dense(), Parallel(tp=2, pp=2), "auto"),
@@ -30,6 +33,42 @@ def test_ranks_quantise_what_they_hold(name: str, ranks: Ranks, tmp_path: Path) 
         quantised_cases.update_twice, config, parallel, exchange, str(tmp_path), timeout=240
     )
     assert [fact["wrong"] for fact in facts] == [[]] * 4
+
+
+def test_an_update_that_fails_while_it_quantises_leaves_engines_as_they_were(ranks: Ranks) -> None:
+    """They have not been paused, and go on with what they have."""
+    found = ranks.run(quantised_cases.fail_once, dense(), Parallel(tp=2, pp=2), timeout=240)
+    errors = {facts["error"] for facts in found}
+    assert errors == {"RemoteError: trainer rank 1: ValueError: a planted failure"}
+    for facts in found:
+        assert facts["kept"] == facts["wrong"] == []
+        assert facts["consistent"]
+        assert not facts["paused"]
+
+
+def test_a_rank_that_dies_while_it_quantises_is_reported_by_all_others(tmp_path: Path) -> None:
+    with Ranks(4, path=sys.path) as ranks, pytest.raises(RankError):
+        ranks.run(
+            *(quantised_cases.die_once, dense(), Parallel(tp=2, pp=2), str(tmp_path)), timeout=120
+        )
+    texts = {path.stem: path.read_text() for path in tmp_path.glob("*.txt")}
+    assert sorted(texts) == ["rank0", "rank1", "rank3"]
+    assert len(set(texts.values())) == 1
+    assert next(iter(texts.values())).startswith("PeerClosedError: trainer rank ")
+
+
+def test_memory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    def none(nbytes: int, *_: object) -> None:
+        raise wsync.NoMemoryError(f"Memory: {nbytes} bytes are not there")
+
+    given = weights(1)
+    options = wsync.Options(quantise=METHODS["cut blocks"][0], progress=False)
+    with wsync.DiskSync(given, folder=tmp_path, options=options) as sync:
+        with mock.patch.object(quantised_image._core, "Memory", none):
+            text = r"\d+ bytes for codes and scales: Memory: \d+ bytes are not there"
+            with pytest.raises(wsync.NoMemoryError, match=text):
+                sync.update()
+        sync.update()
 
 
 def weights(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:

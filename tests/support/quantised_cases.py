@@ -6,19 +6,24 @@ The references here are written from the definitions of the methods, in plain to
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from support.errors import error_of
 
 import wsync
 from wsync import megatron
 from wsync.demo import hf_reference, megatron_cpu
 from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.disk import newest
+from wsync.trainer import quantised_image
 
 Tensors = dict[str, torch.Tensor]
 
@@ -115,6 +120,62 @@ def differing(found: Tensors, expected: Tensors) -> list[str]:
 
 def shapes_of(tensors: Tensors) -> dict[str, Any]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def fail_once(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any]:
+    """Rank 1 fails while the ranks compare their blocks; the next update is to succeed."""
+    method = "cut blocks"
+    options = wsync.Options(deadline=60.0, progress=False, quantise=METHODS[method][0])
+
+    def fail(*_: object) -> None:
+        raise ValueError("a planted failure")
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(megatron_cpu.on_cpu())
+        stack.enter_context(megatron_cpu.groups(parallel))
+        trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
+        layout = megatron.layout(trainer.chunks, config)
+        expected = quantised(hf_reference.hf_state_dict(trainer.chunks, config), method)
+        engines = [ProcessEngine(shapes_of(expected))] if dist.get_rank() == 0 else []
+        for engine in engines:
+            stack.callback(engine.close)
+        with wsync.connect(layout, engines, options=options) as sync:
+            sync.update()
+            trainer.randomize(5)
+            broken = mock.patch.object(quantised_image, "_merge", fail)
+            with broken if dist.get_rank() == 1 else contextlib.nullcontext():
+                error = error_of(sync.update)
+            kept = [n for engine in engines for n in differing(engine.weights(), expected)]
+            consistent = all(engine.model_info(60)["consistent"] for engine in engines)
+            paused = any(engine.paused for engine in engines)
+            sync.update()
+            expected = quantised(hf_reference.hf_state_dict(trainer.chunks, config), method)
+            wrong = [n for engine in engines for n in differing(engine.weights(), expected)]
+    return {
+        **{"error": error, "kept": kept, "consistent": consistent},
+        **{"paused": paused, "wrong": wrong},
+    }
+
+
+def die_once(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> None:
+    """Rank 2 is killed before it has told what its blocks hold; the others note what they raise."""
+    options = wsync.Options(deadline=60.0, progress=False, quantise=METHODS["cut blocks"][0])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(megatron_cpu.on_cpu())
+        stack.enter_context(megatron_cpu.groups(parallel))
+        trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
+        layout = megatron.layout(trainer.chunks, config)
+        sync = wsync.DiskSync(layout, folder=folder, options=options)
+        sync.update()
+
+        def die(*_: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        broken = mock.patch.object(quantised_image, "_merge", die)
+        with broken if dist.get_rank() == 2 else contextlib.nullcontext():
+            text = error_of(sync.update)
+        Path(folder, f"rank{dist.get_rank()}.txt").write_text(str(text))
+        os._exit(0)  # groups that a rank has left cannot be taken down in order
 
 
 def update_twice(
