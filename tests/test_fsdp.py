@@ -127,14 +127,35 @@ def test_parameters_of_fsdp1_that_are_assigned_are_seen(two: Ranks, how: str) ->
         assert min(shards) > 20
 
 
-@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_a_flat_parameter_of_one_element_that_is_assigned_is_seen(
-    two: Ranks, strategy: str, trained: bool
+    two: Ranks, strategy: str
 ) -> None:
     """It has the same size with all of its shards and with one."""
-    for found in two.run(cases.assigned_scale, strategy, trained):
+    for found in two.run(cases.assigned_scale, strategy):
         assert found == [1, 3, 5, 1]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize(
+    ("how", "odd"),
+    [
+        ("nothing", False),
+        ("written before", False),
+        ("assigned before", True),
+        ("written after", True),
+        ("assigned after", True),
+        ("assigned after, orig", True),
+    ],
+)
+def test_units_of_which_torch_keeps_two_values_are_refused(
+    two: Ranks, strategy: str, how: str, odd: bool
+) -> None:
+    """A forward pass has gathered them, and the next one goes by that."""
+    for before, changed, trained in two.run(cases.gathered_errors, strategy, how):
+        assert (before, trained) == ("", "")
+        assert ("torch keeps both values" in changed) == odd, changed
+        assert ("FSDP unit" in changed) == odd, changed
 
 
 def test_parameters_of_fsdp1_that_it_does_not_have_yet_or_cannot_take_are_refused(

@@ -363,6 +363,7 @@ def _flat_parts(prefix: str, handle: Any, tied: bool) -> Iterator[_Part]:
     _write_back(prefix, handle)
     # The parameter itself is the local shard, assigned or not, unless it is whole for a pass.
     tensor = getattr(flat, "_local_shard", flat) if _is_whole(handle) else flat
+    _check_gathered(prefix, handle, tensor)
     facts = flat._fqns, flat._shapes, flat._shard_param_infos, flat._param_extensions
     for key, size, info, extension in zip(*facts, strict=True):
         name = plain_name(f"{prefix}.{key}" if prefix else key)
@@ -395,10 +396,33 @@ def _is_whole(handle: Any) -> bool:
     if flat.numel() > 1:
         return True
     # A shard of one element is as large: what is whole lies where elements are gathered.
-    names = "_full_param_padded", "_full_prec_full_param_padded"
-    gathered = (getattr(flat, name, None) for name in names)
-    places = {tensor.untyped_storage().data_ptr() for tensor in gathered if tensor is not None}
-    return flat.untyped_storage().data_ptr() in places - {0}
+    place = flat.untyped_storage().data_ptr()
+    return any(tensor.untyped_storage().data_ptr() == place for tensor in _gathered(flat))
+
+
+def _gathered(flat: Any) -> Iterator[Tensor]:
+    """What a forward pass has gathered of a flat parameter, and torch keeps."""
+    for name in ("_full_param_padded", "_full_prec_full_param_padded"):
+        tensor = getattr(flat, name, None)
+        if tensor is not None and tensor.untyped_storage().size():
+            yield tensor
+
+
+def _check_gathered(prefix: str, handle: Any, shard: Tensor) -> None:
+    """StateError where a unit keeps other elements than this rank's for its next forward pass."""
+    if not handle.uses_sharded_strategy:
+        return
+    start = handle.rank * shard.numel()
+    count = min(shard.numel(), handle.flat_param._unpadded_unsharded_size.numel() - start)
+    for tensor in _gathered(handle.flat_param):
+        kept = tensor.detach().reshape(-1)[start : start + max(count, 0)]
+        mine = shard.detach().reshape(-1)[: max(count, 0)]
+        if not same_bytes(kept, mine.to(kept.device, kept.dtype)):
+            raise _core.StateError(
+                f"FSDP unit {prefix!r}: its parameters have changed since a forward pass gathered "
+                "them, or before that pass by assignment, and torch keeps both values: update "
+                "before the pass, or after the next backward pass"
+            )
 
 
 def _write_back(prefix: str, handle: Any) -> None:

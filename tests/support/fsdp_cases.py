@@ -258,9 +258,9 @@ class Scaled(torch.nn.Module):
         return self.proj(x) * self.scale
 
 
-def assigned_scale(strategy: str, trained: bool) -> list[float]:
+def assigned_scale(strategy: str) -> list[float]:
     """A flat parameter of one element after a pass, after it was assigned twice, and after another
-    pass, after which torch has the first value again."""
+    one, after which torch has the first value again."""
     model = FullyShardedDataParallel(
         Scaled(),
         auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}),
@@ -269,10 +269,7 @@ def assigned_scale(strategy: str, trained: bool) -> list[float]:
     )
 
     def run() -> None:
-        with torch.set_grad_enabled(trained):
-            made = model(torch.ones(1, 4)).sum()
-        if trained:
-            made.backward()
+        model(torch.ones(1, 4)).sum().backward()
 
     def held() -> float:
         merged, buffers = gathered(layout)
@@ -292,6 +289,43 @@ def assigned_scale(strategy: str, trained: bool) -> list[float]:
     found.append(held())
     assert found[-1] == model.state_dict()["scale"].item()
     return found
+
+
+@torch.no_grad()
+def gathered_errors(strategy: str, how: str) -> list[str]:
+    """After an evaluation pass, after one and a change, and after a training step."""
+    model = FullyShardedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3)),
+        # after an evaluation pass the parameters of a root stay whole, others have been resharded
+        auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}) if "SHARD_GRAD" in strategy else None,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params="orig" in how,
+        device_id=torch.device("cpu"),
+    )
+
+    def change() -> None:
+        for parameter in model.parameters():
+            if "assigned" in how:
+                parameter.data = parameter.data + 1
+            else:
+                parameter.add_(1)
+
+    def train() -> None:
+        with torch.enable_grad():
+            model(torch.ones(1, 4)).sum().backward()
+
+    layout = wsync.fsdp.layout(model)
+    model(torch.ones(1, 4))
+    errors = [error_of(layout.bind)]
+    train()
+    if "before" in how:
+        change()
+    model(torch.ones(1, 4))
+    if "after" in how:
+        change()
+    errors.append(error_of(layout.bind))
+    train()
+    return [*errors, error_of(layout.bind)]
 
 
 @torch.no_grad()
