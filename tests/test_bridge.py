@@ -15,6 +15,7 @@ import pytest
 from support import bridge_cases as cases
 from support.bridge_cases import Case, Mtp
 from support.mimo_v2_shapes import mimo_v2_shapes
+from support.nemotron_shapes import nemotron_shapes
 from support.procs import Ranks
 from support.step_shapes import step_shapes
 
@@ -117,6 +118,12 @@ NEMOTRON = HEADS | {
     "moe_latent_size": 16,
 }
 
+# The older Megatron-Bridge knows no latent experts.
+OLD_NEMOTRON = NEMOTRON | {
+    **{"moe_latent_size": None, "conv_kernel": 4, "architectures": ["NemotronHForCausalLM"]},
+    "auto_map": {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"},
+}
+
 STEP = {
     **{name: size for name, size in SMALL.items() if name != "num_key_value_heads"},
     **{"num_attention_groups": 2, "head_dim": 16, "use_qk_norm": True},
@@ -161,7 +168,8 @@ MCORE016_PREDICTING = [  # this version exports none with stages
     (Case("glm4_moe", GLM, SIGMOID | PREDICT, NEXTN), (TP2, EP2)),
     (Case("qwen3_next", NEXT, {"full_attention_interval": 4}, QWEN_MTP), (TP2, EP2)),
 ]
-MCORE016_MAPPED = MCORE016 + MCORE016_PREDICTING
+MCORE016_UNKNOWN = [(Case("nemotron_h", OLD_NEMOTRON, {}, None, nemotron_shapes), EXPERTS)]
+MCORE016_MAPPED = MCORE016 + MCORE016_PREDICTING + MCORE016_UNKNOWN
 # Megatron-Core 0.19.2, Megatron-Bridge 0.6.2, transformers 5.23.0.
 MCORE019 = [
     (Case("llama", SMALL | {"head_dim": 8}), DENSE),
@@ -244,7 +252,7 @@ def _matches(ranks, folder, case, parallel):
     assert len(planted) >= 2
 
 
-@pytest.mark.parametrize(("case", "parallel"), rows(MCORE016 + MCORE016_PREDICTING))
+@pytest.mark.parametrize(("case", "parallel"), rows(MCORE016_MAPPED))
 def test_shards_give_back_what_bridge_031_exports(mcore016, tmp_path, case, parallel):
     _matches(mcore016, tmp_path, case, parallel)
 

@@ -36,6 +36,14 @@ class MiMoForCausalLM(transformers.Qwen2ForCausalLM):
     config_class = MiMoConfig
 
 
+class NemotronHConfig(transformers.PretrainedConfig):
+    """As transformers 4 has none."""
+
+    model_type = "nemotron_h"
+
+
+if "nemotron_h" not in transformers.CONFIG_MAPPING:
+    transformers.AutoConfig.register("nemotron_h", NemotronHConfig)
 transformers.AutoConfig.register("mimo", MiMoConfig)
 transformers.AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 

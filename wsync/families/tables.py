@@ -200,7 +200,7 @@ FAMILIES: dict[str, Family] = {
             "nemotron_h",
             NEMOTRON_H,
             fields=NEMOTRON_FIELDS,
-            oracle=f"{_NEW}, logits of transformers 5.23",
+            oracle=f"{_BOTH}, logits of transformers 5.23",
         ),
         _latent("moonlight", DEEPSEEK, f"{_LOGITS} (deepseek_v3 without q_lora)"),
         _dense("qwen2", oracle=f"{_OLD}, {_LOGITS}"),
