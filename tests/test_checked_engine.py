@@ -11,8 +11,9 @@ from test_handles import FakeServer, server
 import wsync
 from wsync.disk import DiskSync
 from wsync.handles.sglang_http import HttpHandle
-from wsync.messages.control import Control
+from wsync.messages.control import LOAD_FORMAT, Control
 from wsync.trainer.engine_identity import CheckedEngine
+from wsync.trainer.roster import Delivery
 
 __all__ = ["server"]
 
@@ -218,6 +219,14 @@ def test_a_handle_of_ones_own_is_asked_for_nothing_else() -> None:
     checked.verify(10)
     checked.resume(10)
     assert [what for what in engine.told if what != "during"] == ["pause", "update", "resume"]
+
+
+def test_a_handle_that_passes_everything_on_does_not_say_that_its_engine_drafts() -> None:
+    engine: Any = Plain()
+    engine.load_formats = (LOAD_FORMAT,)
+    assert Delivery.of(engine, None, QUICK, ranks=1) is Delivery.WSYNC
+    engine.drafts = True
+    assert Delivery.of(engine, None, QUICK, ranks=1) is Delivery.STOCK
 
 
 class Local:

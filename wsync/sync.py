@@ -19,7 +19,7 @@ from wsync.report import Report
 from wsync.trainer.base_sync import Updates
 from wsync.trainer.connection import Connection
 from wsync.trainer.requests import EngineRequests
-from wsync.trainer.roster import Delivery, RolloutEngine, Roster
+from wsync.trainer.roster import Delivery, RolloutEngine, Roster, drafts
 
 if TYPE_CHECKING:
     from wsync.trainer.base_sync import Source, Weights
@@ -131,7 +131,7 @@ class Sync(Updates):
 
     def _engine(self, engine: EngineHandle, gpu: int | None) -> RolloutEngine:
         delivery = Delivery.of(engine, gpu, self.options, self._group.size)
-        if getattr(engine, "drafts", False) and LOAD_FORMAT in engine.load_formats:
+        if drafts(engine) and LOAD_FORMAT in engine.load_formats:
             receives = delivery in (Delivery.WSYNC, Delivery.REMOTE)
             _log.warning(
                 "engine %s drafts tokens with layers of its model: %s",

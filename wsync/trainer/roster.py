@@ -30,7 +30,7 @@ class Delivery(enum.StrEnum):
         """What an engine takes.  One whose GPUs are not all the trainer's is remote.  One that
         drafts tokens with layers of its model takes buckets unless options say otherwise: they
         update these layers, too."""
-        wsync = LOAD_FORMAT in engine.load_formats and not getattr(engine, "drafts", False)
+        wsync = LOAD_FORMAT in engine.load_formats and not drafts(engine)
         if options.delivery == "distributed" or (
             first_gpu is not None and first_gpu + engine.workers > ranks
         ):
@@ -40,6 +40,12 @@ class Delivery(enum.StrEnum):
         if options.delivery == "stock" or (options.delivery == "auto" and not wsync):
             return Delivery.STOCK
         return Delivery.WSYNC
+
+
+def drafts(engine: EngineHandle) -> bool:
+    """Whether a handle says that its engine drafts tokens with layers of its model.  Handles of
+    users may answer with anything to what they do not know."""
+    return getattr(engine, "drafts", False) is True
 
 
 @dataclass(frozen=True)
