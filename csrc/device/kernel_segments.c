@@ -29,7 +29,7 @@ void wsync_segments_fini(wsync_segments_t *segments)
     *segments = (wsync_segments_t){0};
 }
 
-static wsync_divisor_t divisor(uint32_t value)
+wsync_divisor_t wsync_divisor(uint32_t value)
 {
     uint32_t shift = 0;
     uint64_t missing;
@@ -105,7 +105,7 @@ static uint64_t describe_dims(const wsync_copy_t *copy, int fill, wsync_segment_
         segment->source_stride[at] = copy->source_stride[d];
         segment->destination_stride[at] = copy->destination_stride[d];
         if (at < WSYNC_KERNEL_NDIM - 1) {
-            segment->extent[at] = divisor((uint32_t)copy->extent[d]);
+            segment->extent[at] = wsync_divisor((uint32_t)copy->extent[d]);
         }
         rows *= (uint64_t)copy->extent[d];
         segment->ndim++;
@@ -128,7 +128,7 @@ static uint64_t cut_tiles(wsync_segment_t *segment)
 
         segment->rows_per_tile =
             (uint32_t)(rows < WSYNC_TILE_ROWS ? rows : WSYNC_TILE_ROWS);
-        segment->row = divisor((uint32_t)segment->row_count);
+        segment->row = wsync_divisor((uint32_t)segment->row_count);
         return ceil_divide(segment->row_total, segment->rows_per_tile);
     }
     /* Equal chunks, so that a row that is a little longer than a tile leaves no crumb. */

@@ -37,6 +37,9 @@ wsync_status_t wsync_segments_append(wsync_segments_t *segments, const wsync_cop
                                      size_t count, wsync_segment_list_t *list,
                                      wsync_error_t *err);
 
+/* What the kernels divide by: 1 and more, below 2^31. */
+wsync_divisor_t wsync_divisor(uint32_t value);
+
 /* Blocks of WSYNC_KERNEL_BLOCK threads for a launch of the list: as many as stay resident
  * on the device's multiprocessors, or fewer if there are fewer tiles.  0: nothing to
  * launch. */

@@ -559,3 +559,5 @@ KERNEL wsync_copy(wsync_kernel_args_t args)
                  thread % WARP);
     }
 }
+
+#include "device/quantise_kernels.cu"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What kernels.cu needs of a device, in C11.  Its threads do not talk to each other, so
- * they run one after another. */
+ * What kernels.cu needs of a device, in C11.  Its threads do not talk to each other but
+ * by atomic operations, so they run one after another. */
 #include "kernel_host.h"
 
 #include <stdint.h>
@@ -31,18 +31,24 @@ static _Thread_local host_index_t threadIdx;
 
 int wsync_host_kernel_launch(const char *name, unsigned grid, unsigned block, void **params)
 {
-    if (strcmp(name, WSYNC_KERNEL_NAME) != 0) {
+    const int copies = strcmp(name, WSYNC_KERNEL_NAME) == 0;
+
+    if (!copies && strcmp(name, WSYNC_QUANTISE_KERNEL_NAME) != 0) {
         return NOT_FOUND;
     }
     if (grid == 0 || block == 0 || block % WSYNC_KERNEL_WARP != 0 ||
-        block > WSYNC_KERNEL_BLOCK) {
+        block > (copies ? WSYNC_KERNEL_BLOCK : WSYNC_QUANTISE_BLOCK)) {
         return INVALID_VALUE;
     }
     gridDim.x = grid;
     blockDim.x = block;
     for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
         for (threadIdx.x = 0; threadIdx.x < block; threadIdx.x++) {
-            wsync_copy(*(const wsync_kernel_args_t *)params[0]);
+            if (copies) {
+                wsync_copy(*(const wsync_kernel_args_t *)params[0]);
+            } else {
+                wsync_quantise(*(const wsync_quantise_args_t *)params[0]);
+            }
         }
     }
     return SUCCESS;

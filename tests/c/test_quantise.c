@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Quantising on the host against an element-by-element reference. */
+ * Quantising on the host against an element-by-element reference, and the kernel, run on
+ * the host, against that. */
 #define DEVICE static inline
 #include "device/host_quantise.h"
 
 #include "core/quantise/piece_check.h"
 #include "device/host_quantise_rows.h"
+#include "device/kernel_quantise.h"
 #include "draw.h"
 #include "harness.h"
+#include "kernel_host.h"
 #include "quantise_reference.h"
 
 enum {
@@ -97,6 +100,7 @@ typedef struct scene {
     uint64_t used; /* of the image */
     wsync_extremes_t *extremes;
     bool tabled; /* extremes come from the table */
+    bool wild;   /* some weights are NaN or infinite */
 } scene_t;
 
 static void *allocate(size_t nbytes)
@@ -138,6 +142,18 @@ static uint64_t draw_of(random_state_t *random, const uint64_t *values, size_t c
 #define DRAW_OF(random, ...)                         \
     draw_of(random, (const uint64_t[]){__VA_ARGS__}, \
             sizeof((const uint64_t[]){__VA_ARGS__}) / 8)
+
+/* An infinity or a NaN. */
+static uint32_t draw_wild(random_state_t *random, unsigned weight)
+{
+    static const uint32_t wild[][4] = {
+        [WSYNC_WEIGHT_F32] = {0x7f800000, 0xff800000, 0x7fc00001, 0xff812345},
+        [WSYNC_WEIGHT_BF16] = {0x7f80, 0xff80, 0x7fc1, 0xff81},
+        [WSYNC_WEIGHT_F16] = {0x7c00, 0xfc00, 0x7e01, 0xfc02},
+    };
+
+    return wild[weight][draw(random, 4)];
+}
 
 static void draw_method(scene_t *scene)
 {
@@ -396,6 +412,9 @@ static void draw_scene(scene_t *scene)
     }
     for (uint64_t i = 0; i < scene->rows * scene->cols; i++) {
         scene->bits[i] = draw_weight(random, scene->weight);
+        if (scene->wild && draw(random, 500) == 0) {
+            scene->bits[i] = draw_wild(random, scene->weight);
+        }
     }
     for (uint64_t i = draw(random, 4) == 0 ? draw(random, 4) : 0; i > 0; i--) {
         scene->bits[draw(random, scene->rows * scene->cols)] =
@@ -841,4 +860,89 @@ TEST(what_a_piece_does_not_have_is_refused)
             (piece.method = (wsync_quantise_method_t){WSYNC_QUANTISE_INT4, true, 1, 32},
              piece.start[1] = 4, piece.extremes = 0));
     REFUSED(NULL, (piece.extent[0] = 0, piece.source_buffer = 9));
+}
+
+/* --- the kernel, as C --- */
+
+static void launch(const scene_t *scene, const wsync_quantise_tasks_t *tasks,
+                   wsync_quantise_mode_t mode, wsync_extremes_t *scratch,
+                   random_state_t *random)
+{
+    const wsync_quantise_list_t *list = &tasks->lists.of[mode];
+    unsigned long long sources[MAX_PIECES];
+    wsync_quantise_args_t args = {
+        .tasks = (uintptr_t)tasks->items,
+        .unit_starts = (uintptr_t)tasks->unit_starts,
+        .sources = (uintptr_t)sources,
+        .image = (uintptr_t)scene->image,
+        .table = (uintptr_t)scene->extremes,
+        .scratch = (uintptr_t)scratch,
+        .first = list->first,
+        .count = list->count,
+        .mode = mode,
+    };
+    void *params[] = {&args};
+
+    for (int i = 0; i < MAX_PIECES; i++) {
+        sources[i] = (uintptr_t)scene->sources[i].data;
+    }
+    if (list->unit_count > 0) {
+        CHECK_EQ(wsync_host_kernel_launch(WSYNC_QUANTISE_KERNEL_NAME,
+                                          1 + (unsigned)draw(random, 3),
+                                          32U * (1 + (unsigned)draw(random, 4)), params),
+                 0);
+    }
+}
+
+static void run_kernel(scene_t *scene)
+{
+    wsync_quantise_tasks_t tasks;
+    wsync_extremes_t *scratch;
+    wsync_error_t err = {0};
+    size_t nbytes;
+
+    CHECK_OK(wsync_quantise_tasks_init(&tasks, scene->pieces, scene->count, &err), err);
+    nbytes = tasks.lists.scratch_count * sizeof(*scratch);
+    scratch = allocate(nbytes + 1);
+    memset(scratch, 0xff, nbytes);
+    launch(scene, &tasks, WSYNC_QUANTISE_MODE_TABLE, scratch, &scene->random);
+    launch(scene, &tasks, WSYNC_QUANTISE_MODE_SCRATCH, scratch, &scene->random);
+    launch(scene, &tasks, WSYNC_QUANTISE_MODE_CODES, scratch, &scene->random);
+    free(scratch);
+    wsync_quantise_tasks_fini(&tasks);
+}
+
+static void compare_kernel(uint64_t seed, bool wild, int rounds)
+{
+    wsync_extremes_t *table = allocate(MAX_BLOCKS * sizeof(*table));
+    uint64_t nbytes = 0;
+    scene_t scene;
+
+    scene_init(&scene, seed);
+    scene.wild = wild;
+    for (int round = 0; round < rounds; round++) {
+        draw_scene(&scene);
+        reset(&scene);
+        run_parts(&scene);
+        memcpy(scene.expected, scene.image, scene.used + 64);
+        memcpy(table, scene.extremes, MAX_BLOCKS * sizeof(*table));
+        reset(&scene);
+        run_kernel(&scene);
+        compare(&scene, round);
+        CHECK(memcmp(table, scene.extremes, MAX_BLOCKS * sizeof(*table)) == 0);
+        nbytes += scene.used;
+    }
+    scene_fini(&scene);
+    free(table);
+    (void)printf("%llu bytes compared\n", (unsigned long long)nbytes);
+}
+
+TEST(the_kernel_gives_the_bytes_of_the_host)
+{
+    compare_kernel(3, false, 150);
+}
+
+TEST(the_kernel_gives_the_bytes_of_the_host_whatever_the_weights)
+{
+    compare_kernel(4, true, 150);
 }

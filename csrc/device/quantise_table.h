@@ -1,0 +1,100 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What the host and the kernel that quantises agree on: pieces as the kernel walks them,
+ * how they are cut into units, and the arguments of a launch.  Read by C, nvcc and NVRTC,
+ * which has no headers: fundamental types alone. */
+#ifndef WSYNC_DEVICE_QUANTISE_TABLE_H
+#define WSYNC_DEVICE_QUANTISE_TABLE_H
+
+#include "device/kernel_table.h"
+
+/* void wsync_quantise(wsync_quantise_args_t): the only parameter is the structure, by
+ * value.
+ */
+#define WSYNC_QUANTISE_KERNEL_NAME "wsync_quantise"
+
+#define WSYNC_QUANTISE_NOWHERE 0xffffffffffffffffULL /* WSYNC_QUANTISE_NONE */
+
+enum {
+    /* Threads of a block; three blocks are resident on a multiprocessor, for what is
+     * computed takes more registers than to copy does. */
+    WSYNC_QUANTISE_BLOCK = 256,
+    WSYNC_QUANTISE_BLOCKS_PER_SM = 3,
+    /* Columns that a thread takes at a time. */
+    WSYNC_QUANTISE_OCTET = 8,
+    /* A unit is what one thread does of a piece: an octet of so many rows, or one row. */
+    WSYNC_QUANTISE_UNIT_ROWS = 32,
+    WSYNC_QUANTISE_UNIT_COLS = 256,
+};
+
+/* Where the extremes of a piece's blocks are. */
+typedef enum wsync_quantise_entries {
+    /* Nowhere: its blocks have one row each and at most WSYNC_QUANTISE_UNIT_COLS columns,
+     * and whoever writes a block's codes finds its extremes first. */
+    WSYNC_QUANTISE_ENTRIES_LOCAL,
+    WSYNC_QUANTISE_ENTRIES_TABLE,   /* in the caller's table */
+    WSYNC_QUANTISE_ENTRIES_SCRATCH, /* in the stream's own */
+} wsync_quantise_entries_t;
+
+/* What a launch does. */
+typedef enum wsync_quantise_mode {
+    WSYNC_QUANTISE_MODE_CODES,   /* scales and codes of all pieces */
+    WSYNC_QUANTISE_MODE_TABLE,   /* raises entries of the caller's table */
+    WSYNC_QUANTISE_MODE_SCRATCH, /* raises entries of the stream's own */
+    WSYNC_QUANTISE_MODE_COUNT,
+} wsync_quantise_mode_t;
+
+/* One dimension of a piece in strips, which do not cross blocks; all numbers are below
+ * 2^30.
+ */
+typedef struct wsync_quantise_cut {
+    unsigned extent;
+    unsigned block;
+    unsigned offset;        /* of the piece in the first block that it meets */
+    unsigned width;         /* of a strip */
+    wsync_divisor_t strips; /* of a block */
+} wsync_quantise_cut_t;
+
+/* A piece.  Blocks are counted from the first that it meets.  Unit number u is strip number
+ * u / columns of the rows and u % columns of the columns; it has one row or at most an
+ * octet of columns, or nothing. */
+typedef struct wsync_quantise_task {
+    unsigned long long source_offset; /* offsets are those of the piece */
+    unsigned long long codes;
+    unsigned long long scales;
+    unsigned long long scales_stride;
+    unsigned long long entry; /* of the first block */
+    unsigned long long entry_stride;
+    unsigned long long overall;
+    unsigned long long second;
+    int source_stride[2];
+    unsigned codes_stride;
+    unsigned source_buffer;
+    wsync_divisor_t columns; /* strips in all columns */
+    wsync_quantise_cut_t dims[2];
+    unsigned char kind;       /* wsync_quantiser_t */
+    unsigned char reciprocal; /* 0 or 1 */
+    unsigned char weight;     /* wsync_weight_t */
+    unsigned char entries;    /* wsync_quantise_entries_t */
+    unsigned char item_nbytes;
+    unsigned char scale_nbytes;
+    unsigned char code_bits;
+    unsigned char word_nbytes; /* of what codes are packed into */
+    unsigned padding;
+} wsync_quantise_task_t;
+
+/* One launch runs `count` tasks from `first` on.  Task i has the units
+ * [unit_starts[i], unit_starts[i + 1]). */
+typedef struct wsync_quantise_args {
+    unsigned long long tasks;       /* wsync_quantise_task_t[], in device memory */
+    unsigned long long unit_starts; /* unsigned[], in device memory, one more */
+    unsigned long long sources;     /* unsigned long long[], in device memory */
+    unsigned long long image;
+    unsigned long long table;   /* wsync_extremes_t[] */
+    unsigned long long scratch; /* wsync_extremes_t[], bytes of 0xff before it is raised */
+    unsigned first;
+    unsigned count;
+    unsigned mode; /* wsync_quantise_mode_t */
+    unsigned padding;
+} wsync_quantise_args_t;
+
+#endif
