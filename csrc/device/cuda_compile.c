@@ -206,10 +206,7 @@ static wsync_status_t choose_architecture(const nvrtc_t *nvrtc, unsigned capabil
 static wsync_status_t choose_target(const nvrtc_t *nvrtc, unsigned capability,
                                     target_t *target, wsync_error_t *err)
 {
-    const uint64_t sums[] = {
-        wsync_checksum(wsync_kernel_source, strlen(wsync_kernel_source)),
-        wsync_checksum(wsync_kernel_header, strlen(wsync_kernel_header)),
-    };
+    uint64_t sums[WSYNC_KERNEL_FILES];
     unsigned architecture = 0;
     int major = 0;
     int minor = 0;
@@ -218,6 +215,11 @@ static wsync_status_t choose_target(const nvrtc_t *nvrtc, unsigned capability,
 
     if (code != NVRTC_SUCCESS) {
         return fail_nvrtc(nvrtc, "nvrtcVersion", code, "", err);
+    }
+    for (size_t i = 0; i < WSYNC_KERNEL_FILES; i++) {
+        const char *text = wsync_kernel_files[i].text;
+
+        sums[i] = wsync_checksum(text, strlen(text));
     }
     status = choose_architecture(nvrtc, capability, &architecture, err);
     if (status != WSYNC_OK) {
@@ -313,15 +315,20 @@ static void load_builtins(const nvrtc_t *nvrtc)
 static wsync_status_t compile(const nvrtc_t *nvrtc, const target_t *target,
                               wsync_kernel_image_t *image, wsync_error_t *err)
 {
-    const char *const headers[] = {wsync_kernel_header};
-    const char *const names[] = {"device/kernel_table.h"};
+    const char *headers[WSYNC_KERNEL_FILES];
+    const char *names[WSYNC_KERNEL_FILES];
     const char *const options[] = {target->option};
     nvrtc_program_t *program = NULL;
     wsync_status_t status;
     int code;
 
     load_builtins(nvrtc);
-    code = nvrtc->create(&program, wsync_kernel_source, "kernels.cu", 1, headers, names);
+    for (size_t i = 0; i < WSYNC_KERNEL_FILES; i++) {
+        headers[i] = wsync_kernel_files[i].text;
+        names[i] = wsync_kernel_files[i].name;
+    }
+    code = nvrtc->create(&program, headers[0], names[0], WSYNC_KERNEL_FILES - 1,
+                         headers + 1, names + 1);
     if (code != NVRTC_SUCCESS) {
         return fail_nvrtc(nvrtc, "nvrtcCreateProgram", code, "", err);
     }

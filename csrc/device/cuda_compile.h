@@ -10,9 +10,17 @@
 
 #include "core/base/status.h"
 
-/* kernels.cu and kernel_table.h as they were when the extension was built; end in NUL. */
-extern const char wsync_kernel_source[];
-extern const char wsync_kernel_header[];
+/* A file of the kernels as it was when the extension was built, under the name by which the
+ * others include it. */
+typedef struct wsync_kernel_file {
+    const char *name;
+    const char *text;
+} wsync_kernel_file_t;
+
+enum { WSYNC_KERNEL_FILES = 5 };
+
+/* kernels.cu, which includes the others, comes first. */
+extern const wsync_kernel_file_t wsync_kernel_files[WSYNC_KERNEL_FILES];
 
 typedef struct wsync_compile_spec {
     /* Paths at which libnvrtc may lie (the wheels' folders), tried after one that the

@@ -70,13 +70,25 @@ int nvrtcCreateProgram(program_t **program, const char *source, const char *name
                        int header_count, const char *const *headers,
                        const char *const *names)
 {
-    if (strstr(source, "wsync_copy") == NULL || strcmp(name, "kernels.cu") != 0 ||
-        header_count != 1 || strstr(headers[0], "wsync_segment_t") == NULL ||
-        strstr(source, names[0]) == NULL) {
+    size_t nbytes = 0;
+
+    if (strstr(source, "wsync_copy") == NULL || strcmp(name, "device/kernels.cu") != 0 ||
+        header_count < 1 || strstr(headers[0], "wsync_segment_t") == NULL) {
         return 3;
     }
+    for (int i = 0; i < header_count; i++) {
+        int used = strstr(source, names[i]) != NULL;
+
+        for (int k = 0; k < header_count; k++) {
+            used += strstr(headers[k], names[i]) != NULL;
+        }
+        if (used == 0) {
+            return 3;
+        }
+        nbytes += strlen(headers[i]);
+    }
     (void)snprintf(the_program.source, sizeof(the_program.source), "%zu+%zu",
-                   strlen(source), strlen(headers[0]));
+                   strlen(source), nbytes);
     *program = &the_program;
     return SUCCESS;
 }

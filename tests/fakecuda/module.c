@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "device/kernel_table.h"
+#include "device/quantise_table.h"
 #include "fake.h"
 #include "kernel_host.h"
 
@@ -117,6 +118,122 @@ static wsync_cu_result_t each_of_segments(const unsigned char *parameters,
     return code;
 }
 
+/* `count` rows of a piece that begin `stride` bytes from each other. */
+static wsync_cu_result_t visit_rows(uintptr_t at, unsigned long long count,
+                                    unsigned long long stride,
+                                    unsigned long long row_nbytes, fake_visit_func_t visit,
+                                    const void *state)
+{
+    return visit(state, at, (size_t)((count - 1) * stride + row_nbytes));
+}
+
+/* Blocks that a piece meets in one dimension. */
+static unsigned long long blocks_of(const wsync_quantise_cut_t *dim)
+{
+    return (dim->offset + dim->extent - 1) / dim->block + 1;
+}
+
+/* What a task touches of the weights. */
+static wsync_cu_result_t visit_weights(const wsync_quantise_args_t *args,
+                                       const wsync_quantise_task_t *task,
+                                       fake_visit_func_t visit, const void *state)
+{
+    uintptr_t low = 0;
+    uintptr_t high;
+    const wsync_cu_result_t code =
+        visit_entry(args->sources, task->source_buffer, &low, visit, state);
+
+    if (code != WSYNC_CU_SUCCESS) {
+        return code;
+    }
+    low += (uintptr_t)task->source_offset;
+    high = low + task->item_nbytes;
+    for (int d = 0; d < 2; d++) {
+        const long long reach =
+            (long long)(task->dims[d].extent - 1) * task->source_stride[d];
+
+        *(reach < 0 ? &low : &high) += (uintptr_t)reach;
+    }
+    return visit(state, low, high - low);
+}
+
+/* What a task touches of a table of extremes. */
+static wsync_cu_result_t visit_extremes(const wsync_quantise_args_t *args,
+                                        const wsync_quantise_task_t *task,
+                                        fake_visit_func_t visit, const void *state)
+{
+    const unsigned long long item = 2 * sizeof(float);
+    wsync_cu_result_t code = WSYNC_CU_SUCCESS;
+
+    if (task->entries != WSYNC_QUANTISE_ENTRIES_LOCAL) {
+        const unsigned long long table =
+            task->entries == WSYNC_QUANTISE_ENTRIES_TABLE ? args->table : args->scratch;
+
+        code = visit_rows((uintptr_t)(table + task->entry * item),
+                          blocks_of(&task->dims[0]), task->entry_stride * item,
+                          blocks_of(&task->dims[1]) * item, visit, state);
+    }
+    if (code == WSYNC_CU_SUCCESS && task->overall != WSYNC_QUANTISE_NOWHERE &&
+        args->mode != WSYNC_QUANTISE_MODE_SCRATCH) {
+        code = visit(state, (uintptr_t)(args->table + task->overall * item), item);
+    }
+    return code;
+}
+
+/* What a task touches of the image. */
+static wsync_cu_result_t visit_image(const wsync_quantise_args_t *args,
+                                     const wsync_quantise_task_t *task,
+                                     fake_visit_func_t visit, const void *state)
+{
+    const unsigned per_word = 8U * task->word_nbytes / task->code_bits;
+    const unsigned long long words = (task->dims[1].extent + per_word - 1) / per_word;
+    wsync_cu_result_t code =
+        visit_rows((uintptr_t)(args->image + task->codes), task->dims[0].extent,
+                   task->codes_stride, words * task->word_nbytes, visit, state);
+
+    if (code == WSYNC_CU_SUCCESS) {
+        code = visit_rows((uintptr_t)(args->image + task->scales),
+                          blocks_of(&task->dims[0]), task->scales_stride,
+                          blocks_of(&task->dims[1]) * task->scale_nbytes, visit, state);
+    }
+    if (code == WSYNC_CU_SUCCESS && task->second != WSYNC_QUANTISE_NOWHERE) {
+        code = visit(state, (uintptr_t)(args->image + task->second), sizeof(float));
+    }
+    return code;
+}
+
+static wsync_cu_result_t each_of_tasks(const unsigned char *parameters,
+                                       fake_visit_func_t visit, const void *state)
+{
+    wsync_quantise_args_t args;
+    wsync_cu_result_t code;
+    const wsync_quantise_task_t *tasks;
+
+    memcpy(&args, parameters, sizeof(args));
+    tasks = (const wsync_quantise_task_t *)(uintptr_t)args.tasks;
+    code = visit(state, (uintptr_t)&tasks[args.first], args.count * sizeof(*tasks));
+    if (code == WSYNC_CU_SUCCESS) {
+        code = visit(state, (uintptr_t)args.unit_starts + args.first * sizeof(unsigned),
+                     (args.count + 1) * sizeof(unsigned));
+    }
+    for (unsigned i = args.first; i < args.first + args.count && code == WSYNC_CU_SUCCESS;
+         i++) {
+        code = visit_weights(&args, &tasks[i], visit, state);
+        if (code == WSYNC_CU_SUCCESS) {
+            code = visit_extremes(&args, &tasks[i], visit, state);
+        }
+        if (code == WSYNC_CU_SUCCESS && args.mode == WSYNC_QUANTISE_MODE_CODES) {
+            code = visit_image(&args, &tasks[i], visit, state);
+        }
+    }
+    return code;
+}
+
+static void quantise_tasks(unsigned grid, unsigned block, void **parameters)
+{
+    (void)wsync_host_kernel_launch(WSYNC_QUANTISE_KERNEL_NAME, grid, block, parameters);
+}
+
 static void copy_segments(unsigned grid, unsigned block, void **parameters)
 {
     (void)wsync_host_kernel_launch(WSYNC_KERNEL_NAME, grid, block, parameters);
@@ -130,6 +247,11 @@ const fake_kernel_t *fake_kernel_find(const char *name)
          each_of_segments,
          1,
          {sizeof(wsync_kernel_args_t)}},
+        {WSYNC_QUANTISE_KERNEL_NAME,
+         quantise_tasks,
+         each_of_tasks,
+         1,
+         {sizeof(wsync_quantise_args_t)}},
         {"fake_fill",
          fill_words,
          each_of_words,
