@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "device/kernel_table.h"
+#include "device/quantise_table.h"
 
 /* Of memory where the driver does not say: what its allocations are pieces of. */
 enum { LEGACY_GRANULARITY = 2 << 20 };
@@ -191,7 +192,8 @@ static wsync_status_t load_kernels(wsync_cuda_device_t *device, const void *imag
 {
     const wsync_cuda_driver_t *driver = device->driver;
     wsync_cu_module_t module = NULL;
-    wsync_cu_function_t function = NULL;
+    wsync_cu_function_t copy = NULL;
+    wsync_cu_function_t quantise = NULL;
     const char *call = "cuModuleLoadData";
     wsync_cu_result_t code;
 
@@ -205,9 +207,13 @@ static wsync_status_t load_kernels(wsync_cuda_device_t *device, const void *imag
     code = driver->module_load(&module, image);
     if (code == WSYNC_CU_SUCCESS) {
         call = "cuModuleGetFunction";
-        code = driver->module_function(&function, module, WSYNC_KERNEL_NAME);
+        code = driver->module_function(&copy, module, WSYNC_KERNEL_NAME);
         if (code == WSYNC_CU_SUCCESS) {
-            atomic_store(&device->copy_kernel, function);
+            code = driver->module_function(&quantise, module, WSYNC_QUANTISE_KERNEL_NAME);
+        }
+        if (code == WSYNC_CU_SUCCESS) {
+            atomic_store(&device->quantise_kernel, quantise);
+            atomic_store(&device->copy_kernel, copy);
         } else {
             (void)driver->module_unload(module);
         }

@@ -7,8 +7,10 @@
  *   cuda_memory_legacy.c  memory as IPC handles, of cuda_ipc.c
  *   cuda_stream.c         waits, records and ends; gives batches to cuda_runner.c
  *   cuda_runner.c         a batch: has spans and tables looked up, launches or feeds
+ *   cuda_quantise.c       the same for a batch of pieces
  *   cuda_spans.c          whose memory a span is
- *   cuda_tables.c         addresses, and what kernel_segments.c makes, on the device
+ *   cuda_tables.c         addresses, and what kernel_segments.c and kernel_quantise.c make,
+ *                         on the device
  *   cuda_feed.c           what the device does not reach, by a stream of the host
  *   cuda_compile.c        the kernels' image; cuda_compile_cache.c keeps it
  *   cuda_driver.c         the driver's functions, called by all of these but cuda_compile.c
@@ -34,8 +36,9 @@ typedef struct wsync_cuda_device {
     uint64_t granularity;                /* of memory, in bytes */
     bool vmm;      /* it exports memory as descriptors, and parks it */
     bool pageable; /* it reaches all of the host's memory where it lies */
-    _Atomic(wsync_cu_function_t) copy_kernel; /* wsync_copy; NULL until it is loaded */
-    struct wsync_cuda_device *next;           /* of those that are open */
+    _Atomic(wsync_cu_function_t) copy_kernel;     /* wsync_copy; NULL until it is loaded */
+    _Atomic(wsync_cu_function_t) quantise_kernel; /* wsync_quantise; loaded with it */
+    struct wsync_cuda_device *next;               /* of those that are open */
 } wsync_cuda_device_t;
 
 /* What a device of this backend is. */

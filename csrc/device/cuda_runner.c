@@ -46,6 +46,7 @@ wsync_status_t wsync_cuda_runner_init(wsync_cuda_runner_t *runner,
             device->driver->stream_create(&runner->uploads, WSYNC_CU_STREAM_NON_BLOCKING);
     }
     runner->segments = (wsync_cuda_tables_t){.device = device, .uploads = runner->uploads};
+    runner->pieces = (wsync_cuda_tables_t){.device = device, .uploads = runner->uploads};
     runner->addresses = (wsync_cuda_tables_t){.device = device, .uploads = runner->uploads};
     return wsync_cuda_check(device->driver, code, "cuStreamCreate", err, "a stream of %s",
                             device->label);
@@ -60,6 +61,7 @@ void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner)
     free(runner->sources.places);
     free(runner->destinations.places);
     wsync_cuda_tables_clear(&runner->segments);
+    wsync_cuda_tables_clear(&runner->pieces);
     wsync_cuda_tables_clear(&runner->addresses);
     if (runner->uploads != NULL) {
         (void)driver->stream_destroy(runner->uploads);
@@ -72,6 +74,7 @@ void wsync_cuda_runner_fini(wsync_cuda_runner_t *runner)
 bool wsync_cuda_runner_full(const wsync_cuda_runner_t *runner)
 {
     return runner->segments.nbytes > SEGMENTS_MAX_NBYTES ||
+           runner->pieces.nbytes > SEGMENTS_MAX_NBYTES ||
            runner->addresses.nbytes > ADDRESSES_MAX_NBYTES;
 }
 
@@ -79,6 +82,9 @@ void wsync_cuda_runner_trim(wsync_cuda_runner_t *runner)
 {
     if (runner->segments.nbytes > SEGMENTS_MAX_NBYTES) {
         wsync_cuda_tables_clear(&runner->segments);
+    }
+    if (runner->pieces.nbytes > SEGMENTS_MAX_NBYTES) {
+        wsync_cuda_tables_clear(&runner->pieces);
     }
     if (runner->addresses.nbytes > ADDRESSES_MAX_NBYTES) {
         wsync_cuda_tables_clear(&runner->addresses);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A batch of copies, given to a stream of the driver. */
+ * A batch of copies, given to a stream of the driver; cuda_quantise.h has those of pieces.
+ */
 #ifndef WSYNC_DEVICE_CUDA_RUNNER_H
 #define WSYNC_DEVICE_CUDA_RUNNER_H
 
@@ -23,6 +24,7 @@ typedef struct wsync_cuda_runner {
     unsigned threads;          /* of the host, to read memory that the device cannot */
     wsync_cu_stream_t uploads; /* owned */
     wsync_cuda_tables_t segments;
+    wsync_cuda_tables_t pieces;
     wsync_cuda_tables_t addresses; /* anew whenever a buffer has moved */
     wsync_cuda_spans_t spans;
     wsync_cuda_buffers_t sources;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Streams of the driver.  Sources may be any memory: what the device does not reach is
- * gathered by threads of the host.  Host memory is taken for what it was (pinned or not)
- * until the stream is seen idle: synchronise or abandon before it becomes other memory.
+ * Streams of the driver.  Sources of copies may be any memory: what the device does
+ * not reach is gathered by threads of the host.  Host memory is taken for what it was
+ * (pinned or not) until the stream is seen idle: synchronise or abandon before it becomes
+ * other memory.
  *
  * What is enqueued is given to the device at once, so nothing of it
  * can be dropped: a stream is abandoned by giving up its waits and letting it run dry. */
@@ -16,7 +17,7 @@
 #include <unistd.h>
 
 #include "core/base/array.h"
-#include "device/cuda_runner.h"
+#include "device/cuda_quantise.h"
 #include "device/deadline.h"
 
 enum {
@@ -402,12 +403,13 @@ static wsync_cu_event_t mark(const cuda_stream_t *self, wsync_cu_stream_t stream
     return event;
 }
 
-/* In the context, in order. */
-static wsync_status_t run_batch(cuda_stream_t *self, const wsync_batch_t *batch,
-                                wsync_error_t *err)
+/* Copies, or else pieces.  In the context, in order. */
+static wsync_status_t run_batch(cuda_stream_t *self, const wsync_batch_t *copies,
+                                const wsync_quantise_batch_t *pieces, wsync_error_t *err)
 {
     const bool timed = self->timed_count < self->trace_capacity;
     wsync_cuda_load_t *load = NULL;
+    bool begun = false;
     timed_t pair = {0};
     wsync_status_t status;
 
@@ -417,7 +419,8 @@ static wsync_status_t run_batch(cuda_stream_t *self, const wsync_batch_t *batch,
     if (timed) {
         pair.begin = mark(self, self->runner.stream);
     }
-    status = wsync_cuda_runner_run(&self->runner, batch, &load, err);
+    status = copies != NULL ? wsync_cuda_runner_run(&self->runner, copies, &load, err)
+                            : wsync_cuda_quantise(&self->runner, pieces, &begun, err);
     if (pair.begin != NULL && status == WSYNC_OK) {
         pair.end = mark(self, self->runner.stream);
     }
@@ -428,7 +431,7 @@ static wsync_status_t run_batch(cuda_stream_t *self, const wsync_batch_t *batch,
     }
     if (status == WSYNC_OK) {
         add_entry(self, &(entry_t){.load = load});
-    } else if (load != NULL) {
+    } else if (load != NULL || begun) {
         /* Nothing of a batch that failed runs on, though part of it was enqueued. */
         if (abandon(self, DRAIN_MS)) {
             wsync_cuda_load_destroy(load);
@@ -437,20 +440,21 @@ static wsync_status_t run_batch(cuda_stream_t *self, const wsync_batch_t *batch,
     return status;
 }
 
-static wsync_status_t stream_copy(wsync_stream_t *stream, const wsync_batch_t *batch,
-                                  wsync_error_t *err)
+/* Copies, or else pieces. */
+static wsync_status_t enqueue_batch(cuda_stream_t *self, const wsync_batch_t *copies,
+                                    const wsync_quantise_batch_t *pieces,
+                                    wsync_error_t *err)
 {
-    cuda_stream_t *self = own(stream);
     wsync_status_t status = wsync_cuda_enter(self->device, err);
 
     if (status != WSYNC_OK) {
         return status;
     }
-    if (wsync_copies_nbytes(batch->copies, batch->count) > 0) {
+    if (copies == NULL || wsync_copies_nbytes(copies->copies, copies->count) > 0) {
         (void)pthread_mutex_lock(&self->order);
         status = reserve_entry(self, err);
         if (status == WSYNC_OK) {
-            status = run_batch(self, batch, err);
+            status = run_batch(self, copies, pieces, err);
         }
         (void)pthread_mutex_unlock(&self->order);
     }
@@ -458,15 +462,17 @@ static wsync_status_t stream_copy(wsync_stream_t *stream, const wsync_batch_t *b
     return status;
 }
 
+static wsync_status_t stream_copy(wsync_stream_t *stream, const wsync_batch_t *batch,
+                                  wsync_error_t *err)
+{
+    return enqueue_batch(own(stream), batch, NULL, err);
+}
+
 static wsync_status_t stream_quantise(wsync_stream_t *stream,
                                       const wsync_quantise_batch_t *batch,
                                       wsync_error_t *err)
 {
-    char text[WSYNC_DEVICE_TEXT_NBYTES];
-
-    return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_quantise",
-                      "%zu pieces of weights on %s: weights are quantised on the host only",
-                      batch->count, wsync_device_text(stream->device, text));
+    return enqueue_batch(own(stream), NULL, batch, err);
 }
 
 /* Writes when the timed batches ran, counted back from `now`; in the context.  Those that

@@ -121,9 +121,20 @@ static wsync_status_t make(const void *key, size_t nbytes, uint64_t hash,
     return WSYNC_OK;
 }
 
-/* Moves the table into the list if it was made, else frees it. */
-static void settle(wsync_cuda_tables_t *tables, wsync_cuda_table_t *table,
-                   wsync_status_t status)
+/* The table of these bytes, or, if there is none, one that is to be filled. */
+static wsync_status_t find_or_make(const wsync_cuda_tables_t *tables, const void *key,
+                                   size_t nbytes, const wsync_cuda_table_t **table,
+                                   wsync_cuda_table_t **made, wsync_error_t *err)
+{
+    const uint64_t hash = wsync_checksum(key, nbytes);
+
+    *table = find(tables, key, nbytes, hash);
+    return *table != NULL ? WSYNC_OK : make(key, nbytes, hash, made, err);
+}
+
+/* Moves the table into the list if it was filled, else frees it and returns NULL. */
+static const wsync_cuda_table_t *settle(wsync_cuda_tables_t *tables,
+                                        wsync_cuda_table_t *table, wsync_status_t status)
 {
     wsync_cuda_table_t **bucket = &tables->buckets[table->hash % WSYNC_CUDA_TABLE_BUCKETS];
 
@@ -131,10 +142,11 @@ static void settle(wsync_cuda_tables_t *tables, wsync_cuda_table_t *table,
     if (status == WSYNC_OK) {
         table->next = *bucket;
         *bucket = table;
-    } else {
-        free(table->key);
-        free(table);
+        return table;
     }
+    free(table->key);
+    free(table);
+    return NULL;
 }
 
 static wsync_status_t fill_segments(wsync_cuda_tables_t *tables, const wsync_copy_t *copies,
@@ -163,27 +175,68 @@ static wsync_status_t fill_segments(wsync_cuda_tables_t *tables, const wsync_cop
     return status;
 }
 
+static wsync_status_t fill_pieces(wsync_cuda_tables_t *tables,
+                                  const wsync_quantise_piece_t *pieces, size_t count,
+                                  wsync_cuda_table_t *table, wsync_error_t *err)
+{
+    wsync_quantise_tasks_t tasks;
+    wsync_status_t status = wsync_quantise_tasks_init(&tasks, pieces, count, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
+    table->lists = tasks.lists;
+    if (tasks.count > 0) {
+        const size_t items_nbytes = tasks.count * sizeof(*tasks.items);
+        const size_t starts_nbytes = (tasks.count + 1) * sizeof(*tasks.unit_starts);
+
+        table->starts_offset = items_nbytes;
+        table->scratch_offset = (items_nbytes + starts_nbytes + 7) / 8 * 8;
+        status = reserve(
+            tables,
+            table->scratch_offset + tasks.lists.scratch_count * sizeof(wsync_extremes_t),
+            &table->at, err);
+        if (status == WSYNC_OK) {
+            status = upload(tables, table->at, tasks.items, items_nbytes, err);
+        }
+        if (status == WSYNC_OK) {
+            status = upload(tables, table->at + items_nbytes, tasks.unit_starts,
+                            starts_nbytes, err);
+        }
+    }
+    wsync_quantise_tasks_fini(&tasks);
+    return status;
+}
+
 wsync_status_t wsync_cuda_tables_segments(wsync_cuda_tables_t *tables,
                                           const wsync_copy_t *copies, size_t count,
                                           const wsync_cuda_table_t **table,
                                           wsync_error_t *err)
 {
-    const size_t nbytes = count * sizeof(*copies);
-    const uint64_t hash = wsync_checksum(copies, nbytes);
     wsync_cuda_table_t *made = NULL;
-    wsync_status_t status = WSYNC_OK;
+    wsync_status_t status =
+        find_or_make(tables, copies, count * sizeof(*copies), table, &made, err);
 
-    *table = find(tables, copies, nbytes, hash);
-    if (*table != NULL) {
-        return WSYNC_OK;
+    if (made != NULL) {
+        status = fill_segments(tables, copies, count, made, err);
+        *table = settle(tables, made, status);
     }
-    status = make(copies, nbytes, hash, &made, err);
-    if (made == NULL) {
-        return status;
+    return status;
+}
+
+wsync_status_t wsync_cuda_tables_pieces(wsync_cuda_tables_t *tables,
+                                        const wsync_quantise_piece_t *pieces, size_t count,
+                                        const wsync_cuda_table_t **table,
+                                        wsync_error_t *err)
+{
+    wsync_cuda_table_t *made = NULL;
+    wsync_status_t status =
+        find_or_make(tables, pieces, count * sizeof(*pieces), table, &made, err);
+
+    if (made != NULL) {
+        status = fill_pieces(tables, pieces, count, made, err);
+        *table = settle(tables, made, status);
     }
-    status = fill_segments(tables, copies, count, made, err);
-    settle(tables, made, status);
-    *table = status == WSYNC_OK ? made : NULL;
     return status;
 }
 
@@ -195,8 +248,7 @@ wsync_status_t wsync_cuda_tables_addresses(wsync_cuda_tables_t *tables,
     const size_t nbytes = count * sizeof(uint64_t);
     uint64_t *addresses = malloc(nbytes);
     wsync_cuda_table_t *made = NULL;
-    wsync_status_t status = WSYNC_OK;
-    uint64_t hash;
+    wsync_status_t status;
 
     if (addresses == NULL) {
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "malloc",
@@ -205,18 +257,13 @@ wsync_status_t wsync_cuda_tables_addresses(wsync_cuda_tables_t *tables,
     for (size_t i = 0; i < count; i++) {
         addresses[i] = places[i].at;
     }
-    hash = wsync_checksum(addresses, nbytes);
-    *table = find(tables, addresses, nbytes, hash);
-    if (*table == NULL) {
-        status = make(addresses, nbytes, hash, &made, err);
-    }
+    status = find_or_make(tables, addresses, nbytes, table, &made, err);
     if (made != NULL) {
         status = reserve(tables, nbytes, &made->at, err);
         if (status == WSYNC_OK) {
             status = upload(tables, made->at, addresses, nbytes, err);
         }
-        settle(tables, made, status);
-        *table = status == WSYNC_OK ? made : NULL;
+        *table = settle(tables, made, status);
     }
     free(addresses);
     return status;

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What kernels read besides the data: segments and addresses, in device memory.  Tables are
- * found again by their content, so that an update whose plan and buffers are those of the
- * one before uploads nothing. */
+ * What kernels read besides the data: segments, pieces and addresses, in device memory.
+ * Tables are found again by their content, so that an update whose plan and buffers are
+ * those of the one before uploads nothing. */
 #ifndef WSYNC_DEVICE_CUDA_TABLES_H
 #define WSYNC_DEVICE_CUDA_TABLES_H
 
 #include "device/cuda_spans.h"
+#include "device/kernel_quantise.h"
 #include "device/kernel_segments.h"
 
 typedef struct wsync_cuda_table {
@@ -14,8 +15,11 @@ typedef struct wsync_cuda_table {
     size_t key_nbytes;
     uint64_t hash;
     wsync_cu_ptr_t at;
-    uint64_t starts_offset; /* of segments: where their tile_starts lie */
+    uint64_t
+        starts_offset; /* where tile_starts of segments lie, or unit_starts of pieces */
     wsync_segment_list_t list;
+    uint64_t scratch_offset;      /* of pieces: extremes of their blocks, for one stream */
+    wsync_quantise_lists_t lists; /* of pieces */
 } wsync_cuda_table_t;
 
 typedef struct wsync_cuda_slab {
@@ -47,6 +51,12 @@ wsync_status_t wsync_cuda_tables_segments(wsync_cuda_tables_t *tables,
                                           const wsync_copy_t *copies, size_t count,
                                           const wsync_cuda_table_t **table,
                                           wsync_error_t *err);
+/* The same of pieces, which are as wsync_quantise_check wants them; `at` is 0 if none has
+ * an element. */
+wsync_status_t wsync_cuda_tables_pieces(wsync_cuda_tables_t *tables,
+                                        const wsync_quantise_piece_t *pieces, size_t count,
+                                        const wsync_cuda_table_t **table,
+                                        wsync_error_t *err);
 /* The same of addresses. */
 wsync_status_t wsync_cuda_tables_addresses(wsync_cuda_tables_t *tables,
                                            const wsync_cuda_place_t *places, size_t count,

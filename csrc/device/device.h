@@ -199,8 +199,10 @@ wsync_status_t wsync_stream_copy_list(wsync_stream_t *stream, const wsync_copy_t
                                       size_t destination_count, wsync_error_t *err);
 /* Enqueues one pass over pieces, in order with all else.  Checks first that all they touch
  * is there (wsync_quantise_check).  The pieces, the spans' memory and `sources` are
- * borrowed until the stream has passed this point.  UNSUPPORTED by a device that does not
- * quantise. */
+ * borrowed until the stream has passed this point.  UNSUPPORTED on a GPU, which names the
+ * buffer: pageable memory of the host that it does not reach, weights included; or the
+ * piece: 2^30 rows or columns and more, or rows that are 2 GiB apart.  After an error
+ * nothing was enqueued, as with copies. */
 wsync_status_t wsync_stream_quantise(wsync_stream_t *stream,
                                      const wsync_quantise_batch_t *batch,
                                      wsync_error_t *err);

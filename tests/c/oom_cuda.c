@@ -133,6 +133,59 @@ TEST(allocations_of_copies_from_pageable_memory)
     CHECK(oom_run(feed, (void *)(uintptr_t)base) >= 20);
 }
 
+static wsync_status_t quantise(void *context, wsync_error_t *err)
+{
+    static const wsync_quantise_piece_t piece = {
+        .method = {WSYNC_QUANTISE_MXFP8, false, 1, 32},
+        .dtype = WSYNC_DTYPE_FLOAT32,
+        .source_stride = {128, 4},
+        .extent = {1, 32},
+        .scales = 32,
+        .extremes = WSYNC_QUANTISE_NONE,
+        .overall = WSYNC_QUANTISE_NONE,
+        .second = WSYNC_QUANTISE_NONE,
+    };
+    const wsync_device_t *base = context;
+    wsync_memory_t *memory = NULL;
+    wsync_stream_t *stream = NULL;
+    wsync_error_t ignored = {0};
+    wsync_status_t status = wsync_memory_create(base, NBYTES, &memory, err);
+
+    if (status == WSYNC_OK) {
+        status = wsync_stream_create(base, 1, &stream, err);
+    }
+    if (status == WSYNC_OK) {
+        unsigned char *data = memory->data;
+        const wsync_span_t source = {data, 128};
+        const wsync_quantise_batch_t batch = {
+            .pieces = &piece,
+            .count = 1,
+            .sources = &source,
+            .source_count = 1,
+            .image = {data + 128, 64},
+            .pass = WSYNC_QUANTISE_CODES,
+        };
+
+        memset(data, 0, 128);
+        memset(data + 128, 7, 64);
+        status = wsync_stream_quantise(stream, &batch, err);
+        CHECK_OK(wsync_stream_synchronize(stream, PATIENT_MS, &ignored), ignored);
+        CHECK_EQ(data[128], status == WSYNC_OK ? 0 : 7);
+    }
+    wsync_stream_destroy(stream);
+    wsync_memory_destroy(memory);
+    return status;
+}
+
+TEST(allocations_of_what_is_quantised)
+{
+    const wsync_device_t *base;
+
+    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
+    base = test_device();
+    CHECK(oom_run(quantise, (void *)(uintptr_t)base) >= 12);
+}
+
 TEST(records_of_shared_memory)
 {
     const wsync_cuda_device_t *device = NULL;

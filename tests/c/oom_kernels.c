@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The kernels' tables with the k-th allocation failing. */
 #include "device/cuda_compile.h"
+#include "device/kernel_quantise.h"
 #include "device/kernel_segments.h"
 #include "oom.h"
 
@@ -30,6 +31,31 @@ TEST(tables_survive_failing_allocations)
             .row_count = 10, .source_item_nbytes = 1, .destination_item_nbytes = 1};
     }
     CHECK(oom_run(append_attempt, copies) >= 4);
+}
+
+static wsync_status_t tasks_attempt(void *context, wsync_error_t *err)
+{
+    wsync_quantise_tasks_t tasks = {.count = 77};
+    wsync_status_t status = wsync_quantise_tasks_init(&tasks, context, 1, err);
+
+    CHECK_EQ(tasks.count, status == WSYNC_OK ? 1 : 0);
+    wsync_quantise_tasks_fini(&tasks);
+    return status;
+}
+
+TEST(tasks_survive_failing_allocations)
+{
+    wsync_quantise_piece_t piece = {
+        .method = {WSYNC_QUANTISE_MXFP8, false, 1, 32},
+        .dtype = WSYNC_DTYPE_BFLOAT16,
+        .source_stride = {64, 2},
+        .extent = {4, 32},
+        .extremes = WSYNC_QUANTISE_NONE,
+        .overall = WSYNC_QUANTISE_NONE,
+        .second = WSYNC_QUANTISE_NONE,
+    };
+
+    CHECK(oom_run(tasks_attempt, &piece) >= 2);
 }
 
 static wsync_status_t compile_attempt(void *context, wsync_error_t *err)

@@ -7,6 +7,7 @@
 #include "core/quantise/piece_check.h"
 #include "device/host_quantise_rows.h"
 #include "device/kernel_quantise.h"
+#include "device_fixture.h"
 #include "draw.h"
 #include "harness.h"
 #include "kernel_host.h"
@@ -510,14 +511,14 @@ TEST(any_part_of_any_matrix_matches_the_reference)
     scene_fini(&scene);
 }
 
-static void check_stream(unsigned threads)
+static void check_stream(const wsync_device_t *device, unsigned threads)
 {
     wsync_stream_t *stream = NULL;
     wsync_error_t err = {0};
     scene_t scene;
 
     scene_init(&scene, 10 + threads);
-    CHECK_OK(wsync_stream_create(wsync_device_host(), threads, &stream, &err), err);
+    CHECK_OK(wsync_stream_create(device, threads, &stream, &err), err);
     for (int round = 0; round < 30; round++) {
         wsync_quantise_batch_t first;
         wsync_quantise_batch_t second;
@@ -538,12 +539,19 @@ static void check_stream(unsigned threads)
 
 TEST(a_stream_of_one_thread_matches_the_reference)
 {
-    check_stream(1);
+    check_stream(wsync_device_host(), 1);
 }
 
 TEST(a_stream_of_four_threads_matches_the_reference)
 {
-    check_stream(4);
+    check_stream(wsync_device_host(), 4);
+}
+
+TEST(a_stream_of_a_played_gpu_matches_the_reference)
+{
+    CHECK_EQ(setenv("WSYNC_TEST_DEVICE", "cuda", 1), 0);
+    CHECK_EQ(setenv("WSYNC_FAKE_CUDA_PAGEABLE", "1", 1), 0);
+    check_stream(test_device(), 1);
 }
 
 /* --- the arithmetic --- */
@@ -863,6 +871,40 @@ TEST(what_a_piece_does_not_have_is_refused)
 }
 
 /* --- the kernel, as C --- */
+
+TEST(what_the_kernel_does_not_count_is_refused)
+{
+    const wsync_quantise_piece_t good = {
+        .method = {WSYNC_QUANTISE_FP8_BLOCK, true, 128, 128},
+        .dtype = WSYNC_DTYPE_BFLOAT16,
+        .source_stride = {2, 2},
+        .extent = {4, 4},
+        .extremes = WSYNC_QUANTISE_NONE,
+        .overall = WSYNC_QUANTISE_NONE,
+        .second = WSYNC_QUANTISE_NONE,
+    };
+    wsync_quantise_piece_t pieces[2] = {good, good};
+    wsync_quantise_tasks_t tasks;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_quantise_tasks_init(&tasks, pieces, 2, &err), err);
+    wsync_quantise_tasks_fini(&tasks);
+    pieces[1].extent[0] = 1U << 30;
+    CHECK_EQ(wsync_quantise_tasks_init(&tasks, pieces, 2, &err), WSYNC_ERR_UNSUPPORTED);
+    CHECK_HAS(err.message, "piece 1: dim 0: extent 1073741824");
+    pieces[1] = good;
+    pieces[1].source_stride[1] = -(INT64_C(1) << 31);
+    CHECK_EQ(wsync_quantise_tasks_init(&tasks, pieces, 2, &err), WSYNC_ERR_UNSUPPORTED);
+    CHECK_HAS(err.message, "piece 1: dim 1: extent 4, stride -2147483648");
+    pieces[1] = good;
+    pieces[1].codes_stride = UINT64_C(1) << 32;
+    CHECK_EQ(wsync_quantise_tasks_init(&tasks, pieces, 2, &err), WSYNC_ERR_UNSUPPORTED);
+    CHECK_HAS(err.message, "piece 1: rows of codes that are 4294967296 bytes apart");
+    pieces[0].extent[0] = pieces[0].extent[1] = (1U << 30) - 1;
+    CHECK_EQ(wsync_quantise_tasks_init(&tasks, pieces, 1, &err), WSYNC_ERR_UNSUPPORTED);
+    CHECK_HAS(err.message, "piece 0: 1073741823 x 1073741823 elements after 0 units");
+    CHECK(tasks.items == NULL);
+}
 
 static void launch(const scene_t *scene, const wsync_quantise_tasks_t *tasks,
                    wsync_quantise_mode_t mode, wsync_extremes_t *scratch,
