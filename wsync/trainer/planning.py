@@ -14,6 +14,7 @@ from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
 from wsync.module_tensors import dtype_of
 from wsync.options import Options
+from wsync.quantised_names import is_note
 from wsync.report import listed
 from wsync.trainer.roster import Delivery, Roster
 from wsync.trainer.sessions.base import Session
@@ -96,8 +97,9 @@ class Planning:
             _log.warning("%s; rings of %d bytes are tried", missing, limit)
 
     def _name_unused(self, plan: _core.Plan) -> None:
-        if plan.unused:
-            names = [self.roster.model.tensor(index)[0] for index in plan.unused]
+        names = [self.roster.model.tensor(index)[0] for index in plan.unused]
+        names = [name for name in names if not is_note(name)]
+        if names:
             _log.warning(
                 "wsync: no engine makes use of %s: what the trainer has there is not delivered",
                 listed(names),

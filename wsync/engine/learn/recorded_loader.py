@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,6 +21,7 @@ from wsync.engine.learn.attribute_guards import (
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import Area, ModuleMemory, SharedError
 from wsync.engine.learn.module_state import ModuleState
+from wsync.engine.learn.quantised_forms import OtherFormError
 from wsync.engine.learn.recorder import (
     ClashError,
     RebindsError,
@@ -49,6 +50,7 @@ from wsync.engine.ring_loaders import (
 from wsync.machine import device
 from wsync.messages.control import LEARN, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
+from wsync.quantised_names import is_note
 from wsync.report import listed
 
 KEEP: Final = "WSYNC_KEEP"
@@ -149,7 +151,7 @@ class RecordedLoader(ChoosingLoader):
         try:
             with before.unless_done():  # the loader goes by what it keeps of made-up tensors
                 recording = self._record(model, before)
-        except (ClashError, SharedError) as error:
+        except (ClashError, OtherFormError, SharedError) as error:
             self.reason = str(error)
             raise
         except _NOT_RECORDED as error:
@@ -162,7 +164,7 @@ class RecordedLoader(ChoosingLoader):
             _log.warning("%s; whole tensors go through its load_weights%s", self.reason, how)
             self._chosen = ModuleLoader(self._module, self._load, at_once=at_once)
             return WHOLE
-        self._check_delivered(recording.lacking)
+        self._check_delivered(recording.lacking, recording.skipped)
         self.recording, self._model = recording, facts
         self._chosen = _Replay(self._module, self._load, recording, facts, self._stream)
         self._tell(recording)
@@ -177,8 +179,8 @@ class RecordedLoader(ChoosingLoader):
     def _changed_attribute(self) -> str:
         return self._guards.difference(dict(self._module.named_modules())) if self._read else ""
 
-    def _check_delivered(self, lacking: Mapping[str, int]) -> None:
-        """Raises MissingError for parameters that lack bytes."""
+    def _check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
+        """Raises MissingError for parameters that lack bytes.  unused: tensors of the trainer."""
         sizes = {path: tensor.nbytes for path, tensor in self._module.named_parameters()}
         names = {name: group for group in ModuleMemory(self._module).tied() for name in group}
         missing = [
@@ -187,10 +189,11 @@ class RecordedLoader(ChoosingLoader):
             if not any(self._stays(name) for name in names.get(path, [path]))
         ]
         if missing:
+            instead = f", and none of {listed(unused)} is made use of" if unused else ""
             raise MissingError(
                 f"{type(self._module).__name__}: no tensor of the trainer is loaded to "
-                f"{listed(missing)}; {KEEP} or RecordedLoader(ignore=...) names what is to stay "
-                "as it is"
+                f"{listed(missing)}{instead}; {KEEP} or RecordedLoader(ignore=...) names what is "
+                "to stay as it is"
             )
 
     def _stays(self, path: str) -> bool:
@@ -327,7 +330,8 @@ class RecordedLoader(ChoosingLoader):
         return recording
 
     def _tell(self, recording: Recording) -> None:
-        for name, reason in recording.fallback.items():
+        computed = {n: why for n, why in recording.fallback.items() if not is_note(n)}
+        for name, reason in computed.items():
             _log.warning("%s goes through load_weights: %s", name, reason)
         sizes = {path: tensor.nbytes for path, tensor in self._module.named_parameters()}
         for path, nbytes in recording.unwritten:
@@ -358,6 +362,7 @@ class _Replay(RoutedLoader):
         self.aside = [by_name[name] for name in recording.fallback]
         self.layout = self._destination({name: fact.shape for name, fact in by_name.items()})
         self._held: ModuleMemory | None = None
+        self._notes: torch.Tensor | None = None  # that the loader has loaded
 
     def blob(self) -> bytes:
         return self.layout.to_bytes()
@@ -379,6 +384,18 @@ class _Replay(RoutedLoader):
             raise _changed(self.module, change)
         self._held = held
         return _Filling(self, held, memory)
+
+    def load_aside(self, staged: list[tuple[str, torch.Tensor]]) -> None:
+        """Has the loader load what is its own.  Shapes of packed tensors are the same each time:
+        of a model of experts these are as many calls of its functions as there are tensors."""
+        notes = [tensor.reshape(-1) for name, tensor in staged if is_note(name)]
+        found = torch.cat(notes).cpu() if notes else None
+        if found is not None and self._notes is not None and torch.equal(found, self._notes):
+            staged = [(name, tensor) for name, tensor in staged if not is_note(name)]
+        if staged:
+            self._notes = None
+            self.load_weights(staged)
+        self._notes = found
 
     def _destination(self, shapes: dict[str, tuple[int, ...]]) -> _core.Layout:
         """The module's boxes; buffers are areas, and then tensors that are kept for the loader."""
@@ -437,7 +454,7 @@ class _Filling:
         self.check_places()
         with torch.no_grad():
             if self._staged:
-                self._replay.load_weights(self._staged)
+                self._replay.load_aside(self._staged)
                 self._staged = []
                 self.check_places()
             for transfer in (*recording.fills, *recording.copies):

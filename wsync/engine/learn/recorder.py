@@ -32,6 +32,7 @@ from wsync.engine.learn.module_memory import (
 )
 from wsync.engine.learn.module_state import Bindings
 from wsync.engine.learn.noted_places import noted_places
+from wsync.engine.learn.quantised_forms import refuse_other_forms, refuse_unloadable
 from wsync.engine.learn.regions import (
     Box,
     Move,
@@ -59,6 +60,7 @@ from wsync.engine.learn.tracer import (
 )
 from wsync.engine.ring_loaders import LoadWeights
 from wsync.module_tensors import dtype_of
+from wsync.quantised_names import is_note
 
 # conversions that lose nothing, so that the way back gives the same bytes
 _WIDENINGS: Final = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
@@ -302,7 +304,7 @@ def _record(module: torch.nn.Module, load: LoadWeights, model: MadeUpModel) -> R
     for _ in range(_TRIALS):
         held = ModuleMemory(module)
         tracer = Tracer(held, model)
-        _trace(module, load, model, tracer, everything - aside.keys(), aside)
+        _trace(module, load, model, held, tracer, everything - aside.keys(), aside)
         found = dict.fromkeys(_kept_outside(model, tracer), "it is kept outside the module")
         found |= dict.fromkeys(tracer.refused, "its values are looked at")
         if not found:
@@ -316,11 +318,12 @@ def _record(module: torch.nn.Module, load: LoadWeights, model: MadeUpModel) -> R
         )
     if aside:
         other = Tracer(held, model, opaque=frozenset(aside))
-        _trace(module, load, model, other, frozenset(aside))
+        _trace(module, load, model, held, other, frozenset(aside))
         if other.refused:
             raise RecordingError(f"it looks at what it makes of {', '.join(sorted(aside)[:5])}")
         for area, writes in enumerate(other.writes):
             tracer.writes[area] += [replace(write, time=0) for write in writes]
+    refuse_other_forms(held, model, tracer)
     outside = [*tracer.outside.values(), *(other.outside.values() if aside else ())]
     try:
         recording = _Analysis(held, model, tracer, aside).recording
@@ -343,7 +346,7 @@ def _try_alone(
     names = frozenset(recording.fallback)
     tracer = Tracer(held, model, opaque=names)
     before = {area: held.areas[area].sums(gaps) for area, gaps in recording.gaps.items()}
-    _trace(module, load, model, tracer, names, recording.fallback)
+    _trace(module, load, model, held, tracer, names, recording.fallback)
     for area, gaps in recording.gaps.items():
         if held.areas[area].sums(gaps) != before[area]:
             raise RecordingError(f"{held.areas[area].path}: written by means that cannot be seen")
@@ -366,6 +369,7 @@ def _trace(
     module: torch.nn.Module,
     load: LoadWeights,
     model: MadeUpModel,
+    held: ModuleMemory,
     tracer: Tracer,
     names: frozenset[str],
     aside: Mapping[str, str] = MappingProxyType({}),
@@ -380,6 +384,9 @@ def _trace(
         return
     except Exception as error:
         check()
+        refuse_other_forms(held, model, tracer)
+        if len(names) == len(model.tensors):  # it may have raised for want of the others
+            refuse_unloadable(error, held, model, tracer)
         text = f"it raised {type(error).__name__}: {error}"
         for name, why in list(aside.items())[:1]:
             text += f", when it is not given {name}: {why}"
@@ -462,6 +469,8 @@ class _Analysis:
         """Notes what one tensor of the model has brought where another is written over it."""
         mine = self._tracer.names_of([first])
         others = self._tracer.names_of([second])
+        if all(map(is_note, mine | others)):
+            return  # the last one stays, as it does where they are loaded
         if not mine or not others or mine <= others or others <= mine:
             return  # steps of one computation, not two tensors in one place
         move = second.move

@@ -121,7 +121,7 @@ def unloaded(module: torch.nn.Module, load: LoadWeights, layout: Layout) -> dict
             for parameter in _parameters(module).values():
                 size = parameter.element_size()
                 value = torch.full((size,), poison, dtype=torch.uint8, device="cpu")
-                parameter.detach().copy_(value.view(parameter.dtype).expand(parameter.shape))
+                parameter.detach().copy_(value.view(parameter.dtype)[0])
             load_made_up(load, model)
             left = {
                 path: (elements(parameter) == poison).all(-1).cpu()

@@ -1,0 +1,195 @@
+"""Tensors that a trainer quantises in another way than the engine that is to keep them.
+
+Loaders copy, copies convert, and codes that were converted are numbers without a meaning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wsync._core import Layout, LayoutError
+from wsync.dtypes import dtype_of
+from wsync.engine.learn.dummy_weights import MadeUpModel
+from wsync.engine.learn.module_memory import ModuleMemory
+from wsync.engine.learn.tracer import SOURCE, Tracer
+from wsync.report import listed
+
+# what quantised checkpoints have beside or in place of a weight, and engines' fused ones
+QUANTISED: Final = re.compile(r"weight_(packed|scale(_inv|_2)?|zero_point|g_idx)$")
+
+
+class OtherFormError(LayoutError):
+    """The model's tensors are quantised in another way than those that the engine keeps."""
+
+
+def refuse_other_forms(held: ModuleMemory, model: MadeUpModel, tracer: Tracer) -> None:
+    """Raises OtherFormError where a loader was seen to convert codes, or to codes."""
+    found: dict[str, str] = {}
+    sources, targets = _source_texts(model), _target_texts(held)
+    for number, writes in enumerate(tracer.writes):
+        for write in writes:
+            if write.kind != SOURCE or not meaningless(write.dtypes[0], write.dtypes[-1]):
+                continue
+            name = tracer.name_at(write.move.source)
+            path = held.name(number, write.move.destination - held.areas[number].start)
+            found.setdefault(name, f"{sources[name]} to {targets[path]}")
+    if found:
+        class_name = type(held.parts[""]).__name__
+        raise OtherFormError(
+            f"{class_name} and the trainer do not quantise alike: its load_weights converts "
+            f"{listed(found.values())}"
+        )
+
+
+def refuse_unloadable(
+    error: Exception, held: ModuleMemory, model: MadeUpModel, tracer: Tracer
+) -> None:
+    """Raises OtherFormError where a loader raised over a quantised tensor.  Values that it could
+    have gone by were not there to be looked at."""
+    places = model.address, model.address + model.nbytes
+
+    def source(tensor: torch.Tensor) -> str:
+        inside = places[0] <= tensor.data_ptr() < places[1]
+        return tracer.name_at(tensor.data_ptr()) if inside else ""
+
+    def target(tensor: torch.Tensor) -> str:
+        area = held.find(tensor.data_ptr())
+        return "" if area < 0 else held.name(area, tensor.data_ptr() - held.areas[area].start)
+
+    name, path = _at_work(error.__traceback__, source, target)
+    unknown = isinstance(error, KeyError | AttributeError)  # the module has no such parameter
+    involved = {name, *held.parameters} if unknown else {name, path}
+    codes = any(fact[0] == name and dtype_of(fact[1]).itemsize == 1 for fact in model.tensors)
+    if not name or not (codes or any(map(QUANTISED.search, involved))):
+        return
+    into = f" to {_target_texts(held)[path]}" if path and not unknown else ""
+    raise OtherFormError(
+        f"{type(held.parts['']).__name__} does not take what the trainer delivers: loading "
+        f"{_source_texts(model)[name]}{into}: {type(error).__name__}: {error}"
+    ) from error
+
+
+def meaningless(first: torch.dtype, last: torch.dtype) -> bool:
+    """Whether a conversion of values makes no weights of weights: formats of one byte are codes,
+    or scales without a sign, and integers are no rounded weights."""
+    if first == last or torch.bool in (first, last):
+        return False
+    return 1 in (first.itemsize, last.itemsize) or (
+        first.is_floating_point and not last.is_floating_point
+    )
+
+
+def _source_texts(model: MadeUpModel) -> dict[str, str]:
+    return {name: f"{name} ({dtype} {shape})" for name, dtype, shape, _, _ in model.tensors}
+
+
+def _target_texts(held: ModuleMemory) -> dict[str, str]:
+    return {path: f"{path} ({dtype} {shape})" for path, dtype, shape, *_ in held.facts}
+
+
+def _at_work(
+    trace: TracebackType | None,
+    source: Callable[[torch.Tensor], str],
+    target: Callable[[torch.Tensor], str],
+) -> tuple[str, str]:
+    """The tensor of the model that was being loaded when an error was raised, and the module's
+    that it was loaded to: what the innermost functions have in their variables; "" where none.
+    source, target: the name of a tensor, or of a part of it."""
+    frames = []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    name = path = ""
+    for frame in reversed(frames):
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.numel():
+                name, path = name or source(value), path or target(value)
+        if name:
+            break
+    return name, path
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _wants_values(error: Exception) -> bool:
+    """Whether an error is torch's about tensors without values."""
+    said = ("meta", "storage", "data pointer")
+    return isinstance(error, NotImplementedError) or any(word in str(error) for word in said)
+
+
+class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Loads tensors that have no values, of a model's shapes, to parameters that have none.
+
+    Raises OtherFormError where codes are converted, or where the loader raises over a quantised
+    tensor; errors that come of the want of values are no errors.
+    """
+
+    def __init__(self, model: Layout) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names: dict[int, str] = {}
+        self._pairs: list[tuple[str, torch.Tensor]] = []
+        self._texts: dict[str, str] = {}
+        self._converted: dict[str, str] = {}
+        for index in range(model.tensor_count):
+            name, dtype, shape, _ = model.tensor(index)
+            tensor = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
+            self._names[tensor.untyped_storage()._cdata] = name
+            self._texts[name] = f"{name} ({dtype} {shape})"
+            self._pairs.append((name, tensor))
+
+    def run(
+        self, module: torch.nn.Module, load: Callable[[list[tuple[str, torch.Tensor]]], Any]
+    ) -> None:
+        who = type(module).__name__
+        parameters = list(module.named_parameters())
+        targets = {
+            parameter.untyped_storage()._cdata: f"{path} ({_dtype(parameter)} {_shape(parameter)})"
+            for path, parameter in parameters
+        }
+        try:
+            with torch.no_grad(), self:
+                load(list(self._pairs))
+        except Exception as error:
+            name, target = _at_work(
+                error.__traceback__,
+                self._name,
+                lambda tensor: targets.get(tensor.untyped_storage()._cdata, ""),
+            )
+            if not self._converted and name and not _wants_values(error):
+                unknown = isinstance(error, KeyError | AttributeError)
+                into = f" to {target}" if target and not unknown else ""
+                raise OtherFormError(
+                    f"{who} does not take what the trainer delivers: loading "
+                    f"{self._texts[name]}{into}: {type(error).__name__}: {error}"
+                ) from error
+        if self._converted:
+            raise OtherFormError(
+                f"{who} and the trainer do not quantise alike: its load_weights converts "
+                f"{listed(self._converted.values())}"
+            )
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        return self._names.get(tensor.untyped_storage()._cdata, "")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[:2]
+            name = self._name(source)
+            if name and meaningless(source.dtype, target.dtype):
+                into = f"{_dtype(target)} {_shape(target)}"
+                self._converted[name] = f"{self._texts[name]} to {into}"
+        return func(*args, **(kwargs or {}))
