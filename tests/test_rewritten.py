@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from wsync import sglang
 from wsync.sglang import rewritten
 
 
@@ -34,6 +36,19 @@ def pack(made: Any) -> None:
     made.use_intel_amx_backend = True
 
 
+def mark_bytes(made: Any) -> None:
+    made.scales = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
+    made.scales.format_ue8m0 = True
+
+
+def empty(made: Any) -> None:
+    made.w13_weight_g_idx = torch.nn.Parameter(torch.zeros(2, 0))
+
+
+def pack_for_marlin(made: Any) -> None:
+    made.is_marlin_converted = True
+
+
 def interleave(made: Any) -> None:
     made.quant_method.w13_swiglu_interleaved = True
 
@@ -53,6 +68,7 @@ def can_restore(made: Any) -> None:
         (swap, (2, 3), "experts.w13_weight: SimpleNamespace has replaced it after loading"),
         (mark_scales, (2, 3), "experts.w13_weight: its scales are packed as UE8M0"),
         (pack, (2, 3), "experts: its weights are packed for AMX"),
+        (pack_for_marlin, (2, 3), "experts: its weights are packed for Marlin"),
         (interleave, (2, 3), "experts: its gate and up rows are interleaved"),
         (cut_into_blocks, (2, 3, 4), "experts: its weights lie in blocks for flashinfer_trtllm"),
         (can_restore, (2, 1, 3, 4), "experts: its weights lie in blocks for flashinfer_trtllm"),
@@ -66,6 +82,33 @@ def test_a_rewritten_layer_is_named(
     assert rewritten(model) == ""
     change(model.experts)
     assert rewritten(model).startswith(reason)
+
+
+@pytest.mark.parametrize("change", [mark_bytes, empty])
+def test_what_a_layer_is_made_with_is_as_it_was_loaded(change: Callable[[Any], None]) -> None:
+    """Scales of MXFP8, and the order of groups where there is none."""
+    model = torch.nn.Module()
+    model.experts = layer(2, 3)
+    change(model.experts)
+    assert rewritten(model) == ""
+
+
+class Updater:
+    def end_weight_update(self) -> None: ...
+
+
+@pytest.mark.parametrize(("updater", "reason"), [(Updater, ""), (object, "replaced it after")])
+def test_copies_of_scales_are_made_anew_where_a_session_ends(
+    updater: type, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = sglang._UPDATER.split(".")
+    for count in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:count]), ModuleType(parts[count - 1]))
+    monkeypatch.setattr(sys.modules[sglang._UPDATER], "WeightUpdater", updater, raising=False)
+    model = torch.nn.Module()
+    model.experts = layer(2, 3)
+    model.experts.weight_scale_inv_swizzled = torch.nn.Parameter(torch.zeros(2, 2))
+    assert reason in rewritten(model) and bool(reason) == bool(rewritten(model))
 
 
 def test_blocks_that_sglang_has_undone_are_as_they_were_loaded() -> None:

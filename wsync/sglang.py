@@ -4,11 +4,15 @@ SGLang imports the function in every worker process and calls it with the model 
 and the tensors of each update request whose load_format is this function's name.
 """
 
+import fnmatch
+import importlib
 import logging
 import re
 import sys
 import threading
 from typing import Any, Final
+
+import torch
 
 from wsync._core import Layout, UnsupportedError
 from wsync.engine.learn.recorded_loader import RecordedLoader
@@ -19,6 +23,10 @@ from wsync.messages import payload
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
+_CACHE_SCALES: Final = ("*.attn*.[kv]_scale",)
+# copies of MXFP8's scales in the order of a kernel
+_DERIVED: Final = ("_scale_inv_swizzled", "_scale_inv_deepgemm", "_scale_inv_shuffled")
+_UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
 # what models that only draft tokens are called there
 _DRAFT: Final = re.compile(r"(NextN|MTP|Eagle\d*)$")
 
@@ -101,7 +109,10 @@ def _loader(model: Any) -> Loader:
 
 
 class SglangLoader(RecordedLoader):
-    """Learns from load_weights; refuses weights that SGLang rewrites after it has loaded them."""
+    """Learns from load_weights; refuses weights that SGLang rewrites after it has loaded them.
+
+    Scales of the cache of keys and values stay as they are where the trainer delivers none.
+    """
 
     def learn(self, model: Layout, losing: Losing = keeps) -> bytes:
         reason = rewritten(self._module)
@@ -113,6 +124,10 @@ class SglangLoader(RecordedLoader):
         method = super().method()
         return method.own if isinstance(method, _Watched) else method
 
+    def _stays(self, path: str) -> bool:
+        cache = any(fnmatch.fnmatchcase(path, pattern) for pattern in _CACHE_SCALES)
+        return cache or made_anew(path) or super()._stays(path)
+
     def goes_by(self) -> object:
         """Which expert lies in which place: load balancing deals them out anew."""
         module = sys.modules.get("sglang.srt.eplb.expert_location")
@@ -120,6 +135,18 @@ class SglangLoader(RecordedLoader):
         if metadata is None:
             return None
         return metadata.physical_to_logical_map.cpu().numpy().tobytes()
+
+
+def made_anew(path: str) -> bool:
+    """Whether a parameter is made of another one when a weight-update session ends (SGLang 0.5.21
+    and newer, which take tensors in sessions only)."""
+    if not path.endswith(_DERIVED):
+        return False
+    try:
+        updater = importlib.import_module(_UPDATER).WeightUpdater
+    except (ImportError, AttributeError):
+        return False
+    return hasattr(updater, "end_weight_update")
 
 
 def rewritten(model: Any) -> str:
@@ -133,13 +160,18 @@ def rewritten(model: Any) -> str:
             continue
         if getattr(layer, "use_intel_amx_backend", False):
             return f"{path}: its weights are packed for AMX"
+        if getattr(layer, "is_marlin_converted", False):  # until a session begins
+            return f"{path}: its weights are packed for Marlin"
         if getattr(method, "w13_swiglu_interleaved", False):
             return (
                 f"{path}: its gate and up rows are interleaved (SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED)"
             )
         for name, tensor in layer.named_parameters(recurse=False):
-            if getattr(tensor, "format_ue8m0", False):
+            # scales of MXFP8 are bytes of this format from the beginning
+            if getattr(tensor, "format_ue8m0", False) and tensor.dtype != torch.uint8:
                 return f"{path}.{name}: its scales are packed as UE8M0"
+            if not tensor.numel() or made_anew(f"{path}.{name}"):
+                continue
             if "weight" in name and not hasattr(tensor, "weight_loader"):
                 return f"{path}.{name}: {type(method).__name__} has replaced it after loading"
         if getattr(method, "use_flashinfer_trtllm_moe", False) and not _restored(layer, method):
