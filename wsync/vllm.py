@@ -9,19 +9,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from wsync._core import Layout, UnsupportedError
+from wsync._core import Layout, LayoutError, UnsupportedError
 from wsync.engine.learn.module_memory import ModuleMemory
+from wsync.engine.learn.quantised_forms import QUANTISED, OtherFormError, Rehearsal
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.recorder import Recording
 from wsync.engine.post_load import run_in_place, wait_for_device
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.messages.control import WHOLE
+from wsync.quantised_names import without_scales
+from wsync.report import listed
 
 
 class WorkerExtension:
@@ -119,7 +123,7 @@ class VllmLoader(ChoosingLoader):
         self._config = vllm_config
         self._model_config = model_config
         self._device = torch.device("cpu" if device is None else device)
-        self.recorded = RecordedLoader(model, after=self._process)
+        self.recorded = _Recorded(model, after=self._process)
         self._chosen = self.recorded
         self._tried: tuple[Recording | None, str] = (None, "")
 
@@ -136,7 +140,7 @@ class VllmLoader(ChoosingLoader):
         self.reason = packed_once(self._model)
         if self.reason:
             raise UnsupportedError(f"{self.reason}; vLLM cannot load it a second time")
-        self.reason = rewritten(self._model)
+        self.reason = rewritten(self._model) or processed_once(self._model)
         if not self.reason:
             losing()
             self._process()  # from here on there is all that it makes
@@ -147,7 +151,13 @@ class VllmLoader(ChoosingLoader):
             self.reason = "" if recording is None else self._tried[1]
             if not self.reason:
                 return blob
-        self._chosen = _Reloader(self._model, self._config, self._model_config, self.reason)
+        names = (model.tensor(index)[:2] for index in range(model.tensor_count))
+        if missing := without_scales(names):
+            # a layer that is made anew is processed with whatever memory it has for them
+            raise LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
+        reloader = _Reloader(self._model, self._config, self._model_config, self.reason)
+        reloader.rehearse(model)
+        self._chosen = reloader
         return WHOLE
 
     def facts(self) -> dict[str, Any]:
@@ -178,6 +188,38 @@ class VllmLoader(ChoosingLoader):
             if area.checksum() != sum:
                 return f"{area.path} is changed by process_weights_after_loading"
         return ""
+
+
+class _Recorded(RecordedLoader):
+    """Does not ask for what attention makes of other weights each time that it is processed."""
+
+    def _stays(self, path: str) -> bool:
+        return _made_by_attention(self._module, path) or super()._stays(path)
+
+
+def _made_by_attention(model: torch.nn.Module, path: str) -> bool:
+    """Whether a layer of attention has made a parameter when it was processed: DeepSeek's W_UV and
+    W_UK_T, of kv_b_proj.  It makes them anew whenever vLLM processes weights."""
+    try:
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    except ImportError:
+        return False
+    prefix, _, name = path.rpartition(".")
+    layer = model.get_submodule(prefix)
+    made, _ = get_layerwise_info(layer).restore_metadata
+    return is_deferred_attention_layer(layer) and name not in made
+
+
+def processed_once(model: torch.nn.Module) -> str:
+    """Which layer's weights are processed the first time alone, or "": vLLM's own reload knows how
+    to have that done again."""
+    for path, layer in model.named_modules():
+        done = getattr(layer, "_already_called_process_weights_after_loading", False)
+        if done and layer._parameters:  # what only holds such a layer says it, too
+            method = type(getattr(layer, "quant_method", layer)).__name__
+            return f"{path}: {method} processes its weights once"
+    return ""
 
 
 def packed_once(model: torch.nn.Module) -> str:
@@ -245,10 +287,37 @@ class _Reloader(ModuleLoader):
                 load_weights([(name, tensor.clone()) for name, tensor in pairs])
 
         super().__init__(model, load)
+        self._load_weights = load_weights
         self._layerwise = layerwise
         self._model = model
         self._config = vllm_config
         self._model_config = model_config
+
+    def rehearse(self, model: Layout) -> None:
+        """Raises OtherFormError, by name, where the layers do not take tensors of these dtypes and
+        shapes, or lack scales.  Nothing is loaded: no layer is ever complete."""
+        size = self._layerwise.get_layer_size
+        self._layerwise.get_layer_size = lambda _: sys.maxsize
+        who = type(self._model).__name__
+        try:
+            with self._configured():
+                self._layerwise.initialize_layerwise_reload(self._model)
+                Rehearsal(model).run(self._model, self._load_weights)
+                if missing := self._without_scales():
+                    raise OtherFormError(f"{who}: no tensor of the trainer is loaded to {missing}")
+        finally:
+            self._layerwise.get_layer_size = size
+            self._put_back()
+
+    def _without_scales(self) -> str:
+        """The quantised parameters of layers that nothing is loaded to, or ""."""
+        found = []
+        for path, layer in self._model.named_modules():
+            info = self._layerwise.get_layerwise_info(layer)
+            loaded = {name for name, _ in info.loaded_weights}
+            names = info.restore_metadata[0].keys() - loaded
+            found += [f"{path}.{name}" for name in names if loaded and QUANTISED.search(name)]
+        return listed(found)
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
@@ -261,10 +330,18 @@ class _Reloader(ModuleLoader):
         return receipt
 
     def abandon(self) -> None:
-        """Gives the layers that wait for more their memory back."""
+        """Gives the layers that wait for more the tensors back that they had: to process what has
+        come of them may fail again, and has no values for the rest."""
         super().abandon()
-        with contextlib.suppress(Exception):
-            self._finalize()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        with self._configured():
+            for layer in self._model.modules():
+                info = self._layerwise.get_layerwise_info(layer)
+                if info.kernel_tensors is not None:
+                    self._layerwise._place_kernel_tensors(layer, info)
+                info.reset()
 
     def _finalize(self) -> None:
         with self._configured():

@@ -19,7 +19,7 @@ def wait_for_device(module: torch.nn.Module, timeout: float = 60.0) -> None:
         DeadlineError: it is not after `timeout` seconds.
     """
     tensors = itertools.chain(module.parameters(), module.buffers())
-    device = next((t.device for t in tensors if t.device.type != "cpu"), None)
+    device = next((t.device for t in tensors if t.device.type not in ("cpu", "meta")), None)
     if device is None:
         return
     waiting = threading.Thread(
