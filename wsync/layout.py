@@ -11,6 +11,7 @@ from wsync import _core
 from wsync.families.rules import group_of
 from wsync.families.tables import TOGETHER
 from wsync.module_tensors import two_tensors
+from wsync.quantised_names import group_of_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -197,7 +198,11 @@ def from_tensors(
     table = _core.describe([tensor for _, tensor in given], names, gpu=True)
     rank, count = position(group)
     builder = _core.LayoutBuilder(rank)
-    builder.add_tensors(names, table, [group_of(name, TOGETHER) for name in names])
+    groups = [
+        group_of(name, TOGETHER) or group_of_parts(name, table[place][1])
+        for place, name in enumerate(names)
+    ]
+    builder.add_tensors(names, table, groups)
 
     def current() -> Sequence[Tensor]:
         known = dict(tensors.items())  # at once: another thread may change a dict
