@@ -75,7 +75,8 @@ class DiskSync(Updates):
             weight_v<version> in it, and these with .2 to .999 behind, are kept for versions.
         base: a folder (or a transformers configuration) whose configuration and tokenizer files
             every version gets.
-        dtype: what floating-point tensors are stored as, on all ranks; None keeps the trainer's.
+        dtype: what floating-point tensors are stored as, on all ranks, but for codes and scales of
+            quantised weights; None keeps the trainer's.
         shard_nbytes: bytes of tensors in one file, on all ranks; a larger tensor has a file of its
             own.
         keep: versions that stay in the folder; None keeps all.

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from wsync import _core
 from wsync.boxes import Box, outside
+from wsync.quantised_names import group_of_parts
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
@@ -39,7 +40,10 @@ _STORED: Final = {
     "float16": "F16",
     "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
     "int64": "I64",
     "int32": "I32",
     "int16": "I16",
@@ -128,8 +132,8 @@ def arrange(
 ) -> Arrangement:
     """Puts a model's tensors into files of at most shard_nbytes of data, in order of their names.
 
-    dtype: what floating-point tensors are stored as; None keeps the trainer's.  A tensor that is
-    larger than a file gets one of its own.
+    dtype: what floating-point tensors are stored as, but for codes and their scales; None keeps
+    the trainer's.  A tensor that is larger than a file gets one of its own.
 
     Raises UnsupportedError for a dtype or a name that safetensors does not have.
     """
@@ -137,7 +141,8 @@ def arrange(
     left = 0
     facts = [model.tensor(index)[:3] for index in range(model.tensor_count)]
     for name, own, shape in sorted(facts, key=lambda fact: _natural(fact[0])):
-        kind = dtype if dtype is not None and "float" in own else own
+        converted = dtype is not None and "float" in own and not group_of_parts(name, own)
+        kind = dtype if dtype is not None and converted else own
         if kind not in _STORED:
             raise _core.UnsupportedError(f"{name}: safetensors does not store {kind}")
         if name == _FACTS:
