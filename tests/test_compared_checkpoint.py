@@ -55,6 +55,41 @@ def test_a_quantised_checkpoint_is_no_error(checkpoint, caplog):
     assert caplog.messages == [f"{checkpoint}, whose tensors are quantised: it has no: c.weight"]
 
 
+CODES = {"a.weight": torch.zeros(4, 2, dtype=torch.float8_e4m3fn), "b.bias": torch.zeros(3)}
+SCALES = {"a.weight_scale_inv": torch.ones(1, 1)}
+NOTE = {"c.weight_shape": torch.zeros(2, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({**CODES, **SCALES}, ""),
+        (CODES, "only it has: a.weight_scale_inv"),
+        (
+            {**CODES, "a.weight_scale_inv": torch.ones(1, 1, dtype=torch.uint8)},
+            "other dtypes: a.weight_scale_inv (float32, here uint8)",
+        ),
+        (
+            {**CODES, "a.weight_scale_inv": torch.ones(2, 1)},
+            "other shapes: a.weight_scale_inv (2, 1) where it has (1, 1)",
+        ),
+        ({**CODES, "a.weight_scale": torch.ones(1)}, "it has no: a.weight_scale; only it has: a."),
+        # the trainer does not quantise
+        ({"a.weight": torch.zeros(4, 2), "b.bias": torch.zeros(3)}, ""),
+    ],
+)
+def test_a_trainer_that_quantises_has_the_codes_and_scales_of_the_checkpoint(tmp_path, given, text):
+    save_file({**CODES, **SCALES, **NOTE}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"fmt": "e4m3"}}))
+    given = {**given, "c.weight_shape": torch.zeros(2, dtype=torch.int32)}
+    if not text:
+        compare(model(given), tmp_path)
+        return
+    with pytest.raises(_core.LayoutError) as error:
+        compare(model(given), tmp_path)
+    assert text in str(error.value)
+
+
 def test_a_folder_that_cannot_be_read_is_not_compared(checkpoint, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     compare(model(TENSORS), "some/name-on-the-hub")

@@ -19,6 +19,7 @@ from wsync.checkpoints.safetensors_layout import (
     system_calls,
 )
 from wsync.quantise.config import TensorFacts, quantization_config
+from wsync.quantised_names import group_of_parts, is_note
 from wsync.report import listed
 
 _log = logging.getLogger(__name__)
@@ -55,8 +56,9 @@ def compare(
 
     Raises:
         LayoutError: tensors that the checkpoint does not have, or has in other shapes; the text
-            names them.  Of a quantised checkpoint, whose tensors have other names than those of a
-            model that is not, only a warning.
+            names them.  Where the trainer quantises also codes and scales that it lacks, or has in
+            another dtype: engines without wsync convert what they are sent, and keep what they are
+            not sent.  Only a warning where the checkpoint is quantised and the trainer does not.
     """
     if places is None:
         try:
@@ -68,33 +70,41 @@ def compare(
     if isinstance(model, _core.Layout):
         model = [TensorFacts(*model.tensor(index)) for index in range(model.tensor_count)]
     facts = list(model)
-    unknown = [each.name for each in facts if each.name not in places]
-    shapes = [
-        f"{name} {tuple(shape)} where it has {places[name].shape}"
-        for name, _, shape, _ in facts
-        if name in places and not _same_shape(shape, places[name].shape)
-    ]
-    wrong = [
-        f"{text}: {listed(names)}"
-        for text, names in (("it has no", unknown), ("other shapes", shapes))
-        if names
-    ]
-    if wrong and (quantised or not _is_quantised(Path(folder))):
+    kept = {each.name for each in facts}
+    lacking = [name for name in places if name not in kept]
+    odd = {
+        name: f"{name} ({places[name].dtype}, here {dtype})"
+        for name, dtype, _, _ in facts
+        if name in places and places[name].dtype != dtype
+    }
+    wrong = {
+        "it has no": [each.name for each in facts if each.name not in places],
+        "other shapes": [
+            f"{name} {tuple(shape)} where it has {places[name].shape}"
+            for name, _, shape, _ in facts
+            if name in places and not _same_shape(shape, places[name].shape)
+        ],
+    }
+    quantised = quantised or any(_is_part(each.name, each.dtype) for each in facts)
+    if quantised:
+        parts = {name for name, place in places.items() if _is_part(name, place.dtype)}
+        wrong["other dtypes"] = [text for name, text in odd.items() if name in parts]
+        wrong["only it has"] = [name for name in lacking if name in parts]
+    texts = [f"{text}: {listed(names)}" for text, names in wrong.items() if names]
+    if texts and (quantised or not _is_quantised(Path(folder))):
         raise _core.LayoutError(
-            f"the trainer's tensors are not those of {folder}: {'; '.join(wrong)} (Options"
+            f"the trainer's tensors are not those of {folder}: {'; '.join(texts)} (Options"
             "(checkpoint=) names another folder, or none by '')"
         )
-    for text in wrong:
+    for text in texts:
         _log.warning("%s, whose tensors are quantised: %s", folder, text)
-    kept = {each.name for each in facts}
-    _warn(f"only {folder} has", [name for name in places if name not in kept])
-    dtypes = {name: place.dtype for name, place in places.items()}
-    odd = [
-        f"{name} ({dtypes[name]}, here {dtype})"
-        for name, dtype, _, _ in facts
-        if name in dtypes and dtypes[name] != dtype
-    ]
-    _warn(f"{folder} has another dtype of", odd)
+    _warn(f"only {folder} has", lacking)
+    _warn(f"{folder} has another dtype of", list(odd.values()))
+
+
+def _is_part(name: str, dtype: str) -> bool:
+    """Whether a tensor is codes or scales."""
+    return group_of_parts(name, dtype) != 0 and not is_note(name)
 
 
 def _same_shape(one: Sequence[int], other: Sequence[int]) -> bool:
