@@ -40,3 +40,29 @@ def configure(config: Any) -> Any:
 def build(family: str, config: Any, quantization: Any = None) -> torch.nn.Module:
     """A model of this rank."""
     return sglang_cpu.build(*_CLASSES[family], config, quantization)
+
+
+def stand_in_for_kernels() -> None:
+    """Has quantised layers made and processed as on an NVIDIA GPU, without its kernels: what these
+    would shuffle is shuffled in some other way."""
+    from sglang.srt.layers.quantization import fp8, unquant, utils
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import (
+        compressed_tensors_wNa16,
+        compressed_tensors_wNa16_moe,
+    )
+
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
+    fp8._is_cpu = unquant._is_cpu = unquant._is_cpu_amx_available = False
+    utils.scaled_fp8_quant = lambda weight, scale: ((weight / scale).to(fp8.fp8_dtype), scale)
+
+    def packed(weight: Any, _: Any, rows: int, columns: int, *__: Any) -> Any:
+        return weight.flip(-1).reshape(*weight.shape[:-2], rows // 16, columns * 2).contiguous()
+
+    def packed_linear(weight: Any, *, size_k: int, size_n: int, **_: Any) -> Any:
+        return packed(weight, None, size_k, size_n)
+
+    linear, experts = compressed_tensors_wNa16, compressed_tensors_wNa16_moe
+    linear.gptq_marlin_repack, experts.gptq_marlin_moe_repack = packed_linear, packed
+    linear.check_marlin_supports_shape = lambda *_: None
+    for module in (linear, experts):
+        module.marlin_make_workspace = lambda *_: torch.zeros(4, dtype=torch.int32)

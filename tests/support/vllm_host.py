@@ -144,6 +144,18 @@ def choose_triton() -> None:
     fp8.Fp8MoEMethod._init_moe_kernel = lambda *_: None
 
 
+def choose_packed_experts() -> None:
+    """Has INT4 experts choose Triton's kernels, as on an NVIDIA GPU without Marlin's."""
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonWNA16Experts
+    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_wna16 as packed,
+    )
+
+    packed.select_wna16_moe_backend = lambda **_: (WNA16MoEBackend.TRITON, TritonWNA16Experts)
+    packed.CompressedTensorsWNA16MoEMethod._setup_kernel = lambda *_: None
+
+
 def quantize(config: Any) -> Any:
     """The config of a checkpoint in FP8 with a scale for each block; see tiny_models."""
     choose_triton()

@@ -6,7 +6,7 @@ import types
 from typing import Any
 
 import torch
-from support import tiny_models, vllm_host
+from support import quantised_models, tiny_models, vllm_host
 from support.digests import digests
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
@@ -22,6 +22,8 @@ cpu_moe.cpu_prepack_moe_weight = lambda weight, _: weight.flip(-1).contiguous()
 class Worker(WorkerBase):  # type: ignore[misc]
     """What of vLLM's Worker concerns weights."""
 
+    broken = False
+
     def init_device(self) -> None:
         self.device = torch.device("cpu")
 
@@ -35,6 +37,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         shuffled: str = "",
         packs: bool = False,
         fp8: bool = False,
+        method: tuple[Any, ...] = (),
         ep: int = 1,
         balanced: bool = False,
         changes: dict[str, Any] | None = None,
@@ -45,6 +48,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         packs: experts are packed after loading as vLLM does on CPUs, instead of being left as
         they are.
         fp8: the checkpoint is in FP8, with a scale for each block.
+        method: the fields of the quantised_models.Method that the checkpoint is quantised by.
         ep: among how many workers the experts are divided.
         balanced: experts may move between workers (enable_eplb, which needs GPUs to start with).
         changes: of the config.
@@ -59,6 +63,12 @@ class Worker(WorkerBase):  # type: ignore[misc]
         if fp8:
             vllm_host.quantize(self.config)
             self.checkpoint = tiny_models.blockwise_fp8(self.checkpoint)
+        if method:
+            vllm_host.choose_triton()
+            vllm_host.choose_packed_experts()
+            chosen = quantised_models.Method(*method)
+            self.config.quantization_config = chosen.config(self.config)
+            self.checkpoint = chosen.shapes(self.checkpoint)
         vllm_host.host(tp=self.parallel_config.world_size, ep=ep, rank=self.rank)
         whole = vllm_host.configure(self.config)
         self.vllm_config.parallel_config = self.parallel_config = whole.parallel_config
@@ -121,10 +131,16 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Has load_weights raise after so many tensors; 0: no more."""
         self.fault = count
 
+    def set_broken(self, broken: bool) -> None:
+        """Has what turns a layer over raise."""
+        Worker.broken = broken
+
     def reasons(self) -> list[str]:
         loader = self.__dict__["_wsync"].loader
         return [loader.reason, loader.recorded.reason]
 
 
 def turn_over(layer: torch.nn.Module) -> None:
+    if Worker.broken:
+        raise RuntimeError("no kernel for this")
     layer.weight.data = layer.weight.data.flip(0).contiguous()
