@@ -25,7 +25,7 @@ from wsync.disk import newest
 from wsync.engine.learn.quantised_forms import Rehearsal
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import ModuleLoader
-from wsync.quantised_names import group_of_parts, without_scales
+from wsync.module_tensors.quantised_names import group_of_parts, without_scales
 from wsync.sync import Sync
 from wsync.vllm import processed_once
 

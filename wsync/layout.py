@@ -11,7 +11,7 @@ from wsync import _core
 from wsync.families.rules import group_of
 from wsync.families.tables import TOGETHER
 from wsync.module_tensors import two_tensors
-from wsync.quantised_names import group_of_parts
+from wsync.module_tensors.quantised_names import group_of_parts
 
 if TYPE_CHECKING:
     from torch import Tensor

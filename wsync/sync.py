@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.exchange.trainer_group import host_identity
-from wsync.handles.base import EngineHandle, handles_of
+from wsync.handles.base import handles_of
 from wsync.machine.device import of
 from wsync.machine.trace import Trace
-from wsync.messages.control import LOAD_FORMAT
 from wsync.options import Options, numbers
 from wsync.report import Report
 from wsync.trainer.base_sync import Updates
 from wsync.trainer.connection import Connection
 from wsync.trainer.requests import EngineRequests
-from wsync.trainer.roster import Delivery, RolloutEngine, Roster, drafts
+from wsync.trainer.roster import Delivery, RolloutEngine, Roster
 
 if TYPE_CHECKING:
     from wsync.trainer.base_sync import Source, Weights
-
-_log = logging.getLogger(__name__)
 
 
 class Sync(Updates):
@@ -127,20 +123,9 @@ class Sync(Updates):
             raise _core.InvalidArgumentError(
                 f"{len(gpus)} engine_gpu_offsets for {len(handles)} engines"
             )
-        return [self._engine(e, gpu) for e, gpu in zip(handles, gpus, strict=True)]
-
-    def _engine(self, engine: EngineHandle, gpu: int | None) -> RolloutEngine:
-        delivery = Delivery.of(engine, gpu, self.options, self._group.size)
-        if drafts(engine) and LOAD_FORMAT in engine.load_formats:
-            receives = delivery in (Delivery.WSYNC, Delivery.REMOTE)
-            _log.warning(
-                "engine %s drafts tokens with layers of its model: %s",
-                engine.name,
-                "wsync's receiver leaves them as they are"
-                if receives
-                else "it takes buckets, which update these, too, and not wsync's receiver",
-            )
-        return RolloutEngine(engine.name, engine.workers, delivery, gpu)
+        ranks = self._group.size
+        pairs = zip(handles, gpus, strict=True)
+        return [RolloutEngine.of(engine, gpu, self.options, ranks) for engine, gpu in pairs]
 
     def _meet(self, engines: list[RolloutEngine]) -> Roster:
         """Everybody's host, pipeline stage and layout, and rank 0's engines."""

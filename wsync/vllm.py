@@ -24,7 +24,7 @@ from wsync.engine.post_load import run_in_place, wait_for_device
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.messages.control import WHOLE
-from wsync.quantised_names import without_scales
+from wsync.module_tensors.quantised_names import without_scales
 from wsync.report import listed
 
 
@@ -287,7 +287,6 @@ class _Reloader(ModuleLoader):
                 load_weights([(name, tensor.clone()) for name, tensor in pairs])
 
         super().__init__(model, load)
-        self._load_weights = load_weights
         self._layerwise = layerwise
         self._model = model
         self._config = vllm_config
@@ -302,7 +301,7 @@ class _Reloader(ModuleLoader):
         try:
             with self._configured():
                 self._layerwise.initialize_layerwise_reload(self._model)
-                Rehearsal(model).run(self._model, self._load_weights)
+                Rehearsal(model).run(self._model, self._model.load_weights)  # type: ignore[arg-type]
                 if missing := self._without_scales():
                     raise OtherFormError(f"{who}: no tensor of the trainer is loaded to {missing}")
         finally:

@@ -60,15 +60,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self.shuffled = shuffled
         self.config = tiny_models.config(family, **(changes or {}))
         self.checkpoint = tiny_models.checkpoint(family, self.config)
-        if fp8:
-            vllm_host.quantize(self.config)
-            self.checkpoint = tiny_models.blockwise_fp8(self.checkpoint)
-        if method:
-            vllm_host.choose_triton()
-            vllm_host.choose_packed_experts()
-            chosen = quantised_models.Method(*method)
-            self.config.quantization_config = chosen.config(self.config)
-            self.checkpoint = chosen.shapes(self.checkpoint)
+        self._quantise(fp8, method)
         vllm_host.host(tp=self.parallel_config.world_size, ep=ep, rank=self.rank)
         whole = vllm_host.configure(self.config)
         self.vllm_config.parallel_config = self.parallel_config = whole.parallel_config
@@ -93,6 +85,18 @@ class Worker(WorkerBase):  # type: ignore[misc]
             name: [list(shape), str(dtype).removeprefix("torch.")]
             for name, (shape, dtype) in self.checkpoint.items()
         }
+
+    def _quantise(self, fp8: bool, method: tuple[Any, ...]) -> None:
+        """Has the checkpoint quantised as `start` was told."""
+        if fp8:
+            vllm_host.quantize(self.config)
+            self.checkpoint = tiny_models.blockwise_fp8(self.checkpoint)
+        if method:
+            vllm_host.choose_triton()
+            vllm_host.choose_packed_experts()
+            chosen = quantised_models.Method(*method)
+            self.config.quantization_config = chosen.config(self.config)
+            self.checkpoint = chosen.shapes(self.checkpoint)
 
     def make(self) -> Any:
         # layers register themselves there by name

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from wsync import _core
 from wsync.boxes import Box, outside
-from wsync.quantised_names import group_of_parts
+from wsync.module_tensors.quantised_names import group_of_parts
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"

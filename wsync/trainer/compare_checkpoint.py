@@ -18,8 +18,8 @@ from wsync.checkpoints.safetensors_layout import (
     read_config,
     system_calls,
 )
+from wsync.module_tensors.quantised_names import group_of_parts, is_note
 from wsync.quantise.config import TensorFacts, quantization_config
-from wsync.quantised_names import group_of_parts, is_note
 from wsync.report import listed
 
 _log = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from wsync import _core
 from wsync.handles.base import EngineHandle
 from wsync.messages.control import LOAD_FORMAT
 from wsync.options import Options
+
+_log = logging.getLogger(__name__)
 
 
 class Delivery(enum.StrEnum):
@@ -56,6 +59,21 @@ class RolloutEngine:
     workers: int
     delivery: Delivery
     first_gpu: int | None = None
+
+    @staticmethod
+    def of(engine: EngineHandle, gpu: int | None, options: Options, ranks: int) -> RolloutEngine:
+        """What a handle says; warns of layers that an engine drafts with and that stay."""
+        delivery = Delivery.of(engine, gpu, options, ranks)
+        if drafts(engine) and LOAD_FORMAT in engine.load_formats:
+            receives = delivery in (Delivery.WSYNC, Delivery.REMOTE)
+            _log.warning(
+                "engine %s drafts tokens with layers of its model: %s",
+                engine.name,
+                "wsync's receiver leaves them as they are"
+                if receives
+                else "it takes buckets, which update these, too, and not wsync's receiver",
+            )
+        return RolloutEngine(engine.name, engine.workers, delivery, gpu)
 
 
 @dataclass(frozen=True)

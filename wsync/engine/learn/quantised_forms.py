@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wsync._core import Layout, LayoutError
-from wsync.dtypes import dtype_of
 from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.tracer import SOURCE, Tracer
+from wsync.module_tensors import dtype_of
 from wsync.report import listed
 
 # what quantised checkpoints have beside or in place of a weight, and engines' fused ones

@@ -50,7 +50,7 @@ from wsync.engine.ring_loaders import (
 from wsync.machine import device
 from wsync.messages.control import LEARN, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
-from wsync.quantised_names import is_note
+from wsync.module_tensors.quantised_names import is_note
 from wsync.report import listed
 
 KEEP: Final = "WSYNC_KEEP"

@@ -60,7 +60,7 @@ from wsync.engine.learn.tracer import (
 )
 from wsync.engine.ring_loaders import LoadWeights
 from wsync.module_tensors import dtype_of
-from wsync.quantised_names import is_note
+from wsync.module_tensors.quantised_names import is_note
 
 # conversions that lose nothing, so that the way back gives the same bytes
 _WIDENINGS: Final = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
