@@ -111,6 +111,19 @@ def test_a_transposed_weight_is_quantised_as_its_matrix() -> None:
         engine.close()
 
 
+def test_a_tensor_without_elements_may_come_last() -> None:
+    given = weights(1) | {"model.empty": torch.zeros(0, 4)}
+    options = wsync.Options(quantise=METHODS["cut blocks"][0], progress=False)
+    expected = quantised(given, "cut blocks")
+    engine = ProcessEngine(shapes_of(expected))
+    try:
+        with wsync.connect(given, [engine], options=options) as sync:
+            sync.update()
+            assert differing(engine.weights(), expected) == []
+    finally:
+        engine.close()
+
+
 def connect(given: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
     wsync.connect(given, [], options=wsync.Options(quantise=config, progress=False)).close()
 

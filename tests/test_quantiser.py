@@ -69,7 +69,7 @@ class Rank:
         self.layout = builder.build()
 
     def begin(self, model: _core.Layout, rules: Sequence[_core.QuantiseRule]) -> None:
-        self.quantiser = _core.Quantiser(model, self.rank, rules)
+        self.quantiser = _core.Quantiser(model, self.rank, len(self.parts), rules)
         self.image = torch.zeros(self.quantiser.image_nbytes, dtype=torch.uint8)
         constants = self.quantiser.constants
         if constants:
@@ -212,7 +212,7 @@ def test_each_of_stacked_matrices_has_blocks_of_its_own() -> None:
 def test_what_is_not_quantised_stays_where_it_lies() -> None:
     whole = {"w": matrix((4, 32), torch.bfloat16, 1), "norm": torch.ones(4)}
     rank = Rank(0, whole, {"w": [((0, 0), (4, 32))], "norm": [((0,), (4,))]})
-    layout = _core.Quantiser(rank.layout, 0, [rule("int4")]).layout
+    layout = _core.Quantiser(rank.layout, 0, 2, [rule("int4")]).layout
     (kept,) = layout.shards(layout.find("norm"))
     assert (kept.buffer, kept.offset) == (1, 0)
     names = ["w_codes", "w_scales", "w_shape", "norm"]
@@ -228,6 +228,7 @@ def test_what_is_not_quantised_stays_where_it_lies() -> None:
         ([rule("int4", "norm")], _core.UnsupportedError, "norm: 1 dimensions"),
         ([rule("int4", "ids")], _core.UnsupportedError, "ids: int64, where float32"),
         ([rule("int4", "odd")], _core.UnsupportedError, "odd: rank 0 has columns 0 to 12 of 32"),
+        ([rule("nvfp4", share=2)], _core.InvalidArgumentError, "w: number 2 of those that share"),
         ([("w", "fp9", *rule("int4")[2:])], _core.InvalidArgumentError, "is named 'fp9'"),
     ],
 )
@@ -241,7 +242,7 @@ def test_what_cannot_be_quantised_is_named(rules: Any, error: type, text: str) -
     boxes = {name: [((0,) * t.dim(), t.shape)] for name, t in whole.items()}
     boxes["odd"] = [((0, 0), (4, 12)), ((0, 12), (4, 20))]
     with pytest.raises(error, match=text):
-        _core.Quantiser(Rank(0, whole, boxes).layout, 0, rules)
+        _core.Quantiser(Rank(0, whole, boxes).layout, 0, 5, rules)
 
 
 def test_computed_and_stepped_elements_are_refused() -> None:
@@ -249,10 +250,19 @@ def test_computed_and_stepped_elements_are_refused() -> None:
     builder.add_shard("w", "float32", (4, 32), (0, 0), (4, 16), 0, 0, (64, 4), steps=(1, 2))
     builder.add_shard("w", "float32", (4, 32), (0, 1), (4, 16), 1, 0, (64, 4), steps=(1, 2))
     with pytest.raises(_core.UnsupportedError, match="w: rank 0 has every 2-th index of dim 1"):
-        _core.Quantiser(builder.build(), 0, [rule("fp8_block")])
+        _core.Quantiser(builder.build(), 0, 2, [rule("fp8_block")])
     builder = _core.LayoutBuilder(0)
     region = ((0, 0), (4, 32), (0, 0))
     target = ("w", "", (4, 32), (0, 0), (0, 0), (4, 32), (0, 1), 0, 1.0, 1.0)
     builder.add_parameter("p", 0, "float32", (32, 1), [region], [target])
     with pytest.raises(_core.UnsupportedError, match="w: its elements are computed"):
-        _core.Quantiser(builder.build(), 0, [rule("fp8_block")])
+        _core.Quantiser(builder.build(), 0, 2, [rule("fp8_block")])
+
+
+def test_codes_lie_behind_parameters_that_hold_nothing() -> None:
+    """As a rank's last one does that has only rows which pad the vocabulary."""
+    rank = Rank(0, {"w": torch.zeros(4, 32)}, {"w": [((0, 0), (4, 32))]})
+    layout = _core.Quantiser(rank.layout, 0, 3, [rule("int4")]).layout
+    assert {shard.buffer for i in range(3) for shard in layout.shards(i)} == {3}
+    with pytest.raises(_core.InvalidArgumentError, match=r"from buffer 0 on, but .* in 1 buffers"):
+        _core.Quantiser(rank.layout, 0, 0, [rule("int4")])

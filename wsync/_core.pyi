@@ -198,12 +198,12 @@ QuantiseRule = tuple[str, str, bool, int, int, str, str, str | None, str | None,
 
 @final
 class Quantiser:
-    """What of the merged layout of all ranks one rank quantises.  InvalidArgumentError or UnsupportedError, which
-    name the tensor: see csrc/core/quantise/quantiser.h."""
-    def __new__(cls, layout: Layout, rank: int, rules: Sequence[QuantiseRule]) -> Self: ...
+    """What of the merged layout of all ranks one rank, which has so many buffers, quantises.  InvalidArgumentError or
+    UnsupportedError, which name the tensor: see csrc/core/quantise/quantiser.h."""
+    def __new__(cls, layout: Layout, rank: int, buffers: int, rules: Sequence[QuantiseRule]) -> Self: ...
     @property
     def layout(self) -> Layout:
-        """The rank's shards: codes and scales, in the buffers after its last one, and what is not quantised."""
+        """The rank's shards: codes and scales, in the buffers after its own, and what is not quantised."""
     @property
     def ends(self) -> list[int]:
         """Where the image's buffers end; each begins where the one before ends."""

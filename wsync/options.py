@@ -45,8 +45,8 @@ class Options:
             memory engine and trainer need for themselves in between (slime's colocate mode).
             Getting it anew costs time in every update, and fails the update where there is none.
             A ring that a loader keeps looking at stays, with a warning.
-        threads: copying threads of one trainer rank; weights are quantised by at least as many, on
-            the host by the rank's share of the cores.
+        threads: copying threads of one trainer rank.  Weights in host memory are quantised by the
+            rank's share of the host's cores, if that is more.
         directory: where sockets live; None for the temporary directory.
         checkpoint: folder of the model's Hugging Face checkpoint, with whose names, shapes and
             dtypes the trainer's are compared when it connects; slime's updaters take

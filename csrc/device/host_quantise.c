@@ -146,7 +146,7 @@ static const unsigned char *row_at(part_t *part, uint64_t row, uint64_t column,
     if (stride[1] == (int64_t)part->item || count <= 1) {
         return from;
     }
-    if (row < part->gathered_row || row >= part->gathered_end ||
+    if (row >= part->gathered_end || row < part->gathered_row ||
         column != part->gathered_column) {
         const uint64_t room = GATHER_NBYTES / (count * part->item);
         const uint64_t rows = least(room, part->end[0] - row);

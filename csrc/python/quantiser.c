@@ -20,10 +20,11 @@ static int read_rule(const void *context, PyObject *item, size_t index, void *ma
         PyErr_Format(PyExc_TypeError, "rule %zu is no tuple: %R", index, item);
         return -1;
     }
-    if (!PyArg_ParseTuple(item, "sspIIsszzII", &rule->tensor, &kind, &reciprocal,
-                          &rule->method.block_rows, &rule->method.block_cols, &rule->codes,
-                          &rule->scales, &rule->second, &rule->shape, &rule->share,
-                          &rule->group)) {
+    if (!PyArg_ParseTuple(item, "sspO&O&sszzO&O&", &rule->tensor, &kind, &reciprocal,
+                          wsync_py_convert_u32, &rule->method.block_rows,
+                          wsync_py_convert_u32, &rule->method.block_cols, &rule->codes,
+                          &rule->scales, &rule->second, &rule->shape, wsync_py_convert_u32,
+                          &rule->share, wsync_py_convert_u32, &rule->group)) {
         return -1;
     }
     rule->method.reciprocal = reciprocal != 0;
@@ -36,18 +37,20 @@ static int read_rule(const void *context, PyObject *item, size_t index, void *ma
 
 static PyObject *quantiser_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"layout", "rank", "rules", NULL};
+    static char *keywords[] = {"layout", "rank", "buffers", "rules", NULL};
     ModuleState *state = wsync_py_type_state(type);
     PyObject *layout;
     PyObject *rules;
-    unsigned int rank;
+    uint32_t rank;
+    uint32_t buffers;
     wsync_py_items_t items;
     QuantiserObject *self;
     wsync_error_t err = {0};
     wsync_status_t status;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!IO:Quantiser", keywords,
-                                     state->type_Layout, &layout, &rank, &rules) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&O&O:Quantiser", keywords,
+                                     state->type_Layout, &layout, wsync_py_convert_u32,
+                                     &rank, wsync_py_convert_u32, &buffers, &rules) ||
         wsync_py_items_init(&items, rules, sizeof(wsync_quantise_rule_t), read_rule,
                             (const void *)&state) < 0) {
         return NULL;
@@ -58,8 +61,8 @@ static PyObject *quantiser_new(PyTypeObject *type, PyObject *args, PyObject *kwa
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_quantiser_create(((LayoutObject *)layout)->layout, rank, items.items,
-                                        items.count, &self->quantiser, &err);
+        status = wsync_quantiser_create(((LayoutObject *)layout)->layout, rank, buffers,
+                                        items.items, items.count, &self->quantiser, &err);
     Py_END_ALLOW_THREADS
     wsync_py_items_fini(&items);
     if (status != WSYNC_OK) {
@@ -129,7 +132,7 @@ WSYNC_PY_NUMBER_GETTER(quantiser_extremes_count,
 
 static PyGetSetDef quantiser_getset[] = {
     {"layout", quantiser_layout, NULL,
-     "The rank's shards: codes and scales, in the buffers after its last one, and what is\n"
+     "The rank's shards: codes and scales, in the buffers after its own, and what is\n"
      "not quantised.",
      NULL},
     {"ends", quantiser_ends, NULL,
@@ -146,8 +149,9 @@ static PyGetSetDef quantiser_getset[] = {
 
 static PyType_Slot quantiser_slots[] = {
     {Py_tp_doc,
-     "Quantiser(layout, rank, rules)\n--\n\n"
-     "What of the merged layout of all ranks one rank quantises."},
+     "Quantiser(layout, rank, buffers, rules)\n--\n\n"
+     "What of the merged layout of all ranks one rank, which has so many buffers, "
+     "quantises."},
     {Py_tp_new, quantiser_new},
     {Py_tp_dealloc, quantiser_dealloc},
     {Py_tp_getset, quantiser_getset},

@@ -662,7 +662,8 @@ static PyMethodDef stream_methods[] = {
      "the\n"
      "image and of the table of extremes; codes: codes and scales are written into the "
      "image,\n"
-     "else the extremes of pieces are merged into the table.  Everything is kept alive "
+     "else the extremes of pieces are merged into the table, which begins with -inf.  "
+     "Everything is kept alive "
      "until\n"
      "the stream has passed."},
     {"record", WSYNC_PY_KEYWORDS(stream_record),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from wsync import _core
-from wsync.exchange.trainer_group import TrainerGroup, together
+from wsync.exchange.trainer_group import TrainerGroup, host_identity, together
 from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.fork_guard import Owner
 from wsync.machine.try_lock import Turn
@@ -142,9 +142,11 @@ class Updates(abc.ABC):
         if rules is None:
             self._compare(model)
             return model
-        # before an update begins nothing else wants this rank's share of the cores
-        share = min(len(os.sched_getaffinity(0)) // size, _MOST_THREADS)
-        self._image = Image(model, rank, rules, max(self.options.threads, share))
+        hosts = self._group.gather_json(host_identity())
+        # before an update begins nothing else wants this rank's share of the host's cores
+        share = len(os.sched_getaffinity(0)) // hosts.count(hosts[rank])
+        threads = max(self.options.threads, min(share, _MOST_THREADS))
+        self._image = Image(model, rank, len(source.names), rules, threads)
         self._layout = self._image.layout
         return self._merged()
 
@@ -203,9 +205,11 @@ class Updates(abc.ABC):
                 self._next_version = self.version + 1
                 if report.version.isdecimal():
                     self._next_version = int(report.version)
-                yield report
-                if self._image is not None and self.options.park:
-                    self._image.park()
+                try:
+                    yield report
+                finally:
+                    if self._image is not None and self.options.park:
+                        self._image.park()
             report.seconds = time.perf_counter() - start
             self._use_up_version()
 

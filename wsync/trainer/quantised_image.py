@@ -14,6 +14,7 @@ from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.device import find, follow_torch, of
 
 _ENTRY_NBYTES: Final = 8  # two float32
+_MERGED_NBYTES: Final = 1 << 20  # of the table, at a time
 
 
 class Image:
@@ -25,6 +26,7 @@ class Image:
     Args:
         model: the merged layout of all ranks.
         rank: this one.
+        buffers: how many parameters it has, also such as hold nothing of the model.
         rules: which tensors are quantised, how, and what comes of them; the same on all ranks.
         threads: of the host, that quantise.
 
@@ -34,16 +36,23 @@ class Image:
     """
 
     def __init__(
-        self, model: _core.Layout, rank: int, rules: Sequence[_core.QuantiseRule], threads: int
+        self,
+        model: _core.Layout,
+        rank: int,
+        buffers: int,
+        rules: Sequence[_core.QuantiseRule],
+        threads: int,
     ) -> None:
-        self._quantiser = _core.Quantiser(model, rank, rules)
+        self._quantiser = _core.Quantiser(model, rank, buffers, rules)
+        self._buffers = buffers
         self._threads = threads
+        self._where: torch.device | None = None
         self._stream: _core.Stream | None = None
         self._memory: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def layout(self) -> _core.Layout:
-        """What the rank has to give: codes and scales in the buffers after its last parameter."""
+        """What the rank has to give: codes and scales in the buffers after its parameters."""
         return self._quantiser.layout
 
     @property
@@ -58,7 +67,7 @@ class Image:
         Args:
             weights: the rank's parameters.
             group: the ranks.
-            timeout: seconds that it may take here.
+            timeout: seconds that each of two passes over the weights may take.
         """
         try:
             return self._fill(weights, group, timeout)
@@ -69,6 +78,8 @@ class Image:
     def _fill(
         self, weights: _core.TensorTable, group: TrainerGroup, timeout: float
     ) -> _core.TensorTable:
+        if len(weights) != self._buffers:
+            raise _core.LayoutError(f"{len(weights)} parameters, where {self._buffers} were known")
         image, extremes = self._made(weights)
         results = _core.describe([image, extremes], ["codes and scales", "extremes"], gpu=True)
         sources, spans = _core.BufferTable.of(weights), _core.BufferTable.of(results)
@@ -103,8 +114,10 @@ class Image:
     def _made(self, weights: _core.TensorTable) -> tuple[torch.Tensor, torch.Tensor]:
         """Image and table of extremes, on the device of the weights."""
         where = torch.device("cpu" if weights.gpu is None else f"cuda:{weights.gpu}")
-        if self._memory is None or self._memory[0].device != where:
+        if self._where != where:
             self.close()
+            self._where = where
+        if self._memory is None:
             image = _bytes(self.nbytes, where)
             if constants := self._quantiser.constants:
                 known = torch.frombuffer(bytearray(constants), dtype=torch.uint8)
@@ -117,16 +130,18 @@ class Image:
 
 
 def _merge(extremes: torch.Tensor, group: TrainerGroup) -> None:
-    """Takes the largest that any rank has found."""
+    """Takes the largest that any rank has found, a part of the table at a time: each rank gets
+    every other's."""
     if group.size == 1:
         return
-    mine = extremes.cpu()
-    data = ctypes.string_at(mine.data_ptr(), mine.nbytes)
-    for part in group.all_gather(data):
-        torch.maximum(
-            mine, torch.frombuffer(bytearray(part), dtype=torch.float32).view_as(mine), out=mine
-        )
-    extremes.copy_(mine)
+    flat, step = extremes.view(-1), _MERGED_NBYTES // 4
+    for begin in range(0, len(flat), step):
+        part = flat[begin : begin + step]
+        mine = part.cpu()
+        for data in group.all_gather(ctypes.string_at(mine.data_ptr(), mine.nbytes)):
+            theirs = torch.frombuffer(bytearray(data), dtype=torch.float32)
+            mine = torch.maximum(mine, theirs)
+        part.copy_(mine)
 
 
 def _bytes(nbytes: int, where: torch.device) -> torch.Tensor:

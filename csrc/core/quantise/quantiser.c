@@ -9,7 +9,8 @@
 enum {
     /* Where a piece's codes and scales begin: as wide as a device's widest loads. */
     ALIGNMENT = 128,
-    /* A buffer of the image ends with what comes to lie here. */
+    /* The image is cut into buffers of about this size, because writers to a disk take a
+     * buffer at a time. */
     BUFFER_NBYTES = 32 << 20,
     ROW = 0,
     COL = 1,
@@ -42,6 +43,7 @@ typedef struct maker {
     uint32_t rank;
     uint32_t image; /* its first buffer */
     uint64_t constants_nbytes;
+    size_t rule_count;
     wsync_quantiser_t *made;
     wsync_layout_builder_t *builder;
     matrices_t *tensors;          /* by the layout's; without a rule it stays as it is */
@@ -116,6 +118,11 @@ static wsync_status_t add_rule(maker_t *maker, const wsync_quantise_rule_t *rule
     status = check_tensor(found->tensor, err);
     if (status != WSYNC_OK) {
         return status;
+    }
+    if (rule->share > maker->rule_count) {
+        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
+                          "%.256s: number %u of those that share a scale, of %zu rules",
+                          rule->tensor, rule->share, maker->rule_count);
     }
     found->rule = rule;
     found->method = rule->method;
@@ -423,7 +430,7 @@ static wsync_status_t add_pieces(maker_t *maker, const matrices_t *matrices,
     const uint64_t rows = (uint64_t)box->extent[dim];
     const uint64_t count = wsync_box_count(box) / rows / (uint64_t)box->extent[dim + COL];
     wsync_quantise_piece_t piece = {
-        .method = matrices->method,
+        .method = matrices->rule->method,
         .dtype = matrices->tensor->dtype,
         .source_buffer = shard->buffer,
         .source_stride = {shard->stride[dim], shard->stride[dim + COL]},
@@ -544,6 +551,7 @@ static wsync_status_t make(maker_t *maker, const wsync_quantise_rule_t *rules, s
     const size_t tensors = wsync_layout_tensor_count(maker->layout);
     wsync_status_t status = wsync_layout_builder_create(&maker->builder, err);
 
+    maker->rule_count = count;
     maker->constants_nbytes = constants_nbytes(rules, count);
     maker->made->image_nbytes = maker->constants_nbytes;
     for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
@@ -564,15 +572,21 @@ static wsync_status_t make(maker_t *maker, const wsync_quantise_rule_t *rules, s
 }
 
 wsync_status_t wsync_quantiser_create(const wsync_layout_t *layout, uint32_t rank,
-                                      const wsync_quantise_rule_t *rules, size_t count,
-                                      wsync_quantiser_t **quantiser, wsync_error_t *err)
+                                      uint32_t buffers, const wsync_quantise_rule_t *rules,
+                                      size_t count, wsync_quantiser_t **quantiser,
+                                      wsync_error_t *err)
 {
-    maker_t maker = {.layout = layout, .rank = rank};
+    maker_t maker = {.layout = layout, .rank = rank, .image = buffers};
     wsync_status_t status;
 
-    maker.image = rank < wsync_layout_rank_count(layout)
-                      ? wsync_layout_buffer_count(layout, rank)
-                      : 0;
+    if (rank < wsync_layout_rank_count(layout) &&
+        wsync_layout_buffer_count(layout, rank) > buffers) {
+        return wsync_fail(
+            err, WSYNC_ERR_INVALID, 0, "quantise",
+            "rank %u: codes and scales from buffer %u on, but it has tensors in "
+            "%u buffers",
+            rank, buffers, wsync_layout_buffer_count(layout, rank));
+    }
     maker.made = calloc(1, sizeof(*maker.made));
     maker.tensors = calloc(wsync_layout_tensor_count(layout) + 1, sizeof(*maker.tensors));
     status = maker.made != NULL && maker.tensors != NULL ? make(&maker, rules, count, err)

@@ -28,14 +28,16 @@ typedef struct wsync_quantise_rule {
 typedef struct wsync_quantiser wsync_quantiser_t;
 
 /* `layout` holds the shards of all ranks.  The image, which is the memory for codes and
- * scales of `rank`, is the rank's buffers after its last one.
+ * scales of `rank`, is the rank's buffers from number `buffers` on.
  *
- * INVALID, which names the tensor: a rule for a tensor that the layout lacks, or that
- * another rule has; UNSUPPORTED: no matrices, no floating-point numbers of 32 or 16 bits,
- * elements that are computed or lie in steps, a box that cuts a word of codes. */
+ * INVALID: the rank has shards in one of these buffers; or, which names the tensor, a rule
+ * for a tensor that the layout lacks, or that another rule has; UNSUPPORTED: no matrices,
+ * no floating-point numbers of 32 or 16 bits, elements that are computed or lie in steps, a
+ * box that cuts a word of codes. */
 wsync_status_t wsync_quantiser_create(const wsync_layout_t *layout, uint32_t rank,
-                                      const wsync_quantise_rule_t *rules, size_t count,
-                                      wsync_quantiser_t **quantiser, wsync_error_t *err);
+                                      uint32_t buffers, const wsync_quantise_rule_t *rules,
+                                      size_t count, wsync_quantiser_t **quantiser,
+                                      wsync_error_t *err);
 void wsync_quantiser_destroy(wsync_quantiser_t *quantiser);
 
 /* The rank's shards: codes, scales and what is not quantised.  Hands the layout over: the
