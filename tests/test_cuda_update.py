@@ -97,6 +97,16 @@ def test_weights_that_have_moved_cost_their_addresses_alone(trainer: Ranks) -> N
         assert set(worker) <= ROUND | LOOKS, worker
 
 
+def test_what_is_quantised_by_a_gpu_is_what_the_host_makes(trainers: Ranks) -> None:
+    for found in trainers.run(cuda_cases.quantise, timeout=120):
+        for kind, (same, nbytes, calls) in found.items():
+            assert same, kind
+            assert nbytes > 100 * 64 // 4, kind
+            # a launch for each pass; the tables are there
+            assert set(calls) <= LOOKS | ROUND, (kind, calls)
+            assert calls["cuLaunchKernel"] == 2, kind
+
+
 # --- what goes wrong ----------------------------------------------------------------------------
 
 

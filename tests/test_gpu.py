@@ -6,7 +6,9 @@ stand-in for the driver (test_cuda_update.py does so) all of it runs that needs 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import os
 import random
 import signal
@@ -137,6 +139,78 @@ def test_later_updates_take_no_memory_of_the_gpu(torch_cuda: None) -> None:
                 sync.update()
             after, _ = torch.cuda.mem_get_info()
     assert before - after <= 0
+
+
+# --- quantising ----------------------------------------------------------------------------------
+
+# kind, reciprocal, rows and columns of a block
+METHODS = (
+    ("fp8_block", True, 128, 128),
+    ("fp8_block", False, 64, 96),
+    ("fp8_ue8m0", True, 128, 128),
+    ("fp8_tensor", False, 0, 0),
+    ("int4", False, 1, 32),
+    ("int4", False, 1, 128),
+    ("int4_slime", False, 1, 64),
+    ("mxfp8", False, 1, 32),
+    ("nvfp4", False, 1, 16),
+)
+SHAPE = (300, 456)  # a last block of fewer rows and columns
+
+
+def quantiser(dtype: str, method: tuple[str, bool, int, int], cuts: list[int]) -> Any:
+    """Of a tensor whose columns lie in one buffer between each two cuts."""
+    builder = _core.LayoutBuilder()
+    size = getattr(torch, dtype).itemsize
+    for buffer, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        extent = (SHAPE[0], end - begin)
+        strides = (extent[1] * size, size)
+        builder.add_shard("w", dtype, SHAPE, (0, begin), extent, buffer, 0, strides)
+    names = ("w.codes", "w.scale", "w.scale_2" if method[0] == "nvfp4" else None, None)
+    return _core.Quantiser(builder.build(), 0, [("w", *method, *names, 0, 0)])
+
+
+def quantised(
+    made: Any, parts: list[torch.Tensor], stream: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Image and table of extremes, on the host."""
+    near = parts[0].device
+    image = torch.zeros(made.image_nbytes, dtype=torch.uint8, device=near)
+    extremes = torch.full((made.extremes_count, 2), -torch.inf, device=near)
+    results = _core.describe([image, extremes], ["image", "extremes"], gpu=True)
+    weights = _core.describe(parts, [str(index) for index in range(len(parts))], gpu=True)
+    spans = _core.BufferTable.of(weights), _core.BufferTable.of(results)
+    device.follow_torch(stream)
+    for codes in (False, True):
+        stream.quantise(made, *spans, codes=codes)
+    stream.synchronize(60.0)
+    return image.cpu(), extremes.cpu().view(torch.int32)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: "-".join(map(str, method)))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_codes_and_scales_are_those_of_the_host(
+    dtype: str, method: tuple[str, bool, int, int]
+) -> None:
+    ordinary = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    ordinary[5] *= 1e-6
+    ordinary[7, 3] = -0.0
+    ordinary[200:210] = 0
+    with (
+        contextlib.closing(_core.Stream(1, _core.host())) as host,
+        contextlib.closing(_core.Stream(1, device.find(device.default()))) as gpu,
+    ):
+        for cuts in ([0, 456], [0, 128, 456], [0, 200, 456]):
+            made = quantiser(dtype, method, cuts)
+            weights = ordinary.to(getattr(torch, dtype))
+            for wild in (None, torch.nan, torch.inf):
+                if wild is not None:
+                    weights[9, 21] = wild
+                parts = [weights[:, a:b].contiguous() for a, b in itertools.pairwise(cuts)]
+                expected = quantised(made, parts, host)
+                found = quantised(made, [part.to(where()) for part in parts], gpu)
+                assert torch.equal(found[0], expected[0]), (cuts, wild)
+                assert torch.equal(found[1], expected[1]), (cuts, wild)
 
 
 # --- torch's streams -----------------------------------------------------------------------------

@@ -407,7 +407,7 @@ static wsync_cu_event_t mark(const cuda_stream_t *self, wsync_cu_stream_t stream
 static wsync_status_t run_batch(cuda_stream_t *self, const wsync_batch_t *copies,
                                 const wsync_quantise_batch_t *pieces, wsync_error_t *err)
 {
-    const bool timed = self->timed_count < self->trace_capacity;
+    const bool timed = copies != NULL && self->timed_count < self->trace_capacity;
     wsync_cuda_load_t *load = NULL;
     bool begun = false;
     timed_t pair = {0};

@@ -180,6 +180,27 @@ TEST(tables_are_uploaded_once)
     (void)close(fd);
 }
 
+TEST(copies_alone_are_traced)
+{
+    const rig_t rig = make_rig(NBYTES);
+    wsync_stream_span_t *spans = NULL;
+    size_t count = 0;
+    wsync_error_t err = {0};
+    scene_t scene;
+
+    scene_init(&scene, rig.base);
+    wsync_stream_trace(rig.stream, calloc(4, sizeof(*spans)), 4, &spans, &count);
+    CHECK_OK(quantise(rig.stream, &scene, WSYNC_QUANTISE_EXTREMES, &err), err);
+    enqueue(&rig, shapes, 1, &rig.target, 1);
+    CHECK_OK(quantise(rig.stream, &scene, WSYNC_QUANTISE_CODES, &err), err);
+    synchronize(&rig);
+    wsync_stream_trace(rig.stream, NULL, 0, &spans, &count);
+    CHECK_EQ(count, 1);
+    free(spans);
+    wsync_memory_destroy(scene.memory);
+    end_rig(&rig);
+}
+
 /* Refused, with what is named, and untouched. */
 static void refuse(wsync_stream_t *stream, const scene_t *scene, const char *text)
 {

@@ -26,8 +26,10 @@ import wsync
 from wsync import _core
 from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
+from wsync.exchange.trainer_group import TrainerGroup
 from wsync.layout import TrainerLayout
 from wsync.machine.device import find, uuid
+from wsync.trainer import quantised_image
 from wsync.trainer.sessions.local import WorkerSession
 
 OPTIONS = wsync.Options(
@@ -362,3 +364,38 @@ def holds() -> dict[str, Any]:
         stream.close()
         stuck = (dry, [str(warning.message) for warning in said], alive() is not None)
     return {"kept": kept, "left": left, "stuck": stuck}
+
+
+def quantise() -> dict[str, Any]:
+    """Images of this rank's rows, which end inside blocks, filled twice by the GPU and once by the
+    host; and what the second of the former asked of the driver."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = torch.randn(100, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rows = [100 * part // size for part in range(size + 1)]
+    layouts = []
+    for part in range(size):
+        builder = _core.LayoutBuilder(part)
+        extent = [rows[part + 1] - rows[part], 64]
+        builder.add_shard("w", "bfloat16", [100, 64], [rows[part], 0], extent, 0, 0, [128, 2])
+        layouts.append(builder.build())
+    model = _core.Layout.merge(layouts)
+    weights = _core.describe([whole[rows[rank] : rows[rank + 1]]], ["w"])
+    found, asked = {}, Counter[str]()
+    with contextlib.closing(TrainerGroup(timeout=60)) as group:
+        for kind, *block in (("fp8_block", 32, 32), ("nvfp4", 1, 16), ("fp8_tensor", 0, 0)):
+            second = "w_2" if kind == "nvfp4" else None
+            rule = ("w", kind, True, *block, "w_codes", "w_scale", second, None, 0, 0)
+            images = []
+            for where in (uuid(0), ""):
+                image = quantised_image.Image(model, rank, [rule], 1)
+                with mock.patch.object(quantised_image, "of", return_value=where):
+                    for _ in range(2):
+                        begin = position()
+                        table = image.fill(weights, group, 60)
+                        if where:
+                            asked = calls(begin).get(os.getpid(), Counter())
+                address, *_, nbytes = table[len(table) - 1]
+                images.append(ctypes.string_at(address, nbytes))
+                image.close()
+            found[kind] = (images[0] == images[1], len(images[0]), dict(asked))
+    return found
