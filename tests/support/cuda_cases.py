@@ -388,7 +388,10 @@ def quantise() -> dict[str, Any]:
             images = []
             for where in (uuid(0), ""):
                 image = quantised_image.Image(model, rank, [rule], 1)
-                with mock.patch.object(quantised_image, "of", return_value=where):
+                with (
+                    mock.patch.object(quantised_image, "of", return_value=where),
+                    mock.patch.object(torch, "empty", torch.zeros),  # between what is written
+                ):
                     for _ in range(2):
                         begin = position()
                         table = image.fill(weights, group, 60)
