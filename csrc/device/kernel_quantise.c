@@ -230,8 +230,9 @@ wsync_status_t wsync_quantise_tasks_init(wsync_quantise_tasks_t *tasks,
         .unit_starts = calloc(room + 1, sizeof(*tasks->unit_starts)),
     };
     if (tasks->items == NULL || tasks->unit_starts == NULL) {
-        status = wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
-                            "no memory for the tables of %zu pieces", count);
+        wsync_quantise_tasks_fini(tasks);
+        return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "calloc",
+                          "no memory for the tables of %zu pieces", count);
     }
     for (unsigned purpose = 0; purpose < PURPOSE_COUNT; purpose++) {
         for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
