@@ -1,9 +1,9 @@
 """`gpu`: what crosses between two processes on one GPU, and what it costs.
 
-Memory that is handed to another process, words that order two processes, the copy kernel, and
-updates of Qwen3-30B-A3B; see benchmarks/README.md.  On tests/fakecuda, which calls itself a fake,
-everything that needs no torch on the GPU runs with small sizes: a dry run, whose figures say
-nothing.
+Memory that is handed to another process, words that order two processes, the kernels that copy and
+quantise, and updates of Qwen3-30B-A3B; see benchmarks/README.md.  On tests/fakecuda, which calls
+itself a fake, everything that needs no torch on the GPU runs with small sizes: a dry run, whose
+figures say nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import gpu_copy, gpu_memory, gpu_order, gpu_update
+from benchmarks import gpu_copy, gpu_memory, gpu_order, gpu_quantise, gpu_update
 from benchmarks.gpu_device import find_gpu
 
 LAYERS = 48
@@ -21,6 +21,6 @@ def run(layers: int = LAYERS) -> Iterator[dict[str, Any]]:
     """Rows; Skipped says why there are none."""
     gpu = find_gpu()
     print(gpu.title(), flush=True)
-    for part in (gpu_memory.run, gpu_order.run, gpu_copy.run):
+    for part in (gpu_memory.run, gpu_order.run, gpu_copy.run, gpu_quantise.run):
         yield from part(gpu)
     yield from gpu_update.run(gpu, layers)

@@ -34,7 +34,7 @@ def test_every_part_runs_and_checks_its_bytes_without_a_gpu(tmp_path: Path) -> N
     text, rows = benchmark(tmp_path, **fakecuda.logged(tmp_path))
     assert "a dry run: the figures say nothing" in text
     parts = [str(row["case"]).partition(":")[0] for row in rows]
-    assert set(parts) == {"memory", "order", "copy", "update"}
+    assert set(parts) == {"memory", "order", "copy", "quantise", "update"}
     assert all(row["verified"] for row in rows)
 
 
