@@ -178,6 +178,20 @@ def test_one_by_requests_and_one_by_messages_notice_each_other() -> None:
     assert engine.version == "8"
 
 
+def test_an_engine_that_others_update_is_paused_again_before_it_goes_on(tmp_path: Path) -> None:
+    """Another trainer may have had it continue since, which fills its cache with old weights."""
+    engine, weights = Engine(), {"a": torch.zeros(3)}
+    with DiskSync(weights, [engine], folder=tmp_path, options=QUICK) as sync:
+        told = []
+        for version in (None, None, "2 of another trainer", None):
+            engine.version, engine.told = version or engine.version, []
+            sync.update()
+            told.append(engine.told)
+    alone = ["pause", "flush", "load", "resume"]
+    disturbed = ["pause", "flush", "load", "pause", "flush", "resume"]
+    assert told == [disturbed, alone, disturbed, alone]
+
+
 def test_a_bucket_that_comes_again_is_noticed_at_the_next() -> None:
     engine = Engine()
     checked = CheckedEngine(engine)

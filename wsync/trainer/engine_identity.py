@@ -39,6 +39,7 @@ class CheckedEngine:
         self._version: str | None = None  # that the update has given
         self._update_id = ""
         self._buckets: Iterator[int] | None = None  # numbers, where buckets get versions
+        self._disturbed = False  # whether others have updated the engine since this did
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -55,15 +56,25 @@ class CheckedEngine:
         self._update_id = secrets.token_hex(8)
         told = None if during is None else during(self._update_id)
         self._during = told or self._engine
-        self._version = None
+        given, self._version = self._version, None
         self._during.pause(mode, timeout)
         self._identity, found = self._ask(deadline)
         self._reported = found.get("weight_version")
         stock = "instance" not in found and self._reported is not None
         self._buckets = itertools.count(1) if stock else None
+        self._disturbed = stock and str(self._reported) != given
 
     def flush(self, timeout: float) -> None:
         self._during.flush(timeout)
+
+    def settle(self, mode: str, timeout: float, *, flush: bool) -> None:
+        """When the engine has all weights: pauses and flushes it once more where another trainer
+        may have had it continue meanwhile.  SGLang does not know who has paused it."""
+        if self._disturbed:
+            deadline = Deadline(timeout)
+            self._engine.pause(mode, timeout)  # not `_during`, for which it would begin an update
+            if flush:
+                self.flush(deadline.left)
 
     def update_weights(self, payloads: Sequence[bytes], **request: Any) -> None:
         self._during.update_weights(payloads, **self._bucket(**request))

@@ -181,8 +181,11 @@ class EngineRequests:
                 raise _core.StateError(f"version {version} has been given up")
             return deadline.left
 
+        options = self._options
+
         def hand_over(index: int, engine: Any) -> None:
             deliver(index, engine, remaining)
+            engine.settle(options.pause_mode, remaining(), flush=options.flush_cache)
             engine.verify(remaining())
 
         def go_on(index: int, engine: EngineHandle) -> None:
