@@ -5,7 +5,7 @@ import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -269,6 +269,39 @@ def test_what_a_mapping_makes_on_access_is_kept_for_the_update_alone():
     assert all(ref() is not None for ref in made.made)
     del sources
     assert [ref() for ref in made.made] == [None] * 2
+
+
+class Staged(Mapping[str, torch.Tensor]):
+    """Brings each tensor into its part of one buffer when it is asked for."""
+
+    def __init__(self, start: dict[str, int]) -> None:
+        self.weights = {name: torch.full((4,), float(i)) for i, name in enumerate(start)}
+        self.start, self.buffer = start, torch.zeros(16)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.buffer[self.start[name] :][:4].copy_(self.weights[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.start)
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+def test_a_buffer_that_serves_for_one_name_after_another_is_refused() -> None:
+    weights = {"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(4)}
+    layout, text = from_tensors(weights), r"a: the mapping has written .* same memory as b: "
+    shared = Staged({"a": 0, "b": 0, "c": 4})
+    with pytest.raises(LayoutError, match=text):
+        from_tensors(shared)
+    with pytest.raises(LayoutError, match=text):
+        layout.bind(shared)
+    apart = Staged({"a": 0, "b": 4, "c": 8})
+    assert layout.bind(apart)[1][0] == from_tensors(apart).bind()[1][0]
+    assert apart.buffer[4] == 1
+    same = weights["a"].requires_grad_()
+    tied = MappingProxyType({"a": same, "b": same, "c": same.data})
+    assert len({from_tensors(tied).bind()[i][0] for i in range(3)}) == 1
 
 
 def test_a_storage_that_is_replaced_is_kept_for_the_update_alone():

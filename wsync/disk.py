@@ -145,7 +145,8 @@ class DiskSync(Updates):
 
         Args:
             weights: the parameters' current storage by global name, or what returns it; None
-                for the tensors that the layout was made from.
+                for the tensors that the layout was made from.  They have to stay as they are
+                until this returns.
             version: the weight version that engines report afterwards, a number from 0 or a
                 short text without "/", the same on all ranks; None counts up, from 1 on
                 with each connection.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from wsync import _core
 from wsync.families.rules import group_of
@@ -30,6 +31,38 @@ def global_name(name: str) -> str:
     return name
 
 
+def items_of(tensors: Mapping[str, _T]) -> list[tuple[str, _T]]:
+    """All items at once: another thread may change the mapping.
+
+    Raises LayoutError where a mapping that makes its tensors has written to one that it has given
+    before, and gives that memory under another name, too.
+    """
+    if isinstance(tensors, dict):
+        return list(tensors.items())
+    given, places = list[tuple[str, _T]](), list[tuple[int, int]]()
+    names = defaultdict[int, list[str]](list)
+    for name, tensor in tensors.items():
+        given.append((name, tensor))
+        places.append(_place(tensor))
+        names[places[-1][0]].append(name)
+    for (name, tensor), place in zip(given, places, strict=True):
+        if place[0] and _place(tensor) != place and len(names[place[0]]) > 1:
+            other = next((other for other in names[place[0]] if other != name), name)
+            raise _core.LayoutError(
+                f"{name}: the mapping has written to it since, and gives the same memory as "
+                f"{other}: tensors have to stay as they are until the update is done"
+            )
+    return given
+
+
+def _place(tensor: Any) -> tuple[int, int]:
+    """Address, 0 for none, and how often torch has written there."""
+    try:
+        return tensor.data_ptr(), tensor._version
+    except (AttributeError, RuntimeError):  # no tensor, one of several parts or of inference mode
+        return 0, 0
+
+
 def by_plain_name(
     tensors: Mapping[str, _T], plain: Callable[[str], str], wanted: Collection[str] | None = None
 ) -> dict[str, _T]:
@@ -37,7 +70,7 @@ def by_plain_name(
 
     Raises LayoutError where two of them have one name, of those that are wanted (None: all).
     """
-    given = list(tensors.items())  # at once: another thread may change the mapping
+    given = items_of(tensors)
     found: dict[str, _T] = {}
     for name, tensor in given:
         short = plain(name)
@@ -179,7 +212,7 @@ def from_tensors(
             f"{type(tensors).__name__}: tensors by name are wanted, as dict(m.named_parameters()) "
             "gives them, or a layout, as wsync.megatron.layout makes one"
         )
-    given = list(tensors.items())
+    given = items_of(tensors)
     names = tuple(name for name, _ in given)
     seen: set[str] = set()
     for name, tensor in given:
@@ -205,7 +238,7 @@ def from_tensors(
     builder.add_tensors(names, table, groups)
 
     def current() -> Sequence[Tensor]:
-        known = dict(tensors.items())  # at once: another thread may change a dict
+        known = dict(items_of(tensors))
         try:
             found = [known[name] for name in names]
         except KeyError as error:

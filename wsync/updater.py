@@ -30,7 +30,8 @@ class Updater:
         args: slime's arguments; see `wsync.megatron.layout` for the fields that are read.
         model: one module per virtual pipeline stage, or a layout (`wsync.fsdp.layout`).
         weights_getter: returns the parameters' current storage by global name; it may hand out
-            other storage each time.  None takes the model's own.
+            other storage each time, which has to stay as it is until the update is done.  None
+            takes the model's own.
         model_name: family of the model, for example "qwen3_moe".
         quantization_config: by which weights are quantised, with slime's arithmetic; see
             `Options.quantise`.  None delivers them as the trainer holds them.
