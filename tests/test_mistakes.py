@@ -203,7 +203,7 @@ def test_what_an_updater_is_made_of_is_named() -> None:
             source,
             None,
             model_name="any",
-            quantization_config="fp8",  # type: ignore[arg-type]
+            quantization_config="fp8",
         )
     getter: Any = {"w": torch.ones(1)}
     with pytest.raises(wsync.InvalidArgumentError, match="weights_getter: a dict"):

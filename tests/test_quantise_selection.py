@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -394,7 +395,37 @@ def test_the_checkpoint_says_how_it_is_quantised(checkpoint: Path) -> None:
     assert config_of(options) is None
     modelopt = {"quantization": {"quant_algo": "NVFP4"}}
     (checkpoint / "hf_quant_config.json").write_text(json.dumps(modelopt))
-    assert config_of(options) == modelopt
+    assert config_of(options) == modelopt["quantization"]
+
+
+@pytest.mark.parametrize("producer", ["slime", {"name": "slime", "version": "1"}])
+def test_a_producer_alone_is_of_the_checkpoints_configuration(
+    checkpoint: Path, producer: Any
+) -> None:
+    options = wsync.Options(quantise={"producer": producer}, checkpoint=str(checkpoint))
+    found = config_of(options)
+    assert found == FP8 | {"producer": producer}
+    assert Method.of(found).reciprocal
+    (checkpoint / "config.json").write_text("{}")
+    assert config_of(options) is None
+
+
+WHOLE = {"model_type": "qwen3", "quantization_config": FP8 | {"producer": {"name": "other"}}}
+UPDATERS = (
+    *(wsync.UpdateWeightFromTensor, wsync.UpdateWeightFromDistributed),
+    wsync.UpdateWeightFromDisk,
+)
+
+
+@pytest.mark.parametrize("config", ["checkpoint", FP8, WHOLE, {"text_config": WHOLE}])
+@pytest.mark.parametrize("kind", UPDATERS)
+def test_slimes_updaters_have_slimes_arithmetic(checkpoint: Path, kind: Any, config: Any) -> None:
+    args = SimpleNamespace(hf_checkpoint=str(checkpoint), update_weight_disk_dir="versions")
+    for given in ({"quantization_config": config}, {"options": wsync.Options(quantise=config)}):
+        updater = kind(args, from_tensors(MODEL), None, model_name="any", **given)
+        found = config_of(updater._options)
+        assert found is not None
+        assert Method.of(found).reciprocal
 
 
 def test_a_checkpoint_that_cannot_say_it_is_named(checkpoint: Path) -> None:

@@ -33,8 +33,9 @@ class Updater:
             other storage each time, which has to stay as it is until the update is done.  None
             takes the model's own.
         model_name: family of the model, for example "qwen3_moe".
-        quantization_config: by which weights are quantised, with slime's arithmetic; see
-            `Options.quantise`.  None delivers them as the trainer holds them.
+        quantization_config: by which weights are quantised; see `Options.quantise`, which may say
+            it instead.  Codes and scales are always slime's.  None delivers weights as the trainer
+            holds them.
         options: see `Options`; the pause mode and all deadlines.
 
     Raises:
@@ -50,7 +51,7 @@ class Updater:
         weights_getter: Callable[[], Mapping[str, torch.Tensor]] | None,
         *,
         model_name: str,
-        quantization_config: Mapping[str, Any] | None = None,
+        quantization_config: Mapping[str, Any] | str | None = None,
         options: Options | None = None,
     ) -> None:
         if getattr(args, "megatron_to_hf_mode", "raw") != "raw":
@@ -72,8 +73,7 @@ class Updater:
         if self._options.checkpoint is None:
             folder = str(getattr(args, "hf_checkpoint", None) or "")
             self._options = dataclasses.replace(self._options, checkpoint=folder)
-        if quantization_config is not None:
-            self._options = _quantised(self._options, quantization_config)
+        self._options = _quantised(self._options, quantization_config)
         self._read_args()
         self._source = (
             model
@@ -168,12 +168,16 @@ class Updater:
 
 def _quantised(options: Options, config: Any) -> Options:
     """With what slime's updaters are given, whose arithmetic is slime's."""
-    if options.quantise is not None:
+    if config is None:
+        config = options.quantise
+    elif options.quantise is not None:
         raise _core.InvalidArgumentError(
             "quantization_config is given, and so is quantise in options: one is wanted"
         )
+    if config == "checkpoint":
+        config = {}
     if isinstance(config, Mapping):
-        config = {"producer": {"name": "slime"}, **config}
+        config = {**config, "producer": {"name": "slime"}}
     return dataclasses.replace(options, quantise=config)
 
 

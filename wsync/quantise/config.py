@@ -16,7 +16,8 @@ from typing import Any, Final, NamedTuple
 
 from wsync import _core
 
-SLIME: Final = {"name": "slime"}
+# What may be said beside a configuration: who makes codes and scales, and what selects tensors.
+BESIDE: Final = ("producer", "select")
 _MAX_BLOCK: Final = 1 << 31
 _LISTS: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -26,7 +27,7 @@ LINEAR: Final = "Linear"  # as a target: every linear layer
 # runs, of its KV cache, and of how the checkpoint was made.
 _SILENT: Final = (
     *("dequantize", "global_compression_ratio", "kv_cache_quant_algo", "kv_cache_scheme"),
-    *("packed_modules_mapping", "producer", "quantization_status", "version"),
+    *("packed_modules_mapping", "quantization_status", "version", *BESIDE),
 )
 
 
@@ -92,14 +93,15 @@ class Method:
         """The method of a quantization_config, of a whole config.json that has one (also in
         text_config), or of modelopt's hf_quant_config.json.
 
-        With {"producer": {"name": "slime"}} in it the arithmetic is slime's where that differs:
-        FP8 blocks are multiplied by 1 / scale, and INT4 scales go by another rule.
+        With {"producer": {"name": "slime"}} or {"producer": "slime"} in it, inside or outside,
+        the arithmetic is slime's where that differs: FP8 blocks are multiplied by 1 / scale, and
+        INT4 scales go by another rule.
 
         Raises:
             UnsupportedError: a method, a key or a value that is not known; the text names it.
             InvalidArgumentError: no mapping at all.
         """
-        reader = _Reader(_inner(config))
+        reader = _Reader(inner_config(config))
         name = reader.take("quant_method")
         if name is None and "quant_algo" in reader.left:
             name = "modelopt"  # in its own file it does not say so
@@ -242,15 +244,22 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def _inner(config: object) -> Mapping[str, Any]:
-    """The configuration inside of what a file has around it."""
+def inner_config(config: object) -> Mapping[str, Any]:
+    """The configuration inside of what a file has around it, with what is said beside it.  Raises
+    InvalidArgumentError for what is no mapping."""
     if not isinstance(config, Mapping):
         raise _core.InvalidArgumentError(
             f"quantization_config={config!r:.200}: the mapping of a config.json is wanted"
         )
     found = quantization_config(config) or config
     inner = found.get("quantization")  # of hf_quant_config.json
-    return inner if isinstance(inner, Mapping) and "quant_method" not in found else found
+    if isinstance(inner, Mapping) and "quant_method" not in found:
+        found = {**inner, **_beside(found)}
+    return {**found, **_beside(config)}
+
+
+def _beside(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {key: config[key] for key in BESIDE if key in config}
 
 
 class _Reader:
@@ -318,9 +327,14 @@ class _Reader:
         return _refusal(f"{self._where}{key}", value, known)
 
 
+def _by_slime(reader: _Reader) -> bool:
+    producer = reader.take("producer")
+    return (producer.get("name") if isinstance(producer, Mapping) else producer) == "slime"
+
+
 def _fp8(reader: _Reader) -> Method:
     """transformers' FineGrainedFP8Config, and without a block size slime's per-tensor form."""
-    slime = reader.take("producer") == SLIME
+    slime = _by_slime(reader)
     reader.one_of("fmt", None, "e4m3")
     reader.one_of("activation_scheme", None, "dynamic")
     power = reader.one_of("scale_fmt", None, "ue8m0")
@@ -349,7 +363,7 @@ def _mxfp8(reader: _Reader) -> Method:
 
 
 def _compressed_tensors(reader: _Reader) -> Method:
-    slime = reader.take("producer") == SLIME
+    slime = _by_slime(reader)
     reader.one_of("format", "pack-quantized")
     kept = reader.texts(*_LISTS)
     targets: dict[str, None] = {}

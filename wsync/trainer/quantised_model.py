@@ -11,7 +11,7 @@ from typing import Any
 from wsync import _core
 from wsync.checkpoints.safetensors_layout import read_config
 from wsync.options import Options
-from wsync.quantise.config import Method, quantization_config
+from wsync.quantise.config import BESIDE, Method, inner_config, quantization_config
 from wsync.quantise.selection import Selection, select
 from wsync.report import listed
 from wsync.trainer.compare_checkpoint import compare, places_of
@@ -20,19 +20,32 @@ _log = logging.getLogger(__name__)
 
 
 def config_of(options: Options) -> Mapping[str, Any] | None:
-    """The quantization_config that options mean; None where weights stay as the trainer has them.
+    """The quantization_config that options mean, without what a file has around it; None where
+    weights stay as the trainer has them.
 
     Raises:
-        InvalidArgumentError: "checkpoint", and no folder is named.
+        InvalidArgumentError: the checkpoint's is meant, and no folder is named.
         SystemCallError, LayoutError: the folder has no configuration that can be read.
     """
-    if options.quantise is None or isinstance(options.quantise, Mapping):
-        return options.quantise
+    given = options.quantise
+    if given is None:
+        return None
+    beside: Mapping[str, Any] = {} if isinstance(given, str) else given
+    if not beside.keys() <= set(BESIDE):
+        return inner_config(given)
     if not options.checkpoint:
         raise _core.InvalidArgumentError(
-            f"quantise={options.quantise!r}: checkpoint={options.checkpoint!r} names no folder"
+            f"quantise={given!r}: checkpoint={options.checkpoint!r} names no folder"
         )
-    folder = Path(options.checkpoint)
+    found = config_in(Path(options.checkpoint))
+    return None if found is None else {**inner_config(found), **beside}
+
+
+def config_in(folder: Path) -> Mapping[str, Any] | None:
+    """What a checkpoint says of quantised weights; None where it says nothing.
+
+    Raises SystemCallError, LayoutError: it has no configuration that can be read.
+    """
     found = quantization_config(read_config(folder / "config.json"))
     if found is None:
         try:
