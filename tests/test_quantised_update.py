@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from support.tiny_qwen3 import dense, sparse
 import wsync
 from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.megatron_cpu import Parallel
+from wsync.disk import newest
 from wsync.trainer import quantised_image
 
 CASES = {
@@ -69,6 +71,74 @@ def test_memory_that_is_not_there_is_named(tmp_path: Path) -> None:
             with pytest.raises(wsync.NoMemoryError, match=text):
                 sync.update()
         sync.update()
+
+
+BASES = {"text_config": {"x": 1}, "model_type": "any"}
+
+
+class Configuration:
+    """A transformers configuration."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self._facts = facts
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._facts
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(self._facts))
+
+
+def a_base(kind: str, folder: Path, facts: dict[str, Any]) -> Any:
+    base = Configuration(facts)
+    if kind == "configuration":
+        return base
+    made = folder / "base"
+    made.mkdir(parents=True)
+    base.save_pretrained(made)
+    return made
+
+
+def written(folder: Path, base: Any, quantise: Any) -> Any:
+    """The config.json of a version."""
+    options = wsync.Options(quantise=quantise, progress=False)
+    with wsync.DiskSync(weights(1), folder=folder, base=base, options=options) as sync:
+        sync.update()
+    return json.loads((newest(folder) / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["folder", "configuration"])
+def test_a_versions_configuration_says_how_it_is_quantised(kind: str, tmp_path: Path) -> None:
+    base, config = a_base(kind, tmp_path, BASES), METHODS["cut blocks"][0]
+    found = written(tmp_path / "versions", base, config)
+    assert found == BASES | {"quantization_config": config}
+    again = written(tmp_path / "versions", Configuration(found), config)
+    assert again == found
+
+
+@pytest.mark.parametrize("kind", ["folder", "configuration"])
+def test_a_base_of_another_method_is_named(kind: str, tmp_path: Path) -> None:
+    facts = BASES | {"quantization_config": METHODS["one block"][0]}
+    base = a_base(kind, tmp_path, facts)
+    with pytest.raises(wsync.LayoutError) as error:
+        written(tmp_path / "versions", base, METHODS["cut blocks"][0])
+    assert "fp8_block of 128 x 128, but what is delivered is fp8_block of 24 x 40" in str(
+        error.value
+    )
+    facts["quantization_config"] = {"quant_method": "awq"}
+    base = a_base(kind, tmp_path / "versions", facts)
+    with pytest.raises(wsync.LayoutError, match=r"quant_method='awq'.* delivered is fp8_block"):
+        written(tmp_path / "versions", base, METHODS["cut blocks"][0])
+
+
+def test_other_arithmetic_of_one_method_is_no_other_method(tmp_path: Path) -> None:
+    facts = BASES | {"quantization_config": METHODS["int4"][0] | {"producer": "other"}}
+    assert written(tmp_path / "versions", Configuration(facts), METHODS["int4"][0]) == facts
+
+
+def test_versions_without_a_base_have_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        written(tmp_path, None, METHODS["cut blocks"][0])
 
 
 def weights(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:

@@ -37,6 +37,7 @@ from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.base_sync import Updates
+from wsync.trainer.quantised_model import config_to_write
 from wsync.trainer.requests import EngineRequests
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class DiskSync(Updates):
             different parts of one file: between hosts the file system must keep both.  The names
             weight_v<version> in it, and these with .2 to .999 behind, are kept for versions.
         base: a folder (or a transformers configuration) whose configuration and tokenizer files
-            every version gets.
+            every version gets.  Where weights are quantised and it does not say so, the version's
+            config.json does.
         dtype: what floating-point tensors are stored as, on all ranks, but for codes and scales of
             quantised weights; None keeps the trainer's.
         shard_nbytes: bytes of tensors in one file, on all ranks; a larger tensor has a file of its
@@ -83,7 +85,8 @@ class DiskSync(Updates):
         options: deadlines, pause mode, threads that write, progress.
 
     Raises:
-        LayoutError: the ranks' layouts disagree, or elements are on no rank.
+        LayoutError: the ranks' layouts disagree, elements are on no rank, or weights are quantised
+            by another method than `base` says.
         UnsupportedError: no conversion to `dtype`, or an engine cannot load from disk.
         WsyncError: the engines' handles could not be made; the same on all ranks.
     """
@@ -116,6 +119,9 @@ class DiskSync(Updates):
             if self._group.rank == 0:
                 with self._file_calls() as calls:
                     calls.run([(folder, self._versions.check)])
+                    find = functools.partial(config_to_write, self.options, base)
+                    if (config := calls.run([(folder, find)])[0]) is not None:
+                        self._versions.facts = {"quantization_config": config}
                 handles = handles_of(engines, timeout=self.options.deadline)
                 for engine in handles:
                     if not hasattr(engine, "update_weights_from_disk"):
@@ -124,11 +130,6 @@ class DiskSync(Updates):
                         )
                 self._requests = EngineRequests(handles, self.options)
             self._model = self._gather()
-            if dtype is not None and self._image is not None:
-                raise _core.InvalidArgumentError(
-                    f"dtype={dtype!r}: codes and scales have dtypes of their own: None is wanted "
-                    "with Options.quantise"
-                )
             self._arrangement = arrange(self._model, dtype=dtype, shard_nbytes=shard_nbytes)
             boxes = owners(self._model, self._group.size)[self._group.rank]
             self._writer = _Writer(self._layout, boxes, self._arrangement)

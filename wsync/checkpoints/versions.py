@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from wsync import _core
-from wsync.checkpoints.safetensors_layout import INDEX, read_index, system_calls
+from wsync.checkpoints.safetensors_layout import INDEX, read_config, read_index, system_calls
 
 LATEST = "latest"
 _LOCK = ".lock"
@@ -55,6 +56,9 @@ class Versions:
         base: folder whose configuration and tokenizer files every version gets, or a transformers
             configuration, or None.
         keep: complete versions that stay, the newest included; None keeps all.
+
+    Attributes:
+        facts: what the config.json of a version says beside what that of `base` does.
     """
 
     def __init__(self, root: str | os.PathLike[str], base: Any, keep: int | None) -> None:
@@ -62,6 +66,7 @@ class Versions:
         self._work = self.root / _WORK
         self._base = base
         self._keep = keep
+        self.facts: Mapping[str, Any] = {}
 
     def check(self) -> None:
         """Raises InvalidArgumentError if `base` is not there or `keep` is less than 1."""
@@ -122,6 +127,10 @@ class Versions:
                         shutil.copyfile(path, folder / path.name)
             elif self._base is not None:
                 self._base.save_pretrained(folder)
+            config = folder / "config.json"
+            if self.facts and config.exists():
+                found = {**read_config(config), **self.facts}
+                config.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         return folder
 
     def publish(self, folder: Path, check: Callable[[], object]) -> Path:

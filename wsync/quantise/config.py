@@ -114,6 +114,12 @@ class Method:
     def form(self) -> _Form:
         return _FORMS[self.kind]
 
+    @property
+    def text(self) -> str:
+        """What a checkpoint's reader has to know of it, whoever made the codes."""
+        block = f" of {self.block_rows} x {self.block_cols}" if self.block_rows else ""
+        return self.kind.removesuffix("_slime") + block
+
     def scales_name(self, name: str) -> str:
         """The name of a weight's scales."""
         return name + self.form.scales

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,50 @@ def config_in(folder: Path) -> Mapping[str, Any] | None:
             if error.native != errno.ENOENT:
                 raise
     return found
+
+
+def config_to_write(options: Options, base: Any) -> Mapping[str, Any] | None:
+    """The quantization_config that a checkpoint needs beside the configuration of `base`, a folder
+    or a transformers configuration; None where that has it, or weights stay as they are.
+
+    Raises:
+        LayoutError: base is quantised by another method; the text has both.
+        WsyncError: as config_of, and Method.of for what options mean.
+    """
+    config = config_of(options)
+    if config is None:
+        return None
+    delivered = Method.of(config)
+    said = _said_by(base)
+    if said is None:
+        kept = {key: value for key, value in config.items() if key != "select"}
+        return {"quant_method": "modelopt", **kept}  # hf_quant_config.json alone leaves it out
+    where = f"base={base!s:.200}" if isinstance(base, str | os.PathLike) else "base"
+    try:
+        method = Method.of(said)
+    except _core.UnsupportedError as error:
+        raise _core.LayoutError(
+            f"{where}: {error}; what is delivered is {delivered.text}"
+        ) from None
+    if method.text != delivered.text:
+        raise _core.LayoutError(
+            f"{where}: its quantization_config is {method.text}, but what is delivered is "
+            f"{delivered.text}"
+        )
+    return None
+
+
+def _said_by(base: Any) -> Mapping[str, Any] | None:
+    """The quantization_config of a folder, or of a transformers configuration."""
+    if isinstance(base, str | os.PathLike):
+        try:
+            return config_in(Path(base))
+        except _core.SystemCallError as error:
+            if error.native != errno.ENOENT:
+                raise
+            return None
+    facts = base.to_dict() if hasattr(base, "to_dict") else {}
+    return quantization_config(facts)
 
 
 def select_quantised(
