@@ -331,17 +331,51 @@ def test_other_blocks_and_names_than_the_checkpoints_are_errors(checkpoint: Path
         select_quantised(more, FP8, str(checkpoint))
 
 
-def test_what_only_the_checkpoint_has_and_other_dtypes_are_warnings(
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def test_what_only_the_checkpoint_has_and_float_scales_of_other_dtypes_are_warnings(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name = "model.layers.0.mlp.up_proj.weight_scale_inv"
-    odd = {**CODES, name: CODES[name].bfloat16(), "other.weight": torch.zeros(1, 1)}
+    """Qwen3's FP8 checkpoints have scales in bfloat16, which engines read into float32."""
+    scales = f"{NAME}_scale_inv"
+    odd = {**CODES, scales: CODES[scales].bfloat16(), "other.weight": torch.zeros(1, 1)}
     save_file(odd, checkpoint / "model.safetensors")
     select_quantised(LAYOUT, FP8, str(checkpoint))
     assert caplog.messages == [
         f"only {checkpoint} has other.weight",
-        f"{checkpoint} has another dtype of {name} (bfloat16, here float32)",
+        f"{checkpoint} has another dtype of {scales} (bfloat16, here float32)",
     ]
+
+
+PACKED = {
+    f"{NAME}_packed": torch.zeros(256, 16, dtype=torch.int32),
+    f"{NAME}_scale": torch.ones(256, 4, dtype=torch.bfloat16),
+    f"{NAME}_shape": torch.tensor([256, 128], dtype=torch.int32),
+    "model.norm.weight": torch.zeros(128),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "held", "suffix", "dtype", "text"),
+    [
+        (FP8, CODES, "", torch.float8_e5m2, "(float8_e5m2, here float8_e4m3fn)"),
+        (FP8, CODES, "_scale_inv", torch.uint8, "(uint8, here float32)"),
+        (int4(["Linear"]), PACKED, "_packed", torch.float32, "(float32, here int32)"),
+        (int4(["Linear"]), PACKED, "_scale", torch.float32, "(float32, here bfloat16)"),
+    ],
+)
+def test_codes_and_scales_of_other_dtypes_are_errors(
+    checkpoint: Path, config: Any, held: Any, suffix: str, dtype: torch.dtype, text: str
+) -> None:
+    """With a float32 trainer INT4 scales would be float32, too."""
+    file, name = checkpoint / "model.safetensors", NAME + suffix
+    save_file(held, file)
+    select_quantised(LAYOUT, config, str(checkpoint))
+    save_file({**held, name: held[name].to(dtype)}, file)
+    with pytest.raises(wsync.LayoutError) as error:
+        select_quantised(LAYOUT, config, str(checkpoint))
+    assert f"other dtypes: {name} {text}" in str(error.value)
 
 
 def test_a_scale_of_a_whole_tensor_has_either_shape(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from wsync import _core
 from wsync.checkpoints.safetensors_layout import (
@@ -23,6 +24,8 @@ from wsync.quantise.config import TensorFacts, quantization_config
 from wsync.report import listed
 
 _log = logging.getLogger(__name__)
+
+_FLOATS: Final = ("float32", "bfloat16", "float16")
 
 
 def places_of(folder: str | os.PathLike[str]) -> Mapping[str, Place] | None:
@@ -87,9 +90,7 @@ def compare(
     }
     quantised = quantised or any(_is_part(each.name, each.dtype) for each in facts)
     if quantised:
-        parts = {name for name, place in places.items() if _is_part(name, place.dtype)}
-        wrong["other dtypes"] = [text for name, text in odd.items() if name in parts]
-        wrong["only it has"] = [name for name in lacking if name in parts]
+        wrong |= _other_parts(facts, places, odd, lacking)
     texts = [f"{text}: {listed(names)}" for text, names in wrong.items() if names]
     if texts and (quantised or not _is_quantised(Path(folder))):
         raise _core.LayoutError(
@@ -100,6 +101,29 @@ def compare(
         _log.warning("%s, whose tensors are quantised: %s", folder, text)
     _warn(f"only {folder} has", lacking)
     _warn(f"{folder} has another dtype of", list(odd.values()))
+
+
+def _other_parts(
+    facts: Sequence[TensorFacts],
+    places: Mapping[str, Place],
+    odd: Mapping[str, str],
+    lacking: Sequence[str],
+) -> dict[str, list[str]]:
+    """Which of a checkpoint's codes and scales the trainer lacks, or has in another dtype."""
+    parts = {name for name, place in places.items() if _is_part(name, place.dtype)}
+    same = {each.name for each in facts if _readable(each, places)}
+    return {
+        "other dtypes": [text for name, text in odd.items() if name in parts - same],
+        "only it has": [name for name in lacking if name in parts],
+    }
+
+
+def _readable(each: TensorFacts, places: Mapping[str, Place]) -> bool:
+    """Whether a tensor has scales in float32 where engines read any floating-point dtype: Qwen3's
+    FP8 checkpoints have bfloat16.  INT4's are of the weights' dtype."""
+    stem = each.name.removesuffix("_scale")
+    floats = each.name in places and places[each.name].dtype in _FLOATS
+    return each.dtype == "float32" and floats and f"{stem}_packed" not in places
 
 
 def _is_part(name: str, dtype: str) -> bool:
