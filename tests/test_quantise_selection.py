@@ -50,6 +50,7 @@ LINEAR = (
     "model.layers.0.mlp.down_proj",
     "model.layers.0.mlp.experts.3.gate_proj",
     "model.layers.0.mlp.shared_expert.up_proj",
+    "model.layers.0.mlp.fc",
 )
 KEPT = (
     "model.embed_tokens",
@@ -62,6 +63,9 @@ KEPT = (
     "model.layers.61.eh_proj",
     "model.visual.blocks.0.attn.qkv",
     "lm_head",
+    *("score", "classifier", "v_head.summary", "value_head", "reward_head"),
+    *("thinker.audio_tower.layers.0.fc1", "audio_model.proj", "mtp.fc", "model.mtp.fc"),
+    "model.mtp_layers.0.input_proj",
 )
 BIASES = [
     TensorFacts("model.layers.0.self_attn.q_proj.bias", "bfloat16", (64,)),

@@ -174,12 +174,12 @@ class Method:
         return LINEAR in self.targets or self._targets.find(name) != ""
 
     @cached_property
-    def _kept(self) -> _Entries:
-        return _Entries(self.kept)
+    def _kept(self) -> Modules:
+        return Modules(self.kept)
 
     @cached_property
-    def _targets(self) -> _Entries:
-        return _Entries(self.targets)
+    def _targets(self) -> Modules:
+        return Modules(self.targets)
 
 
 _FURTHER: Final[Mapping[str, tuple[str, tuple[int, ...]]]] = {
@@ -194,7 +194,7 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-class _Entries:
+class Modules:
     """A list that names modules.  Lists of whole models have hundreds of entries, and models ten
     thousands of tensors: names are looked up, and only patterns are tried one by one."""
 

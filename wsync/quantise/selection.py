@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from wsync import _core
-from wsync.quantise.config import Method, TensorFacts, module_of
+from wsync.quantise.config import Method, Modules, TensorFacts, module_of
 
 RULES: Final = ("lists", "slime")
 
-# What no engine quantises, by a part of its name: routers, projections that engines make as plain
-# linear layers, and whole towers for images.
-_NEVER: Final = frozenset(
+# What no engine quantises: routers, heads, projections that engines make as plain linear layers, and
+# whole towers for images and sound.
+_PLAIN: Final = Modules(
     (
-        *("conv1d", "eh_proj", "gate", "lm_head", "mm_projector", "multi_modal_projector"),
-        *("output_layer", "router", "shared_expert_gate", "vision_model", "vision_tower"),
-        *("visual", "weights_proj"),
+        *("audio_model", "audio_tower", "vision_model", "vision_tower", "visual"),
+        *("classifier", "lm_head", "output_layer", "reward_head", "score", "v_head", "value_head"),
+        *("conv1d", "gate", "router", "shared_expert_gate", "weights_proj"),
+        *("eh_proj", "input_proj", "mtp.fc"),  # of MTP layers
+        *("mm_projector", "multi_modal_projector"),
     )
 )
 # slime's list of Megatron parameters, by what its converters make of them: the last module.
@@ -180,7 +182,7 @@ def _is_linear(fact: TensorFacts) -> bool:
         fact.name.endswith(".weight")
         and len(fact.shape) in (2, 3)
         and 0 not in fact.shape
-        and _NEVER.isdisjoint(parts)
+        and not _PLAIN.find(fact.name)
         and not any("embed" in part for part in parts)
         and "norm" not in parts[-1]
     )
