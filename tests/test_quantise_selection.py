@@ -244,7 +244,7 @@ def test_slimes_rule_goes_by_name_whatever_lists_and_checkpoints_say() -> None:
     found = select(method, [*weights(*SLIME, *NOT_SLIME), FUSED], ["a"], rule="slime")
     assert chosen(found) == list(SLIME)
     assert found.left == ()
-    with pytest.raises(wsync.InvalidArgumentError, match="rule='slim' is none of"):
+    with pytest.raises(wsync.InvalidArgumentError, match="select='slim' is none of"):
         select(method, [], rule="slim")
 
 
@@ -254,6 +254,23 @@ def test_slimes_rule_for_int4_is_its_list_of_exceptions() -> None:
     found = select(Method.of(config), model, rule="slime")
     assert chosen(found) == ["model.embed_tokens", "a.up_proj"]
     assert {row.kind for row in found.rows} == {"int4_slime"}
+
+
+def test_an_option_selects_as_slime_does(checkpoint: Path) -> None:
+    config = {"quantization_config": FP8 | {"ignore": ["mlp.up_proj"]}, "select": "slime"}
+
+    def selected(config: Any, folder: str = "") -> Selection:
+        options = wsync.Options(quantise=config, checkpoint=folder)
+        found = config_of(options)
+        assert found is not None
+        return select_quantised(LAYOUT, found, options.checkpoint)
+
+    assert chosen(selected(config)) == ["model.layers.0.mlp.up_proj"]
+    assert chosen(selected({"select": "slime"}, str(checkpoint))) == ["model.layers.0.mlp.up_proj"]
+    with pytest.raises(wsync.LayoutError, match="no tensor that is quantised"):
+        selected({**config, "select": "lists"})
+    with pytest.raises(wsync.InvalidArgumentError, match="select='slim' is none of"):
+        selected({**config, "select": "slim"})
 
 
 # --- second scales -----------------------------------------------------------------------------

@@ -53,9 +53,10 @@ class Options:
             args.hf_checkpoint, unless this is "".
         quantise: how weights are delivered: None as the trainer holds them, a mapping by which they
             are quantised (the quantization_config of a checkpoint's config.json), or "checkpoint",
-            as the checkpoint's says, if it has one; a mapping of nothing but "producer" means the
-            checkpoint's, too.  What is quantised is what has scales in the checkpoint; without a
-            folder of tensors, all linear layers but those of its lists.
+            as the checkpoint's says, if it has one; a mapping of nothing but "producer" and
+            "select" means the checkpoint's, too.  What is quantised is what has scales in the
+            checkpoint; without a folder of tensors, all linear layers but those of its lists.  With
+            "select": "slime" it is what slime quantises: by name, whatever lists say.
         progress: True or False; None shows a progress bar where stderr is a terminal.
     """
 

@@ -13,8 +13,8 @@ from wsync.quantise.config import Method, Modules, TensorFacts, module_of
 
 RULES: Final = ("lists", "slime")
 
-# What no engine quantises: routers, heads, projections that engines make as plain linear layers, and
-# whole towers for images and sound.
+# What no engine quantises: routers, heads, projections that engines make as plain linear layers,
+# and whole towers for images and sound.
 _PLAIN: Final = Modules(
     (
         *("audio_model", "audio_tower", "vision_model", "vision_tower", "visual"),
@@ -99,7 +99,7 @@ def select(
         InvalidArgumentError: a rule that is not known.
     """
     if rule not in RULES:
-        raise _core.InvalidArgumentError(f"rule={rule!r} is none of {RULES}")
+        raise _core.InvalidArgumentError(f"select={rule!r} is none of {RULES}")
     if isinstance(model, _core.Layout):
         model = [TensorFacts(*model.tensor(index)) for index in range(model.tensor_count)]
     facts = list(model)

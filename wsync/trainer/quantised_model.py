@@ -111,7 +111,7 @@ def select_quantised(
     """
     method = Method.of(config)
     places = places_of(folder) if folder else None
-    found = select(method, model, places)
+    found = select(method, model, places, rule=config.get("select", "lists"))
     if found.left:
         _log.warning(
             "%s holds tensors as they are that its quantization_config does not except: %s",
