@@ -104,14 +104,17 @@ def test_a_row_says_what_the_quantiser_needs() -> None:
         block_cols=128,
         codes="a.b.weight",
         scales="a.b.weight_scale_inv",
-        further=(),
+        second=None,
+        shape=None,
         share="",
         group=row.group,
     )
     (row,) = select(Method.of(int4(["Linear"])), weights("a.b")).rows
     assert (row.kind, row.block_rows, row.block_cols) == ("int4", 1, 32)
     assert (row.codes, row.scales) == ("a.b.weight_packed", "a.b.weight_scale")
-    assert row.further == ("a.b.weight_shape",)
+    assert (row.second, row.shape) == (None, "a.b.weight_shape")
+    (row,) = select(Method.of({"quant_method": "nvfp4"}), weights("a.b")).rows
+    assert (row.second, row.shape) == ("a.b.weight_scale_2", None)
 
 
 def test_codes_and_scales_are_one_group_and_that_of_the_weight() -> None:
@@ -375,11 +378,18 @@ PACKED = {
     f"{NAME}_shape": torch.tensor([256, 128], dtype=torch.int32),
     "model.norm.weight": torch.zeros(128),
 }
+NVFP4 = {
+    NAME: torch.zeros(256, 64, dtype=torch.uint8),
+    f"{NAME}_scale": torch.ones(256, 8).to(torch.float8_e4m3fn),
+    f"{NAME}_scale_2": torch.ones(()),
+    "model.norm.weight": torch.zeros(128),
+}
 
 
 @pytest.mark.parametrize(
     ("config", "held", "suffix", "dtype", "text"),
     [
+        ({"quant_method": "nvfp4"}, NVFP4, "_scale_2", torch.float16, "(float16, here float32)"),
         (FP8, CODES, "", torch.float8_e5m2, "(float8_e5m2, here float8_e4m3fn)"),
         (FP8, CODES, "_scale_inv", torch.uint8, "(uint8, here float32)"),
         (int4(["Linear"]), PACKED, "_packed", torch.float32, "(float32, here int32)"),

@@ -48,8 +48,18 @@ class _Form(NamedTuple):
     per_word: int  # codes in a word
     scales: str
     scale: str  # "": the weight's
-    further: tuple[str, ...] = ()
+    second: str = ""  # of a second scale; "": none
+    shape: str = ""  # of the weight's shape; "": none
     stacked: bool = False  # whether published checkpoints have it of [experts, rows, columns]
+
+
+class Derived(NamedTuple):
+    """The tensors that a quantised weight becomes; second: a second scale, shape: the weight's."""
+
+    codes: TensorFacts
+    scales: TensorFacts
+    second: TensorFacts | None
+    shape: TensorFacts | None
 
 
 # kind: as csrc/core/quantise/method.h names it
@@ -57,10 +67,10 @@ _FORMS: Final = {
     "fp8_block": _Form("", "float8_e4m3fn", 1, "_scale_inv", "float32", stacked=True),
     "fp8_ue8m0": _Form("", "float8_e4m3fn", 1, "_scale_inv", "float32", stacked=True),
     "fp8_tensor": _Form("", "float8_e4m3fn", 1, "_scale", "float32"),
-    "int4": _Form("_packed", "int32", 8, "_scale", "", ("_shape",)),
-    "int4_slime": _Form("_packed", "int32", 8, "_scale", "", ("_shape",)),
+    "int4": _Form("_packed", "int32", 8, "_scale", "", shape="_shape"),
+    "int4_slime": _Form("_packed", "int32", 8, "_scale", "", shape="_shape"),
     "mxfp8": _Form("", "float8_e4m3fn", 1, "_scale_inv", "uint8"),
-    "nvfp4": _Form("", "uint8", 2, "_scale", "float8_e4m3fn", ("_scale_2",)),
+    "nvfp4": _Form("", "uint8", 2, "_scale", "float8_e4m3fn", second="_scale_2"),
 }
 
 
@@ -124,22 +134,24 @@ class Method:
         """The name of a weight's scales."""
         return name + self.form.scales
 
-    def derived(self, weight: TensorFacts, group: int = 0) -> tuple[TensorFacts, ...]:
-        """The codes, the scales and the further tensors of a weight; `check` has passed it."""
+    def derived(self, weight: TensorFacts, group: int = 0) -> Derived:
+        """What becomes of a weight that `check` has passed."""
         form, shape = self.form, tuple(weight.shape)
         *outer, rows, cols = shape
         grid: tuple[int, ...] = (1,)
         if self.block_rows:
             grid = (*outer, -(-rows // self.block_rows), -(-cols // self.block_cols))
         words = (*outer, rows, -(-cols // form.per_word))
-        found = [
-            TensorFacts(weight.name + form.codes, form.word, words, group),
-            TensorFacts(weight.name + form.scales, form.scale or weight.dtype, grid, group),
-        ]
-        for suffix in form.further:
-            dtype, whole = _FURTHER[suffix]
-            found.append(TensorFacts(weight.name + suffix, dtype, whole, group))
-        return tuple(found)
+
+        def fact(suffix: str, dtype: str, shape: tuple[int, ...]) -> TensorFacts:
+            return TensorFacts(weight.name + suffix, dtype, shape, group)
+
+        return Derived(
+            codes=fact(form.codes, form.word, words),
+            scales=fact(form.scales, form.scale or weight.dtype, grid),
+            second=fact(form.second, "float32", ()) if form.second else None,
+            shape=fact(form.shape, "int64", (2,)) if form.shape else None,
+        )
 
     def check(self, weight: TensorFacts) -> None:
         """Raises UnsupportedError, by name, for a tensor that the method cannot take."""
@@ -180,12 +192,6 @@ class Method:
     @cached_property
     def _targets(self) -> Modules:
         return Modules(self.targets)
-
-
-_FURTHER: Final[Mapping[str, tuple[str, tuple[int, ...]]]] = {
-    "_shape": ("int64", (2,)),
-    "_scale_2": ("float32", ()),
-}
 
 
 def module_of(name: str) -> str:

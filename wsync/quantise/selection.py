@@ -43,8 +43,10 @@ _SHARING: Final = (("gate_proj", "up_proj"), ("w1", "w3"), ("q_proj", "k_proj", 
 class Row(NamedTuple):
     """A tensor that is quantised, as the quantiser takes it; names of tensors of one model.
 
-    share: tensors of one key have one second scale (NVFP4); "": the tensor's own.
-    group: the keep-together group of codes, scales and further tensors, never 0.
+    codes, scales, second, shape: names of what it becomes: second of a second scale (NVFP4), shape
+    of the weight's shape (INT4), None where there is none.
+    share: tensors of one key have one second scale; "": the tensor's own.
+    group: the keep-together group of all that it becomes, never 0.
     """
 
     name: str
@@ -54,7 +56,8 @@ class Row(NamedTuple):
     block_cols: int
     codes: str
     scales: str
-    further: tuple[str, ...]
+    second: str | None
+    shape: str | None
     share: str
     group: int
 
@@ -125,20 +128,20 @@ def select(
 def _derive(method: Method, fact: TensorFacts, share: str) -> tuple[Row, Sequence[TensorFacts]]:
     group = fact.group or zlib.crc32(module_of(fact.name).encode()) or 1
     derived = method.derived(fact, group)
-    codes, scales, *further = (each.name for each in derived)
     row = Row(
         name=fact.name,
         kind=method.kind,
         reciprocal=method.reciprocal,
         block_rows=method.block_rows,
         block_cols=method.block_cols,
-        codes=codes,
-        scales=scales,
-        further=tuple(further),
+        codes=derived.codes.name,
+        scales=derived.scales.name,
+        second=derived.second and derived.second.name,
+        shape=derived.shape and derived.shape.name,
         share=share,
         group=group,
     )
-    return row, derived
+    return row, [each for each in derived if each is not None]
 
 
 def _chosen(

@@ -135,9 +135,7 @@ def quantise_rules(model: _core.Layout, options: Options) -> list[_core.Quantise
     return [
         (
             *(row.name, row.kind, row.reciprocal, row.block_rows, row.block_cols),
-            *(row.codes, row.scales),
-            next((name for name in row.further if name.endswith("_scale_2")), None),
-            next((name for name in row.further if name.endswith("_shape")), None),
+            *(row.codes, row.scales, row.second, row.shape),
             numbers.setdefault(row.share, len(numbers)),
             row.group,
         )
