@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from wsync.handles.answers import identity_of
 from wsync.handles.base import EngineHandle, send_control
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import UPDATING, Control
+
+_log = logging.getLogger(__name__)
 
 
 class CheckedEngine:
@@ -37,6 +40,7 @@ class CheckedEngine:
         self._identity: dict[str, Any] = {}
         self._reported: object = None  # the version that the engine has to report
         self._version: str | None = None  # that the update has given
+        self._given: str | None = None  # that the last update has, if it has ended well
         self._update_id = ""
         self._buckets: Iterator[int] | None = None  # numbers, where buckets get versions
         self._disturbed = False  # whether others have updated the engine since this did
@@ -56,13 +60,22 @@ class CheckedEngine:
         self._update_id = secrets.token_hex(8)
         told = None if during is None else during(self._update_id)
         self._during = told or self._engine
-        given, self._version = self._version, None
+        self._version = None
+        given, self._given = self._given, None
         self._during.pause(mode, timeout)
         self._identity, found = self._ask(deadline)
         self._reported = found.get("weight_version")
         stock = "instance" not in found and self._reported is not None
         self._buckets = itertools.count(1) if stock else None
         self._disturbed = stock and str(self._reported) != given
+        if self._disturbed and given is not None:
+            _log.warning(
+                "engine %s: reports weight version %s, and the last update gave it %s: it was "
+                "restarted, or somebody else has updated it, or a request has come late",
+                self.name,
+                self._reported,
+                given,
+            )
 
     def flush(self, timeout: float) -> None:
         self._during.flush(timeout)
@@ -112,6 +125,7 @@ class CheckedEngine:
         deadline = Deadline(timeout)
         self._during.resume(timeout)
         self._check_identity(deadline)
+        self._given = self._version
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         info: dict[str, Any] = self._during.model_info(timeout)
