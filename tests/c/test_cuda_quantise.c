@@ -261,6 +261,52 @@ TEST(an_abandoned_stream_quantises_again)
     end_rig(&rig);
 }
 
+/* The first launch of a pass is behind a wait when the second one fails. */
+TEST(half_a_pass_is_not_left_behind)
+{
+    const rig_t rig = make_rig(NBYTES);
+    wsync_error_t err = {0};
+    scene_t scene;
+
+    scene_init(&scene, rig.base);
+    run_passes(rig.stream, &scene);
+    CHECK_OK(wsync_stream_wait(rig.stream, (wsync_event_t){rig.control, 0}, 1, &err), err);
+    fake_fail("cuLaunchKernel", 1, WSYNC_CU_LAUNCH_FAILED);
+    CHECK_EQ(quantise(rig.stream, &scene, WSYNC_QUANTISE_CODES, &err), WSYNC_ERR_DEVICE);
+    CHECK_HAS(err.message, "quantising on GPU 0");
+    fake_fail("*", -1, 0);
+    CHECK_EQ(wsync_event_query((wsync_event_t){rig.control, 0}), 1); /* it was given up */
+    synchronize(&rig);
+    wsync_memory_destroy(scene.memory);
+    end_rig(&rig);
+}
+
+TEST(weights_whose_memory_is_paused_are_an_error)
+{
+    wsync_error_t err = {0};
+    wsync_memory_t *paused;
+    scene_t scene;
+    rig_t rig;
+
+    choose_fake("WSYNC_FAKE_CUDA_RESERVED", "1");
+    rig = make_rig(NBYTES);
+    paused = make_buffer(rig.base, WEIGHTS_NBYTES);
+    scene_init(&scene, rig.base);
+    fill(paused->data, WEIGHTS_NBYTES, 2);
+    scene.sources[1] = span_of(paused);
+    for (int round = 0; round < 2; round++) {
+        reset(&scene);
+        run_passes(rig.stream, &scene);
+        CHECK_OK(wsync_memory_park(paused, &err), err);
+        CHECK_EQ(quantise(rig.stream, &scene, WSYNC_QUANTISE_CODES, &err), WSYNC_ERR_STATE);
+        CHECK_HAS(err.message, "no memory of the GPU lies there");
+        CHECK_OK(wsync_memory_unpark(paused, -1, &err), err);
+    }
+    wsync_memory_destroy(paused);
+    wsync_memory_destroy(scene.memory);
+    end_rig(&rig);
+}
+
 TEST(nothing_is_launched_for_pieces_without_elements)
 {
     const rig_t rig = make_rig(NBYTES);
