@@ -518,3 +518,13 @@ def test_a_checkpoint_that_cannot_say_it_is_named(checkpoint: Path) -> None:
 def test_other_choices_are_refused(value: Any, text: str) -> None:
     with pytest.raises(wsync.InvalidArgumentError, match=text):
         wsync.Options(quantise=value)
+
+
+def test_options_keep_a_configuration_of_their_own_and_can_be_hashed() -> None:
+    given = int4(["Linear"])
+    options, same = wsync.Options(quantise=given), wsync.Options(quantise=int4(["Linear"]))
+    given["config_groups"]["group_0"]["targets"].append("re:.*")
+    assert options.quantise == int4(["Linear"])
+    assert options == same
+    assert hash(options) == hash(same)
+    assert options != wsync.Options()

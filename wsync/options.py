@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from wsync import _core
@@ -44,7 +44,8 @@ class Options:
             of a gloo or nccl exchange give their memory back between updates: for GPUs whose
             memory engine and trainer need for themselves in between (slime's colocate mode).
             Getting it anew costs time in every update, and fails the update where there is none.
-            A ring that a loader keeps looking at stays, with a warning.
+            A ring that a loader keeps looking at stays, with a warning.  The memory of codes and
+            scales is given back, too (see `quantise`).
         threads: copying threads of one trainer rank.  Weights in host memory are quantised by the
             rank's share of the host's cores, if that is more.
         directory: where sockets live; None for the temporary directory.
@@ -75,7 +76,7 @@ class Options:
     threads: int = 1
     directory: str | None = None
     checkpoint: str | None = None
-    quantise: Mapping[str, Any] | str | None = None
+    quantise: Mapping[str, Any] | str | None = field(default=None, hash=False)
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -108,8 +109,8 @@ class Options:
                 raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r} is no text")
 
         if isinstance(self.quantise, Mapping):
-            try:
-                json.dumps(self.quantise)
+            try:  # a copy of its own: the caller's may change
+                object.__setattr__(self, "quantise", json.loads(json.dumps(self.quantise)))
             except (TypeError, ValueError, RecursionError) as error:
                 raise _core.InvalidArgumentError(
                     f"quantise={self.quantise!r:.200}: is no configuration in JSON: {error}"
@@ -123,12 +124,12 @@ class Options:
     def refuse(self, without_effect: Mapping[str, str]) -> None:
         """Raises InvalidArgumentError for a choice that has no effect, given by name with what it
         is for."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in without_effect and value != field.default:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in without_effect and value != each.default:
                 raise _core.InvalidArgumentError(
-                    f"{field.name}={value!r} has no effect here: it is for "
-                    f"{without_effect[field.name]}"
+                    f"{each.name}={value!r} has no effect here: it is for "
+                    f"{without_effect[each.name]}"
                 )
         if self.pause_mode == "in_place" and self.flush_cache:
             raise _core.InvalidArgumentError(
