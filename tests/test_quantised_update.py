@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import quantised_cases
 from support.procs import RankError, Ranks
 from support.quantised_cases import METHODS, differing, quantised, shapes_of
@@ -73,6 +74,21 @@ def test_memory_that_is_not_there_is_named(tmp_path: Path) -> None:
         sync.update()
 
 
+def test_versions_are_quantised_without_memory_in_between(tmp_path: Path) -> None:
+    given, config = weights(1), METHODS["cut blocks"][0]
+    options = wsync.Options(quantise=config, park=True, progress=False)
+    with wsync.DiskSync(given, folder=tmp_path, options=options) as sync:
+        for _ in range(2):
+            sync.update()
+            assert sync._image is not None
+            assert sync._image._memory is None
+            (file,) = newest(tmp_path).glob("*.safetensors")
+            found = load_file(file)
+            assert differing(found, quantised(given, "cut blocks")) == []
+    with pytest.raises(wsync.InvalidArgumentError, match="park=True has no effect here"):
+        wsync.DiskSync(given, folder=tmp_path, options=wsync.Options(park=True))
+
+
 BASES = {"text_config": {"x": 1}, "model_type": "any"}
 
 
@@ -112,6 +128,9 @@ def test_a_versions_configuration_says_how_it_is_quantised(kind: str, tmp_path: 
     base, config = a_base(kind, tmp_path, BASES), METHODS["cut blocks"][0]
     found = written(tmp_path / "versions", base, config)
     assert found == BASES | {"quantization_config": config}
+    selected = config | {"select": "lists"}
+    again = written(tmp_path / "versions", a_base(kind, tmp_path / "x", BASES), selected)
+    assert again == found
     again = written(tmp_path / "versions", Configuration(found), config)
     assert again == found
 

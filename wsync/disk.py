@@ -54,7 +54,7 @@ _BATCH_NBYTES = 64 << 20
 _NOT_BY_DISK = dict.fromkeys(
     (
         *("round_nbytes", "ring_nbytes", "delivery", "broadcast", "backend"),
-        *("exchange", "park", "directory"),
+        *("exchange", "directory"),
     ),
     "updates without a disk (wsync.connect)",
 )
@@ -112,7 +112,9 @@ class DiskSync(Updates):
                 f"dtype={dtype!r}: the name of a dtype is wanted, as 'bfloat16', or None"
             )
         self._versions = Versions(folder, base, keep)
-        Options.of(options).refuse(_NOT_BY_DISK)
+        chosen = Options.of(options)
+        parked = {"park": "updates without a disk, or with quantise"}
+        chosen.refuse(_NOT_BY_DISK | ({} if chosen.quantise is not None else parked))
         super().__init__(source, options)
         with self._one_error():
             self._same_call(folder=os.fspath(folder), dtype=dtype, shard_nbytes=shard_nbytes)
