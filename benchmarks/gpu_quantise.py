@@ -45,7 +45,7 @@ def _quantiser(shape: torch.Size, method: tuple[str, bool, int, int]) -> _core.Q
     builder.add_shard("w", "bfloat16", shape, (0, 0), shape, 0, 0, strides)
     second = "w.scale_2" if method[0] == "nvfp4" else None
     rule = ("w", *method, "w.codes", "w.scale", second, None, 0, 0)
-    return _core.Quantiser(builder.build(), 0, [rule])
+    return _core.Quantiser(builder.build(), 0, 1, [rule])
 
 
 def _measure(gpu: Gpu, weights: torch.Tensor, method: tuple[str, bool, int, int]) -> dict[str, Any]:

@@ -167,7 +167,8 @@ def quantiser(dtype: str, method: tuple[str, bool, int, int], cuts: list[int]) -
         strides = (extent[1] * size, size)
         builder.add_shard("w", dtype, SHAPE, (0, begin), extent, buffer, 0, strides)
     names = ("w.codes", "w.scale", "w.scale_2" if method[0] == "nvfp4" else None, None)
-    return _core.Quantiser(builder.build(), 0, [("w", *method, *names, 0, 0)])
+    rules = [("w", *method, *names, 0, 0)]
+    return _core.Quantiser(builder.build(), 0, len(cuts) - 1, rules)
 
 
 def quantised(

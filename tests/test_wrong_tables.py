@@ -269,7 +269,7 @@ def test_a_size_that_a_users_table_reads_elsewhere_is_its_own():
     """Megatron's kv_channels is what the usual tables call d, and not what this one does."""
     module = configured(kv_channels=SIZES["d"] + 1)
     registered(RIGHT["own"])
-    with pytest.raises(wsync.LayoutError, match="kv_channels is 6, but the family 'wrong' needs 5"):
+    with pytest.raises(wsync.LayoutError, match="kv_channels is 6, but the configuration says 5"):
         wsync.megatron.layout(module, CONFIG, model_name="wrong")
     registered(RIGHT["own"], fields={"d": ("own_channels",)})
     own = SimpleNamespace(**vars(CONFIG), own_channels=SIZES["d"])

@@ -387,7 +387,7 @@ def quantise() -> dict[str, Any]:
             rule = ("w", kind, True, *block, "w_codes", "w_scale", second, None, 0, 0)
             images = []
             for where in (uuid(0), ""):
-                image = quantised_image.Image(model, rank, [rule], 1)
+                image = quantised_image.Image(model, rank, 1, [rule], 1)
                 with (
                     mock.patch.object(quantised_image, "of", return_value=where),
                     mock.patch.object(torch, "empty", torch.zeros),  # between what is written

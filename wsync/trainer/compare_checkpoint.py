@@ -123,7 +123,8 @@ def _readable(each: TensorFacts, places: Mapping[str, Place]) -> bool:
     FP8 checkpoints have bfloat16.  INT4's are of the weights' dtype."""
     stem = each.name.removesuffix("_scale")
     floats = each.name in places and places[each.name].dtype in _FLOATS
-    return each.dtype == "float32" and floats and f"{stem}_packed" not in places
+    scales = each.name.endswith(("_scale", "_scale_inv")) and f"{stem}_packed" not in places
+    return each.dtype == "float32" and floats and scales
 
 
 def _is_part(name: str, dtype: str) -> bool:
