@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -14,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import draft_models, own_family, tiny_models
-from support.engines import NEWEST, SGLANG_VERSIONS, engine_packages, engine_tree
+from support.engines import NEWEST, SGLANG_VERSIONS, engine_results
 
 from wsync.families import tables
 
@@ -62,17 +58,7 @@ WHOLE = {("sglang", "step3p5"): "Error: Some parameters"}
 
 
 def learn(engine: str, version: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    tree, packages = engine_tree(engine, version), engine_packages()
-    done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), engine, str(tree), str(packages), json.dumps(cases)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    results = engine_results(SCRIPT, engine, version, cases)
     assert len(results) == sum(len(case.get("ranks", range(case["tp"]))) for case in cases)
     return results
 

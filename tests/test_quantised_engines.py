@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import quantised_models, tiny_models
-from support.engines import NEWEST, engine_packages, engine_tree
+from support.engines import NEWEST, engine_results
 from support.quantised_models import EXPERTS, Method
 from support.vllm_engine import VllmEngine
 from support.workers import ThreadEngine
@@ -135,27 +133,7 @@ def sglang() -> list[dict[str, Any]]:
         for family, trainer, engine, path, drop in REFUSED
     ]
     cases.append({"family": "deepseek_v3", "method": FP8, "path": "learnt"})
-    tree, packages = engine_tree("sglang", NEWEST), engine_packages()
-    done = subprocess.run(
-        *(
-            [
-                sys.executable,
-                "-P",
-                str(SCRIPT),
-                "sglang",
-                str(tree),
-                str(packages),
-                json.dumps(cases),
-            ],
-        ),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    results = engine_results(SCRIPT, "sglang", NEWEST, cases)
     assert len(results) == len(cases)
     return results
 
@@ -363,6 +341,28 @@ def test_shapes_of_packed_tensors_are_loaded_once(monkeypatch: pytest.MonkeyPatc
             assert torch.equal(module.weight_packed, torch.cat(both))
     assert loader.recording is not None and [*loader.recording.fallback] == ["b.weight_shape"]
     assert calls[1] == calls[0] and calls[2] == calls[1] + 1
+
+
+def test_shapes_of_packed_tensors_may_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang loads experts by threads, and the last one's shape stays."""
+    monkeypatch.setenv("WSYNC_KEEP", "weight_shape")
+
+    class Threaded(Packed):
+        def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+            caller, load = threading.get_ident(), super().load_weights
+
+            def work() -> None:  # in another order than where wsync has pools work at once
+                load(pairs if threading.get_ident() == caller else pairs[::-1])
+
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(work).result()
+
+    loader = RecordedLoader(Threaded())
+    weights = packed(16) | {"b.weight_shape": torch.tensor([4, 16])}
+    with wsync.connect(weights, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        sync.update()
+    assert loader.reason == ""
+    assert loader.recording is not None
 
 
 def rehearse(load: Callable[[torch.Tensor, torch.Tensor], object]) -> None:

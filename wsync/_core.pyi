@@ -216,9 +216,6 @@ class Quantiser:
     @property
     def extremes_count(self) -> int:
         """Entries of the table of extremes, two float32 each; the same on all ranks."""
-    @property
-    def piece_count(self) -> int:
-        """Boxes that the rank quantises."""
 
 # --- torch exchange (csrc/python/tensor_table.c, view_pool.c) ---------------------------
 

@@ -116,15 +116,6 @@ static PyObject *quantiser_ends(PyObject *self, void *Py_UNUSED(closure))
     return ends;
 }
 
-static size_t piece_count(PyObject *self)
-{
-    size_t count;
-
-    (void)wsync_quantiser_pieces(((QuantiserObject *)self)->quantiser, &count);
-    return count;
-}
-
-WSYNC_PY_NUMBER_GETTER(quantiser_piece_count, piece_count(self))
 WSYNC_PY_NUMBER_GETTER(quantiser_image_nbytes,
                        wsync_quantiser_image_nbytes(((QuantiserObject *)self)->quantiser))
 WSYNC_PY_NUMBER_GETTER(quantiser_extremes_count,
@@ -143,7 +134,6 @@ static PyGetSetDef quantiser_getset[] = {
      "Bytes of the memory for codes and scales.", NULL},
     {"extremes_count", quantiser_extremes_count, NULL,
      "Entries of the table of extremes, two float32 each; the same on all ranks.", NULL},
-    {"piece_count", quantiser_piece_count, NULL, "Boxes that the rank quantises.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

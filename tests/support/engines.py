@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,21 @@ class SglangReceiver:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def engine_results(
+    script: Path, engine: str, version: str, cases: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """What a script that hosts an engine's classes in a process of its own makes of cases."""
+    tree, packages = engine_tree(engine, version), engine_packages()
+    done = subprocess.run(
+        [sys.executable, "-P", str(script), engine, str(tree), str(packages), json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return results

@@ -11,6 +11,8 @@ from typing import Final
 _PARTS: Final = re.compile(
     r"weight(_packed|_scale(_inv|_2)?|_zero_point|_shape|_g_idx|_global_scale)?$"
 )
+# those of them that engines keep, in fused weights, too
+QUANTISED: Final = re.compile(r"weight_(packed|scale(_inv|_2)?|zero_point|g_idx)$")
 _SCALES: Final = re.compile(r"weight_(scale(_inv|_2)?|global_scale)$")
 _CODES: Final = ("float8", "float4", "uint8", "int8")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -38,6 +38,13 @@ class TensorFacts(NamedTuple):
     dtype: str
     shape: Sequence[int]
     group: int = 0
+
+
+def facts_of(model: _core.Layout | Iterable[TensorFacts]) -> list[TensorFacts]:
+    """The tensors of a layout, or those that are given."""
+    if isinstance(model, _core.Layout):
+        return [TensorFacts(*model.tensor(index)) for index in range(model.tensor_count)]
+    return list(model)
 
 
 class _Form(NamedTuple):

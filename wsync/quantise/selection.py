@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from wsync import _core
-from wsync.quantise.config import Method, Modules, TensorFacts, module_of
+from wsync.quantise.config import Method, Modules, TensorFacts, facts_of, module_of
 
 RULES: Final = ("lists", "slime")
 
@@ -103,9 +103,7 @@ def select(
     """
     if rule not in RULES:
         raise _core.InvalidArgumentError(f"select={rule!r} is none of {RULES}")
-    if isinstance(model, _core.Layout):
-        model = [TensorFacts(*model.tensor(index)) for index in range(model.tensor_count)]
-    facts = list(model)
+    facts = facts_of(model)
     chosen = _chosen(method, facts, held, rule)
     for fact in chosen:
         method.check(fact)

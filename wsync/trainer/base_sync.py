@@ -171,6 +171,8 @@ class Updates(abc.ABC):
     def _rules(self, model: _core.Layout) -> list[_core.QuantiseRule] | None:
         """What is quantised of the tensors of all ranks, and into what; None where weights stay as
         they are.  Every rank gets the answer of rank 0, which sees the checkpoint."""
+        if self.options.quantise is None:
+            return None
         rules = quantise_rules(model, self.options) if self._group.rank == 0 else None
         found = self._group.gather_json(rules)[0]
         return None if found is None else [tuple(rule) for rule in found]

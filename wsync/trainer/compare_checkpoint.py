@@ -20,7 +20,7 @@ from wsync.checkpoints.safetensors_layout import (
     system_calls,
 )
 from wsync.module_tensors.quantised_names import group_of_parts, is_note
-from wsync.quantise.config import TensorFacts, quantization_config
+from wsync.quantise.config import TensorFacts, facts_of, quantization_config
 from wsync.report import listed
 
 _log = logging.getLogger(__name__)
@@ -70,9 +70,7 @@ def compare(
             _log.warning("the trainer's names are not compared with a checkpoint: %s", error)
     if places is None:
         return
-    if isinstance(model, _core.Layout):
-        model = [TensorFacts(*model.tensor(index)) for index in range(model.tensor_count)]
-    facts = list(model)
+    facts = facts_of(model)
     kept = {each.name for each in facts}
     lacking = [name for name in places if name not in kept]
     odd = {

@@ -11,7 +11,7 @@ typedef struct kind_row {
 } kind_row_t;
 
 static const kind_row_t kinds[WSYNC_QUANTISE_COUNT] = {
-#define WSYNC_QUANTISE_ROW(name, text, codes, word, scale, rows, cols) \
+#define WSYNC_QUANTISE_ROW(name, text, codes, word, scale) \
     [WSYNC_QUANTISE_##name] = {text, codes, WSYNC_DTYPE_##word, WSYNC_DTYPE_##scale},
     WSYNC_QUANTISE_MAP(WSYNC_QUANTISE_ROW)
 #undef WSYNC_QUANTISE_ROW
@@ -26,7 +26,7 @@ wsync_status_t wsync_quantise_kind_from_name(const char *name, wsync_quantise_ki
             return WSYNC_OK;
         }
     }
-#define WSYNC_QUANTISE_TEXT(name, text, codes, word, scale, rows, cols) " " text
+#define WSYNC_QUANTISE_TEXT(name, text, codes, word, scale) " " text
     return wsync_fail(err, WSYNC_ERR_INVALID, 0, "quantise",
                       "no way to quantise is named '%.64s'; there are" WSYNC_QUANTISE_MAP(
                           WSYNC_QUANTISE_TEXT),

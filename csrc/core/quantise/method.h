@@ -10,20 +10,18 @@
 #include "core/base/status.h"
 #include "core/layout/dtype.h"
 
-/* C name, text, codes in a word, dtype of a word, dtype of a scale (COUNT: as the weights),
- * rows and columns of a block where nobody names them (0: the whole tensor) */
-#define WSYNC_QUANTISE_MAP(X)                                      \
-    X(FP8_BLOCK, "fp8_block", 1, FLOAT8_E4M3FN, FLOAT32, 128, 128) \
-    X(FP8_UE8M0, "fp8_ue8m0", 1, FLOAT8_E4M3FN, FLOAT32, 128, 128) \
-    X(FP8_TENSOR, "fp8_tensor", 1, FLOAT8_E4M3FN, FLOAT32, 0, 0)   \
-    X(INT4, "int4", 8, INT32, COUNT, 1, 32)                        \
-    X(INT4_SLIME, "int4_slime", 8, INT32, COUNT, 1, 32)            \
-    X(MXFP8, "mxfp8", 1, FLOAT8_E4M3FN, UINT8, 1, 32)              \
-    X(NVFP4, "nvfp4", 2, UINT8, FLOAT8_E4M3FN, 1, 16)
+/* C name, text, codes in a word, dtype of a word and of a scale (COUNT: the weights') */
+#define WSYNC_QUANTISE_MAP(X)                              \
+    X(FP8_BLOCK, "fp8_block", 1, FLOAT8_E4M3FN, FLOAT32)   \
+    X(FP8_UE8M0, "fp8_ue8m0", 1, FLOAT8_E4M3FN, FLOAT32)   \
+    X(FP8_TENSOR, "fp8_tensor", 1, FLOAT8_E4M3FN, FLOAT32) \
+    X(INT4, "int4", 8, INT32, COUNT)                       \
+    X(INT4_SLIME, "int4_slime", 8, INT32, COUNT)           \
+    X(MXFP8, "mxfp8", 1, FLOAT8_E4M3FN, UINT8)             \
+    X(NVFP4, "nvfp4", 2, UINT8, FLOAT8_E4M3FN)
 
 typedef enum wsync_quantise_kind {
-#define WSYNC_QUANTISE_ENUM(name, text, codes, word, scale, rows, cols) \
-    WSYNC_QUANTISE_##name,
+#define WSYNC_QUANTISE_ENUM(name, text, codes, word, scale) WSYNC_QUANTISE_##name,
     WSYNC_QUANTISE_MAP(WSYNC_QUANTISE_ENUM)
 #undef WSYNC_QUANTISE_ENUM
         WSYNC_QUANTISE_COUNT,

@@ -5,10 +5,9 @@ Loaders copy, copies convert, and codes that were converted are numbers without 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,10 +17,8 @@ from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.tracer import SOURCE, Tracer
 from wsync.module_tensors import dtype_of
+from wsync.module_tensors.quantised_names import QUANTISED
 from wsync.report import listed
-
-# what quantised checkpoints have beside or in place of a weight, and engines' fused ones
-QUANTISED: Final = re.compile(r"weight_(packed|scale(_inv|_2)?|zero_point|g_idx)$")
 
 
 class OtherFormError(LayoutError):
