@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from wsync._core import Layout, LayoutBuilder, NoMemoryError
 from wsync.module_tensors import dtype_of
+from wsync.module_tensors.quantised_names import is_note
 
 _ALIGNMENT: Final = 256
 _PATTERN: Final = 16 << 20
@@ -58,6 +59,7 @@ class MadeUpModel:
         self._memory = _repeating(self.nbytes, seed)
         self.address = _address(self._memory)
         self._given: list[tuple[str, StorageWeakRef]] = []
+        self.restore()
 
     def pairs(self, names: frozenset[str] | None = None) -> list[tuple[str, torch.Tensor]]:
         """(name, tensor) of all tensors, or of these, each with a storage of its own."""
@@ -82,6 +84,11 @@ class MadeUpModel:
         """Undoes what a loader has written into the tensors."""
         # private pages that are dropped are those of the file again
         self._memory.madvise(mmap.MADV_DONTNEED)
+        # those that a fused parameter keeps one of are equal in a checkpoint, and engines' threads
+        # load them in any order
+        for name, _, _, offset, nbytes in self.tensors:
+            if is_note(name):
+                self._memory[offset : offset + nbytes] = self._memory[:nbytes]
 
 
 def weak(tensor: torch.Tensor) -> StorageWeakRef:
