@@ -70,8 +70,10 @@ def test_a_group_watches_what_it_is_told_to_for_as_long() -> None:
 def test_a_bucket_that_was_refused_is_seen_in_other_waits() -> None:
     engine: Any = SimpleNamespace(name="stock", workers=1)
     session = StockSession(0, engine, timeout=5)
+    taken: Future[None] = Future()
+    taken.set_result(None)
     answer: Future[None] = Future()
-    session._sent = [Future(), answer]
+    session._sent = [taken, answer]
     session.look()
     answer.set_exception(wsync.RemoteError("engine stock: no"))
     with pytest.raises(wsync.RemoteError, match="engine stock: no"):

@@ -106,7 +106,8 @@ class BucketSession(Session):
 
     def __init__(self, worker: int, lane: str) -> None:
         super().__init__(worker)
-        self._sent: list[Future[None]] = []
+        self._sent: list[Future[None]] = []  # they end in this order
+        self._seen = 0  # of them, those that were seen to have ended well
         self._given_up = threading.Event()
         self._lane = Lane(lane)
 
@@ -118,7 +119,7 @@ class BucketSession(Session):
         return WHOLE
 
     def begin(self, update: int, version: str, timeout: float, check: Check) -> None:
-        self._sent = []
+        self._sent, self._seen = [], 0
 
     def acquire(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         former = self.rounds.slots[round].wait_round
@@ -127,12 +128,13 @@ class BucketSession(Session):
 
     def post(self, round: int, stream: _core.Stream, timeout: float, check: Check) -> None:
         stream.synchronize(timeout, check)
+        check()  # an exchange that has failed lets streams go on, which have copied anything
         self._sent.append(self._lane.submit(functools.partial(self._send, round)))
 
     def look(self) -> None:
-        for sent in self._sent:
-            if sent.done():
-                sent.result()
+        while self._seen < len(self._sent) and self._sent[self._seen].done():
+            self._sent[self._seen].result()
+            self._seen += 1
 
     def prepared(self, timeout: float, check: Check) -> None:
         deadline = Deadline(timeout)
