@@ -10,6 +10,7 @@
 
 #include "core/base/checksum.h"
 #include "device/cuda_compile_cache.h"
+#include "device/library_search.h"
 
 enum {
     NVRTC_SUCCESS = 0,
@@ -62,28 +63,6 @@ void wsync_kernel_image_fini(wsync_kernel_image_t *image)
     *image = (wsync_kernel_image_t){0};
 }
 
-/* Where the library was looked for, and why it was not there. */
-typedef struct search {
-    char tried[SHOWN_NBYTES];
-    size_t used;
-} search_t;
-
-static void *try_library(search_t *search, const char *path)
-{
-    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    const char *reason = library == NULL ? dlerror() : NULL;
-    const size_t room = sizeof(search->tried) - search->used;
-    int length;
-
-    if (library == NULL) {
-        length = snprintf(search->tried + search->used, room, "%s%s",
-                          search->used > 0 ? "; " : "", reason != NULL ? reason : path);
-        search->used +=
-            length < 0 ? 0 : ((size_t)length < room ? (size_t)length : room - 1);
-    }
-    return library;
-}
-
 /* Whether a library's name has a later major version than the driver, which then loads what
  * it compiles or not: of its own major version a driver loads whatever there is. */
 static bool is_late(const wsync_compile_spec_t *spec, const char *path)
@@ -97,7 +76,8 @@ static bool is_late(const wsync_compile_spec_t *spec, const char *path)
 }
 
 /* One that is loaded already (torch's own) is the one whose version suits the process. */
-static void *find_library(const wsync_compile_spec_t *spec, bool late, search_t *search)
+static void *find_library(const wsync_compile_spec_t *spec, bool late,
+                          wsync_library_search_t *search)
 {
     void *library = NULL;
 
@@ -108,12 +88,12 @@ static void *find_library(const wsync_compile_spec_t *spec, bool late, search_t 
     }
     for (size_t i = 0; i < spec->library_count && library == NULL; i++) {
         if (is_late(spec, spec->libraries[i]) == late) {
-            library = try_library(search, spec->libraries[i]);
+            library = wsync_library_try(search, spec->libraries[i]);
         }
     }
     for (size_t i = 0; i < NAME_COUNT && library == NULL; i++) {
         if (is_late(spec, nvrtc_names[i]) == late) {
-            library = try_library(search, nvrtc_names[i]);
+            library = wsync_library_try(search, nvrtc_names[i]);
         }
     }
     return library;
@@ -141,7 +121,7 @@ static wsync_status_t open_nvrtc(const wsync_compile_spec_t *spec, nvrtc_t *nvrt
         {"nvrtcGetPTXSize", offsetof(nvrtc_t, ptx_nbytes)},
         {"nvrtcGetPTX", offsetof(nvrtc_t, ptx)},
     };
-    search_t search = {.used = 0};
+    wsync_library_search_t search = {.used = 0};
     void *library = find_library(spec, false, &search);
 
     if (library == NULL) {

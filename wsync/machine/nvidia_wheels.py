@@ -13,5 +13,10 @@ def bundled(pattern: str) -> list[str]:
     return [str(path) for path in sorted(found, key=_version, reverse=True)]
 
 
+def nccl_libraries() -> list[str]:
+    """Where NCCL may lie beside the system's folders."""
+    return bundled("nccl/lib/libnccl.so.*")
+
+
 def _version(path: Path) -> tuple[list[int], str]:
     return [int(number) for number in re.findall("[0-9]+", path.name)], str(path)
