@@ -102,8 +102,8 @@ static wsync_cu_result_t look(cuda_stream_t *self)
     return code;
 }
 
-/* Sets the words that the stream still waits for.  Their writers are not waited for by
- * anyone else: the other side of an event has one reader. */
+/* Sets the words that the stream still waits for.  Others that wait for the same word see
+ * it come, too: they are closed with the stream. */
 static void give_up_waits(cuda_stream_t *self)
 {
     (void)pthread_mutex_lock(&self->mutex);
@@ -227,6 +227,11 @@ static bool abandon(cuda_stream_t *self, int timeout_ms)
 static unsigned stream_ahead(wsync_stream_t *stream)
 {
     return atomic_load(&own(stream)->runner.steady) ? WSYNC_STREAM_AHEAD : 0;
+}
+
+static void *stream_handle(wsync_stream_t *stream)
+{
+    return own(stream)->runner.stream;
 }
 
 static bool stream_abandon(wsync_stream_t *stream, int timeout_ms)
@@ -563,6 +568,7 @@ const wsync_stream_ops_t wsync_cuda_stream_ops = {
     .enqueue = stream_enqueue,
     .order = stream_order,
     .ahead = stream_ahead,
+    .handle = stream_handle,
     .abandon = stream_abandon,
     .synchronize = stream_synchronize,
     .trace = stream_trace,

@@ -225,6 +225,13 @@ wsync_status_t wsync_stream_lead(wsync_stream_t *stream, void *other, wsync_erro
     return order(stream, other, true, err);
 }
 
+void *wsync_stream_handle(wsync_stream_t *stream)
+{
+    const wsync_stream_ops_t *ops = stream->device->stream_ops;
+
+    return ops->handle != NULL ? ops->handle(stream) : NULL;
+}
+
 unsigned wsync_stream_ahead(wsync_stream_t *stream)
 {
     const wsync_stream_ops_t *ops = stream->device->stream_ops;

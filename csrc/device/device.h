@@ -124,6 +124,7 @@ struct wsync_stream_ops {
     wsync_status_t (*order)(wsync_stream_t *stream, void *other, bool leads,
                             wsync_error_t *err);
     unsigned (*ahead)(wsync_stream_t *stream); /* NULL: always the most */
+    void *(*handle)(wsync_stream_t *stream);   /* NULL: it has none */
     bool (*abandon)(wsync_stream_t *stream, int timeout_ms);
     wsync_status_t (*synchronize)(wsync_stream_t *stream, int timeout_ms,
                                   wsync_error_t *err);
@@ -201,7 +202,7 @@ wsync_status_t wsync_stream_copy_list(wsync_stream_t *stream, const wsync_copy_t
  * is there (wsync_quantise_check).  The pieces, the spans' memory and `sources` are
  * borrowed until the stream has passed this point.  UNSUPPORTED on a GPU, which names the
  * buffer: pageable memory of the host that it does not reach, weights included; or the
- * piece: 2^30 rows or columns and more, or rows that are 2 GiB apart.  After an error
+ * tensor: 2^30 rows or columns and more, or rows that are 2 GiB apart.  After an error
  * nothing was enqueued, as with copies. */
 wsync_status_t wsync_stream_quantise(wsync_stream_t *stream,
                                      const wsync_quantise_batch_t *batch,
@@ -220,6 +221,9 @@ wsync_status_t wsync_stream_follow(wsync_stream_t *stream, void *other, wsync_er
 /* The other way round: what `other` is given from now on starts when everything has
  * happened that was enqueued here. */
 wsync_status_t wsync_stream_lead(wsync_stream_t *stream, void *other, wsync_error_t *err);
+/* The driver's handle, for a library that enqueues on it what the stream does not know of;
+ * NULL on the host. */
+void *wsync_stream_handle(wsync_stream_t *stream);
 /* How many waits may lie ahead of what the stream has passed: 0 while batches like the last
  * one may block their caller until these are over. */
 unsigned wsync_stream_ahead(wsync_stream_t *stream);

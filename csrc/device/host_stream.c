@@ -16,10 +16,16 @@
 #include "device/host_copy.h"
 #include "device/host_quantise.h"
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 enum {
     /* Some 50 us of copying: small enough to share a batch evenly, large enough that taking
      * one under the mutex does not show. */
     PIECE_WORK = 1024 * 1024,
+    /* The same of quantising, which has nothing fetched when a piece begins. */
+    QUANTISE_WORK = 4 * PIECE_WORK,
     /* How soon a stream that waits for an event notices that it is to give up. */
     WAIT_SLICE_MS = 5,
 };
@@ -104,8 +110,8 @@ static bool run_piece(host_stream_t *self, const entry_t *entry, uint64_t piece,
                             cursor);
         return true;
     case ENTRY_QUANTISE:
-        wsync_host_quantise_run(&entry->quantise, piece * PIECE_WORK,
-                                (piece + 1) * PIECE_WORK, cursor);
+        wsync_host_quantise_run(&entry->quantise, piece * QUANTISE_WORK,
+                                (piece + 1) * QUANTISE_WORK, cursor);
         return true;
     }
     return true;
@@ -178,12 +184,25 @@ static void pass_head(host_stream_t *self)
     }
 }
 
+/* A thread begins with the floating-point control of the one that makes it, where a program
+ * (torch.set_flush_denormal) or a library linked with -ffast-math may have subnormal
+ * numbers count as 0.  What is computed here is the same in every process. */
+static void round_as_always(void)
+{
+#if defined(__x86_64__)
+    _mm_setcsr(0x1f80); /* to nearest, subnormals as they are, no traps */
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
+#endif
+}
+
 static void *worker_main(void *argument)
 {
     host_stream_t *self = argument;
     wsync_host_cursor_t cursor = {0};
     uint64_t place = UINT64_MAX; /* the entry that the cursor belongs to */
 
+    round_as_always();
     (void)pthread_mutex_lock(&self->mutex);
     for (;;) {
         entry_t *entry = self->head;
@@ -343,13 +362,13 @@ static wsync_status_t enqueue(host_stream_t *self, const entry_t *entry, wsync_e
     return WSYNC_OK;
 }
 
-/* Enqueues what is work for the threads, unless there is none. */
+/* Enqueues what is work for the threads, in pieces of `each`, unless there is none. */
 static wsync_status_t enqueue_work(wsync_stream_t *stream, entry_t *entry, uint64_t work,
-                                   wsync_error_t *err)
+                                   uint64_t each, wsync_error_t *err)
 {
     const wsync_status_t status = check_process(own(stream), err);
 
-    entry->pieces = work / PIECE_WORK + (work % PIECE_WORK != 0);
+    entry->pieces = work / each + (work % each != 0);
     return status == WSYNC_OK && work > 0 ? enqueue(own(stream), entry, err) : status;
 }
 
@@ -360,7 +379,7 @@ static wsync_status_t stream_copy(wsync_stream_t *stream, const wsync_batch_t *b
                      .list = wsync_host_list(batch->copies, batch->count, batch->sources,
                                              batch->destinations)};
 
-    return enqueue_work(stream, &entry, entry.list.work, err);
+    return enqueue_work(stream, &entry, entry.list.work, PIECE_WORK, err);
 }
 
 static wsync_status_t stream_quantise(wsync_stream_t *stream,
@@ -369,7 +388,7 @@ static wsync_status_t stream_quantise(wsync_stream_t *stream,
 {
     entry_t entry = {.kind = ENTRY_QUANTISE, .quantise = wsync_host_quantise(batch)};
 
-    return enqueue_work(stream, &entry, entry.quantise.work, err);
+    return enqueue_work(stream, &entry, entry.quantise.work, QUANTISE_WORK, err);
 }
 
 static wsync_status_t stream_enqueue(wsync_stream_t *stream, bool waits,
