@@ -116,6 +116,16 @@ static PyObject *quantiser_ends(PyObject *self, void *Py_UNUSED(closure))
     return ends;
 }
 
+static PyObject *quantiser_stats(PyObject *self, void *Py_UNUSED(closure))
+{
+    const wsync_quantiser_stats_t stats =
+        wsync_quantiser_stats(((QuantiserObject *)self)->quantiser);
+
+    return Py_BuildValue("{sKsK}", "quantised_nbytes",
+                         (unsigned long long)stats.quantised_nbytes, "repeated_nbytes",
+                         (unsigned long long)stats.repeated_nbytes);
+}
+
 WSYNC_PY_NUMBER_GETTER(quantiser_image_nbytes,
                        wsync_quantiser_image_nbytes(((QuantiserObject *)self)->quantiser))
 WSYNC_PY_NUMBER_GETTER(quantiser_extremes_count,
@@ -134,6 +144,9 @@ static PyGetSetDef quantiser_getset[] = {
      "Bytes of the memory for codes and scales.", NULL},
     {"extremes_count", quantiser_extremes_count, NULL,
      "Entries of the table of extremes, two float32 each; the same on all ranks.", NULL},
+    {"stats", quantiser_stats, NULL,
+     "Of all ranks, in bytes of weights: quantised_nbytes, and of those repeated_nbytes.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

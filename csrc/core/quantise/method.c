@@ -53,3 +53,13 @@ wsync_dtype_t wsync_quantise_scale(wsync_quantise_kind_t kind, wsync_dtype_t wei
 {
     return kinds[kind].scale == WSYNC_DTYPE_COUNT ? weights : kinds[kind].scale;
 }
+
+unsigned wsync_quantise_scales_in_word(wsync_quantise_kind_t kind)
+{
+    return kind == WSYNC_QUANTISE_FP8_PACKED ? 4 : 1;
+}
+
+unsigned wsync_quantise_zeros_in_word(wsync_quantise_kind_t kind)
+{
+    return kind == WSYNC_QUANTISE_INT4_ZERO ? 8 : 1;
+}

@@ -18,7 +18,9 @@
     X(INT4, "int4", 8, INT32, COUNT)                       \
     X(INT4_SLIME, "int4_slime", 8, INT32, COUNT)           \
     X(MXFP8, "mxfp8", 1, FLOAT8_E4M3FN, UINT8)             \
-    X(NVFP4, "nvfp4", 2, UINT8, FLOAT8_E4M3FN)
+    X(NVFP4, "nvfp4", 2, UINT8, FLOAT8_E4M3FN)             \
+    X(FP8_PACKED, "fp8_packed", 1, FLOAT8_E4M3FN, INT32)   \
+    X(INT4_ZERO, "int4_zero", 8, INT32, COUNT)
 
 typedef enum wsync_quantise_kind {
 #define WSYNC_QUANTISE_ENUM(name, text, codes, word, scale) WSYNC_QUANTISE_##name,
@@ -50,8 +52,14 @@ typedef struct wsync_extremes {
  * for each block that the piece meets.  With `extremes` other entries of a table than the
  * piece's own elements say what a block holds, because its other elements lie elsewhere:
  * entry extremes + block_row * extremes_stride + block_col, with rows and columns of blocks
- * counted from the tensor's first. */
+ * counted from the tensor's first.
+ *
+ * FP8_PACKED's scales are exponents.  A word has those of several blocks of one row of
+ * blocks, and each row of the piece has words of its own.  INT4_ZERO's words of zero points
+ * have those of several rows of one column of blocks.  All of a word is stored: what the
+ * piece does not hold of it is in the table. */
 typedef struct wsync_quantise_piece {
+    const char *tensor; /* its name, for errors */
     wsync_quantise_method_t method;
     wsync_dtype_t dtype; /* of the elements: FLOAT32, BFLOAT16, FLOAT16 */
     uint32_t source_buffer;
@@ -65,9 +73,12 @@ typedef struct wsync_quantise_piece {
     uint64_t scales_stride;
     uint64_t extremes; /* NONE: every block that the piece meets is whole in it */
     uint64_t extremes_stride;
-    uint64_t
-        overall;     /* NVFP4: the entry of all tensors that share the second scale; NONE */
-    uint64_t second; /* NVFP4: offset in the image of that scale, a float; NONE */
+    uint64_t grid[2]; /* where blocks share words: rows and columns of them in the tensor */
+    uint64_t overall; /* NVFP4: the entry of all that share the second scale; NONE */
+    /* NVFP4: offset in the image of that scale, a float; INT4_ZERO: of the first word of
+     * zero points; NONE */
+    uint64_t second;
+    uint64_t second_stride; /* INT4_ZERO: of rows of words */
 } wsync_quantise_piece_t;
 
 /* The kind of a text ("fp8_block"); INVALID names the text and the known ones. */
@@ -79,5 +90,9 @@ unsigned wsync_quantise_codes(wsync_quantise_kind_t kind);
 wsync_dtype_t wsync_quantise_word(wsync_quantise_kind_t kind);
 /* The dtype of scales of weights of a dtype. */
 wsync_dtype_t wsync_quantise_scale(wsync_quantise_kind_t kind, wsync_dtype_t weights);
+/* Columns of blocks whose scales are in one item of that dtype. */
+unsigned wsync_quantise_scales_in_word(wsync_quantise_kind_t kind);
+/* Rows of blocks whose zero points are in one int32. */
+unsigned wsync_quantise_zeros_in_word(wsync_quantise_kind_t kind);
 
 #endif

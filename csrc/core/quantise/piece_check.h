@@ -19,6 +19,19 @@ typedef struct wsync_quantise_blocks {
 wsync_quantise_blocks_t wsync_quantise_rows(const wsync_quantise_piece_t *piece);
 wsync_quantise_blocks_t wsync_quantise_cols(const wsync_quantise_piece_t *piece);
 
+/* The piece's scales in the image: `rows` rows of `cols` items.  The first item of a row is
+ * number `first` of the tensor's row. */
+typedef struct wsync_quantise_scales {
+    uint64_t rows;
+    uint64_t first;
+    uint64_t cols;
+} wsync_quantise_scales_t;
+
+wsync_quantise_scales_t wsync_quantise_scales(const wsync_quantise_piece_t *piece);
+
+/* Rows of words of zero points that the piece's rows are in. */
+wsync_quantise_blocks_t wsync_quantise_zeros(const wsync_quantise_piece_t *piece);
+
 /* Words of the image in a row of codes; the last one may have codes to spare. */
 uint64_t wsync_quantise_words(const wsync_quantise_piece_t *piece);
 
@@ -27,10 +40,12 @@ bool wsync_quantise_empty(const wsync_quantise_piece_t *piece);
 
 /* Checks that the pieces are of known kinds and dtypes, that every byte they touch lies in
  * its span, aligned to its element, and that rows of codes and of scales do not lie on each
- * other; that a piece without entries of extremes begins where a block does and NVFP4 has
- * an entry of all, and that words of several codes do not begin inside a word or hold codes
- * of two blocks.  INVALID names the piece's index and the numbers.  Whether pieces share
- * bytes of the image is not looked at. */
+ * other; that a piece without entries of extremes begins where a block does, and cuts no
+ * word of scales or zero points; that NVFP4 has an entry of all, that blocks which share
+ * words are blocks of the tensor, INT4_ZERO's of one row, and has a place for these, and
+ * that words of several codes do not begin inside a word or hold codes of two blocks.
+ * INVALID names the tensor and the numbers.  Whether pieces share bytes of the image
+ * is not looked at. */
 wsync_status_t wsync_quantise_check(const wsync_quantise_piece_t *pieces, size_t count,
                                     const wsync_span_t *sources, size_t source_count,
                                     const wsync_span_t *image, const wsync_span_t *extremes,

@@ -5,6 +5,8 @@
 #include <string.h>
 
 #include "core/base/array.h"
+#include "core/base/names.h"
+#include "core/box_cover.h"
 
 enum {
     /* Where a piece's codes and scales begin: as wide as a device's widest loads. */
@@ -19,10 +21,12 @@ enum {
 struct wsync_quantiser {
     wsync_layout_t *layout;
     WSYNC_ARRAY(wsync_quantise_piece_t) pieces;
+    wsync_names_t names; /* of the pieces' tensors */
     WSYNC_ARRAY(int64_t) constants;
     WSYNC_ARRAY(uint64_t) starts; /* in the image, of its buffers */
     uint64_t image_nbytes;
     uint64_t extremes_count;
+    wsync_quantiser_stats_t stats;
 };
 
 /* One tensor that is quantised, seen as matrices. */
@@ -46,6 +50,7 @@ typedef struct maker {
     size_t rule_count;
     wsync_quantiser_t *made;
     wsync_layout_builder_t *builder;
+    wsync_cover_t cover;          /* of the tensor at hand, by the boxes of all ranks */
     matrices_t *tensors;          /* by the layout's; without a rule it stays as it is */
     WSYNC_ARRAY(uint64_t) shared; /* entry of every share number, or NONE */
 } maker_t;
@@ -145,11 +150,15 @@ static wsync_status_t add_rule(maker_t *maker, const wsync_quantise_rule_t *rule
     return WSYNC_OK;
 }
 
-/* Whether a box's range of rows or columns begins and ends where blocks do. */
+/* Whether a box's range of rows or columns begins and ends where blocks do, and words of
+ * their scales or zero points. */
 static bool whole_blocks(const matrices_t *matrices, unsigned axis, const wsync_box_t *box)
 {
+    const wsync_quantise_kind_t kind = matrices->method.kind;
+    const uint64_t in_word = axis == ROW ? wsync_quantise_zeros_in_word(kind)
+                                         : wsync_quantise_scales_in_word(kind);
     const uint64_t block =
-        axis == ROW ? matrices->method.block_rows : matrices->method.block_cols;
+        in_word * (axis == ROW ? matrices->method.block_rows : matrices->method.block_cols);
     const unsigned dim = matrices->leading + axis;
     const uint64_t start = (uint64_t)box->start[dim];
     const uint64_t end = start + (uint64_t)box->extent[dim];
@@ -255,6 +264,36 @@ static wsync_status_t choose_extremes(maker_t *maker, size_t index, wsync_error_
                                          : no_memory(matrices->tensor->name, err);
 }
 
+/* Adds a part of a box to a count of elements. */
+static wsync_status_t add_elements(void *context, const wsync_box_t *part)
+{
+    *(uint64_t *)context += wsync_box_count(part);
+    return WSYNC_OK;
+}
+
+/* Counts what all ranks quantise of a tensor, and what of it is done again. */
+static wsync_status_t count_weights(maker_t *maker, size_t index, wsync_error_t *err)
+{
+    const wsync_tensor_t *tensor = maker->tensors[index].tensor;
+    const wsync_box_t whole = wsync_box_whole(tensor->ndim, tensor->shape);
+    const uint64_t item = wsync_dtype_nbytes(tensor->dtype);
+    wsync_quantiser_stats_t *stats = &maker->made->stats;
+    size_t count;
+    const wsync_shard_t *shards = wsync_layout_shards(maker->layout, index, &count);
+    uint64_t all = 0;
+    uint64_t different = 0;
+    wsync_status_t status = wsync_cover_start(&maker->cover, &whole, err);
+
+    for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
+        all += wsync_box_count(&shards[i].box);
+        status =
+            wsync_cover_offer(&maker->cover, &shards[i].box, add_elements, &different, err);
+    }
+    stats->quantised_nbytes += all * item;
+    stats->repeated_nbytes += (all - different) * item;
+    return status;
+}
+
 /* --- what comes of a tensor ------------------------------------------------------------
  */
 
@@ -318,6 +357,7 @@ typedef struct target {
     uint64_t scales_stride;
     uint64_t scale_rows;
     uint64_t second;
+    uint64_t second_stride;
 } target_t;
 
 static wsync_status_t place_codes(maker_t *maker, const matrices_t *matrices,
@@ -347,7 +387,9 @@ static wsync_status_t place_scales(maker_t *maker, const matrices_t *matrices,
                                    wsync_error_t *err)
 {
     const wsync_quantise_rule_t *rule = matrices->rule;
-    const uint64_t unit[2] = {matrices->method.block_rows, matrices->method.block_cols};
+    const uint64_t in_word = wsync_quantise_scales_in_word(matrices->method.kind);
+    const uint64_t unit[2] = {in_word > 1 ? 1 : matrices->method.block_rows,
+                              in_word * matrices->method.block_cols};
     wsync_box_t box = shard->box;
     wsync_tensor_t tensor = derive(
         matrices, rule->scales,
@@ -370,13 +412,17 @@ static wsync_status_t place_scales(maker_t *maker, const matrices_t *matrices,
     return add_shard(maker, &tensor, &box, target->scales, rule->scales, err);
 }
 
+/* A second scale, or zero points. */
 static wsync_status_t place_second(maker_t *maker, const matrices_t *matrices,
-                                   target_t *target, wsync_error_t *err)
+                                   const wsync_shard_t *shard, target_t *target,
+                                   wsync_error_t *err)
 {
-    const wsync_tensor_t tensor = {.name = matrices->rule->second,
-                                   .dtype = WSYNC_DTYPE_FLOAT32,
-                                   .group = matrices->rule->group};
-    const wsync_box_t box = wsync_box_whole(0, NULL);
+    const uint64_t unit[2] = {wsync_quantise_zeros_in_word(matrices->method.kind),
+                              matrices->method.block_cols};
+    wsync_tensor_t tensor = {.name = matrices->rule->second,
+                             .dtype = WSYNC_DTYPE_FLOAT32,
+                             .group = matrices->rule->group};
+    wsync_box_t box = wsync_box_whole(0, NULL);
     wsync_status_t status;
 
     target->second = WSYNC_QUANTISE_NONE;
@@ -386,10 +432,16 @@ static wsync_status_t place_second(maker_t *maker, const matrices_t *matrices,
     if (matrices->leading > 0) {
         return wsync_fail(
             err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
-            "%.256s: several matrices in one tensor cannot have second scales",
+            "%.256s: several matrices in one tensor cannot have second scales or zero "
+            "points",
             matrices->tensor->name);
     }
-    status = take_image(maker, sizeof(float), &target->second, err);
+    if (unit[ROW] > 1) {
+        box = shard->box;
+        tensor = derive(matrices, tensor.name, WSYNC_DTYPE_INT32, unit, &box);
+        target->second_stride = (uint64_t)box.extent[COL] * sizeof(int32_t);
+    }
+    status = take_image(maker, wsync_box_count(&box) * sizeof(float), &target->second, err);
     return status == WSYNC_OK
                ? add_shard(maker, &tensor, &box, target->second, tensor.name, err)
                : status;
@@ -440,12 +492,23 @@ static wsync_status_t add_pieces(maker_t *maker, const matrices_t *matrices,
         .scales_stride = target->scales_stride,
         .extremes = WSYNC_QUANTISE_NONE,
         .extremes_stride = matrices->blocks[COL],
+        .grid = {matrices->blocks[ROW], matrices->blocks[COL]},
         .overall = matrices->overall,
-        .second = target->second};
+        .second = target->second,
+        .second_stride = target->second_stride};
 
+    uint32_t name;
+    bool added;
+    const wsync_status_t status =
+        wsync_names_add(&maker->made->names, matrices->tensor->name, &name, &added, err);
+
+    if (status != WSYNC_OK) {
+        return status;
+    }
     if (!WSYNC_ARRAY_RESERVE(maker->made->pieces, count)) {
         return no_memory(matrices->tensor->name, err);
     }
+    piece.tensor = maker->made->names.items[name];
     for (uint64_t number = 0; number < count; number++) {
         uint64_t rest = number;
         uint64_t matrix = 0; /* among all of the tensor */
@@ -481,7 +544,7 @@ static wsync_status_t quantise_shard(maker_t *maker, const matrices_t *matrices,
         status = place_scales(maker, matrices, shard, &target, err);
     }
     if (status == WSYNC_OK) {
-        status = place_second(maker, matrices, &target, err);
+        status = place_second(maker, matrices, shard, &target, err);
     }
     if (status == WSYNC_OK) {
         status = add_pieces(maker, matrices, shard, &target, err);
@@ -560,6 +623,9 @@ static wsync_status_t make(maker_t *maker, const wsync_quantise_rule_t *rules, s
     for (size_t i = 0; i < tensors && status == WSYNC_OK; i++) {
         if (maker->tensors[i].rule != NULL) {
             status = choose_extremes(maker, i, err);
+            if (status == WSYNC_OK) {
+                status = count_weights(maker, i, err);
+            }
         }
     }
     for (size_t i = 0; i < tensors && status == WSYNC_OK; i++) {
@@ -592,6 +658,7 @@ wsync_status_t wsync_quantiser_create(const wsync_layout_t *layout, uint32_t ran
     status = maker.made != NULL && maker.tensors != NULL ? make(&maker, rules, count, err)
                                                          : no_memory("a quantiser", err);
     wsync_layout_builder_destroy(maker.builder);
+    wsync_cover_fini(&maker.cover);
     free(maker.tensors);
     free(maker.shared.items);
     if (status == WSYNC_OK) {
@@ -607,6 +674,7 @@ void wsync_quantiser_destroy(wsync_quantiser_t *quantiser)
     if (quantiser != NULL) {
         wsync_layout_destroy(quantiser->layout);
         free(quantiser->pieces.items);
+        wsync_names_fini(&quantiser->names);
         free(quantiser->constants.items);
         free(quantiser->starts.items);
         free(quantiser);
@@ -648,4 +716,9 @@ const void *wsync_quantiser_constants(const wsync_quantiser_t *quantiser, size_t
 uint64_t wsync_quantiser_extremes_count(const wsync_quantiser_t *quantiser)
 {
     return quantiser->extremes_count;
+}
+
+wsync_quantiser_stats_t wsync_quantiser_stats(const wsync_quantiser_t *quantiser)
+{
+    return quantiser->stats;
 }

@@ -19,11 +19,20 @@ typedef struct wsync_quantise_rule {
     wsync_quantise_method_t method; /* a block of 0 rows or columns: all of the tensor's */
     const char *codes;
     const char *scales;
-    const char *second; /* NVFP4: name of the second scale, a float32 scalar; NULL: none */
-    const char *shape;  /* INT4: name of the tensor's rows and columns, int64; NULL: none */
-    uint32_t share;     /* NVFP4: tensors of one number share that scale; 0: with none */
-    uint32_t group;     /* of all that comes of it, as wsync_tensor_t has it */
+    /* NVFP4: name of the second scale, a float32 scalar; INT4_ZERO: of zero points, int32
+     * words of eight rows; NULL: none */
+    const char *second;
+    const char *shape; /* INT4: name of the tensor's rows and columns, int64; NULL: none */
+    uint32_t share;    /* NVFP4: tensors of one number share that scale; 0: with none */
+    uint32_t group;    /* of all that comes of it, as wsync_tensor_t has it */
 } wsync_quantise_rule_t;
+
+/* Of all ranks, in bytes of weights.  Ranks that hold the same elements quantise them each.
+ */
+typedef struct wsync_quantiser_stats {
+    uint64_t quantised_nbytes; /* once for every rank that quantises them */
+    uint64_t repeated_nbytes;  /* of those, all but one time for each element */
+} wsync_quantiser_stats_t;
 
 typedef struct wsync_quantiser wsync_quantiser_t;
 
@@ -54,5 +63,6 @@ const uint64_t *wsync_quantiser_starts(const wsync_quantiser_t *quantiser, size_
 const void *wsync_quantiser_constants(const wsync_quantiser_t *quantiser, size_t *nbytes);
 /* Entries of the table of extremes, which is the same on all ranks. */
 uint64_t wsync_quantiser_extremes_count(const wsync_quantiser_t *quantiser);
+wsync_quantiser_stats_t wsync_quantiser_stats(const wsync_quantiser_t *quantiser);
 
 #endif
