@@ -13,7 +13,7 @@
 enum {
     /* A strip is what of a row is done at a time: its buffers stay in the first-level
      * cache. */
-    STRIP_NBYTES = 4096,
+    STRIP_NBYTES = WSYNC_ROW_NBYTES,
     STRIP_COUNT = STRIP_NBYTES / 2,
     /* Weights of a part, but for blocks that are larger: half of a second-level cache. */
     PART_NBYTES = 256 * 1024,
@@ -21,9 +21,15 @@ enum {
     GATHER_NBYTES = 32 * 1024,
     LINE_NBYTES = 64,
     AHEAD_ROWS = 2,
+    /* Codes between which a few lines are fetched. */
+    CHUNK_COUNT = 512,
     /* Codes that do not fit the caches of one core bypass them. */
     STREAMING_WORK = 4 * 1024 * 1024,
 };
+
+/* Buffers whose vectors lie in one line each: others are stored in two steps, and wait to
+ * be read again. */
+#define ALIGNED _Alignas(LINE_NBYTES)
 
 _Static_assert((int)WSYNC_QUANTISER_FP8_BLOCK == (int)WSYNC_QUANTISE_FP8_BLOCK &&
                    (int)WSYNC_QUANTISER_FP8_UE8M0 == (int)WSYNC_QUANTISE_FP8_UE8M0 &&
@@ -31,7 +37,9 @@ _Static_assert((int)WSYNC_QUANTISER_FP8_BLOCK == (int)WSYNC_QUANTISE_FP8_BLOCK &
                    (int)WSYNC_QUANTISER_INT4 == (int)WSYNC_QUANTISE_INT4 &&
                    (int)WSYNC_QUANTISER_INT4_SLIME == (int)WSYNC_QUANTISE_INT4_SLIME &&
                    (int)WSYNC_QUANTISER_MXFP8 == (int)WSYNC_QUANTISE_MXFP8 &&
-                   (int)WSYNC_QUANTISER_NVFP4 == (int)WSYNC_QUANTISE_NVFP4,
+                   (int)WSYNC_QUANTISER_NVFP4 == (int)WSYNC_QUANTISE_NVFP4 &&
+                   (int)WSYNC_QUANTISER_FP8_PACKED == (int)WSYNC_QUANTISE_FP8_PACKED &&
+                   (int)WSYNC_QUANTISER_INT4_ZERO == (int)WSYNC_QUANTISE_INT4_ZERO,
                "kernels number the kinds alike");
 
 static uint64_t ceil_divide(uint64_t value, uint64_t by)
@@ -74,8 +82,11 @@ static division_t divide(const wsync_quantise_batch_t *batch,
 {
     const uint64_t item = wsync_dtype_nbytes(piece->dtype);
     const bool whole = piece->extremes == WSYNC_QUANTISE_NONE;
-    const uint64_t rows = piece->method.block_rows;
-    const uint64_t cols = piece->method.block_cols;
+    /* a word of scales or zero points is one part's */
+    const uint64_t rows = (uint64_t)piece->method.block_rows *
+                          wsync_quantise_zeros_in_word(piece->method.kind);
+    const uint64_t cols = (uint64_t)piece->method.block_cols *
+                          wsync_quantise_scales_in_word(piece->method.kind);
     division_t division = {.count = {0, 0}};
     uint64_t *size = division.size;
     uint64_t strip;
@@ -115,8 +126,10 @@ typedef struct part {
     unsigned weight;
     unsigned item;
     bool streaming;
+    bool fetched; /* its first band, while codes before it were computed */
     uint64_t begin[2];
     uint64_t end[2];
+    uint64_t next[2]; /* where the part begins that is run after it; else the extent */
     /* of the gathered rows; the strip's first column */
     uint64_t gathered_row;
     uint64_t gathered_end;
@@ -133,6 +146,8 @@ typedef struct band {
     uint64_t head;      /* columns that the part has of it */
     size_t width;       /* columns of a block; of all columns, as many as the part has */
     size_t count;       /* blocks */
+    bool fetched;
+    uint64_t next[2]; /* row and column where what is run after it begins */
 } band_t;
 
 /* `count` weights of a row from a column on, lying together. */
@@ -213,17 +228,21 @@ static wsync_extremes_t extremes_of(const part_t *part, const wsync_row_extremes
     return extremes;
 }
 
-/* Has a row that is soon read come from memory. */
-static void prefetch_row(const part_t *part, uint64_t row, const strip_t *strip)
+/* Has weights that are soon read come from memory: of a row from a column on.  Inlined, for
+ * gcc drops calls of a function that does nothing else. */
+static inline __attribute__((always_inline)) void prefetch(const part_t *part, uint64_t row,
+                                                           uint64_t column, uint64_t count)
 {
-    const int64_t *stride = part->piece->source_stride;
-    const unsigned char *from =
-        part->source + (int64_t)row * stride[0] + (int64_t)strip->column * stride[1];
+    const wsync_quantise_piece_t *piece = part->piece;
+    const unsigned char *from;
 
-    if (stride[1] != (int64_t)part->item || row >= part->end[0]) {
+    if (piece->source_stride[1] != (int64_t)part->item || row >= piece->extent[0] ||
+        column >= piece->extent[1]) {
         return;
     }
-    for (size_t i = 0; i < strip->count * part->item; i += LINE_NBYTES) {
+    from = part->source + (int64_t)row * piece->source_stride[0] + column * part->item;
+    count = least(count, piece->extent[1] - column);
+    for (uint64_t i = 0; i < count * part->item; i += LINE_NBYTES) {
         __builtin_prefetch(from + i);
     }
 }
@@ -232,8 +251,8 @@ static void prefetch_row(const part_t *part, uint64_t row, const strip_t *strip)
 static void read_extremes(part_t *part, const band_t *band, wsync_row_extremes_t *places)
 {
     const unsigned wide = wsync_row_width(part->weight);
-    int32_t high[STRIP_NBYTES / sizeof(int32_t)];
-    int32_t low[STRIP_NBYTES / sizeof(int32_t)];
+    ALIGNED int32_t high[STRIP_NBYTES / sizeof(int32_t)];
+    ALIGNED int32_t low[STRIP_NBYTES / sizeof(int32_t)];
 
     for (size_t b = 0; b < band->count; b++) {
         places[b] = wsync_row_extremes_none();
@@ -242,7 +261,7 @@ static void read_extremes(part_t *part, const band_t *band, wsync_row_extremes_t
         const strip_t strip = strip_at(part, band, column);
 
         for (uint64_t row = band->begin; row < band->end; row++) {
-            prefetch_row(part, row + AHEAD_ROWS, &strip);
+            prefetch(part, row + AHEAD_ROWS, column, strip.count);
             part->functions->columns[wide](row_at(part, row, column, strip.count),
                                            strip.count, row == band->begin, high, low);
         }
@@ -250,6 +269,39 @@ static void read_extremes(part_t *part, const band_t *band, wsync_row_extremes_t
                                       &places[strip.block]);
         column += strip.count;
     }
+}
+
+/* The largest magnitudes of a band's blocks, which are whole in it. */
+static void read_amaxes(part_t *part, const band_t *band, float *amaxes)
+{
+    const unsigned wide = wsync_row_width(part->weight);
+    ALIGNED int32_t magnitudes[STRIP_COUNT];
+    ALIGNED int32_t most[STRIP_NBYTES / sizeof(int32_t)];
+    ALIGNED int32_t room[STRIP_NBYTES / sizeof(int32_t)];
+
+    memset(magnitudes, 0, band->count * sizeof(magnitudes[0]));
+    for (uint64_t column = part->begin[1]; column < part->end[1];) {
+        const strip_t strip = strip_at(part, band, column);
+        const void *found = most;
+
+        for (uint64_t row = band->begin; row < band->end; row++) {
+            const unsigned char *from = row_at(part, row, column, strip.count);
+
+            if (!band->fetched) {
+                prefetch(part, row + AHEAD_ROWS, column, strip.count);
+            }
+            if (band->end - band->begin == 1) {
+                found = from;
+            } else {
+                part->functions->magnitudes[wide](from, strip.count, row == band->begin,
+                                                  most);
+            }
+        }
+        part->functions->largest[wide](found, strip.count, strip.head, band->width, room,
+                                       &magnitudes[strip.block]);
+        column += strip.count;
+    }
+    part->functions->amaxes(part->weight, magnitudes, band->count, amaxes);
 }
 
 /* Raises a number that other threads raise, too; a NaN is above all. */
@@ -321,16 +373,52 @@ static bool owns(const part_t *part, const band_t *band)
 /* Stores `count` scales of `nbytes` each. */
 static void store_bits(unsigned char *to, const unsigned *bits, size_t count, size_t nbytes)
 {
-    for (size_t b = 0; b < count; b++) {
-        const uint16_t half = (uint16_t)bits[b];
+    uint16_t halves[STRIP_COUNT];
 
-        if (nbytes == 1) {
+    if (nbytes == 1) {
+        for (size_t b = 0; b < count; b++) {
             to[b] = (unsigned char)bits[b];
-        } else if (nbytes == 2) {
-            memcpy(to + 2 * b, &half, sizeof(half));
-        } else {
-            memcpy(to + 4 * b, &bits[b], sizeof(bits[b]));
         }
+    } else if (nbytes == 2) {
+        for (size_t b = 0; b < count; b++) {
+            halves[b] = (uint16_t)bits[b];
+        }
+        memcpy(to, halves, count * sizeof(halves[0]));
+    } else {
+        memcpy(to, bits, count * sizeof(bits[0]));
+    }
+}
+
+/* Stores words of exponents: of the band's blocks, and of neighbours that the table has. */
+static void store_words(const part_t *part, const band_t *band, const unsigned *exponents)
+{
+    const wsync_quantise_piece_t *piece = part->piece;
+    const uint64_t in_word = wsync_quantise_scales_in_word(piece->method.kind);
+    const uint64_t first = band->block_col - band->block_col % in_word;
+    const uint64_t last = band->block_col + band->count - 1;
+    const uint64_t end = least(piece->grid[1], last - last % in_word + in_word);
+    const uint64_t at = (first / in_word - wsync_quantise_scales(piece).first) * in_word;
+    const size_t nbytes = ceil_divide(end - first, in_word) * in_word;
+    unsigned char words[STRIP_COUNT + 8] = {0};
+
+    for (uint64_t col = first; col < end; col++) {
+        unsigned exponent;
+
+        if (col >= band->block_col && col <= last) {
+            exponent = exponents[col - band->block_col];
+        } else {
+            const wsync_extremes_t *known =
+                entry_at(part, band_entry(part, band) + col - band->block_col);
+            const float amax = wsync_extremes_amax(known->high, known->low);
+
+            exponent =
+                wsync_quantise_block(piece->method.kind, 0, part->weight, amax, 0).bits;
+        }
+        words[col - first] = (unsigned char)exponent;
+    }
+    for (uint64_t row = band->begin; row < band->end; row++) {
+        memcpy(image_at(part, piece->scales + row * piece->scales_stride + at), words,
+               nbytes);
     }
 }
 
@@ -343,7 +431,7 @@ static void store_scales(const part_t *part, const band_t *band, const float *am
     const wsync_quantise_kind_t kind = piece->method.kind;
     const size_t nbytes = wsync_dtype_nbytes(wsync_quantise_scale(kind, piece->dtype));
     wsync_row_method_t method = {kind, piece->method.reciprocal, part->weight, 0};
-    unsigned bits[STRIP_COUNT];
+    ALIGNED unsigned bits[STRIP_COUNT];
 
     if (kind == WSYNC_QUANTISE_NVFP4) {
         const wsync_extremes_t *all = entry_at(part, piece->overall);
@@ -351,7 +439,9 @@ static void store_scales(const part_t *part, const band_t *band, const float *am
         method.overall = wsync_extremes_amax(all->high, all->low);
     }
     part->functions->scales(&method, amaxes, band->count, bits, factors);
-    if (owns(part, band)) {
+    if (wsync_quantise_scales_in_word(kind) > 1) {
+        store_words(part, band, bits);
+    } else if (owns(part, band)) {
         const uint64_t row = band->block_row - wsync_quantise_rows(piece).first;
         const uint64_t col = band->block_col - wsync_quantise_cols(piece).first;
 
@@ -366,16 +456,33 @@ static void store_scales(const part_t *part, const band_t *band, const float *am
     }
 }
 
+/* The codes of a row's strip.  Between them weights of the next band come from memory. */
+static void encode(part_t *part, const band_t *band, uint64_t row, const strip_t *strip,
+                   const float *factors, unsigned char *codes)
+{
+    const wsync_quantise_method_t *method = &part->piece->method;
+    const unsigned encoding = wsync_encoding_of(method->kind, method->reciprocal);
+    const unsigned char *from = row_at(part, row, strip->column, strip->count);
+    const uint64_t row_ahead = band->next[0] + row - band->begin;
+    const uint64_t ahead = band->next[1] + strip->column - part->begin[1];
+
+    for (size_t i = 0; i < strip->count; i += CHUNK_COUNT) {
+        const size_t count = least(CHUNK_COUNT, strip->count - i);
+
+        prefetch(part, row_ahead, ahead + i, count);
+        part->functions->codes[encoding][part->weight](from + i * part->item, factors + i,
+                                                       count, codes + i);
+    }
+}
+
 static void store_codes(part_t *part, const band_t *band, const float *factors)
 {
     const wsync_quantise_piece_t *piece = part->piece;
     const unsigned codes = wsync_quantise_codes(piece->method.kind);
     const size_t word = wsync_dtype_nbytes(wsync_quantise_word(piece->method.kind));
-    const unsigned encoding =
-        wsync_encoding_of(piece->method.kind, piece->method.reciprocal);
-    float columns[STRIP_COUNT];
-    unsigned char buffer[STRIP_COUNT + 8];
-    unsigned char packed[STRIP_COUNT];
+    ALIGNED float columns[STRIP_COUNT];
+    ALIGNED unsigned char buffer[STRIP_COUNT + 8];
+    ALIGNED unsigned char packed[STRIP_COUNT];
 
     for (uint64_t column = part->begin[1]; column < part->end[1];) {
         const strip_t strip = strip_at(part, band, column);
@@ -389,8 +496,7 @@ static void store_codes(part_t *part, const band_t *band, const float *factors)
             unsigned char *to = image_at(
                 part, piece->codes + row * piece->codes_stride + column / codes * word);
 
-            part->functions->codes[encoding][part->weight](
-                row_at(part, row, column, strip.count), columns, strip.count, buffer);
+            encode(part, band, row, &strip, columns, buffer);
             if (codes > 1) {
                 part->functions->pack(buffer, nbytes, packed);
             }
@@ -400,20 +506,135 @@ static void store_codes(part_t *part, const band_t *band, const float *factors)
     }
 }
 
+/* The zero points plus 8 of a word's rows that the piece lacks, from the table. */
+static uint32_t other_zeros(const part_t *part, const band_t *band, size_t b)
+{
+    const wsync_quantise_piece_t *piece = part->piece;
+    const uint64_t in_word = wsync_quantise_zeros_in_word(piece->method.kind);
+    const uint64_t first = band->block_row - band->block_row % in_word;
+    const uint64_t end = least(first + in_word, piece->grid[0]);
+    uint32_t word = 0;
+
+    for (uint64_t row = first; row < end; row++) {
+        if (row < piece->start[0] || row - piece->start[0] >= piece->extent[0]) {
+            const wsync_extremes_t *known = entry_at(
+                part, piece->extremes + row * piece->extremes_stride + band->block_col + b);
+
+            word |= wsync_zero_point(part->weight, known->high, known->low)
+                    << (4 * (row - first));
+        }
+    }
+    return word;
+}
+
+/* Puts the zero points of a row of blocks into their words, which the first of the piece's
+ * rows begins. */
+static void store_zeros(const part_t *part, const band_t *band, const unsigned *zeros)
+{
+    const wsync_quantise_piece_t *piece = part->piece;
+    const uint64_t in_word = wsync_quantise_zeros_in_word(piece->method.kind);
+    const uint64_t row = band->block_row / in_word - wsync_quantise_zeros(piece).first;
+    const uint64_t col = band->block_col - wsync_quantise_cols(piece).first;
+    const unsigned within = (unsigned)(band->block_row % in_word);
+    unsigned char *to =
+        image_at(part, piece->second + row * piece->second_stride + col * sizeof(uint32_t));
+
+    for (size_t b = 0; b < band->count; b++) {
+        uint32_t word;
+
+        memcpy(&word, to + b * sizeof(word), sizeof(word));
+        if (band->begin == 0 || within == 0) {
+            word = other_zeros(part, band, b);
+        }
+        word |= zeros[b] << (4 * within);
+        memcpy(to + b * sizeof(word), &word, sizeof(word));
+    }
+}
+
+static void store_zero_codes(part_t *part, const band_t *band, const float *factors,
+                             const float *zeros)
+{
+    const wsync_quantise_piece_t *piece = part->piece;
+    float column_factors[STRIP_COUNT];
+    float column_zeros[STRIP_COUNT];
+    unsigned char buffer[STRIP_COUNT + 8];
+    unsigned char packed[STRIP_COUNT];
+
+    for (uint64_t column = part->begin[1]; column < part->end[1];) {
+        const strip_t strip = strip_at(part, band, column);
+        const size_t nbytes = ceil_divide(strip.count, 8) * 4;
+
+        part->functions->spread(factors + strip.block, strip.count, strip.head, band->width,
+                                column_factors);
+        part->functions->spread(zeros + strip.block, strip.count, strip.head, band->width,
+                                column_zeros);
+        memset(buffer + strip.count, 0, nbytes * 2 - strip.count);
+        part->functions->zero_codes[part->weight](
+            row_at(part, band->begin, column, strip.count), column_factors, column_zeros,
+            strip.count, buffer);
+        part->functions->pack(buffer, nbytes, packed);
+        wsync_host_row_copy(
+            image_at(part,
+                     piece->codes + band->begin * piece->codes_stride + column / 8 * 4),
+            packed, nbytes, part->streaming);
+        column += strip.count;
+    }
+}
+
+/* Codes, scales and zero points of a band, which is one row. */
+static void run_zero_band(part_t *part, const band_t *band,
+                          const wsync_row_extremes_t *places)
+{
+    const wsync_quantise_piece_t *piece = part->piece;
+    const size_t nbytes = wsync_dtype_nbytes(piece->dtype);
+    float highs[STRIP_COUNT];
+    float lows[STRIP_COUNT];
+    float factors[STRIP_COUNT];
+    float zeros[STRIP_COUNT];
+    unsigned stored[STRIP_COUNT];
+    unsigned bits[STRIP_COUNT];
+
+    for (size_t b = 0; b < band->count; b++) {
+        const wsync_extremes_t extremes = piece->extremes == WSYNC_QUANTISE_NONE
+                                              ? extremes_of(part, &places[b])
+                                              : *entry_at(part, band_entry(part, band) + b);
+
+        highs[b] = extremes.high;
+        lows[b] = extremes.low;
+    }
+    part->functions->zero_scales[part->weight](highs, lows, band->count, bits, factors,
+                                               stored);
+    for (size_t b = 0; b < band->count; b++) {
+        zeros[b] = (float)(int)stored[b] - 8;
+    }
+    store_bits(
+        image_at(part, piece->scales + band->begin * piece->scales_stride +
+                           (band->block_col - wsync_quantise_cols(piece).first) * nbytes),
+        bits, band->count, nbytes);
+    store_zeros(part, band, stored);
+    store_zero_codes(part, band, factors, zeros);
+}
+
 static void run_band(part_t *part, const band_t *band)
 {
     wsync_row_extremes_t places[STRIP_COUNT];
-    float amaxes[STRIP_COUNT];
-    float factors[STRIP_COUNT];
+    ALIGNED float amaxes[STRIP_COUNT];
+    ALIGNED float factors[STRIP_COUNT];
 
     if (part->batch->pass == WSYNC_QUANTISE_EXTREMES) {
         read_extremes(part, band, places);
         merge_band(part, band, places);
         return;
     }
+    if (wsync_quantise_zeros_in_word(part->piece->method.kind) > 1) {
+        if (part->piece->extremes == WSYNC_QUANTISE_NONE) {
+            read_extremes(part, band, places);
+        }
+        run_zero_band(part, band, places);
+        return;
+    }
     if (part->piece->extremes == WSYNC_QUANTISE_NONE) {
-        read_extremes(part, band, places);
-        part->functions->amaxes(part->weight, places, band->count, amaxes);
+        read_amaxes(part, band, amaxes);
     } else {
         const wsync_extremes_t *known = entry_at(part, band_entry(part, band));
 
@@ -433,7 +654,7 @@ static void run_part(part_t *part)
     const uint64_t first = piece->start[1] + part->begin[1];
     const uint64_t last = piece->start[1] + part->end[1] - 1;
     const uint64_t columns = part->end[1] - part->begin[1];
-    band_t band = {.end = part->begin[0]};
+    band_t band = {.end = part->begin[0], .fetched = part->fetched};
 
     band.block_col = cols > 0 ? first / cols : 0;
     band.head = least(cols > 0 ? cols - first % cols : columns, columns);
@@ -446,21 +667,34 @@ static void run_part(part_t *part)
         band.block_row = rows > 0 ? row / rows : 0;
         band.end =
             rows > 0 ? least(part->end[0], band.begin + rows - row % rows) : part->end[0];
+        band.next[0] = band.end < part->end[0] ? band.end : part->next[0];
+        band.next[1] = band.end < part->end[0] ? part->begin[1] : part->next[1];
         run_band(part, &band);
+        band.fetched = true;
     }
 }
 
-/* Part number `index` of a piece. */
-static void run_index(part_t *part, const division_t *division, uint64_t index)
+/* The row or column, dimension d, where part number `at` of that dimension begins. */
+static uint64_t edge(const wsync_quantise_piece_t *piece, const division_t *division, int d,
+                     uint64_t at)
 {
-    const uint64_t at[2] = {index / division->count[1], index % division->count[1]};
+    const uint64_t offset = division->origin[d] + at * division->size[d];
+
+    return offset > piece->start[d] ? least(offset - piece->start[d], piece->extent[d]) : 0;
+}
+
+/* Part number `index` of a piece; `last`: of those that are run one after another. */
+static void run_index(part_t *part, const division_t *division, uint64_t index, bool last)
+{
+    const uint64_t columns = division->count[1];
+    const uint64_t at[2] = {index / columns, index % columns};
+    const uint64_t next[2] = {(index + 1) / columns, (index + 1) % columns};
 
     for (int d = 0; d < 2; d++) {
-        const uint64_t start = part->piece->start[d];
-        const uint64_t begin = division->origin[d] + at[d] * division->size[d];
-
-        part->begin[d] = begin > start ? begin - start : 0;
-        part->end[d] = least(part->piece->extent[d], begin + division->size[d] - start);
+        part->begin[d] = edge(part->piece, division, d, at[d]);
+        part->end[d] = edge(part->piece, division, d, at[d] + 1);
+        part->next[d] =
+            last ? part->piece->extent[d] : edge(part->piece, division, d, next[d]);
     }
     part->gathered_end = 0;
     run_part(part);
@@ -490,7 +724,8 @@ static void run_parts(const wsync_host_quantise_t *list,
     part.item = (unsigned)wsync_dtype_nbytes(piece->dtype);
     part.streaming = list->work > STREAMING_WORK;
     for (uint64_t index = from; index < to; index++) {
-        run_index(&part, division, index);
+        part.fetched = index > from;
+        run_index(&part, division, index, index + 1 == to);
     }
 }
 

@@ -107,30 +107,113 @@ COLUMNS_LOOP(32)
 BLOCK_LOOP(16)
 BLOCK_LOOP(32)
 
-INLINE void amaxes_loop(unsigned weight, const wsync_row_extremes_t *extremes, size_t count,
+#define LARGEST_LOOP(bits)                                                                \
+    INLINE int##bits##_t magnitude_##bits(const unsigned char *row, size_t index)         \
+    {                                                                                     \
+        int##bits##_t value;                                                              \
+                                                                                          \
+        memcpy(&value, row + index * sizeof(value), sizeof(value));                       \
+        return value & INT##bits##_MAX;                                                   \
+    }                                                                                     \
+    INLINE void magnitudes_##bits(const unsigned char *row, size_t count, bool first,     \
+                                  void *found)                                            \
+    {                                                                                     \
+        int##bits##_t *restrict most = found;                                             \
+                                                                                          \
+        for (size_t i = 0; i < count; i++) {                                              \
+            const int##bits##_t value = magnitude_##bits(row, i);                         \
+                                                                                          \
+            most[i] = first || value > most[i] ? value : most[i];                         \
+        }                                                                                 \
+    }                                                                                     \
+    INLINE void block_largest_##bits(const unsigned char *row, size_t count,              \
+                                     int32_t *magnitude)                                  \
+    {                                                                                     \
+        int##bits##_t largest = 0;                                                        \
+                                                                                          \
+        for (size_t i = 0; i < count; i++) {                                              \
+            const int##bits##_t value = magnitude_##bits(row, i);                         \
+                                                                                          \
+            largest = value > largest ? value : largest;                                  \
+        }                                                                                 \
+        *magnitude = largest > *magnitude ? largest : *magnitude;                         \
+    }                                                                                     \
+    /* The larger ones of `count` pairs. */                                               \
+    INLINE void pairs_##bits(const unsigned char *row, size_t count,                      \
+                             int##bits##_t *restrict larger)                              \
+    {                                                                                     \
+        for (size_t i = 0; i < count; i++) {                                              \
+            const int##bits##_t even = magnitude_##bits(row, 2 * i);                      \
+            const int##bits##_t odd = magnitude_##bits(row, 2 * i + 1);                   \
+                                                                                          \
+            larger[i] = even > odd ? even : odd;                                          \
+        }                                                                                 \
+    }                                                                                     \
+    /* Whole blocks, halved all at once for as long as that goes. */                      \
+    INLINE void blocks_largest_##bits(const unsigned char *row, size_t blocks,            \
+                                      size_t width, void *room,                           \
+                                      int32_t *restrict magnitudes)                       \
+    {                                                                                     \
+        int##bits##_t *halved[2] = {                                                      \
+            room, (int##bits##_t *)room + WSYNC_ROW_NBYTES / sizeof(int##bits##_t) / 2};  \
+                                                                                          \
+        for (unsigned turn = 0; width % 2 == 0; turn ^= 1U) {                             \
+            width /= 2;                                                                   \
+            pairs_##bits(row, blocks * width, halved[turn]);                              \
+            row = (const unsigned char *)halved[turn];                                    \
+        }                                                                                 \
+        for (size_t b = 0; width == 1 && b < blocks; b++) {                               \
+            const int32_t value = magnitude_##bits(row, b);                               \
+                                                                                          \
+            magnitudes[b] = value > magnitudes[b] ? value : magnitudes[b];                \
+        }                                                                                 \
+        for (size_t b = 0; width > 1 && b < blocks; b++) {                                \
+            block_largest_##bits(row + b * width * sizeof(int##bits##_t), width,          \
+                                 &magnitudes[b]);                                         \
+        }                                                                                 \
+    }                                                                                     \
+    INLINE void largest_##bits(const void *most, size_t count, size_t head, size_t width, \
+                               void *room, int32_t *magnitudes)                           \
+    {                                                                                     \
+        const unsigned char *row = most;                                                  \
+                                                                                          \
+        if (head < width || head > count) {                                               \
+            head = head < count ? head : count;                                           \
+            block_largest_##bits(row, head, magnitudes);                                  \
+            magnitudes++;                                                                 \
+            row += head * sizeof(int##bits##_t);                                          \
+            count -= head;                                                                \
+        }                                                                                 \
+        blocks_largest_##bits(row, count / width, width, room, magnitudes);               \
+        if (count % width > 0) {                                                          \
+            row += count / width * width * sizeof(int##bits##_t);                         \
+            block_largest_##bits(row, count % width, &magnitudes[count / width]);         \
+        }                                                                                 \
+    }
+
+LARGEST_LOOP(16)
+LARGEST_LOOP(32)
+
+INLINE void amaxes_loop(unsigned weight, const int32_t *magnitudes, size_t count,
                         float *restrict amaxes)
 {
     for (size_t i = 0; i < count; i++) {
-        const float high =
-            wsync_weight_value(weight, extreme_bits(weight, extremes[i].high));
-        const float low = wsync_weight_value(weight, extreme_bits(weight, extremes[i].low));
-
-        amaxes[i] = wsync_extremes_amax(high, -low);
+        amaxes[i] = wsync_weight_value(weight, (unsigned)magnitudes[i]);
     }
 }
 
-INLINE void all_amaxes(unsigned weight, const wsync_row_extremes_t *extremes, size_t count,
+INLINE void all_amaxes(unsigned weight, const int32_t *magnitudes, size_t count,
                        float *amaxes)
 {
     switch (weight) {
     case WSYNC_WEIGHT_F32:
-        amaxes_loop(WSYNC_WEIGHT_F32, extremes, count, amaxes);
+        amaxes_loop(WSYNC_WEIGHT_F32, magnitudes, count, amaxes);
         break;
     case WSYNC_WEIGHT_BF16:
-        amaxes_loop(WSYNC_WEIGHT_BF16, extremes, count, amaxes);
+        amaxes_loop(WSYNC_WEIGHT_BF16, magnitudes, count, amaxes);
         break;
     default:
-        amaxes_loop(WSYNC_WEIGHT_F16, extremes, count, amaxes);
+        amaxes_loop(WSYNC_WEIGHT_F16, magnitudes, count, amaxes);
         break;
     }
 }
@@ -224,21 +307,50 @@ INLINE void spread_all(const float *factors, size_t count, size_t head, size_t w
     spread_blocks(factors + blocks, 1, count % width, columns + blocks * width);
 }
 
+INLINE uint32_t weight_bits(unsigned weight, const unsigned char *row, size_t index)
+{
+    uint16_t half;
+    uint32_t bits;
+
+    if (weight == WSYNC_WEIGHT_F32) {
+        memcpy(&bits, row + index * sizeof(bits), sizeof(bits));
+    } else {
+        memcpy(&half, row + index * sizeof(half), sizeof(half));
+        bits = half;
+    }
+    return bits;
+}
+
 INLINE void codes_loop(unsigned encoding, unsigned weight, const unsigned char *row,
                        const float *factors, size_t count, unsigned char *restrict codes)
 {
     for (size_t i = 0; i < count; i++) {
-        uint16_t half;
-        uint32_t bits;
-
-        if (weight == WSYNC_WEIGHT_F32) {
-            memcpy(&bits, row + i * sizeof(bits), sizeof(bits));
-        } else {
-            memcpy(&half, row + i * sizeof(half), sizeof(half));
-            bits = half;
-        }
         codes[i] = (unsigned char)wsync_quantise_element(
-            encoding, weight, wsync_weight_value(weight, bits), factors[i]);
+            encoding, weight, wsync_weight_value(weight, weight_bits(weight, row, i)),
+            factors[i]);
+    }
+}
+
+INLINE void zero_scales_loop(unsigned weight, const float *highs, const float *lows,
+                             size_t count, unsigned *restrict bits, float *restrict factors,
+                             unsigned *restrict zeros)
+{
+    for (size_t i = 0; i < count; i++) {
+        const wsync_block_scale_t scale = wsync_zero_scale(weight, highs[i], lows[i]);
+
+        bits[i] = scale.bits;
+        factors[i] = scale.factor;
+        zeros[i] = wsync_zero_point(weight, highs[i], lows[i]);
+    }
+}
+
+INLINE void zero_codes_loop(unsigned weight, const unsigned char *row, const float *factors,
+                            const float *zeros, size_t count, unsigned char *restrict codes)
+{
+    for (size_t i = 0; i < count; i++) {
+        codes[i] = (unsigned char)wsync_zero_element(
+            weight, wsync_weight_value(weight, weight_bits(weight, row, i)), factors[i],
+            zeros[i]);
     }
 }
 
@@ -272,42 +384,59 @@ INLINE void pack_loop(const unsigned char *codes, size_t nbytes,
                                    codes_##encoding##_BF16_##set, \
                                    codes_##encoding##_F16_##set}
 
+#define WIDTH_FUNCTIONS(set, bits)                                                         \
+    TARGET_##set static void columns_##bits##_##set(                                       \
+        const unsigned char *row, size_t count, bool first, void *high, void *low)         \
+    {                                                                                      \
+        if (first) {                                                                       \
+            columns_##bits(row, count, true, high, low);                                   \
+        } else {                                                                           \
+            columns_##bits(row, count, false, high, low);                                  \
+        }                                                                                  \
+    }                                                                                      \
+    TARGET_##set static void blocks_##bits##_##set(                                        \
+        const void *high, const void *low, size_t count, size_t head, size_t width,        \
+        wsync_row_extremes_t *extremes)                                                    \
+    {                                                                                      \
+        blocks_##bits(high, low, count, head, width, extremes);                            \
+    }                                                                                      \
+    TARGET_##set static void magnitudes_##bits##_##set(                                    \
+        const unsigned char *row, size_t count, bool first, void *most)                    \
+    {                                                                                      \
+        if (first) {                                                                       \
+            magnitudes_##bits(row, count, true, most);                                     \
+        } else {                                                                           \
+            magnitudes_##bits(row, count, false, most);                                    \
+        }                                                                                  \
+    }                                                                                      \
+    TARGET_##set static void largest_##bits##_##set(const void *most, size_t count,        \
+                                                    size_t head, size_t width, void *room, \
+                                                    int32_t *magnitudes)                   \
+    {                                                                                      \
+        largest_##bits(most, count, head, width, room, magnitudes);                        \
+    }
+
+#define ZERO_FUNCTIONS(set, weight)                                                        \
+    TARGET_##set static void zero_scales_##weight##_##set(                                 \
+        const float *highs, const float *lows, size_t count, unsigned *bits,               \
+        float *factors, unsigned *zeros)                                                   \
+    {                                                                                      \
+        zero_scales_loop(WSYNC_WEIGHT_##weight, highs, lows, count, bits, factors, zeros); \
+    }                                                                                      \
+    TARGET_##set static void zero_codes_##weight##_##set(                                  \
+        const unsigned char *row, const float *factors, const float *zeros, size_t count,  \
+        unsigned char *codes)                                                              \
+    {                                                                                      \
+        zero_codes_loop(WSYNC_WEIGHT_##weight, row, factors, zeros, count, codes);         \
+    }
+
 #define FUNCTIONS(set)                                                                     \
-    TARGET_##set static void columns_16_##set(const unsigned char *row, size_t count,      \
-                                              bool first, void *high, void *low)           \
-    {                                                                                      \
-        if (first) {                                                                       \
-            columns_16(row, count, true, high, low);                                       \
-        } else {                                                                           \
-            columns_16(row, count, false, high, low);                                      \
-        }                                                                                  \
-    }                                                                                      \
-    TARGET_##set static void columns_32_##set(const unsigned char *row, size_t count,      \
-                                              bool first, void *high, void *low)           \
-    {                                                                                      \
-        if (first) {                                                                       \
-            columns_32(row, count, true, high, low);                                       \
-        } else {                                                                           \
-            columns_32(row, count, false, high, low);                                      \
-        }                                                                                  \
-    }                                                                                      \
-    TARGET_##set static void blocks_16_##set(const void *high, const void *low,            \
-                                             size_t count, size_t head, size_t width,      \
-                                             wsync_row_extremes_t *extremes)               \
-    {                                                                                      \
-        blocks_16(high, low, count, head, width, extremes);                                \
-    }                                                                                      \
-    TARGET_##set static void blocks_32_##set(const void *high, const void *low,            \
-                                             size_t count, size_t head, size_t width,      \
-                                             wsync_row_extremes_t *extremes)               \
-    {                                                                                      \
-        blocks_32(high, low, count, head, width, extremes);                                \
-    }                                                                                      \
-    TARGET_##set static void amaxes_##set(unsigned weight,                                 \
-                                          const wsync_row_extremes_t *extremes,            \
+    WIDTH_FUNCTIONS(set, 16)                                                               \
+    WIDTH_FUNCTIONS(set, 32)                                                               \
+    TARGET_##set static void amaxes_##set(unsigned weight, const int32_t *magnitudes,      \
                                           size_t count, float *amaxes)                     \
     {                                                                                      \
-        all_amaxes(weight, extremes, count, amaxes);                                       \
+        all_amaxes(weight, magnitudes, count, amaxes);                                     \
     }                                                                                      \
     TARGET_##set static void scales_##set(const wsync_row_method_t *method,                \
                                           const float *amaxes, size_t count,               \
@@ -331,10 +460,15 @@ INLINE void pack_loop(const unsigned char *codes, size_t nbytes,
     CODES_FUNCTIONS(set, INT4_DIVIDE)                                                      \
     CODES_FUNCTIONS(set, INT4_DIVIDE_ROUND)                                                \
     CODES_FUNCTIONS(set, E2M1_MULTIPLY)                                                    \
+    ZERO_FUNCTIONS(set, F32)                                                               \
+    ZERO_FUNCTIONS(set, BF16)                                                              \
+    ZERO_FUNCTIONS(set, F16)                                                               \
     static const wsync_row_functions_t functions_##set = {                                 \
                                                                                            \
         .columns = {columns_16_##set, columns_32_##set},                                   \
         .blocks = {blocks_16_##set, blocks_32_##set},                                      \
+        .magnitudes = {magnitudes_16_##set, magnitudes_32_##set},                          \
+        .largest = {largest_16_##set, largest_32_##set},                                   \
         .codes = {CODES_ROW(set, E4M3_MULTIPLY), CODES_ROW(set, E4M3_DIVIDE),              \
                   CODES_ROW(set, E4M3_DIVIDE_ROUND), CODES_ROW(set, INT4_DIVIDE),          \
                   CODES_ROW(set, INT4_DIVIDE_ROUND), CODES_ROW(set, E2M1_MULTIPLY)},       \
@@ -342,6 +476,9 @@ INLINE void pack_loop(const unsigned char *codes, size_t nbytes,
         .scales = scales_##set,                                                            \
         .spread = spread_##set,                                                            \
         .pack = pack_##set,                                                                \
+        .zero_scales = {zero_scales_F32_##set, zero_scales_BF16_##set,                     \
+                        zero_scales_F16_##set},                                            \
+        .zero_codes = {zero_codes_F32_##set, zero_codes_BF16_##set, zero_codes_F16_##set}, \
     };
 
 #define TARGET_PLAIN

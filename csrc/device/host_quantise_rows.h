@@ -10,7 +10,11 @@
 
 #include "device/quantise_math.h"
 
-enum { WSYNC_WEIGHT_COUNT = WSYNC_WEIGHT_F16 + 1 };
+enum {
+    WSYNC_WEIGHT_COUNT = WSYNC_WEIGHT_F16 + 1,
+    /* What of a row is given to a function at a time, at most. */
+    WSYNC_ROW_NBYTES = 4096,
+};
 
 /* Extremes of columns or of blocks, as integers that are ordered as the weights are, NaNs
  * beyond the infinities. */
@@ -28,7 +32,7 @@ typedef struct wsync_row_method {
 } wsync_row_method_t;
 
 /* The functions of one instruction set.  Weights of 2 bytes take the first of two, those of
- * 4 the second; `high` and `low` have elements as wide as weights. */
+ * 4 the second; `high`, `low` and `most` have elements as wide as weights. */
 typedef struct wsync_row_functions {
     /* Takes a row's weights into the extremes of its columns; `first`: begins them. */
     void (*columns[2])(const unsigned char *row, size_t count, bool first, void *high,
@@ -37,9 +41,13 @@ typedef struct wsync_row_functions {
      * `head` columns, the others `width`, the last what is left. */
     void (*blocks[2])(const void *high, const void *low, size_t count, size_t head,
                       size_t width, wsync_row_extremes_t *extremes);
-    /* The largest magnitude of each block. */
-    void (*amaxes)(unsigned weight, const wsync_row_extremes_t *extremes, size_t count,
-                   float *amaxes);
+    /* The same of magnitudes alone, which are weights' bits without the sign.  `most` may
+     * be a row itself; `room` is WSYNC_ROW_NBYTES to work in. */
+    void (*magnitudes[2])(const unsigned char *row, size_t count, bool first, void *most);
+    void (*largest[2])(const void *most, size_t count, size_t head, size_t width,
+                       void *room, int32_t *magnitudes);
+    /* The values of magnitudes. */
+    void (*amaxes)(unsigned weight, const int32_t *magnitudes, size_t count, float *amaxes);
     /* The scale of each block. */
     void (*scales)(const wsync_row_method_t *method, const float *amaxes, size_t count,
                    unsigned *bits, float *factors);
@@ -53,9 +61,18 @@ typedef struct wsync_row_functions {
                                                             unsigned char *codes);
     /* Puts two codes of 4 bits into each of `nbytes` bytes, the low half first. */
     void (*pack)(const unsigned char *codes, size_t nbytes, unsigned char *packed);
+    /* The scale of each block that has a zero point, and whose extremes are given: its
+     * bits, what its elements are divided by, and its zero point plus 8. */
+    void (*zero_scales[WSYNC_WEIGHT_COUNT])(const float *highs, const float *lows,
+                                            size_t count, unsigned *bits, float *factors,
+                                            unsigned *zeros);
+    /* As `codes`, each weight with a zero point of its own, too. */
+    void (*zero_codes[WSYNC_WEIGHT_COUNT])(const unsigned char *row, const float *factors,
+                                           const float *zeros, size_t count,
+                                           unsigned char *codes);
 } wsync_row_functions_t;
 
-/* What an index into `columns` and `blocks` is. */
+/* What an index into the first four is. */
 static inline unsigned wsync_row_width(unsigned weight)
 {
     return weight == WSYNC_WEIGHT_F32;

@@ -9,13 +9,24 @@
  *              with `reciprocal`, else x / scale.
  * fp8_ue8m0    DeepGEMM's, as in SGLang.  a = max(amax, 1e-4); the scale is a / 448 rounded
  *              up to a power of two from 2^-126 to 2^127.
- * fp8_tensor   slime's and torch's.  a = max(amax, 1e-12 in the weights' dtype), scale
- *              a / 448; x / scale is rounded to the weights' dtype before it is cast.  As
- *              torch on a processor: its CUDA kernel rounds the scale it divides by, too.
+ * fp8_packed   The same; of its scales the exponents are stored, those of four blocks of a
+ *              row of blocks in a word, for each row of weights: DeepGEMM's
+ *              get_mn_major_tma_aligned_packed_ue8m0_tensor, row by row.
+ * fp8_tensor   slime's torch code, as torch runs it on a processor.  a = max(amax, 1e-12
+ *              in the weights' dtype), scale a / 448; x / scale is rounded to the weights'
+ *              dtype before it is cast.  On a GPU torch makes of the same code a scale of
+ *              a * fl(1 / 448), because that divisor is a number of the host, and divides
+ *              by the scale rounded to the weights' dtype, because it has no dimension:
+ *              half of all scales differ in the last bit, and 1 % of bfloat16's codes by
+ *              one.
  * int4         compressed-tensors' torch code: every step is rounded to the weights' dtype.
  *              Scale amax / 7.5, or the dtype's epsilon where that is 0; codes are x by
  *              the rounded scale, cut to [-8, 7] and rounded.  (Its Triton code does not
  *              round the quotient to the dtype.)
+ * int4_zero    The same, not symmetric: of min and max, which have 0 between them, the
+ *              scale is (max - min) / 15, the epsilon where that is 0, and the zero point
+ *              -8 - min / scale, cut to [-8, 7] and rounded, 0 where that is NaN; codes
+ *              are x by the scale plus the zero point.  A word has zero points of 8 rows.
  * int4_slime   slime's CUDA kernel.  Scale max(amax * fl(1 / 7), 1e-5) in float32, stored
  *              in the weights' dtype; codes are x divided by the float32 scale, rounded.
  * mxfp8        Transformer Engine's: amax * fl(1 / 448) rounded up to a power of two, of
@@ -29,13 +40,13 @@
  * of a zero.  Subnormal weights, scales and codes count as what they are.  A block of zeros
  * has the scale that the rule gives for amax 0 (nvfp4: 0, mxfp8: 2^-127) and codes of 0.
  *
- * A NaN makes its whole block NaN: the scale is NaN, and so are e4m3 codes; codes of int4
- * are then 0 and of e2m1 6, which the scale makes NaN too.  In nvfp4 it makes the second
- * scale NaN and with it all that shares it; in fp8_tensor, the whole tensor.  This is
- * stricter than the kernels, which drop a NaN in fmaxf.  With an infinity fp8_block,
- * fp8_tensor, int4 and int4_slime have an infinite scale, and codes of 0 but for the
- * infinity's own (e4m3: NaN), so that the block is read as NaN.  In the other three, which
- * have no infinite scale, it saturates. */
+ * A NaN makes its whole block NaN: the scale is NaN (an exponent: 255), and so are e4m3
+ * codes; codes of int4 are then 0 and of e2m1 6, which the scale makes NaN too.  In nvfp4
+ * it makes the second scale NaN and with it all that shares it; in fp8_tensor, the whole
+ * tensor.  This is stricter than the kernels, which drop a NaN in fmaxf.  With an infinity
+ * fp8_block, fp8_tensor, int4 and int4_slime have an infinite scale, and codes of 0 but for
+ * the infinity's own (e4m3: NaN), so that the block is read as NaN; so has int4_zero, with
+ * codes at the zero point.  In the others, which have no infinite scale, it saturates. */
 #ifndef WSYNC_DEVICE_QUANTISE_MATH_H
 #define WSYNC_DEVICE_QUANTISE_MATH_H
 
@@ -57,6 +68,8 @@ typedef enum wsync_quantiser {
     WSYNC_QUANTISER_INT4_SLIME,
     WSYNC_QUANTISER_MXFP8,
     WSYNC_QUANTISER_NVFP4,
+    WSYNC_QUANTISER_FP8_PACKED,
+    WSYNC_QUANTISER_INT4_ZERO,
 } wsync_quantiser_t;
 
 /* The dtype of weights. */
@@ -75,6 +88,7 @@ typedef enum wsync_encoding {
     WSYNC_ENCODING_INT4_DIVIDE_ROUND, /* the quotient in the weights' dtype, in [-8, 7] */
     WSYNC_ENCODING_E2M1_MULTIPLY,
     WSYNC_ENCODING_COUNT,
+    WSYNC_ENCODING_INT4_ZERO = WSYNC_ENCODING_COUNT, /* wsync_zero_element */
 } wsync_encoding_t;
 
 /* The scale of a block: the bits that are stored, and with what elements are encoded. */
@@ -156,12 +170,13 @@ DEVICE unsigned wsync_e4m3_from_f32(float value)
     const unsigned bits = wsync_bits(value);
     const unsigned magnitude = bits & 0x7fffffffU;
     const unsigned capped = magnitude < 0x43e00000U ? magnitude : 0x43e00000U;
-    const unsigned normal =
-        ((capped + 0x7ffffU + ((capped >> 20) & 1U)) >> 20) - (120U << 3);
-    /* Below 2^-6 codes are multiples of 2^-9, the last place of floats from 16384 on. */
-    const float shifted = WSYNC_ADD(wsync_float(capped), 16384.0F);
-    const unsigned small = wsync_bits(shifted) - 0x46800000U;
-    const unsigned code = capped < 0x3c800000U ? small : normal;
+    /* 2^20 times the power of two below the value, or times 2^-6 below that, has codes as
+     * its last places.  The sum counts them from that power on, and its exponent, eight
+     * codes each, those below: 0x98 takes away where both begin. */
+    const unsigned power = capped & 0x7f800000U;
+    const unsigned unit = (power > 0x3c800000U ? power : 0x3c800000U) + 0x0a000098U;
+    const unsigned sum = wsync_bits(WSYNC_ADD(wsync_float(capped), wsync_float(unit)));
+    const unsigned code = (sum + (sum >> 20)) & 0x7fU;
 
     return magnitude > WSYNC_INFINITY_BITS ? 0x7fU : code | ((bits >> 24) & 0x80U);
 }
@@ -243,6 +258,8 @@ DEVICE unsigned wsync_encoding_of(unsigned kind, unsigned reciprocal)
         return WSYNC_ENCODING_INT4_DIVIDE;
     case WSYNC_QUANTISER_NVFP4:
         return WSYNC_ENCODING_E2M1_MULTIPLY;
+    case WSYNC_QUANTISER_INT4_ZERO:
+        return WSYNC_ENCODING_INT4_ZERO;
     default: /* powers of two: the same either way */
         return WSYNC_ENCODING_E4M3_MULTIPLY;
     }
@@ -294,7 +311,9 @@ DEVICE float wsync_ue8m0_round(float value)
 DEVICE wsync_block_scale_t wsync_e4m3_scale(unsigned kind, unsigned reciprocal,
                                             unsigned weight, float amax)
 {
-    float floor = kind == WSYNC_QUANTISER_FP8_UE8M0 ? 1e-4F : 1e-10F;
+    const unsigned packed = kind == WSYNC_QUANTISER_FP8_PACKED;
+    const unsigned power = kind == WSYNC_QUANTISER_FP8_UE8M0 || packed != 0;
+    float floor = power != 0 ? 1e-4F : 1e-10F;
     wsync_block_scale_t scale;
     float value;
 
@@ -303,14 +322,65 @@ DEVICE wsync_block_scale_t wsync_e4m3_scale(unsigned kind, unsigned reciprocal,
         floor = weight == WSYNC_WEIGHT_BF16 ? wsync_weight_round(weight, 1e-12F) : 1e-12F;
     }
     value = WSYNC_DIVIDE(amax > floor ? amax : floor, 448.0F);
-    if (kind == WSYNC_QUANTISER_FP8_UE8M0) {
+    if (power != 0) {
         value = wsync_ue8m0_round(value);
     }
-    scale.bits = wsync_bits(value);
+    scale.bits = wsync_bits(value) >> (packed != 0 ? 23 : 0);
     scale.factor = wsync_encoding_of(kind, reciprocal) == WSYNC_ENCODING_E4M3_MULTIPLY
                        ? WSYNC_DIVIDE(1.0F, value)
                        : value;
     return scale;
+}
+
+/* The epsilon of the weights' dtype. */
+DEVICE float wsync_weight_epsilon(unsigned weight)
+{
+    return weight == WSYNC_WEIGHT_BF16  ? 0.0078125F
+           : weight == WSYNC_WEIGHT_F16 ? 0.0009765625F
+                                        : 1.1920928955078125e-07F;
+}
+
+/* The scale of a block that holds nothing above `high` and below -`low`, before it is kept
+ * from 0. */
+DEVICE float wsync_zero_range(unsigned weight, float high, float low)
+{
+    const float max = high > 0.0F ? high : 0.0F;
+    const float min = low > 0.0F ? low : 0.0F;
+    const float range = wsync_weight_round(weight, WSYNC_ADD(max, min));
+
+    return wsync_weight_round(weight, WSYNC_DIVIDE(range, 15.0F));
+}
+
+DEVICE wsync_block_scale_t wsync_zero_scale(unsigned weight, float high, float low)
+{
+    wsync_block_scale_t scale;
+
+    scale.factor = wsync_float(WSYNC_NAN_BITS);
+    if (!wsync_is_nan(high) && !wsync_is_nan(low)) {
+        scale.factor = wsync_zero_range(weight, high, low);
+        scale.factor = scale.factor == 0.0F ? wsync_weight_epsilon(weight) : scale.factor;
+    }
+    scale.bits = wsync_weight_bits(weight, scale.factor);
+    return scale;
+}
+
+/* Its zero point plus 8. */
+DEVICE unsigned wsync_zero_point(unsigned weight, float high, float low)
+{
+    const float min = low > 0.0F ? low : 0.0F;
+    const float steps =
+        wsync_weight_round(weight, WSYNC_DIVIDE(min, wsync_zero_range(weight, high, low)));
+    const float zero = wsync_weight_round(weight, WSYNC_ADD(steps, -8.0F));
+
+    return wsync_is_nan(high) || wsync_is_nan(low) ? 8U : wsync_int4_from_f32(zero, -8);
+}
+
+/* The code of an element of a block with a zero point, from -8 to 7. */
+DEVICE unsigned wsync_zero_element(unsigned weight, float value, float factor, float zero)
+{
+    const float steps = wsync_weight_round(weight, WSYNC_DIVIDE(value, factor));
+
+    return wsync_int4_from_f32(wsync_weight_round(weight, WSYNC_ADD(steps, zero)), -8);
 }
 
 DEVICE wsync_block_scale_t wsync_int4_scale(unsigned kind, unsigned weight, float amax)
@@ -325,9 +395,7 @@ DEVICE wsync_block_scale_t wsync_int4_scale(unsigned kind, unsigned weight, floa
     }
     scale.factor = wsync_weight_round(weight, WSYNC_DIVIDE(amax, 7.5F));
     if (scale.factor == 0.0F) {
-        scale.factor = weight == WSYNC_WEIGHT_BF16  ? 0.0078125F
-                       : weight == WSYNC_WEIGHT_F16 ? 0.0009765625F
-                                                    : 1.1920928955078125e-07F;
+        scale.factor = wsync_weight_epsilon(weight);
     }
     scale.bits = wsync_weight_bits(weight, scale.factor);
     return scale;
@@ -338,9 +406,15 @@ DEVICE wsync_block_scale_t wsync_mxfp8_scale(float amax)
     wsync_block_scale_t scale;
 
     scale.bits = wsync_e8m0_from_f32(WSYNC_MULTIPLY(amax, 1.0F / 448.0F));
-    /* 2^(127 - exponent); 2^-127 is subnormal */
-    scale.factor =
-        wsync_float(scale.bits == 0xfeU ? 0x400000U : (0xfeU - scale.bits) << 23);
+    /* 2^(127 - exponent), of which 2^-127 is subnormal.  Weights with the exponent 0 are
+     * below 2^-118: Transformer Engine's kernel takes these as they are, so that codes are
+     * 0. */
+    if (scale.bits == 0) {
+        scale.factor = 1.0F;
+    } else {
+        scale.factor =
+            wsync_float(scale.bits == 0xfeU ? 0x400000U : (0xfeU - scale.bits) << 23);
+    }
     return scale;
 }
 
@@ -355,8 +429,10 @@ DEVICE wsync_block_scale_t wsync_quantise_block(unsigned kind, unsigned reciproc
         scale.bits = WSYNC_NAN_BITS;
         if (kind == WSYNC_QUANTISER_INT4 || kind == WSYNC_QUANTISER_INT4_SLIME) {
             scale.bits = wsync_weight_bits(weight, scale.factor);
-        } else if (kind == WSYNC_QUANTISER_MXFP8 || kind == WSYNC_QUANTISER_NVFP4) {
-            scale.bits = kind == WSYNC_QUANTISER_MXFP8 ? 0xffU : 0x7fU;
+        } else if (kind == WSYNC_QUANTISER_MXFP8 || kind == WSYNC_QUANTISER_FP8_PACKED) {
+            scale.bits = 0xffU;
+        } else if (kind == WSYNC_QUANTISER_NVFP4) {
+            scale.bits = 0x7fU;
         }
         return scale;
     }
