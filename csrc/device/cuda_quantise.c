@@ -9,7 +9,7 @@
 
 #include "core/quantise/piece_check.h"
 
-enum { WHAT_NBYTES = 48 };
+enum { WHAT_NBYTES = 288 };
 
 /* What a batch names, as the device sees it. */
 typedef struct places {
@@ -65,7 +65,8 @@ static wsync_status_t find_sources(wsync_cuda_runner_t *self,
 
         if (!wsync_quantise_empty(&batch->pieces[i]) &&
             places[buffer].kind == WSYNC_CUDA_UNKNOWN) {
-            (void)snprintf(what, sizeof(what), "piece %zu: buffer %" PRIu32, i, buffer);
+            (void)snprintf(what, sizeof(what), "%.256s: buffer %" PRIu32,
+                           batch->pieces[i].tensor, buffer);
             status = find_place(self, &batch->sources[buffer], what, &places[buffer], err);
         }
     }

@@ -57,10 +57,13 @@ static uint64_t block_extent(const wsync_quantise_piece_t *piece, int d)
     return block_count(piece, d) > 1 ? block_of(piece, d) : piece->extent[d];
 }
 
-/* Whether one thread sees all of every block. */
+/* Whether one thread sees all of every block, and of the words that it is in. */
 static bool is_local(const wsync_quantise_piece_t *piece)
 {
-    return piece->extremes == WSYNC_QUANTISE_NONE && block_extent(piece, 0) == 1 &&
+    return piece->extremes == WSYNC_QUANTISE_NONE &&
+           wsync_quantise_scales_in_word(piece->method.kind) == 1 &&
+           wsync_quantise_zeros_in_word(piece->method.kind) == 1 &&
+           block_extent(piece, 0) == 1 &&
            block_extent(piece, 1) <= WSYNC_QUANTISE_UNIT_COLS;
 }
 
@@ -91,8 +94,7 @@ static unsigned char weight_of(wsync_dtype_t dtype)
                                           : WSYNC_WEIGHT_F32;
 }
 
-static wsync_status_t check_size(const wsync_quantise_piece_t *piece, size_t index,
-                                 wsync_error_t *err)
+static wsync_status_t check_size(const wsync_quantise_piece_t *piece, wsync_error_t *err)
 {
     for (int d = 0; d < 2; d++) {
         const int64_t limit = d == 0 ? INT32_MAX : INT32_MAX / WSYNC_QUANTISE_OCTET;
@@ -101,16 +103,17 @@ static wsync_status_t check_size(const wsync_quantise_piece_t *piece, size_t ind
         if (piece->extent[d] >= extent_limit || block_extent(piece, d) >= extent_limit ||
             (piece->extent[d] > 1 && (stride > limit || stride < -limit))) {
             return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_quantise",
-                              "piece %zu: dim %d: extent %" PRIu64 ", stride %" PRId64
+                              "%.256s: dim %d: extent %" PRIu64 ", stride %" PRId64
                               " or blocks of %" PRIu64 " are more than a GPU counts here",
-                              index, d, piece->extent[d], stride, block_of(piece, d));
+                              piece->tensor, d, piece->extent[d], stride,
+                              block_of(piece, d));
         }
     }
     if (piece->extent[0] > 1 && piece->codes_stride > UINT32_MAX) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_quantise",
-                          "piece %zu: rows of codes that are %" PRIu64
+                          "%.256s: rows of codes that are %" PRIu64
                           " bytes apart are more than a GPU counts here",
-                          index, piece->codes_stride);
+                          piece->tensor, piece->codes_stride);
     }
     return WSYNC_OK;
 }
@@ -154,9 +157,29 @@ static void place_entries(const wsync_quantise_piece_t *piece, purpose_t purpose
     }
 }
 
+/* Which blocks share words, and where these are. */
+static void place_words(const wsync_quantise_piece_t *piece, wsync_quantise_task_t *task)
+{
+    const unsigned scales = wsync_quantise_scales_in_word(piece->method.kind);
+    const unsigned zeros = wsync_quantise_zeros_in_word(piece->method.kind);
+    const int d = zeros > 1 ? 0 : 1;
+    const uint64_t in_word = zeros > 1 ? zeros : scales;
+    const uint64_t first =
+        (d == 0 ? wsync_quantise_rows(piece) : wsync_quantise_cols(piece)).first;
+
+    task->in_word = (unsigned char)in_word;
+    task->zeros = zeros > 1;
+    if (in_word > 1) {
+        task->phase = (unsigned)(first % in_word);
+        task->grid = (unsigned)least(piece->grid[d] - (first - task->phase), UINT32_MAX);
+        task->words = zeros > 1 ? piece->second : piece->scales;
+        task->words_stride = zeros > 1 ? piece->second_stride : piece->scales_stride;
+    }
+}
+
 static wsync_status_t append(wsync_quantise_tasks_t *tasks,
-                             const wsync_quantise_piece_t *piece, size_t index,
-                             purpose_t purpose, wsync_error_t *err)
+                             const wsync_quantise_piece_t *piece, purpose_t purpose,
+                             wsync_error_t *err)
 {
     const wsync_quantise_kind_t kind = piece->method.kind;
     const unsigned codes = wsync_quantise_codes(kind);
@@ -182,7 +205,7 @@ static wsync_status_t append(wsync_quantise_tasks_t *tasks,
     uint64_t rows;
     uint64_t columns;
     uint64_t units;
-    const wsync_status_t status = check_size(piece, index, err);
+    const wsync_status_t status = check_size(piece, err);
 
     if (status != WSYNC_OK) {
         return status;
@@ -195,12 +218,13 @@ static wsync_status_t append(wsync_quantise_tasks_t *tasks,
     columns = cut(piece, 1, purpose, &task.dims[1]);
     if (__builtin_mul_overflow(rows, columns, &units) || units >= unit_limit - begin) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "wsync_stream_quantise",
-                          "piece %zu: %" PRIu64 " x %" PRIu64 " elements after %" PRIu64
+                          "%.256s: %" PRIu64 " x %" PRIu64 " elements after %" PRIu64
                           " units of work: a GPU counts 2^31 here",
-                          index, piece->extent[0], piece->extent[1], begin);
+                          piece->tensor, piece->extent[0], piece->extent[1], begin);
     }
     task.columns = wsync_divisor((uint32_t)columns);
     place_entries(piece, purpose, &tasks->lists.scratch_count, &task);
+    place_words(piece, &task);
     tasks->items[tasks->count++] = task;
     tasks->unit_starts[tasks->count] = (uint32_t)(begin + units);
     return WSYNC_OK;
@@ -237,7 +261,7 @@ wsync_status_t wsync_quantise_tasks_init(wsync_quantise_tasks_t *tasks,
     for (unsigned purpose = 0; purpose < PURPOSE_COUNT; purpose++) {
         for (size_t i = 0; i < count && status == WSYNC_OK; i++) {
             if (is_for(&pieces[i], (purpose_t)purpose)) {
-                status = append(tasks, &pieces[i], i, (purpose_t)purpose, err);
+                status = append(tasks, &pieces[i], (purpose_t)purpose, err);
             }
         }
         begin[purpose + 1] = tasks->count;

@@ -33,7 +33,7 @@ typedef struct wsync_quantise_tasks {
 } wsync_quantise_tasks_t;
 
 /* Of pieces as wsync_quantise_check wants them; those without elements become nothing.
- * UNSUPPORTED, which names the piece: what the kernel does not count so far. */
+ * UNSUPPORTED, which names the tensor: what the kernel does not count so far. */
 wsync_status_t wsync_quantise_tasks_init(wsync_quantise_tasks_t *tasks,
                                          const wsync_quantise_piece_t *pieces, size_t count,
                                          wsync_error_t *err);

@@ -33,6 +33,18 @@ typedef struct extremes {
     float low;
 } extremes_t;
 
+/* What a block's elements are encoded with. */
+typedef struct factor {
+    float value;
+    float zero; /* its zero point */
+} factor_t;
+
+/* A sweep finds extremes or goes by a factor: the same registers are for both. */
+typedef union sweep {
+    extremes_t found;
+    factor_t factor;
+} sweep_t;
+
 /* Octets of one block: below each other, or of one row.  The first `full` ones are read and
  * written as a whole. */
 typedef struct run {
@@ -120,10 +132,18 @@ DEVICE void raise_entry(u32_t *entries, unsigned long long index, extremes_t fou
     raise_word(entries + 2 * index + 1, found.low);
 }
 
-DEVICE float entry_amax(const u32_t *entries, unsigned long long index)
+DEVICE extremes_t read_entry(const u32_t *entries, unsigned long long index)
 {
-    return wsync_extremes_amax(wsync_float(TABLE(entries[2 * index])),
-                               wsync_float(TABLE(entries[2 * index + 1])));
+    extremes_t found;
+
+    found.high = wsync_float(TABLE(entries[2 * index]));
+    found.low = wsync_float(TABLE(entries[2 * index + 1]));
+    return found;
+}
+
+DEVICE float amax_of(extremes_t found)
+{
+    return wsync_extremes_amax(found.high, found.low);
 }
 
 /* --- eight columns --- */
@@ -210,12 +230,13 @@ typedef struct codes {
 #define ENCODE_CASE(encoding)                                                     \
     case encoding:                                                                \
         UNROLL for (unsigned i = 0; i < OCTET; i++) {  \
-            code[i] = wsync_quantise_element(encoding, weight, value[i], factor); \
+            code[i] =                                                             \
+                wsync_quantise_element(encoding, weight, value[i], factor.value); \
         }                                                                         \
         break
 
 DEVICE codes_t encode_octet(unsigned encoding, unsigned weight, const float *value,
-                            float factor)
+                            factor_t factor)
 {
     unsigned code[OCTET];
     codes_t codes;
@@ -226,10 +247,15 @@ DEVICE codes_t encode_octet(unsigned encoding, unsigned weight, const float *val
         ENCODE_CASE(WSYNC_ENCODING_E4M3_DIVIDE_ROUND);
         ENCODE_CASE(WSYNC_ENCODING_INT4_DIVIDE);
         ENCODE_CASE(WSYNC_ENCODING_INT4_DIVIDE_ROUND);
+    case WSYNC_ENCODING_INT4_ZERO:
+        UNROLL for (unsigned i = 0; i < OCTET; i++) {
+            code[i] = wsync_zero_element(weight, value[i], factor.value, factor.zero);
+        }
+        break;
     default:
         UNROLL for (unsigned i = 0; i < OCTET; i++) {
             code[i] = wsync_quantise_element(WSYNC_ENCODING_E2M1_MULTIPLY, weight, value[i],
-                                             factor);
+                                             factor.value);
         }
         break;
     }
@@ -279,7 +305,7 @@ DEVICE void store_octet(const run_t *run, unsigned index, codes_t codes,
 /* Finds the extremes of a run, or writes its codes.  An octet is on its way while the one
  * before is worked on. */
 DEVICE void sweep_run(const run_t *run, const wsync_quantise_task_t *task, unsigned writes,
-                      float factor, extremes_t *found)
+                      sweep_t *sweep)
 {
     const unsigned encoding = wsync_encoding_of(TABLE(task->kind), TABLE(task->reciprocal));
     octet_t next = {{0}};
@@ -296,12 +322,12 @@ DEVICE void sweep_run(const run_t *run, const wsync_quantise_task_t *task, unsig
         }
         widen_octet(run->weight, &raw, value);
         if (writes != 0) {
-            store_octet(run, k - 1, encode_octet(encoding, run->weight, value, factor),
-                        task);
+            store_octet(run, k - 1,
+                        encode_octet(encoding, run->weight, value, sweep->factor), task);
         } else {
             UNROLL for (unsigned i = 0; i < OCTET; i++) {
-                found->high = larger(found->high, value[i]);
-                found->low = larger(found->low, -value[i]);
+                sweep->found.high = larger(sweep->found.high, value[i]);
+                sweep->found.low = larger(sweep->found.low, -value[i]);
             }
         }
     }
@@ -317,8 +343,9 @@ typedef struct place {
     unsigned columns; /* at most an octet, unless it is one row */
     unsigned block_row;
     unsigned block_col;
-    unsigned owns;  /* its block's scale is its own to store */
-    unsigned first; /* it has the piece's first element */
+    unsigned owns;   /* its block's scale is its own to store */
+    unsigned begins; /* its columns are the first that the piece has of their block */
+    unsigned first;  /* it has the piece's first element */
 } place_t;
 
 DEVICE run_t make_run(const wsync_quantise_args_t *args, const wsync_quantise_task_t *task,
@@ -364,25 +391,79 @@ DEVICE unsigned long long entry_of(const wsync_quantise_task_t *task, const plac
            place->block_col;
 }
 
+DEVICE unsigned lesser(unsigned a, unsigned b)
+{
+    return a < b ? a : b;
+}
+
+/* Stores the word that a block is the piece's first of: of scales in the rows of the place,
+ * or of zero points.  What of it the piece does not hold is among the entries. */
+DEVICE void store_words(const wsync_quantise_args_t *args, const u32_t *table,
+                        const wsync_quantise_task_t *task, const place_t *place)
+{
+    const unsigned in_word = TABLE(task->in_word);
+    const unsigned zeros = TABLE(task->zeros);
+    const unsigned block = zeros != 0 ? place->block_row : place->block_col;
+    const unsigned index = TABLE(task->phase) + block;
+    const unsigned first = index / in_word * in_word;
+    const unsigned end = lesser(first + in_word, TABLE(task->grid));
+    const unsigned long long step = zeros != 0 ? TABLE(task->entry_stride) : 1;
+    const unsigned long long entry = entry_of(task, place) - (index - first) * step;
+    const unsigned row = zeros != 0 ? first / in_word : place->row;
+    const unsigned col = zeros != 0 ? place->block_col : first / in_word;
+    u8_t *to = (u8_t *)GLOBAL(args->image) + TABLE(task->words) +
+               row * TABLE(task->words_stride) + (unsigned long long)col * 4;
+    unsigned word = 0;
+
+    if (block > 0 && index != first) {
+        return;
+    }
+    NO_UNROLL for (unsigned i = first; i < end; i++) {
+        const extremes_t known = read_entry(table, entry + (i - first) * step);
+        const unsigned weight = TABLE(task->weight);
+        const unsigned part =
+            zeros != 0
+                ? wsync_zero_point(weight, known.high, known.low)
+                : wsync_quantise_block(TABLE(task->kind), 0, weight, amax_of(known), 0.0F)
+                      .bits;
+
+        word |= part << (32 / in_word * (i - first));
+    }
+    NO_UNROLL for (unsigned i = 0; i < place->rows; i++) {
+        store_item(to, word, 4);
+        to += TABLE(task->words_stride);
+    }
+}
+
 /* The factor of a block, whose scale is stored by whoever has its first element. */
-DEVICE float block_factor(const wsync_quantise_args_t *args,
-                          const wsync_quantise_task_t *task, const place_t *place,
-                          float amax)
+DEVICE factor_t block_factor(const wsync_quantise_args_t *args,
+                             const wsync_quantise_task_t *task, const place_t *place,
+                             extremes_t found)
 {
     const unsigned kind = TABLE(task->kind);
+    const unsigned weight = TABLE(task->weight);
     u8_t *image = (u8_t *)GLOBAL(args->image);
     float overall = 0.0F;
     wsync_block_scale_t scale;
+    factor_t factor;
 
     if (kind == WSYNC_QUANTISER_NVFP4) {
-        overall = entry_amax((const u32_t *)GLOBAL(args->table), TABLE(task->overall));
+        overall =
+            amax_of(read_entry((const u32_t *)GLOBAL(args->table), TABLE(task->overall)));
         if (place->first != 0 && TABLE(task->second) != WSYNC_QUANTISE_NOWHERE) {
             store_item(image + TABLE(task->second), wsync_nvfp4_second(overall), 4);
         }
     }
-    scale = wsync_quantise_block(kind, TABLE(task->reciprocal), TABLE(task->weight), amax,
-                                 overall);
-    if (place->owns != 0) {
+    factor.zero = 0.0F;
+    if (TABLE(task->zeros) != 0) {
+        scale = wsync_zero_scale(weight, found.high, found.low);
+        factor.zero = (float)wsync_zero_point(weight, found.high, found.low) - 8.0F;
+    } else {
+        scale = wsync_quantise_block(kind, TABLE(task->reciprocal), weight, amax_of(found),
+                                     overall);
+    }
+    factor.value = scale.factor;
+    if (place->owns != 0 && (TABLE(task->in_word) == 1 || TABLE(task->zeros) != 0)) {
         const unsigned nbytes = TABLE(task->scale_nbytes);
 
         store_item(image + TABLE(task->scales) +
@@ -390,12 +471,7 @@ DEVICE float block_factor(const wsync_quantise_args_t *args,
                        (unsigned long long)place->block_col * nbytes,
                    scale.bits, nbytes);
     }
-    return scale.factor;
-}
-
-DEVICE unsigned lesser(unsigned a, unsigned b)
-{
-    return a < b ? a : b;
+    return factor;
 }
 
 /* Cuts one dimension: strip number `index` of blocks of `block`, each of `strips` strips of
@@ -431,33 +507,37 @@ DEVICE void run_unit(const wsync_quantise_args_t *args, const wsync_quantise_tas
     const unsigned known = codes != 0 && entries != WSYNC_QUANTISE_ENTRIES_LOCAL;
     u32_t *table = (u32_t *)GLOBAL(entries == WSYNC_QUANTISE_ENTRIES_SCRATCH ? args->scratch
                                                                              : args->table);
-    extremes_t found = no_extremes();
-    float factor = 0.0F;
+    sweep_t sweep;
     place_t place;
     run_t run;
 
-    place.owns = cut(&task->dims[1], index - row * TABLE(task->columns.value),
-                     &place.block_col, &place.column, &place.columns);
-    place.owns &= cut(&task->dims[0], row, &place.block_row, &place.row, &place.rows);
+    place.begins = cut(&task->dims[1], index - row * TABLE(task->columns.value),
+                       &place.block_col, &place.column, &place.columns);
+    place.owns =
+        cut(&task->dims[0], row, &place.block_row, &place.row, &place.rows) & place.begins;
     place.first = place.row == 0 && place.column == 0;
     if (place.rows == 0 || place.columns == 0) {
         return;
     }
     run = make_run(args, task, &place);
+    sweep.found = no_extremes();
     NO_UNROLL for (unsigned writes = known; writes <= codes; writes++) {
         if (writes != 0) {
-            factor = block_factor(args, task, &place,
-                                  known != 0 ? entry_amax(table, entry_of(task, &place))
-                                             : wsync_extremes_amax(found.high, found.low));
+            sweep.factor = block_factor(
+                args, task, &place,
+                known != 0 ? read_entry(table, entry_of(task, &place)) : sweep.found);
+            if (TABLE(task->in_word) > 1 && place.begins != 0) {
+                store_words(args, table, task, &place);
+            }
         }
-        sweep_run(&run, task, writes, factor, &found);
+        sweep_run(&run, task, writes, &sweep);
     }
     if (codes == 0 && entries == args->mode) {
-        raise_entry(table, entry_of(task, &place), found);
+        raise_entry(table, entry_of(task, &place), sweep.found);
     }
     if (args->mode == WSYNC_QUANTISE_MODE_TABLE &&
         TABLE(task->overall) != WSYNC_QUANTISE_NOWHERE) {
-        raise_entry((u32_t *)GLOBAL(args->table), TABLE(task->overall), found);
+        raise_entry((u32_t *)GLOBAL(args->table), TABLE(task->overall), sweep.found);
     }
 }
 
