@@ -212,6 +212,62 @@ static inline reference_scale_t reference_nvfp4(float amax, float overall)
     return result;
 }
 
+static inline float epsilon(wsync_dtype_t dtype)
+{
+    return (float)ldexp(1, dtype == WSYNC_DTYPE_BFLOAT16  ? -7
+                           : dtype == WSYNC_DTYPE_FLOAT16 ? -10
+                                                          : -23);
+}
+
+static inline unsigned reference_int4(float value)
+{
+    const int whole = isnan(value) ? 0 : (int)round_even(fabs((double)value));
+
+    return (unsigned)(8 + (value < 0 ? -whole : whole));
+}
+
+static inline float cut_int4(float value)
+{
+    return value < -8 ? -8 : value > 7 ? 7 : value;
+}
+
+/* Of a block with a zero point: its scale and that plus 8. */
+typedef struct reference_zero {
+    uint32_t bits;
+    float scale;
+    unsigned zero;
+} reference_zero_t;
+
+static inline reference_zero_t reference_zero(wsync_dtype_t dtype, float min, float max)
+{
+    reference_zero_t result = {weight_bits(dtype, NAN), NAN, 8};
+    float range;
+    float steps;
+
+    if (isnan(min) || isnan(max)) {
+        return result;
+    }
+    min = min < 0 ? min : 0;
+    max = max > 0 ? max : 0;
+    range = round_weight(dtype, (float)((double)max - (double)min));
+    result.scale = round_weight(dtype, quotient(range, 15));
+    steps = round_weight(dtype, quotient(min, result.scale));
+    steps = round_weight(dtype, (float)(-8 - (double)steps));
+    result.zero = reference_int4(cut_int4(steps));
+    result.scale = result.scale == 0 ? epsilon(dtype) : result.scale;
+    result.bits = weight_bits(dtype, result.scale);
+    return result;
+}
+
+static inline unsigned reference_zero_code(const reference_zero_t *block,
+                                           wsync_dtype_t dtype, float x)
+{
+    const double steps = (double)round_weight(dtype, quotient(x, block->scale));
+
+    return reference_int4(
+        cut_int4(round_weight(dtype, (float)(steps + (double)block->zero - 8))));
+}
+
 static inline reference_scale_t reference_block(const wsync_quantise_method_t *method,
                                                 wsync_dtype_t dtype, float amax,
                                                 float overall)
@@ -226,6 +282,7 @@ static inline reference_scale_t reference_block(const wsync_quantise_method_t *m
         /* infinite scales: every product is 0 or NaN, like the quotient */
         break;
     case WSYNC_QUANTISE_FP8_UE8M0:
+    case WSYNC_QUANTISE_FP8_PACKED:
         amax = amax < 1e-4F ? 1e-4F : amax;
         if (!isnan(amax)) {
             result.scale = (float)ldexp(1, power_above(quotient(amax, 448), -126));
@@ -239,9 +296,7 @@ static inline reference_scale_t reference_block(const wsync_quantise_method_t *m
     case WSYNC_QUANTISE_INT4:
         result.scale = round_weight(dtype, quotient(amax, 7.5F));
         if (result.scale == 0) {
-            result.scale = (float)ldexp(1, dtype == WSYNC_DTYPE_BFLOAT16  ? -7
-                                           : dtype == WSYNC_DTYPE_FLOAT16 ? -10
-                                                                          : -23);
+            result.scale = epsilon(dtype);
         }
         result.bits = weight_bits(dtype, result.scale);
         return result;
@@ -256,21 +311,18 @@ static inline reference_scale_t reference_block(const wsync_quantise_method_t *m
             result.bits = (uint32_t)(127 + power_above(product(amax, 1.0F / 448), -127));
             /* no block of finite weights has 2^127, whose bits an infinity takes */
             result.bits = result.bits > 254 ? 254 : result.bits;
-            result.scale = (float)ldexp(1, (int)result.bits - 127);
+            /* with an exponent of 0 its kernel takes weights as they are */
+            result.scale = result.bits == 0 ? 1 : (float)ldexp(1, (int)result.bits - 127);
         }
         return result;
     default:
         return reference_nvfp4(amax, overall);
     }
     result.bits = isnan(result.scale) ? 0x7fc00000 : bits_of(result.scale);
+    if (method->kind == WSYNC_QUANTISE_FP8_PACKED) {
+        result.bits >>= 23; /* the exponent */
+    }
     return result;
-}
-
-static inline unsigned reference_int4(float value)
-{
-    const int whole = isnan(value) ? 0 : (int)round_even(fabs((double)value));
-
-    return (unsigned)(8 + (value < 0 ? -whole : whole));
 }
 
 static inline unsigned reference_code(const wsync_quantise_method_t *method,
@@ -290,8 +342,7 @@ static inline unsigned reference_code(const wsync_quantise_method_t *method,
     case WSYNC_QUANTISE_FP8_TENSOR:
         return reference_e4m3((double)rounded);
     case WSYNC_QUANTISE_INT4:
-        value = rounded < -8 ? -8 : rounded > 7 ? 7 : rounded;
-        return reference_int4(value);
+        return reference_int4(cut_int4(rounded));
     case WSYNC_QUANTISE_INT4_SLIME:
         value = divided < -7 ? -7 : divided > 7 ? 7 : divided;
         return reference_int4(value);

@@ -20,7 +20,8 @@ enum {
 /* Blocks that need a table of the stream's own, blocks of one row, and blocks of which the
  * caller's table says what they hold. */
 static const wsync_quantise_piece_t pieces[PIECES] = {
-    {.method = {WSYNC_QUANTISE_FP8_BLOCK, true, 128, 128},
+    {.tensor = "w0",
+     .method = {WSYNC_QUANTISE_FP8_BLOCK, true, 128, 128},
      .dtype = WSYNC_DTYPE_BFLOAT16,
      .source_stride = {2 * COLS, 2},
      .extent = {ROWS, COLS},
@@ -30,7 +31,8 @@ static const wsync_quantise_piece_t pieces[PIECES] = {
      .extremes = WSYNC_QUANTISE_NONE,
      .overall = WSYNC_QUANTISE_NONE,
      .second = WSYNC_QUANTISE_NONE},
-    {.method = {WSYNC_QUANTISE_NVFP4, false, 1, 16},
+    {.tensor = "w1",
+     .method = {WSYNC_QUANTISE_NVFP4, false, 1, 16},
      .dtype = WSYNC_DTYPE_BFLOAT16,
      .source_buffer = 1,
      .source_stride = {2 * COLS, 2},
@@ -42,7 +44,8 @@ static const wsync_quantise_piece_t pieces[PIECES] = {
      .extremes = WSYNC_QUANTISE_NONE,
      .overall = 1,
      .second = 120000},
-    {.method = {WSYNC_QUANTISE_FP8_TENSOR, false, 0, 0},
+    {.tensor = "w2",
+     .method = {WSYNC_QUANTISE_FP8_TENSOR, false, 0, 0},
      .dtype = WSYNC_DTYPE_BFLOAT16,
      .source_stride = {2 * COLS, 2},
      .extent = {ROWS, COLS},
@@ -225,7 +228,7 @@ TEST(memory_that_the_gpu_does_not_reach_is_named)
     other = scene;
     other.batch.sources = other.sources;
     other.sources[1] = (wsync_span_t){host.data, WEIGHTS_NBYTES};
-    refuse(rig.stream, &other, "piece 1: buffer 1, 128000 bytes at ");
+    refuse(rig.stream, &other, "w1: buffer 1, 128000 bytes at ");
     other = scene;
     other.batch.image.data = host.data;
     refuse(rig.stream, &other, "the image, 262144 bytes at ");

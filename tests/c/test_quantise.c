@@ -169,6 +169,7 @@ static void draw_method(scene_t *scene)
     switch (method->kind) {
     case WSYNC_QUANTISE_FP8_BLOCK:
     case WSYNC_QUANTISE_FP8_UE8M0:
+    case WSYNC_QUANTISE_FP8_PACKED:
         method->block_rows = (uint32_t)DRAW_OF(random, 128, 128, 64, 7, 1);
         method->block_cols = (uint32_t)DRAW_OF(random, 128, 128, 33, 5, 2500);
         break;
@@ -221,6 +222,27 @@ static uint64_t edge(uint32_t block, uint64_t index, uint64_t whole)
     return block > 0 ? index * block : index * whole;
 }
 
+/* What a group has in row `row` and column `col` of them. */
+static reference_zero_t zero_of(const scene_t *scene, uint64_t row, uint64_t col)
+{
+    float min = 0;
+    float max = 0;
+
+    for (uint64_t c = edge(scene->method.block_cols, col, scene->cols);
+         row < scene->rows && c < edge(scene->method.block_cols, col + 1, scene->cols) &&
+         c < scene->cols;
+         c++) {
+        const float value = value_of(scene->weight, scene->bits[row * scene->cols + c]);
+
+        min = value < min || isnan(value) ? value : min;
+        max = value > max || isnan(value) ? value : max;
+        if (isnan(value)) {
+            break;
+        }
+    }
+    return reference_zero(dtype_of(scene->weight), min, max);
+}
+
 /* Where the scale and the codes of what a piece holds of one block go. */
 static void expect_block(scene_t *scene, const wsync_quantise_piece_t *piece, uint64_t br,
                          uint64_t bc, float overall)
@@ -230,16 +252,22 @@ static void expect_block(scene_t *scene, const wsync_quantise_piece_t *piece, ui
                                edge(method->block_cols, bc, scene->cols)};
     const uint64_t end[2] = {edge(method->block_rows, br + 1, scene->rows),
                              edge(method->block_cols, bc + 1, scene->cols)};
-    const reference_scale_t scale =
+    const reference_zero_t zero = zero_of(scene, br, bc);
+    reference_scale_t scale =
         reference_block(method, piece->dtype, amax_of(scene, begin, end), overall);
     const uint64_t nbytes =
         wsync_dtype_nbytes(wsync_quantise_scale(method->kind, piece->dtype));
     const unsigned codes = wsync_quantise_codes(method->kind);
 
-    memcpy(scene->expected + piece->scales +
-               (br - wsync_quantise_rows(piece).first) * piece->scales_stride +
-               (bc - wsync_quantise_cols(piece).first) * nbytes,
-           &scale.bits, nbytes);
+    if (method->kind == WSYNC_QUANTISE_INT4_ZERO) {
+        scale.bits = zero.bits;
+    }
+    if (method->kind != WSYNC_QUANTISE_FP8_PACKED) {
+        memcpy(scene->expected + piece->scales +
+                   (br - wsync_quantise_rows(piece).first) * piece->scales_stride +
+                   (bc - wsync_quantise_cols(piece).first) * nbytes,
+               &scale.bits, nbytes);
+    }
     for (uint64_t row = most(begin[0], piece->start[0]);
          row < end[0] && row < piece->start[0] + piece->extent[0]; row++) {
         unsigned char *to =
@@ -248,15 +276,65 @@ static void expect_block(scene_t *scene, const wsync_quantise_piece_t *piece, ui
         for (uint64_t col = most(begin[1], piece->start[1]);
              col < end[1] && col < piece->start[1] + piece->extent[1]; col++) {
             const uint64_t at = col - piece->start[1];
-            const unsigned code = reference_code(
-                method, piece->dtype, &scale,
-                value_of(scene->weight, scene->bits[row * scene->cols + col]));
+            const float value =
+                value_of(scene->weight, scene->bits[row * scene->cols + col]);
+            const unsigned code = method->kind == WSYNC_QUANTISE_INT4_ZERO
+                                      ? reference_zero_code(&zero, piece->dtype, value)
+                                      : reference_code(method, piece->dtype, &scale, value);
 
             if (codes == 1) {
                 to[at] = (unsigned char)code;
             } else {
                 to[at / 2] |= (unsigned char)(code << (at % 2 * 4));
             }
+        }
+    }
+}
+
+/* For each row of a piece the exponents of all blocks that share a word with its own. */
+static void expect_words(scene_t *scene, const wsync_quantise_piece_t *piece)
+{
+    const wsync_quantise_method_t *method = &scene->method;
+    const uint64_t first = piece->start[1] / method->block_cols / 4 * 4;
+    const uint64_t last = (piece->start[1] + piece->extent[1] - 1) / method->block_cols;
+
+    for (uint64_t row = 0; row < piece->extent[0]; row++) {
+        const uint64_t block = (piece->start[0] + row) / method->block_rows;
+        unsigned char *to = scene->expected + piece->scales + row * piece->scales_stride;
+
+        for (uint64_t col = first; col < (last / 4 + 1) * 4; col++) {
+            const uint64_t begin[2] = {block * method->block_rows,
+                                       col * method->block_cols};
+            const uint64_t end[2] = {begin[0] + method->block_rows,
+                                     begin[1] + method->block_cols};
+            const float amax = amax_of(scene, begin, end);
+
+            to[col - first] = 0;
+            if (begin[1] < scene->cols) {
+                to[col - first] =
+                    (unsigned char)reference_block(method, piece->dtype, amax, 0).bits;
+            }
+        }
+    }
+}
+
+/* The zero points of all rows that share words with a piece's. */
+static void expect_zeros(scene_t *scene, const wsync_quantise_piece_t *piece)
+{
+    const wsync_quantise_blocks_t cols = wsync_quantise_cols(piece);
+    const uint64_t first = piece->start[0] / 8;
+    const uint64_t last = (piece->start[0] + piece->extent[0] - 1) / 8;
+
+    for (uint64_t row = first; row <= last; row++) {
+        for (uint64_t col = 0; col < cols.count; col++) {
+            uint32_t word = 0;
+
+            for (uint64_t i = 0; i < 8 && row * 8 + i < scene->rows; i++) {
+                word |= zero_of(scene, row * 8 + i, cols.first + col).zero << (4 * i);
+            }
+            memcpy(scene->expected + piece->second + (row - first) * piece->second_stride +
+                       col * 4,
+                   &word, 4);
         }
     }
 }
@@ -285,8 +363,13 @@ static void expect(scene_t *scene)
                 expect_block(scene, piece, r, c, overall);
             }
         }
-        if (piece->second != WSYNC_QUANTISE_NONE) {
+        if (scene->method.kind == WSYNC_QUANTISE_INT4_ZERO) {
+            expect_zeros(scene, piece);
+        } else if (piece->second != WSYNC_QUANTISE_NONE) {
             memcpy(scene->expected + piece->second, &second, sizeof(second));
+        }
+        if (scene->method.kind == WSYNC_QUANTISE_FP8_PACKED) {
+            expect_words(scene, piece);
         }
     }
 }
@@ -372,18 +455,27 @@ static void add_piece(scene_t *scene, const uint64_t begin[2], const uint64_t en
     piece->codes_stride =
         (wsync_quantise_words(piece) + draw(&scene->random, 2) * 3) * word;
     piece->codes = take(scene, piece->extent[0] * piece->codes_stride, word);
+    if (method->block_cols > 0) {
+        piece->grid[0] = (scene->rows - 1) / method->block_rows + 1;
+        piece->grid[1] = (scene->cols - 1) / method->block_cols + 1;
+    }
     piece->scales_stride =
-        (wsync_quantise_cols(piece).count + draw(&scene->random, 2)) * scale;
+        (wsync_quantise_scales(piece).cols + draw(&scene->random, 2)) * scale;
     piece->scales =
-        take(scene, wsync_quantise_rows(piece).count * piece->scales_stride, scale);
+        take(scene, wsync_quantise_scales(piece).rows * piece->scales_stride, scale);
     if (scene->tabled) {
         piece->extremes = 2;
-        piece->extremes_stride =
-            method->block_cols > 0 ? scene->cols / method->block_cols + 1 : 1;
+        piece->extremes_stride = piece->grid[1] + scene->rows % 2;
     }
     if (method->kind == WSYNC_QUANTISE_NVFP4) {
         piece->overall = 1;
         piece->second = take(scene, 4, 4);
+    }
+    if (method->kind == WSYNC_QUANTISE_INT4_ZERO) {
+        piece->second_stride =
+            (wsync_quantise_cols(piece).count + draw(&scene->random, 2)) * 4;
+        piece->second =
+            take(scene, wsync_quantise_zeros(piece).count * piece->second_stride, 4);
     }
     place_source(scene, piece);
 }
@@ -423,9 +515,13 @@ static void draw_scene(scene_t *scene)
     }
     scene->count = 0;
     scene->used = 0;
-    cut[0] = draw_cut(scene, scene->rows, scene->method.block_rows, 1);
-    cut[1] = draw_cut(scene, scene->cols, scene->method.block_cols,
-                      wsync_quantise_codes(scene->method.kind));
+    cut[0] = draw_cut(
+        scene, scene->rows,
+        scene->method.block_rows * wsync_quantise_zeros_in_word(scene->method.kind), 1);
+    cut[1] = draw_cut(
+        scene, scene->cols,
+        scene->method.block_cols * wsync_quantise_scales_in_word(scene->method.kind),
+        wsync_quantise_codes(scene->method.kind));
     for (int i = 0; i < 4; i++) {
         const uint64_t begin[2] = {i / 2 == 0 ? 0 : cut[0], i % 2 == 0 ? 0 : cut[1]};
         const uint64_t end[2] = {i / 2 == 0 ? cut[0] : scene->rows,
@@ -638,7 +734,103 @@ TEST(instruction_sets_agree)
     free(rows);
 }
 
+/* The largest magnitude of `count` weights, as bits. */
+static int32_t largest_of(const unsigned char *rows, size_t item, size_t count)
+{
+    int32_t largest = 0;
+
+    for (size_t i = 0; i < count; i++) {
+        int32_t value = 0;
+
+        memcpy(&value, rows + i * item, item);
+        value &= item == 4 ? INT32_MAX : INT16_MAX;
+        largest = value > largest ? value : largest;
+    }
+    return largest;
+}
+
+/* Blocks of a row's weights of any bits, of columns of two rows, and of rows that begin
+ * and end inside blocks. */
+TEST(largest_magnitudes_are_found)
+{
+    static const size_t widths[] = {1, 2, 3, 8, 16, 20, 32, 64, 96, 128, 500, 1024, 2048};
+    random_state_t random = {7};
+    unsigned char rows[2][WSYNC_ROW_NBYTES + 2];
+    int32_t most[WSYNC_ROW_NBYTES / sizeof(int32_t)];
+    int32_t room[WSYNC_ROW_NBYTES / sizeof(int32_t)];
+
+    for (unsigned level = 0; wsync_row_functions(level) != NULL; level++) {
+        const wsync_row_functions_t *set = wsync_row_functions(level);
+
+        for (int run = 0; run < 500; run++) {
+            const unsigned wide = run % 2 == 0;
+            const size_t item = wide ? 4 : 2;
+            const size_t count = 1 + draw(&random, WSYNC_ROW_NBYTES / item);
+            const size_t width = widths[draw(&random, sizeof(widths) / sizeof(widths[0]))];
+            const size_t head = 1 + draw(&random, width);
+            int32_t found[2][WSYNC_ROW_NBYTES];
+            size_t begin = 0;
+
+            for (size_t i = 0; i < sizeof(rows[0]); i++) {
+                rows[0][i] = (unsigned char)draw(&random, 256);
+                rows[1][i] = (unsigned char)draw(&random, 256);
+            }
+            memset(found, 0, sizeof(found));
+            set->largest[wide](rows[0] + 2, count, head, width, room, found[0]);
+            set->magnitudes[wide](rows[0] + 2, count, true, most);
+            set->magnitudes[wide](rows[1] + 2, count, false, most);
+            set->largest[wide](most, count, head, width, room, found[1]);
+            for (size_t b = 0; begin < count; b++) {
+                const size_t whole = b == 0 ? head : width;
+                const size_t part = whole < count - begin ? whole : count - begin;
+                const int32_t first = largest_of(rows[0] + 2 + begin * item, item, part);
+                const int32_t other = largest_of(rows[1] + 2 + begin * item, item, part);
+
+                CHECK_EQ(found[0][b], first);
+                CHECK_EQ(found[1][b], first > other ? first : other);
+                begin += part;
+            }
+        }
+    }
+}
+
 enum { SCALES = 4099 };
+
+/* The same of codes with zero points. */
+TEST(instruction_sets_agree_on_zero_points)
+{
+    enum { COUNT = 65536 };
+    random_state_t random = {4};
+    unsigned char *rows = allocate(COUNT * 4);
+    unsigned char *codes[2] = {allocate(COUNT), allocate(COUNT)};
+    float *factors = allocate(COUNT * sizeof(*factors));
+    float *zeros = allocate(COUNT * sizeof(*zeros));
+
+    for (unsigned weight = 0; weight < WSYNC_WEIGHT_COUNT; weight++) {
+        for (uint32_t i = 0; i < COUNT; i++) {
+            const uint32_t bits = draw_weight(&random, weight);
+            const uint16_t half = (uint16_t)bits;
+
+            factors[i] =
+                round_weight(dtype_of(weight), (float)(1 + draw(&random, 999)) * 1e-4F);
+            zeros[i] = (float)draw(&random, 16) - 8;
+            memcpy(rows + i * 4, &bits, 4);
+            if (weight != WSYNC_WEIGHT_F32) {
+                memcpy(rows + i * 2, &half, 2);
+            }
+        }
+        for (unsigned level = 0; wsync_row_functions(level) != NULL; level++) {
+            wsync_row_functions(level)->zero_codes[weight](rows, factors, zeros, COUNT - 3,
+                                                           codes[level > 0]);
+            CHECK(level == 0 || memcmp(codes[0], codes[1], COUNT - 3) == 0);
+        }
+    }
+    free(zeros);
+    free(factors);
+    free(codes[0]);
+    free(codes[1]);
+    free(rows);
+}
 
 /* The scales of some amaxes, by each instruction set, against the reference. */
 static void check_scales(const wsync_quantise_method_t *method, unsigned weight,
@@ -657,13 +849,48 @@ static void check_scales(const wsync_quantise_method_t *method, unsigned weight,
     }
 }
 
+TEST(scales_and_zero_points_of_all_sizes_match_the_reference)
+{
+    random_state_t random = {6};
+    float highs[SCALES] = {0, NAN, 1, INFINITY, 2, INFINITY, -3, 0};
+    float lows[SCALES] = {0, 1, NAN, 2, INFINITY, INFINITY, 4, 5};
+    unsigned bits[SCALES];
+    float factors[SCALES];
+    unsigned zeros[SCALES];
+
+    for (unsigned weight = 0; weight < WSYNC_WEIGHT_COUNT; weight++) {
+        const wsync_dtype_t dtype = dtype_of(weight);
+
+        for (int i = 8; i < SCALES; i++) {
+            const float high = float_of((uint32_t)draw(&random, 0x7f800000U));
+            const float ratio = (float)(1 + draw(&random, 99)) / 50;
+
+            highs[i] = round_weight(dtype, high);
+            lows[i] = round_weight(dtype, i % 3 == 0 ? high : product(high, ratio));
+            highs[i] = i % 7 == 0 ? -highs[i] : highs[i];
+        }
+        for (unsigned level = 0; wsync_row_functions(level) != NULL; level++) {
+            wsync_row_functions(level)->zero_scales[weight](highs, lows, SCALES, bits,
+                                                            factors, zeros);
+            for (int i = 0; i < SCALES; i++) {
+                const reference_zero_t want = reference_zero(dtype, -lows[i], highs[i]);
+
+                CHECK_EQ(bits[i], want.bits);
+                CHECK_EQ(zeros[i], want.zero);
+                CHECK(isnan(want.scale) || factors[i] == want.scale);
+            }
+        }
+    }
+}
+
 TEST(scales_of_all_sizes_match_the_reference)
 {
     random_state_t random = {5};
     float amaxes[SCALES] = {0, NAN, INFINITY};
 
     for (unsigned weight = 0; weight < WSYNC_WEIGHT_COUNT; weight++) {
-        for (int kind = 0; kind < WSYNC_QUANTISE_COUNT; kind++) {
+        /* not INT4_ZERO, the last one, whose scales are not of amaxes */
+        for (int kind = 0; kind < WSYNC_QUANTISE_INT4_ZERO; kind++) {
             const wsync_quantise_method_t method = {.kind = (wsync_quantise_kind_t)kind,
                                                     .reciprocal = draw(&random, 2) == 0};
 
@@ -701,8 +928,9 @@ static void check_special(const special_t *want, float others, float own)
         .extent = {1, want->kind == WSYNC_QUANTISE_NVFP4 ? 16 : 32},
         .scales = 64,
         .extremes = WSYNC_QUANTISE_NONE,
+        .grid = {1, 1},
         .overall = want->kind == WSYNC_QUANTISE_NVFP4 ? 0 : WSYNC_QUANTISE_NONE,
-        .second = WSYNC_QUANTISE_NONE};
+        .second = want->kind == WSYNC_QUANTISE_INT4_ZERO ? 128 : WSYNC_QUANTISE_NONE};
     const wsync_span_t source = {weights, sizeof(weights)};
     wsync_quantise_batch_t batch = {.pieces = &piece,
                                     .count = 1,
@@ -723,6 +951,7 @@ static void check_special(const special_t *want, float others, float own)
         list = wsync_host_quantise(&batch);
         wsync_host_quantise_run(&list, 0, list.work, &cursor);
     }
+    CHECK(want->kind != WSYNC_QUANTISE_INT4_ZERO || image[128] == 8);
     memcpy(&scale, image + 64,
            wsync_dtype_nbytes(wsync_quantise_scale(want->kind, piece.dtype)));
     CHECK_EQ(scale, want->scale);
@@ -753,7 +982,9 @@ TEST(a_nan_makes_its_block_nan)
                    {WSYNC_QUANTISE_INT4, 0x7fc00000, 8, 8},
                    {WSYNC_QUANTISE_INT4_SLIME, 0x7fc00000, 8, 8},
                    {WSYNC_QUANTISE_MXFP8, 0xff, 0x7f, 0x7f},
-                   {WSYNC_QUANTISE_NVFP4, 0x7f, 7, 7});
+                   {WSYNC_QUANTISE_NVFP4, 0x7f, 7, 7},
+                   {WSYNC_QUANTISE_FP8_PACKED, 0xff, 0x7f, 0x7f},
+                   {WSYNC_QUANTISE_INT4_ZERO, 0x7fc00000, 8, 8});
     check_special(&(special_t){WSYNC_QUANTISE_FP8_BLOCK, 0x7fc00000, 0x7f, 0x7f}, 1,
                   float_of(0xff800001));
 }
@@ -766,7 +997,9 @@ TEST(an_infinity_saturates_or_has_an_infinite_scale)
                    {WSYNC_QUANTISE_INT4, 0x7f800000, 8, 8},
                    {WSYNC_QUANTISE_INT4_SLIME, 0x7f800000, 8, 8},
                    {WSYNC_QUANTISE_MXFP8, 0xfe, 0, 0xfe},
-                   {WSYNC_QUANTISE_NVFP4, 0x7e, 0, 0xf});
+                   {WSYNC_QUANTISE_NVFP4, 0x7e, 0, 0xf},
+                   {WSYNC_QUANTISE_FP8_PACKED, 0xfe, 0, 0xfe},
+                   {WSYNC_QUANTISE_INT4_ZERO, 0x7f800000, 8, 8});
 }
 
 TEST(zeros_have_codes_of_zero_and_keep_their_sign)
@@ -776,7 +1009,9 @@ TEST(zeros_have_codes_of_zero_and_keep_their_sign)
                    {WSYNC_QUANTISE_FP8_TENSOR, bits_of(1e-12F / 448), 0, 0x80},
                    {WSYNC_QUANTISE_INT4, 0x34000000, 8, 8},
                    {WSYNC_QUANTISE_INT4_SLIME, bits_of(1e-5F), 8, 8},
-                   {WSYNC_QUANTISE_MXFP8, 0, 0, 0x80}, {WSYNC_QUANTISE_NVFP4, 0, 0, 8});
+                   {WSYNC_QUANTISE_MXFP8, 0, 0, 0x80}, {WSYNC_QUANTISE_NVFP4, 0, 0, 8},
+                   {WSYNC_QUANTISE_FP8_PACKED, 0x69, 0, 0x80},
+                   {WSYNC_QUANTISE_INT4_ZERO, 0x34000000, 8, 8});
 }
 
 /* --- what is refused --- */
@@ -788,6 +1023,7 @@ typedef struct bad_piece {
 
 /* 2 x 3 blocks of 128 x 128 with 200 x 300 elements. */
 static const wsync_quantise_piece_t good_piece = {
+    .tensor = "w0",
     .method = {WSYNC_QUANTISE_FP8_BLOCK, true, 128, 128},
     .dtype = WSYNC_DTYPE_BFLOAT16,
     .source_stride = {600, 2},
@@ -806,7 +1042,7 @@ static void check_refused(wsync_quantise_piece_t piece, const char *text)
     static unsigned char image[60024] __attribute__((aligned(8)));
     wsync_extremes_t extremes[6];
     const wsync_span_t source = {weights, sizeof(weights)};
-    const wsync_quantise_piece_t pieces[2] = {good_piece, piece};
+    wsync_quantise_piece_t pieces[2] = {good_piece, piece};
     const wsync_quantise_batch_t batch = {.pieces = pieces,
                                           .count = 2,
                                           .sources = &source,
@@ -817,13 +1053,14 @@ static void check_refused(wsync_quantise_piece_t piece, const char *text)
     wsync_stream_t *stream = NULL;
     wsync_error_t err = {0};
 
+    pieces[1].tensor = "w1";
     CHECK_OK(wsync_stream_create(wsync_device_host(), 1, &stream, &err), err);
     if (text == NULL) {
         CHECK_OK(wsync_stream_quantise(stream, &batch, &err), err);
     } else {
         CHECK_EQ(wsync_stream_quantise(stream, &batch, &err), WSYNC_ERR_INVALID);
         CHECK_HAS(err.message, text);
-        CHECK_HAS(err.message, "piece 1: ");
+        CHECK_HAS(err.message, "w1: ");
     }
     CHECK_EQ(wsync_stream_destroy(stream), true);
 }
@@ -834,6 +1071,17 @@ static void check_refused(wsync_quantise_piece_t piece, const char *text)
         __VA_ARGS__;                               \
         check_refused(piece, text);                \
     } while (0)
+
+/* Words of scales, over the codes; of a tensor with so many columns of blocks. */
+#define PACKED(cols, ...)                                              \
+    (piece.method.kind = WSYNC_QUANTISE_FP8_PACKED, piece.grid[0] = 2, \
+     piece.grid[1] = (cols), piece.scales = 0, piece.scales_stride = 4, __VA_ARGS__)
+
+/* All of 200 x 300 elements, with scales of 20 bytes for each row. */
+#define ZERO(...)                                                                         \
+    (piece.method = (wsync_quantise_method_t){WSYNC_QUANTISE_INT4_ZERO, false, 1, 32},    \
+     piece.grid[0] = 200, piece.grid[1] = 10, piece.codes_stride = 152, piece.scales = 0, \
+     piece.scales_stride = 20, piece.second = 0, piece.second_stride = 40, __VA_ARGS__)
 
 TEST(what_a_piece_does_not_have_is_refused)
 {
@@ -868,6 +1116,24 @@ TEST(what_a_piece_does_not_have_is_refused)
             (piece.method = (wsync_quantise_method_t){WSYNC_QUANTISE_INT4, true, 1, 32},
              piece.start[1] = 4, piece.extremes = 0));
     REFUSED(NULL, (piece.extent[0] = 0, piece.source_buffer = 9));
+    REFUSED("fp8_packed has no blocks of 0 x 128", PACKED(3, piece.method.block_rows = 0));
+    REFUSED("dim 1: block 2 is not one of the tensor's 2", PACKED(2, piece.start[1] = 0));
+    REFUSED("dim 1: blocks 0 to 3 of 4 cut a word of 4", PACKED(4, piece.start[1] = 0));
+    REFUSED("entry 0 + 1 * 4 + 3 is not one of the 6",
+            PACKED(4, (piece.extremes = 0, piece.extremes_stride = 4)));
+    REFUSED("scales: 200 rows of 1 times 4 bytes", PACKED(3, piece.scales = 60000));
+    REFUSED("rows of 4 bytes are 0 bytes apart", PACKED(3, piece.scales_stride = 0));
+    REFUSED("int4_zero has no blocks of 2 x 32", ZERO(piece.method.block_rows = 2));
+    REFUSED("there is no place for zero points", ZERO(piece.second = WSYNC_QUANTISE_NONE));
+    REFUSED("dim 0: block 199 is not one of the tensor's 199", ZERO(piece.grid[0] = 199));
+    REFUSED("dim 0: blocks 0 to 196 of 200 cut a word of 8", ZERO(piece.extent[0] = 196));
+    REFUSED("dim 0: blocks 4 to 200 of 200 cut a word of 8",
+            ZERO((piece.start[0] = 4, piece.extent[0] = 196)));
+    REFUSED("entry 0 + 199 * 0 + 9 is not one of the 6", ZERO(piece.extremes = 0));
+    REFUSED("zero points: 25 rows of 10 times 4 bytes", ZERO(piece.second = 59100));
+    REFUSED("zero points: rows of 40 bytes are 36", ZERO(piece.second_stride = 36));
+    REFUSED(NULL, ZERO(piece.start[0] = 0));
+    REFUSED(NULL, PACKED(3, piece.start[1] = 0));
 }
 
 /* --- the kernel, as C --- */
@@ -875,6 +1141,7 @@ TEST(what_a_piece_does_not_have_is_refused)
 TEST(what_the_kernel_does_not_count_is_refused)
 {
     const wsync_quantise_piece_t good = {
+        .tensor = "w",
         .method = {WSYNC_QUANTISE_FP8_BLOCK, true, 128, 128},
         .dtype = WSYNC_DTYPE_BFLOAT16,
         .source_stride = {2, 2},
@@ -891,18 +1158,18 @@ TEST(what_the_kernel_does_not_count_is_refused)
     wsync_quantise_tasks_fini(&tasks);
     pieces[1].extent[0] = 1U << 30;
     CHECK_EQ(wsync_quantise_tasks_init(&tasks, pieces, 2, &err), WSYNC_ERR_UNSUPPORTED);
-    CHECK_HAS(err.message, "piece 1: dim 0: extent 1073741824");
+    CHECK_HAS(err.message, "w: dim 0: extent 1073741824");
     pieces[1] = good;
     pieces[1].source_stride[1] = -(INT64_C(1) << 31);
     CHECK_EQ(wsync_quantise_tasks_init(&tasks, pieces, 2, &err), WSYNC_ERR_UNSUPPORTED);
-    CHECK_HAS(err.message, "piece 1: dim 1: extent 4, stride -2147483648");
+    CHECK_HAS(err.message, "w: dim 1: extent 4, stride -2147483648");
     pieces[1] = good;
     pieces[1].codes_stride = UINT64_C(1) << 32;
     CHECK_EQ(wsync_quantise_tasks_init(&tasks, pieces, 2, &err), WSYNC_ERR_UNSUPPORTED);
-    CHECK_HAS(err.message, "piece 1: rows of codes that are 4294967296 bytes apart");
+    CHECK_HAS(err.message, "w: rows of codes that are 4294967296 bytes apart");
     pieces[0].extent[0] = pieces[0].extent[1] = (1U << 30) - 1;
     CHECK_EQ(wsync_quantise_tasks_init(&tasks, pieces, 1, &err), WSYNC_ERR_UNSUPPORTED);
-    CHECK_HAS(err.message, "piece 0: 1073741823 x 1073741823 elements after 0 units");
+    CHECK_HAS(err.message, "w: 1073741823 x 1073741823 elements after 0 units");
     CHECK(tasks.items == NULL);
 }
 
