@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Methods that wait without the GIL, and the objects that have them: Exporter, Importer and
- * SharedExchange.  wsync_py_call does what these methods have in common: it reads the
+ * Exchange.  wsync_py_call does what these methods have in common: it reads the
  * arguments, marks the object and the stream as in use, runs a core function in slices
  * without the GIL, and makes the result. */
 #ifndef WSYNC_PYTHON_CALL_H

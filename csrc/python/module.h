@@ -27,7 +27,7 @@
     X(IpcMemory)          \
     X(Exporter)           \
     X(Importer)           \
-    X(SharedExchange)
+    X(Exchange)
 
 /* Files that define functions of the module. */
 #define WSYNC_FUNCTIONS_MAP(X) \
@@ -35,6 +35,7 @@
     X(checksum)                \
     X(count_down)              \
     X(device)                  \
+    X(nccl)                    \
     X(pack)                    \
     X(files)
 
