@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Exchange of a plan's messages between the trainer ranks of one host, one step per round.
- * Every rank's send staging (two halves, one per round parity, each as large as the largest
- * round it sends) is shared memory that the others map and read; nothing is received into
- * staging of its own.  Calls of one rank, for every round in order:
+ * Exchange of a plan's messages between its ranks, one step per round.  Each rank has
+ * staging: two halves, one per round parity, each as large as the largest round.  Calls of
+ * one rank, for every round in order:
  *
  *   acquire k   the send staging of round k may be written: who read this half is done
  *   spans k     where the round's messages are packed to and unpacked from
  *   post k      what this rank packed is on its way once `stream` gets here
- *   wait k      what the others sent to this rank in round k can be read
+ *   wait k      what the others sent to this rank in round k can be read: by the caller's
+ *               next use of `stream`
  *   release k   this rank has read it once `stream` gets here
  *
  * acquire(k + 1), spans(k + 1) and post(k + 1) may come before wait(k).  All rounds are
@@ -21,20 +21,37 @@
 #include "core/plan/plan.h"
 #include "device/device.h"
 
+struct wsync_nccl_library;
+
 typedef struct wsync_comm wsync_comm_t;
 
-/* Begins to listen; connect comes next, when the caller has exchanged the addresses.
- * staging_nbytes is the size of one half; rounded up to whole pages. */
-wsync_status_t wsync_comm_create(const wsync_device_t *device, const char *parent,
-                                 uint32_t rank, uint32_t rank_count,
-                                 uint64_t staging_nbytes, wsync_comm_t **comm,
-                                 wsync_error_t *err);
-/* Text to hand to all ranks (path and token); borrowed. */
+/* Ranks of one host.  Staging is shared memory for what a rank sends, which the others map
+ * and read where it lies.  Begins to listen; connect comes next, when the caller has
+ * exchanged the addresses.  staging_nbytes is the size of one half; rounded up to whole
+ * pages. */
+wsync_status_t wsync_comm_create_shared(const wsync_device_t *device, const char *parent,
+                                        uint32_t rank, uint32_t rank_count,
+                                        uint64_t staging_nbytes, wsync_comm_t **comm,
+                                        wsync_error_t *err);
+/* Ranks with a GPU each, whose bytes move by NCCL between memory of the GPUs, ordered by
+ * streams: the host waits for nothing but room in the staging.  The sizes are of one half
+ * of what a rank sends, and receives, in a round.  A round may take timeout_ms from when
+ * this rank has packed it, and NCCL as long to begin it.  After a stream that waits here
+ * was abandoned, the exchange can only be closed.
+ *
+ * INVALID: the host as the device.  connect refuses ranks of other versions of NCCL and
+ * ranks that share a GPU (UNSUPPORTED), and names both. */
+wsync_status_t wsync_comm_create_nccl(const struct wsync_nccl_library *library,
+                                      const wsync_device_t *device, uint32_t rank,
+                                      uint32_t rank_count, uint64_t send_nbytes,
+                                      uint64_t recv_nbytes, int timeout_ms,
+                                      wsync_comm_t **comm, wsync_error_t *err);
+/* Text to hand to all ranks; borrowed. */
 const char *wsync_comm_address(const wsync_comm_t *comm);
 /* Bytes of this rank's own staging, both halves. */
 uint64_t wsync_comm_nbytes(const wsync_comm_t *comm);
-/* Connects to the ranks below, accepts the ranks above; addresses[i] is rank i's.  TIMEOUT
- * names the ranks that are missing, and the call can be repeated. */
+/* Meets the other ranks; addresses[i] is rank i's.  TIMEOUT names the ranks that are
+ * missing, and the call can be repeated with the same addresses. */
 wsync_status_t wsync_comm_connect(wsync_comm_t *comm, const char *const *addresses,
                                   int timeout_ms, wsync_error_t *err);
 
@@ -50,10 +67,17 @@ wsync_status_t wsync_comm_spans(wsync_comm_t *comm, uint32_t round, wsync_span_t
                                 size_t count, wsync_error_t *err);
 wsync_status_t wsync_comm_post(wsync_comm_t *comm, uint32_t round, wsync_stream_t *stream,
                                wsync_error_t *err);
-wsync_status_t wsync_comm_wait(wsync_comm_t *comm, uint32_t round, int timeout_ms,
-                               wsync_error_t *err);
+wsync_status_t wsync_comm_wait(wsync_comm_t *comm, uint32_t round, wsync_stream_t *stream,
+                               int timeout_ms, wsync_error_t *err);
 wsync_status_t wsync_comm_release(wsync_comm_t *comm, uint32_t round,
                                   wsync_stream_t *stream, wsync_error_t *err);
+/* What has gone wrong by itself since the last call; does not wait.  Once a stream has
+ * passed all of an update's rounds, only this, OK on all ranks, says that their bytes are
+ * what the others sent: a rank that gives up may let go what it had not packed. */
+wsync_status_t wsync_comm_check(wsync_comm_t *comm, wsync_error_t *err);
+/* Gives the memory of staging back until the next begin, where it is this rank's alone.
+ * STATE while an update is under way.  No stream may use it any more. */
+wsync_status_t wsync_comm_park(wsync_comm_t *comm, wsync_error_t *err);
 /* Leaves the others, who see an end in the middle of an update as CLOSED.  Spans stay
  * readable and writable for streams that still run; only destroy may follow. */
 void wsync_comm_close(wsync_comm_t *comm);
