@@ -192,7 +192,7 @@ class Route:
     def nbytes(self, buffer: int) -> int: ...
 
 # tensor, kind, reciprocal, rows and columns of a block (0: all of the tensor's), names of the codes,
-# the scales, the second scale (NVFP4) and the shape (INT4), number of those that share a second
+# the scales, the second scale (NVFP4) or zero points (INT4) and the shape (INT4), number of those that share a second
 # scale (0: none), group
 QuantiseRule = tuple[str, str, bool, int, int, str, str, str | None, str | None, int, int]
 
@@ -216,6 +216,10 @@ class Quantiser:
     @property
     def extremes_count(self) -> int:
         """Entries of the table of extremes, two float32 each; the same on all ranks."""
+    @property
+    def stats(self) -> dict[str, int]:
+        """Of all ranks, in bytes of weights: quantised_nbytes, and of those repeated_nbytes, which another rank that
+        holds the same elements quantises, too."""
 
 # --- torch exchange (csrc/python/tensor_table.c, view_pool.c) ---------------------------
 
@@ -418,26 +422,41 @@ class Importer:
     def fail(self, text: str) -> None: ...
     def close(self) -> None: ...
 
-# --- exchange between trainer ranks (csrc/python/shared_exchange.c) ------------------------
+# --- exchange between ranks (csrc/python/exchange.c) ----------------------------------------
 
 @final
-class SharedExchange:
-    """Ranks of one host read each other's send staging."""
-    def __new__(cls, rank: int, ranks: int, staging_nbytes: int, directory: str | None = None,
-                device: Device | None = None) -> Self: ...
-    name: ClassVar[str]
+class Exchange:
+    """Messages between the ranks of a plan, a step for each round."""
+    @staticmethod
+    def shared(rank: int, ranks: int, staging_nbytes: int, directory: str | None = None,
+               device: Device | None = None) -> Exchange:
+        """Ranks of one host, which read each other's send staging."""
+    @staticmethod
+    def nccl(rank: int, ranks: int, send_nbytes: int, recv_nbytes: int, timeout: float,
+             device: Device | None) -> Exchange:
+        """Ranks with a GPU each; streams wait for what NCCL moves, not the host.  A round may take
+        timeout seconds.  UnsupportedError: there is no NCCL; DeviceError: it fails."""
     @property
-    def address(self) -> str: ...
+    def name(self) -> str:
+        """Either "shared" or "nccl"."""
+    @property
+    def address(self) -> str:
+        """Text to hand to all ranks."""
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's own staging: two halves."""
+        """Bytes of this rank's own staging: both halves."""
     def connect(self, addresses: Sequence[str], timeout: float, check: Check = None) -> None: ...
     def begin(self, plan: Plan) -> None: ...
     def acquire(self, round: int, timeout: float, check: Check = None) -> None: ...
     def spans(self, round: int) -> BufferTable: ...
     def post(self, round: int, stream: Stream) -> None: ...
-    def wait(self, round: int, timeout: float, check: Check = None) -> None: ...
+    def wait(self, round: int, stream: Stream, timeout: float, check: Check = None) -> None: ...
     def release(self, round: int, stream: Stream) -> None: ...
+    def check(self) -> None:
+        """Raises what has gone wrong by itself, but while a wait is under way, which raises it.  Once
+        a stream has passed all rounds, only this, on all ranks, says that their bytes are right."""
+    def park(self) -> None:
+        """Gives staging that is this rank's alone back until the next update."""
     def close(self) -> None: ...
 
 # --- the GPU (csrc/python/device.c) -----------------------------------------------------------
@@ -446,6 +465,11 @@ def cuda_devices() -> tuple[int, list[tuple[str, str, int, tuple[int, int]]]]:
     """The CUDA version that the driver speaks (12080 is 12.8), and (uuid, name, bytes of memory,
     compute capability) of each GPU that this process sees.  Loads and initialises the driver.
     UnsupportedError says why there is no GPU to use."""
+
+def nccl_library(libraries: Sequence[str] = ()) -> tuple[int, str, list[str]]:
+    """(version, path, absent) of NCCL, which the first call loads: 22809 is 2.28.9, and absent are the optional
+    functions that it lacks.  libraries: paths at which it may lie, tried after WSYNC_NCCL_LIB and what the process has
+    loaded and before the system's.  UnsupportedError says why there is none to use."""
 
 def host_register(address: int, nbytes: int, device: Device, owner: object) -> object:
     """Has a GPU reach memory of the host for as long as the result lives, which keeps owner.  Nothing to do for the

@@ -1,7 +1,8 @@
 """Exchange of a plan's messages between its ranks, one step per round.
 
-Ranks of one host read each other's staging (`_core.SharedExchange`); otherwise a round is one
-all-to-all of a process group.  Both have the methods of csrc/comm/comm.h.
+Trainer ranks of one host read each other's staging, and those with a GPU each have NCCL
+(`_core.Exchange`); otherwise a round is one all-to-all of a process group.  Both have the methods
+of csrc/comm/comm.h.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class GroupExchange:
             half.send_counts,
         )
 
-    def wait(self, round: int, timeout: float, check: Check | None = None) -> None:
+    def wait(
+        self, round: int, stream: _core.Stream, timeout: float, check: Check | None = None
+    ) -> None:
         self.acquire(round, timeout, check)
 
     def release(self, round: int, stream: _core.Stream) -> None:
@@ -97,6 +100,9 @@ class GroupExchange:
             lead_torch(stream)
         else:
             stream.synchronize(self._group.timeout, self._check)
+
+    def check(self) -> None:
+        """Raises nothing: whoever waits for a round gets its error."""
 
     def park(self) -> None:
         """Gives the staging back until rounds need it again; none is under way."""
@@ -159,4 +165,4 @@ class _Half:
         return tensor if tensor.numel() >= nbytes else self._make(nbytes)
 
 
-Exchange: TypeAlias = GroupExchange | _core.SharedExchange
+Exchange: TypeAlias = GroupExchange | _core.Exchange

@@ -14,6 +14,7 @@ from wsync.exchange.update_group import Rendezvous, Store, UpdateGroup, device_o
 from wsync.machine.addresses import own_address
 from wsync.machine.deadline import Check
 from wsync.machine.device import has_nccl
+from wsync.machine.nvidia_wheels import nccl_libraries
 from wsync.options import Options
 
 
@@ -44,8 +45,9 @@ class Transport:
             remote: for each remote worker that takes part, the name of its engine.
         """
         self._device = device
-        self._kind = self._choose(crowded, bool(remote))
-        if not remote and self._kind != "nccl":
+        lacking = next(filter(None, self._group.gather_json(_lacks_nccl(device))), "")
+        self._kind = self._choose("trainer ranks share a GPU" if crowded else lacking, bool(remote))
+        if not remote:
             return
         mine: dict[str, object] = {}
         if self._group.rank == 0:
@@ -61,8 +63,8 @@ class Transport:
         It is closed with this.  `check` is called while ranks or, later on, a stream are waited
         for.
         """
-        if self._kind == "shared":
-            self._exchange = self._share(plan, check)
+        if self._kind == "shared" or (self._kind == "nccl" and self.rendezvous is None):
+            self._exchange = self._make(plan, check)
         elif self.rendezvous is not None:
             device = device_of(self._kind, self._device)
             timeout = self._options.exchange_deadline
@@ -81,36 +83,36 @@ class Transport:
                 if part is not None:
                     last_first.callback(part.close)
 
-    def _choose(self, crowded: bool, remote: bool) -> str:
-        """What rounds are exchanged by: "none", "shared", "gloo" or "nccl"."""
+    def _choose(self, lacking: str, remote: bool) -> str:
+        """What rounds are exchanged by: "none", "shared", "gloo" or "nccl".  lacking: why it cannot
+        be NCCL, "" where it can."""
         wanted = self._options.exchange
-        nccl = has_nccl(self._device) and not crowded
         if remote:
-            return "nccl" if nccl else "gloo"
+            return "nccl" if has_nccl(self._device) and not lacking else "gloo"
         if self._group.size == 1:
             return "none"
         if wanted == "shared" and self._hosts > 1:
             raise _core.InvalidArgumentError(
                 f"exchange='shared', but the trainer ranks are on {self._hosts} hosts"
             )
-        if wanted == "nccl" and crowded:
-            raise _core.InvalidArgumentError("exchange='nccl', but trainer ranks share a GPU")
-        if wanted == "nccl" and not nccl:
-            raise _core.InvalidArgumentError(
-                f"exchange='nccl', but rank {self._group.rank} is on {self._device!r}, or this "
-                "torch has no NCCL"
-            )
+        if wanted == "nccl" and lacking:
+            raise _core.InvalidArgumentError(f"exchange='nccl', but {lacking}")
         if wanted != "auto":
             return wanted
-        if nccl:
+        if not lacking:
             return "nccl"
         return "shared" if self._hosts == 1 else "gloo"
 
-    def _share(self, plan: _core.Plan, check: Check) -> Exchange:
-        group, options = self._group, self._options
-        exchange = _core.SharedExchange(
-            group.rank, group.size, max(plan.send_nbytes, 1), options.directory, self._device
-        )
+    def _make(self, plan: _core.Plan, check: Check) -> Exchange:
+        """An exchange of the trainer ranks alone, who have met."""
+        group, options, device = self._group, self._options, self._device
+        if self._kind == "shared":
+            exchange = _core.Exchange.shared(
+                group.rank, group.size, max(plan.send_nbytes, 1), options.directory, device
+            )
+        else:
+            sizes, timeout = (plan.send_nbytes, plan.recv_nbytes), options.exchange_deadline
+            exchange = _core.Exchange.nccl(group.rank, group.size, *sizes, timeout, device)
         try:
             addresses = group.all_gather(exchange.address.encode())
             exchange.connect([a.decode() for a in addresses], options.exchange_deadline, check)
@@ -118,3 +120,14 @@ class Transport:
             exchange.close()
             raise
         return exchange
+
+
+def _lacks_nccl(device: _core.Device) -> str:
+    """Why ranks on such a device cannot meet by NCCL; "" where they can."""
+    if device.ordinal < 0:
+        return f"a rank is on {device!r}"
+    try:
+        _core.nccl_library(nccl_libraries())
+    except _core.UnsupportedError as error:
+        return f"a rank on {device!r} has {error}"
+    return ""

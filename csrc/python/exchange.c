@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * SharedExchange: messages between the trainer ranks of one host. */
+ * Exchange: messages between the ranks of a plan. */
 #include "comm/comm.h"
+#include "comm/nccl_library.h"
 
 #include <stdlib.h>
 
@@ -9,10 +10,13 @@
 #include "python/device_types.h"
 #include "python/plan.h"
 
+enum { MAX_TIMEOUT_S = 1000000 };
+
 /* close() only disconnects: the memory lives as long as the object, which every BufferTable
  * of spans keeps alive, so that streams may still run over them. */
 typedef struct ExchangeObject {
-    wsync_py_peer_t peer;         /* core: wsync_comm_t */
+    wsync_py_peer_t peer; /* core: wsync_comm_t */
+    const char *name;
     const wsync_device_t *device; /* of the staging */
     PyObject *plan;               /* owned; the one that began last */
     uint32_t rank_count;
@@ -25,44 +29,91 @@ static void disconnect(wsync_py_peer_t *peer)
     Py_END_ALLOW_THREADS
 }
 
-static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+/* Takes the exchange, also on failure. */
+static PyObject *wrap(ModuleState *state, const char *name, const wsync_device_t *device,
+                      uint32_t ranks, wsync_comm_t *comm)
+{
+    ExchangeObject *self = (ExchangeObject *)wsync_py_alloc(state->type_Exchange);
+
+    if (self == NULL) {
+        wsync_comm_destroy(comm);
+        return NULL;
+    }
+    self->name = name;
+    self->peer.name = "Exchange";
+    self->peer.release = disconnect;
+    self->peer.core = comm;
+    self->device = device;
+    self->rank_count = ranks;
+    return (PyObject *)self;
+}
+
+static PyObject *exchange_shared(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"rank",      "ranks",  "staging_nbytes",
                                "directory", "device", NULL};
     const char *directory = NULL;
-    wsync_py_device_arg_t device = {wsync_py_type_state(type), wsync_device_host()};
+    ModuleState *state = wsync_py_state(module);
+    wsync_py_device_arg_t device = {state, wsync_device_host()};
     uint64_t staging_nbytes = 0;
     uint32_t rank = 0;
     uint32_t ranks = 0;
     wsync_comm_t *comm = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
-    ExchangeObject *self;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|zO&:SharedExchange", keywords,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|zO&:shared", keywords,
                                      wsync_py_convert_u32, &rank, wsync_py_convert_u32,
                                      &ranks, wsync_py_convert_u64, &staging_nbytes,
                                      &directory, wsync_py_convert_device, &device)) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-        status = wsync_comm_create(device.device, directory, rank, ranks, staging_nbytes,
-                                   &comm, &err);
+        status = wsync_comm_create_shared(device.device, directory, rank, ranks,
+                                          staging_nbytes, &comm, &err);
     Py_END_ALLOW_THREADS
-    if (status != WSYNC_OK) {
-        return wsync_py_raise(wsync_py_type_state(type), &err);
-    }
-    self = (ExchangeObject *)wsync_py_alloc(type);
-    if (self == NULL) {
-        wsync_comm_destroy(comm);
+    return status == WSYNC_OK ? wrap(state, "shared", device.device, ranks, comm)
+                              : wsync_py_raise(state, &err);
+}
+
+static PyObject *exchange_nccl(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"rank",    "ranks",  "send_nbytes", "recv_nbytes",
+                               "timeout", "device", NULL};
+    ModuleState *state = wsync_py_state(module);
+    wsync_py_device_arg_t device = {state, wsync_device_host()};
+    const wsync_nccl_library_t *library = NULL;
+    uint64_t send_nbytes = 0;
+    uint64_t recv_nbytes = 0;
+    uint32_t rank = 0;
+    uint32_t ranks = 0;
+    double timeout = 0;
+    wsync_comm_t *comm = NULL;
+    wsync_error_t err = {0};
+    wsync_status_t status;
+
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&O&dO&:nccl", keywords,
+                                     wsync_py_convert_u32, &rank, wsync_py_convert_u32,
+                                     &ranks, wsync_py_convert_u64, &send_nbytes,
+                                     wsync_py_convert_u64, &recv_nbytes, &timeout,
+                                     wsync_py_convert_device, &device)) {
         return NULL;
     }
-    self->peer.name = "SharedExchange";
-    self->peer.release = disconnect;
-    self->peer.core = comm;
-    self->device = device.device;
-    self->rank_count = ranks;
-    return (PyObject *)self;
+    if (!(timeout > 0) || timeout > MAX_TIMEOUT_S) {
+        return wsync_py_fail(state, WSYNC_ERR_INVALID, "nccl",
+                             "timeout=%g: more than 0 and at most %d seconds", timeout,
+                             (int)MAX_TIMEOUT_S);
+    }
+    Py_BEGIN_ALLOW_THREADS
+        status = wsync_nccl_library(NULL, 0, &library, &err);
+        if (status == WSYNC_OK) {
+            status =
+                wsync_comm_create_nccl(library, device.device, rank, ranks, send_nbytes,
+                                       recv_nbytes, (int)(timeout * 1000), &comm, &err);
+        }
+    Py_END_ALLOW_THREADS
+    return status == WSYNC_OK ? wrap(state, "nccl", device.device, ranks, comm)
+                              : wsync_py_raise(state, &err);
 }
 
 static void exchange_dealloc(PyObject *object)
@@ -81,6 +132,11 @@ static void exchange_dealloc(PyObject *object)
 static PyObject *exchange_address(PyObject *object, void *Py_UNUSED(closure))
 {
     return PyUnicode_DecodeFSDefault(wsync_comm_address(((wsync_py_peer_t *)object)->core));
+}
+
+static PyObject *exchange_name(PyObject *object, void *Py_UNUSED(closure))
+{
+    return PyUnicode_FromString(((ExchangeObject *)object)->name);
 }
 
 WSYNC_PY_NUMBER_GETTER(exchange_nbytes, wsync_comm_nbytes(((wsync_py_peer_t *)self)->core))
@@ -107,7 +163,7 @@ static PyObject *exchange_connect(PyObject *object, PyObject *args, PyObject *kw
         return NULL;
     }
     if (addresses.count != self->rank_count) {
-        (void)wsync_py_fail(state, WSYNC_ERR_INVALID, "SharedExchange",
+        (void)wsync_py_fail(state, WSYNC_ERR_INVALID, self->peer.name,
                             "connect: %zu addresses for %u ranks", addresses.count,
                             (unsigned)self->rank_count);
     } else {
@@ -143,11 +199,11 @@ WSYNC_PY_CALL(exchange_acquire, "acquire", step_acquire, NULL, WSYNC_PY_ROUND,
 
 static wsync_status_t step_wait(wsync_py_call_t *call, int timeout_ms, wsync_error_t *err)
 {
-    return wsync_comm_wait(call->core, call->round, timeout_ms, err);
+    return wsync_comm_wait(call->core, call->round, call->stream, timeout_ms, err);
 }
 
-WSYNC_PY_CALL(exchange_wait, "wait", step_wait, NULL, WSYNC_PY_ROUND, WSYNC_PY_TIMEOUT,
-              WSYNC_PY_CHECK)
+WSYNC_PY_CALL(exchange_wait, "wait", step_wait, NULL, WSYNC_PY_ROUND,
+              WSYNC_PY_ENQUEUE_STREAM, WSYNC_PY_TIMEOUT, WSYNC_PY_CHECK)
 
 static PyObject *exchange_spans(PyObject *object, PyObject *args, PyObject *kwargs)
 {
@@ -205,6 +261,29 @@ static wsync_status_t step_release(wsync_py_call_t *call, int Py_UNUSED(timeout_
 WSYNC_PY_CALL(exchange_release, "release", step_release, NULL, WSYNC_PY_ROUND,
               WSYNC_PY_ENQUEUE_STREAM)
 
+static wsync_status_t step_check(wsync_py_call_t *call, int Py_UNUSED(timeout_ms),
+                                 wsync_error_t *err)
+{
+    return wsync_comm_check(call->core, err);
+}
+
+WSYNC_PY_CALL(run_check, "check", step_check, NULL, WSYNC_PY_END)
+
+/* A wait that is under way, perhaps the caller's own, says itself what has gone wrong. */
+static PyObject *exchange_check(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    return ((wsync_py_peer_t *)object)->busy ? Py_NewRef(Py_None)
+                                             : run_check(object, args, kwargs);
+}
+
+static wsync_status_t step_park(wsync_py_call_t *call, int Py_UNUSED(timeout_ms),
+                                wsync_error_t *err)
+{
+    return wsync_comm_park(call->core, err);
+}
+
+WSYNC_PY_CALL(exchange_park, "park", step_park, NULL, WSYNC_PY_END)
+
 #define METHOD(name, function, text) {name, WSYNC_PY_KEYWORDS(function), text}
 
 static PyMethodDef exchange_methods[] = {
@@ -222,11 +301,20 @@ static PyMethodDef exchange_methods[] = {
            "post($self, round, stream)\n--\n\n"
            "What was packed is on its way when the stream gets here."),
     METHOD("wait", exchange_wait,
-           "wait($self, round, timeout, check=None)\n--\n\n"
-           "Waits until what the others sent can be read."),
+           "wait($self, round, stream, timeout, check=None)\n--\n\n"
+           "Waits until what the others sent can be read, by what the stream is given "
+           "next."),
     METHOD(
         "release", exchange_release,
         "release($self, round, stream)\n--\n\nIt has been read when the stream gets here."),
+    METHOD(
+        "check", exchange_check,
+        "check($self)\n--\n\n"
+        "Raises what has gone wrong by itself.  Once a stream has passed all rounds, only "
+        "this says that their bytes are right."),
+    METHOD("park", exchange_park,
+           "park($self)\n--\n\n"
+           "Gives staging that is this rank's alone back until the next update."),
     {"close", wsync_py_peer_close, METH_NOARGS,
      "close($self)\n--\n\n"
      "Leaves; the others see an end in the middle of an update as PeerClosedError."},
@@ -234,36 +322,35 @@ static PyMethodDef exchange_methods[] = {
 };
 
 static PyGetSetDef exchange_getset[] = {
+    {"name", exchange_name, NULL, "\"shared\" or \"nccl\".", NULL},
     {"address", exchange_address, NULL, "Text to hand to all ranks.", NULL},
     {"nbytes", exchange_nbytes, NULL, "Bytes of this rank's own staging, both halves.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+static PyMethodDef exchange_static_methods[] = {
+    METHOD("shared", exchange_shared,
+           "shared(rank, ranks, staging_nbytes, directory=None, device=None)\n--\n\n"
+           "Ranks of one host, which read each other's send staging."),
+    METHOD(
+        "nccl", exchange_nccl,
+        "nccl(rank, ranks, send_nbytes, recv_nbytes, timeout, device)\n--\n\n"
+        "Ranks with a GPU each; streams wait for what NCCL moves, not the host.  A round "
+        "may take timeout seconds."),
+    {NULL, NULL, 0, NULL},
+};
+
 static PyType_Slot exchange_slots[] = {
     {Py_tp_doc,
-     "SharedExchange(rank, ranks, staging_nbytes, directory=None, device=None)\n--\n\n"
-     "Ranks of one host read each other's send staging."},
-    {Py_tp_new, exchange_new},
+     "Messages between the ranks of a plan, a step for each round.  Made by shared() or "
+     "nccl()."},
     {Py_tp_dealloc, exchange_dealloc},
     {Py_tp_methods, exchange_methods},
     {Py_tp_getset, exchange_getset},
     {0, NULL},
 };
 
-static int add_name(PyObject *Py_UNUSED(module), PyTypeObject *type)
-{
-    PyObject *name = PyUnicode_FromString("shared");
-    const int result =
-        name != NULL ? PyObject_SetAttrString((PyObject *)type, "name", name) : -1;
-
-    Py_XDECREF(name);
-    return result;
-}
-
-const wsync_py_type_t wsync_py_type_SharedExchange = {"wsync._core.SharedExchange",
-                                                      sizeof(ExchangeObject),
-                                                      0,
-                                                      exchange_slots,
-                                                      NULL,
-                                                      add_name};
+const wsync_py_type_t wsync_py_type_Exchange = {
+    "wsync._core.Exchange", sizeof(ExchangeObject),  Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    exchange_slots,         exchange_static_methods, NULL};
