@@ -1,0 +1,500 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Operations, groups of them, and what a group does on its stream. */
+#include <poll.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "fake_nccl.h"
+
+enum { GROUP_COMMS = 8, SLICE_US = 1000 };
+
+/* Of a thread: the group that it has open. */
+static _Thread_local struct {
+    int depth;
+    int error;
+    int count;
+    struct wsync_nccl_comm *comms[GROUP_COMMS];
+} group;
+
+static atomic_long operations;
+static atomic_long received;
+
+long fake_received(void)
+{
+    return atomic_load(&received);
+}
+
+EXPORT int ncclGroupStart(void);
+EXPORT int ncclGroupEnd(void);
+EXPORT int ncclSend(const void *data, size_t count, int type, int peer,
+                    wsync_nccl_comm_t comm, wsync_cu_stream_t stream);
+EXPORT int ncclRecv(void *data, size_t count, int type, int peer, wsync_nccl_comm_t comm,
+                    wsync_cu_stream_t stream);
+EXPORT int ncclBroadcast(const void *source, void *destination, size_t count, int type,
+                         int root, wsync_nccl_comm_t comm, wsync_cu_stream_t stream);
+
+/* --- on the stream ----------------------------------------------------------------------
+ */
+
+/* Whether a part may begin: some are injected. */
+static bool may_begin(const fake_work_t *work, const fake_part_t *part)
+{
+    if (part->operation == atomic_load(&fake_settings.die)) {
+        (void)kill(getpid(), SIGKILL);
+    }
+    if (part->operation == atomic_load(&fake_settings.fails)) {
+        atomic_store(&work->comm->error, atomic_load(&fake_settings.error));
+        return false;
+    }
+    return part->operation != atomic_load(&fake_settings.hang);
+}
+
+static bool step_send(fake_channel_t *channel, fake_part_t *part)
+{
+    const uint64_t offered = atomic_load(&channel->offered);
+    uint64_t written = atomic_load(&channel->written);
+
+    if (!part->begun) {
+        if (offered != atomic_load(&channel->taken) ||
+            written != atomic_load(&channel->read)) {
+            return false;
+        }
+        channel->offer = part->offer;
+        atomic_store(&channel->offered, offered + 1);
+        part->begun = true;
+        return false;
+    }
+    if (offered != atomic_load(&channel->taken)) {
+        return false;
+    }
+    while (part->done < part->offer.nbytes && written == atomic_load(&channel->read)) {
+        const uint64_t left = part->offer.nbytes - part->done;
+
+        channel->piece_nbytes =
+            (uint32_t)(left < FAKE_CHUNK_NBYTES ? left : FAKE_CHUNK_NBYTES);
+        memcpy(channel->piece, part->data + part->done, channel->piece_nbytes);
+        part->done += channel->piece_nbytes;
+        atomic_store(&channel->written, ++written);
+    }
+    return part->done == part->offer.nbytes && written == atomic_load(&channel->read);
+}
+
+/* The two sides must mean the same message. */
+static bool fits(const fake_channel_t *channel, const fake_work_t *work,
+                 const fake_part_t *part)
+{
+    const fake_offer_t *offer = &channel->offer;
+
+    if (offer->kind == part->offer.kind && offer->nbytes == part->offer.nbytes &&
+        offer->collective == part->offer.collective) {
+        return true;
+    }
+    (void)fake_misuse(
+        WSYNC_NCCL_SUCCESS,
+        "rank %d waits for %llu bytes from rank %d (kind %d, collective %llu), which sends "
+        "%llu (kind %d, collective %llu)",
+        work->comm->rank, (unsigned long long)part->offer.nbytes, part->peer,
+        part->offer.kind, (unsigned long long)part->offer.collective,
+        (unsigned long long)offer->nbytes, offer->kind,
+        (unsigned long long)offer->collective);
+    return false;
+}
+
+static bool step_receive(fake_channel_t *channel, const fake_work_t *work,
+                         fake_part_t *part)
+{
+    uint64_t read = atomic_load(&channel->read);
+
+    if (!part->begun) {
+        const uint64_t offered = atomic_load(&channel->offered);
+
+        if (offered == atomic_load(&channel->taken) || part->stuck) {
+            return false;
+        }
+        part->stuck = !fits(channel, work, part);
+        if (part->stuck) {
+            return false;
+        }
+        part->begun = true;
+        atomic_store(&channel->taken, offered);
+    }
+    while (part->done < part->offer.nbytes && atomic_load(&channel->written) > read) {
+        memcpy(part->data + part->done, channel->piece, channel->piece_nbytes);
+        part->done += channel->piece_nbytes;
+        atomic_store(&channel->read, ++read);
+    }
+    return part->done == part->offer.nbytes;
+}
+
+static bool step_part(const fake_work_t *work, fake_part_t *part)
+{
+    const int self = work->comm->rank;
+    fake_world_t *world = work->comm->world;
+
+    if (!part->begun && !may_begin(work, part)) {
+        return false;
+    }
+    return part->sends ? step_send(&world->channels[self][part->peer], part)
+                       : step_receive(&world->channels[part->peer][self], work, part);
+}
+
+/* Also of one that nobody has waited for yet. */
+static bool has_ended(pid_t pid)
+{
+    struct pollfd entry = {.fd = (int)syscall(SYS_pidfd_open, pid, 0), .events = POLLIN};
+    const bool ended = entry.fd < 0 || poll(&entry, 1, 0) > 0;
+
+    if (entry.fd >= 0) {
+        (void)close(entry.fd);
+    }
+    return ended;
+}
+
+static void notice_end(struct wsync_nccl_comm *comm)
+{
+    for (int i = 0; i < comm->rank_count && atomic_load(&fake_settings.notice); i++) {
+        if (i != comm->rank && has_ended(comm->world->members[i].pid)) {
+            atomic_store(&comm->error, WSYNC_NCCL_REMOTE_ERROR);
+        }
+    }
+}
+
+static void wait_slowly(const struct wsync_nccl_comm *comm)
+{
+    const struct timespec slice = {.tv_nsec = SLICE_US * 1000L};
+
+    for (long us = atomic_load(&fake_settings.slow_us); us > 0 && !atomic_load(&comm->stop);
+         us -= SLICE_US) {
+        (void)nanosleep(&slice, NULL);
+    }
+}
+
+/* All parts go on at the same time, but for those with one peer in one direction, which do
+ * so in their order. */
+static bool step_work(void *argument)
+{
+    fake_work_t *work = argument;
+    struct wsync_nccl_comm *comm = work->comm;
+    bool taken[2][FAKE_MAX_RANKS] = {{false}};
+    bool all = true;
+
+    if (!work->begun) {
+        work->begun = true;
+        atomic_fetch_add(&comm->begun, 1);
+        wait_slowly(comm);
+    }
+    if (atomic_load(&comm->stop)) {
+        return true;
+    }
+    if (atomic_load(&comm->ended) != work->number) {
+        return false; /* another stream's, and it came first */
+    }
+    notice_end(comm);
+    for (size_t i = 0; i < work->part_count; i++) {
+        fake_part_t *part = &work->parts[i];
+
+        if (part->over || taken[part->sends][part->peer]) {
+            continue;
+        }
+        part->over = step_part(work, part);
+        atomic_fetch_add(&received, part->over && !part->sends);
+        taken[part->sends][part->peer] = !part->over;
+        all = all && part->over;
+    }
+    for (size_t i = 0; i < work->part_count && all; i++) {
+        all = work->parts[i].over;
+    }
+    return all;
+}
+
+void fake_work_free(fake_work_t *work)
+{
+    if (work != NULL) {
+        free(work->parts);
+        free(work->spans);
+        free(work);
+    }
+}
+
+static void end_work(void *argument)
+{
+    fake_work_t *work = argument;
+    struct wsync_nccl_comm *comm = work->comm;
+
+    if (!work->begun) {
+        atomic_fetch_add(&comm->begun, 1);
+    }
+    fake_work_free(work);
+    atomic_fetch_add(&comm->ended, 1);
+    fake_drop(comm);
+}
+
+int fake_launch(struct wsync_nccl_comm *comm)
+{
+    fake_work_t *work = comm->group;
+    fakecuda_enqueue_func_t enqueue;
+    void *address = fake_driver_symbol(FAKECUDA_ENQUEUE);
+    const fakecuda_work_t given = {.step = step_work,
+                                   .end = end_work,
+                                   .argument = work,
+                                   .spans = work->spans,
+                                   .span_count = work->span_count};
+    wsync_cu_result_t code;
+
+    memcpy(&enqueue, (const void *)&address, sizeof(enqueue));
+    comm->group = NULL;
+    work->number = comm->submitted++;
+    atomic_fetch_add(&comm->users, 1);
+    code = address == NULL ? WSYNC_CU_NOT_INITIALIZED : enqueue(work->stream, &given);
+    if (code == WSYNC_CU_SUCCESS) {
+        return WSYNC_NCCL_SUCCESS;
+    }
+    comm->submitted--;
+    atomic_fetch_sub(&comm->users, 1);
+    fake_work_free(work);
+    atomic_store(&comm->error, WSYNC_NCCL_CUDA_ERROR);
+    return fake_misuse(WSYNC_NCCL_CUDA_ERROR, "a group that the driver refuses (%d)", code);
+}
+
+/* --- groups -----------------------------------------------------------------------------
+ */
+
+bool fake_in_group(void)
+{
+    return group.depth > 0;
+}
+
+/* The communicator's part of the thread's group, which begins with its first operation. */
+static int join_group(struct wsync_nccl_comm *comm, wsync_cu_stream_t stream)
+{
+    if (comm->group == NULL) {
+        if (group.count == GROUP_COMMS) {
+            fake_let_go(comm);
+            return WSYNC_NCCL_INTERNAL_ERROR;
+        }
+        comm->group = calloc(1, sizeof(*comm->group));
+        if (comm->group == NULL) {
+            fake_let_go(comm);
+            return WSYNC_NCCL_SYSTEM_ERROR;
+        }
+        comm->group->comm = comm;
+        comm->group->stream = stream;
+        group.comms[group.count++] = comm;
+    }
+    if (comm->group->stream != stream) {
+        return fake_misuse(WSYNC_NCCL_INVALID_USAGE, "a group on two streams");
+    }
+    comm->group->operation = atomic_fetch_add(&operations, 1);
+    return WSYNC_NCCL_SUCCESS;
+}
+
+/* What the group's end does to one of its communicators; locked. */
+static int close_group(struct wsync_nccl_comm *comm)
+{
+    const long polls = atomic_load(&fake_settings.polls);
+
+    fake_let_go(comm);
+    if (group.error != WSYNC_NCCL_SUCCESS) {
+        fake_work_free(comm->group);
+        comm->group = NULL;
+        return group.error;
+    }
+    if (comm->blocking || polls == 0) {
+        return fake_launch(comm);
+    }
+    comm->busy = true;
+    comm->polls = polls;
+    return WSYNC_NCCL_IN_PROGRESS;
+}
+
+static int leave_group(void)
+{
+    int result = group.error;
+
+    if (--group.depth > 0) {
+        return result;
+    }
+    fake_lock();
+    for (int i = 0; i < group.count; i++) {
+        const int closed = close_group(group.comms[i]);
+
+        result = result == WSYNC_NCCL_SUCCESS || result == WSYNC_NCCL_IN_PROGRESS ? closed
+                                                                                  : result;
+    }
+    fake_unlock();
+    group.count = 0;
+    group.error = WSYNC_NCCL_SUCCESS;
+    return result;
+}
+
+int ncclGroupStart(void)
+{
+    const int result = fake_begin("ncclGroupStart");
+
+    group.depth += result == WSYNC_NCCL_SUCCESS;
+    return result;
+}
+
+int ncclGroupEnd(void)
+{
+    const int result = fake_begin("ncclGroupEnd");
+
+    if (group.depth == 0) {
+        return fake_misuse(WSYNC_NCCL_INVALID_USAGE, "ncclGroupEnd without ncclGroupStart");
+    }
+    if (result != WSYNC_NCCL_SUCCESS) {
+        group.error = result;
+    }
+    return leave_group();
+}
+
+int fake_operation_begin(struct wsync_nccl_comm *comm, wsync_cu_stream_t stream,
+                         const char *call)
+{
+    int result = fake_begin(call);
+
+    group.depth++;
+    fake_lock();
+    if (result == WSYNC_NCCL_SUCCESS) {
+        result = fake_hold(comm, call, FAKE_COMMUNICATE);
+    }
+    return result == WSYNC_NCCL_SUCCESS ? join_group(comm, stream) : result;
+}
+
+int fake_operation_end(int result)
+{
+    int left;
+
+    fake_unlock();
+    if (result != WSYNC_NCCL_SUCCESS) {
+        group.error = result;
+    }
+    left = leave_group();
+    return result != WSYNC_NCCL_SUCCESS ? result : left;
+}
+
+/* --- operations -------------------------------------------------------------------------
+ */
+
+int fake_measure(size_t count, wsync_nccl_type_t type, uint64_t *nbytes)
+{
+    static const uint8_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+
+    if (type < 0 || type >= (int)sizeof(sizes) || count > SIZE_MAX / 8) {
+        return fake_refuse(WSYNC_NCCL_INVALID_ARGUMENT, "%zu elements of type %d", count,
+                           type);
+    }
+    *nbytes = count * sizes[type];
+    return WSYNC_NCCL_SUCCESS;
+}
+
+static int grow(fake_work_t *work)
+{
+    const size_t capacity = work->capacity == 0 ? 16 : 2 * work->capacity;
+    fake_part_t *parts = realloc(work->parts, capacity * sizeof(*parts));
+    fakecuda_span_t *spans;
+
+    if (parts == NULL) {
+        return WSYNC_NCCL_SYSTEM_ERROR;
+    }
+    work->parts = parts;
+    spans = realloc(work->spans, capacity * sizeof(*spans));
+    if (spans == NULL) {
+        return WSYNC_NCCL_SYSTEM_ERROR;
+    }
+    work->spans = spans;
+    work->capacity = capacity;
+    return WSYNC_NCCL_SUCCESS;
+}
+
+int fake_add(struct wsync_nccl_comm *comm, bool sends, int peer, const void *data,
+             const fake_offer_t *offer)
+{
+    fake_work_t *work = comm->group;
+
+    if (peer < 0 || peer >= comm->rank_count || (data == NULL && offer->nbytes > 0)) {
+        return fake_refuse(WSYNC_NCCL_INVALID_ARGUMENT, "peer %d, data %p", peer, data);
+    }
+    if (work->part_count == work->capacity && grow(work) != WSYNC_NCCL_SUCCESS) {
+        return WSYNC_NCCL_SYSTEM_ERROR;
+    }
+    work->parts[work->part_count++] = (fake_part_t){
+        .sends = sends,
+        .peer = peer,
+        .data = (unsigned char *)(uintptr_t)data,
+        .offer = *offer,
+        .operation = work->operation,
+    };
+    if (offer->nbytes > 0) {
+        work->spans[work->span_count++] = (fakecuda_span_t){(uintptr_t)data, offer->nbytes};
+    }
+    return WSYNC_NCCL_SUCCESS;
+}
+
+static int point_to_point(const char *call, bool sends, const void *data, size_t count,
+                          int type, int peer, struct wsync_nccl_comm *comm,
+                          wsync_cu_stream_t stream)
+{
+    fake_offer_t offer = {.kind = FAKE_POINT_TO_POINT};
+    int result = fake_operation_begin(comm, stream, call);
+
+    if (result == WSYNC_NCCL_SUCCESS) {
+        result = fake_measure(count, type, &offer.nbytes);
+    }
+    if (result == WSYNC_NCCL_SUCCESS) {
+        result = fake_add(comm, sends, peer, data, &offer);
+    }
+    return fake_operation_end(result);
+}
+
+int ncclSend(const void *data, size_t count, int type, int peer, wsync_nccl_comm_t comm,
+             wsync_cu_stream_t stream)
+{
+    return point_to_point("ncclSend", true, data, count, type, peer, comm, stream);
+}
+
+int ncclRecv(void *data, size_t count, int type, int peer, wsync_nccl_comm_t comm,
+             wsync_cu_stream_t stream)
+{
+    return point_to_point("ncclRecv", false, data, count, type, peer, comm, stream);
+}
+
+/* The root's copy for itself goes the way of all others. */
+static int add_broadcast(struct wsync_nccl_comm *comm, const void *source,
+                         void *destination, int root, const fake_offer_t *offer)
+{
+    const bool in_place = comm->rank == root && source == destination;
+    int result = WSYNC_NCCL_SUCCESS;
+
+    if (root < 0 || root >= comm->rank_count) {
+        return fake_refuse(WSYNC_NCCL_INVALID_ARGUMENT, "root %d", root);
+    }
+    for (int i = 0; i < comm->rank_count && result == WSYNC_NCCL_SUCCESS; i++) {
+        if (comm->rank == root && (i != root || !in_place)) {
+            result = fake_add(comm, true, i, source, offer);
+        }
+    }
+    return result == WSYNC_NCCL_SUCCESS && !in_place
+               ? fake_add(comm, false, root, destination, offer)
+               : result;
+}
+
+int ncclBroadcast(const void *source, void *destination, size_t count, int type, int root,
+                  wsync_nccl_comm_t comm, wsync_cu_stream_t stream)
+{
+    fake_offer_t offer = {.kind = FAKE_BROADCAST};
+    int result = fake_operation_begin(comm, stream, "ncclBroadcast");
+
+    if (result == WSYNC_NCCL_SUCCESS) {
+        result = fake_measure(count, type, &offer.nbytes);
+    }
+    if (result == WSYNC_NCCL_SUCCESS) {
+        offer.collective = ++comm->collectives;
+        result = add_broadcast(comm, source, destination, root, &offer);
+    }
+    return fake_operation_end(result);
+}
