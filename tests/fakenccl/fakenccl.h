@@ -1,0 +1,71 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What tests ask of the stand-in for libnccl.so.2 (dlsym; the library is what
+ * WSYNC_NCCL_LIB names).  Ranks are communicators of one process or of several on this
+ * machine, which find each other's memory by the unique id.  GPUs are those of
+ * tests/fakecuda, which must be loaded as the driver; a group is one piece of work on a
+ * stream of theirs.
+ *
+ * What the real library demands or leaves undefined is refused, and a line in the log of
+ * misuse says why:
+ *   a call from a second thread, or while the communicator is in progress (but for
+ *   ncclCommGetAsyncError and ncclCommAbort); a call on a communicator that was freed, or
+ *   between the start and the end of another thread's group; a group that is ended and was
+ *   not started, or has two streams; memory that is no device's.
+ * A send takes its place only when the receive is there; if that has another size, or one
+ * side is in a collective operation and the other is not, or in another one, both wait
+ * until they are aborted.  So does a send to a rank that waits for another one first.
+ * Equal GPUs and unequal versions are refused.
+ * A communicator that does not block is in progress for some polls after its init and
+ * after each group, whose work is on the stream only then.
+ *
+ * Environment, read by the first call:
+ *   WSYNC_FAKE_NCCL_VERSION  22907 (of libfakenccl_old.so, without optional functions,
+ *                            21805)
+ *   WSYNC_FAKE_NCCL_POLLS    how often a communicator is in progress (2); 0: never
+ *   WSYNC_FAKE_NCCL_LOG      file that gets a line "PID TID CALL" per call, one
+ *                            "PID TID config BLOCKING MIN_CTAS MAX_CTAS" per communicator,
+ *                            and at the process's end "PID TID census" with the numbers of
+ *                            fakenccl_census_t
+ *   WSYNC_FAKE_CUDA_MISUSE   file that gets a line "PID TEXT" per misuse
+ *   WSYNC_FAKE_NCCL_FAIL     CALL:K:RESULT: the K-th such call (from 0; "*": any) fails
+ *   WSYNC_FAKE_NCCL_INJECT   WHAT:K:VALUE, as of fakenccl_inject
+ */
+#ifndef WSYNC_TESTS_FAKENCCL_H
+#define WSYNC_TESTS_FAKENCCL_H
+
+/* Of this process, what has not been given back. */
+typedef struct fakenccl_census {
+    long communicators;
+    long registrations; /* windows, too */
+    long allocations;   /* ncclMemAlloc */
+    long works;         /* groups on streams that have not ended */
+    long received;      /* messages that have arrived by now */
+} fakenccl_census_t;
+
+typedef void (*fakenccl_census_func_t)(fakenccl_census_t *census);
+
+/* The K-th call from now on fails with `result`; negative: none does.  A call that gives
+ * something back does so and fails all the same. */
+typedef void (*fakenccl_fail_func_t)(const char *call, long k, int result);
+/* The call that was failed, or NULL. */
+typedef const char *(*fakenccl_failed_func_t)(void);
+
+/* Operations (sends, receives, collectives) of the process are counted from 0 on.
+ *   hang   operation K never ends
+ *   error  operation K never ends, and the communicator has the asynchronous error VALUE
+ *   die    the process is killed when operation K begins
+ *   never  no init completes
+ *   slow   every piece of work waits VALUE microseconds before it begins
+ *   polls  as the variable, VALUE
+ *   owner  every call on a communicator is refused but from the thread that has made it
+ *   notice a group fails asynchronously (REMOTE_ERROR) where a rank's process has ended, as
+ *          over a network; without it the others wait, as over NVLink
+ * A negative K takes it back.  The last five want 0 as K. */
+typedef void (*fakenccl_inject_func_t)(const char *what, long k, long value);
+
+#define FAKENCCL_CENSUS "fakenccl_census"
+#define FAKENCCL_FAIL "fakenccl_fail"
+#define FAKENCCL_FAILED "fakenccl_failed"
+#define FAKENCCL_INJECT "fakenccl_inject"
+
+#endif

@@ -1,0 +1,283 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The log, planned failures, what is injected, the census. */
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "fake_nccl.h"
+
+#ifdef FAKENCCL_OLD
+enum { DEFAULT_VERSION = 21805 };
+#else
+enum { DEFAULT_VERSION = 22907 };
+#endif
+enum { DEFAULT_POLLS = 2, NAME_NBYTES = 64, TEXT_NBYTES = 384 };
+
+fake_settings_t fake_settings = {.hang = -1, .die = -1, .fails = -1};
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static int log_fd = -1;
+static int misuse_fd = -1;
+
+static struct {
+    pthread_mutex_t mutex;
+    char call[NAME_NBYTES];
+    long left;
+    int result;
+    const char *hit;
+    char last[TEXT_NBYTES]; /* what ncclGetLastError says */
+} plan = {.mutex = PTHREAD_MUTEX_INITIALIZER, .left = -1};
+
+EXPORT void fakenccl_census(fakenccl_census_t *census);
+EXPORT void fakenccl_fail(const char *call, long k, int result);
+EXPORT const char *fakenccl_failed(void);
+EXPORT void fakenccl_inject(const char *what, long k, long value);
+EXPORT int ncclGetVersion(int *version);
+EXPORT const char *ncclGetErrorString(int result);
+EXPORT const char *ncclGetLastError(wsync_nccl_comm_t comm);
+
+void fake_lock(void)
+{
+    (void)pthread_mutex_lock(&mutex);
+}
+
+void fake_unlock(void)
+{
+    (void)pthread_mutex_unlock(&mutex);
+}
+
+long fake_thread(void)
+{
+    return (long)syscall(SYS_gettid);
+}
+
+/* --- lines -----------------------------------------------------------------------------
+ */
+
+static void write_line(int fd, bool with_thread, const char *format, va_list arguments)
+{
+    char line[TEXT_NBYTES + NAME_NBYTES];
+    int length = snprintf(line, sizeof(line), "%ld ", (long)getpid());
+
+    if (fd < 0) {
+        return;
+    }
+    if (with_thread) {
+        length +=
+            snprintf(line + length, sizeof(line) - (size_t)length, "%ld ", fake_thread());
+    }
+    length +=
+        vsnprintf(line + length, sizeof(line) - (size_t)length - 2, format, arguments);
+    length = length > (int)sizeof(line) - 2 ? (int)sizeof(line) - 2 : length;
+    line[length] = '\n';
+    if (write(fd, line, (size_t)length + 1) < 0) {
+        return; /* a log that is full loses lines */
+    }
+}
+
+void fake_log(const char *format, ...)
+{
+    va_list arguments;
+
+    va_start(arguments, format);
+    write_line(log_fd, true, format, arguments);
+    va_end(arguments);
+}
+
+int fake_refuse(int result, const char *format, ...)
+{
+    char text[TEXT_NBYTES];
+    va_list arguments;
+
+    va_start(arguments, format);
+    (void)vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    fake_log("refused %d: %s", result, text);
+    (void)pthread_mutex_lock(&plan.mutex);
+    memcpy(plan.last, text, sizeof(text));
+    (void)pthread_mutex_unlock(&plan.mutex);
+    return result;
+}
+
+int fake_misuse(int result, const char *format, ...)
+{
+    char text[TEXT_NBYTES];
+    va_list arguments;
+
+    va_start(arguments, format);
+    (void)vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    va_start(arguments, format);
+    write_line(misuse_fd, false, format, arguments);
+    va_end(arguments);
+    return fake_refuse(result, "%s", text);
+}
+
+/* --- planned failures and what is injected ----------------------------------------------
+ */
+
+void fakenccl_fail(const char *call, long k, int result)
+{
+    (void)pthread_mutex_lock(&plan.mutex);
+    (void)snprintf(plan.call, sizeof(plan.call), "%s", call);
+    plan.left = k;
+    plan.result = result;
+    plan.hit = NULL;
+    (void)pthread_mutex_unlock(&plan.mutex);
+}
+
+const char *fakenccl_failed(void)
+{
+    const char *hit;
+
+    (void)pthread_mutex_lock(&plan.mutex);
+    hit = plan.hit;
+    (void)pthread_mutex_unlock(&plan.mutex);
+    return hit;
+}
+
+void fakenccl_inject(const char *what, long k, long value)
+{
+    fake_settings_t *settings = &fake_settings;
+
+    if (strcmp(what, "hang") == 0) {
+        atomic_store(&settings->hang, k);
+    } else if (strcmp(what, "error") == 0) {
+        atomic_store(&settings->error, (int)value);
+        atomic_store(&settings->fails, k);
+    } else if (strcmp(what, "die") == 0) {
+        atomic_store(&settings->die, k);
+    } else if (strcmp(what, "never") == 0) {
+        atomic_store(&settings->never, k >= 0);
+    } else if (strcmp(what, "owner") == 0) {
+        atomic_store(&settings->owner, k >= 0);
+    } else if (strcmp(what, "notice") == 0) {
+        atomic_store(&settings->notice, k >= 0);
+    } else if (strcmp(what, "slow") == 0) {
+        atomic_store(&settings->slow_us, k >= 0 ? value : 0);
+    } else if (strcmp(what, "polls") == 0) {
+        atomic_store(&settings->polls, k >= 0 ? value : DEFAULT_POLLS);
+    } else {
+        (void)fprintf(stderr, "fakenccl: nothing to inject is called %s\n", what);
+        abort();
+    }
+}
+
+static int open_file(const char *name)
+{
+    const char *path = getenv(name);
+
+    return path == NULL ? -1 : open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+}
+
+static long read_number(const char *name, long otherwise)
+{
+    const char *text = getenv(name);
+
+    return text != NULL && text[0] != '\0' ? strtol(text, NULL, 10) : otherwise;
+}
+
+static void read_environment(void)
+{
+    const char *failure = getenv("WSYNC_FAKE_NCCL_FAIL");
+    const char *injected = getenv("WSYNC_FAKE_NCCL_INJECT");
+    char name[NAME_NBYTES] = "";
+    long k = -1;
+    long value = 0;
+
+    log_fd = open_file("WSYNC_FAKE_NCCL_LOG");
+    misuse_fd = open_file("WSYNC_FAKE_CUDA_MISUSE");
+    atomic_store(&fake_settings.version,
+                 (int)read_number("WSYNC_FAKE_NCCL_VERSION", DEFAULT_VERSION));
+    atomic_store(&fake_settings.polls, read_number("WSYNC_FAKE_NCCL_POLLS", DEFAULT_POLLS));
+    if (failure != NULL && sscanf(failure, "%63[^:]:%ld:%ld", name, &k, &value) == 3) {
+        fakenccl_fail(name, k, (int)value);
+    }
+    if (injected != NULL && sscanf(injected, "%63[^:]:%ld:%ld", name, &k, &value) == 3) {
+        fakenccl_inject(name, k, value);
+    }
+}
+
+int fake_begin(const char *call)
+{
+    int result = WSYNC_NCCL_SUCCESS;
+
+    (void)pthread_once(&once, read_environment);
+    fake_log("%s", call);
+    (void)pthread_mutex_lock(&plan.mutex);
+    if (plan.left >= 0 && (strcmp(plan.call, "*") == 0 || strcmp(plan.call, call) == 0) &&
+        plan.left-- == 0) {
+        plan.hit = call;
+        result = plan.result;
+    }
+    (void)pthread_mutex_unlock(&plan.mutex);
+    return result == WSYNC_NCCL_SUCCESS ? result : fake_refuse(result, "%s: planned", call);
+}
+
+/* --- the census -------------------------------------------------------------------------
+ */
+
+void fakenccl_census(fakenccl_census_t *census)
+{
+    fake_lock();
+    *census = (fakenccl_census_t){.communicators = fake_communicators(),
+                                  .registrations = fake_registrations(),
+                                  .allocations = fake_allocations(),
+                                  .works = fake_works(),
+                                  .received = fake_received()};
+    fake_unlock();
+}
+
+__attribute__((destructor)) static void count_at_exit(void)
+{
+    fakenccl_census_t census;
+
+    fakenccl_census(&census);
+    fake_log("census %ld %ld %ld %ld %ld", census.communicators, census.registrations,
+             census.allocations, census.works, census.received);
+}
+
+/* --- what NCCL says of itself -----------------------------------------------------------
+ */
+
+int ncclGetVersion(int *version)
+{
+    const int result = fake_begin("ncclGetVersion");
+
+    *version = atomic_load(&fake_settings.version);
+    return result;
+}
+
+const char *ncclGetErrorString(int result)
+{
+    static const char *const words[] = {
+        "no error",
+        "unhandled cuda error",
+        "unhandled system error",
+        "internal error",
+        "invalid argument",
+        "invalid usage",
+        "remote process exited or there was a network error",
+        "NCCL operation in progress",
+    };
+
+    return result >= 0 && result <= WSYNC_NCCL_IN_PROGRESS ? words[result]
+                                                           : "unknown result code";
+}
+
+const char *ncclGetLastError(wsync_nccl_comm_t comm)
+{
+    static _Thread_local char text[TEXT_NBYTES];
+
+    (void)comm;
+    (void)pthread_mutex_lock(&plan.mutex);
+    memcpy(text, plan.last, sizeof(text));
+    (void)pthread_mutex_unlock(&plan.mutex);
+    return text;
+}
