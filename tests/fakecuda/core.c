@@ -12,8 +12,6 @@
 
 #include "fake.h"
 
-#define EXPORT __attribute__((visibility("default")))
-
 enum { DEFAULT_VERSION = 12080, MAX_PUSHED = 16, SHARED_MAGIC = 0x66616b65 };
 
 fake_state_t fake = {.mutex = PTHREAD_MUTEX_INITIALIZER};
@@ -37,6 +35,7 @@ static struct {
 EXPORT void fakecuda_fail(const char *call, long k, int code);
 EXPORT void fakecuda_lose(const char *call, long k, int code);
 EXPORT const char *fakecuda_failed(void);
+EXPORT int fakecuda_current(uint8_t *uuid);
 EXPORT void fakecuda_census(fakecuda_census_t *census);
 EXPORT int cuGetProcAddress_v2(const char *symbol, void **address, int version,
                                uint64_t flags, int *status);
@@ -336,12 +335,28 @@ wsync_cu_result_t fake_device_get_name(char *name, int nbytes, wsync_cu_device_t
     return code;
 }
 
+static void make_uuid(uint8_t *uuid, int device)
+{
+    memset(uuid, 0xfa, sizeof(wsync_cu_uuid_t));
+    uuid[15] = (uint8_t)(fake.first + device);
+}
+
+int fakecuda_current(uint8_t *uuid)
+{
+    struct wsync_cu_context *context = NULL;
+    const wsync_cu_result_t code = find_context("fakecuda_current", &context);
+
+    if (code == WSYNC_CU_SUCCESS) {
+        make_uuid(uuid, context->device);
+    }
+    return code;
+}
+
 wsync_cu_result_t fake_device_get_uuid(wsync_cu_uuid_t *uuid, wsync_cu_device_t device)
 {
     const wsync_cu_result_t code = fake_enter("cuDeviceGetUuid");
 
-    memset(uuid->bytes, 0xfa, sizeof(uuid->bytes));
-    uuid->bytes[15] = (uint8_t)(fake.first + device);
+    make_uuid(uuid->bytes, device);
     return code;
 }
 

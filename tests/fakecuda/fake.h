@@ -94,6 +94,7 @@ typedef enum fake_op_kind {
     FAKE_WAIT_EVENT,
     FAKE_LAUNCH,
     FAKE_CALL_HOST,
+    FAKE_WORK,
 } fake_op_kind_t;
 
 typedef void (*fake_kernel_func_t)(unsigned grid, unsigned block, void **parameters);
@@ -121,6 +122,7 @@ typedef struct fake_op {
     struct wsync_cu_event *event;
     wsync_cu_host_func_t function;
     void *argument;
+    fakecuda_work_t work;
     const fake_kernel_t *kernel;
     unsigned grid;
     unsigned block;
@@ -174,6 +176,8 @@ typedef struct fake_state {
 } fake_state_t;
 
 extern fake_state_t fake;
+
+#define EXPORT __attribute__((visibility("default")))
 
 #define FAKE_DECLARE(member, symbol, version, parameters) \
     wsync_cu_result_t fake_##member parameters;

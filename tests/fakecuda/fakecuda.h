@@ -16,11 +16,13 @@
  *   WSYNC_FAKE_CUDA_QUEUE     operations that a stream takes before it keeps callers (any)
  *   WSYNC_FAKE_CUDA_NO_VMM    1: memory cannot be mapped or exported as a descriptor (0)
  *   WSYNC_FAKE_CUDA_PAGEABLE  1: the devices reach all memory of the host by themselves,
- * and it counts as the host's, of no allocation; 2: and move its pages (0)
+ *                             and it counts as the host's, of no allocation; 2: and move
+ *                             its pages (0)
  *   WSYNC_FAKE_CUDA_RESERVED  1: reserved addresses without memory count as the device's;
- * 0: the driver knows nothing of them (0) WSYNC_FAKE_CUDA_LOG       file that gets a line
- * "PID CALL" per call WSYNC_FAKE_CUDA_MISUSE    file that gets a line "PID TEXT" per call
- * that is refused for what would come of it: use after free or destroy, a late call
+ *                             0: the driver knows nothing of them (0)
+ *   WSYNC_FAKE_CUDA_LOG       file that gets a line "PID CALL" per call
+ *   WSYNC_FAKE_CUDA_MISUSE    file that gets a line "PID TEXT" per call that is refused for
+ *                             what would come of it: use after free or destroy, a late call
  *   WSYNC_FAKE_CUDA_SIZES     1: and a line "PID size BYTES" per upload (0)
  *   WSYNC_FAKE_CUDA_FAIL      CALL:K:CODE: the K-th such call (from 0; "*": any) fails;
  *                             CALL:K:CODE:1: and so does every call after it
@@ -28,7 +30,9 @@
 #ifndef WSYNC_TESTS_FAKECUDA_H
 #define WSYNC_TESTS_FAKECUDA_H
 
+#include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 /* Objects of this process that have not been given back. */
 typedef struct fakecuda_census {
@@ -56,6 +60,33 @@ typedef const char *(*fakecuda_failed_func_t)(void);
 /* The host's memory counts as managed from now on. */
 typedef void (*fakecuda_managed_func_t)(void *data, size_t nbytes);
 
+/* --- for tests/fakenccl -----------------------------------------------------------------
+ */
+
+typedef struct fakecuda_span {
+    uintptr_t at;
+    size_t nbytes;
+} fakecuda_span_t;
+
+/* What a library does on a stream with kernels of its own. */
+typedef struct fakecuda_work {
+    /* Called again and again, by the stream's thread, until it says that all is done. */
+    bool (*step)(void *argument);
+    /* The last call, also of a device that was lost before. */
+    void (*end)(void *argument);
+    void *argument;
+    const fakecuda_span_t *spans; /* of the device, that it touches; kept until `end` */
+    size_t span_count;
+} fakecuda_work_t;
+
+/* SUCCESS, or why the driver does not take it: `end` is not called then.  No context needs
+ * to be current. */
+typedef int (*fakecuda_enqueue_func_t)(void *stream, const fakecuda_work_t *work);
+/* The UUID (16 bytes) of the device whose context is current, or INVALID_CONTEXT. */
+typedef int (*fakecuda_current_func_t)(uint8_t *uuid);
+
+#define FAKECUDA_ENQUEUE "fakecuda_enqueue"
+#define FAKECUDA_CURRENT "fakecuda_current"
 #define FAKECUDA_MANAGED "fakecuda_managed"
 #define FAKECUDA_CENSUS "fakecuda_census"
 #define FAKECUDA_FAIL "fakecuda_fail"

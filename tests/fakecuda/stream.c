@@ -9,6 +9,8 @@
 
 enum { POLL_NS = 50 * 1000 };
 
+EXPORT int fakecuda_enqueue(void *stream, const fakecuda_work_t *work);
+
 static void pause_ns(long ns)
 {
     const struct timespec time = {.tv_nsec = ns};
@@ -82,6 +84,22 @@ static void run(const fake_op_t *op)
     case FAKE_CALL_HOST:
         op->function(op->argument);
         return;
+    case FAKE_WORK:
+        while (atomic_load(&fake.lost) == 0 && !op->work.step(op->work.argument)) {
+            pause_ns(POLL_NS);
+        }
+        return;
+    }
+}
+
+/* Its spans are its own, and go with it. */
+static void end_work(fake_op_t *op)
+{
+    if (op->kind == FAKE_WORK) {
+        fake_lock();
+        op->work.span_count = 0;
+        fake_unlock();
+        op->work.end(op->work.argument);
     }
 }
 
@@ -137,6 +155,7 @@ static void *stream_main(void *argument)
         if (atomic_load(&fake.lost) == 0) {
             run(op);
         }
+        end_work(op);
         fake_lock();
         stream->running = false;
         stream->head = op->next;
@@ -211,14 +230,14 @@ wsync_cu_result_t fake_stream_create(wsync_cu_stream_t *stream, unsigned flags)
     return code;
 }
 
-/* The stream if it lives and belongs to the context; locked. */
+/* The stream if it lives and belongs to the context (NULL: to any); locked. */
 static wsync_cu_result_t check_stream(const char *call,
                                       const struct wsync_cu_stream *stream,
                                       const struct wsync_cu_context *context)
 {
     for (const struct wsync_cu_stream *at = fake.streams; at != NULL; at = at->next) {
         if (at == stream && !at->destroyed) {
-            return at->context == context
+            return context == NULL || at->context == context
                        ? WSYNC_CU_SUCCESS
                        : fake_refuse(WSYNC_CU_INVALID_CONTEXT,
                                      "%s: a stream of another context", call);
@@ -279,6 +298,13 @@ static bool op_uses(const fake_op_t *op, const range_t *range)
 {
     if (op->kind == FAKE_LAUNCH) {
         return op->kernel->each(op->parameters, visit_apart, range) != WSYNC_CU_SUCCESS;
+    }
+    for (size_t i = 0; i < op->work.span_count; i++) {
+        const fakecuda_span_t *span = &op->work.spans[i];
+
+        if (visit_apart(range, span->at, span->nbytes) != WSYNC_CU_SUCCESS) {
+            return true;
+        }
     }
     return op->nbytes > 0 &&
            (visit_apart(range, op->destination, op->nbytes) != WSYNC_CU_SUCCESS ||
@@ -553,4 +579,22 @@ wsync_cu_result_t fake_launch_host(wsync_cu_stream_t stream, wsync_cu_host_func_
     return code != WSYNC_CU_SUCCESS
                ? code
                : submit("cuLaunchHostFunc", stream, context, &op, HOST_NONE);
+}
+
+int fakecuda_enqueue(void *stream, const fakecuda_work_t *work)
+{
+    const fake_op_t op = {.kind = FAKE_WORK, .work = *work};
+    wsync_cu_result_t code;
+
+    fake_lock();
+    code = check_stream("fakecuda_enqueue", stream, NULL);
+    for (size_t i = 0; i < work->span_count && code == WSYNC_CU_SUCCESS; i++) {
+        code = fake_check_range("fakecuda_enqueue", work->spans[i].at,
+                                work->spans[i].nbytes, false);
+    }
+    if (code == WSYNC_CU_SUCCESS) {
+        code = enqueue(stream, &op);
+    }
+    fake_unlock();
+    return code;
 }

@@ -102,6 +102,29 @@ def steady(config: Any, moved: bool) -> dict[str, Any]:
     }
 
 
+def by_nccl(config: Any) -> list[tuple[str, bool]]:
+    """Updates by ranks with a GPU each: what rounds were exchanged by, and whether the engine holds
+    what it should after each."""
+    rank = dist.get_rank()
+    found = []
+    with contextlib.ExitStack() as stack, mock.patch.dict(os.environ):
+        os.environ["WSYNC_DEVICE"] = f"cuda:{rank}"
+        engine = None
+        if rank == 0:
+            engine = stack.enter_context(TensorParallelEngine(config, tp=1))
+        engines = [] if engine is None else [engine]
+        options = dataclasses.replace(OPTIONS, exchange="nccl", park=True)
+        sync = stack.enter_context(
+            wsync.connect(sharded(draw(config, 0)), engines, options=options)
+        )
+        for seed in range(3):
+            expected = draw(config, seed)
+            report = sync.update(_storage(sharded(expected)))
+            found.append((report.exchange, engine is None or same(engine.weights(), expected)))
+            dist.barrier()
+    return found
+
+
 # --- what goes wrong ----------------------------------------------------------------------------
 
 SHAPES = {"a": (64, 96), "b": (3000,), "c": (40, 8)}

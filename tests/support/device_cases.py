@@ -90,7 +90,7 @@ def foreign_exchanges() -> list[str]:
     layout = builder.build()
     plan = _core.Plan(layout, [(layout, False)], [(0, 0)], [0], 0)
     for mine, other in _pairs():
-        exchange = _core.SharedExchange(0, 1, 4096, None, mine)
+        exchange = _core.Exchange.shared(0, 1, 4096, None, mine)
         stream = _core.Stream(1, other)
         found.append(said(partial(exchange.post, 0, stream)))
         found.append(said(partial(exchange.release, 0, stream)))

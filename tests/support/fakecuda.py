@@ -1,5 +1,5 @@
-"""tests/fakecuda as a shared object, for processes that take it for libcuda.so.1, with a stand-in
-for NVRTC; and the log of what such processes have called."""
+"""tests/fakecuda as a shared object, for processes that take it for libcuda.so.1, with stand-ins
+for NVRTC and NCCL; and the log of what such processes have called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIONS = ("-std=c11", "-O1", "-fvisibility=hidden", "-fPIC", "-shared", "-D_GN
 UPLOADED = "bytes uploaded"
 
 
-def _built(name: str, sources: Sequence[Path], used: Sequence[Path]) -> str:
+def _built(name: str, sources: Sequence[Path], used: Sequence[Path], *options: str) -> str:
     """Where the library lies, built when its sources have changed; skips without a compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
@@ -33,7 +33,8 @@ def _built(name: str, sources: Sequence[Path], used: Sequence[Path]) -> str:
         folders = [f"-I{_TREE / 'csrc'}", f"-I{_TREE / 'tests/c'}"]
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
             built = Path(folder) / name
-            command = [compiler, *_OPTIONS, *folders, *sources, "-o", built, "-pthread"]
+            command = [compiler, *_OPTIONS, *options, *folders, *sources]
+            command += ["-o", built, "-pthread", "-ldl"]
             subprocess.run(command, check=True, timeout=300)
             built.rename(target)
     return str(target)
@@ -51,6 +52,17 @@ def fake_driver() -> str:
 @functools.cache
 def fake_nvrtc() -> str:
     return _built("libfakenvrtc", [_TREE / "tests/c/fake_nvrtc.c"], [])
+
+
+@functools.cache
+def fake_nccl(*, old: bool = False) -> str:
+    """Where tests/fakenccl lies; the old one has nothing that came after NCCL 2.18."""
+    sources = sorted(_TREE.glob("tests/fakenccl/*.c"))
+    used = [*_TREE.glob("tests/fakenccl/*.h"), _TREE / "tests/fakecuda/fakecuda.h"]
+    used += [_TREE / "csrc/comm/nccl_library.h", _TREE / "csrc/device/cuda_driver.h"]
+    if old:
+        return _built("libfakenccl_old", sources, used, "-DFAKENCCL_OLD")
+    return _built("libfakenccl", sources, used)
 
 
 def fake_environment(**settings: str) -> dict[str, str]:
