@@ -3,7 +3,7 @@
 #ifndef WSYNC_TESTS_COMM_FIXTURE_H
 #define WSYNC_TESTS_COMM_FIXTURE_H
 
-#include "comm/comm_internal.h"
+#include "comm/shared_internal.h"
 #include "device_fixture.h"
 #include "layouts.h"
 
@@ -93,11 +93,12 @@ static inline void make_duo(duo_t *duo, uint64_t staging_nbytes)
     for (uint32_t r = 0; r < 2; r++) {
         duo->plans[r] = make_plan(r, 2, 2, 4096);
         CHECK(wsync_plan_round_count(duo->plans[r]) > 4);
-        CHECK_OK(wsync_comm_create(device(), NULL, r, 2,
-                                   staging_nbytes ? staging_nbytes
-                                                  : wsync_plan_send_nbytes(duo->plans[r]),
-                                   &duo->comms[r], &err),
-                 err);
+        CHECK_OK(
+            wsync_comm_create_shared(
+                device(), NULL, r, 2,
+                staging_nbytes ? staging_nbytes : wsync_plan_send_nbytes(duo->plans[r]),
+                &duo->comms[r], &err),
+            err);
     }
     CHECK_OK(wsync_stream_create(device(), 1, &duo->stream, &err), err);
 }
@@ -156,7 +157,7 @@ static inline void receive_of(duo_t *duo, int r, uint32_t round)
 {
     wsync_error_t err = {0};
 
-    CHECK_OK(wsync_comm_wait(duo->comms[r], round, PATIENT_MS, &err), err);
+    CHECK_OK(wsync_comm_wait(duo->comms[r], round, duo->stream, PATIENT_MS, &err), err);
     CHECK_OK(wsync_comm_release(duo->comms[r], round, duo->stream, &err), err);
 }
 

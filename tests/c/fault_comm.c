@@ -46,7 +46,7 @@ static wsync_status_t meet(wsync_comm_t *comms[2], wsync_error_t *err)
 
     for (uint32_t r = 0; r < 2; r++) {
         const wsync_status_t created =
-            wsync_comm_create(wsync_device_host(), parent, r, 2, 64, &comms[r], err);
+            wsync_comm_create_shared(wsync_device_host(), parent, r, 2, 64, &comms[r], err);
 
         CHECK((created == WSYNC_OK) == (comms[r] != NULL));
         if (created != WSYNC_OK) {
@@ -80,7 +80,7 @@ static wsync_status_t exchange(wsync_comm_t *comms[2], wsync_plan_t *const plans
         }
     }
     for (int r = 0; r < 2 && status == WSYNC_OK; r++) {
-        status = wsync_comm_wait(comms[r], 0, PATIENT_MS, err);
+        status = wsync_comm_wait(comms[r], 0, stream, PATIENT_MS, err);
         if (status == WSYNC_OK) {
             status = wsync_comm_release(comms[r], 0, stream, err);
         }

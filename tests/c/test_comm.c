@@ -3,163 +3,32 @@
 #include <fcntl.h>
 #include <pthread.h>
 
-#include "comm_fixture.h"
-
-static uint16_t value_of(uint64_t update, uint32_t rank, uint32_t tensor, uint32_t element)
-{
-    return (uint16_t)(update * 7919 + rank * 104729 + tensor * 1299709 + element);
-}
-
-/* The ring of this rank's worker must hold every tensor of the update. */
-static void check_ring(const wsync_plan_t *plan, uint32_t worker, uint32_t rank_count,
-                       uint64_t update, const uint8_t *ring)
-{
-    wsync_layout_t *manifest = NULL;
-    wsync_error_t err = {0};
-
-    CHECK_OK(wsync_plan_manifest(plan, worker, &manifest, &err), err);
-    CHECK_EQ(wsync_layout_tensor_count(manifest), TENSORS);
-    for (uint32_t t = 0; t < TENSORS; t++) {
-        const wsync_shard_t *shards;
-        const uint16_t *values;
-        size_t count = 0;
-        char name[16];
-
-        tensor_name(t, name);
-        shards = wsync_layout_shards(manifest, wsync_layout_find(manifest, name), &count);
-        CHECK_EQ(count, 1);
-        values = (const uint16_t *)(const void *)(ring + shards[0].offset);
-        for (uint32_t r = 0; r < rank_count; r++) {
-            for (uint32_t i = 0; i < PART; i++) {
-                CHECK_EQ(values[r * PART + i], value_of(update, r, t, i));
-            }
-        }
-    }
-    wsync_layout_destroy(manifest);
-}
-
-/* --- ranks as threads ------------------------------------------------------------------
- */
+#include "comm_update.h"
 
 typedef struct world {
-    uint32_t rank_count;
-    uint32_t worker_count;
     uint64_t round_nbytes;
     const char *addresses[MAX_RANKS];
     wsync_comm_t *comms[MAX_RANKS];
 } world_t;
 
-typedef struct member {
+typedef struct thread {
+    member_t member;
     world_t *world;
-    uint32_t rank;
-    wsync_memory_t *parameters;
-    wsync_memory_t *ring;
-    wsync_stream_t *stream;
-    wsync_span_t spans[MAX_ROUNDS][64]; /* streams read them until the update has ended */
-    wsync_span_t rings[MAX_RANKS];
-    wsync_span_t buffer;
-} member_t;
-
-static void enqueue(member_t *m, const wsync_plan_t *plan, uint32_t round,
-                    wsync_phase_t phase)
-{
-    const wsync_span_t *messages = m->spans[round];
-    const uint32_t workers = m->world->worker_count;
-    wsync_error_t err = {0};
-    size_t count = 0;
-    const wsync_copy_t *copies = wsync_plan_copies(plan, round, phase, &count);
-    const wsync_span_t *sources = phase == WSYNC_PHASE_UNPACK ? messages : &m->buffer;
-    const wsync_span_t *destinations = phase == WSYNC_PHASE_PACK ? messages : m->rings;
-
-    CHECK_OK(wsync_stream_copy_list(m->stream, copies, count, sources,
-                                    phase == WSYNC_PHASE_UNPACK ? 64 : 1, destinations,
-                                    phase == WSYNC_PHASE_PACK ? 64 : workers, &err),
-             err);
-}
-
-/* Acquires, packs and posts a round. */
-static void send_round(member_t *m, wsync_comm_t *comm, const wsync_plan_t *plan,
-                       uint32_t round)
-{
-    wsync_error_t err = {0};
-    size_t count = 0;
-
-    CHECK_OK(wsync_comm_acquire(comm, round, PATIENT_MS, &err), err);
-    (void)wsync_plan_messages(plan, round, &count);
-    CHECK(count <= 64);
-    CHECK_OK(wsync_comm_spans(comm, round, m->spans[round], count, &err), err);
-    enqueue(m, plan, round, WSYNC_PHASE_PACK);
-    CHECK_OK(wsync_comm_post(comm, round, m->stream, &err), err);
-}
-
-static void update_rank(member_t *m, wsync_comm_t *comm, const wsync_plan_t *plan,
-                        uint64_t update)
-{
-    uint16_t *values = m->parameters->data;
-    const uint32_t rounds = wsync_plan_round_count(plan);
-    wsync_error_t err = {0};
-
-    CHECK(rounds <= MAX_ROUNDS);
-    for (uint32_t t = 0; t < TENSORS; t++) {
-        for (uint32_t i = 0; i < PART; i++) {
-            values[t * PART + i] = value_of(update, m->rank, t, i);
-        }
-    }
-    CHECK_OK(wsync_comm_begin(comm, plan, &err), err);
-    for (uint32_t round = 0; round < rounds; round++) {
-        if (round == 0) {
-            send_round(m, comm, plan, 0);
-        }
-        if (round + 1 < rounds) {
-            send_round(m, comm, plan, round + 1); /* ahead of what is received */
-        }
-        enqueue(m, plan, round, WSYNC_PHASE_LOCAL);
-        CHECK_OK(wsync_comm_wait(comm, round, PATIENT_MS, &err), err);
-        enqueue(m, plan, round, WSYNC_PHASE_UNPACK);
-        CHECK_OK(wsync_comm_release(comm, round, m->stream, &err), err);
-    }
-    CHECK_OK(wsync_stream_synchronize(m->stream, PATIENT_MS, &err), err);
-    if (m->rank < m->world->worker_count) {
-        check_ring(plan, m->rank, m->world->rank_count, update, m->ring->data);
-    }
-}
+} thread_t;
 
 static void *run_rank(void *context)
 {
-    member_t *m = context;
-    world_t *world = m->world;
-    wsync_comm_t *comm = world->comms[m->rank];
-    wsync_plan_t *plan =
-        make_plan(m->rank, world->rank_count, world->worker_count, world->round_nbytes);
-    wsync_plan_t *finer = make_plan(m->rank, world->rank_count, world->worker_count,
-                                    world->round_nbytes * 3 / 4);
-    wsync_error_t err = {0};
+    thread_t *thread = context;
 
-    CHECK_OK(wsync_memory_create(device(), 2ULL * TENSORS * PART, &m->parameters, &err),
-             err);
-    CHECK_OK(wsync_memory_create(device(), 1 << 20, &m->ring, &err), err);
-    CHECK_OK(wsync_stream_create(device(), 1, &m->stream, &err), err);
-    m->buffer = (wsync_span_t){m->parameters->data, 2ULL * TENSORS * PART};
-    m->rings[m->rank] = (wsync_span_t){m->ring->data, 1 << 20};
-    CHECK_OK(wsync_comm_connect(comm, world->addresses, PATIENT_MS, &err), err);
-    for (uint64_t update = 0; update < UPDATES; update++) {
-        update_rank(m, comm, update % 2 ? finer : plan, update);
-    }
-    wsync_comm_destroy(comm); /* others may still be reading their last round */
-    wsync_stream_destroy(m->stream);
-    wsync_memory_destroy(m->parameters);
-    wsync_memory_destroy(m->ring);
-    wsync_plan_destroy(plan);
-    wsync_plan_destroy(finer);
+    run_updates(&thread->member, thread->world->comms[thread->member.rank],
+                thread->world->addresses);
     return NULL;
 }
 
 static void run_world(uint32_t rank_count, uint32_t worker_count)
 {
-    world_t world = {.rank_count = rank_count,
-                     .worker_count = worker_count,
-                     .round_nbytes = 2ULL * 2 * PART * rank_count};
-    static member_t members[MAX_RANKS];
+    world_t world = {.round_nbytes = 2ULL * 2 * PART * rank_count};
+    static thread_t ranks[MAX_RANKS];
     pthread_t threads[MAX_RANKS];
     wsync_error_t err = {0};
 
@@ -167,15 +36,21 @@ static void run_world(uint32_t rank_count, uint32_t worker_count)
         wsync_plan_t *plan = make_plan(r, rank_count, worker_count, world.round_nbytes);
 
         CHECK(wsync_plan_round_count(plan) > 4);
-        CHECK_OK(wsync_comm_create(device(), NULL, r, rank_count,
-                                   wsync_plan_send_nbytes(plan), &world.comms[r], &err),
-                 err);
+        CHECK_OK(
+            wsync_comm_create_shared(device(), NULL, r, rank_count,
+                                     wsync_plan_send_nbytes(plan), &world.comms[r], &err),
+            err);
         world.addresses[r] = wsync_comm_address(world.comms[r]);
         wsync_plan_destroy(plan);
     }
     for (uint32_t r = 0; r < rank_count; r++) {
-        members[r] = (member_t){.world = &world, .rank = r};
-        CHECK_EQ(pthread_create(&threads[r], NULL, run_rank, &members[r]), 0);
+        ranks[r].world = &world;
+        ranks[r].member = (member_t){.device = device(),
+                                     .rank = r,
+                                     .rank_count = rank_count,
+                                     .worker_count = worker_count,
+                                     .round_nbytes = world.round_nbytes};
+        CHECK_EQ(pthread_create(&threads[r], NULL, run_rank, &ranks[r]), 0);
     }
     for (uint32_t r = 0; r < rank_count; r++) {
         CHECK_EQ(pthread_join(threads[r], NULL), 0);
@@ -206,7 +81,8 @@ TEST(waits_end_with_the_deadline_and_go_on)
     wsync_error_t err = {0};
 
     send_of(&duo, 0, 0);
-    CHECK_EQ(wsync_comm_wait(duo.comms[0], 0, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
+    CHECK_EQ(wsync_comm_wait(duo.comms[0], 0, duo.stream, SOON_MS, &err),
+             WSYNC_ERR_TIMEOUT);
     CHECK_HAS(err.message, "the data of round 0 of rank 1 (pid ");
     send_of(&duo, 1, 0);
     send_of(&duo, 0, 1);
@@ -271,7 +147,7 @@ TEST(calls_out_of_order_change_nothing)
     STATE(wsync_comm_begin(comm, duo.plans[0], &err));
     STATE(wsync_comm_acquire(comm, 1, SOON_MS, &err));
     STATE(wsync_comm_post(comm, 0, duo.stream, &err));
-    STATE(wsync_comm_wait(comm, 0, SOON_MS, &err));
+    STATE(wsync_comm_wait(comm, 0, duo.stream, SOON_MS, &err));
     STATE(wsync_comm_release(comm, 0, duo.stream, &err));
     send_of(&duo, 0, 0);
     STATE(wsync_comm_post(comm, 0, duo.stream, &err));
@@ -315,7 +191,8 @@ TEST(small_staging_is_refused_with_both_sizes)
     memset(&duo, 0, sizeof(duo));
     make_duo(&duo, 0);
     wsync_comm_destroy(duo.comms[0]);
-    CHECK_OK(wsync_comm_create(device(), NULL, 0, 2, 1 << 17, &duo.comms[0], &err), err);
+    CHECK_OK(wsync_comm_create_shared(device(), NULL, 0, 2, 1 << 17, &duo.comms[0], &err),
+             err);
     connect_duo(&duo);
     CHECK_EQ(wsync_comm_begin(duo.comms[0], large, &err), WSYNC_ERR_INVALID);
     CHECK_HAS(err.message, "the staging of rank 1 has 4096");
@@ -342,7 +219,7 @@ TEST(plans_of_more_ranks_are_refused)
 TEST(records_that_a_stream_has_dropped_hold_nothing_up)
 {
     duo_t duo = open_duo();
-    const int page = duo.comms[0]->control->fd;
+    const int page = ((shared_t *)(void *)duo.comms[0])->control->fd;
     wsync_memory_t *gate = NULL;
     wsync_error_t err = {0};
 
@@ -361,12 +238,13 @@ TEST(missing_ranks_are_named)
     const char *addresses[4] = {0};
     wsync_error_t err = {0};
 
-    CHECK_EQ(wsync_comm_create(device(), NULL, 2, 2, 64, &comm, &err), WSYNC_ERR_INVALID);
-    CHECK_OK(wsync_comm_create(device(), NULL, 0, 4, 64, &comm, &err), err);
+    CHECK_EQ(wsync_comm_create_shared(device(), NULL, 2, 2, 64, &comm, &err),
+             WSYNC_ERR_INVALID);
+    CHECK_OK(wsync_comm_create_shared(device(), NULL, 0, 4, 64, &comm, &err), err);
     CHECK_EQ(wsync_comm_connect(comm, addresses, SOON_MS, &err), WSYNC_ERR_TIMEOUT);
     CHECK_HAS(err.message, "waits for 3 of 4 ranks to connect: 1 2 3");
     wsync_comm_destroy(comm);
-    CHECK_OK(wsync_comm_create(device(), NULL, 1, 4, 64, &comm, &err), err);
+    CHECK_OK(wsync_comm_create_shared(device(), NULL, 1, 4, 64, &comm, &err), err);
     addresses[0] = "00000000000000000000000000000000@/tmp/wsync-none/s";
     CHECK_EQ(wsync_comm_connect(comm, addresses, SOON_MS, &err), WSYNC_ERR_CLOSED);
     CHECK_HAS(err.message, "rank 0");

@@ -15,11 +15,12 @@ TEST(a_rank_that_leaves_in_the_middle_is_named)
 
     send_of(&duo, 0, 0);
     wsync_comm_close(duo.comms[1]);
-    CHECK_EQ(wsync_comm_wait(duo.comms[0], 0, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
+    CHECK_EQ(wsync_comm_wait(duo.comms[0], 0, duo.stream, PATIENT_MS, &err),
+             WSYNC_ERR_CLOSED);
     (void)snprintf(text, sizeof(text),
                    "rank 1 (pid %d) closed the connection while round 0", (int)getpid());
     CHECK_HAS(err.message, text);
-    CHECK_EQ(wsync_comm_wait(duo.comms[0], 0, SOON_MS, &err), WSYNC_ERR_STATE);
+    CHECK_EQ(wsync_comm_wait(duo.comms[0], 0, duo.stream, SOON_MS, &err), WSYNC_ERR_STATE);
     CHECK_HAS(err.message, "closed the connection");
     CHECK_EQ(wsync_comm_acquire(duo.comms[1], 0, SOON_MS, &err), WSYNC_ERR_STATE);
     close_duo(&duo);
@@ -109,7 +110,8 @@ TEST(a_killed_rank_is_named)
     send_of(&duo, 0, 0);
     CHECK_EQ(read(ends[0], &byte, 1), 1);
     CHECK_EQ(kill(child, SIGKILL), 0);
-    CHECK_EQ(wsync_comm_wait(duo.comms[0], 0, PATIENT_MS, &err), WSYNC_ERR_CLOSED);
+    CHECK_EQ(wsync_comm_wait(duo.comms[0], 0, duo.stream, PATIENT_MS, &err),
+             WSYNC_ERR_CLOSED);
     (void)snprintf(text, sizeof(text), "rank 1 (pid %d) closed the connection", (int)child);
     CHECK_HAS(err.message, text);
     CHECK_EQ(waitpid(child, NULL, 0), child);
@@ -135,7 +137,7 @@ static wsync_channel_t *raw_rank(wsync_comm_t *comm, wsync_frame_t hello,
 
 static wsync_frame_t hello_of(const wsync_memory_t *staging, const wsync_memory_t *control)
 {
-    return (wsync_frame_t){.arguments = {1, 4096, 2, COMM_PURPOSE},
+    return (wsync_frame_t){.arguments = {1, 4096, 2, SHARED_PURPOSE},
                            .fds = {staging->fd, control->fd},
                            .fd_count = 2};
 }
@@ -184,7 +186,7 @@ TEST(introductions_are_checked)
             expected = on_host() ? WSYNC_ERR_INVALID : WSYNC_ERR_REFUSED;
             break;
         }
-        CHECK_OK(wsync_comm_create(device(), NULL, 0, 2, 4096, &comm, &err), err);
+        CHECK_OK(wsync_comm_create_shared(device(), NULL, 0, 2, 4096, &comm, &err), err);
         wsync_channel_destroy(raw_rank(comm, hello, expected, &err));
         wsync_comm_destroy(comm);
     }
@@ -196,11 +198,11 @@ TEST(announcements_are_checked)
 {
     const wsync_frame_t bad[] = {
         {.kind = 0},
-        {.kind = COMM_WELCOME},
-        {.kind = COMM_READY},
-        {.kind = COMM_RELEASED, .arguments = {2}}, /* round 1 has not been posted */
-        {.kind = COMM_RELEASED},
-        {.kind = COMM_READY, .arguments = {1}, .fds = {0}, .fd_count = 1},
+        {.kind = SHARED_WELCOME},
+        {.kind = SHARED_READY},
+        {.kind = SHARED_RELEASED, .arguments = {2}}, /* round 1 has not been posted */
+        {.kind = SHARED_RELEASED},
+        {.kind = SHARED_READY, .arguments = {1}, .fds = {0}, .fd_count = 1},
     };
     wsync_memory_t *staging = NULL;
     wsync_memory_t *control = NULL;
@@ -215,13 +217,13 @@ TEST(announcements_are_checked)
         wsync_channel_t *channel;
         wsync_comm_t *comm = NULL;
 
-        CHECK_OK(wsync_comm_create(device(), NULL, 0, 2, 4096, &comm, &err), err);
+        CHECK_OK(wsync_comm_create_shared(device(), NULL, 0, 2, 4096, &comm, &err), err);
         channel = raw_rank(comm, hello_of(staging, control), WSYNC_OK, &err);
         CHECK_OK(wsync_comm_begin(comm, plan, &err), err);
         CHECK_OK(wsync_comm_acquire(comm, 0, PATIENT_MS, &err), err);
         CHECK_OK(wsync_comm_post(comm, 0, stream, &err), err);
         CHECK_OK(wsync_channel_send(channel, &bad[i], PATIENT_MS, &err), err);
-        CHECK_EQ(wsync_comm_wait(comm, 0, PATIENT_MS, &err), WSYNC_ERR_PROTOCOL);
+        CHECK_EQ(wsync_comm_wait(comm, 0, stream, PATIENT_MS, &err), WSYNC_ERR_PROTOCOL);
         CHECK_HAS(err.message, "rank 1 (pid ");
         wsync_channel_destroy(channel);
         wsync_comm_destroy(comm);
