@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ import wsync
 
 if TYPE_CHECKING:
     from support.procs import Ranks
+    from support.sglang_server import Nursery as Servers
 
     from wsync.demo.engines.tensor_parallel_engine import TensorParallelEngine
 
@@ -90,6 +91,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test of servers that fails shows what these have written."""
+    report = yield
+    if report.failed and item.get_closest_marker("servers"):
+        from support.sglang_server import logs
+
+        report.sections += logs()
+    return report
+
+
 @pytest.fixture(autouse=True)
 def no_misuse_of_the_gpu() -> Iterator[None]:
     """Nothing was taken away from under a stream of the played GPU, and the like, by any process
@@ -136,3 +148,14 @@ def ranks() -> Iterator["Ranks"]:
 
     with Ranks(4, path=sys.path) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Servers"]:
+    """What starts SGLang's server."""
+    from support import sglang_server
+
+    folder = sglang_server.packages(sglang_server.NEWEST)
+    started = sglang_server.Nursery(folder, tmp_path_factory.mktemp("servers") / "log")
+    yield started
+    started.close()

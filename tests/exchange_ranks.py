@@ -82,7 +82,7 @@ def update_rank(
             stream.copy(plan, k, _core.PACK, buffers, messages)
             exchange.post(k, stream)
             stream.copy(plan, k, _core.LOCAL, buffers, rings)
-            exchange.wait(k, 0.5 if k == ROUND and behaviour == "hurry" else PATIENCE)
+            exchange.wait(k, stream, 0.5 if k == ROUND and behaviour == "hurry" else PATIENCE)
             stream.copy(plan, k, _core.UNPACK, messages, rings)
             exchange.release(k, stream)
         stream.synchronize(PATIENCE)
@@ -94,7 +94,7 @@ def update_rank(
 
 
 def run(rank: int, pipe: Connection, behaviour: str) -> None:
-    exchange = _core.SharedExchange(rank, RANKS, make_plan(rank).send_nbytes)
+    exchange = _core.Exchange.shared(rank, RANKS, make_plan(rank).send_nbytes)
     pipe.send(exchange.address)
     exchange.connect(pipe.recv(), PATIENCE)
     try:

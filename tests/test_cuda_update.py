@@ -107,6 +107,12 @@ def test_what_is_quantised_by_a_gpu_is_what_the_host_makes(trainers: Ranks) -> N
             assert calls["cuLaunchKernel"] == 2, kind
 
 
+def test_ranks_with_a_gpu_each_exchange_rounds_by_nccl(tmp_path: Path) -> None:
+    with _ranks(2, tmp_path, WSYNC_NCCL_LIB=fakecuda.fake_nccl()) as ranks:
+        for found in ranks.run(cuda_cases.by_nccl, dense(), timeout=300):
+            assert found == [("nccl", True)] * 3
+
+
 # --- what goes wrong ----------------------------------------------------------------------------
 
 

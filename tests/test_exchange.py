@@ -1,5 +1,6 @@
 """The exchange between the ranks of one host, with a real plan and real processes."""
 
+import functools
 import os
 import signal
 import threading
@@ -148,10 +149,11 @@ def test_a_wait_for_a_round_calls_the_check_that_it_is_given() -> None:
     def check() -> None:
         raise _core.RemoteError("an engine has failed")
 
-    for wait in (exchange.acquire, exchange.wait):
-        exchange.post(0, _core.Stream())
+    stream = _core.Stream()
+    for wait in (exchange.acquire, functools.partial(exchange.wait, stream=stream)):
+        exchange.post(0, stream)
         with pytest.raises(_core.RemoteError, match="an engine has failed"):
-            wait(0, 1.0, check)
+            wait(0, timeout=1.0, check=check)
 
 
 def test_a_killed_rank_is_named_on_all_others() -> None:
@@ -184,8 +186,8 @@ def test_a_stopped_rank_ends_the_wait_with_the_deadline() -> None:
 
 
 def test_missing_ranks_are_named() -> None:
-    exchange = _core.SharedExchange(0, RANKS, 4096)
-    assert exchange.name == "shared" == _core.SharedExchange.name
+    exchange = _core.Exchange.shared(0, RANKS, 4096)
+    assert exchange.name == "shared"
     assert exchange.nbytes == 2 * 4096
     with pytest.raises(_core.DeadlineError, match="waits for 2 of 3 ranks to connect: 1 2"):
         exchange.connect([exchange.address] * RANKS, 0.1)
