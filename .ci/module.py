@@ -10,8 +10,8 @@ EXPORTS = {"PyInit__core"}
 LIBRARIES = {"libc.so.6", "libdl.so.2", "libpthread.so.0"}
 LIBRARIES |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 LAYERS = ("core", "device", "ipc", "comm")
-# of a process: its driver and GPUs, filled once, and memory that a peer still has open
-TABLES = {"cuda_driver.c.o", "cuda.c.o", "cuda_memory_legacy.c.o"}
+# of a process: its driver, GPUs and NCCL, filled once, and memory that a peer still has open
+TABLES = {"cuda_driver.c.o", "cuda.c.o", "cuda_memory_legacy.c.o", "nccl_library.c.o"}
 MUTABLE = (".data", ".bss", ".tdata", ".tbss")
 
 

@@ -24,7 +24,7 @@ STOREYS = (
     ("engine",),
     ("megatron", "fsdp"),
     ("sync", "disk"),
-    ("updater", "inspection"),
+    ("slime", "inspection"),
     ("sglang", "vllm"),
     ("doctor",),
     ("demo",),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wsync.machine.nvidia_wheels import bundled
+from wsync.machine.nvidia_wheels import bundled, nccl_libraries
 
 _Probe = Callable[[], tuple[bool, str]]
 
@@ -106,11 +106,14 @@ def _nvrtc_version(library: ctypes.CDLL) -> str:
     return f"{major.value}.{minor.value}"
 
 
-def _nccl_version(library: ctypes.CDLL) -> str:
-    version = ctypes.c_int()
-    library.ncclGetVersion(ctypes.byref(version))
-    major, rest = divmod(version.value, 10000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+def _nccl() -> tuple[bool, str]:
+    """NCCL as the extension itself finds and refuses it."""
+    from wsync import _core as core
+
+    version, path, absent = core.nccl_library(nccl_libraries())
+    major, rest = divmod(version, 10000)
+    lacks = f"; it lacks {', '.join(absent)}" if absent else ""
+    return True, f"{major}.{rest // 100}.{rest % 100} ({path}){lacks}"
 
 
 def importable(module: str) -> bool:
@@ -145,7 +148,7 @@ _PROBES: tuple[tuple[str, _Probe], ...] = (
     ("DLPack exchange API", _dlpack),
     ("GPU driver", _driver),
     ("NVRTC", _library(_NVRTC, "*/lib/libnvrtc.so.*", _nvrtc_version)),
-    ("NCCL", _library(["libnccl.so.2"], "nccl/lib/libnccl.so.*", _nccl_version)),
+    ("NCCL", _nccl),
     ("transformers", _package("transformers", "transformers")),
     ("megatron-core", _package("megatron.core", "megatron-core")),
     *((name, _package(name, name)) for name in ("mbridge", "fastapi", "uvicorn", "ray")),

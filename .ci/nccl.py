@@ -1,0 +1,150 @@
+"""nccl.py ROOT CACHE PROGRAM: wsync's table of NCCL's functions is that of the releases below.
+
+PROGRAM (tests/c/nccl_probe.c) loads each library as wsync does and asks what needs no GPU.  The
+declarations are compared with its nccl.h by the compiler (tests/c/nccl_abi.c), which must also find
+what is planted.  What is missing comes from PyPI and is kept in CACHE.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# The one that torch 2.11 brings, and a later one that has every function of the table.
+RELEASES = ("nvidia-nccl-cu13==2.28.9", "nvidia-nccl-cu13==2.32.3")
+PIP_INSTALL = (sys.executable, "-m", "pip", "install", "-qq", "--no-deps")
+COMPILE = ("gcc", "-std=c11", "-Wall", "-Werror", "-fsyntax-only")
+HEADER = "comm/nccl_library.h"
+# All that nccl.h takes from CUDA.
+CUDA = {
+    "cuda_runtime.h": """#include <stddef.h>
+#define CUDART_VERSION 13000
+typedef struct CUstream_st *cudaStream_t;
+typedef struct CUevent_st *cudaEvent_t;
+""",
+    "cuda_fp16.h": "",
+    "cuda_bf16.h": "",
+}
+# What is planted in wsync's header, and what the compiler must then say.
+PLANTS = (
+    ("WSYNC_NCCL_IN_PROGRESS = 7", "WSYNC_NCCL_IN_PROGRESS = 8", "WSYNC_NCCL_IN_PROGRESS is not"),
+    ("char bytes[128]", "char bytes[120]", "sizeof(wsync_nccl_id_t) is not"),
+    ("    int traffic_class;\n", "", "traffic_class"),
+    ("    int max_ctas;\n", "    unsigned max_ctas;\n", "max_ctas has another type"),
+    ("(const void *data, size_t count,", "(const void *data, int count,", "ncclSend"),
+    ("(void **data, size_t nbytes)", "(void *data, size_t nbytes)", "ncclMemAlloc"),
+    ("int root, wsync_nccl_comm_t comm", "wsync_nccl_comm_t comm", "ncclBroadcast"),
+)
+WORDS = {0: "no error", 1: "cuda", 2: "system", 3: "internal", 4: "argument", 5: "usage",
+         6: "remote", 7: "in progress"}  # fmt: skip
+
+
+def release(name: str, cache: Path) -> Path:
+    """A release's folder, with lib and include."""
+    folder = cache / name.replace("==", "-")
+    with open(cache / "lock", "ab") as lock:  # as `locked` of .ci/run: others share the cache
+        number = lock.fileno()
+        subprocess.run(["flock", "-w", "900", str(number)], pass_fds=[number], check=True)
+        if not (folder / "complete").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            subprocess.run([*PIP_INSTALL, "--target", folder, name], check=True)
+            (folder / "complete").touch()
+    return folder / "nvidia/nccl"
+
+
+def probe(program: Path, nccl: Path) -> list[tuple[str, str]]:
+    """What the program says: the first word of each line, and the rest of it."""
+    library = nccl / "lib/libnccl.so.2"
+    environment = {name: text for name, text in os.environ.items() if "NCCL" not in name}
+    done = subprocess.run(
+        [program, library],
+        env=environment | {"NCCL_SOCKET_IFNAME": "lo"},  # there may be no other
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    if done.returncode != 0:
+        sys.exit(f"{library}: {done.stdout}{done.stderr}")
+    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in done.stdout.splitlines()]
+
+
+def entries(header: str) -> dict[str, int]:
+    """The version that each function of the table came with."""
+    found = re.findall(r"\b(nccl[A-Z]\w+),\s*(\d+),", header)
+    return {symbol: int(since) for symbol, since in found}
+
+
+def examine_library(answers: list[tuple[str, str]], nccl: Path, header: str) -> list[str]:
+    """Every function is there that came with this version or before it, and no other."""
+    code = re.search(r"NCCL_VERSION_CODE (\d+)", (nccl / "include/nccl.h").read_text())
+    version = int(code.group(1)) if code else 0
+    absent = {rest for word, rest in answers if word == "absent"}
+    late = {symbol for symbol, since in entries(header).items() if since > version}
+    results = {rest[:1]: rest[2:] for word, rest in answers if word == "result"}
+    wrong = []
+    if ("version", str(version)) not in answers:
+        wrong.append(f"version of the header {version}, of the library {answers[:1]}")
+    if ("path", str(nccl / "lib/libnccl.so.2")) not in answers:
+        wrong.append(f"another library: {answers[1]}")
+    if absent != late:
+        wrong.append(f"absent {sorted(absent)}, came later {sorted(late)}")
+    if ("id", "0") not in answers:
+        wrong.append(f"ncclGetUniqueId failed: {answers[-1]}")
+    for number, word in WORDS.items():
+        if word not in results.get(str(number), ""):
+            wrong.append(f"result {number}: no {word!r} in {results.get(str(number))!r}")
+    return wrong
+
+
+def compile_abi(root: Path, folder: Path, sources: Path, nccl: Path) -> str:
+    """What the compiler complains of; sources is csrc, or what is planted in it."""
+    folders = [f"-I{path}" for path in (sources, root / "csrc", nccl / "include", folder)]
+    done = subprocess.run(
+        [*COMPILE, *folders, root / "tests/c/nccl_abi.c"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return "" if done.returncode == 0 else done.stderr
+
+
+def planted(root: Path, folder: Path, nccl: Path, header: str) -> list[str]:
+    """Every plant must be found."""
+    wrong = []
+    for index, (before, after, words) in enumerate(PLANTS):
+        copy = folder / f"plant-{index}" / HEADER
+        copy.parent.mkdir(parents=True)
+        copy.write_text(header.replace(before, after))
+        said = compile_abi(root, folder, folder / f"plant-{index}", nccl)
+        if header.count(before) != 1 or words not in said:
+            wrong.append(f"planted {after!r} in {header.count(before)} places: {said[:2000]}")
+    return wrong
+
+
+def main() -> int:
+    root, cache, program = map(Path, sys.argv[1:])
+    header = (root / "csrc" / HEADER).read_text()
+    wrong = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, text in CUDA.items():
+            (folder / file).write_text(text)
+        for item in RELEASES:
+            nccl = release(item, cache)
+            complaints = examine_library(probe(program, nccl), nccl, header)
+            if said := compile_abi(root, folder, root / "csrc", nccl):
+                complaints.append(f"nccl.h:\n{said}")
+            wrong += [f"{item}: {complaint}" for complaint in complaints]
+        wrong += planted(root, folder, nccl, header)
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    count = len(RELEASES) * len(entries(header))
+    print(f"checked: {count} functions of {len(RELEASES)} releases, and {len(PLANTS)} plants")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
