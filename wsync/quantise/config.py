@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from wsync import _core
 
-# What may be said beside a configuration: who makes codes and scales, and what selects tensors.
-BESIDE: Final = ("producer", "select")
+# What may be said beside a configuration: who makes codes and scales, what selects tensors, and
+# whether scales are packed as DeepGEMM takes them (slime's name of it).
+BESIDE: Final = ("producer", "select", "transform_ue8m0")
 _MAX_BLOCK: Final = 1 << 31
-_LISTS: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+LISTS: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 LINEAR: Final = "Linear"  # as a target: every linear layer
 
@@ -27,7 +28,7 @@ LINEAR: Final = "Linear"  # as a target: every linear layer
 # runs, of its KV cache, and of how the checkpoint was made.
 _SILENT: Final = (
     *("dequantize", "global_compression_ratio", "kv_cache_quant_algo", "kv_cache_scheme"),
-    *("packed_modules_mapping", "quantization_status", "version", *BESIDE),
+    *("packed_modules_mapping", "quantization_status", "version", "producer", "select"),
 )
 
 
@@ -55,13 +56,16 @@ class _Form(NamedTuple):
     per_word: int  # codes in a word
     scales: str
     scale: str  # "": the weight's
-    second: str = ""  # of a second scale; "": none
+    second: str = ""  # of a second scale, or of zero points; "": none
     shape: str = ""  # of the weight's shape; "": none
     stacked: bool = False  # whether published checkpoints have it of [experts, rows, columns]
+    in_word: int = 1  # scales of a row of blocks in one word, of which each row has its own
+    zeros: int = 0  # zero points of a column of blocks in one word; 0: there are none
 
 
 class Derived(NamedTuple):
-    """The tensors that a quantised weight becomes; second: a second scale, shape: the weight's."""
+    """The tensors that a quantised weight becomes; second: a second scale, or zero points; shape:
+    the weight's."""
 
     codes: TensorFacts
     scales: TensorFacts
@@ -73,9 +77,13 @@ class Derived(NamedTuple):
 _FORMS: Final = {
     "fp8_block": _Form("", "float8_e4m3fn", 1, "_scale_inv", "float32", stacked=True),
     "fp8_ue8m0": _Form("", "float8_e4m3fn", 1, "_scale_inv", "float32", stacked=True),
+    "fp8_packed": _Form("", "float8_e4m3fn", 1, "_scale_inv", "int32", stacked=True, in_word=4),
     "fp8_tensor": _Form("", "float8_e4m3fn", 1, "_scale", "float32"),
     "int4": _Form("_packed", "int32", 8, "_scale", "", shape="_shape"),
     "int4_slime": _Form("_packed", "int32", 8, "_scale", "", shape="_shape"),
+    "int4_zero": _Form(
+        *("_packed", "int32", 8, "_scale", ""), second="_zero_point", shape="_shape", zeros=8
+    ),
     "mxfp8": _Form("", "float8_e4m3fn", 1, "_scale_inv", "uint8"),
     "nvfp4": _Form("", "uint8", 2, "_scale", "float8_e4m3fn", second="_scale_2"),
 }
@@ -86,12 +94,11 @@ class Method:
     """How the weights of a checkpoint are quantised.
 
     Attributes:
-        kind: as csrc/core/quantise/method.h names it: fp8_block, fp8_ue8m0, fp8_tensor, int4,
-            int4_slime, mxfp8 or nvfp4.
+        kind: as csrc/core/quantise/method.h names it: fp8_block, fp8_ue8m0, fp8_packed,
+            fp8_tensor, int4, int4_slime, int4_zero, mxfp8 or nvfp4.
         block_rows, block_cols: elements that share a scale; 0 and 0: the whole tensor.
         reciprocal: elements are multiplied by 1 / scale, else divided by scale.
-        kept: modules that are not quantised: names, runs of whole parts of one ("mlp.gate"), names
-            with `*`, and regular expressions behind "re:".
+        kept: modules that are not quantised, as the lists of the method have them.
         targets: compressed-tensors' targets; "Linear" stands for every linear layer.
     """
 
@@ -112,7 +119,8 @@ class Method:
 
         With {"producer": {"name": "slime"}} or {"producer": "slime"} in it, inside or outside,
         the arithmetic is slime's where that differs: FP8 blocks are multiplied by 1 / scale, and
-        INT4 scales go by another rule.
+        INT4 scales go by another rule.  With {"transform_ue8m0": True}, inside or outside, scales
+        of FP8 blocks are powers of two, packed as DeepGEMM's kernels take them.
 
         Raises:
             UnsupportedError: a method, a key or a value that is not known; the text names it.
@@ -137,6 +145,11 @@ class Method:
         block = f" of {self.block_rows} x {self.block_cols}" if self.block_rows else ""
         return self.kind.removesuffix("_slime") + block
 
+    @property
+    def published(self) -> Method:
+        """The method as checkpoints have it, which keep scales as they come."""
+        return replace(self, kind="fp8_ue8m0") if self.kind == "fp8_packed" else self
+
     def scales_name(self, name: str) -> str:
         """The name of a weight's scales."""
         return name + self.form.scales
@@ -146,9 +159,12 @@ class Method:
         form, shape = self.form, tuple(weight.shape)
         *outer, rows, cols = shape
         grid: tuple[int, ...] = (1,)
-        if self.block_rows:
+        if form.in_word > 1:
+            grid = (*outer, rows, -(-cols // (self.block_cols * form.in_word)))
+        elif self.block_rows:
             grid = (*outer, -(-rows // self.block_rows), -(-cols // self.block_cols))
         words = (*outer, rows, -(-cols // form.per_word))
+        zeros = (-(-rows // form.zeros), *grid[1:]) if form.zeros else ()
 
         def fact(suffix: str, dtype: str, shape: tuple[int, ...]) -> TensorFacts:
             return TensorFacts(weight.name + suffix, dtype, shape, group)
@@ -156,7 +172,9 @@ class Method:
         return Derived(
             codes=fact(form.codes, form.word, words),
             scales=fact(form.scales, form.scale or weight.dtype, grid),
-            second=fact(form.second, "float32", ()) if form.second else None,
+            second=fact(form.second, "int32" if form.zeros else "float32", zeros)
+            if form.second
+            else None,
             shape=fact(form.shape, "int64", (2,)) if form.shape else None,
         )
 
@@ -185,8 +203,49 @@ class Method:
         return wanted if cols % wanted else 0
 
     def keeps(self, name: str) -> str:
-        """The entry of the lists by which a tensor is not quantised; "": none."""
-        return self._kept.find(name)
+        """The entry of the lists by which SGLang, vLLM or both leave a tensor plain; "": none."""
+        module = module_of(name)
+        return self._kept.find(module) or self._of_experts(module) or self._word_in(module)
+
+    def differs(self, name: str) -> str:
+        """The entry by which only one of SGLang and vLLM leaves a tensor plain; "": none."""
+        module = module_of(name)
+        names = [module, *(module.split(".") if self.kind == "nvfp4" else ())]
+        both = any(each in self._names for each in names) or self._of_experts(module)
+        return "" if both or self._kept.matches(module) else self.keeps(name)
+
+    def _of_experts(self, module: str) -> str:
+        """With FP8 one expert in a list stands for all of its layer, which are one module."""
+        layer, found, _ = module.partition(".experts.")
+        return self._experts.get(layer, "") if found and self.dialect == "fp8" else ""
+
+    def _word_in(self, module: str) -> str:
+        """In modelopt's lists vLLM takes a word for all modules that contain it."""
+        words = self._words if self.dialect == "modelopt" else ()
+        return next((word for word in words if word in module), "")
+
+    @property
+    def dialect(self) -> str:
+        """How engines read the lists: as for fp8, compressed-tensors or modelopt.
+
+        fp8: names of modules, of which SGLang takes runs of whole parts, too.  compressed-tensors:
+        names, of which SGLang takes ends, too, and regular expressions.  modelopt: names, of which
+        vLLM takes all parts, and names with `*`.
+        """
+        if self.kind == "nvfp4":
+            return "modelopt"
+        return "compressed-tensors" if self.kind.startswith("int4") else "fp8"
+
+    def unknown(self, facts: Iterable[TensorFacts]) -> tuple[str, ...]:
+        """Names in the lists that are no module's of a model, nor a part of one's."""
+        names = {entry for entry in self.kept if not _is_pattern(entry)}
+        lengths = {name.count(".") + 1 for name in names}
+        for fact in facts:
+            parts = fact.name.split(".")
+            for length in lengths:
+                ends = range(length, len(parts) + 1)
+                names -= {".".join(parts[end - length : end]) for end in ends}
+        return tuple(entry for entry in self.kept if entry in names)
 
     def targeted(self, name: str) -> bool:
         """Whether the targets name a tensor that belongs to a linear layer."""
@@ -194,11 +253,29 @@ class Method:
 
     @cached_property
     def _kept(self) -> Modules:
-        return Modules(self.kept)
+        return Modules(self.kept, ends=self.dialect == "compressed-tensors")
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.kept)
+
+    @cached_property
+    def _words(self) -> tuple[str, ...]:
+        return tuple(word for word in self.kept if word and "." not in word and "*" not in word)
+
+    @cached_property
+    def _experts(self) -> Mapping[str, str]:
+        """Entries that name experts, by what is before that."""
+        parts = ((entry, f"{entry}.".partition(".experts.")) for entry in self.kept)
+        return {layer: entry for entry, (layer, found, _) in parts if found}
 
     @cached_property
     def _targets(self) -> Modules:
         return Modules(self.targets)
+
+
+def _is_pattern(entry: str) -> bool:
+    return entry.startswith("re:") or "*" in entry
 
 
 def module_of(name: str) -> str:
@@ -209,45 +286,106 @@ def module_of(name: str) -> str:
 
 class Modules:
     """A list that names modules.  Lists of whole models have hundreds of entries, and models ten
-    thousands of tensors: names are looked up, and only patterns are tried one by one."""
+    thousands of tensors: names are looked up, and patterns are tried all at once.
 
-    def __init__(self, entries: Sequence[str]) -> None:
+    Entries are names, runs of whole parts of one ("mlp.gate"), names with `*`, and regular
+    expressions behind "re:".  ends: a run has to be at the name's end.
+    """
+
+    def __init__(self, entries: Sequence[str], *, ends: bool = False) -> None:
+        self._ends = ends
         self._names: dict[str, str] = {}
-        self._patterns: list[tuple[str, Callable[[str], bool]]] = []
+        self._lengths: dict[str, set[int]] = {}  # in parts, of names by their last part
+        expressions, globs, of_parts = [], [], []
         for entry in entries:
             if entry.startswith("re:"):
-                self._patterns.append((entry, _expression(entry)))
+                expressions.append((entry, entry[3:]))
             elif "*" in entry:
-                self._patterns.append((entry, _glob(entry)))
+                glob = (entry, ".*".join(map(re.escape, entry.split("*"))))
+                globs.append(glob)
+                if "." not in entry:
+                    of_parts.append(glob)
             else:
-                self._names.setdefault(entry.rstrip("."), entry)
+                name = entry.rstrip(".")
+                parts = name.split(".")
+                self._names.setdefault(name, entry)
+                self._lengths.setdefault(parts[-1], set()).add(len(parts))
+        self._expressions = _Patterns(expressions)
+        self._globs = _Patterns(globs)  # modelopt's: of a whole name, or of one part
+        self._of_parts = _Patterns(of_parts)
 
     def find(self, name: str) -> str:
         """The entry that means a tensor; "": none."""
-        if self._names:
-            ends = [-1, *(at for at, letter in enumerate(name) if letter == "."), len(name)]
-            for first, start in enumerate(ends):
-                for end in ends[first + 1 :]:
-                    if found := self._names.get(name[start + 1 : end]):
-                        return found
+        parts = name.split(".")
+        last = len(parts) - 1 if self._ends else 0
+        for index, part in enumerate(parts[last:], last):
+            for length in self._lengths.get(part, ()):
+                run = ".".join(parts[max(index + 1 - length, 0) : index + 1])
+                if found := self._names.get(run):
+                    return found
         module = module_of(name)
-        return next((entry for entry, match in self._patterns if match(module)), "")
+        found = self.matches(module)
+        for part in module.split(".") if self._of_parts else ():
+            found = found or self._of_parts.fullmatch(part)
+        return found
+
+    def matches(self, module: str) -> str:
+        """The pattern that means a whole name; "": none."""
+        return self._expressions.match(module) or self._globs.fullmatch(module)
 
 
-def _expression(entry: str) -> Callable[[str], bool]:
+class _Patterns:
+    """Regular expressions, of which the first one that matches is wanted.
+
+    Those that mean the same as a part of another are joined to one; not, which have flags, names of
+    groups or references to groups.
+    """
+
+    _REFERENCE: Final = re.compile(r"\\[1-9]|\(\?\(")
+
+    def __init__(self, entries: Sequence[tuple[str, str]]) -> None:
+        self._entries = [entry for entry, _ in entries]
+        joined: list[str] = []
+        self._alone: list[tuple[str, re.Pattern[str]]] = []
+        for index, (entry, text) in enumerate(entries):
+            pattern = _expression(entry, text)
+            if (
+                pattern.flags != re.UNICODE
+                or pattern.groupindex
+                or (pattern.groups and self._REFERENCE.search(text))
+            ):
+                self._alone.append((entry, pattern))
+            else:
+                joined.append(f"(?P<e{index}>{text})")
+        self._joined = re.compile("|".join(joined)) if joined else None
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def match(self, text: str) -> str:
+        """The entry of a pattern that matches the text's beginning; "": none."""
+        if self._joined is not None and (found := self._joined.match(text)):
+            return self._entry(found)
+        return next((entry for entry, pattern in self._alone if pattern.match(text)), "")
+
+    def fullmatch(self, text: str) -> str:
+        """The entry of a pattern that matches all of the text; "": none."""
+        if self._joined is not None and (found := self._joined.fullmatch(text)):
+            return self._entry(found)
+        return next((entry for entry, pattern in self._alone if pattern.fullmatch(text)), "")
+
+    def _entry(self, found: re.Match[str]) -> str:
+        assert found.lastgroup is not None  # the group of the whole pattern ends last
+        return self._entries[int(found.lastgroup[1:])]
+
+
+def _expression(entry: str, text: str) -> re.Pattern[str]:
     try:
-        pattern = re.compile(entry[3:])
+        return re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
         raise _core.UnsupportedError(
             f"quantization_config: {entry!r} is no regular expression: {error}"
         ) from None
-    return lambda module: pattern.match(module) is not None
-
-
-def _glob(entry: str) -> Callable[[str], bool]:
-    """modelopt's: of a whole name, or of one part."""
-    pattern = re.compile(".*".join(map(re.escape, entry.split("*"))))
-    return lambda module: any(map(pattern.fullmatch, (module, *module.split("."))))
 
 
 def _refusal(key: str, value: object, known: str) -> _core.UnsupportedError:
@@ -279,6 +417,14 @@ def inner_config(config: object) -> Mapping[str, Any]:
 
 def _beside(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: config[key] for key in BESIDE if key in config}
+
+
+def _says_nothing(key: str, value: object) -> bool:
+    """Older versions of compressed-tensors count zeros, and say that these are stored as all else
+    is: "dense"."""
+    if key == "sparsity_config" and isinstance(value, Mapping) and value.get("format") == "dense":
+        return True
+    return value in (None, False, "", (), [], {})
 
 
 class _Reader:
@@ -325,6 +471,24 @@ class _Reader:
             found.update(dict.fromkeys(each))
         return tuple(found)
 
+    def modules(self, *keys: str, patterns: str = "") -> tuple[str, ...]:
+        """The list of modules that engines read under one of these keys; patterns: what entries
+        begin with, or have in them, that are no names."""
+        found: tuple[str, ...] = ()
+        for key in keys:
+            given = self.left.get(key)
+            each = self.texts(key)
+            if found and each and {*found} != {*each}:
+                raise self.refusal(key, given, f"engines read one list alone: {', '.join(keys)}")
+            found = found or each
+        for entry in found:
+            kind = "re:" if entry.startswith("re:") else "*"
+            if _is_pattern(entry) and kind != patterns:
+                raise self.refusal(
+                    " or ".join(keys), entry, "engines do not know such patterns in this method"
+                )
+        return found
+
     def inner(self, key: str) -> _Reader:
         """A mapping in this one; an empty one where it is not given."""
         value = self.take(key)
@@ -339,7 +503,7 @@ class _Reader:
     def end(self, *silent: str) -> None:
         """Refuses keys that nothing has asked for and that are set; silent: what may be."""
         for key, value in self.left.items():
-            if key not in silent and value not in (None, False, "", (), [], {}):
+            if key not in silent and not _says_nothing(key, value):
                 raise self.refusal(key, value, "it is not known what this does to weights")
 
     def refusal(self, key: str, value: object, known: str) -> _core.UnsupportedError:
@@ -356,14 +520,17 @@ def _fp8(reader: _Reader) -> Method:
     slime = _by_slime(reader)
     reader.one_of("fmt", None, "e4m3")
     reader.one_of("activation_scheme", None, "dynamic")
-    power = reader.one_of("scale_fmt", None, "ue8m0")
+    power = reader.one_of("scale_fmt", None, "ue8m0") and "scale_fmt"
+    packed = reader.one_of("transform_ue8m0", None, False, True) and "transform_ue8m0"
     block = reader.block("weight_block_size")
-    kept = reader.texts(*_LISTS)
+    kept = reader.modules("ignored_layers", "modules_to_not_convert")
     reader.end(*_SILENT)
-    if power and block != (128, 128):
-        raise reader.refusal("weight_block_size", block, "known with scale_fmt is [128, 128]")
+    if (key := packed or power) and block != (128, 128):
+        raise reader.refusal("weight_block_size", block, f"known with {key} is [128, 128]")
     if block is None:
         return Method("fp8_tensor", 0, 0, kept=kept)
+    if packed:
+        return Method("fp8_packed", *block, kept=kept)
     if power:
         return Method("fp8_ue8m0", *block, kept=kept)
     return Method("fp8_block", *block, reciprocal=slime, kept=kept)
@@ -376,7 +543,7 @@ def _mxfp8(reader: _Reader) -> Method:
     block = reader.block("weight_block_size")
     if block not in (None, (1, 32)):
         raise reader.refusal("weight_block_size", block, "known is [1, 32]")
-    kept = reader.texts(*_LISTS)
+    kept = reader.modules("ignored_layers", "modules_to_not_convert")
     reader.end(*_SILENT)
     return Method("mxfp8", 1, 32, kept=kept)
 
@@ -384,20 +551,25 @@ def _mxfp8(reader: _Reader) -> Method:
 def _compressed_tensors(reader: _Reader) -> Method:
     slime = _by_slime(reader)
     reader.one_of("format", "pack-quantized")
-    kept = reader.texts(*_LISTS)
+    kept = reader.modules("ignore", patterns="re:")
     targets: dict[str, None] = {}
     sizes = []
+    zeros = []
     for group in reader.groups():
         group.one_of("format", None, "pack-quantized")
         group.one_of("input_activations", None)
         group.one_of("output_activations", None)
         targets.update(dict.fromkeys(_targets(group)))
-        sizes.append(_int4_group(group.inner("weights")))
+        weights = group.inner("weights")
+        zeros.append(_has_zero_points(weights, slime))
+        sizes.append(_int4_group(weights))
         group.end()
     reader.end(*_SILENT)
     if len(set(sizes)) != 1:
         raise reader.refusal("config_groups", sizes, "one group_size for all groups is wanted")
-    kind = "int4_slime" if slime else "int4"
+    if len(set(zeros)) != 1:
+        raise reader.refusal("config_groups", zeros, "zero points for all groups or none is wanted")
+    kind = "int4_zero" if zeros[0] else "int4_slime" if slime else "int4"
     return Method(kind, 1, sizes[0], kept=kept, targets=tuple(targets))
 
 
@@ -410,13 +582,23 @@ def _targets(group: _Reader) -> tuple[str, ...]:
     return found
 
 
+def _has_zero_points(weights: _Reader, slime: bool) -> bool:
+    if weights.one_of("symmetric", None, True, False) is not False:
+        return False
+    if slime:
+        raise weights.refusal(
+            "symmetric",
+            False,
+            "slime's zero points lie in another order than compressed-tensors', which engines take",
+        )
+    weights.one_of("zp_dtype", None, "torch.int8", "int8")
+    return True
+
+
 def _int4_group(weights: _Reader) -> int:
-    """The group size of symmetric INT4 weights."""
+    """The group size of INT4 weights."""
     weights.one_of("num_bits", 4)
     weights.one_of("type", None, "int")
-    symmetric = weights.take("symmetric")
-    if symmetric not in (None, True):
-        raise weights.refusal("symmetric", symmetric, "INT4 with zero points is not supported")
     weights.one_of("strategy", "group")
     order = weights.take("actorder")
     if order not in (None, False, "weight", "static"):  # these two order while calibrating only
@@ -427,7 +609,7 @@ def _int4_group(weights: _Reader) -> int:
     size = weights.take("group_size")
     if type(size) is not int or not 0 < size < _MAX_BLOCK or size % 8:
         raise weights.refusal("group_size", size, "a multiple of 8 is wanted")
-    # how a calibration found its scales, and the dtype of zero points that there are not
+    # how a calibration found its scales, and the dtype of zero points, if there are any
     weights.end("observer", "observer_kwargs", "zp_dtype")
     return size
 
@@ -436,7 +618,7 @@ def _nvfp4(reader: _Reader) -> Method:
     """modelopt's export, and miles' name of it."""
     reader.one_of("quant_algo", "NVFP4")
     reader.one_of("group_size", None, 16)
-    kept = reader.texts(*_LISTS)
+    kept = reader.modules("ignore", "exclude_modules", patterns="*")
     targets: dict[str, None] = {}
     for group in reader.groups():
         targets.update(dict.fromkeys(_targets(group)))

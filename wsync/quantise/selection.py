@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -17,7 +16,8 @@ RULES: Final = ("lists", "slime")
 # and whole towers for images and sound.
 _PLAIN: Final = Modules(
     (
-        *("audio_model", "audio_tower", "vision_model", "vision_tower", "visual"),
+        *("audio_model", "audio_tower", "speech_encoder"),
+        *("vision_encoder", "vision_model", "vision_tower", "visual"),
         *("classifier", "lm_head", "output_layer", "reward_head", "score", "v_head", "value_head"),
         *("conv1d", "gate", "router", "shared_expert_gate", "weights_proj"),
         *("eh_proj", "input_proj", "mtp.fc"),  # of MTP layers
@@ -35,18 +35,30 @@ _SLIME: Final = frozenset(
         *("attention.query_key_value", "attention.dense"),  # Bailing's
     )
 )
+# Last parts of embeddings' names.
+_EMBEDDINGS: Final = ("pos_emb", "relative_attention_bias", "shared", "wpe", "wte")
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.\d+\.")
 # Engines keep these in one tensor with one second scale.
-_SHARING: Final = (("gate_proj", "up_proj"), ("w1", "w3"), ("q_proj", "k_proj", "v_proj"))
+_SHARING: Final = (
+    *(("gate_proj", "up_proj"), ("w1", "w3"), ("q_proj", "k_proj", "v_proj")),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    *(("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")),
+    ("index_q_proj", "index_k_proj"),
+)
+
+
+def is_plain(name: str) -> bool:
+    """Whether no engine quantises a module that is called so: heads, routers, towers."""
+    return bool(_PLAIN.find(name))
 
 
 class Row(NamedTuple):
     """A tensor that is quantised, as the quantiser takes it; names of tensors of one model.
 
-    codes, scales, second, shape: names of what it becomes: second of a second scale (NVFP4), shape
-    of the weight's shape (INT4), None where there is none.
+    codes, scales, second, shape: names of what it becomes: second of a second scale (NVFP4) or of
+    zero points (INT4), shape of the weight's shape (INT4), None where there is none.
     share: tensors of one key have one second scale; "": the tensor's own.
-    group: the keep-together group of all that it becomes, never 0.
+    group: the keep-together group of the tensor, 0: none.
     """
 
     name: str
@@ -124,8 +136,7 @@ def select(
 
 
 def _derive(method: Method, fact: TensorFacts, share: str) -> tuple[Row, Sequence[TensorFacts]]:
-    group = fact.group or zlib.crc32(module_of(fact.name).encode()) or 1
-    derived = method.derived(fact, group)
+    derived = method.derived(fact, fact.group)
     row = Row(
         name=fact.name,
         kind=method.kind,
@@ -137,7 +148,7 @@ def _derive(method: Method, fact: TensorFacts, share: str) -> tuple[Row, Sequenc
         second=derived.second and derived.second.name,
         shape=derived.shape and derived.shape.name,
         share=share,
-        group=group,
+        group=fact.group,
     )
     return row, [each for each in derived if each is not None]
 
@@ -148,8 +159,9 @@ def _chosen(
     if rule == "slime":
         chosen = [fact for fact in facts if _slime(method, fact)]
     elif held is None:
-        chosen = [fact for fact in facts if _listed(method, fact)]
+        chosen = [fact for fact in facts if by_lists(method, fact)]
         _check_fused(method, facts)
+        _check_entries(method, facts)
     else:
         chosen = [fact for fact in facts if method.scales_name(fact.name) in held]
         _check_lists(method, chosen)
@@ -158,8 +170,8 @@ def _chosen(
     return chosen
 
 
-def _listed(method: Method, fact: TensorFacts) -> bool:
-    """Whether a tensor is quantised by the targets and lists alone."""
+def by_lists(method: Method, fact: TensorFacts) -> bool:
+    """Whether a tensor is quantised by a method's targets and lists alone."""
     return _is_linear(fact) and method.targeted(fact.name) and not method.keeps(fact.name)
 
 
@@ -175,18 +187,35 @@ def _check_fused(method: Method, facts: Iterable[TensorFacts]) -> None:
             )
 
 
+def _check_entries(method: Method, facts: Iterable[TensorFacts]) -> None:
+    """Raises UnsupportedError for an entry that one engine takes for a linear layer and another
+    one does not."""
+    for fact in facts:
+        if _is_linear(fact) and method.targeted(fact.name) and (entry := method.differs(fact.name)):
+            raise _core.UnsupportedError(
+                f"{fact.name}: quantization_config: {entry!r} means this module to one of SGLang "
+                f"and vLLM alone; both know full names: {module_of(fact.name)!r}"
+            )
+
+
 def _is_linear(fact: TensorFacts) -> bool:
     """By name and shape: a weight of a linear layer, or of a stack of experts, that engines
     quantise where no list says otherwise."""
     parts = module_of(fact.name).split(".")
     return (
         fact.name.endswith(".weight")
-        and len(fact.shape) in (2, 3)
+        and (len(fact.shape) == 2 or (len(fact.shape) == 3 and _has_experts(parts)))
         and 0 not in fact.shape
         and not _PLAIN.find(fact.name)
         and not any("embed" in part for part in parts)
-        and "norm" not in parts[-1]
+        and not any(word in parts[-1] for word in ("norm", "conv"))
+        and parts[-1] not in _EMBEDDINGS
+        and (parts[-1] != "output" or any(map(str.isdigit, parts)))  # a head
     )
+
+
+def _has_experts(parts: Sequence[str]) -> bool:
+    return any("expert" in part or "moe" in part for part in parts)
 
 
 def _slime(method: Method, fact: TensorFacts) -> bool:
@@ -213,7 +242,7 @@ def _left(
     return tuple(
         fact.name
         for fact in facts
-        if fact.name in held and fact.name not in taken and _listed(method, fact)
+        if fact.name in held and fact.name not in taken and by_lists(method, fact)
     )
 
 
