@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from wsync import _core
 from wsync.families.rules import group_of
 from wsync.families.tables import TOGETHER
-from wsync.module_tensors import two_tensors
+from wsync.module_tensors import checksum_of, two_tensors
 from wsync.module_tensors.quantised_names import group_of_parts
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def global_name(name: str) -> str:
 def items_of(tensors: Mapping[str, _T]) -> list[tuple[str, _T]]:
     """All items at once: another thread may change the mapping.
 
-    Raises LayoutError where a mapping that makes its tensors has written to one that it has given
+    Raises LayoutError where a mapping that makes its tensors writes to one that it has given
     before, and gives that memory under another name, too.
     """
     if isinstance(tensors, dict):
@@ -45,9 +45,14 @@ def items_of(tensors: Mapping[str, _T]) -> list[tuple[str, _T]]:
         given.append((name, tensor))
         places.append(_place(tensor))
         names[places[-1][0]].append(name)
-    for (name, tensor), place in zip(given, places, strict=True):
-        if place[0] and _place(tensor) != place and len(names[place[0]]) > 1:
-            other = next((other for other in names[place[0]] if other != name), name)
+    for (name, tensor), (address, version) in zip(given, places, strict=True):
+        others = names[address]
+        if not address or len(others) == 1:
+            continue
+        written = _place(tensor) != (address, version)
+        # by .data, numpy or in inference mode nothing counts it
+        if written or (name != others[-1] and _written_for(tensors, name, tensor)):
+            other = next((other for other in others if other != name), name)
             raise _core.LayoutError(
                 f"{name}: the mapping has written to it since, and gives the same memory as "
                 f"{other}: tensors have to stay as they are until the update is done"
@@ -55,11 +60,18 @@ def items_of(tensors: Mapping[str, _T]) -> list[tuple[str, _T]]:
     return given
 
 
+def _written_for(tensors: Mapping[str, _T], name: str, tensor: Any) -> bool:
+    """Whether a mapping that is asked for a tensor once more changes what lies there."""
+    before = checksum_of(tensor)
+    tensors[name]
+    return checksum_of(tensor) != before
+
+
 def _place(tensor: Any) -> tuple[int, int]:
-    """Address, 0 for none, and how often torch has written there."""
+    """Address, 0 for none, and how often torch has written there, as far as it counts that."""
     try:
-        return tensor.data_ptr(), tensor._version
-    except (AttributeError, RuntimeError):  # no tensor, one of several parts or of inference mode
+        return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    except (AttributeError, RuntimeError):  # no tensor, or one of several parts
         return 0, 0
 
 

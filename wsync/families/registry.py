@@ -35,6 +35,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from wsync import _core
 from wsync.families.rules import Rule, RuleError, Together, mtp_numbers
 from wsync.families.tables import BRIDGED, DERIVED, FAMILIES, FIELDS, LOADERS, Family
 
@@ -53,7 +54,8 @@ def register(
     together: Together = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Family:
-    """Adds a family of this process to those that `wsync.megatron.layout` knows.
+    """Adds a family of this process to those that `wsync.megatron.layout` knows, or replaces one
+    that was added before.
 
     Args:
         name: as `model_type` of the configuration or `model_name` has it, for example "my_model".
@@ -65,17 +67,19 @@ def register(
             engines take in one call only.
         settings: fields of Megatron's TransformerConfig and the values for which the rules hold,
             for example {"layernorm_zero_centered_gamma": False}; `wsync.megatron.layout` compares
-            them with every layer's configuration.
+            them with every layer's configuration, and refuses a field that has no such name there.
 
     Raises:
         RuleError: the table cannot be right; the text names the rule, see `check`.
-        ValueError: there is such a family, or no such loader.
+        InvalidArgumentError: wsync has a family of this name, or there is no such loader.
     """
-    if name in FAMILIES:
-        raise ValueError(f"there is a family {name!r} already")
+    if name in FAMILIES and not FAMILIES[name].added:
+        raise _core.InvalidArgumentError(f"there is a family {name!r} already")
     for loader, own in (loaders or {}).items():
         if loader not in LOADERS:
-            raise ValueError(f"no loader {loader!r}: known are {', '.join(LOADERS)}")
+            raise _core.InvalidArgumentError(
+                f"no loader {loader!r}: known are {', '.join(LOADERS)}"
+            )
         check(Family(name, own, fields=fields))
     family = Family(
         name,
@@ -94,9 +98,12 @@ def check(family: Family) -> None:
     """Tries a table with small sizes.
 
     Raises:
-        RuleError: elements of a parameter go to no target; a target gets some twice; two rules
-            give a target different shapes, or have one name; nothing says what a size is.
+        RuleError: there are no rules; elements of a parameter go to no target; a target gets some
+            twice; two rules give a target different shapes, or have one name; nothing says what a
+            size is.
     """
+    if not family.rules:
+        raise RuleError(f"family {family.name!r}: it has no rules")
     known = {*FIELDS, *family.fields, *DERIVED}
     names: set[str] = set()
     shapes: dict[str, tuple[Rule, _Shape]] = {}
@@ -160,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     width = max(map(len, FAMILIES))
     print(f"{'family':<{width}}  compared with\n")
     for name, family in sorted(FAMILIES.items()):
-        print(f"{name:<{width}}  {family.oracle or 'added by the user'}")
+        print(f"{name:<{width}}  {'added by the user' if family.added else family.oracle}")
     print(f"\nWithout a table, by Megatron-Bridge's own mappings (bridge=): {', '.join(BRIDGED)}.")
     print("\nwsync.families.register adds one; pydoc wsync.families.registry shows how.")
     return 0

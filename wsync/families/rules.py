@@ -83,7 +83,7 @@ _Shape = tuple[int, ...]
 Together = Sequence[tuple[str, ...]]
 
 
-class RuleError(ValueError):
+class RuleError(_core.InvalidArgumentError):
     """A rule that cannot mean anything: wrong grammar, axes that go nowhere or come twice."""
 
 

@@ -108,6 +108,11 @@ class Family:
         for rule in self.rules:
             self._by_key.setdefault(rule.key, []).append(rule)
 
+    @property
+    def added(self) -> bool:
+        """Whether it is a user's own."""
+        return not self.oracle
+
     def loaded_by(self, loader: str) -> Family:
         """The family as it is of models that a loader has filled."""
         own = self._loaders.get(loader)

@@ -12,9 +12,12 @@ _PARTS: Final = re.compile(
     r"weight(_packed|_scale(_inv|_2)?|_zero_point|_shape|_g_idx|_global_scale)?$"
 )
 # those of them that engines keep, in fused weights, too
-QUANTISED: Final = re.compile(r"weight_(packed|scale(_inv|_2)?|zero_point|g_idx)$")
-_SCALES: Final = re.compile(r"weight_(scale(_inv|_2)?|global_scale)$")
+QUANTISED: Final = re.compile(r"(weight_(packed|scale(_2)?|zero_point|g_idx)|_scale_inv)$")
+# of weights that are parameters of their own, as many experts in one: NAME, NAME_scale_inv
+_SCALE: Final = "_scale_inv"
+_SCALES: Final = re.compile(r"(weight_(scale(_2)?|global_scale)|_scale_inv)$")
 _CODES: Final = ("float8", "float4", "uint8", "int8")
+_OWN_CODES: Final = ("float8_e4m3", "float8_e5m2", "float4")
 
 
 def is_note(name: str) -> bool:
@@ -23,25 +26,38 @@ def is_note(name: str) -> bool:
     return name.endswith(".weight_shape")
 
 
+def weight_of(name: str, dtype: str) -> str:
+    """The name of the weight that a tensor is codes or scales of, "" for other tensors."""
+    stem, _, part = name.rpartition(".")
+    if not stem:
+        return ""
+    if _PARTS.match(part):
+        return "" if part == "weight" and not dtype.startswith(_CODES) else f"{stem}.weight"
+    if part.endswith(_SCALE):
+        return name.removesuffix(_SCALE)
+    return name if dtype.startswith(_OWN_CODES) else ""
+
+
 def group_of_parts(name: str, dtype: str) -> int:
     """The keep-together group of the codes and scales of one weight, 0 for other tensors.  It goes
     by the tensor alone: ranks that hold different ones agree."""
-    stem, _, part = name.rpartition(".")
-    if not stem or not _PARTS.match(part):
-        return 0
-    if part == "weight" and not dtype.startswith(_CODES):
-        return 0
-    return zlib.crc32(f"{stem}.weight".encode()) or 1
+    weight = weight_of(name, dtype)
+    return group_of_weight(weight) if weight else 0
+
+
+def group_of_weight(name: str) -> int:
+    """The group of all that a weight becomes which is in no other."""
+    return zlib.crc32(name.encode()) or 1
 
 
 def without_scales(tensors: Iterable[tuple[str, str]]) -> list[str]:
     """Weights of (name, dtype) that are codes, and have no scales among them."""
-    found = list(tensors)
-    stems = {name.rpartition(".")[0] for name, _ in found if _SCALES.search(name)}
+    given = dict(tensors)
+    found = [(name, weight) for name, dtype in given.items() if (weight := weight_of(name, dtype))]
+    scaled = {weight for name, weight in found if _SCALES.search(name)}
     return [
         name
-        for name, dtype in found
-        if name.endswith(".weight_packed")
-        or (name.endswith(".weight") and dtype.startswith(_CODES))
-        if name.rpartition(".")[0] not in stems
+        for name, weight in found
+        if name == weight or name.endswith(".weight_packed")
+        if weight not in scaled and f"{weight}_scale" not in given
     ]

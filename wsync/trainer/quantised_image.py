@@ -12,6 +12,7 @@ import torch
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.device import find, follow_torch, of
+from wsync.report import Report
 
 _ENTRY_NBYTES: Final = 8  # two float32
 _MERGED_NBYTES: Final = 1 << 20  # of the table, at a time
@@ -58,6 +59,13 @@ class Image:
     @property
     def nbytes(self) -> int:
         return self._quantiser.image_nbytes
+
+    def describe(self, report: Report) -> None:
+        """Says what filling it takes."""
+        stats = self._quantiser.stats
+        report.image_nbytes = self.nbytes
+        report.quantised_nbytes = stats["quantised_nbytes"]
+        report.repeated_nbytes = stats["repeated_nbytes"]
 
     def fill(
         self, weights: _core.TensorTable, group: TrainerGroup, timeout: float
@@ -134,14 +142,21 @@ def _merge(extremes: torch.Tensor, group: TrainerGroup) -> None:
     every other's."""
     if group.size == 1:
         return
-    flat, step = extremes.view(-1), _MERGED_NBYTES // 4
+    flat, step = extremes.view(-1).view(torch.int32), _MERGED_NBYTES // 4
     for begin in range(0, len(flat), step):
         part = flat[begin : begin + step]
         mine = part.cpu()
+        merged = _ordered(mine)
         for data in group.all_gather(ctypes.string_at(mine.data_ptr(), mine.nbytes)):
-            theirs = torch.frombuffer(bytearray(data), dtype=torch.float32)
-            mine = torch.maximum(mine, theirs)
-        part.copy_(mine)
+            theirs = torch.frombuffer(bytearray(data), dtype=torch.int32)
+            merged = torch.maximum(merged, _ordered(theirs))
+        part.copy_(_ordered(merged))
+
+
+def _ordered(bits: torch.Tensor) -> torch.Tensor:
+    """float32, as int32, to integers in the same order, and back; NaN is the largest.  Compared as
+    numbers, subnormal ones would be 0 where the process flushes them."""
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
 def _bytes(nbytes: int, where: torch.device) -> torch.Tensor:

@@ -5,19 +5,33 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from wsync import _core
 from wsync.checkpoints.safetensors_layout import read_config
+from wsync.module_tensors.quantised_names import group_of_parts, group_of_weight
 from wsync.options import Options
-from wsync.quantise.config import BESIDE, Method, inner_config, quantization_config
-from wsync.quantise.selection import Selection, select
+from wsync.quantise.config import (
+    BESIDE,
+    LISTS,
+    Method,
+    TensorFacts,
+    facts_of,
+    inner_config,
+    module_of,
+    quantization_config,
+)
+from wsync.quantise.selection import Selection, by_lists, is_plain, select
 from wsync.report import listed
 from wsync.trainer.compare_checkpoint import compare, places_of
 
 _log = logging.getLogger(__name__)
+
+# The list that SGLang and vLLM read, by quant_method; "ignore" with others.
+_WRITTEN: Final = {"fp8": "modules_to_not_convert", "mxfp8": "ignored_layers"}
 
 
 def config_of(options: Options) -> Mapping[str, Any] | None:
@@ -42,6 +56,14 @@ def config_of(options: Options) -> Mapping[str, Any] | None:
     return None if found is None else {**inner_config(found), **beside}
 
 
+def for_files(options: Options) -> Options:
+    """The same for checkpoints, which have scales as they come and not packed for an engine."""
+    if not isinstance(options.quantise, Mapping):
+        return options
+    kept = {key: value for key, value in options.quantise.items() if key != "transform_ue8m0"}
+    return replace(options, quantise=kept)
+
+
 def config_in(folder: Path) -> Mapping[str, Any] | None:
     """What a checkpoint says of quantised weights; None where it says nothing.
 
@@ -57,35 +79,129 @@ def config_in(folder: Path) -> Mapping[str, Any] | None:
     return found
 
 
-def config_to_write(options: Options, base: Any) -> Mapping[str, Any] | None:
-    """The quantization_config that a checkpoint needs beside the configuration of `base`, a folder
-    or a transformers configuration; None where that has it, or weights stay as they are.
+def config_to_write(
+    options: Options, base: Any, source: _core.Layout
+) -> tuple[Mapping[str, Any] | None, str]:
+    """The quantization_config of a checkpoint with the configuration of `base`, a folder or a
+    transformers configuration: base's own, and the name of base, or what options mean, and "";
+    None where weights stay as they are.  See `exact_config` for what its lists have to say.
+
+    source: what the trainer holds, which may be codes and scales itself.
 
     Raises:
-        LayoutError: base is quantised by another method; the text has both.
+        LayoutError: base is quantised by another method, or weights stay as they are and it is
+            quantised; the text has both.
         WsyncError: as config_of, and Method.of for what options mean.
     """
     config = config_of(options)
-    if config is None:
-        return None
-    delivered = Method.of(config)
+    if config is None and has_codes(source):
+        return None, ""
+    delivered = "not quantised" if config is None else Method.of(config).text
     said = _said_by(base)
     if said is None:
+        if config is None:
+            return None, ""
         kept = {key: value for key, value in config.items() if key != "select"}
-        return {"quant_method": "modelopt", **kept}  # hf_quant_config.json alone leaves it out
+        return _named(kept), ""
     where = f"base={base!s:.200}" if isinstance(base, str | os.PathLike) else "base"
     try:
         method = Method.of(said)
     except _core.UnsupportedError as error:
-        raise _core.LayoutError(
-            f"{where}: {error}; what is delivered is {delivered.text}"
-        ) from None
-    if method.text != delivered.text:
+        raise _core.LayoutError(f"{where}: {error}; what is delivered is {delivered}") from None
+    if method.text != delivered:
         raise _core.LayoutError(
             f"{where}: its quantization_config is {method.text}, but what is delivered is "
-            f"{delivered.text}"
+            f"{delivered} (Options(quantise=) says how weights are delivered)"
         )
-    return None
+    return _named(inner_config(said)), where
+
+
+def _named(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """hf_quant_config.json alone leaves the method's name out."""
+    return {"quant_method": "modelopt", **config}
+
+
+def exact_config(
+    config: Mapping[str, Any], model: _core.Layout, options: Options, where: str
+) -> Mapping[str, Any]:
+    """A quantization_config that `config_to_write` has found, with a list that says of every module
+    of a quantised model whether it is quantised.
+
+    Engines read short names differently, so modules that stay plain are named in full, but where
+    all engines take an entry for them.  Entries that mean what is quantised are left out: tensors
+    of Options.checkpoint, or slime's names, have decided against them.  What engines ask FP8
+    configurations for is there.
+
+    where: the name of `base`, if the configuration is its own; engines may have been started from
+    it.  Raises LayoutError, by name, where it means other modules than are quantised.
+    """
+    method = Method.of(config)
+    facts = facts_of(model)
+    names = {each.name for each in facts}
+    codes, scales = method.form.codes, method.form.scales
+    taken = {
+        stem
+        for name in names
+        if name.endswith(scales) and (stem := name.removesuffix(scales)) + codes in names
+    }
+    plain = [each for each in facts if len(each.shape) > 1 and _has_weights(each, taken)]
+    if method.kind == "nvfp4":
+        _log.warning(
+            "NVFP4: versions have no input_scale, which no trainer has: engines that start from "
+            "one have to take weights alone as NVFP4 (w4a16), or theirs has what lay in memory"
+        )
+    if where:
+        _check_base(method, taken, plain, options, where)
+    while wrong := {*map(method.keeps, taken)} - {""}:
+        method = replace(method, kept=tuple(each for each in method.kept if each not in wrong))
+    full = [
+        module_of(each.name)
+        for each in plain
+        if not method.keeps(each.name) or method.differs(each.name)
+    ]
+    found = {key: value for key, value in config.items() if key not in LISTS}
+    name = str(found.get("quant_method"))
+    if name in ("fp8", "mxfp8"):
+        found = {"activation_scheme": "dynamic", "fmt": "e4m3", **found}
+    if listed := list(dict.fromkeys([*method.kept, *full])):
+        found[_WRITTEN.get(name, "ignore")] = listed
+    return found
+
+
+def _has_weights(each: TensorFacts, taken: Collection[str]) -> bool:
+    """Whether a tensor of a quantised model is a weight of a plain module, or of its experts."""
+    experts = len(each.shape) == 3 and "experts" in each.name.split(".")
+    return (experts or each.name.endswith(".weight")) and each.name not in taken
+
+
+def _check_base(
+    method: Method,
+    taken: Iterable[str],
+    plain: Iterable[TensorFacts],
+    options: Options,
+    where: str,
+) -> None:
+    """Raises LayoutError where the lists of base mean other modules than are quantised."""
+    hint = "(Options(quantise=) says how weights are delivered)"
+    for name in taken:
+        if entry := method.keeps(name):
+            raise _core.LayoutError(
+                f"{where}: by {entry!r} of its quantization_config {name} is not quantised, but "
+                f"it is delivered so {hint}"
+            )
+    if options.checkpoint:  # whose tensors have decided, and engines hold them so
+        return
+    for each in plain:
+        if by_lists(method, each):
+            raise _core.LayoutError(
+                f"{where}: by its quantization_config {each.name} is quantised, but it is "
+                f"delivered as it is {hint}"
+            )
+
+
+def has_codes(source: _core.Layout) -> bool:
+    """Whether a trainer holds codes or scales."""
+    return any(group_of_parts(each.name, each.dtype) for each in facts_of(source))
 
 
 def _said_by(base: Any) -> Mapping[str, Any] | None:
@@ -111,7 +227,12 @@ def select_quantised(
     """
     method = Method.of(config)
     places = places_of(folder) if folder else None
-    found = select(method, model, places, rule=config.get("select", "lists"))
+    rule = config.get("select", "lists")
+    if places is None and rule == "lists":
+        unknown = [name for name in method.unknown(facts_of(model)) if not is_plain(name)]
+        if unknown:
+            _log.warning("quantise: the model has no module called %s", listed(unknown))
+    found = select(method, model, places, rule=rule)
     if found.left:
         _log.warning(
             "%s holds tensors as they are that its quantization_config does not except: %s",
@@ -119,7 +240,10 @@ def select_quantised(
             listed(found.left),
         )
     if folder and places is not None:
-        compare(found.tensors, folder, places, quantised=True)
+        published = found
+        if method.published is not method:
+            published = select(method.published, model, places, rule=rule)
+        compare(published.tensors, folder, places, quantised=True)
     return found
 
 
@@ -137,7 +261,7 @@ def quantise_rules(model: _core.Layout, options: Options) -> list[_core.Quantise
             *(row.name, row.kind, row.reciprocal, row.block_rows, row.block_cols),
             *(row.codes, row.scales, row.second, row.shape),
             numbers.setdefault(row.share, len(numbers)),
-            row.group,
+            row.group or group_of_weight(row.name),
         )
         for row in select_quantised(model, config, options.checkpoint).rows
     ]
