@@ -20,6 +20,7 @@ from wsync.machine.try_lock import Turn
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.compare_checkpoint import compare
+from wsync.trainer.engine_form import check_plain
 from wsync.trainer.quantised_image import Image
 from wsync.trainer.quantised_model import quantise_rules
 from wsync.trainer.requests import EngineRequests
@@ -51,6 +52,7 @@ class Updates(abc.ABC):
         self._updates = 0  # begun since this connected, by the rank that has begun the most
         self._next_version = 1
         self._requests = EngineRequests([], self.options)
+        self._silent: list[str] = []  # engines that do not say what they hold, on rank 0
         self._owner = Owner()
         self._closed = False
         self._busy = Turn()
@@ -106,6 +108,11 @@ class Updates(abc.ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    @abc.abstractmethod
+    def ways(self) -> dict[str, list[str]]:
+        """The engines' names, by the way that their weights take, in words; on rank 0."""
+
     @abc.abstractmethod
     def _abandon(self, error: _core.WsyncError) -> None:
         """Drops everything that an error leaves in doubt."""
@@ -157,10 +164,11 @@ class Updates(abc.ABC):
 
     def _compare(self, model: _core.Layout) -> None:
         """Raises LayoutError, on all ranks, where rank 0 sees that the model's checkpoint has other
-        tensors."""
+        tensors, or quantised ones that engines may hold."""
         folder, wrong = self.options.checkpoint, ""
         if folder and self._group.rank == 0:
             try:
+                check_plain(model, folder, self._silent)
                 compare(model, folder)
             except _core.LayoutError as error:
                 wrong = str(error)
@@ -182,6 +190,7 @@ class Updates(abc.ABC):
         table = self._source.bind(weights)
         if self._image is None:
             return table
+        self._image.describe(report)
         with report.phase("quantise"):
             return self._image.fill(table, self._group, self.options.deadline)
 

@@ -6,6 +6,7 @@ import errno
 import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -25,6 +26,7 @@ from wsync.report import listed
 
 _log = logging.getLogger(__name__)
 
+_LAYER: Final = re.compile(r"(?:.*?\.)?layers\.\d+\.")
 _FLOATS: Final = ("float32", "bfloat16", "float16")
 
 
@@ -86,7 +88,7 @@ def compare(
             if name in places and not _same_shape(shape, places[name].shape)
         ],
     }
-    quantised = quantised or any(_is_part(each.name, each.dtype) for each in facts)
+    quantised = quantised or any(is_part(each.name, each.dtype) for each in facts)
     if quantised:
         wrong |= _other_parts(facts, places, odd, lacking)
     texts = [f"{text}: {listed(names)}" for text, names in wrong.items() if names]
@@ -107,13 +109,22 @@ def _other_parts(
     odd: Mapping[str, str],
     lacking: Sequence[str],
 ) -> dict[str, list[str]]:
-    """Which of a checkpoint's codes and scales the trainer lacks, or has in another dtype."""
-    parts = {name for name, place in places.items() if _is_part(name, place.dtype)}
+    """Which of a checkpoint's codes and scales the trainer lacks, or has in another dtype.  It may
+    lack whole layers, as those of MTP."""
+    parts = {name for name, place in places.items() if is_part(name, place.dtype)}
+    parts |= {each.name for each in facts if is_part(each.name, each.dtype)}
     same = {each.name for each in facts if _readable(each, places)}
+    layers = {_layer(each.name) for each in facts} | {""}
     return {
         "other dtypes": [text for name, text in odd.items() if name in parts - same],
-        "only it has": [name for name in lacking if name in parts],
+        "only it has": [name for name in lacking if name in parts and _layer(name) in layers],
     }
+
+
+def _layer(name: str) -> str:
+    """The beginning of a tensor's name that all of its layer have; "": it is in none."""
+    found = _LAYER.match(name)
+    return found[0] if found else ""
 
 
 def _readable(each: TensorFacts, places: Mapping[str, Place]) -> bool:
@@ -125,7 +136,7 @@ def _readable(each: TensorFacts, places: Mapping[str, Place]) -> bool:
     return each.dtype == "float32" and floats and scales
 
 
-def _is_part(name: str, dtype: str) -> bool:
+def is_part(name: str, dtype: str) -> bool:
     """Whether a tensor is codes or scales."""
     return group_of_parts(name, dtype) != 0 and not is_note(name)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.exchange.all_to_all_exchange import Exchange, GroupExchange
+from wsync.exchange.all_to_all_exchange import Exchange
 from wsync.exchange.choose_exchange import Transport
 from wsync.exchange.remote_plan import Blueprint, Orders
 from wsync.exchange.trainer_group import TrainerGroup
@@ -240,6 +240,7 @@ class Connection:
         with report.phase("copy"):
             stream.synchronize(timeout, check)
         if self._exchange is not None:
+            self._exchange.check()
             report.staging_nbytes = self._exchange.nbytes
         report.trace.take(stream)
 
@@ -295,13 +296,16 @@ class Connection:
             session.commit(deadline.left, check)
         for session in self._sessions:
             session.park(deadline.left, check)
-        if self._options.park and isinstance(self._exchange, GroupExchange):
+        if self._options.park and self._exchange is not None:
             self._exchange.park()
 
     def look(self) -> None:
-        """Raises what ails a worker of this rank, or a remote engine; waits for nothing."""
+        """Raises what ails a worker of this rank, a remote engine or the exchange; waits for
+        nothing."""
         for session in self._sessions:
             session.look()
+        if self._exchange is not None:
+            self._exchange.check()
 
     def abort(self, text: str) -> None:
         """Stops copying, tells the workers why, and lets go of everything."""
@@ -344,7 +348,7 @@ class Connection:
         exchange, plan, stream = self._exchange, self.plan, self._stream
         assert exchange is not None and plan is not None and stream is not None
         with report.phase("gather"):
-            exchange.wait(number, self._options.exchange_deadline, check)
+            exchange.wait(number, stream, self._options.exchange_deadline, check)
         stream.copy(plan, number, _core.UNPACK, messages, self._rings)
         exchange.release(number, stream)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -23,6 +24,7 @@ from wsync.machine.deadline import (
 )
 from wsync.messages.control import Control
 from wsync.options import Options
+from wsync.report import Report
 from wsync.trainer.engine_identity import CheckedEngine
 
 _log = logging.getLogger(__name__)
@@ -100,21 +102,39 @@ class EngineRequests:
         self._closing: dict[int, list[Control]] = {}
         self._failed = ""  # the version of these calls
         self._under_way: UnderWay = []  # of all updates
+        self._stops: list[tuple[float, float]] = []  # how long engines paused and flushed
         self._end = Deadline(0.0)  # when that has ended, as handles keep their timeouts
 
     def pause(self, *, anew: bool) -> None:
         """Has the engines stop.  anew: for a new connection; what a failed update has left under
         way goes on under the id that it had."""
         options, deadline = self._options, Deadline(self._options.deadline)
+        self._stops = []
         if anew:
             self.engines = [CheckedEngine(engine) for engine in self._handles]
 
         def pause(index: int, engine: EngineHandle) -> None:
-            engine.pause(options.pause_mode, options.deadline)
-            if options.flush_cache:
-                engine.flush(deadline.left)
+            self.stop(engine, lambda: deadline.left)
 
         self._pausing = self._start(pause, options.deadline)
+
+    def stop(self, engine: EngineHandle, remaining: Callable[[], float]) -> None:
+        """Has one engine stop and, with Options.flush_cache, drop its cache; `remaining` gives the
+        timeout of each call."""
+        times = [time.perf_counter()]
+        engine.pause(self._options.pause_mode, remaining())
+        times.append(time.perf_counter())
+        if self._options.flush_cache:
+            engine.flush(remaining())
+        times.append(time.perf_counter())
+        self._stops.append((times[1] - times[0], times[2] - times[1]))
+
+    def measure(self, report: Report) -> None:
+        """Says how long the engines took that have stopped since this was asked."""
+        stops, self._stops = self._stops, []
+        if stops:
+            pauses, flushes = zip(*stops, strict=True)
+            report.engine_pause_seconds, report.engine_flush_seconds = max(pauses), max(flushes)
 
     def paused(self, check: Check) -> None:
         """Waits until the engines have stopped."""
@@ -174,6 +194,7 @@ class EngineRequests:
         Raises what they raise, or DeadlineError.
         """
         self._clear(deadline, check)
+        self._stops = []
         given_up = threading.Event()
 
         def remaining() -> float:

@@ -28,6 +28,16 @@ class Delivery(enum.StrEnum):
     BROADCAST = "broadcast"
     """The engine joins process groups, in which buckets are broadcast."""
 
+    @property
+    def words(self) -> str:
+        """For a person to read."""
+        return {
+            Delivery.WSYNC: "wsync's receiver",
+            Delivery.STOCK: "flattened buckets",
+            Delivery.REMOTE: "wsync's receiver, over the network",
+            Delivery.BROADCAST: "broadcasts",
+        }[self]
+
     @staticmethod
     def of(engine: EngineHandle, first_gpu: int | None, options: Options, ranks: int) -> Delivery:
         """What an engine takes.  One whose GPUs are not all the trainer's is remote.  One that
@@ -188,8 +198,10 @@ class Roster:
             )
         if len(self.hosts) == 1 and Delivery.REMOTE not in found:
             idle["exchange"] = "several trainer ranks, and this trainer has one"
-            if Delivery.WSYNC not in found:
-                idle["park"] = "engines that run wsync (delivery='wsync'), or several trainer ranks"
+            if Delivery.WSYNC not in found and options.quantise is None:
+                idle["park"] = (
+                    "engines that run wsync (delivery='wsync'), several trainer ranks, or quantise"
+                )
         options.refuse(idle)
         if Delivery.REMOTE in found and options.exchange == "shared":
             distant = ", ".join(engine.name for engine in self.taking(Delivery.REMOTE))

@@ -1,0 +1,252 @@
+"""Engines without wsync's receiver that say how they were started: what they hold against what they
+are sent."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.quantised_cases import METHODS, PER_TENSOR, blocks, quantised
+
+import wsync
+
+PLAIN: dict[str, Any] = {"model_type": "any"}
+WEIGHTS = {"model.layers.0.mlp.x_proj.weight": torch.zeros(16, 64, dtype=torch.bfloat16)}
+
+
+class Engine:
+    """SGLang as a local object, as far as connecting goes."""
+
+    def __init__(self, name: str = "e", **started: Any) -> None:
+        self.name = name
+        self.started = {"tp_size": 1} | started
+
+    def server_info(self) -> dict[str, Any]:
+        return self.started
+
+    def update_weights_from_tensor(self, **_: Any) -> None: ...
+    def update_weights_from_disk(self, **_: Any) -> None: ...
+
+
+def model(folder: Path, config: Any, name: str = "model") -> str:
+    """A folder whose config.json has a quantization_config, or none."""
+    made = folder / name
+    made.mkdir()
+    facts = PLAIN if config is None else PLAIN | {"quantization_config": config}
+    (made / "config.json").write_text(json.dumps(facts))
+    return str(made)
+
+
+def connect(engines: Any, quantise: Any, **options: Any) -> None:
+    chosen = wsync.Options(quantise=quantise, progress=False, **options)
+    wsync.connect(WEIGHTS, engines, options=chosen).close()
+
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "quantised": (blocks(128, 128), None, "fp8_block of 128 x 128.* delivered is not quantised"),
+    "plain": (None, blocks(128, 128), "not quantised.* delivered is fp8_block of 128 x 128"),
+    "block": (blocks(128, 128), blocks(8, 16), "of 128 x 128.* delivered is fp8_block of 8 x 16"),
+    "method": (PER_TENSOR, METHODS["int4"][0], "fp8_tensor.* delivered is int4 of 1 x 16"),
+    "unknown": ({"quant_method": "awq"}, None, "quant_method='awq'.* delivered is not quantised"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_engine_that_holds_another_form_is_refused(case: str, tmp_path: Path) -> None:
+    config, quantise, text = REFUSED[case]
+    path = model(tmp_path, config)
+    with pytest.raises(wsync.LayoutError, match=f"engine e: its weights are .*{text}") as error:
+        connect([Engine(model_path=path)], quantise)
+    assert path in str(error.value)
+    options = wsync.Options(quantise=quantise, progress=False)
+    with pytest.raises(wsync.LayoutError, match=text):
+        wsync.DiskSync(WEIGHTS, [Engine(model_path=path)], folder=tmp_path, options=options)
+
+
+@pytest.mark.parametrize(
+    ("config", "quantise"),
+    [
+        (None, None),
+        (blocks(8, 16), blocks(8, 16)),
+        (METHODS["int4"][0] | {"producer": "other"}, METHODS["int4"][0]),
+        (blocks(128, 128), blocks(128, 128) | {"scale_fmt": "ue8m0"}),
+    ],
+)
+def test_one_that_holds_the_same_is_taken(
+    config: Any, quantise: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(model_path=model(tmp_path, config), quantization=config and "fp8")
+    connect([engine], quantise)
+    assert caplog.messages == []
+
+
+def test_arguments_of_the_server_are_read(tmp_path: Path) -> None:
+    """verl starts SGLang so: the checkpoint is plain, and its configuration is overridden."""
+    path = model(tmp_path, None)
+    override = json.dumps({"quantization_config": blocks(8, 16)})
+    engine = Engine(model_path=path, json_model_override_args=override, quantization="fp8")
+    connect([engine], blocks(8, 16))
+    with pytest.raises(wsync.LayoutError, match="fp8_block of 8 x 16, by its json_model_override"):
+        connect([engine], None)
+    online = Engine(model_path=path, quantization="fp8", json_model_override_args="{}")
+    for quantise in (None, PER_TENSOR):
+        with pytest.raises(wsync.LayoutError, match="are quantised, by quantization='fp8'"):
+            connect([online], quantise)
+    quantising = Engine(model_path=path, quantization="fp8", load_format="flash_rl")
+    connect([quantising], None)
+    with pytest.raises(wsync.LayoutError, match="not quantised, by load_format='flash_rl'"):
+        connect([quantising], PER_TENSOR)
+
+
+def test_what_no_engine_says_is_said_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    engines = [
+        Engine("a"),
+        Engine("b", model_path="org/name"),
+        Engine("c", model_path=str(tmp_path / "elsewhere"), quantization="fp8"),
+    ]
+    connect(engines[:2], None)
+    assert caplog.messages == []
+    connect(engines, blocks(8, 16))
+    (text,) = caplog.messages
+    assert "in another form than fp8_block of 8 x 16: a, b, c (Options(checkpoint=)" in text
+    with pytest.raises(wsync.LayoutError, match="engine c: its weights are quantised, by quant"):
+        connect(engines, None)
+
+
+def test_a_checkpoint_says_what_another_folder_of_the_same_path_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    engine = Engine(model_path=model(tmp_path, None))
+    named = model(tmp_path, METHODS["one block"][0], "named")
+    save_file(quantised(WEIGHTS, "one block"), Path(named) / "model.safetensors")
+    connect([engine], "checkpoint", checkpoint=named)
+    (text,) = caplog.messages
+    assert "engine e: its weights are not quantised" in text
+    assert text.endswith(f"; the configuration in {named} says that it does hold these")
+    caplog.clear()
+    connect([Engine()], "checkpoint", checkpoint=named)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_plain_weights_for_a_quantised_checkpoint_are_refused(said: bool, tmp_path: Path) -> None:
+    """A stock engine that was started from it would keep the scales of other codes.  said: by the
+    folder's configuration; else its tensors alone show it."""
+    named = model(tmp_path, METHODS["one block"][0] if said else None)
+    made = quantised(WEIGHTS, "one block")
+    save_file(made, Path(named) / "model.safetensors")
+    options = wsync.Options(checkpoint=named, progress=False)
+    how = "fp8_block" if said else "quantised, by .*x_proj.weight"
+    text = f"the weights of {named} are {how}.* not quantised, which .* without a word: a, b "
+    with pytest.raises(wsync.LayoutError, match=text):
+        wsync.connect(WEIGHTS, [Engine("a"), Engine("b")], options=options)
+    with pytest.raises(wsync.LayoutError, match=text):
+        folder = tmp_path / "versions"
+        wsync.DiskSync(WEIGHTS, [Engine("a"), Engine("b")], folder=folder, options=options)
+    wsync.connect(made, [Engine()], options=options).close()
+    wsync.DiskSync(WEIGHTS, folder=tmp_path / "versions", options=options).close()
+    plain = Engine(model_path=model(tmp_path, None, "plain"))
+    wsync.connect(WEIGHTS, [plain], options=options).close()
+
+
+@pytest.mark.parametrize(("method", "part"), [("one block", "_scale_inv"), ("int4", "_scale")])
+def test_codes_without_scales_are_refused(method: str, part: str, tmp_path: Path) -> None:
+    """A stock engine would keep the scales of other codes; one that loads a version has none."""
+    made = quantised(WEIGHTS | {"other_proj.weight": torch.zeros(8, 64)}, method)
+    lacking = {
+        name: tensor for name, tensor in made.items() if not name.endswith(f"x_proj.weight{part}")
+    }
+    text = r"x_proj.weight(_packed)?: codes that the trainer delivers no scales for"
+    with pytest.raises(wsync.LayoutError, match=text):
+        wsync.connect(lacking, [Engine()])
+    with pytest.raises(wsync.LayoutError, match=text):
+        wsync.DiskSync(lacking, folder=tmp_path)
+    wsync.connect(made, [Engine()]).close()
+
+
+class Packing(Engine):
+    """Notes when it restores and packs weights, as slime's actors do; it reports versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = "somebody's"
+        self.calls: list[str] = []
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+    def pause_generation(self) -> None: ...
+    def flush_cache(self) -> None: ...
+
+    def update_weights_from_tensor(self, **given: Any) -> None:
+        self.version = given.get("weight_version", self.version)
+        self.calls.append("load")
+
+    def post_process_weights(self, restore_weights_before_load: bool, **_: Any) -> None:
+        self.calls.append("restore" if restore_weights_before_load else "pack")
+
+    def continue_generation(self) -> None:
+        self.calls.append("continue")
+
+
+OWN = {
+    "own int4": quantised(WEIGHTS, "int4"),
+    "own blocks": quantised(WEIGHTS, "one block"),
+    "own mxfp8": {
+        "x.weight": torch.zeros(4, 32, dtype=torch.float8_e4m3fn),
+        "x.weight_scale_inv": torch.zeros(4, 1, dtype=torch.uint8),
+    },
+}
+CONFIGS: dict[str, Any] = {
+    "int4": METHODS["int4"][0],
+    "mxfp8": {"quant_method": "mxfp8"},
+    "nvfp4": {"quant_method": "nvfp4"},
+    "blocks": METHODS["one block"][0],
+}
+
+
+@pytest.mark.parametrize("case", [*OWN, *CONFIGS, "plain"])
+def test_only_what_engines_rearrange_is_restored(case: str) -> None:
+    engine = Packing()
+    options = wsync.Options(quantise=CONFIGS.get(case), progress=False, stock_memory="host")
+    with wsync.connect(OWN.get(case, WEIGHTS), [engine], options=options) as sync:
+        sync.update()
+    plain = ["load", "continue"]
+    rearranged = any(kind in case for kind in ("int4", "mxfp8", "nvfp4"))
+    assert engine.calls == (["restore", "load", "pack", "continue"] if rearranged else plain)
+
+
+def test_after_a_failure_weights_are_restored_again() -> None:
+    """The engine may have been started anew."""
+    engine = Packing()
+    options = wsync.Options(quantise=CONFIGS["int4"], progress=False, stock_memory="host")
+    with wsync.connect(WEIGHTS, [engine], options=options) as sync:
+        with (
+            mock.patch.object(engine, "update_weights_from_tensor", side_effect=ValueError("no")),
+            pytest.raises(wsync.RemoteError),
+        ):
+            sync.update()
+        sync.update()
+    assert engine.calls == ["restore", "restore", "load", "pack", "continue"]
+
+
+def test_codes_for_stock_engines_take_no_memory_in_between() -> None:
+    config = METHODS["one block"][0]
+    options = wsync.Options(quantise=config, park=True, progress=False, stock_memory="host")
+    with wsync.connect(WEIGHTS, [Packing()], options=options) as sync:
+        for _ in range(2):
+            sync.update()
+            assert sync._image is not None
+            assert sync._image._memory is None
+
+
+def test_a_trainer_with_codes_of_its_own_is_not_compared(tmp_path: Path) -> None:
+    engine = Engine(model_path=model(tmp_path, blocks(128, 128)))
+    wsync.connect(quantised(WEIGHTS, "one block"), [engine]).close()

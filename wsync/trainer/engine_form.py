@@ -1,0 +1,223 @@
+"""In which form an engine holds its weights, as far as it says, against the form they are sent in.
+
+wsync's receiver compares what it holds itself.  Engines without it convert: their loaders copy
+bfloat16 into float8, or the other way, and say nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from wsync import _core
+from wsync.handles.base import EngineHandle
+from wsync.machine.deadline import Deadline
+from wsync.module_tensors.quantised_names import without_scales
+from wsync.options import Options
+from wsync.quantise.config import Method, TensorFacts, facts_of, quantization_config
+from wsync.report import listed
+from wsync.trainer.compare_checkpoint import is_part, places_of
+from wsync.trainer.quantised_model import config_in, config_of, has_codes
+
+_log = logging.getLogger(__name__)
+
+_PLAIN: Final = "not quantised"
+_PATH: Final = (str, os.PathLike)
+_NONE: Final = (None, "", "unquant")  # of SGLang's --quantization
+# loaders of SGLang that take weights as they are, and quantise them each time
+_QUANTISING: Final = ("flash_rl",)
+
+
+class _Form(NamedTuple):
+    """How weights are quantised, in words that are equal where engines take one for the other, and
+    what says so.  vague: they are, and nothing says how."""
+
+    text: str
+    source: str
+    vague: bool = False
+
+
+def check_forms(
+    engines: Sequence[EngineHandle], options: Options, source: _core.Layout, *, base: object = None
+) -> list[str]:
+    """Compares what engines without wsync's receiver say of themselves with what they are sent.
+
+    Engines of SGLang say how they were started.  The configuration of the model is read if its
+    folder is there under the same path here.  Where nothing says what an engine holds, the log
+    does, once for all of them, if weights are quantised and no checkpoint is named.
+
+    Args:
+        source: what this rank has to give.  If it has codes and scales itself, nothing is compared.
+        base: a folder that engines may have been started from, beside Options.checkpoint.
+
+    Returns:
+        The names of engines that do not say what they hold, for check_plain.
+
+    Raises:
+        LayoutError: an engine holds another form, and no checkpoint says otherwise; the text has
+            both.
+        WsyncError: as config_of, and Method.of for what options mean; an engine does not answer.
+    """
+    config = config_of(options)
+    if config is None and has_codes(source):
+        return []
+    sent = _PLAIN if config is None else _text(Method.of(config))
+    named = [os.fspath(f) for f in (options.checkpoint, base) if f and isinstance(f, _PATH)]
+    known = [form for folder in named if (form := _in_folder(folder)) is not None]
+    silent = []
+    deadline = Deadline(options.deadline)
+    for engine in engines:
+        held = _held(_started(engine, deadline.left))
+        if held is None or (held.vague and config is not None):
+            silent.append(engine.name)
+        elif held.text != sent:
+            _differ(engine.name, held, sent, known)
+    if silent and config is not None and not known:
+        _log.warning(
+            "engines do not say how their weights are quantised, and convert without a word what "
+            "they are sent in another form than %s: %s (Options(checkpoint=) names the folder that "
+            "they were started from, which is compared)",
+            sent,
+            ", ".join(silent),
+        )
+    return silent
+
+
+def check_plain(model: _core.Layout, folder: str, silent: Sequence[str]) -> None:
+    """Where weights stay as the trainer has them, raises LayoutError if a checkpoint's are
+    quantised and engines, `silent` by name, do not say that they hold others than it has: they
+    would convert weights to codes, and keep the scales of other codes.
+
+    model: what all ranks have.  folder: the checkpoint's, which may be none.
+    """
+    if not silent or has_codes(model):
+        return
+    form = _in_folder(folder)
+    if form is None or form.text == _PLAIN:
+        form = _by_tensors(folder)
+    if form is not None:
+        raise _core.LayoutError(
+            f"the weights of {folder} are {form.text}, by {form.source}, but what is delivered is "
+            f"{_PLAIN}, which engines that were started from it convert without a word: "
+            f"{listed(silent)} (Options(quantise='checkpoint') delivers what it has; "
+            "Options(checkpoint=) names the folder that they were started from, or none by '')"
+        )
+
+
+def _by_tensors(folder: str) -> _Form | None:
+    """How a folder's weights are quantised by the tensors in it; None where none is codes or
+    scales."""
+    try:
+        places = places_of(folder) or {}
+    except _core.WsyncError:  # compare() says so
+        return None
+    parts = [name for name, place in places.items() if is_part(name, place.dtype)]
+    return _Form("quantised", listed(parts)) if parts else None
+
+
+def check_scales(model: _core.Layout) -> None:
+    """Raises LayoutError, by name, where ranks hold codes and nobody their scales: who is sent the
+    codes alone reads them with other scales, or with none."""
+    missing = without_scales((each.name, each.dtype) for each in facts_of(model))
+    if missing:
+        raise _core.LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
+
+
+def tell_rearranged(
+    engines: Sequence[EngineHandle], options: Options, source: _core.Layout
+) -> None:
+    """Tells the handles of engines whether these are sent weights that they rearrange when they
+    have loaded them.  Raises as config_of, and Method.of."""
+    config = config_of(options)
+    if config is None:
+        rearranges = any(map(_rearranged, facts_of(source)))
+    else:
+        rearranges = not Method.of(config).kind.startswith("fp8")
+    for engine in engines:
+        if hasattr(type(engine), "rearranges"):  # and not by __getattr__
+            own: Any = engine
+            own.rearranges(rearranges)
+
+
+def _rearranged(part: TensorFacts) -> bool:
+    """Whether a tensor is codes of INT4, or scales of NVFP4 or MXFP8."""
+    exponents = part.dtype in ("uint8", "float8_e8m0fnu") and part.name.endswith("_scale_inv")
+    return exponents or part.name.endswith((".weight_packed", ".weight_scale_2"))
+
+
+def _differ(name: str, held: _Form, sent: str, known: Sequence[_Form]) -> None:
+    text = (
+        f"engine {name}: its weights are {held.text}, by {held.source}, but what is delivered is "
+        f"{sent}, which it would convert without a word"
+    )
+    for form in known:
+        if form.text == sent:  # a path may be another folder on the engine's host
+            _log.warning("%s; %s says that it does hold these", text, form.source)
+            return
+    raise _core.LayoutError(
+        f"{text} (Options(quantise=) says how weights are delivered; Options(checkpoint=) names "
+        "the folder that the engine was started from, where another is under its path here)"
+    )
+
+
+def _started(engine: EngineHandle, timeout: float) -> Mapping[str, Any]:
+    """How an engine says it was started; nothing where it does not."""
+    ask = getattr(type(engine), "server_info", None)
+    if ask is None:
+        return {}
+    try:
+        found = ask(engine, timeout)
+    except _core.RemoteError:  # not all servers know the path
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _held(started: Mapping[str, Any]) -> _Form | None:
+    """What a server of SGLang holds, None where that cannot be told."""
+    path, own = started.get("model_path"), started.get("quantization")
+    if not isinstance(path, str):
+        return None
+    if started.get("load_format") in _QUANTISING:
+        return _Form(_PLAIN, f"load_format={started['load_format']!r}")
+    form = _overridden(started.get("json_model_override_args"))
+    if form is None and os.path.isabs(path):
+        form = _in_folder(path)
+    if own not in _NONE and (form is None or form.text == _PLAIN):  # else it is the same method
+        return _Form("quantised", f"quantization={own!r}", vague=form is None)
+    return form
+
+
+def _overridden(text: object) -> _Form | None:
+    try:
+        config = json.loads(text) if isinstance(text, str) else {}
+    except ValueError:
+        return None
+    found = quantization_config(config) if isinstance(config, Mapping) else None
+    return None if found is None else _Form(_words(found), "its json_model_override_args")
+
+
+def _in_folder(folder: str) -> _Form | None:
+    """What the configuration in a folder says; None where there is none that can be read."""
+    try:
+        return _Form(_words(config_in(Path(folder))), f"the configuration in {folder}")
+    except (_core.SystemCallError, _core.LayoutError):
+        return None
+
+
+def _words(config: Mapping[str, Any] | None) -> str:
+    if config is None:
+        return _PLAIN
+    try:
+        return _text(Method.of(config))
+    except _core.UnsupportedError as error:
+        return f"quantised in a way that is not known ({error})"
+
+
+def _text(method: Method) -> str:
+    if method.kind.startswith("fp8") and method.block_rows:  # powers of two are scales, too
+        return f"fp8_block of {method.block_rows} x {method.block_cols}"
+    return method.text
