@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from wsync._core import DeadlineError, PeerClosedError, RemoteError
+from wsync._core import DeadlineError, PeerClosedError, RemoteError, UnsupportedError
 
 _TEXT_LIMIT: Final = 2000
 _GOOD_STATUS: Final = ("ok", "success", "paused", "resumed")
@@ -37,6 +37,24 @@ def drafts_itself(started: Mapping[str, Any]) -> bool:
     if str(started.get("speculative_algorithm")).upper() not in ("EAGLE", "NEXTN"):
         return False
     return started.get("speculative_draft_model_path") in (None, "", started.get("model_path"))
+
+
+def tensor_workers(name: str, started: Mapping[str, Any]) -> int:
+    """The tensor-parallel workers of SGLang's server, by how it was started.
+
+    Raises:
+        UnsupportedError: it has several pipeline stages.
+        RemoteError: it does not say it.
+    """
+    if started.get("pp_size", 1) not in (1, None):
+        raise UnsupportedError(
+            f"engine {name}: pp_size {started['pp_size']}: SGLang gives every pipeline stage the "
+            "payload of its tensor-parallel rank, so stages cannot be told apart"
+        )
+    workers = started.get("tp_size")
+    if type(workers) is not int or workers < 1:
+        raise RemoteError(f"engine {name}: server_info: tp_size is {workers!r}")
+    return workers
 
 
 def refusal(answer: object) -> str | None:

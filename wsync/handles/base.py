@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from wsync._core import InvalidArgumentError
-from wsync.handles.local import LocalHandle, RayHandle
+from wsync.handles.local import LocalHandle, RayHandle, url_of
 from wsync.handles.sglang_engine import SglangHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.machine.deadline import Deadline
@@ -85,14 +85,18 @@ def handle(
     engine: object,
     *,
     workers: int | None = None,
+    gpus: int | None = None,
     api_key: str | None = None,
     timeout: float = 30.0,
 ) -> EngineHandle:
     """A handle for `engine`: a URL, a Ray actor, a local object, or an EngineHandle.
 
+    A Ray actor with a method get_url, as slime's have, stands for the server at that URL.
+
     workers: number of tensor-parallel workers; asked of the engine where it can tell (a URL, an
-    attribute `workers`), required for Ray actors.  api_key: bearer key of a URL.  timeout: seconds
-    that it has to say what it is.
+    attribute `workers`, an actor's get_url or server_info).  gpus: of an actor's or object's
+    engine, which are its workers where nobody says how many these are.  api_key: bearer key of a
+    URL.  timeout: seconds that it has to say what it is.
     """
     if workers is not None and workers < 1:
         raise InvalidArgumentError(f"workers {workers}: at least 1")
@@ -106,13 +110,15 @@ def handle(
     elif isinstance(engine, EngineHandle):
         made = engine
     else:
-        made = _adapt(engine, workers, timeout)
+        made = _adapt(engine, workers, gpus, api_key, timeout)
     if workers is not None and workers != made.workers:
         raise InvalidArgumentError(f"engine {made.name}: has {made.workers} workers, not {workers}")
     return made
 
 
-def _adapt(engine: object, workers: int | None, timeout: float) -> EngineHandle:
+def _adapt(
+    engine: object, workers: int | None, gpus: int | None, api_key: str | None, timeout: float
+) -> EngineHandle:
     """A handle for an object with an engine's methods."""
     method = getattr(engine, "update_weights_from_tensor", None)
     if method is None and callable(getattr(engine, "collective_rpc", None)):
@@ -127,10 +133,13 @@ def _adapt(engine: object, workers: int | None, timeout: float) -> EngineHandle:
             f"collective_rpc{hint}"
         )
     if callable(getattr(method, "remote", None)):
-        return RayHandle(engine, workers=workers)
+        deadline = Deadline(timeout)
+        if url := url_of(engine, timeout):
+            return HttpHandle(url, api_key=api_key, timeout=deadline.left)
+        return RayHandle(engine, workers=workers, gpus=gpus, timeout=deadline.left)
     if "named_tensors" in inspect.signature(method).parameters:
         return SglangHandle(engine, workers=workers)
-    return LocalHandle(engine, workers=workers)
+    return LocalHandle(engine, workers=workers, gpus=gpus)
 
 
 def handles_of(
@@ -139,9 +148,10 @@ def handles_of(
     timeout: float,
     api_key: str | None = None,
     workers: Iterable[int | None] = itertools.repeat(None),
+    gpus: Iterable[int | None] = itertools.repeat(None),
 ) -> list[EngineHandle]:
     """Handles of a list of engines, or of what a callable returns; all of them together have
-    `timeout` seconds to say what they are.  workers: of each of them, as `handle` takes it.
+    `timeout` seconds to say what they are.  workers, gpus: of each of them, as `handle` takes it.
 
     Raises InvalidArgumentError for what is no list, and for an engine that is given twice, be it
     under two URLs where the engine tells an identity: it would wait for itself.
@@ -152,8 +162,8 @@ def handles_of(
     handles: list[EngineHandle] = []
     known: dict[Any, str] = {}
     deadline = Deadline(timeout)
-    for engine, count in zip(given, workers, strict=False):
-        made = handle(engine, workers=count, api_key=api_key, timeout=deadline.left)
+    for engine, count, most in zip(given, workers, gpus, strict=False):
+        made = handle(engine, workers=count, gpus=most, api_key=api_key, timeout=deadline.left)
         for key in _identities(engine, made):
             if key in known:
                 other = "" if known[key] == made.name else f": {known[key]} is the same one"

@@ -1,12 +1,21 @@
 """Engines reached by method calls: objects of this process, or Ray actors."""
 
+import copy
 import importlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
-from typing import Any
+from typing import Any, Self
 
 from wsync._core import DeadlineError, InvalidArgumentError, PeerClosedError, RemoteError
-from wsync.handles.answers import check_answer, cut, refusal, seconds, translate
+from wsync.handles.answers import (
+    check_answer,
+    cut,
+    drafts_itself,
+    refusal,
+    seconds,
+    tensor_workers,
+    translate,
+)
 from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.daemon_threads import start
 
@@ -20,22 +29,38 @@ class LocalHandle(ApiHandle):
     abandoned thread ends when the engine returns.
     """
 
-    def __init__(self, engine: object, *, workers: int | None = None) -> None:
+    _serves = False  # whether there is a server of SGLang behind it
+
+    def __init__(
+        self, engine: object, *, workers: int | None = None, gpus: int | None = None
+    ) -> None:
         super().__init__()
         self._engine: Any = engine
         self.name = str(getattr(engine, "name", None) or f"{type(engine).__qualname__} object")
         if workers is None:
-            workers = getattr(engine, "workers", 1)
+            workers = getattr(engine, "workers", gpus)
         self.workers = int(workers or 1)
         self.load_formats: tuple[str, ...] = tuple(getattr(engine, "load_formats", ()))
 
+    def during(self, update_id: str) -> Self:
+        """The same handle, for the requests of one update, which may have weights restored."""
+        return copy.copy(self)
+
     def pause(self, mode: str, timeout: float) -> None:
+        self._begun = False
         # slime's actors of 0.2.2 take no mode; abort is what they do
         arguments = {} if mode == "abort" else {"mode": mode}
         self._do("pause_generation", arguments, timeout)
 
     def _flush_once(self, timeout: float) -> str | None:
         return refusal(self._call("flush_cache", timeout))
+
+    def _reprocess(self, timeout: float, **steps: bool) -> bool:
+        method = "post_process_weights"
+        if not hasattr(self._engine, method):
+            return not self._serves  # what else an object does with weights is its own affair
+        check_answer(self.name, method, self._call(method, timeout, **steps))
+        return True
 
     def _info(self, methods: tuple[str, ...], timeout: float) -> dict[str, Any]:
         method = next((method for method in methods if hasattr(self._engine, method)), None)
@@ -69,33 +94,63 @@ class LocalHandle(ApiHandle):
             raise translate(where, error) from error
         return call.result()
 
-    def _call_actor(self, method: str, timeout: float, arguments: Mapping[str, Any]) -> Any:
-        """What a method of an engine answers that is a Ray actor."""
-        ray = importlib.import_module("ray")
-        where = f"engine {self.name}: {method}"
-        try:
-            reference = getattr(self._engine, method).remote(**arguments)
-            return ray.get(reference, timeout=max(timeout, 0.0))
-        except ray.exceptions.GetTimeoutError:
-            raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
-        except ray.exceptions.RayActorError as error:
-            raise PeerClosedError(f"{where}: {cut(str(error))}") from error
-        except ray.exceptions.RayTaskError as error:
-            raise RemoteError(f"{where}: {cut(str(error))}") from error
-        except Exception as error:
-            raise translate(where, error) from error
-
 
 class RayHandle(LocalHandle):
-    """A Ray actor with slime's engine methods."""
+    """A Ray actor with slime's engine methods.
 
-    def __init__(self, engine: object, *, workers: int | None = None) -> None:
-        super().__init__(engine, workers=workers)
+    What it says of how it was started (server_info, get_server_info) gives its workers and weight
+    loaders; one without these methods has the workers that the caller says.
+
+    Args:
+        workers: what the caller knows.
+        gpus: of the engine, which are its workers where neither the caller nor the actor says how
+            many these are.
+        timeout: seconds that the actor has to answer.
+    """
+
+    _serves = True
+
+    def __init__(
+        self, engine: Any, *, workers: int | None = None, gpus: int | None = None, timeout: float
+    ) -> None:
+        super().__init__(engine, workers=1)
         self.name = str(engine)
-        if workers is None:
+        started = self.server_info(timeout)
+        loaders = started.get("custom_weight_loader")
+        self.load_formats = tuple(map(str, loaders)) if isinstance(loaders, list) else ()
+        self.drafts = drafts_itself(started)
+        found = tensor_workers(self.name, started) if "tp_size" in started else workers or gpus
+        if found is None:
             raise InvalidArgumentError(
-                f"engine {self.name}: say how many workers a Ray actor's engine has (workers=)"
+                f"engine {self.name}: the actor does not say how many workers its engine has: it "
+                "has neither get_url nor server_info; workers= says it"
             )
+        self.workers = found
 
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:
-        return self._call_actor(method, timeout, arguments)
+        return call_actor(self._engine, self.name, method, timeout, **arguments)
+
+
+def url_of(actor: Any, timeout: float) -> str | None:
+    """The URL of the server that a Ray actor has started, where it says one (slime's do)."""
+    if not hasattr(actor, "get_url"):
+        return None
+    url: str | None = call_actor(actor, str(actor), "get_url", timeout)
+    return url
+
+
+def call_actor(actor: Any, name: str, method: str, timeout: float, /, **arguments: Any) -> Any:
+    """What a method of an engine answers that is a Ray actor; errors have the engine's name."""
+    ray = importlib.import_module("ray")
+    where = f"engine {name}: {method}"
+    try:
+        reference = getattr(actor, method).remote(**arguments)
+        return ray.get(reference, timeout=max(timeout, 0.0))
+    except ray.exceptions.GetTimeoutError:
+        raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
+    except ray.exceptions.RayActorError as error:
+        raise PeerClosedError(f"{where}: {cut(str(error))}") from error
+    except ray.exceptions.RayTaskError as error:
+        raise RemoteError(f"{where}: {cut(str(error))}") from error
+    except Exception as error:
+        raise translate(where, error) from error

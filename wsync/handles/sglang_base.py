@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from wsync._core import DeadlineError, InvalidArgumentError
+from wsync._core import DeadlineError, InvalidArgumentError, UnsupportedError
 from wsync.handles.answers import check_answer, cut, refusal, seconds
 from wsync.machine.deadline import Deadline
+from wsync.messages.control import LOAD_FORMAT
 
 _FLUSH_RETRY_SECONDS = 0.05
 
@@ -21,6 +22,9 @@ class ApiHandle(ABC):
     SGLang 0.5.23 takes tensors only inside a weight-update session, whose end processes the
     weights as after a load from disk, be they new or not.  So a session begins with an update's
     first tensors, and ends before the engine goes on.
+
+    slime's SGLang has post_process_weights for that instead.  It is called for weights alone that
+    the engine rearranges when it has loaded them (see `rearranges`), as slime does for INT4.
     """
 
     name: str
@@ -29,7 +33,7 @@ class ApiHandle(ABC):
     def __init__(self, *, sessions: bool = False) -> None:
         self._begun = False  # the session of this update
         # of the engine, whichever update asks; left: a session, by an update that failed
-        self._sessions = {"known": sessions, "left": False}
+        self._sessions = {"known": sessions, "left": False, "rearranges": False}
 
     @abstractmethod
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> object:
@@ -43,21 +47,43 @@ class ApiHandle(ABC):
     def _info(self, methods: tuple[str, ...], timeout: float) -> dict[str, Any]:
         """What the first of these methods that the engine has answers."""
 
+    def rearranges(self, rearranges: bool) -> None:
+        """Says whether updates bring weights that engines rearrange when they have loaded them:
+        INT4 of compressed-tensors is packed for a kernel and cannot be loaded to any more, of
+        MXFP8's and NVFP4's scales copies are made, which nothing else makes anew."""
+        self._sessions["rearranges"] = rearranges
+
     def _session(self, method: str, timeout: float, **selector: str) -> object:
         """Begins or ends a session; what the engine answers, None where it knows none."""
         return None
 
-    def _begin(self, timeout: float) -> float:
+    def _reprocess(self, timeout: float, **steps: bool) -> bool:
+        """Calls post_process_weights; False where the engine does not know it."""
+        return False
+
+    def _begin(self, timeout: float, *, learnt: bool = False) -> float:
         """Begins a session unless this update has one; what is left of the timeout.  One that an
-        update of this handle has left goes on: its end would process the weights once more."""
-        if self._begun or not self._sessions["known"]:
+        update of this handle has left goes on: its end would process the weights once more.
+        learnt: the engine's worker says itself what it cannot take."""
+        sessions = self._sessions
+        if self._begun or not (sessions["known"] or sessions["rearranges"]):
             return timeout
         deadline, method = Deadline(timeout), "begin_weight_update"
         answer = self._session(method, deadline.left)
-        if refusal(answer) is not None and not self._sessions["left"]:
+        if refusal(answer) is not None and not sessions["left"]:
             self._session("end_weight_update", deadline.left)
             check_answer(self.name, method, self._session(method, deadline.left))
-        self._begun = self._sessions["left"] = True
+        if not sessions["known"] and sessions["rearranges"]:
+            steps = {"restore_weights_before_load": True, "post_process_quantization": False}
+            if not self._reprocess(deadline.left, **steps):
+                if not learnt:
+                    raise UnsupportedError(
+                        f"engine {self.name}: rearranges weights of this form when it has loaded "
+                        "them, and has no way to do so again: it knows neither weight-update "
+                        "sessions (SGLang 0.5.21 and newer) nor post_process_weights (slime's)"
+                    )
+                sessions["rearranges"] = False
+        self._begun = sessions["left"] = True
         return deadline.left
 
     def _end(self, timeout: float) -> float:
@@ -65,6 +91,9 @@ class ApiHandle(ABC):
             return timeout
         deadline, method = Deadline(timeout), "end_weight_update"
         check_answer(self.name, method, self._session(method, deadline.left))
+        if not self._sessions["known"] and self._sessions["rearranges"]:
+            steps = {"restore_weights_before_load": False, "post_process_quantization": True}
+            self._reprocess(deadline.left, **steps)
         self._begun = self._sessions["left"] = False
         return deadline.left
 
@@ -109,7 +138,7 @@ class ApiHandle(ABC):
         timeout: float,
     ) -> None:
         check_payloads(self.name, self.workers, payloads)
-        timeout = self._begin(timeout)
+        timeout = self._begin(timeout, learnt=load_format == LOAD_FORMAT)
         # SGLang's own flush inside an update asserts that the engine is idle, and the assertion
         # ends the server
         settings = {"load_format": load_format, "flush_cache": False, **_version(weight_version)}

@@ -1,6 +1,5 @@
 """SGLang's Engine in this process."""
 
-import copy
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,8 @@ class SglangHandle(LocalHandle):
     0.5.17 and 0.5.23.
     """
 
+    _serves = True
+
     def __init__(self, engine: Any, *, workers: int | None = None) -> None:
         arguments = getattr(engine, "server_args", None)
         if workers is None:
@@ -32,10 +33,6 @@ class SglangHandle(LocalHandle):
         loaders = getattr(arguments, "custom_weight_loader", None) or ()
         self.load_formats = tuple(map(str, loaders))
         self.drafts = drafts_itself({name: getattr(arguments, name, None) for name in _DRAFTING})
-
-    def during(self, update_id: str) -> "SglangHandle":
-        """The same handle, for the requests of one update, which may begin a session."""
-        return copy.copy(self)
 
     def pause(self, mode: str, timeout: float) -> None:
         self._begun = False

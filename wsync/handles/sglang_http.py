@@ -10,7 +10,6 @@ from wsync._core import (
     InvalidArgumentError,
     PeerClosedError,
     RemoteError,
-    UnsupportedError,
 )
 from wsync.handles.answers import (
     cause,
@@ -20,6 +19,7 @@ from wsync.handles.answers import (
     engine_text,
     json_or_text,
     seconds,
+    tensor_workers,
 )
 from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.deadline import Deadline
@@ -53,7 +53,9 @@ class HttpHandle(ApiHandle):
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._server: dict[str, Any] | None = None
         self._timeout = timeout
-        self.workers = self._ask_workers() if workers is None else workers
+        if workers is None:
+            workers = tensor_workers(self.name, self._server_info())
+        self.workers = workers
 
     def __repr__(self) -> str:
         return f"HttpHandle({self.name!r})"
@@ -102,18 +104,6 @@ class HttpHandle(ApiHandle):
             self._server = self.server_info(self._timeout)
         return self._server
 
-    def _ask_workers(self) -> int:
-        info = self._server_info()
-        if info.get("pp_size", 1) not in (1, None):
-            raise UnsupportedError(
-                f"engine {self.name}: pp_size {info['pp_size']}: SGLang gives every pipeline "
-                "stage the payload of its tensor-parallel rank, so stages cannot be told apart"
-            )
-        workers = info.get("tp_size")
-        if type(workers) is not int or workers < 1:
-            raise RemoteError(f"engine {self.name}: /server_info: tp_size is {workers!r}")
-        return workers
-
     def _info(self, methods: tuple[str, ...], timeout: float) -> dict[str, Any]:
         deadline = Deadline(timeout)
         for path in (f"/{method}" for method in methods):
@@ -135,6 +125,15 @@ class HttpHandle(ApiHandle):
         if status not in (200, 400, 404):
             raise self._failed(f"/{method}", status, text)
         return json_or_text(text) if self._sessions["known"] else None
+
+    def _reprocess(self, timeout: float, **steps: bool) -> bool:
+        path = "/post_process_weights"
+        status, text = self.request("POST", path, steps, timeout)
+        if status not in (200, 400, 404):
+            raise self._failed(path, status, text)
+        if status != 404:
+            check_answer(self.name, path, json_or_text(text))
+        return status != 404
 
     def _do(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         """One request.  An answer of another form is not an engine's."""

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from wsync._core import RemoteError, UnsupportedError
 from wsync.handles.answers import check_answer, engine_text, json_or_text
-from wsync.handles.local import LocalHandle
+from wsync.handles.local import LocalHandle, call_actor
 from wsync.handles.sglang_http import HttpHandle
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, Control
@@ -177,7 +177,7 @@ class VllmHandle(LocalHandle):
 
     def _call(self, name: str, timeout: float, /, **arguments: Any) -> Any:
         if self._remote:
-            return self._call_actor(name, timeout, arguments)
+            return call_actor(self._engine, self.name, name, timeout, **arguments)
         return self._run(lambda: self._wait_for(name, arguments), name, timeout)
 
     def _wait_for(self, name: str, arguments: dict[str, Any]) -> Any:
