@@ -10,6 +10,7 @@ import logging
 import re
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -27,6 +28,7 @@ _CACHE_SCALES: Final = ("*.attn*.[kv]_scale",)
 # copies of MXFP8's scales in the order of a kernel
 _DERIVED: Final = ("_scale_inv_swizzled", "_scale_inv_deepgemm", "_scale_inv_shuffled")
 _UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
+_UE8M0: Final = (torch.uint8, torch.int32)  # MXFP8's, and DeepGEMM's four in a word
 # what models that only draft tokens are called there
 _DRAFT: Final = re.compile(r"(NextN|MTP|Eagle\d*)$")
 
@@ -118,6 +120,14 @@ class SglangLoader(RecordedLoader):
         reason = rewritten(self._module)
         if reason:
             raise UnsupportedError(f"{reason}; SGLang cannot load it a second time")
+        packed = packed_scales(self._module)
+        if packed and not _delivers_packed(model):
+            raise UnsupportedError(
+                f"{packed[0]}: its scales are packed as UE8M0, and the trainer's are not: "
+                '"transform_ue8m0": True in its quantization_config packs them'
+            )
+        if cut := _cut_word(self._module, packed):
+            raise UnsupportedError(cut)
         return super().learn(model, losing)
 
     def method(self) -> LoadWeights:
@@ -126,7 +136,11 @@ class SglangLoader(RecordedLoader):
 
     def _stays(self, path: str) -> bool:
         cache = any(fnmatch.fnmatchcase(path, pattern) for pattern in _CACHE_SCALES)
-        return cache or made_anew(path) or super()._stays(path)
+        stays = cache or made_anew(path) or super()._stays(path)
+        if stays and undone(self._module, path):
+            _log.error("%s cannot stay as it is: SGLang packs it again from what is loaded", path)
+            return False
+        return stays
 
     def goes_by(self) -> object:
         """Which expert lies in which place: load balancing deals them out anew."""
@@ -135,6 +149,13 @@ class SglangLoader(RecordedLoader):
         if metadata is None:
             return None
         return metadata.physical_to_logical_map.cpu().numpy().tobytes()
+
+
+def undone(model: Any, path: str) -> bool:
+    """Whether a parameter gets its first shape back when a weight-update session begins, but no
+    values: experts in INT4, which a kernel has in another order (SGLang 0.5.23, and slime's)."""
+    prefix, _, name = path.rpartition(".")
+    return name in getattr(model.get_submodule(prefix), "_original_shapes", ())
 
 
 def made_anew(path: str) -> bool:
@@ -168,7 +189,7 @@ def rewritten(model: Any) -> str:
             )
         for name, tensor in layer.named_parameters(recurse=False):
             # scales of MXFP8 are bytes of this format from the beginning
-            if getattr(tensor, "format_ue8m0", False) and tensor.dtype != torch.uint8:
+            if getattr(tensor, "format_ue8m0", False) and tensor.dtype not in _UE8M0:
                 return f"{path}.{name}: its scales are packed as UE8M0"
             if not tensor.numel() or made_anew(f"{path}.{name}"):
                 continue
@@ -180,6 +201,40 @@ def rewritten(model: Any) -> str:
                 "--moe-runner-backend, triton for example, leaves them as they are)"
             )
     return ""
+
+
+def packed_scales(model: Any) -> list[str]:
+    """The parameters whose scales SGLang has packed for DeepGEMM, as it does when it has loaded FP8
+    blocks on Blackwell.  Loaders take such ones from then on."""
+    return [
+        path
+        for path, tensor in model.named_parameters()
+        if getattr(tensor, "format_ue8m0", False) and tensor.dtype == torch.int32
+    ]
+
+
+def _cut_word(model: Any, packed: Sequence[str]) -> str:
+    """Which parameter of these has scales of columns that begin inside a word of the trainer's;
+    "": none.  The loader takes whole words, so that other columns' scales would be there."""
+    for path in packed:
+        name, _, last = path.rpartition(".")
+        layer = model.get_submodule(name)
+        columns = getattr(layer, last.removesuffix("_scale_inv")).shape[-1]
+        parts = getattr(layer, "moe_tp_size", 1) if last.startswith("w2") else 1
+        if hasattr(layer, "input_size_per_partition"):
+            parts = layer.input_size // layer.input_size_per_partition
+        if parts > 1 and columns % 512:
+            return (
+                f"{path}: tensor-parallel ranks have {columns} columns each, and words of packed "
+                "scales are for 512"
+            )
+    return ""
+
+
+def _delivers_packed(model: Layout) -> bool:
+    """Whether a trainer has scales in that form."""
+    facts = (model.tensor(index) for index in range(model.tensor_count))
+    return any(dtype == "int32" and name.endswith("_scale_inv") for name, dtype, _, _ in facts)
 
 
 def _restored(layer: Any, method: Any) -> bool:

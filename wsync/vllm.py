@@ -17,14 +17,14 @@ import torch
 
 from wsync._core import Layout, LayoutError, UnsupportedError
 from wsync.engine.learn.module_memory import ModuleMemory
-from wsync.engine.learn.quantised_forms import OtherFormError, Rehearsal
+from wsync.engine.learn.quantised_forms import Rehearsal
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.recorder import Recording
 from wsync.engine.post_load import run_in_place, wait_for_device
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.messages.control import WHOLE
-from wsync.module_tensors.quantised_names import QUANTISED, without_scales
+from wsync.module_tensors.quantised_names import without_scales
 from wsync.report import listed
 
 
@@ -156,7 +156,7 @@ class VllmLoader(ChoosingLoader):
             # a layer that is made anew is processed with whatever memory it has for them
             raise LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
         reloader = _Reloader(self._model, self._config, self._model_config, self.reason)
-        reloader.rehearse(model)
+        self.recorded.check_delivered(reloader.rehearse(model))
         self._chosen = reloader
         return WHOLE
 
@@ -197,18 +197,26 @@ class _Recorded(RecordedLoader):
         return _made_by_attention(self._module, path) or super()._stays(path)
 
 
+def is_attention(layer: torch.nn.Module) -> bool:
+    """Whether vLLM processes a layer after all others, because it is made of what these have."""
+    try:
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    except ImportError:
+        return False
+    return bool(is_deferred_attention_layer(layer))
+
+
 def _made_by_attention(model: torch.nn.Module, path: str) -> bool:
     """Whether a layer of attention has made a parameter when it was processed: DeepSeek's W_UV and
     W_UK_T, of kv_b_proj.  It makes them anew whenever vLLM processes weights."""
     try:
-        from vllm.model_executor.layers.attention import is_deferred_attention_layer
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     except ImportError:
         return False
     prefix, _, name = path.rpartition(".")
     layer = model.get_submodule(prefix)
     made, _ = get_layerwise_info(layer).restore_metadata
-    return is_deferred_attention_layer(layer) and name not in made
+    return is_attention(layer) and name not in made
 
 
 def processed_once(model: torch.nn.Module) -> str:
@@ -242,16 +250,13 @@ def packed_once(model: torch.nn.Module) -> str:
 def rewritten(model: torch.nn.Module) -> str:
     """Which parameter is not what load_weights fills any more, or ""."""
     try:
-        from vllm.model_executor.layers.attention import (
-            is_deferred_attention_layer,
-        )
         from vllm.model_executor.model_loader.reload.layerwise import (
             get_layerwise_info,
         )
     except ImportError:  # before 0.16 nothing is noted
         return ""
     for prefix, layer in model.named_modules():
-        if is_deferred_attention_layer(layer):  # scales are taken from it
+        if is_attention(layer):  # scales are taken from it
             continue
         parameters, buffers = get_layerwise_info(layer).restore_metadata
         for name, made in {**parameters, **buffers}.items():
@@ -292,31 +297,46 @@ class _Reloader(ModuleLoader):
         self._config = vllm_config
         self._model_config = model_config
 
-    def rehearse(self, model: Layout) -> None:
-        """Raises OtherFormError, by name, where the layers do not take tensors of these dtypes and
-        shapes, or lack scales.  Nothing is loaded: no layer is ever complete."""
+    def rehearse(self, model: Layout) -> dict[str, int]:
+        """Parameters that lack bytes, and how many.  Nothing is loaded: no layer is ever complete.
+
+        Raises OtherFormError, by name, where the layers do not take tensors of these dtypes and
+        shapes.
+        """
         size = self._layerwise.get_layer_size
         self._layerwise.get_layer_size = lambda _: sys.maxsize
-        who = type(self._model).__name__
+        rehearsal = Rehearsal(model)
         try:
             with self._configured():
                 self._layerwise.initialize_layerwise_reload(self._model)
-                Rehearsal(model).run(self._model, self._model.load_weights)  # type: ignore[arg-type]
-                if missing := self._without_scales():
-                    raise OtherFormError(f"{who}: no tensor of the trainer is loaded to {missing}")
+                ended = rehearsal.run(self._model, self._model.load_weights)  # type: ignore[arg-type]
+                self.compare(rehearsal.twins(self._places()))
+                return self._lacking(rehearsal) if ended else {}
         finally:
             self._layerwise.get_layer_size = size
             self._put_back()
 
-    def _without_scales(self) -> str:
-        """The quantised parameters of layers that nothing is loaded to, or ""."""
-        found = []
+    def _places(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Parameters as they are made anew, and which of the engine's each stands for."""
+        for layer in self._model.modules():
+            kept = self._layerwise.get_layerwise_info(layer).kernel_tensors
+            for name, own in kept[0].items() if kept is not None else ():
+                if (made := layer._parameters.get(name)) is not None:
+                    yield id(own), made
+
+    def _lacking(self, rehearsal: Rehearsal) -> dict[str, int]:
+        """The bytes of parameters that nothing was loaded to.  A layer that is loaded in part is
+        processed with whatever memory it has for the rest."""
+        found = {}
         for path, layer in self._model.named_modules():
+            if is_attention(layer):  # its scales may be missing
+                continue
             info = self._layerwise.get_layerwise_info(layer)
-            loaded = {name for name, _ in info.loaded_weights}
-            names = info.restore_metadata[0].keys() - loaded
-            found += [f"{path}.{name}" for name in names if loaded and QUANTISED.search(name)]
-        return listed(found)
+            for name, made in info.restore_metadata[0].items():
+                tensor = getattr(layer, name, None)
+                if tensor is not None and (rest := made.numel() - rehearsal.written(tensor)) > 0:
+                    found[f"{path}.{name}"] = rest * made.element_size()
+        return found
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)

@@ -73,7 +73,7 @@ class RemoteImporter:
             raise _core.StateError(f"round {round} without a plan")
         if round + 1 < self._rounds:
             self._following = self._join_round(round + 1, timeout)
-        exchange.wait(round, timeout, self._channel.look)
+        exchange.wait(round, self._stream, timeout, self._channel.look)
         former = self._waits[round]
         if former >= 0 and self._recorded[former]:
             self._loaded.wait(self._passed + former + 1, timeout, self._channel.look)

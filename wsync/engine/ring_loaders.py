@@ -46,6 +46,8 @@ from wsync.report import listed
 
 Losing = Callable[[], object]
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], Any]
+# tensors that are loaded to one place, by name: the first of them, and the place's dtype
+Twins = dict[str, tuple[str, torch.dtype]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +330,11 @@ class ModuleLoader(ChoosingLoader):
             else _ByCall(module, load_weights, frozenset(ignore), at_once)
         )
 
+    def compare(self, twins: Twins) -> None:
+        """Has each update raise LayoutError where tensors that are loaded to one place differ."""
+        if isinstance(self._chosen, _ByCall):
+            self._chosen.twins = twins
+
 
 class _ByName(RoutedLoader):
     """Copies tensors to the parameters and buffers of the same name."""
@@ -416,7 +423,8 @@ class _ByCall(_Loading):
         self._pool: ViewPool | None = None
         self._keeps: bool | None = None  # unknown until a round was watched
         self._named: set[str] | None = None
-        self._tied: dict[str, str] = {}  # names of one tensor: the first of them
+        self.twins: Twins = {}  # what the module's own names do not show
+        self._tied: Twins = {}
         self._sums: dict[str, tuple[str, int]] = {}  # of those tensors, and who brought it
 
     def blob(self) -> bytes:
@@ -444,7 +452,12 @@ class _ByCall(_Loading):
             if tensor.numel() and not tensor.is_meta
         }
         groups = aliases(state)
-        self._tied = {name: group[0] for group in groups if len(group) > 1 for name in group}
+        self._tied = self.twins | {
+            name: (group[0], state[group[0]].dtype)
+            for group in groups
+            if len(group) > 1
+            for name in group
+        }
         kept = Destination([g[0] for g in groups], [state[g[0]] for g in groups])
         kept.layout().check_apart(kept.buffers())
 
@@ -457,8 +470,9 @@ class _ByCall(_Loading):
         for name, tensor in pairs:
             if name not in self._tied:
                 continue
-            sum = checksum_of(tensor)
-            other, known = self._sums.setdefault(self._tied[name], (name, sum))
+            first, dtype = self._tied[name]
+            sum = checksum_of(tensor.to(dtype))
+            other, known = self._sums.setdefault(first, (name, sum))
             if known != sum:
                 raise LayoutError(
                     f"{name} and {other} are one tensor of the module, and {name} brings other "

@@ -24,6 +24,7 @@ from wsync.module_tensors import dtype_of
 from wsync.module_tensors.quantised_names import is_note
 
 _ALIGNMENT: Final = 256
+_IN_WORD: Final = 8  # columns of INT4 in an int32
 _PATTERN: Final = 16 << 20
 # the kernel allows 65530 mappings
 _MAPPINGS: Final = 8192
@@ -53,6 +54,7 @@ class MadeUpModel:
             nbytes = item * math.prod(shape)
             self.tensors.append((name, dtype, shape, offset, nbytes))
             offset += -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        self._shapes = {name: shape for name, _, shape, _, _ in self.tensors}
         self.together = list(groups.values())
         self.layout = builder.build()
         self.nbytes = max(offset, 1)
@@ -84,11 +86,17 @@ class MadeUpModel:
         """Undoes what a loader has written into the tensors."""
         # private pages that are dropped are those of the file again
         self._memory.madvise(mmap.MADV_DONTNEED)
-        # those that a fused parameter keeps one of are equal in a checkpoint, and engines' threads
-        # load them in any order
-        for name, _, _, offset, nbytes in self.tensors:
+        for name, dtype, shape, offset, nbytes in self.tensors:
             if is_note(name):
-                self._memory[offset : offset + nbytes] = self._memory[:nbytes]
+                codes = self._shapes.get(f"{name.removesuffix('_shape')}_packed", ())
+                if len(codes) == 2 and shape == (2,):  # loaders cut what they unpack by it
+                    sizes = [codes[0], codes[1] * _IN_WORD]
+                    numbers = torch.tensor(sizes, dtype=dtype_of(dtype), device="cpu")
+                    self._memory[offset : offset + nbytes] = numbers.numpy().tobytes()
+                else:
+                    # those that a fused parameter keeps one of are equal in a checkpoint, and
+                    # engines' threads load them in any order
+                    self._memory[offset : offset + nbytes] = self._memory[:nbytes]
 
 
 def weak(tensor: torch.Tensor) -> StorageWeakRef:

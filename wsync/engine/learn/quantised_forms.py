@@ -5,9 +5,10 @@ Loaders copy, copies convert, and codes that were converted are numbers without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,8 +18,16 @@ from wsync.engine.learn.dummy_weights import MadeUpModel
 from wsync.engine.learn.module_memory import ModuleMemory
 from wsync.engine.learn.tracer import SOURCE, Tracer
 from wsync.module_tensors import dtype_of
-from wsync.module_tensors.quantised_names import QUANTISED
+from wsync.module_tensors.quantised_names import QUANTISED, is_note
 from wsync.report import listed
+
+_WRITES: Final = (
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.zero_.default,
+)
+_View = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, strides
 
 
 class OtherFormError(LayoutError):
@@ -120,6 +129,10 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
+def _view(tensor: torch.Tensor) -> _View:
+    return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+
+
 def _wants_values(error: Exception) -> bool:
     """Whether an error is torch's about tensors without values."""
     said = ("meta", "storage", "data pointer")
@@ -127,7 +140,8 @@ def _wants_values(error: Exception) -> bool:
 
 
 class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Loads tensors that have no values, of a model's shapes, to parameters that have none.
+    """Loads tensors that have no values, of a model's shapes, to parameters that have none, and
+    writes to no others.
 
     Raises OtherFormError where codes are converted, or where the loader raises over a quantised
     tensor; errors that come of the want of values are no errors.
@@ -138,18 +152,23 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: dict[int, str] = {}
         self._pairs: list[tuple[str, torch.Tensor]] = []
         self._texts: dict[str, str] = {}
+        self._shapes: dict[str, torch.Size] = {}
         self._converted: dict[str, str] = {}
+        # by storage: what of it has been written, and from which parts of which tensors
+        self._written: dict[int, dict[_View, list[tuple[str, torch.Size, _View]]]] = {}
         for index in range(model.tensor_count):
             name, dtype, shape, _ = model.tensor(index)
             tensor = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
             self._names[tensor.untyped_storage()._cdata] = name
             self._texts[name] = f"{name} ({dtype} {shape})"
+            self._shapes[name] = tensor.shape
             self._pairs.append((name, tensor))
 
     def run(
         self, module: torch.nn.Module, load: Callable[[list[tuple[str, torch.Tensor]]], Any]
-    ) -> None:
-        who = type(module).__name__
+    ) -> bool:
+        """Whether the loader has come to its end."""
+        who, ended = type(module).__name__, True
         parameters = list(module.named_parameters())
         targets = {
             parameter.untyped_storage()._cdata: f"{path} ({_dtype(parameter)} {_shape(parameter)})"
@@ -159,6 +178,7 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with torch.no_grad(), self:
                 load(list(self._pairs))
         except Exception as error:
+            ended = False
             name, target = _at_work(
                 error.__traceback__,
                 self._name,
@@ -176,6 +196,36 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{who} and the trainer do not quantise alike: its load_weights converts "
                 f"{listed(self._converted.values())}"
             )
+        return ended
+
+    def written(self, tensor: torch.Tensor) -> int:
+        """How many elements of a parameter the loader has written.  What fills all of it before
+        parts are loaded does not count."""
+        views = self._written.get(tensor.untyped_storage()._cdata, {})
+        sizes = {view: math.prod(view[1]) for view in views}
+        parts = [n for view, n in sizes.items() if views[view] or n < tensor.numel()]
+        return sum(parts) if parts else sum(sizes.values())
+
+    def twins(
+        self, places: Iterable[tuple[Hashable, torch.Tensor]]
+    ) -> dict[str, tuple[str, torch.dtype]]:
+        """Tensors of one shape whose same parts were written to one place, by name: the first of
+        them, and the dtype there.  places: parameters, and what each stands for: two may be one
+        tensor of the engine."""
+        found: dict[Any, list[str]] = {}
+        for place, parameter in places:
+            views = self._written.get(parameter.untyped_storage()._cdata, {})
+            for view, sources in views.items():
+                for name, *part in sources:
+                    key = place, parameter.dtype, view, *part
+                    found.setdefault(key, []).append(name)
+        twins: dict[str, tuple[str, torch.dtype]] = {}
+        for (_, dtype, *_), names in found.items():
+            if len(set(names)) > 1:
+                first = next((twins[name][0] for name in names if name in twins), names[0])
+                for name in names:
+                    twins.setdefault(name, (first, dtype))
+        return twins
 
     def _name(self, tensor: torch.Tensor) -> str:
         return self._names.get(tensor.untyped_storage()._cdata, "")
@@ -183,10 +233,18 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if func in _WRITES:
+            target = args[0]
+            views = self._written.setdefault(target.untyped_storage()._cdata, {})
+            sources = views.setdefault(_view(target), [])
         if func is torch.ops.aten.copy_.default:
             target, source = args[:2]
             name = self._name(source)
+            if name and not is_note(name):
+                sources.append((name, self._shapes[name], _view(source)))
             if name and meaningless(source.dtype, target.dtype):
                 into = f"{_dtype(target)} {_shape(target)}"
                 self._converted[name] = f"{self._texts[name]} to {into}"
+            if source.is_meta and not target.is_meta:
+                return target
         return func(*args, **(kwargs or {}))

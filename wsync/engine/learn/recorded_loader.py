@@ -54,6 +54,7 @@ from wsync.module_tensors.quantised_names import is_note
 from wsync.report import listed
 
 KEEP: Final = "WSYNC_KEEP"
+_SHAPES_NBYTES: Final = 1 << 20  # the most that the shapes of a layer's packed tensors are
 
 _log = logging.getLogger(__name__)
 _Model = list[_core.TensorInfo]
@@ -164,7 +165,7 @@ class RecordedLoader(ChoosingLoader):
             _log.warning("%s; whole tensors go through its load_weights%s", self.reason, how)
             self._chosen = ModuleLoader(self._module, self._load, at_once=at_once)
             return WHOLE
-        self._check_delivered(recording.lacking, recording.skipped)
+        self.check_delivered(recording.lacking, recording.skipped)
         self.recording, self._model = recording, facts
         self._chosen = _Replay(self._module, self._load, recording, facts, self._stream)
         self._tell(recording)
@@ -179,7 +180,7 @@ class RecordedLoader(ChoosingLoader):
     def _changed_attribute(self) -> str:
         return self._guards.difference(dict(self._module.named_modules())) if self._read else ""
 
-    def _check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
+    def check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
         """Raises MissingError for parameters that lack bytes.  unused: tensors of the trainer."""
         sizes = {path: tensor.nbytes for path, tensor in self._module.named_parameters()}
         names = {name: group for group in ModuleMemory(self._module).tied() for name in group}
@@ -242,7 +243,7 @@ class RecordedLoader(ChoosingLoader):
             )
             same = {path: nbytes for path, nbytes in same.items() if path not in unknown}
         if same:
-            self._check_delivered(same)
+            self.check_delivered(same)
 
     def goes_by(self) -> object:
         """What load_weights depends on outside the module and may change; for subclasses."""
@@ -362,7 +363,8 @@ class _Replay(RoutedLoader):
         self.aside = [by_name[name] for name in recording.fallback]
         self.layout = self._destination({name: fact.shape for name, fact in by_name.items()})
         self._held: ModuleMemory | None = None
-        self._notes: torch.Tensor | None = None  # that the loader has loaded
+        # the shapes that the loader has loaded, and what came of them
+        self._notes: tuple[torch.Tensor, list[int]] | None = None
 
     def blob(self) -> bytes:
         return self.layout.to_bytes()
@@ -387,15 +389,24 @@ class _Replay(RoutedLoader):
 
     def load_aside(self, staged: list[tuple[str, torch.Tensor]]) -> None:
         """Has the loader load what is its own.  Shapes of packed tensors are the same each time:
-        of a model of experts these are as many calls of its functions as there are tensors."""
+        of a model of experts these are as many calls of its functions as there are tensors.  They
+        are loaded again where the engine has others by now than the loader left."""
         notes = [tensor.reshape(-1) for name, tensor in staged if is_note(name)]
         found = torch.cat(notes).cpu() if notes else None
-        if found is not None and self._notes is not None and torch.equal(found, self._notes):
+        known, self._notes = self._notes, None
+        same = found is not None and known is not None and torch.equal(found, known[0])
+        if same and known is not None and self._computed() == known[1]:
             staged = [(name, tensor) for name, tensor in staged if not is_note(name)]
         if staged:
-            self._notes = None
             self.load_weights(staged)
-        self._notes = found
+        if found is not None:
+            self._notes = found, self._computed()
+
+    def _computed(self) -> list[int]:
+        """Checksums of what only the loader itself writes, as far as it may be shapes."""
+        areas = self._held.areas if self._held is not None else []
+        found = (areas[number] for number in self.recording.computed)
+        return [area.checksum() for area in found if area.end - area.start <= _SHAPES_NBYTES]
 
     def _destination(self, shapes: dict[str, tuple[int, ...]]) -> _core.Layout:
         """The module's boxes; buffers are areas, and then tensors that are kept for the loader."""
