@@ -30,6 +30,6 @@ from wsync.options import Options as Options
 from wsync.report import Report as Report
 from wsync.sync import Sync as Sync
 from wsync.sync import connect as connect
-from wsync.updater import UpdateWeightFromDisk as UpdateWeightFromDisk
-from wsync.updater import UpdateWeightFromDistributed as UpdateWeightFromDistributed
-from wsync.updater import UpdateWeightFromTensor as UpdateWeightFromTensor
+from wsync.slime.updaters import UpdateWeightFromDisk as UpdateWeightFromDisk
+from wsync.slime.updaters import UpdateWeightFromDistributed as UpdateWeightFromDistributed
+from wsync.slime.updaters import UpdateWeightFromTensor as UpdateWeightFromTensor

@@ -37,7 +37,8 @@ from wsync.machine.deadline import LEAVE_SECONDS, Check, Deadline
 from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.base_sync import Updates
-from wsync.trainer.quantised_model import config_to_write
+from wsync.trainer.engine_form import check_forms, check_scales
+from wsync.trainer.quantised_model import config_to_write, exact_config, for_files
 from wsync.trainer.requests import EngineRequests
 
 if TYPE_CHECKING:
@@ -82,11 +83,15 @@ class DiskSync(Updates):
         shard_nbytes: bytes of tensors in one file, on all ranks; a larger tensor has a file of its
             own.
         keep: versions that stay in the folder; None keeps all.
+        replace: whether a new version takes the place of a folder of its name, which must not be
+            read then; else it gets .2 to .999 behind its name.
+        published: called on every rank with the folder of each version when it is there under its
+            name, before engines load it; the others wait for it up to the deadline.
         options: deadlines, pause mode, threads that write, progress.
 
     Raises:
         LayoutError: the ranks' layouts disagree, elements are on no rank, or weights are quantised
-            by another method than `base` says.
+            by another method than `base` or an engine says, or not at all where these are.
         UnsupportedError: no conversion to `dtype`, or an engine cannot load from disk.
         WsyncError: the engines' handles could not be made; the same on all ranks.
     """
@@ -101,6 +106,8 @@ class DiskSync(Updates):
         dtype: str | None = None,
         shard_nbytes: int = SHARD_NBYTES,
         keep: int | None = 2,
+        replace: bool = False,
+        published: Callable[[str], object] | None = None,
         options: Options | None = None,
     ) -> None:
         if not isinstance(shard_nbytes, int) or shard_nbytes < 1:
@@ -111,27 +118,38 @@ class DiskSync(Updates):
             raise _core.InvalidArgumentError(
                 f"dtype={dtype!r}: the name of a dtype is wanted, as 'bfloat16', or None"
             )
-        self._versions = Versions(folder, base, keep)
-        chosen = Options.of(options)
+        self._versions = Versions(folder, base, keep, replace=replace)
+        self._published = published
+        chosen = for_files(Options.of(options))
         parked = {"park": "updates without a disk, or with quantise"}
         chosen.refuse(_NOT_BY_DISK | ({} if chosen.quantise is not None else parked))
-        super().__init__(source, options)
+        super().__init__(source, chosen)
         with self._one_error():
-            self._same_call(folder=os.fspath(folder), dtype=dtype, shard_nbytes=shard_nbytes)
+            self._same_call(
+                folder=os.fspath(folder),
+                dtype=dtype,
+                shard_nbytes=shard_nbytes,
+                published=published is not None,
+            )
+            config, where = None, ""
             if self._group.rank == 0:
                 with self._file_calls() as calls:
                     calls.run([(folder, self._versions.check)])
-                    find = functools.partial(config_to_write, self.options, base)
-                    if (config := calls.run([(folder, find)])[0]) is not None:
-                        self._versions.facts = {"quantization_config": config}
+                    find = functools.partial(config_to_write, self.options, base, self._layout)
+                    config, where = calls.run([(folder, find)])[0]
                 handles = handles_of(engines, timeout=self.options.deadline)
                 for engine in handles:
                     if not hasattr(engine, "update_weights_from_disk"):
                         raise _core.UnsupportedError(
                             f"engine {engine.name}: its handle has no update_weights_from_disk"
                         )
+                self._silent = check_forms(handles, self.options, self._layout, base=base)
                 self._requests = EngineRequests(handles, self.options)
             self._model = self._gather()
+            check_scales(self._model)
+            if config is not None:
+                config = exact_config(config, self._model, self.options, where)
+                self._versions.facts = {"quantization_config": config}
             self._arrangement = arrange(self._model, dtype=dtype, shard_nbytes=shard_nbytes)
             boxes = owners(self._model, self._group.size)[self._group.rank]
             self._writer = _Writer(self._layout, boxes, self._arrangement)
@@ -171,17 +189,32 @@ class DiskSync(Updates):
             folder = self._write(self._given(weights), report, calls)
             self._use_up_version()
             with report.phase("publish"):
+                path = self._publish(folder, calls)
                 if self._group.rank == 0:
-                    publish = functools.partial(self._versions.publish, folder, calls.still_wanted)
-                    folder = calls.run([(root, publish)])[0]
                     # it counts, whatever engines make of it: tries that fail must not add up
                     stack.callback(self._prune, calls)
-                self._group.barrier()
+                if self._published is not None:
+                    self._published(path)
+                    self._group.barrier()
             with report.phase("engines"):
                 if self._group.rank == 0:
-                    self._load(str(folder), report.version)
+                    self._load(path, report.version)
+                    self._requests.measure(report)
                 self._group.confirm()
         return report
+
+    @property
+    def ways(self) -> dict[str, list[str]]:
+        engines = [engine.name for engine in self._requests.engines]
+        return {f"the files of {self._versions.root}": engines} if engines else {}
+
+    def _publish(self, folder: Path, calls: _FileCalls) -> str:
+        """Gives a version its name; its path, on every rank."""
+        path = b""
+        if self._group.rank == 0:
+            publish = functools.partial(self._versions.publish, folder, calls.still_wanted)
+            path = os.fsencode(calls.run([(self._versions.root, publish)])[0])
+        return os.fsdecode(self._group.all_gather(path)[0])
 
     def _file_calls(self, threads: int = 1) -> _FileCalls:
         return _FileCalls(threads, self.options.deadline, self._group.check)
@@ -239,9 +272,7 @@ class DiskSync(Updates):
         options = self.options
 
         def load(_: int, engine: Any, remaining: Callable[[], float]) -> None:
-            engine.pause(options.pause_mode, remaining())
-            if options.flush_cache:
-                engine.flush(remaining())
+            self._requests.stop(engine, remaining)
             engine.update_weights_from_disk(path, weight_version=version, timeout=remaining())
 
         self._requests.take_on(version, load, Deadline(options.deadline), self._group.check)

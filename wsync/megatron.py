@@ -20,6 +20,7 @@ import contextlib
 import inspect
 import math
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -124,7 +125,8 @@ def layout(
     spec = read_model(config, model_name, loaded_by, family=learnt)
     ranks = Ranks.current()
     rank, count = position(group)
-    slots = Slots(chunks, lambda: _slots(chunks, spec, ranks))
+    layers = _Layers(spec)
+    slots = Slots(chunks, lambda: _slots(chunks, spec, ranks, layers))
     names, current = slots.names, slots.read()
     table = _core.describe(current, names, gpu=True)
     reader: _Reader | _LearntReader = _Reader(spec, ranks)
@@ -134,7 +136,9 @@ def layout(
 
     def read() -> list[Tensor]:
         _check_gathered(chunks)
-        return slots.read()
+        tensors = slots.read()
+        layers.check()
+        return tensors
 
     return TrainerLayout(
         *(built, names, read, table, rank, count, group),
@@ -180,24 +184,57 @@ def _keep_biases_wide(chunks: Sequence[Module]) -> None:
                 keep()
 
 
-def _check_settings(chunks: Sequence[Module], spec: Model) -> None:
-    """Raises LayoutError where a layer's configuration says that the same bytes mean others than
-    the family's rules take them for."""
-    family = f"the family {spec.family.name!r} needs"
-    needed = {field: (value, f"{family} {value}") for field, value in spec.family.settings.items()}
-    for size, field in _SAME_SHAPE.items():
-        if size in spec.family.sizes and size in spec.sizes and size not in spec.family.fields:
-            value, fields = spec.sizes[size], " or ".join(FIELDS[size])
-            needed[field] = value, f"the configuration says {value} ({fields})"
-    for chunk in chunks:
-        for path, module in chunk.named_modules():
-            config = getattr(module, "config", None)
-            if config is None or _LAYER.fullmatch(global_name(path)) is None:
+class _Layers:
+    """The settings of a model's layers, which another part of a program may change in place."""
+
+    def __init__(self, spec: Model) -> None:
+        self._needed: dict[str, tuple[object, str]] = {}
+        self._spec = spec
+        self._found: list[tuple[str, weakref.ref[Module]]] = []
+        if not spec.family.rules:
+            return
+        family = f"the family {spec.family.name!r} needs"
+        for field, value in spec.family.settings.items():
+            self._needed[field] = value, f"{family} {value}"
+        for size, field in _SAME_SHAPE.items():
+            if size in spec.family.sizes and size in spec.sizes and size not in spec.family.fields:
+                value, fields = spec.sizes[size], " or ".join(FIELDS[size])
+                self._needed[field] = value, f"the configuration says {value} ({fields})"
+
+    def find(self, chunks: Sequence[Module]) -> None:
+        """Finds the layers there are now, and checks them."""
+        self._found = [
+            (path, weakref.ref(module))
+            for chunk in chunks
+            for path, module in chunk.named_modules()
+            if _LAYER.fullmatch(global_name(path)) is not None
+        ]
+        self.check()
+
+    def check(self) -> None:
+        """Raises LayoutError where a layer's configuration says that the same bytes mean others
+        than the family's rules take them for."""
+        family = self._spec.family
+        for path, layer in self._found if self._needed else ():
+            config = getattr(layer(), "config", None)
+            if config is None:
                 continue
-            for field, (value, text) in needed.items():
+            for field, (value, text) in self._needed.items():
+                # Fields of wsync's own families are of several versions of Megatron.
+                if family.added and field in family.settings:
+                    _check_field(config, path, field, family.name)
                 found = getattr(config, field, value)
                 if found != value:
                     raise _core.LayoutError(f"{path}: the trainer's {field} is {found}, but {text}")
+
+
+def _check_field(config: object, path: str, field: str, family: str) -> None:
+    """Raises LayoutError for a setting of a user's family that no configuration has."""
+    if not hasattr(config, field):
+        raise _core.LayoutError(
+            f"{path}: {type(config).__name__} has no field {field!r}, which the settings of the "
+            f"family {family!r} name"
+        )
 
 
 def _check_gathered(chunks: Sequence[Module]) -> None:
@@ -217,14 +254,13 @@ def _check_gathered(chunks: Sequence[Module]) -> None:
             module = module._modules.get("module")
 
 
-def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot]:
+def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks, layers: _Layers) -> Iterator[Slot]:
     """Parameters and expert biases of all chunks under their global names."""
     _keep_biases_wide(chunks)
-    if spec.family.rules:
-        _check_settings(chunks, spec)
+    layers.find(chunks)
     embedded = False
     for number, chunk in enumerate(chunks):
-        layers = _layer_numbers(chunk, number if len(chunks) > 1 else None)
+        numbers = _layer_numbers(chunk, number if len(chunks) > 1 else None)
         for path, module in chunk.named_modules():
             shared = getattr(module, "share_embeddings_and_output_weights", None)
             if isinstance(shared, bool) and shared != spec.tied:
@@ -235,7 +271,7 @@ def _slots(chunks: Sequence[Module], spec: Model, ranks: Ranks) -> Iterator[Slot
         for module, home, key, full in homes_of(chunk):
             if home is module._buffers and "expert_bias" not in key:
                 continue
-            name = _global(global_name(full), layers, spec, ranks)
+            name = _global(global_name(full), numbers, spec, ranks)
             # A stage with MTP layers has the embedding a second time, and Megatron keeps it equal.
             plain = name.removeprefix("language_model.")
             again, embedded = embedded and plain == EMBEDDING, embedded or plain == EMBEDDING

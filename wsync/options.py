@@ -54,10 +54,12 @@ class Options:
             args.hf_checkpoint, unless this is "".
         quantise: how weights are delivered: None as the trainer holds them, a mapping by which they
             are quantised (the quantization_config of a checkpoint's config.json), or "checkpoint",
-            as the checkpoint's says, if it has one; a mapping of nothing but "producer" and
-            "select" means the checkpoint's, too.  What is quantised is what has scales in the
-            checkpoint; without a folder of tensors, all linear layers but those of its lists.  With
-            "select": "slime" it is what slime quantises: by name, whatever lists say.
+            as the checkpoint's says, if it has one; a mapping of nothing but "producer",
+            "select" and "transform_ue8m0" means the checkpoint's, too.  What is quantised is what
+            has scales in the checkpoint; without a folder of tensors, all linear layers but those
+            of its lists.  With "select": "slime" it is what slime quantises: by name, whatever
+            lists say.  "transform_ue8m0": True packs the scales of FP8 blocks for DeepGEMM, as
+            SGLang keeps them on Blackwell.
         progress: True or False; None shows a progress bar where stderr is a terminal.
     """
 
@@ -136,6 +138,25 @@ class Options:
                 "pause_mode='in_place' keeps requests, and engines do not drop the cache of "
                 "those: flush_cache=False is wanted with it"
             )
+
+    @staticmethod
+    def named(where: str, given: Any) -> dict[str, Any]:
+        """Choices that somebody has written down under these names, at a place that an error
+        tells; a text is JSON."""
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except ValueError as error:
+                raise _core.InvalidArgumentError(f"{where}={given!r:.200}: {error}") from None
+        if not isinstance(given, Mapping):
+            raise _core.InvalidArgumentError(f"{where}={given!r:.200}: a mapping is wanted")
+        known = [each.name for each in fields(Options)]
+        for name in given:
+            if name not in known:
+                raise _core.InvalidArgumentError(
+                    f"{where}: no option {name!r}; there are {', '.join(known)}"
+                )
+        return dict(given)
 
     @staticmethod
     def of(given: Options | None) -> Options:

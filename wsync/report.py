@@ -36,8 +36,15 @@ class Report:
     Of a `DiskSync`: quantise, begin (a folder with files of full size), write, sync (to the disk),
     publish, engines (stop, load the files, take the version and continue).
 
+    `engine_pause_seconds` and `engine_flush_seconds` are how long the slowest engine took to stop
+    and to drop its cache, as rank 0 saw it; engines do so at the same time, beside other phases.
+
     `delivered_nbytes` counts every worker; `redundancy` is
     delivered bytes over the bytes that the workers need, in source dtype.
+    `image_nbytes` is this rank's memory for codes and scales, with Options.quantise.
+    `quantised_nbytes` counts the weights that all ranks quantise, in the trainer's dtype;
+    `repeated_nbytes` is the part of it that is done again, because ranks that hold the same
+    elements each quantise their own.
     `unused` names the trainer's tensors that no engine makes use of, and that are not delivered.
     """
 
@@ -47,6 +54,9 @@ class Report:
     delivered_nbytes: int = 0
     needed_nbytes: int = 0
     sent_nbytes: int = 0
+    image_nbytes: int = 0
+    quantised_nbytes: int = 0
+    repeated_nbytes: int = 0
     rounds: int = 0
     workers: int = 0
     ring_nbytes: int = 0
@@ -54,6 +64,8 @@ class Report:
     exchange: str = "none"
     unused: tuple[str, ...] = ()
     seconds: float = 0.0
+    engine_pause_seconds: float = 0.0
+    engine_flush_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,6 +83,14 @@ class Report:
             f"{self.delivered_nbytes:,} bytes to {_count(self.workers, 'worker')} in "
             f"{self.seconds:.3f} s ({speed}, {_count(self.rounds, 'round')}, "
             f"redundancy {self.redundancy:.2f})"
+        ) + self._quantised()
+
+    def _quantised(self) -> str:
+        if not self.quantised_nbytes:
+            return ""
+        return (
+            f", {self.quantised_nbytes:,} bytes of weights quantised ({self.repeated_nbytes:,} "
+            f"of them again on another rank), {self.image_nbytes:,} bytes of codes and scales here"
         )
 
     @contextmanager
@@ -88,7 +108,11 @@ class Report:
         """Flat numbers for a training log."""
         flat = {f"wsync/{name}_seconds": seconds for name, seconds in self.phases.items()}
         flat["wsync/update_seconds"] = self.seconds
-        for name in ("model_nbytes", "delivered_nbytes", "sent_nbytes", "rounds", "redundancy"):
+        names = ["engine_pause_seconds", "engine_flush_seconds"]
+        names += ["model_nbytes", "delivered_nbytes", "sent_nbytes", "rounds", "redundancy"]
+        if self.quantised_nbytes:
+            names += ["image_nbytes", "quantised_nbytes", "repeated_nbytes"]
+        for name in names:
             flat[f"wsync/{name}"] = float(getattr(self, name))
         return flat
 

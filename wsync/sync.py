@@ -16,6 +16,7 @@ from wsync.options import Options, numbers
 from wsync.report import Report
 from wsync.trainer.base_sync import Updates
 from wsync.trainer.connection import Connection
+from wsync.trainer.engine_form import check_forms, check_scales, tell_rearranged
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
 
@@ -40,7 +41,8 @@ class Sync(Updates):
         options: see `Options`.
 
     Raises:
-        LayoutError: the ranks' layouts disagree.
+        LayoutError: the ranks' layouts disagree, or an engine says that it holds weights in
+            another form than it is sent.
         WsyncError: the engines' handles could not be made; the same on all ranks.
     """
 
@@ -98,6 +100,11 @@ class Sync(Updates):
         self._trace.write(self._updates)
         return report
 
+    @property
+    def ways(self) -> dict[str, list[str]]:
+        found = {delivery.words: self._roster.taking(delivery) for delivery in Delivery}
+        return {way: [e.name for e in taking] for way, taking in found.items() if taking}
+
     def _close(self) -> None:
         connection, self._connection = self._connection, None
         try:
@@ -126,7 +133,15 @@ class Sync(Updates):
             )
         ranks = self._group.size
         pairs = zip(handles, gpus, strict=True)
-        return [RolloutEngine.of(engine, gpu, self.options, ranks) for engine, gpu in pairs]
+        found = [RolloutEngine.of(engine, gpu, self.options, ranks) for engine, gpu in pairs]
+        stock = [
+            engine
+            for engine, known in zip(handles, found, strict=True)
+            if known.delivery in (Delivery.STOCK, Delivery.BROADCAST)
+        ]
+        self._silent = check_forms(stock, self.options, self._layout)
+        tell_rearranged(handles, self.options, self._layout)
+        return found
 
     def _meet(self, engines: list[RolloutEngine]) -> Roster:
         """Everybody's host, pipeline stage and layout, and rank 0's engines."""
@@ -139,6 +154,8 @@ class Sync(Updates):
             [RolloutEngine(name, n, Delivery(how), gpu) for name, n, how, gpu in found[0]],
         )
         roster.check(self.options)
+        if roster.taking(Delivery.STOCK) or roster.taking(Delivery.BROADCAST):
+            check_scales(roster.model)  # wsync's receiver says more
         return roster
 
     def _update(self, weights: Weights | None, report: Report) -> None:
@@ -192,6 +209,7 @@ class Sync(Updates):
         """Waits until all engines have paused, and has their workers join."""
         with report.phase("pause"):
             self._requests.paused(self._group.check)
+            self._requests.measure(report)
             self._group.barrier()  # before engines are told anything
         with report.phase("open"):
             if self._group.rank == 0:
@@ -263,7 +281,8 @@ def connect(
         InvalidArgumentError, UnsupportedError: an engine that is none or is given twice, or a
             tensor that cannot be sent.
         PeerClosedError, DeadlineError: an engine does not answer; the same on every rank.
-        LayoutError: the trainer ranks' layouts disagree.
+        LayoutError: the trainer ranks' layouts disagree, or an engine says that it holds weights
+            in another form than it is sent.
     """
     chosen = Options.of(options)
     handles = functools.partial(handles_of, engines, timeout=chosen.deadline, api_key=api_key)

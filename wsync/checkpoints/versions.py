@@ -1,7 +1,7 @@
 """A folder of checkpoint versions, of which a reader sees only complete ones.
 
     ROOT/weight_v000007     a complete checkpoint, never written again; a later one of the same
-                            version is weight_v000007.2
+                            version is weight_v000007.2, or takes its place
     ROOT/latest             link to the newest
     ROOT/.wsync-work        what is being written or removed; nobody reads it
 
@@ -56,16 +56,20 @@ class Versions:
         base: folder whose configuration and tokenizer files every version gets, or a transformers
             configuration, or None.
         keep: complete versions that stay, the newest included; None keeps all.
+        replace: whether a version takes the place of what has its name.
 
     Attributes:
         facts: what the config.json of a version says beside what that of `base` does.
     """
 
-    def __init__(self, root: str | os.PathLike[str], base: Any, keep: int | None) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], base: Any, keep: int | None, *, replace: bool = False
+    ) -> None:
         self.root = Path(_folder(root)).absolute()
         self._work = self.root / _WORK
         self._base = base
         self._keep = keep
+        self._replace = replace
         self.facts: Mapping[str, Any] = {}
 
     def check(self) -> None:
@@ -138,7 +142,7 @@ class Versions:
         returns its path.  `check` is called before each step that readers see; may raise."""
         name = folder.name.rpartition(".")[0]
         final, count = self.root / name, 1
-        while final.exists():  # of an earlier run or try, and perhaps being read
+        while final.exists() and not self._replace:  # an earlier run's or try's, perhaps being read
             count += 1
             final = self.root / f"{name}.{count}"
         with system_calls(final):
@@ -146,6 +150,8 @@ class Versions:
                 _sync(path)
             _sync(folder)
             check()
+            if final.exists():  # nobody is to find old weights, or a part of both
+                final.rename(self._hidden(name))
             folder.rename(final)
             _sync(self.root)
             _sync(self._work)

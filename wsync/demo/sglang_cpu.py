@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +51,25 @@ def load(tree: Path | None = None) -> None:
     for place in found.submodule_search_locations or ():
         for folder in ("include", "csrc"):
             Path(place, "kernels", "jit", folder).mkdir(parents=True, exist_ok=True)
+    for name in _OPERATORS:
+        setattr(torch.ops.sgl_kernel, name, None)
+    stand_in(_MISSING)
+    _without_peers()
+
+
+def stand_in(missing: Iterable[str]) -> None:
+    """Lets sglang be imported without its kernels, and without those of the packages in `missing`
+    that are not installed; before its import."""
     from torch.utils import _triton
 
     _triton.has_triton_package()  # remembered: torch must not take the stub for triton
     _triton.has_triton()
-    stand_ins.install(_MISSING, always=["sgl_kernel"])
+    stand_ins.install(missing, always=["sgl_kernel"])
     torch.compile = lambda f=None, **_: f if f is not None else (lambda g: g)  # type: ignore
     known = torch.library.register_fake
     torch.library.register_fake = lambda op, *a, **k: (
         (lambda f: f) if str(op).startswith("sgl_kernel::") else known(op, *a, **k)
     )
-    for name in _OPERATORS:
-        setattr(torch.ops.sgl_kernel, name, None)
     registrar: Any = types.ModuleType("sglang.srt.configs.utils")
     registrar.register_image_processor = registrar.register_processor = lambda *_, **__: None
     sys.modules[registrar.__name__] = registrar
@@ -73,7 +80,6 @@ def load(tree: Path | None = None) -> None:
     mapping.register = lambda self, key, value, exist_ok=False: register(
         self, key, value, exist_ok=True
     )
-    _without_peers()
 
 
 def _without_peers() -> None:

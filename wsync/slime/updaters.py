@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +24,9 @@ from wsync.sync import Sync
 
 if TYPE_CHECKING:
     import torch
+
+_log = logging.getLogger(__name__)
+_VARIABLE = "WSYNC_OPTIONS"
 
 
 class Updater:
@@ -36,7 +42,9 @@ class Updater:
         quantization_config: by which weights are quantised; see `Options.quantise`, which may say
             it instead.  Codes and scales are always slime's.  None delivers weights as the trainer
             holds them.
-        options: see `Options`; the pause mode and all deadlines.
+        options: see `Options`; the pause mode and all deadlines.  None takes them from the
+            environment's WSYNC_OPTIONS, a JSON object ('{"deadline": 300}'), and from
+            `args.wsync_options`, such a mapping, which goes before it.
 
     Raises:
         UnsupportedError: a family that is not known.
@@ -66,10 +74,7 @@ class Updater:
         self.weight_version = 0
         self.update_weight_metrics: dict[str, float] = {}
         self._weights_getter = weights_getter
-        if options is None:
-            most = getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
-            options = Options(bucket_nbytes=most)
-        self._options = Options.of(options)
+        self._options = Options.of(_options_of(args) if options is None else options)
         if self._options.checkpoint is None:
             folder = str(getattr(args, "hf_checkpoint", None) or "")
             self._options = dataclasses.replace(self._options, checkpoint=folder)
@@ -84,6 +89,7 @@ class Updater:
             )
         )
         self._lock: Any = None
+        self._engines: Sequence[Any] = ()
         self._sync: Sync | DiskSync | None = None
 
     def _read_args(self) -> None:
@@ -115,28 +121,42 @@ class Updater:
             rollout_engines: Ray actors, URLs, local engines or `EngineHandle`s.
             rollout_engine_lock: held while buckets are broadcast to remote engines, in case
                 somebody else does so; wsync's own requests have one order for all engines.
-            engine_gpu_counts: tensor-parallel workers of each engine; None asks the engines.
+            engine_gpu_counts: GPUs of each engine.  An engine is asked how many tensor-parallel
+                workers it has; where it cannot say it, these are as many, by default
+                `args.rollout_num_gpus_per_engine`.
             engine_gpu_offsets: index of the trainer rank whose GPU an engine's first worker
                 shares; engines beyond the trainer's ranks are remote.
-            engine_parallel_configs: tp_size of each engine, where counts are not given.
+            engine_parallel_configs: tp_size and pp_size of each engine.
+
+        Raises:
+            UnsupportedError: an engine with several pipeline stages.
+            WsyncError: as `Sync`, the same on every rank.
         """
         if isinstance(rollout_engines, str) or not isinstance(rollout_engines, Sequence):
             raise _core.InvalidArgumentError(
                 f"rollout_engines={rollout_engines!r}: a list is wanted"
             )
-        self._lock = rollout_engine_lock
+        self._lock, self._engines = rollout_engine_lock, rollout_engines
         count = len(rollout_engines)
-        workers = _workers(count, engine_gpu_counts, engine_parallel_configs)
+        workers = _workers(count, engine_parallel_configs)
+        gpus = _gpus(count, engine_gpu_counts, self._args)
         self.disconnect_rollout_engines()
         handles = functools.partial(
-            handles_of, rollout_engines, workers=workers, timeout=self._options.deadline
+            handles_of, rollout_engines, workers=workers, gpus=gpus, timeout=self._options.deadline
         )
-        offsets = engine_gpu_offsets
-        self._sync = self._connect(handles, self._offsets(count) if offsets is None else offsets)
+        offsets = self._offsets(gpus) if engine_gpu_offsets is None else engine_gpu_offsets
+        self._sync = self._connect(handles, offsets)
+        if self._source.rank == 0:
+            _log.info("wsync: %s: %s", type(self).__name__, self._ways(self._sync))
 
-    def _offsets(self, count: int) -> list[int] | None:
-        """The first GPUs of so many engines, where args say it."""
+    def _offsets(self, gpus: Sequence[int | None]) -> list[int] | None:
+        """The first GPU of each engine, where nobody says it."""
         return None
+
+    def _ways(self, sync: Sync | DiskSync) -> str:
+        """Which way each engine takes, for a person to read."""
+        ways = (f"{', '.join(names)} by {way}" for way, names in sync.ways.items())
+        return "; ".join(ways) or "no engines"
 
     def update_weights(self) -> None:
         """Pauses the engines, replaces every weight, counts the version up and continues.
@@ -166,6 +186,15 @@ class Updater:
             self._sync = None
 
 
+def _options_of(args: Any) -> Options:
+    """What is chosen where slime makes updaters, whose calls have no room for options."""
+    most = getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
+    chosen: dict[str, Any] = {"bucket_nbytes": most}
+    chosen |= Options.named(_VARIABLE, os.environ.get(_VARIABLE) or {})
+    chosen |= Options.named("args.wsync_options", getattr(args, "wsync_options", None) or {})
+    return Options(**chosen)
+
+
 def _quantised(options: Options, config: Any) -> Options:
     """With what slime's updaters are given, whose arithmetic is slime's."""
     if config is None:
@@ -181,25 +210,46 @@ def _quantised(options: Options, config: Any) -> Options:
     return dataclasses.replace(options, quantise=config)
 
 
-def _workers(count: int, gpu_counts: Any, parallel_configs: Any) -> list[int | None]:
+def _function_of(args: Any, name: str) -> Callable[..., Any] | None:
+    """The function that slime's arguments name: "package.module.function"."""
+    path = getattr(args, name, None)
+    if not path:
+        return None
+    module, _, function = str(path).rpartition(".")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise _core.InvalidArgumentError(f"{name}={path!r}: {error}") from error
+    return found
+
+
+def _gpus(count: int, given: Any, args: Any) -> list[int | None]:
+    """GPUs of each of so many engines, None where nobody says it."""
+    if given is None:
+        return [getattr(args, "rollout_num_gpus_per_engine", None)] * count
+    gpus = numbers("engine_gpu_counts", given)
+    if len(gpus) != count:
+        raise _core.InvalidArgumentError(f"{len(gpus)} engine_gpu_counts for {count} engines")
+    return [*gpus]
+
+
+def _workers(count: int, given: Any) -> list[int | None]:
     """Tensor-parallel workers of each of so many engines, None where nobody says it."""
-    workers: list[int | None] = [None] * count
-    name = "engine_gpu_counts"
-    if gpu_counts is not None:
-        workers = [*numbers(name, gpu_counts)]
-    elif parallel_configs is not None:
-        name = "engine_parallel_configs"
-        try:
-            sizes = [config.get("tp_size") for config in parallel_configs]
-        except (TypeError, AttributeError):
-            raise _core.InvalidArgumentError(
-                f"{name}={parallel_configs!r}: a list of one mapping for each engine is wanted"
-            ) from None
-        workers = [
-            size if size is None else numbers(f"{name}: tp_size", [size])[0] for size in sizes
-        ]
-    if len(workers) != count:
-        raise _core.InvalidArgumentError(f"{len(workers)} {name} for {count} engines")
+    if given is None:
+        return [None] * count
+    name, workers = "engine_parallel_configs", list[int | None]()
+    try:
+        sizes = [(config.get("tp_size"), config.get("pp_size")) for config in given]
+    except (TypeError, AttributeError):
+        raise _core.InvalidArgumentError(
+            f"{name}={given!r}: a list of one mapping for each engine is wanted"
+        ) from None
+    if len(sizes) != count:
+        raise _core.InvalidArgumentError(f"{len(sizes)} {name} for {count} engines")
+    for tp, pp in sizes:
+        if pp not in (1, None):
+            raise _core.UnsupportedError(f"{name}: pp_size {pp}: one pipeline stage is supported")
+        workers.append(tp if tp is None else numbers(f"{name}: tp_size", [tp])[0])
     return workers
 
 
@@ -210,14 +260,14 @@ class UpdateWeightFromTensor(Updater):
     arguments; `args.update_weight_buffer_size` bounds the bytes of a round for engines without
     wsync, unless options are given.  Engines beyond the trainer's GPUs are remote, and get the
     same rounds as `UpdateWeightFromDistributed` sends them: by engine_gpu_offsets, or else where
-    `args.rollout_num_gpus_per_engine` GPUs for each are more than the trainer has.
+    engines have more GPUs together than the trainer, and lie on them one after another.
     """
 
-    def _offsets(self, count: int) -> list[int] | None:
-        each = getattr(self._args, "rollout_num_gpus_per_engine", None)
-        if not each or count * each <= self._source.ranks:
+    def _offsets(self, gpus: Sequence[int | None]) -> list[int] | None:
+        known = [count for count in gpus if count is not None]
+        if len(known) < len(gpus) or sum(known) <= self._source.ranks:
             return None
-        return [index * each for index in range(count)]
+        return [sum(known[:index]) for index in range(len(known))]
 
 
 class UpdateWeightFromDistributed(Updater):
@@ -241,8 +291,18 @@ class UpdateWeightFromDisk(Updater):
 
     Every trainer rank makes one and all ranks call its methods together.  See `Updater` for the
     arguments; of `args` it reads in addition `update_weight_disk_dir`, the folder of versions;
-    `hf_checkpoint`, the folder whose configuration and tokenizer every version gets; and
-    `update_weight_disk_keep_files`: True keeps all versions, else the newest two stay.
+    `hf_checkpoint`, the folder whose configuration and tokenizer every version gets;
+    `update_weight_disk_keep_files`: True keeps all versions, else the newest two stay; and
+    `custom_update_weight_post_write_path`, a function that is called on every rank with args, the
+    folder and the engines when a version is complete.
+
+    With `args.update_weight_transport` "disk" this is run by slime, whose RayTrainGroup has the
+    engines load weight_v<version> when all ranks are done, and removes it after that unless it is
+    to stay.  So versions are written here and nothing else: a folder of that name is replaced.
+
+    Raises:
+        UnsupportedError: such a function, and a trainer of several nodes.  It is for file systems
+            where each host has to publish what it has written, and here hosts write one file.
     """
 
     def _read_args(self) -> None:
@@ -254,16 +314,33 @@ class UpdateWeightFromDisk(Updater):
             )
         self._folder: str = folder
         self._base = getattr(args, "hf_checkpoint", None) or None
-        self._keep = None if getattr(args, "update_weight_disk_keep_files", False) else 2
+        self._slime_loads = getattr(args, "update_weight_transport", None) == "disk"
+        keeps = self._slime_loads or getattr(args, "update_weight_disk_keep_files", False)
+        self._keep = None if keeps else 2
+        self._hook = _function_of(args, "custom_update_weight_post_write_path")
+        nodes = getattr(args, "actor_num_nodes", None) or 1
+        if self._hook is not None and nodes > 1:
+            raise _core.UnsupportedError(
+                f"custom_update_weight_post_write_path with actor_num_nodes={nodes}: hosts write "
+                "one file together, which no host can publish"
+            )
+
+    def _ways(self, sync: Sync | DiskSync) -> str:
+        if self._slime_loads:
+            return f"all engines by the files of {self._folder}, which slime has them load"
+        return super()._ways(sync)
 
     def _connect(
         self, engines: Callable[[], list[EngineHandle]], gpu_offsets: Sequence[int] | None
     ) -> DiskSync:
+        hook, given = self._hook, list(self._engines)
         return DiskSync(
             self._source,
-            engines,
+            () if self._slime_loads else engines,
             folder=self._folder,
             base=self._base,
             keep=self._keep,
+            replace=self._slime_loads,
+            published=None if hook is None else lambda path: hook(self._args, path, given),
             options=self._options,
         )
