@@ -1,0 +1,60 @@
+"""What two of slime's train actors do in tests/test_slime.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import ray_double, slime_double
+from support.ray_double import Actor
+
+from wsync.layout import from_tensors
+from wsync.slime import install
+
+
+class Staged:
+    """An engine of two pipeline stages, as it says itself."""
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"tp_size": 1, "pp_size": 2}
+
+    def update_weights_from_tensor(self, serialized_named_tensors: Any, **more: Any) -> None:
+        raise AssertionError("wsync has sent weights")
+
+
+def change_over(model_of_rank_1: bool) -> dict[str, Any]:
+    """Rank 1 has a parameter that wsync does not know; or rank 0 finds an engine that wsync cannot
+    update.  Which class the actor has before and after it connects."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        ray_double.install(patch)
+        patch.setenv("WSYNC_OPTIONS", '{"deadline": 60, "progress": false}')
+        slime = slime_double.install(patch)
+        args = SimpleNamespace(
+            custom_megatron_init_path=install,
+            update_weight_mode="full",
+            update_weight_transport="nccl",
+            update_weight_start_version=4,
+            colocate=False,
+            rank=rank,
+            weights={},
+            model=from_tensors({"w": torch.ones(2)}),
+            model_name="llama",
+            hidden_size=2,
+            num_attention_heads=1,
+            quantization_config=None,
+            hf_checkpoint="",
+        )
+        if model_of_rank_1:
+            args.model = [torch.nn.Linear(2, 2) if rank == 1 else torch.nn.Module()]
+        actor = slime.MegatronTrainRayActor()
+        actor.init(args, "actor")
+        updater = actor.weight_updater
+        found = [type(updater._updater).__module__.partition(".")[0]]
+        updater.connect_rollout_engines([Actor(Staged())], None, engine_gpu_counts=[2])
+        found.append(type(updater._updater).__module__.partition(".")[0])
+        updater.update_weights()
+        return {"found": found, "version": updater.weight_version}

@@ -1,0 +1,278 @@
+"""`--custom-megatron-init-path wsync.slime.install`, with a stand-in for slime's actor module."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import ray_double, slime_cases, slime_double
+from support.procs import Ranks
+from support.ray_double import Actor
+from support.tiny_qwen3 import draw, in_server, sums
+
+import wsync
+from wsync.handles.base import handle
+from wsync.layout import from_tensors
+from wsync.slime import install
+
+NEW = ("UpdateWeightFromDisk", "UpdateWeightFromDistributed", "UpdateWeightFromTensor")
+
+
+class Served:
+    """slime's actor beside a server."""
+
+    def __init__(self, url: str) -> None:
+        self.get_url = lambda: url
+
+    def update_weights_from_tensor(self, serialized_named_tensors: Any, **more: Any) -> None:
+        raise AssertionError("weights went through the actor")
+
+
+@pytest.fixture
+def slime(monkeypatch: pytest.MonkeyPatch) -> Any:
+    ray_double.install(monkeypatch)
+    monkeypatch.setenv("WSYNC_OPTIONS", '{"deadline": 60, "progress": false}')
+    return slime_double.install(monkeypatch)
+
+
+def arguments(weights: Any, **more: Any) -> SimpleNamespace:
+    told = {
+        "custom_megatron_init_path": install,
+        "update_weight_mode": "full",
+        "update_weight_transport": "nccl",
+        "update_weight_disk_dir": None,
+        "update_weight_start_version": 4,
+        "colocate": True,
+        "rank": 0,
+        "rollout_num_gpus_per_engine": 1,
+        "weights": weights,
+        "model": from_tensors(weights),
+        "model_name": "qwen3config",
+        "quantization_config": None,
+        "hf_checkpoint": "",
+        "custom_update_weight_post_write_path": None,
+    }
+    return SimpleNamespace(**{**told, **more})
+
+
+def started(slime: Any, weights: Any, **more: Any) -> Any:
+    """A train actor's updater, as it has chosen it."""
+    actor = slime.MegatronTrainRayActor()
+    actor.init(arguments(weights, **more), "actor")
+    return actor.weight_updater
+
+
+def test_slimes_actor_updates_a_server_by_wsyncs_receiver(
+    slime: Any, server: str, config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    weights = draw(config, 1)
+    chosen = started(slime, weights)
+    for number in (5, 6):
+        weights.update(draw(config, number))
+        if number == 5:
+            chosen.connect_rollout_engines(
+                [Actor(Served(server))],
+                None,
+                engine_gpu_counts=[1],
+                engine_gpu_offsets=[0],
+                engine_parallel_configs=[{"tp_size": 1, "pp_size": 1}],
+            )
+        chosen.update_weights()
+        assert chosen.weight_version == number
+        assert handle(server).model_info(30)["weight_version"] == str(number)
+        assert in_server(server) == sums(weights)
+    assert chosen.pop_metrics()["wsync/commit_seconds"] > 0
+    assert chosen.pop_metrics() == {} == chosen.update_weight_metrics
+    assert hasattr(chosen, "disconnect_rollout_engines")
+    chosen.disconnect_rollout_engines()
+    said = [text for text in caplog.messages if text.startswith("wsync: ")]
+    assert said == [f"wsync: UpdateWeightFromTensor: {server} by wsync's receiver"]
+
+
+@pytest.mark.parametrize(
+    ("more", "ours"),
+    [
+        ({}, wsync.UpdateWeightFromTensor),
+        ({"colocate": False}, wsync.UpdateWeightFromDistributed),
+        ({"update_weight_transport": "disk"}, wsync.UpdateWeightFromDisk),
+    ],
+)
+def test_each_of_slimes_three_classes_is_replaced(
+    slime: Any, tmp_path: Any, more: dict[str, Any], ours: type
+) -> None:
+    chosen = started(
+        slime, {"w": torch.ones(2)}, update_weight_disk_dir=str(tmp_path / "versions"), **more
+    )
+    assert type(chosen._updater) is ours
+    assert chosen.weight_version == 4
+
+
+def test_deltas_stay_slimes_own(slime: Any, caplog: pytest.LogCaptureFixture) -> None:
+    chosen = started(slime, {"w": torch.ones(2)}, update_weight_mode="delta")
+    assert type(chosen) is slime.UpdateWeightFromDiskDelta
+    (text,) = caplog.messages
+    assert text.startswith("wsync: slime's own updater for update_weight_mode 'delta' runs")
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"model": [torch.nn.Linear(2, 2)], "model_name": "mamba"}, "model family 'mamba' is not"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors"}},
+            "compressed-tensors: slime's servers repack such weights by post_process_weights",
+        ),
+    ],
+)
+def test_what_wsync_cannot_deliver_goes_slimes_own_way(
+    slime: Any, caplog: pytest.LogCaptureFixture, more: dict[str, Any], reason: str
+) -> None:
+    own = slime.UpdateWeightFromTensor
+    chosen = started(slime, {"w": torch.ones(2)}, **more)
+    assert type(chosen._updater) is own
+    args, model, getter, name, quantised = chosen.made_with
+    assert (args.model, args.model_name, args.quantization_config) == (model, name, quantised)
+    assert getter() is args.weights
+    chosen.connect_rollout_engines(["e"], None, engine_gpu_counts=[1])
+    chosen.update_weights()
+    assert (chosen.weight_version, chosen.connected) == (5, [(["e"], [1], None)])
+    assert chosen.pop_metrics() == {"slime/own": 1.0}
+    assert not hasattr(chosen, "disconnect_rollout_engines")
+    (text,) = caplog.messages
+    assert text.startswith("wsync: slime's own UpdateWeightFromTensor runs: ") and reason in text
+
+
+def test_an_engine_that_wsync_cannot_update_changes_over(
+    slime: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = started(slime, {"w": torch.ones(2)})
+    staged = [{"tp_size": 1, "pp_size": 2}]
+    for _ in range(2):
+        chosen.connect_rollout_engines(["e"], None, [2], [0], staged)
+    assert type(chosen._updater) is slime.UpdateWeightFromTensor.args[1]
+    assert chosen.connected == [(["e"], [2], staged)] * 2
+    assert chosen.weight_version == 4
+    (text,) = caplog.messages
+    assert "UpdateWeightFromTensor runs: engine_parallel_configs: pp_size 2" in text
+
+
+def test_other_ranks_say_nothing(slime: Any, caplog: pytest.LogCaptureFixture) -> None:
+    more = {"model": [torch.nn.Linear(2, 2)], "model_name": "mamba"}
+    started(slime, {"w": torch.ones(2)}, rank=1, **more)
+    assert caplog.messages == []
+
+
+def test_a_users_mistake_is_an_error(slime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WSYNC_OPTIONS", '{"dead_line": 7}')
+    with pytest.raises(wsync.InvalidArgumentError, match="no option 'dead_line'"):
+        started(slime, {"w": torch.ones(2)})
+
+
+def test_installing_twice_is_installing_once(slime: Any) -> None:
+    install(SimpleNamespace())
+    before = [getattr(slime, name) for name in NEW]
+    install(SimpleNamespace())
+    assert [getattr(slime, name) for name in NEW] == before
+
+
+def _renamed(slime: Any) -> None:
+    slime.UpdateWeightFromDisk.sync = slime.UpdateWeightFromDisk.update_weights
+
+
+def _other_arguments(slime: Any) -> None:
+    def update_weights(self: Any, version: int) -> None:
+        del self, version
+
+    slime.UpdateWeightFromTensor.update_weights = update_weights
+
+
+def _chosen_elsewhere(slime: Any) -> None:
+    slime.MegatronTrainRayActor.init = lambda self, args, role: None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda slime: delattr(slime, "UpdateWeightFromTensor"), "no class UpdateWeightFromTensor"),
+        (lambda slime: delattr(slime, "MegatronTrainRayActor"), "init does not choose Update"),
+        (_chosen_elsewhere, "MegatronTrainRayActor.init does not choose UpdateWeightFromDisk"),
+        (_renamed, "UpdateWeightFromDisk has a method sync, which is not known"),
+        (_other_arguments, r"UpdateWeightFromTensor.update_weights takes \(self, version\), not"),
+    ],
+)
+def test_another_slime_is_refused_by_what_differs(slime: Any, change: Any, reason: str) -> None:
+    change(slime)
+    before = dict(vars(slime))
+    with pytest.raises(wsync.UnsupportedError, match=reason) as error:
+        install(SimpleNamespace())
+    assert str(error.value).startswith(f"{slime_double.ACTOR}: ")
+    assert dict(vars(slime)) == before
+
+
+def test_no_slime_at_all_is_named() -> None:
+    with pytest.raises(wsync.UnsupportedError, match="No module named 'slime'"):
+        install(SimpleNamespace())
+
+
+def options_of(**arguments: Any) -> wsync.Options:
+    source = from_tensors({"w": torch.ones(1)})
+    args = SimpleNamespace(**arguments)
+    return wsync.UpdateWeightFromTensor(args, source, None, model_name="any")._options
+
+
+def test_options_come_from_the_environment_and_from_slimes_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert options_of(update_weight_buffer_size=5) == wsync.Options(bucket_nbytes=5, checkpoint="")
+    monkeypatch.setenv("WSYNC_OPTIONS", '{"deadline": 7, "threads": 2, "bucket_nbytes": 6}')
+    found = options_of(update_weight_buffer_size=5, wsync_options={"threads": 3})
+    assert (found.deadline, found.threads, found.bucket_nbytes) == (7, 3, 6)
+    monkeypatch.setenv("WSYNC_OPTIONS", "")
+    assert options_of() == wsync.Options(checkpoint="")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{deadline: 7}", "WSYNC_OPTIONS='{deadline: 7}': Expecting property name"),
+        ("[7]", r"WSYNC_OPTIONS=\[7\]: a mapping"),
+        ('{"dead_line": 7}', "WSYNC_OPTIONS: no option 'dead_line'; there are deadline, round"),
+        ('{"deadline": "7"}', "deadline='7' is no number"),
+    ],
+)
+def test_an_option_that_is_wrong_is_named(
+    monkeypatch: pytest.MonkeyPatch, text: str, reason: str
+) -> None:
+    monkeypatch.setenv("WSYNC_OPTIONS", text)
+    with pytest.raises(wsync.InvalidArgumentError, match=reason):
+        options_of()
+    monkeypatch.delenv("WSYNC_OPTIONS")
+    with pytest.raises(wsync.InvalidArgumentError, match=r"args.wsync_options=7: a mapping"):
+        options_of(wsync_options=7)
+
+
+def test_the_flags_of_the_readme_name_functions() -> None:
+    page = Path(__file__).parent.parent.joinpath("README.md").read_text(encoding="utf-8")
+    found = re.findall(r"^--(custom-megatron-init-path|sglang-\S+) (wsync\S+)$", page, re.MULTILINE)
+    assert [flag for flag, _ in found] == [
+        "custom-megatron-init-path",
+        "sglang-custom-weight-loader",
+    ]
+    for _, path in found:
+        module, _, name = path.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_ranks_change_over_together() -> None:
+    with Ranks(2, path=sys.path) as ranks:
+        for facts in ranks.run(slime_cases.change_over, True, timeout=240):
+            assert facts == {"found": ["slime", "slime"], "version": 5}
+        for facts in ranks.run(slime_cases.change_over, False, timeout=240):
+            assert facts == {"found": ["wsync", "slime"], "version": 5}
