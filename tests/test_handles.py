@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy
@@ -27,6 +28,7 @@ from wsync.engine import Receiver
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.handles.base import EngineHandle, handle, send_control
 from wsync.handles.local import LocalHandle, RayHandle
+from wsync.handles.sglang_engine import SglangHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.inspection import inspect
 from wsync.messages import payload
@@ -247,6 +249,124 @@ def test_a_question_leaves_the_engine_as_it_is(server: FakeServer, left_open: bo
     assert [worker.consistent for worker in found] == [False]
     assert not {"pause", "continue"} & set(sessions.calls)
     assert (asked, sessions.open) == ((["all"], "all") if left_open else (["draft"], None))
+
+
+PROCESS = "post_process_weights"
+
+
+def slimes(server: FakeServer) -> None:
+    """Has a server answer as slime's SGLang does."""
+    for method in ("pause_generation", "continue_generation", PROCESS, TENSOR):
+        server.answers[f"/{method}"] = (200, {"success": True, "message": "", "status": "ok"})
+
+
+def told(server: FakeServer) -> list[Any]:
+    """What it has been asked since the last time: names of methods, and steps of processing."""
+    known = {f"/{PROCESS}", f"/{TENSOR}", "/continue_generation"}
+    found = [(path[1:], body) for path, body, _ in server.seen if path in known]
+    server.seen.clear()
+    return [body if method == PROCESS else method for method, body in found]
+
+
+def steps(restore: bool) -> dict[str, bool]:
+    return {"restore_weights_before_load": restore, "post_process_quantization": not restore}
+
+
+def test_slimes_server_restores_what_it_has_packed(server: FakeServer) -> None:
+    """Once before the first weights; the new ones are packed before it goes on."""
+    slimes(server)
+    engine = HttpHandle(server.url, workers=2)
+    engine.rearranges(True)
+    for identity in "ab":
+        during = engine.during(identity)
+        during.pause("abort", 60)
+        update(during, 60)
+        update(during, 60)
+        during.resume(60)
+        packing = [steps(restore=True), TENSOR, TENSOR, steps(restore=False)]
+        assert told(server) == [*packing, "continue_generation"]
+    engine.rearranges(False)
+    engine.pause("abort", 60)
+    update(engine, 60)
+    engine.resume(60)
+    assert told(server) == [TENSOR, "continue_generation"]
+
+
+def test_a_server_with_sessions_restores_in_these(server: FakeServer) -> None:
+    sessions = Sessions(server)
+    engine = HttpHandle(server.url, workers=2)
+    engine.rearranges(True)
+    engine.pause("abort", 60)
+    update(engine, 60)
+    engine.resume(60)
+    assert sessions.calls == ["pause", "begin", TENSOR, "end", "continue"]
+    assert steps(restore=True) not in told(server)
+
+
+def test_a_server_that_cannot_restore_what_it_has_packed_is_sent_nothing(
+    server: FakeServer,
+) -> None:
+    slimes(server)
+    del server.answers[f"/{PROCESS}"]
+    engine = HttpHandle(server.url, workers=2)
+    engine.rearranges(True)
+    for _ in range(2):
+        engine.pause("abort", 60)
+        with pytest.raises(UnsupportedError, match="knows neither weight-update sessions"):
+            update(engine, 60)
+    assert TENSOR not in told(server)
+    control = [b"x", b"y"]  # wsync's loader there says itself what it cannot take
+    engine.update_weights(control, load_format=LOAD_FORMAT, weight_version=None, timeout=60)
+    engine.resume(60)
+    assert told(server) == [steps(restore=True), TENSOR, "continue_generation"]
+    server.answers[f"/{PROCESS}"] = (400, {"success": False, "message": "no memory"})
+    engine.rearranges(True)
+    engine.pause("abort", 60)
+    with pytest.raises(RemoteError, match="/post_process_weights: no memory"):
+        update(engine, 60)
+
+
+def test_an_actor_restores_what_its_server_has_packed() -> None:
+    class Actor:
+        def __init__(self) -> None:
+            self.called: list[Any] = []
+
+        def pause_generation(self) -> None: ...
+        def continue_generation(self) -> None:
+            self.called.append("continue")
+
+        def update_weights_from_tensor(self, **_: Any) -> None:
+            self.called.append("load")
+
+        def post_process_weights(self, **given: bool) -> dict[str, Any]:
+            self.called.append(given)
+            return {"success": True, "message": ""}
+
+    actor = Actor()
+    engine = LocalHandle(actor, workers=2)
+    engine.rearranges(True)
+    for _ in range(2):
+        engine.pause("abort", 60)
+        update(engine, 60)
+    engine.resume(60)
+    one = [steps(restore=True), "load"]
+    assert actor.called == [*one, *one, steps(restore=False), "continue"]
+
+
+def test_an_engine_of_sglang_without_sessions_is_sent_no_weights_that_it_rearranges() -> None:
+    class Sglang:
+        def update_weights_from_tensor(self, named_tensors: Any, **_: Any) -> None: ...
+
+    engine = handle(Sglang(), workers=2)
+    assert isinstance(engine, SglangHandle)
+    engine.rearranges(True)
+    engine.pause("abort", 60)
+    with pytest.raises(UnsupportedError, match="Sglang object: rearranges weights"):
+        update(engine, 60)
+    other = handle(SimpleNamespace(update_weights_from_tensor=lambda **_: None), workers=2)
+    assert isinstance(other, LocalHandle)
+    other.rearranges(True)
+    update(other, 60)
 
 
 def test_an_update_without_version_sends_none(server: FakeServer) -> None:
