@@ -1,0 +1,82 @@
+"""Small checkpoints for servers, and what transformers makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+_EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+PATIENCE = 240.0  # seconds for whatever a busy machine is to do
+PROMPT = [5, 17, 42, 99, 7]
+
+
+@dataclass
+class Checkpoint:
+    """Weights in a folder and in memory."""
+
+    folder: Path
+    model: Any
+    weights: dict[str, torch.Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.model.dtype
+        return found
+
+    def tokens(self, count: int) -> list[int]:
+        """The most likely ones after PROMPT."""
+        with torch.no_grad():
+            found = self.model.generate(
+                torch.tensor([PROMPT]), max_new_tokens=count, do_sample=False, pad_token_id=0
+            )
+        answer: list[int] = found[0, len(PROMPT) :].tolist()
+        return answer
+
+    def says(self, tokens: Sequence[int]) -> list[bool]:
+        """For each token after PROMPT whether it is the most likely one after those before it, but
+        for rounding."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([PROMPT + list(tokens)])).logits[0]
+        return likely(logits[len(PROMPT) - 1 : -1], tokens)
+
+
+def likely(logits: torch.Tensor, tokens: Sequence[int]) -> list[bool]:
+    """Whether each has the largest of the logits, but for rounding."""
+    part = 1e-3 if logits.dtype == torch.float32 else 0.1
+    largest = logits.max(-1).values
+    found = logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
+    answer: list[bool] = (found >= largest - part * largest.abs()).tolist()
+    return answer
+
+
+def checkpoint(folder: Path, seed: int, *, experts: bool, dtype: torch.dtype) -> Checkpoint:
+    """Weights so large that rounding does not change the tokens."""
+    if experts:
+        config: Any = transformers.Qwen3MoeConfig(**_SIZES, **_EXPERTS)
+    else:
+        config = transformers.Qwen3Config(**_SIZES)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for tensor in weights.values():
+        torch.nn.init.normal_(tensor, std=0.3 if tensor.dim() > 1 else 1.0)
+    model.save_pretrained(folder)
+    return Checkpoint(folder, model, weights)

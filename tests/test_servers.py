@@ -1,0 +1,195 @@
+"""SGLang's whole server takes updates: the pinned release, on a CPU, over HTTP.
+
+Its packages are not among the test extra's: `.ci/run servers` installs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint
+from support.sglang_server import NEWEST, Fresh, Nursery, Server, packages
+
+import wsync
+from wsync.handles.sglang_http import HttpHandle
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
+TOKENS = 12
+Pair = tuple[Checkpoint, Checkpoint]
+WAYS: dict[str, dict[str, Any]] = {
+    "loader": {"delivery": "wsync"},
+    "buckets": {"delivery": "stock", "bucket_nbytes": 1 << 16},
+    "remote-loader": {"delivery": "distributed", "broadcast": "wsync"},
+    "broadcast-buckets": {
+        "delivery": "distributed",
+        "broadcast": "bucket",
+        "bucket_nbytes": 1 << 16,
+    },
+    "broadcast-tensors": {"delivery": "distributed", "broadcast": "tensor"},
+}
+# what a server has: experts or not, dtype, workers
+KINDS = {
+    "qwen3-tp1": (False, torch.float32, 1),
+    "qwen3-bfloat16-tp2": (False, torch.bfloat16, 2),
+    "qwen3_moe-tp2": (True, torch.float32, 2),
+}
+
+
+def pair(folder: Path, *, experts: bool, dtype: torch.dtype) -> Pair:
+    """Two checkpoints of one model, which say different things."""
+    first, second = (
+        checkpoint(folder / str(seed), seed, experts=experts, dtype=dtype) for seed in (1, 2)
+    )
+    assert first.tokens(TOKENS) != second.tokens(TOKENS)
+    return first, second
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(
+    request: pytest.FixtureRequest, servers: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Pair]]:
+    """A server of one kind after another, and what it is to hold."""
+    experts, dtype, tp = KINDS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    models = pair(folder, experts=experts, dtype=dtype)
+    with Server(servers, models[0], folder / "log", tp=tp) as server:
+        yield server, models
+
+
+def connect(server: Server, weights: dict[str, torch.Tensor], **options: Any) -> wsync.Sync:
+    given = {"deadline": PATIENCE, "progress": False, **options}
+    return wsync.connect(weights, engines=[server.url], options=wsync.Options(**given))
+
+
+def generate(server: Server) -> tuple[list[int], str]:
+    """Tokens, and the version of the weights that they are said to come from."""
+    greedy = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    answer = server.post("/generate", input_ids=PROMPT, sampling_params=greedy)
+    return answer["output_ids"], answer["meta_info"]["weight_version"]
+
+
+def check(server: Server, model: Checkpoint, version: str) -> None:
+    """That the server answers with these weights."""
+    tokens, said = generate(server)
+    assert said == version
+    assert len(tokens) == TOKENS
+    assert all(model.says(tokens)), tokens
+    if model.dtype == torch.float32:  # no rounding changes a token
+        assert tokens == model.tokens(TOKENS)
+
+
+def checksums(server: Server) -> list[dict[str, str]]:
+    """Of every tensor of every worker."""
+    answer = server.post("/weights_checker", action="checksum")
+    return [rank["checksums"] for rank in answer["ranks"]]
+
+
+def reloaded(server: Server, model: Checkpoint) -> list[dict[str, str]]:
+    """The checksums after SGLang's own load of a checkpoint."""
+    server.post(
+        "/update_weights_from_disk", model_path=str(model.folder), weight_version="reloaded"
+    )
+    return checksums(server)
+
+
+def test_a_server_as_users_start_it(tmp_path: Path) -> None:
+    start = Fresh(packages(NEWEST))
+    first, second = pair(tmp_path, experts=False, dtype=torch.float32)
+    with Server(start, first, tmp_path / "log") as server:
+        check(server, first, "default")
+        with connect(server, second.weights) as sync:
+            sync.update(version="second")
+            check(server, second, "second")
+            sync.update(first.weights, version="first")
+            check(server, first, "first")
+    start.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_byte_is_that_of_a_reload(served: tuple[Server, Pair], way: str) -> None:
+    server, (first, second) = served
+    wanted = [reloaded(server, model) for model in (second, first)]
+    assert len(wanted[0]) == server.workers
+    assert all(wanted[0][rank].keys() == wanted[1][rank].keys() for rank in range(server.workers))
+    same = {name for a, b in zip(*wanted, strict=True) for name in a if a[name] == b[name]}
+    assert same == set()
+    with connect(server, second.weights, **WAYS[way]) as sync:
+        for number, model in enumerate((second, first, second)):
+            report = sync.update(model.weights, version=f"{way}-{number}")
+            assert checksums(server) == wanted[number % 2]
+            check(server, model, f"{way}-{number}")
+    assert not report.unused
+
+
+def test_every_byte_is_that_of_a_reload_from_the_disk(
+    served: tuple[Server, Pair], tmp_path: Path
+) -> None:
+    server, (first, second) = served
+    wanted = [reloaded(server, model) for model in (second, first)]
+    options = wsync.Options(deadline=PATIENCE, progress=False)
+    with wsync.DiskSync(
+        second.weights, [server.url], folder=tmp_path, base=first.folder, options=options
+    ) as sync:
+        for number, model in enumerate((second, first)):
+            sync.update(model.weights, version=number)
+            assert checksums(server) == wanted[number]
+            check(server, model, str(number))
+
+
+def test_an_update_is_a_session(served: tuple[Server, Pair], monkeypatch: Any) -> None:
+    """SGLang 0.5.21 and newer begin one before tensors, and end it after them."""
+    server, (first, _) = served
+    asked: list[tuple[str, int]] = []
+    inside: list[int] = []
+    request = HttpHandle.request
+
+    def noted(handle: Any, method: str, path: str, *rest: Any) -> Any:
+        if path == "/end_weight_update" and asked[-1][0] != "/begin_weight_update":
+            inside.append(request(handle, "POST", "/begin_weight_update", {}, PATIENCE)[0])
+        status, text = request(handle, method, path, *rest)
+        asked.append((path, status))
+        return status, text
+
+    with connect(server, first.weights) as sync:
+        monkeypatch.setattr(HttpHandle, "request", noted)
+        sync.update()
+    steps = [step for step in asked if "server_info" not in step[0]]
+    names = [path for path, _ in steps]
+    assert names.count("/begin_weight_update") == names.count("/end_weight_update") == 1
+    sent = [index for index, name in enumerate(names) if name == "/update_weights_from_tensor"]
+    begun, ended = names.index("/begin_weight_update"), names.index("/end_weight_update")
+    assert names.index("/pause_generation") < begun < sent[0] <= sent[-1] < ended
+    assert ended < names.index("/continue_generation")
+    assert {status for _, status in steps} == {200}
+    assert inside == [400]  # there was a session
+    server.post("/begin_weight_update")  # and now there is none
+    server.post("/end_weight_update")
+
+
+OLDER = ("sglang0511", "sglang0517")
+
+
+@pytest.fixture(scope="module", params=OLDER)
+def older(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Pair]]:
+    folder = tmp_path_factory.mktemp(request.param)
+    start = Nursery(packages(request.param), folder / "nursery")
+    models = pair(folder, experts=False, dtype=torch.float32)
+    with Server(start, models[0], folder / "log") as server:
+        yield server, models
+    start.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_older_server_says_what_the_weights_say(older: tuple[Server, Pair], way: str) -> None:
+    """On a CPU it tells no checksums, and it knows no sessions."""
+    server, (first, second) = older
+    with connect(server, second.weights, **WAYS[way]) as sync:
+        for number, model in enumerate((second, first)):
+            sync.update(model.weights, version=f"{way}-{number}")
+            check(server, model, f"{way}-{number}")
