@@ -1,0 +1,127 @@
+"""Updates of SGLang's whole server while it generates; see test_servers.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import requests
+import torch
+from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint, likely
+from support.sglang_server import Nursery, Server
+
+import wsync
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
+LONG = 4000  # tokens of an answer that nobody waits for
+BEFORE, AFTER = 5, 20  # tokens that have come when an update begins, and that come after it
+Pair = tuple[Checkpoint, Checkpoint]
+
+
+@pytest.fixture(scope="module")
+def served(
+    servers: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Pair]]:
+    folder = tmp_path_factory.mktemp("in-flight")
+    first, second = (
+        checkpoint(folder / str(seed), seed, experts=False, dtype=torch.float32) for seed in (1, 2)
+    )
+    with Server(servers, first, folder / "log") as server:
+        yield server, (first, second)
+
+
+class Answer:
+    """One that is being generated."""
+
+    def __init__(self, server: Server) -> None:
+        greedy = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
+        self._response = requests.post(
+            server.url + "/generate",
+            json={"input_ids": PROMPT, "sampling_params": greedy, "stream": True},
+            stream=True,
+            timeout=PATIENCE,
+        )
+        self._lines = self._response.iter_lines()
+        self.tokens: list[int] = []
+        self.last: dict[str, Any] = {}
+
+    def read(self, count: int) -> None:
+        """Until there are so many tokens, or it has ended."""
+        for line in self._lines:
+            if not line.startswith(b"data: ") or line == b"data: [DONE]":
+                continue
+            self.last = json.loads(line.removeprefix(b"data: "))
+            self.tokens = self.last["output_ids"]
+            if len(self.tokens) >= count:
+                return
+
+    @property
+    def reason(self) -> Any:
+        """Why it has ended."""
+        found = self.last["meta_info"]["finish_reason"]
+        return found and found["type"]
+
+    def close(self) -> None:
+        self._response.close()
+
+
+def kept(tokens: list[int], old: Checkpoint, new: Checkpoint) -> list[int]:
+    """After how many tokens the weights can have changed, where what had been computed for the
+    earlier ones was kept."""
+    with torch.no_grad():
+        found = []
+        for changed in range(1, len(tokens)):
+            if not all(old.says(tokens[:changed])):
+                break
+            before = PROMPT + tokens[: changed - 1]
+            cache = old.model(torch.tensor([before]), use_cache=True).past_key_values
+            rest = torch.tensor([tokens[changed - 1 : -1]])
+            logits = new.model(rest, past_key_values=cache).logits[0]
+            if all(likely(logits, tokens[changed:])):
+                found.append(changed)
+    return found
+
+
+def recomputed(tokens: list[int], old: Checkpoint, new: Checkpoint) -> list[int]:
+    """The same where everything is computed anew."""
+    before, after = old.says(tokens), new.says(tokens)
+    return [
+        changed
+        for changed in range(1, len(tokens))
+        if all(before[:changed]) and all(after[changed:])
+    ]
+
+
+@pytest.mark.parametrize("way", ["wsync", "stock"])
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_no_answer_is_of_mixed_weights(served: tuple[Server, Pair], mode: str, way: str) -> None:
+    server, (old, new) = served
+    options = wsync.Options(
+        deadline=PATIENCE,
+        progress=False,
+        delivery=way,
+        pause_mode=mode,
+        flush_cache=mode != "in_place",
+    )
+    with wsync.connect(old.weights, engines=[server.url], options=options) as sync:
+        sync.update(version="old")
+        with closing(Answer(server)) as answer:
+            answer.read(BEFORE)
+            assert answer.reason is None
+            sync.update(new.weights, version="new")
+            if mode == "abort":
+                answer.read(LONG)
+                assert answer.reason == "abort"
+                assert len(answer.tokens) < LONG
+                assert all(old.says(answer.tokens))
+                return
+            changes = {"retract": recomputed, "in_place": kept}[mode]
+            answer.read(len(answer.tokens) + AFTER)
+            while not (found := changes(answer.tokens, old, new)):
+                assert all(old.says(answer.tokens)), answer.tokens  # not all old ones were read
+                assert len(answer.tokens) < LONG // 4, answer.tokens
+                answer.read(len(answer.tokens) + AFTER)
+    assert max(found) >= BEFORE, (found, answer.tokens)
