@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from support.engine_classes import CLASSES
+from support.quantised_models import Method
 
 from wsync.demo import sglang_cpu
 from wsync.demo.sglang_cpu import host, load
@@ -42,6 +43,31 @@ def build(family: str, config: Any, quantization: Any = None) -> torch.nn.Module
     return sglang_cpu.build(*_CLASSES[family], config, quantization)
 
 
+def quantization(method: Method, config: Any) -> Any:
+    """SGLang's object for a method, which `build` takes."""
+    if method.kind.startswith("int4"):
+        from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
+
+        return compressed_tensors.CompressedTensorsConfig.from_config(method.config(config))
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    return Fp8Config.from_config(method.config(config))
+
+
+def process(model: torch.nn.Module) -> None:
+    """As SGLang does after it has loaded weights."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    DefaultModelLoader.postprocess_weights(model, torch.device("cpu"))
+
+
+def restore(model: torch.nn.Module) -> None:
+    """As SGLang does before it loads weights once more."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    DefaultModelLoader.restore_weights_before_loading(model, torch.device("cpu"))
+
+
 def stand_in_for_kernels() -> None:
     """Has quantised layers made and processed as on an NVIDIA GPU, without its kernels: what these
     would shuffle is shuffled in some other way."""
@@ -66,3 +92,10 @@ def stand_in_for_kernels() -> None:
     linear.check_marlin_supports_shape = lambda *_: None
     for module in (linear, experts):
         module.marlin_make_workspace = lambda *_: torch.zeros(4, dtype=torch.int32)
+
+
+def take_kv_apart_as_on_a_gpu() -> None:
+    """Has DeepSeek's kv_b_proj taken apart after loading as on an NVIDIA GPU."""
+    from sglang.srt.models.deepseek_common import deepseek_weight_loader
+
+    deepseek_weight_loader._is_cuda = True

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,16 @@ class SglangProcesses:
         ep: int = 1,
         needed: bool = True,
         changes: dict[str, Any] | None = None,
+        method: Sequence[Any] = (),
+        alone: bool = False,
     ) -> None:
         """Starts with another model.
 
         ep: among how many workers its experts are divided.  needed: as wsync.sglang has it, else
-        whole tensors are sent.  changes: of the config.
+        whole tensors are sent.  changes: of the config.  method, alone: as the worker has them.
         """
         self.version, self.paused = None, False
-        shapes = self.ask("prepare", family, needed, ep, changes or {})[0]
+        shapes = self.ask("prepare", family, needed, ep, changes or {}, method, alone)[0]
         self.checkpoint = {
             name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()
         }

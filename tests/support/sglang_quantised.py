@@ -11,8 +11,10 @@ is another, with "drop": a pattern of tensors that it is not sent.  path: how te
     bucket      SGLang's own buckets, in a session
     disk        a checkpoint that DiskSync has written, of which SGLang does the same
 
-gpu: DeepSeek's kv_b_proj is taken apart as on a GPU.  Every model is updated twice and compared
-each time with one that was loaded, and processed, as SGLang does it.  Prints a JSON list.
+gpu: DeepSeek's kv_b_proj is taken apart as on a GPU.  An engine of fp8_packed is one on Blackwell:
+it has packed the scales of the checkpoint that it was started from.  Every model is updated twice
+and compared each time with one that was loaded, and processed, as SGLang does it.  Prints a JSON
+list.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ if __name__ == "__main__":
     sys.path.insert(1, str(Path(__file__).parent.parent))
 
 import torch
-from support import learn_models, quantised_models, sglang_host, tiny_models
+from support import deep_gemm_stub, learn_models, quantised_models, sglang_host, tiny_models
 from support.workers import ThreadEngine
 
 import wsync
@@ -48,8 +50,11 @@ class Case:
 
     def __init__(self, facts: dict[str, Any]) -> None:
         self.facts = facts
-        family = facts["family"]
-        self.config = tiny_models.config(family, **quantised_models.SIZES[family])
+        family, sizes = facts["family"], quantised_models.SIZES[facts["family"]]
+        kinds = [fields and fields[0] for fields in (facts["method"], facts.get("trainer"))]
+        if "fp8_packed" in kinds:
+            sizes = sizes | quantised_models.WIDE
+        self.config = tiny_models.config(family, **sizes)
         self.plain = tiny_models.checkpoint(family, self.config)
 
     def published(self, seed: int, method: Sequence[Any] | None) -> quantised_models.Tensors:
@@ -65,15 +70,20 @@ class Case:
 
     def build(self) -> torch.nn.Module:
         method, config = method_of(self.facts["method"]), copy.deepcopy(self.config)
-        options = [] if method is None else [quantization(method, config)]
+        options = [] if method is None else [sglang_host.quantization(method, config)]
         return sglang_host.build(self.facts["family"], config, *options)
 
     def own(self, seed: int) -> torch.nn.Module:
         """A model that SGLang's own loading has filled."""
         model: Any = self.build()
+        method = method_of(self.facts["method"])
+        if method is not None and method.kind == "fp8_packed":
+            model.load_weights(list(self.published(seed, ["fp8_block"]).items()))
+            sglang_host.process(model)
+            pack_scales(model)
         model.load_weights(list(self.published(seed, self.facts["method"]).items()))
         if self.facts["path"] in PROCESSED:
-            process(model)
+            sglang_host.process(model)
         return model  # type: ignore[no-any-return]
 
 
@@ -81,26 +91,28 @@ def method_of(fields: Sequence[Any] | None) -> quantised_models.Method | None:
     return None if fields is None else quantised_models.Method(*fields)
 
 
-def quantization(method: quantised_models.Method, config: Any) -> Any:
-    if method.kind == "int4":
-        from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
+def pack_scales(model: torch.nn.Module) -> None:
+    """What SGLang does of FP8 blocks where DeepGEMM runs them on Blackwell, by its own functions
+    and its copies of DeepGEMM's."""
+    from sglang.srt.layers.quantization import fp8_utils
 
-        return compressed_tensors.CompressedTensorsConfig.from_config(method.config(config))
-    from sglang.srt.layers.quantization.fp8 import Fp8Config
-
-    return Fp8Config.from_config(method.config(config))
-
-
-def process(model: torch.nn.Module) -> None:
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-
-    DefaultModelLoader.postprocess_weights(model, torch.device("cpu"))
-
-
-def restore(model: torch.nn.Module) -> None:
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-
-    DefaultModelLoader.restore_weights_before_loading(model, torch.device("cpu"))
+    stubs = deep_gemm_stub.modules(
+        fp8_utils._get_mn_major_tma_aligned_packed_ue8m0_tensor_torch_impl
+    )
+    needed = "sglang.srt.model_loader.utils.should_deepgemm_weight_requant_ue8m0"
+    packed = 0
+    with (
+        unittest.mock.patch.dict(sys.modules, stubs),
+        unittest.mock.patch(needed, lambda **_: True),
+    ):
+        for module in model.modules():
+            for name, scale in list(module.named_parameters(recurse=False)):
+                if name.endswith("_scale_inv"):
+                    weight = getattr(module, name.removesuffix("_scale_inv"))
+                    packed += fp8_utils.requant_block_scale_ue8m0_for_deepgemm(
+                        weight, scale, [128, 128], True
+                    )
+    assert packed
 
 
 class Session(ThreadEngine):
@@ -112,7 +124,7 @@ class Session(ThreadEngine):
 
     def update_weights(self, payloads: Sequence[bytes], **how: Any) -> None:
         if not self._open:
-            restore(self._model)
+            sglang_host.restore(self._model)
             self._open = True
         self._load(payloads, **how)
 
@@ -120,7 +132,7 @@ class Session(ThreadEngine):
         super().update_weights(payloads, **how)
 
     def resume(self, timeout: float) -> None:
-        process(self._model)
+        sglang_host.process(self._model)
         self._open = False
 
 
@@ -180,9 +192,9 @@ def through_disk(case: Case, model: Any) -> dict[str, Any]:
             for seed in (1, 2):
                 sync.update(case.data(seed))
                 files = sorted(wsync.disk.newest(folder).glob("*.safetensors"))
-                restore(model)
+                sglang_host.restore(model)
                 model.load_weights([pair for file in files for pair in load_file(file).items()])
-                process(model)
+                sglang_host.process(model)
                 differing.append(difference(case, model, seed))
     return {"differing": differing}
 

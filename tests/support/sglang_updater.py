@@ -3,18 +3,20 @@
     python sglang_updater.py TREE PACKAGES TP RANK
 
 The request's payload goes through SGLang's own unpickler and its own
-WeightUpdater.update_weights_from_tensor, whose custom weight loader is wsync's; an exception that
-leaves them ends the process, as it ends a server.  A line in is a JSON list [method, arguments...],
-a line out what it returns.
+WeightUpdater.update_weights_from_tensor, whose custom weight loader is wsync's.  That also begins
+and ends sessions.  An exception that leaves it ends the process, as it ends a server.  A line in is
+a JSON list [method, arguments...], a line out what it returns.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ if __name__ == "__main__":
     sys.path.insert(1, str(Path(__file__).parent.parent))
 
 import torch
-from support import sglang_host, tiny_models
+from support import quantised_models, sglang_host, tiny_models
 from support.digests import digests
 
 from wsync import sglang
@@ -36,7 +38,8 @@ class Worker:
     """What a line in may call."""
 
     def __init__(self, tp: int, rank: int) -> None:
-        self._tp, self._rank = tp, rank
+        self._place = self._tp, self._rank = tp, rank
+        self._method: quantised_models.Method | None = None
         self._drafts: list[Any] = []
         self._needed = True
         self._last_round = -1
@@ -44,14 +47,34 @@ class Worker:
         sglang._loader = self._make_loader
 
     def prepare(
-        self, family: str, needed: bool, ep: int, changes: dict[str, Any]
+        self,
+        family: str,
+        needed: bool,
+        ep: int,
+        changes: dict[str, Any],
+        method: Sequence[Any] = (),
+        alone: bool = False,
     ) -> dict[str, Any]:
-        """Another model in place of the one that is there; the tensors of its checkpoint."""
+        """Another model in place of the one that is there; the tensors of its checkpoint.
+
+        method: the fields of the quantised_models.Method that it is quantised by; it is then loaded
+        and processed as SGLang does when it starts.  alone: this worker is a whole engine.
+        """
+        self._tp, self._rank = (1, 0) if alone else self._place
+        self._updater = self._make_updater()
         sglang_host.host(tp=self._tp, ep=ep, rank=self._rank)
         self._family, self._needed = family, needed
         self._config = tiny_models.config(family, **changes)
         self._checkpoint = tiny_models.checkpoint(family, self._config)
-        self._model: Any = sglang_host.build(family, self._config)
+        self._method = None
+        if method:
+            sglang_host.stand_in_for_kernels()
+            sglang_host.take_kv_apart_as_on_a_gpu()
+            self._method = quantised_models.Method(*method)
+            self._checkpoint = self._method.shapes(self._checkpoint)
+        self._model: Any = self._build()
+        if method:
+            self._load(self._model, 0)
         self._fault = 0
         load = self._model.load_weights
 
@@ -67,6 +90,18 @@ class Worker:
             name: [list(shape), str(dtype).removeprefix("torch.")]
             for name, (shape, dtype) in self._checkpoint.items()
         }
+
+    def _build(self) -> Any:
+        if self._method is None:
+            return sglang_host.build(self._family, self._config)
+        given = copy.deepcopy(self._config)
+        return sglang_host.build(self._family, given, sglang_host.quantization(self._method, given))
+
+    def _load(self, model: Any, given: int | str) -> None:
+        """As SGLang does when it starts."""
+        model.load_weights(list(tiny_models.weights(self._checkpoint, given).items()))
+        if self._method is not None:
+            sglang_host.process(model)
 
     def _make_updater(self) -> Any:
         from sglang.srt.model_executor.model_runner_components import weight_updater
@@ -100,6 +135,11 @@ class Worker:
         self.loader = Loader(model, needed=self._needed)
         return self.loader
 
+    def fallback(self) -> list[str]:
+        """Tensors that go through load_weights itself."""
+        recording = self.loader.recording
+        return sorted({} if recording is None else recording.fallback)
+
     def reason(self) -> str:
         """Why load_weights could not be replaced."""
         return self.loader.reason
@@ -121,13 +161,20 @@ class Worker:
             self._drafts.clear()
         return list(self._updater.update_weights_from_tensor(named, load_format))
 
+    def begin(self) -> None:
+        """Begins a session."""
+        self._updater.begin_weight_update()
+
+    def end(self) -> None:
+        self._updater.end_weight_update(run_post_load=False)
+
     def found(self) -> dict[str, str]:
         return digests(self._model)
 
     def expected(self, given: int | str) -> dict[str, str]:
         """What the model has to hold after an update with these tensors."""
-        model: Any = sglang_host.build(self._family, self._config)
-        model.load_weights(list(tiny_models.weights(self._checkpoint, given).items()))
+        model = self._build()
+        self._load(model, given)
         return digests(model)
 
     def set_fault(self, count: int) -> None:
