@@ -7,7 +7,7 @@ import torch
 
 import wsync
 from wsync import _core
-from wsync.quantise.config import Method, TensorFacts
+from wsync.quantise.config import Method, Modules, TensorFacts
 
 DEEPSEEK_V3 = {
     "activation_scheme": "dynamic",
@@ -107,6 +107,19 @@ LLM_COMPRESSOR = compressed(
     transform_config={},
     version="0.12.2",
 )
+# of 2024: it also counts zeros
+LLM_COMPRESSOR_DENSE = compressed(
+    {**INT4_WEIGHTS, "group_size": 128},
+    global_compression_ratio=1.883165566487463,
+    ignore=["lm_head"],
+    sparsity_config={
+        "format": "dense",
+        "global_sparsity": 0.14297135853065746,
+        "ignore": ["model.layers.0.self_attn.o_proj"],
+        "registry_requires_subclass": False,
+        "sparsity_structure": "unstructured",
+    },
+)
 FP4 = {"dynamic": False, "group_size": 16, "num_bits": 4, "type": "float"}
 NVFP4 = {
     "config_groups": {"group_0": {"input_activations": FP4, "targets": ["Linear"], "weights": FP4}},
@@ -141,6 +154,7 @@ SLIME = {"producer": {"name": "slime"}}
     [
         (DEEPSEEK_V3, Method("fp8_block", 128, 128)),
         (DEEPSEEK_V31, Method("fp8_ue8m0", 128, 128)),
+        (LLM_COMPRESSOR_DENSE, Method("int4", 1, 128, kept=("lm_head",))),
         (
             QWEN3_30B_A3B_FP8,
             Method(
@@ -154,6 +168,7 @@ SLIME = {"producer": {"name": "slime"}}
         ),
         (KIMI_K2_THINKING, Method("int4", 1, 32, kept=tuple(KIMI_K2_THINKING["ignore"]))),
         (LLM_COMPRESSOR, Method("int4", 1, 128, kept=("lm_head",))),
+        (compressed({**INT4_WEIGHTS, "symmetric": False}), Method("int4_zero", 1, 32)),
         (NVFP4, Method("nvfp4", 1, 16, kept=tuple(NVFP4["ignore"]))),
         (NVFP4_FILE, Method("nvfp4", 1, 16, kept=("lm_head",))),
         ({"quant_method": "nvfp4", "ignore": "lm_head"}, Method("nvfp4", 1, 16, kept=("lm_head",))),
@@ -163,6 +178,9 @@ SLIME = {"producer": {"name": "slime"}}
         ({"quant_method": "fp8", "weight_block_size": [64, 32]}, Method("fp8_block", 64, 32)),
         (DEEPSEEK_V3 | SLIME, Method("fp8_block", 128, 128, reciprocal=True)),
         (DEEPSEEK_V31 | SLIME, Method("fp8_ue8m0", 128, 128)),
+        (DEEPSEEK_V3 | {"transform_ue8m0": False}, Method("fp8_block", 128, 128)),
+        (DEEPSEEK_V3 | {"transform_ue8m0": True}, Method("fp8_packed", 128, 128)),
+        (DEEPSEEK_V31 | SLIME | {"transform_ue8m0": True}, Method("fp8_packed", 128, 128)),
         (LLM_COMPRESSOR | SLIME, Method("int4_slime", 1, 128, kept=("lm_head",))),
     ],
 )
@@ -176,14 +194,12 @@ def test_the_configurations_of_published_checkpoints(
         assert Method.of({**model, "text_config": {"quantization_config": config}}) == method
 
 
-def test_lists_of_all_names_are_one() -> None:
-    lists = {
-        "modules_to_not_convert": ["a", "b"],
-        "ignored_layers": ["b"],
-        "ignore": ["c"],
-        "exclude_modules": None,
-    }
-    assert Method.of({"quant_method": "fp8", **lists}).kept == ("a", "b", "c")
+def test_a_list_is_what_the_engines_of_the_method_read() -> None:
+    both = {"ignored_layers": ["a", "b"], "modules_to_not_convert": ["b", "a"]}
+    assert Method.of({"quant_method": "fp8"} | both).kept == ("a", "b")
+    empty = {"ignored_layers": [], "modules_to_not_convert": "a"}
+    assert Method.of({"quant_method": "mxfp8"} | empty).kept == ("a",)
+    assert Method.of(NVFP4 | {"ignore": None, "exclude_modules": ["a"]}).kept == ("a",)
 
 
 def group(**weights: Any) -> dict[str, Any]:
@@ -196,11 +212,15 @@ def with_group(**others: Any) -> dict[str, Any]:
     return found
 
 
-def two_groups(size: int) -> dict[str, Any]:
+def with_second(**others: Any) -> dict[str, Any]:
     found = compressed(INT4_WEIGHTS)
-    second = {"targets": ["re:.*down_proj"], "weights": {**INT4_WEIGHTS, "group_size": size}}
+    second = {"targets": ["re:.*down_proj"], "weights": {**INT4_WEIGHTS, **others}}
     found["config_groups"]["group_1"] = second
     return found
+
+
+def two_groups(size: int) -> dict[str, Any]:
+    return with_second(group_size=size)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +254,12 @@ def two_groups(size: int) -> dict[str, Any]:
             DEEPSEEK_V3 | {"weight_block_size": [128]},
             "weight_block_size=[128]: [rows, columns] is wanted",
         ),
+        (
+            {"quant_method": "fp8", "transform_ue8m0": True},
+            "weight_block_size=None: known with transform_ue8m0 is [128, 128]",
+        ),
+        (DEEPSEEK_V3 | {"transform_ue8m0": 1}, "transform_ue8m0=1: known is None or False or True"),
+        (MXFP8 | {"transform_ue8m0": True}, "transform_ue8m0=True: it is not known what this does"),
         (DEEPSEEK_V3 | {"weight_block_size": [True, 128]}, "weight_block_size=[True, 128]: [rows"),
         (DEEPSEEK_V3 | {"weight_block_size": [128, 0]}, "weight_block_size=[128, 0]: [rows"),
         (DEEPSEEK_V3 | {"weight_block_size": "128"}, "weight_block_size='128': [rows"),
@@ -244,7 +270,22 @@ def two_groups(size: int) -> dict[str, Any]:
         ),
         (DEEPSEEK_V3 | {"ignored_layers": 3}, "ignored_layers=3: a list of names is wanted"),
         (DEEPSEEK_V3 | {"ignored_layers": [3]}, "ignored_layers=[3]: a list of names is wanted"),
-        (DEEPSEEK_V3 | {"ignore": ["re:("]}, "'re:(' is no regular expression: missing )"),
+        (
+            compressed(INT4_WEIGHTS, ignore=["re:("]),
+            "'re:(' is no regular expression: missing )",
+        ),
+        (DEEPSEEK_V3 | {"ignore": ["a"]}, "ignore=['a']: it is not known"),
+        (MXFP8 | {"exclude_modules": ["a"]}, "exclude_modules=['a']: it is not known"),
+        (LLM_COMPRESSOR | {"ignored_layers": ["a"]}, "ignored_layers=['a']: it is not known"),
+        (NVFP4 | {"modules_to_not_convert": ["a"]}, "modules_to_not_convert=['a']: it is not"),
+        (
+            DEEPSEEK_V3 | {"ignored_layers": ["a"], "modules_to_not_convert": ["b"]},
+            "modules_to_not_convert=['b']: engines read one list alone: ignored_layers, modules",
+        ),
+        (DEEPSEEK_V3 | {"ignored_layers": ["re:a"]}, "='re:a': engines do not know such patterns"),
+        (MXFP8 | {"ignored_layers": ["*a"]}, "modules_to_not_convert='*a': engines do not know"),
+        (compressed(INT4_WEIGHTS, ignore=["a*"]), "ignore='a*': engines do not know such"),
+        (NVFP4 | {"ignore": ["re:a"]}, "ignore or exclude_modules='re:a': engines do not know"),
         (MXFP8 | {"weight_block_size": [1, 16]}, "weight_block_size=(1, 16): known is [1, 32]"),
         (MXFP8 | {"scale_fmt": "float"}, "scale_fmt='float': known is None or 'ue8m0'"),
         (GLM_45_FP8, "format='float-quantized': known is 'pack-quantized'"),
@@ -259,12 +300,26 @@ def two_groups(size: int) -> dict[str, Any]:
             compressed(INT4_WEIGHTS, transform_config={"rotation": "R1"}),
             "transform_config={'rotation': 'R1'}: it is not known what this does to weights",
         ),
+        (
+            compressed(INT4_WEIGHTS, sparsity_config={"format": "sparse-bitmask"}),
+            "sparsity_config={'format': 'sparse-bitmask'}: it is not known what this does",
+        ),
+        (compressed(INT4_WEIGHTS, sparsity_config="dense"), "sparsity_config='dense': it is not"),
         (group(num_bits=8), "config_groups.group_0.weights.num_bits=8: known is 4"),
         (group(num_bits=4.0), "config_groups.group_0.weights.num_bits=4.0: known is 4"),
         (group(type="float"), "weights.type='float': known is None or 'int'"),
         (
-            group(symmetric=False),
-            "weights.symmetric=False: INT4 with zero points is not supported",
+            group(symmetric=False) | SLIME,
+            "weights.symmetric=False: slime's zero points lie in another order than compressed",
+        ),
+        (group(symmetric=0), "weights.symmetric=0: known is None or True or False"),
+        (
+            group(symmetric=False, zp_dtype="torch.int32"),
+            "weights.zp_dtype='torch.int32': known is None or 'torch.int8' or 'int8'",
+        ),
+        (
+            with_second(symmetric=False),
+            "config_groups=[False, True]: zero points for all groups or none is wanted",
         ),
         (group(strategy="channel"), "weights.strategy='channel': known is 'group'"),
         (group(actorder="group"), "weights.actorder='group': columns in the order of activations"),
@@ -327,7 +382,7 @@ def test_groups_of_one_size_are_one_method() -> None:
         ("model.layers.1.", "model.layers.1.mlp.up_proj.weight", True),
         ("mlp.gate", "model.layers.1.mlp.gate.weight", True),
         ("mlp.gate", "model.layers.1.mlp.gate_proj.weight", False),
-        ("a.gate.weight", "a.gate.weight", True),
+        ("a.gate", "a.gate.weight", True),
         ("", "a.gate.weight", False),
         ("re:.*self_attn.*", "model.layers.1.self_attn.q_proj.weight", True),
         ("re:self_attn", "model.layers.1.self_attn.q_proj.weight", False),
@@ -340,8 +395,82 @@ def test_groups_of_one_size_are_one_method() -> None:
     ],
 )
 def test_lists_name_whole_parts_patterns_and_expressions(entry: str, name: str, kept: bool) -> None:
-    method = Method.of({"quant_method": "fp8", "ignore": ["other", entry]})
-    assert method.keeps(name) == (entry if kept else "")
+    assert Modules(["other", entry]).find(name) == (entry if kept else "")
+
+
+UP, EXPERT = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts.1.up_proj"
+
+
+# What SGLang 0.5.23 and vLLM 0.33 make of an entry: "both" leave the module plain, or "one" alone.
+@pytest.mark.parametrize(
+    ("base", "entry", "name", "who"),
+    [
+        (DEEPSEEK_V3, UP, UP, "both"),
+        (DEEPSEEK_V3, "up_proj", UP, "one"),
+        (DEEPSEEK_V3, "model.layers.0", UP, "one"),
+        (DEEPSEEK_V3, f"{UP}.weight", UP, ""),
+        (DEEPSEEK_V3, "model.layers.0.mlp.experts", EXPERT, "both"),
+        (DEEPSEEK_V3, "model.layers.0.mlp.experts.7.up_proj", EXPERT, "both"),
+        (DEEPSEEK_V3, "mlp.experts", EXPERT, "one"),
+        (DEEPSEEK_V3, "model.layers.0.mlp.shared_experts.up_proj", EXPERT, ""),
+        (MXFP8, "mlp", UP, "one"),
+        (KIMI_K2_THINKING, UP, UP, "both"),
+        (KIMI_K2_THINKING, "mlp.up_proj", UP, "one"),
+        (KIMI_K2_THINKING, "model.layers.0.mlp", UP, ""),
+        (KIMI_K2_THINKING, "model.layers.0.mlp.experts.1", EXPERT, ""),
+        (KIMI_K2_THINKING, "re:.*up_proj", UP, "both"),
+        (NVFP4, UP, UP, "both"),
+        (NVFP4, "up_proj", UP, "both"),
+        (NVFP4, "up", UP, "one"),
+        (NVFP4, "model.layers.0", UP, "one"),
+        (NVFP4, "model.layers.0*", UP, "both"),
+        (NVFP4, "up*", UP, "one"),
+    ],
+)
+def test_entries_mean_what_they_mean_to_engines(
+    base: dict[str, Any], entry: str, name: str, who: str
+) -> None:
+    keys = {"modules_to_not_convert", "ignored_layers", "ignore"}
+    key = next(iter(keys & base.keys()), "ignored_layers")
+    method = Method.of(base | {key: ["other", entry]})
+    assert method.keeps(f"{name}.weight") == (entry if who else "")
+    assert method.differs(f"{name}.weight") == (entry if who == "one" else "")
+
+
+@pytest.mark.parametrize(
+    ("entry", "kept"),
+    [
+        ("re:.*(q|k)_proj", True),
+        ("re:.*(q|k)_norm", False),
+        (r"re:.*(l)ay(e)rs\.(\d)\3\.", True),  # a reference to the third group of its own
+        (r"re:.*(l)ay(e)rs\.(\d)\2\.", False),
+        (r"re:.*layers\.(?P<e0>\d)(?P=e0)\.", True),
+        ("re:(?i)MODEL", True),
+        ("re:MODEL", False),
+        ("re:(model)?(?(1)\\.layers|x)", True),
+        ("re:x|model", True),
+        ("*attn*q_proj", True),
+        ("*attn*k_proj", False),
+        ("self_*", True),
+        ("self_*proj", False),
+    ],
+)
+def test_patterns_of_a_list_mean_what_they_mean_alone(entry: str, kept: bool) -> None:
+    others = ["re:(a)(b)", "re:.*(o)_proj(x)?$", "no*ne", "re:y|z", "re:(?P<e1>other)"]
+    name = "model.layers.11.self_attn.q_proj.weight"
+    for at in (0, 2, len(others)):
+        found = Modules([*others[:at], entry, *others[at:]]).find(name)
+        assert found == (entry if kept else "")
+
+
+def test_names_of_all_lengths_are_found_wherever_they_end() -> None:
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    parts = name.split(".")
+    others = ["layers", "other.layers", "a.b.layers", "up_proj.bias", "model.model.layers.1"]
+    for end in range(1, len(parts) + 1):
+        for begin in range(end):
+            entry = ".".join(parts[begin:end])
+            assert Modules([*others[1:], entry]).find(name) == entry
 
 
 def derived(method: Method, shape: tuple[int, ...], dtype: str = "bfloat16") -> list[TensorFacts]:
@@ -381,6 +510,24 @@ def derived(method: Method, shape: tuple[int, ...], dtype: str = "bfloat16") -> 
                 ("a.weight_packed", "int32", (5, 8)),
                 ("a.weight_scale", "bfloat16", (5, 2)),
                 ("a.weight_shape", "int64", (2,)),
+            ],
+        ),
+        (
+            group(symmetric=False, zp_dtype="torch.int8"),
+            (13, 64),
+            [
+                ("a.weight_packed", "int32", (13, 8)),
+                ("a.weight_scale", "bfloat16", (13, 2)),
+                ("a.weight_zero_point", "int32", (2, 2)),
+                ("a.weight_shape", "int64", (2,)),
+            ],
+        ),
+        (
+            DEEPSEEK_V3 | {"transform_ue8m0": True},
+            (2, 130, 513),
+            [
+                ("a.weight", "float8_e4m3fn", (2, 130, 513)),
+                ("a.weight_scale_inv", "int32", (2, 130, 2)),
             ],
         ),
         (
@@ -430,6 +577,7 @@ def test_scales_of_int4_are_as_wide_as_weights() -> None:
         (DEEPSEEK_V3, (8, 8), "int32", "it is int32; "),
         (KIMI_K2_THINKING, (8, 48), "bfloat16", "its 48 columns are no multiple of 32"),
         (KIMI_K2_THINKING, (2, 8, 32), "bfloat16", "no checkpoint format has experts stacked"),
+        (group(symmetric=False), (2, 8, 32), "bfloat16", "no checkpoint format has experts"),
         (MXFP8, (8, 33), "bfloat16", "mxfp8: its 33 columns are no multiple of 32"),
         (MXFP8, (2, 8, 32), "bfloat16", "no checkpoint format has experts stacked in it"),
         (NVFP4, (8, 24), "bfloat16", "nvfp4: its 24 columns are no multiple of 16"),

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support import quantise_reference as reference
-from support.engines import NEWEST, engine_packages, engine_tree
+from support.engines import NEWEST, engine_packages, engine_tree, results_of
 
 SCRIPT = Path(__file__).parent / "support" / "quantise_oracles.py"
 SAME = (
     *("fp8_tensor, torch", "int4, compressed-tensors", "padding, compressed-tensors"),
     *("fp8_block, compressed-tensors", "fp8_block, transformers", "fp8_ue8m0, transformers"),
-    *("fp8_ue8m0, SGLang", "mxfp8, torchao"),
+    *("int4_zero, compressed-tensors", "fp8_ue8m0, SGLang", "fp8_packed, SGLang", "mxfp8, torchao"),
 )
 # how many of a thousand may differ: transformers multiplies by 448 / amax instead of
 # 1 / (amax / 448), torchao divides by 6 and by the second scale where Transformer Engine multiplies
@@ -32,16 +28,7 @@ NAN, INF = float("nan"), float("inf")
 @pytest.fixture(scope="module")
 def oracles() -> dict[str, list[int]]:
     folders = [engine_packages(), engine_tree("sglang", NEWEST), engine_tree("torchao", "0.18.0")]
-    done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), *map(str, folders)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, list[int]] = results_of(SCRIPT, *folders, timeout=280)
     assert found.keys() == {*SAME, *ALIKE}
     return found
 
@@ -86,9 +73,11 @@ def test_nvfp4_by_hand() -> None:
 METHODS = {
     "fp8_block": lambda weight: reference.fp8_block(weight, (1, 32)),
     "fp8_ue8m0": lambda weight: reference.fp8_ue8m0(weight, (1, 32)),
+    "fp8_packed": lambda weight: reference.fp8_packed(weight, (1, 32)),
     "fp8_tensor": reference.fp8_tensor,
     "int4": reference.int4,
     "int4_slime": reference.int4_slime,
+    "int4_zero": reference.int4_zero,
     "mxfp8": reference.mxfp8,
     "nvfp4": reference.nvfp4,
 }
@@ -97,18 +86,22 @@ ODD = {
     NAN: {
         "fp8_block": (NAN, 0x7F, 0x7F),
         "fp8_ue8m0": (NAN, 0x7F, 0x7F),
+        "fp8_packed": (0xFF, 0x7F, 0x7F),
         "fp8_tensor": (NAN, 0x7F, 0x7F),
         "int4": (NAN, 8, 8),
         "int4_slime": (NAN, 8, 8),
+        "int4_zero": (NAN, 8, 8),
         "mxfp8": (255, 0x7F, 0x7F),
         "nvfp4": (NAN, 7, 7),
     },
     -INF: {
         "fp8_block": (INF, 0x7F, 0),
         "fp8_ue8m0": (2.0**127, 0xFE, 0),
+        "fp8_packed": (0xFE, 0xFE, 0),
         "fp8_tensor": (INF, 0x7F, 0),
         "int4": (INF, 8, 8),
         "int4_slime": (INF, 8, 8),
+        "int4_zero": (INF, 8, 8),
         "mxfp8": (254, 0xFE, 0),
         "nvfp4": (448.0, 0xF, 0),
     },

@@ -67,6 +67,18 @@ KEPT = (
     *("thinker.audio_tower.layers.0.fc1", "audio_model.proj", "mtp.fc", "model.mtp.fc"),
     "model.mtp_layers.0.input_proj",
 )
+# of LFM2, Kimi-Linear, GPT-2, T5, InternLM2 and towers
+NO_LINEAR = (
+    *("model.layers.0.self_attn.q_conv1d", "model.layers.0.short_conv"),
+    *("transformer.wte", "transformer.wpe", "shared", "encoder.pos_emb"),
+    *("block.0.SelfAttention.relative_attention_bias", "output", "language_model.output"),
+    *("vision_encoder.layers.0.fc1", "model.speech_encoder.layers.0.fc1"),
+)
+# of LFM2, BERT and GPT-J, whose names have such parts
+LIKE_THEM = (
+    *("model.layers.0.conv.in_proj", "model.layers.0.shared.up_proj"),
+    *("layer.0.attention.output", "h.0.wte_proj"),
+)
 BIASES = [
     TensorFacts("model.layers.0.self_attn.q_proj.bias", "bfloat16", (64,)),
     TensorFacts("model.layers.0.mlp.experts.gate_up_proj_bias", "bfloat16", (8, 64)),
@@ -81,12 +93,65 @@ def test_without_a_checkpoint_all_linear_layers_are_quantised() -> None:
     assert found.left == ()
 
 
+def test_embeddings_and_convolutions_of_any_name_are_not_quantised() -> None:
+    assert chosen(select(BLOCKS, weights(*NO_LINEAR, *LIKE_THEM))) == list(LIKE_THEM)
+    convolution = weights("model.layers.0.conv.conv", "a.depthwise", shape=(64, 1, 3))
+    stacked = weights("a.experts.up_proj", "a.block_sparse_moe.up_proj", shape=(2, 64, 64))
+    found = select(BLOCKS, [*convolution, *stacked])
+    assert chosen(found) == ["a.experts.up_proj", "a.block_sparse_moe.up_proj"]
+
+
 def test_the_lists_of_the_configuration_keep_modules() -> None:
-    method = Method.of({**FP8, "ignored_layers": ["linear_attn.in_proj_ba", "re:.*experts.*"]})
+    method = Method.of(int4(["Linear"], ignore=["re:.*in_proj_ba", "re:.*experts.*"]))
     found = select(method, weights(*LINEAR))
     assert chosen(found) == [
         name for name in LINEAR if "in_proj_ba" not in name and "experts" not in name
     ]
+
+
+# What Qwen3-30B-A3B-Thinking-2507-FP8 consists of: modules and shapes in a layer, of which those in
+# capitals have scales, and what its configuration excepts.
+PUBLISHED = {
+    "input_layernorm": (2048,),
+    "mlp.experts.0.DOWN_PROJ": (2048, 768),
+    "mlp.experts.0.GATE_PROJ": (768, 2048),
+    "mlp.experts.0.UP_PROJ": (768, 2048),
+    "mlp.experts.127.DOWN_PROJ": (2048, 768),
+    "mlp.experts.127.GATE_PROJ": (768, 2048),
+    "mlp.experts.127.UP_PROJ": (768, 2048),
+    "mlp.gate": (128, 2048),
+    "post_attention_layernorm": (2048,),
+    "self_attn.k_norm": (128,),
+    "self_attn.K_PROJ": (512, 2048),
+    "self_attn.O_PROJ": (2048, 4096),
+    "self_attn.q_norm": (128,),
+    "self_attn.Q_PROJ": (4096, 2048),
+    "self_attn.V_PROJ": (512, 2048),
+}
+EXCEPTED = ("input_layernorm", "mlp.gate", "post_attention_layernorm")
+
+
+def test_lists_and_scales_of_a_published_checkpoint_select_the_same() -> None:
+    layers = [f"model.layers.{layer}." for layer in (0, 47)]
+    method = Method.of(
+        {
+            **{"activation_scheme": "dynamic", "fmt": "e4m3", **FP8},
+            "modules_to_not_convert": ["lm_head", *(p + m for p in layers for m in EXCEPTED)],
+        }
+    )
+    model = weights("lm_head", "model.embed_tokens", shape=(151936, 2048))
+    model += weights("model.norm", shape=(2048,))
+    for prefix in layers:
+        for module, shape in PUBLISHED.items():
+            model += weights(prefix + module.lower(), shape=shape)
+    stored = {p + m.lower() for p in layers for m in PUBLISHED if m != m.lower()}
+    held = {fact.name for fact in model} | {f"{name}.weight_scale_inv" for name in stored}
+    for found in (select(method, model), select(method, model, held)):
+        assert set(chosen(found)) == stored and len(stored) == 20
+        assert found.left == ()
+        scales = {t.name: t.shape for t in found.tensors if t.name.endswith("_scale_inv")}
+        assert scales["model.layers.47.mlp.experts.127.down_proj.weight_scale_inv"] == (16, 6)
+        assert scales["model.layers.0.self_attn.o_proj.weight_scale_inv"] == (16, 32)
 
 
 def test_targets_name_modules() -> None:
@@ -117,7 +182,7 @@ def test_a_row_says_what_the_quantiser_needs() -> None:
     assert (row.second, row.shape) == ("a.b.weight_scale_2", None)
 
 
-def test_codes_and_scales_are_one_group_and_that_of_the_weight() -> None:
+def test_codes_and_scales_are_in_the_group_of_the_weight() -> None:
     names = [f"model.layers.0.self_attn.{m}" for m in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")]
     model = [
         fact._replace(group=group_of(fact.name, TOGETHER))
@@ -133,8 +198,7 @@ def test_codes_and_scales_are_one_group_and_that_of_the_weight() -> None:
     ]
     groups = [each.group for each in found.tensors]
     assert groups[:4] == [model[0].group] * 4
-    assert groups[4] == groups[5] not in (0, groups[0])
-    assert groups[6] == 0
+    assert groups[4:7] == [0] * 3
     assert [row.group for row in found.rows] == groups[0:6:2]
     # as Megatron's and FSDP's layouts find it for the names of the checkpoint
     assert groups[1] == group_of(found.tensors[1].name, TOGETHER)
@@ -169,6 +233,28 @@ def test_a_list_that_the_checkpoint_contradicts_is_named() -> None:
         "a.mlp.gate.weight: the checkpoint has a.mlp.gate.weight_scale_inv, but by 'mlp.gate' of "
         "its quantization_config this module is not quantised"
     )
+
+
+def test_a_parent_in_a_list_of_compressed_tensors_is_nothing() -> None:
+    """llm-compressor writes such entries, whose children are quantised."""
+    method = Method.of(int4(["Linear"], ignore=["a.experts.0"]))
+    model = weights("a.experts.0.up_proj")
+    assert chosen(select(method, model, ["a.experts.0.up_proj.weight_scale"])) == [
+        "a.experts.0.up_proj"
+    ]
+
+
+def test_entries_that_engines_read_differently_are_named() -> None:
+    method = Method.of({**FP8, "ignored_layers": ["mlp", "a.up_proj"]})
+    model = weights("a.mlp.down_proj", "a.up_proj", "b.up_proj")
+    with pytest.raises(wsync.UnsupportedError) as error:
+        select(method, model)
+    assert str(error.value) == (
+        "a.mlp.down_proj.weight: quantization_config: 'mlp' means this module to one of SGLang "
+        "and vLLM alone; both know full names: 'a.mlp.down_proj'"
+    )
+    assert chosen(select(method, [*weights("a.mlp.gate"), *model[1:]])) == ["b.up_proj"]
+    assert chosen(select(method, model, ["b.up_proj.weight_scale_inv"])) == ["b.up_proj"]
 
 
 def test_a_tensor_that_a_list_keeps_is_not_missed_in_the_checkpoint() -> None:
@@ -212,7 +298,7 @@ def test_fused_experts_go_by_the_checkpoint_alone() -> None:
     assert found.tensors[1].shape == (4, 2, 1)
     with pytest.raises(wsync.UnsupportedError, match=r"gate_up_proj \(4, 256, 128\): experts in"):
         select(BLOCKS, [FUSED, *weights("a")])
-    kept = Method.of({**FP8, "ignore": ["mlp.experts"]})
+    kept = Method.of({**FP8, "ignored_layers": ["mlp.experts"]})
     assert chosen(select(kept, [FUSED, *weights("a")])) == ["a"]
 
 
@@ -243,7 +329,7 @@ NOT_SLIME = (
 
 
 def test_slimes_rule_goes_by_name_whatever_lists_and_checkpoints_say() -> None:
-    method = Method.of({**FP8, "ignore": ["model.layers.0.mlp"]})
+    method = Method.of({**FP8, "ignored_layers": ["model.layers.0.mlp"]})
     found = select(method, [*weights(*SLIME, *NOT_SLIME), FUSED], ["a"], rule="slime")
     assert chosen(found) == list(SLIME)
     assert found.left == ()
@@ -260,7 +346,10 @@ def test_slimes_rule_for_int4_is_its_list_of_exceptions() -> None:
 
 
 def test_an_option_selects_as_slime_does(checkpoint: Path) -> None:
-    config = {"quantization_config": FP8 | {"ignore": ["mlp.up_proj"]}, "select": "slime"}
+    config = {
+        "quantization_config": FP8 | {"ignored_layers": ["model.layers.0.mlp.up_proj"]},
+        "select": "slime",
+    }
 
     def selected(config: Any, folder: str = "") -> Selection:
         options = wsync.Options(quantise=config, checkpoint=folder)
@@ -301,6 +390,24 @@ def test_second_scales_are_shared_by_what_engines_fuse() -> None:
         )
     )
     assert {row.share for row in select(BLOCKS, weights(*names)).rows} == {""}
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+        ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+        ("self_attn.index_q_proj", "self_attn.index_k_proj"),
+    ],
+)
+def test_attentions_fused_layers_share_second_scales(pair: tuple[str, str]) -> None:
+    """Engines take one of a fused layer's for all of its parts."""
+    names = [f"model.layers.{n}.{each}" for n in (0, 1) for each in pair]
+    nvfp4 = Method.of({"quant_method": "nvfp4"})
+    shares = [row.share for row in select(nvfp4, weights(*names)).rows]
+    assert shares == [f"model.layers.{n}.{pair[0]}" for n in (0, 0, 1, 1)]
+    assert [row.share for row in select(nvfp4, weights(names[1])).rows] == [""]
 
 
 def test_one_of_a_pair_that_stays_as_it_is_is_named() -> None:
@@ -475,6 +582,22 @@ def test_a_producer_alone_is_of_the_checkpoints_configuration(
     assert config_of(options) is None
 
 
+def test_packed_scales_are_those_of_a_checkpoint_that_has_them_as_they_come(
+    checkpoint: Path,
+) -> None:
+    options = wsync.Options(quantise={"transform_ue8m0": True}, checkpoint=str(checkpoint))
+    found = config_of(options)
+    assert found == FP8 | {"transform_ue8m0": True}
+    selected = select_quantised(LAYOUT, found, options.checkpoint)
+    scales = TensorFacts(f"{chosen(selected)[0]}.weight_scale_inv", "int32", (256, 1))
+    assert [each[:3] for each in selected.tensors if each.dtype == "int32"] == [scales[:3]]
+    (checkpoint / "model.safetensors").unlink()
+    tensors = CODES | {f"{chosen(selected)[0]}.weight_scale_inv": torch.ones(1, 1)}
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(wsync.LayoutError, match=r"\(2, 1\) where it has \(1, 1\)"):
+        select_quantised(LAYOUT, found, options.checkpoint)
+
+
 WHOLE = {"model_type": "qwen3", "quantization_config": FP8 | {"producer": {"name": "other"}}}
 UPDATERS = (
     *(wsync.UpdateWeightFromTensor, wsync.UpdateWeightFromDistributed),
@@ -528,3 +651,13 @@ def test_options_keep_a_configuration_of_their_own_and_can_be_hashed() -> None:
     assert options == same
     assert hash(options) == hash(same)
     assert options != wsync.Options()
+
+
+def test_a_name_in_a_list_that_no_module_has_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Without a folder, where the lists decide: the layer that was meant would be quantised."""
+    known = ["model.norm"]
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    select_quantised(LAYOUT, {**config, "ignored_layers": [*known, "layers.0.mlp.downproj"]}, None)
+    assert caplog.messages == ["quantise: the model has no module called layers.0.mlp.downproj"]

@@ -35,12 +35,17 @@ KINDS = {
     "int4_slime": Kind((1, 16), 8, lambda w: reference.int4_slime(w, 16)),
     "mxfp8": Kind((1, 32), 1, reference.mxfp8),
     "nvfp4": Kind((1, 16), 2, reference.nvfp4),
+    "int4_zero": Kind((1, 16), 8, lambda w: reference.int4_zero(w, 16)),
+    "fp8_packed": Kind((16, 8), 1, lambda w: reference.fp8_packed(w, (16, 8))),
 }
+
+
+SECOND = ("nvfp4", "int4_zero")
 
 
 def rule(kind: str, name: str = "w", share: int = 0) -> _core.QuantiseRule:
     rows, cols = KINDS[kind].block
-    second = f"{name}_second" if kind == "nvfp4" else None
+    second = f"{name}_second" if kind in SECOND else None
     shape = f"{name}_shape" if kind.startswith("int4") else None
     return (
         *(name, kind, False, rows, cols),
@@ -133,14 +138,28 @@ def cuts(draw: st.DrawFn, size: int, unit: int) -> list[tuple[int, int]]:
     return [(a, b - a) for a, b in itertools.pairwise([0, *chosen, size])]
 
 
-def matrix(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers of many magnitudes, zeros of both signs among them."""
+def matrix(shape: Sequence[int], dtype: torch.dtype, seed: int, odd: bool = False) -> Tensor:
+    """Numbers of many magnitudes, subnormal ones and zeros of both signs among them.
+
+    odd: and a few that are infinite or no numbers.
+    """
     generator = torch.Generator().manual_seed(seed)
+
+    def some(share: float) -> Tensor:
+        return torch.rand(shape, generator=generator) < share
+
     found = torch.randn(shape, generator=generator)
     found *= torch.pow(2.0, torch.randint(-30, 4, shape, generator=generator).float())
-    found[torch.rand(shape, generator=generator) < 0.1] = 0.0
-    found[torch.rand(shape, generator=generator) < 0.05] = -0.0
-    return found.to(dtype)
+    found = found.to(dtype)
+    least = torch.finfo(dtype).smallest_normal
+    small = (torch.randn(shape, generator=generator) / 4 * least).to(dtype)
+    rows = (torch.arange(shape[-2]) % 40 == 7)[:, None]  # one that has nothing else
+    found = torch.where(some(0.1) | rows, small, found)
+    found[some(0.05)] = 0.0
+    found[some(0.05)] = -0.0
+    for value in (torch.nan, torch.inf, -torch.inf) if odd else ():
+        found[some(0.003)] = value
+    return found
 
 
 @st.composite
@@ -148,9 +167,11 @@ def cases(draw: st.DrawFn) -> tuple[str, list[Rank], Tensor]:
     kind = draw(st.sampled_from(sorted(KINDS)))
     codes, width = KINDS[kind].codes, KINDS[kind].block[1]
     rows = draw(st.integers(1, 70))
-    cols = draw(st.integers(1, 6)) * width if width in (16, 32) else draw(st.integers(1, 90))
-    whole = matrix((rows, cols), draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)))
-    unit = draw(st.sampled_from([codes, max(codes, width, 1)]))
+    whole_groups = KINDS[kind].block[0] == 1
+    cols = draw(st.integers(1, 6)) * width if whole_groups else draw(st.integers(1, 90))
+    dtype, seed = draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99))
+    whole = matrix((rows, cols), dtype, seed, draw(st.booleans()))
+    unit = draw(st.sampled_from([codes, max(codes, width, 1), max(codes, 4 * width, 1)]))
     grid = itertools.product(
         cuts(draw, rows, draw(st.sampled_from([1, 16]))), cuts(draw, cols, unit)
     )
@@ -176,11 +197,41 @@ def test_ranks_make_together_what_is_made_of_the_whole(
     expected = KINDS[kind].make(whole)
     assert same(made.pop("w_scales"), expected.scale), kind
     assert same(made.pop("w_codes"), expected.codes), kind
-    if kind == "nvfp4":
+    if kind in SECOND:
         assert same(made.pop("w_second"), expected.second)
     if kind.startswith("int4"):
         assert made.pop("w_shape").tolist() == list(whole.shape)
     assert not made
+
+
+def test_what_several_ranks_quantise_is_counted_again() -> None:
+    """Rank 1 has all of what ranks 0 and 2 share, and rank 2 four of rank 0's columns."""
+    whole = {"w": matrix((8, 32), torch.bfloat16, 1), "norm": torch.ones(4)}
+    boxes = [((0, 0), (8, 16)), ((0, 0), (8, 32)), ((0, 12), (8, 20))]
+    ranks = [Rank(n, whole, {"w": [b], "norm": [((0,), (4,))]}) for n, b in enumerate(boxes)]
+    model = _core.Layout.merge([rank.layout for rank in ranks])
+    for rank in ranks:
+        stats = _core.Quantiser(model, rank.rank, 2, [rule("fp8_block")]).stats
+        assert stats == {"quantised_nbytes": 2 * 8 * 68, "repeated_nbytes": 2 * 8 * 36}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_subnormals_count_where_the_process_flushes_them(dtype: torch.dtype) -> None:
+    """As it does where a library sets the processor so: threads begin with what their maker has."""
+    whole = matrix((64, 96), dtype, 3)
+    expected = {kind: KINDS[kind].make(whole) for kind in KINDS}
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush subnormals")
+    try:
+        made = {
+            kind: quantise([Rank(0, {"w": whole}, {"w": [((0, 0), (64, 96))]})], [rule(kind)])
+            for kind in KINDS
+        }
+    finally:
+        torch.set_flush_denormal(False)
+    for kind, wanted in expected.items():
+        assert same(made[kind]["w_scales"], wanted.scale), kind
+        assert same(made[kind]["w_codes"], wanted.codes), kind
 
 
 def test_tensors_of_one_number_share_the_second_scale() -> None:
@@ -228,6 +279,11 @@ def test_what_is_not_quantised_stays_where_it_lies() -> None:
         ([rule("int4", "norm")], _core.UnsupportedError, "norm: 1 dimensions"),
         ([rule("int4", "ids")], _core.UnsupportedError, "ids: int64, where float32"),
         ([rule("int4", "odd")], _core.UnsupportedError, "odd: rank 0 has columns 0 to 12 of 32"),
+        (
+            [rule("int4_zero", "stack")],
+            _core.UnsupportedError,
+            "stack: several matrices in one tensor cannot have second scales or zero points",
+        ),
         ([rule("nvfp4", share=2)], _core.InvalidArgumentError, "w: number 2 of those that share"),
         ([("w", "fp9", *rule("int4")[2:])], _core.InvalidArgumentError, "is named 'fp9'"),
     ],
@@ -238,11 +294,25 @@ def test_what_cannot_be_quantised_is_named(rules: Any, error: type, text: str) -
         "norm": torch.zeros(4),
         "ids": torch.zeros(4, 32, dtype=torch.int64),
         "odd": torch.zeros(4, 32),
+        "stack": torch.zeros(2, 8, 32),
     }
     boxes = {name: [((0,) * t.dim(), t.shape)] for name, t in whole.items()}
     boxes["odd"] = [((0, 0), (4, 12)), ((0, 12), (4, 20))]
     with pytest.raises(error, match=text):
-        _core.Quantiser(Rank(0, whole, boxes).layout, 0, 5, rules)
+        _core.Quantiser(Rank(0, whole, boxes).layout, 0, 6, rules)
+
+
+def test_memory_that_a_tensor_does_not_have_is_named() -> None:
+    whole = {name: torch.zeros(4, 32) for name in ("v", "w")}
+    rank = Rank(0, whole, {name: [((0, 0), (4, 32))] for name in whole})
+    rank.begin(rank.layout, [rule("fp8_block", "v"), rule("fp8_block", "w")])
+    rank.sources = _core.BufferTable.of(_core.describe([rank.parts[0], rank.parts[1][:3]]))
+    with pytest.raises(_core.InvalidArgumentError, match=r"^w: buffer 1: bytes .* 384 bytes$"):
+        rank.run(codes=True)
+    rank.sources = _core.BufferTable.of(_core.describe(rank.parts))
+    rank.results = _core.BufferTable.of(_core.describe([rank.image[:-8], rank.extremes]))
+    with pytest.raises(_core.InvalidArgumentError, match=r"^w: scales: 1 rows of 2 times 4"):
+        rank.run(codes=True)
 
 
 def test_computed_and_stepped_elements_are_refused() -> None:

@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).parent))
 warnings.simplefilter("ignore")
 logging.disable(logging.ERROR)  # torchao's libraries are for GPUs
 
+import deep_gemm_stub  # noqa: E402
 import quantise_reference as reference  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -42,11 +43,34 @@ def compare(name: str, *pairs: tuple[Tensor, Tensor]) -> None:
         total[1] += int((a != b).any(1).sum())
 
 
+def bytes_of(codes: Tensor) -> Tensor:
+    return codes.contiguous().view(torch.uint8)
+
+
 def weights(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows of very different size, some zeros among them."""
+    """Rows of very different size, zeros of both signs and subnormal numbers among them; halves
+    of rows have nothing else."""
     values = torch.randn(rows, columns) * torch.exp(torch.rand(rows, 1) * 10 - 9)
     values[torch.rand(rows, columns) < 0.01] = 0
-    return values.to(dtype)
+    values[torch.rand(rows, columns) < 0.01] = -0.0
+    small = (torch.randn(rows, columns) * torch.finfo(dtype).smallest_normal / 4).to(dtype)
+    few = torch.rand(rows, columns) < 0.01
+    few[5::32, : columns // 2] = True
+    return torch.where(few, small, values.to(dtype))
+
+
+def odd_groups(rows: int, columns: int, group: int, dtype: torch.dtype) -> Tensor:
+    """The same; some groups that are zeros, of one sign, subnormal, or almost as large as there
+    are numbers."""
+    found = weights(rows, columns, dtype)
+    found[0, :group] = 0
+    found[1] = found[1].abs()
+    found[2] = -found[2].abs()
+    found[3, :group] = torch.finfo(dtype).smallest_normal / 8
+    found[4, :group] = -torch.finfo(dtype).smallest_normal / 8
+    found[5, :2] = torch.tensor([0.5, -0.5]).to(dtype) * torch.finfo(dtype).max
+    found[6, ::3] = -0.0
+    return found
 
 
 def torch_itself() -> None:
@@ -81,6 +105,20 @@ def compressed_tensors() -> None:
                 (ours.codes, pack_to_int32(codes, 4)),
                 (ours.scale, scale),
             )
+            rule = QuantizationArgs(**{**rule.model_dump(), "symmetric": False})
+            for rows in (64, 61):
+                weight = odd_groups(rows, 512, group, dtype)
+                groups = weight.view(rows, -1, group)
+                scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), rule)
+                codes = quantize(weight, scale, zero, rule, dtype=torch.int8)
+                ours = reference.int4_zero(weight, group)
+                assert ours.second is not None
+                compare(
+                    "int4_zero, compressed-tensors",
+                    (ours.codes, pack_to_int32(codes, 4)),
+                    (ours.scale, scale),
+                    (ours.second, pack_to_int32(zero, 4, packed_dim=0)),
+                )
     codes = torch.randint(-8, 8, (64, 20), dtype=torch.int8)
     compare("padding, compressed-tensors", (reference.pack_int4(codes), pack_to_int32(codes, 4)))
     rule = QuantizationArgs(
@@ -91,7 +129,9 @@ def compressed_tensors() -> None:
     scale, zero = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), rule)
     codes = quantize(weight, scale, zero, rule, dtype=torch.float8_e4m3fn)
     ours = reference.fp8_block(weight, reciprocal=False)
-    compare("fp8_block, compressed-tensors", (ours.codes, codes), (ours.scale, scale))
+    # it adds a zero point of 0, of which -0 becomes 0
+    unsigned = [torch.where(c == 0x80, 0, c) for c in map(bytes_of, (ours.codes, codes))]
+    compare("fp8_block, compressed-tensors", (unsigned[0], unsigned[1]), (ours.scale, scale))
 
 
 def transformers() -> None:
@@ -132,15 +172,23 @@ def sglang() -> None:
         "ceil_div": lambda a, b: -(-a // b),
         "ceil_align": lambda a, b: -(-a // b) * b,
     }
-    for name in ("ceil_to_ue8m0", "per_block_cast_to_fp8", "quant_weight_ue8m0"):
+    for name in (
+        *("ceil_to_ue8m0", "per_block_cast_to_fp8", "quant_weight_ue8m0"),
+        *("transform_scale_ue8m0", "_get_mn_major_tma_aligned_packed_ue8m0_tensor_torch_impl"),
+    ):
         start = text.index(f"def {name}(")
         exec(text[start : text.find("\n\n\n", start)], names)
+    sys.modules |= deep_gemm_stub.modules()
     for shape in ((200, 300), (128, 128), (130, 1000)):
         weight = weights(*shape, torch.bfloat16)
         weight[:128, :128] *= 1e-5
         codes, scale = names["quant_weight_ue8m0"](weight, [128, 128])
         ours = reference.fp8_ue8m0(weight)
         compare("fp8_ue8m0, SGLang", (ours.codes, codes), (ours.scale, scale))
+        packed = names["transform_scale_ue8m0"](scale, mn=shape[0], use_torch_impl=True)
+        ours = reference.fp8_packed(weight)
+        words = packed.flatten().view(packed.shape)  # as a bucket of slime's has them
+        compare("fp8_packed, SGLang", (ours.codes, codes), (ours.scale, words))
 
 
 def torchao() -> None:

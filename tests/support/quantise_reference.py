@@ -22,7 +22,7 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 @dataclass(frozen=True)
 class Quantised:
     """codes: e4m3 [M, N], int32 [M, ceil(N / 8)] of int4, or uint8 [M, ceil(N / 2)] of e2m1.
-    scale: one for each block.  second: nvfp4's float32 []."""
+    scale: one for each block.  second: nvfp4's float32 [], int4_zero's zero points."""
 
     codes: Tensor
     scale: Tensor
@@ -84,6 +84,16 @@ def fp8_ue8m0(weight: Tensor, block: tuple[int, int] = (128, 128)) -> Quantised:
     return Quantised(_e4m3(_whole(blocks / scale, weight)), _scales(scale))
 
 
+def fp8_packed(weight: Tensor, block: tuple[int, int] = (128, 128)) -> Quantised:
+    """The same, with scales as DeepGEMM's kernels take them: int32 [M, ceil(block columns / 4)],
+    for each row the exponents of four blocks in a word, the first one lowest."""
+    made = fp8_ue8m0(weight, block)
+    exponents = made.scale.view(torch.int32) >> 23
+    rows = exponents[torch.arange(weight.shape[0]) // block[0]]
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4)).to(torch.uint8)
+    return Quantised(made.codes, padded.contiguous().view(torch.int32))
+
+
 def fp8_tensor(weight: Tensor, amax: Tensor | None = None) -> Quantised:
     """slime's per-tensor FP8.  amax: of the whole tensor, where this is a part of it.
     A bfloat16 floor of 1e-12; 1e-12 itself in float16, in which it would be 0."""
@@ -116,6 +126,23 @@ def int4(weight: Tensor, group: int = 32) -> Quantised:
     return Quantised(pack_int4(_whole(codes, weight)), _scales(scale))
 
 
+def int4_zero(weight: Tensor, group: int = 32) -> Quantised:
+    """compressed-tensors' groups that are not symmetric, every step in the weights' dtype.  second:
+    the zero points, int32 [ceil(M / 8), groups], packed along rows."""
+    dtype = weight.dtype
+    blocks = _blocks(weight, 1, group)[:, 0]
+    least = blocks.amin(2, keepdim=True).clamp(max=0.0)
+    most = blocks.amax(2, keepdim=True).clamp(min=0.0)
+    scale = ((most - least).to(dtype).float() / 15.0).to(dtype)
+    steps = (least / scale.float()).to(dtype).float()
+    zero = (-8.0 - steps).to(dtype).float().nan_to_num(nan=0.0).clamp(-8, 7).round()
+    scale = torch.where(scale == 0, torch.tensor(torch.finfo(dtype).eps, dtype=dtype), scale)
+    values = ((blocks / scale.float()).to(dtype).float() + zero).to(dtype).float()
+    codes = values.nan_to_num(nan=0.0).clamp(-8, 7).round().flatten(1)
+    scale = _scales(scale[:, None])
+    return Quantised(pack_int4(codes), scale, pack_int4(zero[:, :, 0].T).T.contiguous())
+
+
 def int4_slime(weight: Tensor, group: int = 32) -> Quantised:
     """slime's fake_int4_quant_cuda and pack_layer: the stored scale is a rounded one."""
     blocks = _blocks(weight, 1, group)
@@ -125,14 +152,16 @@ def int4_slime(weight: Tensor, group: int = 32) -> Quantised:
 
 
 def mxfp8(weight: Tensor) -> Quantised:
-    """Transformer Engine's MXFP8Quantizer, along rows; scales are exponents, uint8."""
+    """Transformer Engine's MXFP8Quantizer, along rows; scales are exponents, uint8.  With an
+    exponent of 0 its kernels take weights as they are."""
     blocks = _blocks(weight, 1, 32)
     amax = _amaxes(blocks) * torch.tensor(1.0 / E4M3_MAX)
     mantissa, exponent = torch.frexp(amax)
     power = torch.where(mantissa == 0.5, exponent - 1, exponent)
     power = torch.where(amax == 0, -127, power.clamp(min=-127))
     power = torch.where(amax.isinf(), 127, power)
-    values = blocks.double() / torch.pow(2.0, power.double())  # exact
+    exponents = torch.where(power == -127, 0, power)
+    values = blocks.double() / torch.pow(2.0, exponents.double())  # exact
     values = torch.where(amax.isnan(), torch.nan, values)
     scale = torch.where(amax.isnan(), 0xFF, power + 127).to(torch.uint8)
     return Quantised(_e4m3(_whole(values, weight).float()), scale[:, 0, :, 0])

@@ -6,6 +6,7 @@ The references here are written from the definitions of the methods, in plain to
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from wsync.demo import hf_reference, megatron_cpu
 from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.disk import newest
 from wsync.trainer import quantised_image
+from wsync.trainer.quantised_image import Image
 
 Tensors = dict[str, torch.Tensor]
 
@@ -33,16 +35,16 @@ def blocks(rows: int, cols: int) -> dict[str, Any]:
     return {"quant_method": "fp8", "weight_block_size": [rows, cols], "fmt": "e4m3"}
 
 
-def groups(size: int) -> dict[str, Any]:
-    """slime's quantization_config of INT4 groups."""
-    weights = {"num_bits": 4, "type": "int", "symmetric": True}
+def groups(size: int, symmetric: bool = True) -> dict[str, Any]:
+    """The quantization_config of INT4 groups, which are slime's where they are symmetric."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": symmetric}
     weights |= {"strategy": "group", "group_size": size}
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "ignore": ["lm_head", "re:.*mlp.gate$"],
-        "producer": {"name": "slime"},
+        "producer": {"name": "slime" if symmetric else "any"},
     }
 
 
@@ -68,6 +70,21 @@ def fp8_tensor(weight: torch.Tensor) -> Tensors:
     return {"": codes, "_scale": scale.view(1)}
 
 
+def fp8_packed(weight: torch.Tensor) -> Tensors:
+    """float8 codes, and for each row the exponents of four blocks' scales in an int32."""
+    rows, cols = weight.shape
+    scales = torch.zeros(rows, -(-cols // 512) * 4, dtype=torch.uint8)
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for i in range(0, rows, 128):
+        for j in range(0, cols, 128):
+            block = weight[i : i + 128, j : j + 128].float()
+            most = block.abs().max().clamp(min=1e-4) / 448.0
+            power = torch.exp2(torch.ceil(torch.log2(most)))
+            codes[i : i + 128, j : j + 128] = (block / power).to(torch.float8_e4m3fn)
+            scales[i : i + 128, j // 128] = int(torch.log2(power)) + 127
+    return {"": codes, "_scale_inv": scales.view(torch.int32)}
+
+
 def int4_groups(weight: torch.Tensor, size: int) -> Tensors:
     rows, cols = weight.shape
     parts = weight.float().view(rows, cols // size, size)
@@ -80,13 +97,40 @@ def int4_groups(weight: torch.Tensor, size: int) -> Tensors:
     return {"_packed": packed, "_scale": scales.to(weight.dtype), "_shape": shape}
 
 
+def int4_zeros(weight: torch.Tensor, size: int) -> Tensors:
+    """compressed-tensors' groups with zero points, of bfloat16 weights, in torch's own bfloat16."""
+    rows, cols = weight.shape
+    parts = weight.view(rows, cols // size, size)
+    least, most = parts.amin(2).clamp(max=0), parts.amax(2).clamp(min=0)
+    scales = (most - least) / 15
+    zeros = (-8 - least / scales).nan_to_num(0).clamp(-8, 7).round()
+    scales = torch.where(scales == 0, torch.tensor(torch.finfo(weight.dtype).eps), scales)
+    scales = scales.to(weight.dtype)
+    codes = (parts / scales[:, :, None] + zeros[:, :, None]).clamp(-8, 7).round()
+    return {
+        "_packed": packed_words(codes.view(rows, cols)),
+        "_scale": scales,
+        "_zero_point": packed_words(zeros.T).T.flatten().view(-1, cols // size),
+        "_shape": torch.tensor(weight.shape),
+    }
+
+
+def packed_words(codes: torch.Tensor) -> torch.Tensor:
+    """int32 of eight neighbours of a row, the first one lowest; 0 beyond the last column."""
+    found = torch.nn.functional.pad(codes.to(torch.int64) + 8, (0, -codes.shape[1] % 8))
+    words = (found.view(len(codes), -1, 8) << torch.arange(0, 32, 4)).sum(2)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
 # a quantization_config and what it makes of a weight, by the suffix of each tensor's name
 METHODS: Mapping[str, tuple[dict[str, Any], Callable[[torch.Tensor], Tensors]]] = {
     "whole blocks": (blocks(8, 16), lambda w: fp8_blocks(w, 8, 16)),
     "cut blocks": (blocks(24, 40), lambda w: fp8_blocks(w, 24, 40)),
     "one block": (blocks(128, 128), lambda w: fp8_blocks(w, 128, 128)),
     "per tensor": (PER_TENSOR, fp8_tensor),
+    "packed": (blocks(128, 128) | {"transform_ue8m0": True}, fp8_packed),
     "int4": (groups(16), lambda w: int4_groups(w, 16)),
+    "int4, zero points": (groups(32, symmetric=False), lambda w: int4_zeros(w, 32)),
     "int4, cut groups": (groups(32), lambda w: int4_groups(w, 32)),
 }
 
@@ -122,14 +166,25 @@ def shapes_of(tensors: Tensors) -> dict[str, Any]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def fail_once(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any]:
-    """Rank 1 fails while the ranks compare their blocks; the next update is to succeed."""
+def _fail(*_: object) -> None:
+    raise ValueError("a planted failure")
+
+
+def _no_memory(nbytes: int, *_: object) -> None:
+    raise wsync.NoMemoryError(f"Memory: {nbytes} bytes are not there")
+
+
+# what one rank cannot do while it quantises
+FAULTS: Mapping[str, Callable[[], Any]] = {
+    "merge": lambda: mock.patch.object(quantised_image, "_merge", _fail),
+    "memory": lambda: mock.patch.object(quantised_image._core, "Memory", _no_memory),
+}
+
+
+def fail_once(config: Any, parallel: megatron_cpu.Parallel, fault: str) -> dict[str, Any]:
+    """Rank 1 fails while the ranks quantise; the next update is to succeed."""
     method = "cut blocks"
-    options = wsync.Options(deadline=60.0, progress=False, quantise=METHODS[method][0])
-
-    def fail(*_: object) -> None:
-        raise ValueError("a planted failure")
-
+    options = wsync.Options(deadline=60.0, progress=False, park=True, quantise=METHODS[method][0])
     with contextlib.ExitStack() as stack:
         stack.enter_context(megatron_cpu.on_cpu())
         stack.enter_context(megatron_cpu.groups(parallel))
@@ -142,40 +197,65 @@ def fail_once(config: Any, parallel: megatron_cpu.Parallel) -> dict[str, Any]:
         with wsync.connect(layout, engines, options=options) as sync:
             sync.update()
             trainer.randomize(5)
-            broken = mock.patch.object(quantised_image, "_merge", fail)
-            with broken if dist.get_rank() == 1 else contextlib.nullcontext():
+            with FAULTS[fault]() if dist.get_rank() == 1 else contextlib.nullcontext():
                 error = error_of(sync.update)
-            kept = [n for engine in engines for n in differing(engine.weights(), expected)]
-            consistent = all(engine.model_info(60)["consistent"] for engine in engines)
+            kept = [what_is_held(engine, expected) for engine in engines]
             paused = any(engine.paused for engine in engines)
             sync.update()
             expected = quantised(hf_reference.hf_state_dict(trainer.chunks, config), method)
             wrong = [n for engine in engines for n in differing(engine.weights(), expected)]
-    return {
-        **{"error": error, "kept": kept, "consistent": consistent},
-        **{"paused": paused, "wrong": wrong},
-    }
+    return {"error": error, "kept": kept, "paused": paused, "wrong": wrong}
 
 
-def die_once(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> None:
-    """Rank 2 is killed before it has told what its blocks hold; the others note what they raise."""
-    options = wsync.Options(deadline=60.0, progress=False, quantise=METHODS["cut blocks"][0])
+def what_is_held(engine: ProcessEngine, expected: Tensors) -> tuple[list[str], bool, str]:
+    """What of an engine's weights differs from what is expected, whether these are of one update,
+    and of which version."""
+    info = engine.model_info(60)
+    return differing(engine.weights(), expected), info["consistent"], info["weight_version"]
+
+
+def die_once(config: Any, parallel: megatron_cpu.Parallel, place: str, folder: str) -> None:
+    """Rank 2 is killed at a place of an update; the others note what they raise, and rank 0 what
+    the engine has then, and after an update from a trainer of one process."""
+    method = "cut blocks"
+    options = wsync.Options(deadline=60.0, progress=False, quantise=METHODS[method][0])
     with contextlib.ExitStack() as stack:
         stack.enter_context(megatron_cpu.on_cpu())
         stack.enter_context(megatron_cpu.groups(parallel))
         trainer = megatron_cpu.build(config, parallel, dtype=torch.bfloat16)
         layout = megatron.layout(trainer.chunks, config)
-        sync = wsync.DiskSync(layout, folder=folder, options=options)
+        expected = quantised(hf_reference.hf_state_dict(trainer.chunks, config), method)
+        engines = [ProcessEngine(shapes_of(expected))] if dist.get_rank() == 0 else []
+        sync = wsync.connect(layout, engines, options=options)
         sync.update()
-
-        def die(*_: object) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        broken = mock.patch.object(quantised_image, "_merge", die)
-        with broken if dist.get_rank() == 2 else contextlib.nullcontext():
-            text = error_of(sync.update)
-        Path(folder, f"rank{dist.get_rank()}.txt").write_text(str(text))
+        trainer.randomize(5)
+        weights = hf_reference.hf_state_dict(trainer.chunks, config)
+        with dying(place) if dist.get_rank() == 2 else contextlib.nullcontext():
+            found: dict[str, Any] = {"error": error_of(sync.update)}
+        for engine in engines:
+            found["kept"] = what_is_held(engine, expected)
+            with mock.patch.object(dist, "is_initialized", return_value=False):
+                again = wsync.connect(weights, [engine], options=options)
+            with again:
+                again.update(version=7)
+            found["after"] = what_is_held(engine, quantised(weights, method))
+            engine.close()
+        Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
         os._exit(0)  # groups that a rank has left cannot be taken down in order
+
+
+def dying(place: str) -> Any:
+    """Has this process killed before ranks compare what blocks hold ("extremes"), before it makes
+    codes of that ("codes"), or before any are sent ("rounds")."""
+    owner, name = (Image, "fill") if place == "rounds" else (quantised_image, "_merge")
+    original = getattr(owner, name)
+
+    def die(*given: Any) -> None:
+        if place != "extremes":
+            original(*given)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return mock.patch.object(owner, name, die)
 
 
 def update_twice(
@@ -221,5 +301,9 @@ def update_twice(
             found: Tensors = {}
             for path in newest(kept).glob("*.safetensors"):
                 found |= load_file(path)
+            if method == "packed":  # for engines' memory: files have scales as they come
+                expected = quantised(
+                    hf_reference.hf_state_dict(trainer.chunks, config), "one block"
+                )
             wrong += [f"{method}, disk: {n}" for n in differing(found, expected)]
     return {"wrong": wrong}

@@ -27,6 +27,8 @@ SIZES: dict[str, dict[str, Any]] = {
         **{"num_attention_heads": 4, "num_key_value_heads": 4},
     },
 }
+# more columns than scales of one word are for
+WIDE = {"hidden_size": 640}
 _LARGEST = 448.0  # of float8_e4m3fn
 EXPERTS = r"mlp\.experts\."
 _PROJECTION = re.compile(r"_proj(_with_mqa)?\.weight$")
@@ -99,16 +101,36 @@ def _fp8_tensor(tensor: torch.Tensor, _: Sequence[int]) -> Tensors:
     return {"weight": codes, "weight_scale": scale.reshape(1)}
 
 
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Eight neighbours of a row in an int32."""
+    rows, columns = codes.shape
+    nibbles = (codes.to(torch.int64).view(rows, columns // 8, 8) + 8) << torch.arange(0, 32, 4)
+    words = nibbles.sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _int4_zero(tensor: torch.Tensor, block: Sequence[int]) -> Tensors:
+    rows, columns = tensor.shape
+    groups = tensor.view(rows, columns // block[1], block[1])
+    least, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scales = (most - least) / 15
+    zeros = (-8 - least / scales).clamp(-8, 7).round()
+    codes = (groups / scales[..., None] + zeros[..., None]).clamp(-8, 7).round()
+    return {
+        "weight_packed": _words(codes.view(rows, columns)),
+        "weight_scale": scales,
+        "weight_zero_point": _words(zeros.T).T.contiguous(),
+        "weight_shape": torch.tensor([rows, columns], dtype=torch.int64),
+    }
+
+
 def _int4(tensor: torch.Tensor, block: Sequence[int]) -> Tensors:
     rows, columns = tensor.shape
     groups = tensor.float().view(rows, columns // block[1], block[1])
     scales = (groups.abs().amax(-1) / 7.5).to(tensor.dtype)
-    codes = (groups / scales.float()[..., None]).round().clamp(-8, 7).to(torch.int64)
-    nibbles = (codes.view(rows, columns // 8, 8) + 8) << torch.arange(0, 32, 4)
-    words = nibbles.sum(-1)
-    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    codes = (groups / scales.float()[..., None]).round().clamp(-8, 7)
     return {
-        "weight_packed": words,
+        "weight_packed": _words(codes.view(rows, columns)),
         "weight_scale": scales,
         "weight_shape": torch.tensor([rows, columns], dtype=torch.int64),
     }
@@ -118,6 +140,17 @@ def _powers(blocks: torch.Tensor) -> torch.Tensor:
     """The least power of two that takes each block's largest into range."""
     most = blocks.abs().amax((1, 3)).clamp(min=2.0**-100) / _LARGEST
     return torch.exp2(torch.ceil(torch.log2(most)))
+
+
+def _fp8_packed(tensor: torch.Tensor, block: Sequence[int]) -> Tensors:
+    """As DeepGEMM takes it: for each row the exponents of four blocks in a word."""
+    blocks = _blocks(tensor, block)
+    scales = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax((1, 3)).clamp(1e-4) / _LARGEST)))
+    codes = _codes(blocks, scales, tensor.shape).to(torch.float8_e4m3fn)
+    exponents = torch.zeros(len(scales), -(-scales.shape[1] // 4) * 4, dtype=torch.uint8)
+    exponents[:, : scales.shape[1]] = (torch.log2(scales) + 127).to(torch.uint8)
+    words = exponents.view(torch.int32).repeat_interleave(block[0], 0)[: len(tensor)]
+    return {"weight": codes, "weight_scale_inv": words}
 
 
 def _mxfp8(tensor: torch.Tensor, block: Sequence[int]) -> Tensors:
@@ -145,8 +178,10 @@ def _nvfp4(tensor: torch.Tensor, block: Sequence[int]) -> Tensors:
 
 _KINDS: dict[str, Callable[[torch.Tensor, Sequence[int]], Tensors]] = {
     "fp8_block": _fp8_block,
+    "fp8_packed": _fp8_packed,
     "fp8_tensor": _fp8_tensor,
     "int4": _int4,
+    "int4_zero": _int4_zero,
     "mxfp8": _mxfp8,
     "nvfp4": _nvfp4,
 }
@@ -184,6 +219,12 @@ def _int4_config(block: Sequence[int], ignore: list[str]) -> dict[str, Any]:
     }
 
 
+def _int4_zero_config(block: Sequence[int], ignore: list[str]) -> dict[str, Any]:
+    made = _int4_config(block, ignore)
+    made["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    return made
+
+
 def _mxfp8_config(block: Sequence[int], ignore: list[str]) -> dict[str, Any]:
     return {
         **{"quant_method": "mxfp8", "activation_scheme": "dynamic", "fmt": "e4m3"},
@@ -201,8 +242,10 @@ def _nvfp4_config(block: Sequence[int], ignore: list[str]) -> dict[str, Any]:
 
 _CONFIGS: dict[str, Callable[[Sequence[int], list[str]], dict[str, Any]]] = {
     "fp8_block": _fp8_config,
+    "fp8_packed": _fp8_config,
     "fp8_tensor": _fp8_tensor_config,
     "int4": _int4_config,
+    "int4_zero": _int4_zero_config,
     "mxfp8": _mxfp8_config,
     "nvfp4": _nvfp4_config,
 }
