@@ -24,6 +24,7 @@ from wsync.engine.learn.quantised_forms import Rehearsal
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.module_tensors.quantised_names import group_of_parts, without_scales
+from wsync.sglang import SglangLoader
 from wsync.sync import Sync
 from wsync.vllm import processed_once
 
@@ -31,9 +32,11 @@ SCRIPT = Path(__file__).parent / "support" / "sglang_quantised.py"
 OPTIONS = wsync.Options(deadline=60, progress=False, round_nbytes=1 << 19, ring_nbytes=1 << 20)
 FP8 = ("fp8_block", (128, 128))
 FINER = ("fp8_block", (64, 64))
+PACKED = ("fp8_packed", (128, 128))
 WHOLE = ("fp8_tensor", (0, 0))
 MX = ("mxfp8", (1, 32))
 INT4 = ("int4", (1, 32))
+ZERO = ("int4_zero", (1, 32))
 INT4_EXPERTS = ("int4", (1, 32), EXPERTS)
 COARSER_EXPERTS = ("int4", (1, 128), EXPERTS)
 KV_B = {
@@ -58,9 +61,13 @@ SGLANG: dict[tuple[str, Fields, str], str] = {
     ("qwen3_moe", INT4_EXPERTS, "bucket"): "",
     ("qwen3_moe", INT4_EXPERTS, "disk"): "",
     ("qwen3", INT4, "learnt"): "",
+    ("qwen3", ZERO, "learnt"): "",
     ("qwen3", WHOLE, "learnt"): "",
     ("qwen3", MX, "session"): "",
     ("qwen3_moe", MX, "learnt"): "",
+    ("qwen3", PACKED, "session"): "",
+    ("qwen3_moe", PACKED, "session"): "",
+    ("qwen3_moe", PACKED, "bucket"): "",
 }
 QKV = "model.layers.0.self_attn.q_proj"
 FUSED = "model.layers.0.self_attn.qkv_proj"
@@ -90,6 +97,13 @@ REFUSED: dict[tuple[str, Fields | None, Fields | None, str, str], tuple[str, ...
     ("qwen3", FP8, FP8, "session", "_scale_inv$"): (
         "no tensor of the trainer is loaded to model.layers.0.mlp.down_proj.weight_scale_inv",
     ),
+    ("qwen3", FP8, PACKED, "session", ""): (
+        f"{FUSED}.weight_scale_inv: its scales are packed as UE8M0, and the trainer's are not",
+        '"transform_ue8m0": True in its quantization_config',
+    ),
+    ("qwen3", PACKED, FP8, "session", ""): (
+        f"{QKV}.weight_scale_inv (int32 (512, 2)) to {FUSED}.weight_scale_inv (float32 (6, 5))",
+    ),
     ("qwen3", INT4, None, "learnt", ""): (
         f"{QKV}.weight_packed (int32 (512, 32))",
         f"KeyError: '{FUSED}.weight_packed'",
@@ -104,6 +118,13 @@ REFUSED: dict[tuple[str, Fields | None, Fields | None, str, str], tuple[str, ...
     ),
     ("qwen3_moe", INT4_EXPERTS, COARSER_EXPERTS, "session", ""): (
         ".weight_scale (bfloat16 (256, 8)) to model.layers.0.mlp.experts.w",
+    ),
+    ("qwen3", ZERO, INT4, "learnt", ""): (
+        f"{QKV}.weight_zero_point (int32 (64, 8))",
+        f"KeyError: '{FUSED}.weight_zero_point'",
+    ),
+    ("qwen3", INT4, ZERO, "learnt", ""): (
+        "no tensor of the trainer is loaded to model.layers.0.mlp.down_proj.weight_zero_point",
     ),
     # SGLang cannot load these a second time
     ("qwen3", INT4, INT4, "session", ""): (
@@ -173,6 +194,7 @@ VLLM: dict[tuple[str, Fields], str] = {
     ("qwen3", FP8): "",
     ("qwen3_moe", FP8): "",
     ("deepseek_v3", FP8): "",
+    ("qwen3", ZERO): "qkv_proj.weight_packed was made as torch.int32 (768, 32) and is ",
     ("qwen3_moe", INT4): "qkv_proj.weight_packed was made as torch.int32 (768, 32) and is ",
     (
         "qwen3_moe",
@@ -191,6 +213,7 @@ UNLIKE: dict[tuple[str, Fields | None, Fields | None, str], tuple[str, ...]] = {
     ),
     # where layers are made anew: before that
     ("qwen3", None, INT4, ""): (f"loading {QKV}.weight (bfloat16 (512, 256)): ",),
+    ("qwen3", INT4, ZERO, ""): ("loaded to model.layers.0.mlp.down_proj.weight_zero_point",),
     ("qwen3", INT4, INT4, "_scale$"): (
         "model.layers.0.mlp.down_proj.weight_packed, ",
         "codes that the trainer delivers no scales for",
@@ -198,6 +221,11 @@ UNLIKE: dict[tuple[str, Fields | None, Fields | None, str], tuple[str, ...]] = {
     ("qwen3_moe", INT4_EXPERTS, COARSER_EXPERTS, ""): (
         "weight_scale (bfloat16 (256, 8)) to model.layers.0.mlp.experts.routed_experts.w",
     ),
+    # layers that are made anew would have any memory in place of what is not loaded
+    ("qwen3_moe", INT4, INT4, "0.*k_proj"): (
+        "0.self_attn.qkv_proj.weight_packed (16384 of its 98304 bytes)",
+    ),
+    ("qwen3_moe", INT4, INT4, "0.*experts.1.up_proj"): ("0.mlp.experts.routed_experts.w13_weight",),
 }
 
 
@@ -343,6 +371,52 @@ def test_shapes_of_packed_tensors_are_loaded_once(monkeypatch: pytest.MonkeyPatc
     assert calls[1] == calls[0] and calls[2] == calls[1] + 1
 
 
+def test_shapes_that_the_engine_has_lost_are_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WSYNC_KEEP", "weight_shape")
+    module = Packed()
+    loader = RecordedLoader(module)
+    with wsync.connect(packed(16), engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        for _ in range(3):
+            sync.update()
+            assert module.weight_shape[0].tolist() == [5, 16]
+            module.weight_shape.data.zero_()
+    assert loader.recording is not None and [*loader.recording.fallback] == ["b.weight_shape"]
+
+
+class Unpacking(torch.nn.Module):
+    """Keeps what codes stand for, as compressed-tensors unpacks them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, rows in (("embed", 512), ("linear", 4)):
+            data = torch.zeros(rows, 16)
+            self.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+
+    def load_weights(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        given = dict(pairs)
+        if "embed" in given:
+            self.embed.data.copy_(given["embed"])
+        if "a.weight_shape" in given:
+            rows, columns = given["a.weight_shape"].tolist()
+            codes = [given["a.weight_packed"] >> 4 * i & 15 for i in range(8)]
+            values = torch.stack(codes, -1).flatten(1)[:rows, :columns] - 8
+            scales = given["a.weight_scale"].repeat_interleave(8, 1)
+            self.linear.data.copy_(values * scales)
+
+
+def test_a_loader_that_goes_by_shapes_may_leave_weights_as_they_are() -> None:
+    """It is tried with made-up tensors, whose shapes are what they say."""
+    module = Unpacking()
+    weights = {name: t for name, t in packed(16).items() if name.startswith("a")}
+    weights["embed"] = torch.rand(512, 16)
+    loader = RecordedLoader(module)
+    with wsync.connect(weights, engines=[ThreadEngine([loader])], options=OPTIONS) as sync:
+        for _ in range(2):
+            weights["a.weight_scale"].mul_(2)  # the embedding stays
+            sync.update()
+            assert torch.equal(module.embed, weights["embed"])
+
+
 def test_shapes_of_packed_tensors_may_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang loads experts by threads, and the last one's shape stays."""
     monkeypatch.setenv("WSYNC_KEEP", "weight_shape")
@@ -363,6 +437,25 @@ def test_shapes_of_packed_tensors_may_come_in_any_order(monkeypatch: pytest.Monk
         sync.update()
     assert loader.reason == ""
     assert loader.recording is not None
+
+
+def test_what_sglang_restores_without_values_cannot_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would pack once more what it has packed."""
+    monkeypatch.setenv("WSYNC_KEEP", "weight_*")
+    module = Packed()
+    weights = {"a.weight_scale": torch.rand(4, 2), "b.weight_scale": torch.rand(4, 2)}
+    with wsync.connect(
+        weights, engines=[ThreadEngine([SglangLoader(module)])], options=OPTIONS
+    ) as sync:
+        sync.update()
+        module._original_shapes = {"weight_packed": (8, 2)}
+    with (
+        wsync.connect(
+            weights, engines=[ThreadEngine([SglangLoader(module)])], options=OPTIONS
+        ) as sync,
+        pytest.raises(wsync.WsyncError, match=r"is loaded to weight_packed \(64 of its 64 bytes\)"),
+    ):
+        sync.update()
 
 
 def rehearse(load: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
@@ -392,6 +485,26 @@ def test_a_rehearsal_has_no_values(load: Callable[[torch.Tensor, torch.Tensor], 
     rehearse(load)
 
 
+def test_a_rehearsal_knows_what_goes_to_one_place() -> None:
+    """Notes do not count, nor do other parts, and tensors of another shape."""
+    names = ("a.weight", "b.weight", "c.weight", "d.weight_shape", "e.weight_shape")
+    given = {name: torch.zeros(2, dtype=torch.int64) for name in names} | {"f": torch.zeros(4)}
+    rehearsal = Rehearsal(wsync.layout.from_tensors(given).layout)
+    module = torch.nn.Linear(2, 2, device="meta")  # stands for the engine's weight twice
+    other = torch.nn.Linear(2, 2, device="meta")
+
+    def load_weights(pairs: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            target = (module if name == "a.weight" else other).weight.data
+            target[1 if name in ("c.weight", "f") else 0].copy_(tensor[:2])
+
+    assert rehearsal.run(module, load_weights)
+    places = [(1, module.weight), (1, other.weight)]
+    tied = ("a.weight", torch.float32)
+    assert rehearsal.twins(places) == {"a.weight": tied, "b.weight": tied}
+    assert rehearsal.twins([(1, module.weight), (2, other.weight)]) == {}
+
+
 # --- what these tensors are made of -------------------------------------------------------------
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -408,6 +521,8 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "e.weight": ((3, 32), torch.float8_e4m3fn),
     "e.weight_scale_inv": ((3, 1), torch.float8_e8m0fnu),
     "f.weight_scale_inv": ((3, 1), torch.uint8),
+    "g.down_proj": ((2, 8, 8), torch.float8_e4m3fn),  # in one parameter
+    "g.down_proj_scale_inv": ((2, 1, 1), torch.float32),
     "f.count": ((), torch.int64),
     "f.byte": ((), torch.uint8),
 }
@@ -482,11 +597,11 @@ def test_every_dtype_is_stored(tmp_path: Path) -> None:
 
 def test_codes_and_scales_of_a_weight_stay_together() -> None:
     groups = {name: group_of_parts(name, str(SHAPES[name][1])[6:]) for name in SHAPES}
-    by_stem = {name[0]: group for name, group in groups.items() if name.startswith(tuple("abcde"))}
-    assert len(set(by_stem.values()) - {0}) == 5
+    by_stem = {name[0]: group for name, group in groups.items() if name.startswith(tuple("abcdeg"))}
+    assert len(set(by_stem.values()) - {0}) == 6
     assert all(group == by_stem[name[0]] for name, group in groups.items() if name[0] in by_stem)
-    plain = ["a.weight", "weight", "a.bias", "a.weight_norm", "a.weight_scale.b"]
-    assert [group_of_parts(name, "bfloat16") for name in plain] == [0] * 5
+    plain = ["a.weight", "weight", "a.bias", "a.weight_norm", "a.weight_scale.b", "a.experts.up"]
+    assert [group_of_parts(name, "bfloat16") for name in plain] == [0] * 6
     layout = wsync.layout.from_tensors(any_bytes(0)).layout
     facts = [layout.tensor(index) for index in range(layout.tensor_count)]
     assert {name: group for name, _, _, group in facts} == groups
@@ -497,3 +612,8 @@ def test_codes_without_scales_are_known_by_name() -> None:
     assert without_scales(known.items()) == []
     del known["a.weight_scale_inv"], known["c.weight_scale"]
     assert without_scales(known.items()) == ["a.weight", "c.weight_packed"]
+    del known["g.down_proj_scale_inv"]
+    known["g.up_proj_scale_inv"] = "float32"  # of another parameter
+    assert without_scales(known.items())[2:] == ["g.down_proj"]
+    known["g.down_proj_scale"] = "float32"  # by another tool
+    assert without_scales(known.items())[2:] == []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -13,14 +15,17 @@ import torch
 from safetensors.torch import load_file
 from support import quantised_cases
 from support.procs import RankError, Ranks
-from support.quantised_cases import METHODS, differing, quantised, shapes_of
+from support.quantised_cases import METHODS, blocks, differing, groups, quantised, shapes_of
 from support.tiny_qwen3 import dense, sparse
 
 import wsync
 from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.megatron_cpu import Parallel
 from wsync.disk import newest
+from wsync.layout import from_tensors
+from wsync.messages import payload
 from wsync.trainer import quantised_image
+from wsync.trainer.quantised_model import quantise_rules
 
 CASES = {
     "tp2pp2": (dense(), Parallel(tp=2, pp=2), "auto"),
@@ -38,26 +43,76 @@ def test_ranks_quantise_what_they_hold(name: str, ranks: Ranks, tmp_path: Path) 
     assert [fact["wrong"] for fact in facts] == [[]] * 4
 
 
-def test_an_update_that_fails_while_it_quantises_leaves_engines_as_they_were(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("merge", "RemoteError: trainer rank 1: ValueError: a planted failure"),
+        (
+            "memory",
+            r"NoMemoryError: trainer rank 1: \d+ bytes for codes and scales: Memory: \d+ bytes are "
+            "not there",
+        ),
+    ],
+)
+def test_an_update_that_fails_while_it_quantises_leaves_engines_as_they_were(
+    ranks: Ranks, fault: str, text: str
+) -> None:
     """They have not been paused, and go on with what they have."""
-    found = ranks.run(quantised_cases.fail_once, dense(), Parallel(tp=2, pp=2), timeout=240)
-    errors = {facts["error"] for facts in found}
-    assert errors == {"RemoteError: trainer rank 1: ValueError: a planted failure"}
+    found = ranks.run(quantised_cases.fail_once, dense(), Parallel(tp=2, pp=2), fault, timeout=240)
+    assert len({facts["error"] for facts in found}) == 1
+    assert re.fullmatch(text, found[0]["error"])
+    assert found[0]["kept"] == [([], True, "1")]
     for facts in found:
-        assert facts["kept"] == facts["wrong"] == []
-        assert facts["consistent"]
+        assert facts["wrong"] == []
         assert not facts["paused"]
 
 
-def test_a_rank_that_dies_while_it_quantises_is_reported_by_all_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["extremes", "codes", "rounds"])
+def test_a_rank_that_dies_while_it_quantises_is_reported_by_all_others(
+    tmp_path: Path, place: str
+) -> None:
+    """The engine has what it had, and takes the next trainer's weights."""
+    case = (dense(), Parallel(tp=2, pp=2), place, str(tmp_path))
     with Ranks(4, path=sys.path) as ranks, pytest.raises(RankError):
-        ranks.run(
-            *(quantised_cases.die_once, dense(), Parallel(tp=2, pp=2), str(tmp_path)), timeout=120
-        )
-    texts = {path.stem: path.read_text() for path in tmp_path.glob("*.txt")}
-    assert sorted(texts) == ["rank0", "rank1", "rank3"]
-    assert len(set(texts.values())) == 1
-    assert next(iter(texts.values())).startswith("PeerClosedError: trainer rank ")
+        ranks.run(quantised_cases.die_once, *case, timeout=120)
+    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert sorted(found) == ["rank0", "rank1", "rank3"]
+    (error,) = {facts["error"] for facts in found.values()}
+    assert error.startswith("PeerClosedError: trainer rank ")
+    assert found["rank0"]["kept"] == [[], True, "1"]
+    assert found["rank0"]["after"] == [[], True, "7"]
+
+
+class TwoRanks:
+    """A group in which the other rank has a table of its own."""
+
+    size = 2
+
+    def __init__(self, other: torch.Tensor) -> None:
+        self._other = other.contiguous().numpy().tobytes()
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        part, self._other = self._other[: len(data)], self._other[len(data) :]
+        return [data, part]
+
+
+def test_ranks_take_the_largest_of_both_and_a_nan_of_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nan, inf, small = torch.nan, torch.inf, 1e-40
+    mine = [[1.0, -1.0], [nan, 2.0], [3.0, nan], [-inf, -inf], [-2.0, inf], [0.0, -small]]
+    other = [[0.5, 2.0], [inf, 1.0], [nan, inf], [-inf, -0.5], [-1.0, 5.0], [small, -0.0]]
+    merged = [[1.0, 2.0], [nan, 2.0], [nan, nan], [-inf, -0.5], [-1.0, inf], [small, -0.0]]
+    given, theirs, wanted = map(torch.tensor, (mine, other, merged))
+    for nbytes in (1 << 20, 12):  # at a time
+        monkeypatch.setattr(quantised_image, "_MERGED_NBYTES", nbytes)
+        found = given.clone()
+        torch.set_flush_denormal(True)
+        try:
+            quantised_image._merge(found, cast(Any, TwoRanks(theirs)))
+        finally:
+            torch.set_flush_denormal(False)
+        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
 
 def test_memory_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -89,6 +144,20 @@ def test_versions_are_quantised_without_memory_in_between(tmp_path: Path) -> Non
         wsync.DiskSync(given, folder=tmp_path, options=wsync.Options(park=True))
 
 
+def test_files_have_scales_as_they_come(tmp_path: Path) -> None:
+    """Packed ones are for engines' memory."""
+    config, given = METHODS["one block"][0], weights(1)
+    options = wsync.Options(quantise=config | {"transform_ue8m0": True}, progress=False)
+    base = Configuration(BASES)
+    with wsync.DiskSync(given, folder=tmp_path, base=base, options=options) as sync:
+        sync.update()
+    (file,) = newest(tmp_path).glob("*.safetensors")
+    assert differing(load_file(file), quantised(given, "one block")) == []
+    facts = json.loads((newest(tmp_path) / "config.json").read_text())
+    assert facts == BASES | {"quantization_config": config | DYNAMIC}
+
+
+DYNAMIC = {"activation_scheme": "dynamic"}  # which engines ask FP8's configurations for
 BASES = {"text_config": {"x": 1}, "model_type": "any"}
 
 
@@ -127,12 +196,91 @@ def written(folder: Path, base: Any, quantise: Any) -> Any:
 def test_a_versions_configuration_says_how_it_is_quantised(kind: str, tmp_path: Path) -> None:
     base, config = a_base(kind, tmp_path, BASES), METHODS["cut blocks"][0]
     found = written(tmp_path / "versions", base, config)
-    assert found == BASES | {"quantization_config": config}
+    assert found == BASES | {"quantization_config": config | DYNAMIC}
     selected = config | {"select": "lists"}
     again = written(tmp_path / "versions", a_base(kind, tmp_path / "x", BASES), selected)
     assert again == found
     again = written(tmp_path / "versions", Configuration(found), config)
     assert again == found
+
+
+PARTS = ("mlp.down_proj", "mlp.up_proj", "self_attn.o_proj", "mlp.gate", "input_layernorm")
+LAYERS = {f"model.layers.{n}.{part}" for n in (0, 1) for part in PARTS}
+
+
+def stated(folder: Path, config: Any, facts: Any = None, **options: Any) -> tuple[Any, set[str]]:
+    """What the config.json of a version says, and the modules that are plain in it."""
+    given = {
+        f"{name}.weight": torch.zeros(64) if "norm" in name else torch.ones(64, 64)
+        for name in sorted(LAYERS)
+    }
+    chosen = wsync.Options(quantise=config, progress=False, **options)
+    base = Configuration(BASES | ({} if facts is None else {"quantization_config": facts}))
+    with wsync.DiskSync(given, folder=folder, base=base, options=chosen) as sync:
+        sync.update()
+    (file,) = newest(folder).glob("*.safetensors")
+    names = {name.partition(".weight")[0] for name in load_file(file) if "_scale" in name}
+    found = json.loads((newest(folder) / "config.json").read_text())["quantization_config"]
+    return found, {name for name in LAYERS - names if "norm" not in name}
+
+
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (blocks(128, 128), "modules_to_not_convert"),
+        ({"quant_method": "fp8"}, "modules_to_not_convert"),
+        ({"quant_method": "mxfp8"}, "ignored_layers"),
+        (groups(32), "ignore"),
+        (NVFP4, "ignore"),
+    ],
+)
+@pytest.mark.parametrize("select", ["lists", "slime"])
+def test_a_version_names_in_full_what_is_plain(
+    config: Any, key: str, select: str, tmp_path: Path
+) -> None:
+    """Engines of one method read nothing shorter alike; with slime's names lists do not count."""
+    excepted = "model.layers.0.mlp.up_proj"
+    for given in (config, config | {key: ["lm_head", excepted]}):
+        found, plain = stated(tmp_path, given | {"select": select})
+        assert plain <= set(found[key]) | ({"model.layers.0.mlp.gate", "model.layers.1.mlp.gate"})
+        assert not set(found[key]) & (LAYERS - plain)
+        if given is not config:
+            assert (excepted in found[key]) == (excepted in plain)
+            assert "lm_head" in found[key]
+    if "fp8" in config["quant_method"]:
+        assert (found["activation_scheme"], found["fmt"]) == ("dynamic", "e4m3")
+        assert {"model.layers.0.mlp.gate", "model.layers.1.mlp.gate"} <= set(found[key])
+    again, _ = stated(tmp_path / "again", given | {"select": select}, found)
+    assert again == found
+
+
+def test_versions_without_scales_of_inputs_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stated(tmp_path, blocks(128, 128))
+    assert caplog.messages == []
+    stated(tmp_path, NVFP4)
+    (text,) = caplog.messages
+    assert text.startswith("NVFP4: versions have no input_scale")
+
+
+def test_a_base_that_excepts_other_modules_is_named(tmp_path: Path) -> None:
+    """Engines that were started from it hold those in another form than a version has."""
+    name = "model.layers.1.mlp.down_proj"
+    config, other = blocks(128, 128), blocks(128, 128) | {"modules_to_not_convert": [name]}
+    with pytest.raises(wsync.LayoutError) as error:
+        stated(tmp_path, config, other)
+    assert f"base: by {name!r} of its quantization_config {name}.weight is not quan" in str(
+        error.value
+    )
+    with pytest.raises(wsync.LayoutError) as error:
+        stated(tmp_path, other, config)
+    assert f"base: by its quantization_config {name}.weight is quantised, but" in str(error.value)
+    both = other | {"modules_to_not_convert": [name, "lm_head"]}
+    assert stated(tmp_path, other, both)[0]["modules_to_not_convert"][:2] == [name, "lm_head"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "configuration"])
@@ -148,6 +296,22 @@ def test_a_base_of_another_method_is_named(kind: str, tmp_path: Path) -> None:
     base = a_base(kind, tmp_path / "versions", facts)
     with pytest.raises(wsync.LayoutError, match=r"quant_method='awq'.* delivered is fp8_block"):
         written(tmp_path / "versions", base, METHODS["cut blocks"][0])
+
+
+@pytest.mark.parametrize("kind", ["folder", "configuration"])
+def test_weights_as_they_are_are_not_written_beside_a_quantised_configuration(
+    kind: str, tmp_path: Path
+) -> None:
+    facts = BASES | {"quantization_config": METHODS["one block"][0]}
+    base = a_base(kind, tmp_path, facts)
+    text = "base.*: its quantization_config is fp8_block of 128 x 128, but .* is not quantised"
+    with pytest.raises(wsync.LayoutError, match=text):
+        written(tmp_path / "versions", base, None)
+    codes = quantised(weights(1), "one block")
+    with wsync.DiskSync(codes, folder=tmp_path / "codes", base=base) as sync:
+        sync.update()
+    assert json.loads((newest(tmp_path / "codes") / "config.json").read_text()) == facts
+    assert written(tmp_path / "plain", Configuration(BASES), None) == BASES
 
 
 def test_other_arithmetic_of_one_method_is_no_other_method(tmp_path: Path) -> None:
@@ -171,7 +335,7 @@ def weights(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.T
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("method", ["cut blocks", "per tensor"])
+@pytest.mark.parametrize("method", ["cut blocks", "per tensor", "packed"])
 def test_one_process_with_every_dtype(method: str, dtype: torch.dtype) -> None:
     """Weights of the mapping are read anew, be they transposed."""
     given = weights(1, dtype)
@@ -186,6 +350,70 @@ def test_one_process_with_every_dtype(method: str, dtype: torch.dtype) -> None:
             assert differing(engine.weights(), quantised(given, method)) == []
     finally:
         engine.close()
+
+
+def test_a_report_says_what_was_quantised() -> None:
+    given = weights(1)
+    nbytes = sum(w.nbytes for name, w in given.items() if name.endswith("_proj.weight"))
+    options = wsync.Options(quantise=METHODS["cut blocks"][0], progress=False)
+    engine = ProcessEngine(shapes_of(quantised(given, "cut blocks")))
+    try:
+        with wsync.connect(given, [engine], options=options) as sync:
+            report = sync.update()
+    finally:
+        engine.close()
+    assert (report.quantised_nbytes, report.repeated_nbytes) == (nbytes, 0)
+    assert nbytes / 2 < report.image_nbytes < nbytes
+    assert f"{nbytes:,} bytes of weights quantised (0 of them again" in str(report)
+    assert report.metrics()["wsync/quantised_nbytes"] == nbytes
+    assert "quantised" not in str(wsync.Report(version="1"))
+
+
+class Buckets:
+    """A stock engine that notes the names in each bucket."""
+
+    def __init__(self) -> None:
+        self.names: list[set[str]] = []
+
+    def pause_generation(self) -> None: ...
+    def continue_generation(self) -> None: ...
+    def flush_cache(self) -> None: ...
+
+    def update_weights_from_tensor(self, serialized_named_tensors: list[str], **_: Any) -> None:
+        given = payload.load(base64.b64decode(serialized_named_tensors[0]))
+        self.names.append({entry.name for entry in given["metadata"]})
+
+
+@pytest.mark.parametrize("method", ["cut blocks", "int4"])
+def test_a_part_of_a_model_is_sent_in_whole_pairs(method: str) -> None:
+    """However small buckets are; and no update brings less than the first."""
+    given = {name: weight for name, weight in weights(1).items() if "norm" not in name}
+    made = quantised(given, method)
+    engine = Buckets()
+    options = wsync.Options(quantise=METHODS[method][0], progress=False, bucket_nbytes=1)
+    with wsync.connect(given, [engine], options=options) as sync:
+        sync.update()
+        assert len(engine.names) > 1
+        for names in engine.names:
+            stems = {name.rpartition(".")[0] for name in names}
+            assert names == {name for name in made if name.rpartition(".")[0] in stems}
+        lacking = dict(list(given.items())[1:])
+        with pytest.raises(wsync.LayoutError, match=f"^{next(iter(given))}: "):
+            sync.update(lacking)
+
+
+@pytest.mark.parametrize("method", ["cut blocks", "per tensor", "int4"])
+def test_codes_and_scales_have_the_group_of_a_trainers_own(method: str) -> None:
+    given = weights(1)
+    model = from_tensors(given).layout
+    made = quantised(given, method)
+    own = from_tensors(made).layout
+    rules = quantise_rules(model, wsync.Options(quantise=METHODS[method][0]))
+    assert rules is not None
+    assert len(rules) == 3
+    for _, _, _, _, _, codes, scales, _, shape, _, group in rules:
+        for name in filter(None, (codes, scales, shape)):
+            assert own.tensor(own.find(name)).group == group != 0
 
 
 def test_a_transposed_weight_is_quantised_as_its_matrix() -> None:
