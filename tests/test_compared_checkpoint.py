@@ -90,6 +90,51 @@ def test_a_trainer_that_quantises_has_the_codes_and_scales_of_the_checkpoint(tmp
     assert text in str(error.value)
 
 
+FUSED = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales"),
+    [("float8_e5m2", "float32"), ("bfloat16", "float32"), ("float8_e4m3fn", "uint8")],
+)
+@pytest.mark.parametrize("name", [FUSED, "model.layers.0.mlp.down_proj.weight"])
+def test_codes_and_scales_of_another_dtype_are_an_error(name, codes, scales, tmp_path):
+    """Also those of experts in one parameter."""
+
+    def weights(codes, scales):
+        scaled = torch.ones(2, 1, 1, dtype=getattr(torch, scales))
+        return {
+            name: torch.zeros(2, 4, 4, dtype=getattr(torch, codes)),
+            f"{name}_scale_inv": scaled,
+        }
+
+    save_file(weights(codes, scales), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"fmt": "e4m3"}}))
+    with pytest.raises(_core.LayoutError, match=f"other dtypes: {name}"):
+        compare(model(weights("float8_e4m3fn", "float32")), tmp_path)
+
+
+def test_scales_of_fused_experts_that_the_trainer_lacks_are_an_error(tmp_path):
+    codes = {FUSED: torch.zeros(2, 4, 4, dtype=torch.float8_e4m3fn)}
+    save_file(codes | {f"{FUSED}_scale_inv": torch.ones(2, 1, 1)}, tmp_path / "model.safetensors")
+    with pytest.raises(_core.LayoutError, match=f"only it has: {FUSED}_scale_inv"):
+        compare(model(codes), tmp_path)
+
+
+def test_a_quantised_layer_that_only_the_checkpoint_has_is_a_warning(tmp_path, caplog):
+    """Trainers without MTP layers are compared with folders that have them."""
+    made = CODES | SCALES
+    layers = {f"model.layers.{n}.{name}": t.clone() for n in (0, 1) for name, t in made.items()}
+    save_file(layers, tmp_path / "model.safetensors")
+    one = {name: t for name, t in layers.items() if ".0." in name}
+    compare(model(one), tmp_path)
+    (text,) = caplog.messages
+    assert text.startswith(f"only {tmp_path} has model.layers.1.")
+    part = {name: t for name, t in layers.items() if name != "model.layers.1.a.weight_scale_inv"}
+    with pytest.raises(_core.LayoutError, match=r"only it has: model\.layers\.1\.a\.weight_scale"):
+        compare(model(part), tmp_path)
+
+
 def test_a_folder_that_cannot_be_read_is_not_compared(checkpoint, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     compare(model(TENSORS), "some/name-on-the-hub")

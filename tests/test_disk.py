@@ -19,7 +19,7 @@ import requests
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.tiny_qwen3 import Weights, draw, same
+from support.tiny_qwen3 import Weights, draw, in_server, same, sums
 
 import wsync
 from wsync import _core
@@ -33,24 +33,12 @@ OPTIONS = wsync.Options(deadline=60.0, progress=False)
 
 
 def stored(folder: Path) -> Weights:
-    """What the safetensors library reads."""
+    """What the safetensors library reads; FileNotFoundError where the folder is gone."""
     return {
         name: tensor
-        for path in sorted(folder.glob("*.safetensors"))
+        for path in sorted(folder.iterdir())
+        if path.suffix == ".safetensors"
         for name, tensor in load_file(path).items()
-    }
-
-
-def in_server(url: str) -> dict[str, str]:
-    answer = requests.post(url + "/weights_checker", json={"action": "checksum"}, timeout=60)
-    sums: dict[str, str] = answer.json()["ranks"][0]["checksums"]
-    return sums
-
-
-def sums(weights: Weights) -> dict[str, str]:
-    return {
-        name: f"{_core.checksum(t.contiguous().reshape(-1).view(torch.uint8).numpy()):016x}"
-        for name, t in weights.items()
     }
 
 

@@ -77,6 +77,7 @@ def test_slimes_calls_work_and_engines_may_come_late(ranks: Ranks, tmp_path: Pat
         assert facts["wrong"] == []
         assert (facts["version"], facts["engine_version"]) == (2, "2")
         assert facts["versions"] == [".lock", "latest", "weight_v000001", "weight_v000002"]
+        assert facts["written"] == ["weight_v000001", "weight_v000002"]
         assert facts["metrics"]["wsync/write_seconds"] > 0
         assert facts["second_pop"] == {}
     assert (tmp_path / "versions" / "latest" / "config.json").exists()

@@ -113,8 +113,12 @@ def test_a_family_of_ones_own(register):
     ]
     with pytest.raises(_core.LayoutError, match="does not give own_size, which"):
         model.family.expand(rule, "x", {"h": 6})
-    with pytest.raises(ValueError, match="there is a family 'mine' already"):
+    with pytest.raises(RuleError, match="family 'mine': it has no rules"):
         register("mine", ())
+    register("mine", (FFN,), fields=FIELDS)  # a cell of a notebook, run once more
+    assert [rule.name for rule in FAMILIES["mine"].rules] == [FFN.name]
+    with pytest.raises(wsync.InvalidArgumentError, match="there is a family 'qwen3' already"):
+        register("qwen3", (FFN,), fields=FIELDS)
 
 
 def test_wrong_tables_are_refused_by_the_names_of_their_rules(register):

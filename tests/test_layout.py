@@ -432,7 +432,7 @@ def test_a_name_that_c_would_cut_off_is_refused() -> None:
     table = _core.describe([torch.zeros(2)])
     with pytest.raises(_core.InvalidArgumentError, match=r"names\[0\]: 'a\\x00b' has a null"):
         _core.LayoutBuilder().add_tensors(["a\0b"], table)
-    exchange = _core.SharedExchange(0, 1, 4096)
+    exchange = _core.Exchange.shared(0, 1, 4096)
     with pytest.raises(_core.InvalidArgumentError, match=r"addresses\[0\]: 'a\\x00b' has a null"):
         exchange.connect(["a\0b"], 1.0)
     with pytest.raises(_core.InvalidArgumentError, match=r"libraries\[0\]: 'a\\x00b' has a null"):

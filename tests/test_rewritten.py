@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import wsync
 from wsync import sglang
 from wsync.sglang import rewritten
 
@@ -39,6 +40,43 @@ def pack(made: Any) -> None:
 def mark_bytes(made: Any) -> None:
     made.scales = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
     made.scales.format_ue8m0 = True
+
+
+def mark_words(made: Any) -> None:
+    made.scales = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.int32), requires_grad=False)
+    made.scales.format_ue8m0 = True
+
+
+@pytest.mark.parametrize(
+    ("columns", "facts", "cut"),
+    [
+        (384, {"input_size": 768, "input_size_per_partition": 384}, True),
+        (384, {"input_size": 384, "input_size_per_partition": 384}, False),
+        (1024, {"input_size": 2048, "input_size_per_partition": 1024}, False),
+        (384, {"moe_tp_size": 2}, True),
+        (384, {"moe_tp_size": 1}, False),
+    ],
+)
+def test_words_of_scales_that_ranks_cut_are_named(
+    columns: int, facts: dict[str, int], cut: bool
+) -> None:
+    words = -(-columns // 512)
+    model: Any = torch.nn.Module()
+    model.load_weights = lambda _: None
+    model.layer = layer(8, columns)
+    model.layer.w2_weight = model.layer.w13_weight
+    del model.layer.w13_weight
+    scales = torch.nn.Parameter(torch.zeros(8, words, dtype=torch.int32), requires_grad=False)
+    model.layer.w2_weight_scale_inv = scales
+    scales.format_ue8m0 = True  # type: ignore[attr-defined]
+    scales.weight_loader = None  # type: ignore[attr-defined]
+    vars(model.layer).update(facts)
+    whole = {"layer.w2_weight_scale_inv": torch.zeros(8, 2 * words, dtype=torch.int32)}
+    trainer = wsync.layout.from_tensors(whole).layout
+    with pytest.raises(wsync.WsyncError) as error:
+        sglang.SglangLoader(model).learn(trainer)
+    text = "layer.w2_weight_scale_inv: tensor-parallel ranks have 384 columns each, and words"
+    assert str(error.value).startswith(text) == cut
 
 
 def empty(made: Any) -> None:
@@ -84,9 +122,10 @@ def test_a_rewritten_layer_is_named(
     assert rewritten(model).startswith(reason)
 
 
-@pytest.mark.parametrize("change", [mark_bytes, empty])
+@pytest.mark.parametrize("change", [mark_bytes, mark_words, empty])
 def test_what_a_layer_is_made_with_is_as_it_was_loaded(change: Callable[[Any], None]) -> None:
-    """Scales of MXFP8, and the order of groups where there is none."""
+    """Scales of MXFP8, those that DeepGEMM takes, which loaders take from then on, and the order of
+    groups where there is none."""
     model = torch.nn.Module()
     model.experts = layer(2, 3)
     change(model.experts)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from support.engines import SGLANG_VERSIONS, engine_tree
+from support.engines import SGLANG_VERSIONS, engine_tree, results_of
 
 from wsync import UnsupportedError
 from wsync.handles.base import handle
@@ -24,17 +21,8 @@ SCRIPT = Path(__file__).parent / "support" / "sglang_engine.py"
 
 @pytest.mark.parametrize("version", SGLANG_VERSIONS)
 def test_every_worker_unpickles_its_own_tensors(version: str) -> None:
-    tree = engine_tree("sglang", version)
-    done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), str(tree)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    found = results_of(SCRIPT, engine_tree("sglang", version), timeout=120)
+    assert found == {
         "equal": [True] * 4,
         "forms": ["Tensor"],
         "handle": "SglangHandle",

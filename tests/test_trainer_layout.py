@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,21 @@ def test_a_replaced_layer_that_takes_its_bytes_for_others_is_refused():
     model[0].decoder.layers[0] = chunk_of(0, 4.0, rotary_interleaved=True).decoder.layers[0]
     with pytest.raises(LayoutError, match="rotary_interleaved is True"):
         layout.bind()
+
+
+def test_a_setting_that_is_changed_in_place_is_refused():
+    model = [chunk_of(0, 1.0, rotary_interleaved=False)]
+    args = SimpleNamespace(hidden_size=4, num_attention_heads=2, num_layers=1, vocab_size=8)
+    layout = wsync.megatron.layout(model, args, model_name="llama")
+    config = model[0].decoder.layers[0].config
+    for _ in range(2):
+        layout.bind()
+        config.rotary_interleaved = True
+        with pytest.raises(
+            LayoutError, match=r"layers\.0: the trainer's rotary_interleaved is True"
+        ):
+            layout.bind()
+        config.rotary_interleaved = False
 
 
 def test_bind_finds_tensors_that_moved(tensors):
@@ -304,6 +320,42 @@ def test_a_buffer_that_serves_for_one_name_after_another_is_refused() -> None:
     same = weights["a"].requires_grad_()
     tied = MappingProxyType({"a": same, "b": same, "c": same.data})
     assert len({from_tensors(tied).bind()[i][0] for i in range(3)}) == 1
+
+
+def by_numpy(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    buffer.numpy()[:] = source.numpy()
+    return buffer
+
+
+def by_data(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return buffer.data.copy_(source)
+
+
+@torch.inference_mode()
+def by_inference(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return buffer.copy_(source)
+
+
+@pytest.mark.parametrize(
+    ("write", "inference"),
+    [(by_numpy, False), (by_numpy, True), (by_data, False), (by_inference, True)],
+)
+def test_it_is_refused_however_it_is_written(write: Any, inference: bool) -> None:
+    """torch counts nothing of this."""
+    with torch.inference_mode(inference):
+        buffer = torch.zeros(4)
+
+    class Written(Staged):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            return write(buffer, self.weights[name])
+
+    layout = from_tensors({name: torch.zeros(4) for name in "abc"})
+    staged = Written({"a": 0, "b": 0, "c": 0})
+    staged.weights["c"] = staged.weights["a"]  # what lies there in the end
+    with pytest.raises(LayoutError, match=r"b: the mapping has written .* same memory as a: "):
+        layout.bind(staged)
+    staged.weights["b"] = staged.weights["a"]
+    assert layout.bind(staged)[0][0] == buffer.data_ptr()
 
 
 def test_a_storage_that_is_replaced_is_kept_for_the_update_alone():

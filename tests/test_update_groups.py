@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import wsync
+from wsync import _core
 from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.demo.engines.transformers import Engine
 from wsync.engine.update_groups import UpdateGroups
@@ -409,15 +410,20 @@ def test_a_process_ends_as_it_wants_to_whatever_is_stuck_in_a_group() -> None:
     assert ended.returncode == 3, ended.stderr
 
 
-def chosen(options: wsync.Options, *, crowded: bool) -> str:
-    """By one of two ranks on one host, whose torch has NCCL."""
-    group: Any = SimpleNamespace(rank=0, size=2)
-    return Transport(group, [0, 0], options)._choose(crowded, remote=False)
+def chosen(options: wsync.Options, *, crowded: bool = False, lacking: str = "") -> str:
+    """By the first of two ranks on one host, of which the other says what it lacks."""
+    group: Any = SimpleNamespace(rank=0, size=2, gather_json=lambda mine: [mine, lacking])
+    transport = Transport(group, [0, 0], options)
+    transport.choose(_core.host(), crowded, [])
+    return transport._kind
 
 
 def test_ranks_that_share_a_gpu_do_not_meet_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wsync.exchange.choose_exchange.has_nccl", lambda _: True)
-    assert chosen(wsync.Options(), crowded=False) == "nccl"
+    monkeypatch.setattr("wsync.exchange.choose_exchange._lacks_nccl", lambda _: "")
+    assert chosen(wsync.Options()) == "nccl"
     assert chosen(wsync.Options(), crowded=True) == "shared"
+    assert chosen(wsync.Options(), lacking="a rank on GPU 1 has no NCCL") == "shared"
     with pytest.raises(wsync.InvalidArgumentError, match="trainer ranks share a GPU"):
         chosen(wsync.Options(exchange="nccl"), crowded=True)
+    with pytest.raises(wsync.InvalidArgumentError, match="a rank on GPU 1 has no NCCL"):
+        chosen(wsync.Options(exchange="nccl"), lacking="a rank on GPU 1 has no NCCL")

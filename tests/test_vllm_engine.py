@@ -147,6 +147,25 @@ def test_what_is_shuffled_after_loading_goes_through_vllms_own_reload(engine: Vl
         }
 
 
+def test_a_reload_compares_what_goes_to_one_tensor(engine: VllmEngine) -> None:
+    """A trainer whose head is its own, for an engine whose head is the embedding."""
+    engine.prepare(
+        "qwen3", changes={"tie_word_embeddings": True}, shuffled="model.layers.0.self_attn.o_proj"
+    )
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    tied, own = (
+        engine.weights(seed) | {head: engine.weights(other)[embedding].clone()}
+        for seed, other in ((1, 1), (2, 3))
+    )
+    with wsync.connect(tied, engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+        assert not any(engine.differing(1))
+        with pytest.raises(wsync.RemoteError, match=r"are one tensor of the module, and .* other"):
+            sync.update(own)
+        sync.update(tied)
+    assert not any(engine.differing(1))
+
+
 def test_weights_that_vllm_packs_once_are_refused(engine: VllmEngine) -> None:
     engine.prepare("qwen3_moe", packs=True)
     before = engine.collective_rpc("found")

@@ -61,7 +61,6 @@ def tables(tmp_path_factory):
 
 
 def registered(rules, fields=None, **options):
-    FAMILIES.pop("wrong", None)
     fields = {"inner": ("inner_size",), **(fields or {})}
     return registry.register("wrong", rules, fields=fields, **options)
 
@@ -263,6 +262,12 @@ def test_a_users_table_says_what_it_needs():
         else:
             with pytest.raises(wsync.LayoutError, match="rotary_interleaved is True, but"):
                 wsync.megatron.layout(module, CONFIG, model_name="wrong")
+
+
+def test_a_setting_that_no_configuration_has_is_named():
+    registered(RIGHT["own"], settings={"rotary_interleave": False})
+    with pytest.raises(wsync.LayoutError, match="no field 'rotary_interleave', which the settings"):
+        wsync.megatron.layout(configured(), CONFIG, model_name="wrong")
 
 
 def test_a_size_that_a_users_table_reads_elsewhere_is_its_own():

@@ -94,6 +94,14 @@ def update_twice(
     return {"wrong": wrong, "written": written, **report.facts()}
 
 
+written: list[str] = []
+
+
+def note_written(args: Any, path: str, engines: list[Any]) -> None:
+    """A function of a user's, for slime's updater."""
+    written.append(path)
+
+
 def as_slime_does(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> dict[str, Any]:
     """slime's calls: connect, update, connect to more engines, update; backups move each time."""
     with trainer_and_engine(config, parallel, {"tp": 2}) as (trainer, engine):
@@ -110,6 +118,8 @@ def as_slime_does(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> 
             missing = str(error)
         args.update_weight_disk_dir = f"{folder}/versions"
         args.hf_checkpoint = f"{folder}/base"
+        args.custom_update_weight_post_write_path = f"{__name__}.note_written"
+        written.clear()
         if dist.get_rank() == 0:
             config.save_pretrained(args.hf_checkpoint)
         updater = wsync.UpdateWeightFromDisk(
@@ -138,6 +148,7 @@ def as_slime_does(config: Any, parallel: megatron_cpu.Parallel, folder: str) -> 
             "version": updater.weight_version,
             "engine_version": engine.weight_version if engine else "2",
             "versions": sorted(os.listdir(args.update_weight_disk_dir)),
+            "written": [Path(path).name for path in written],
             "metrics": metrics,
             "second_pop": updater.pop_metrics(),
         }

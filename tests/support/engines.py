@@ -173,14 +173,21 @@ def engine_results(
 ) -> list[dict[str, Any]]:
     """What a script that hosts an engine's classes in a process of its own makes of cases."""
     tree, packages = engine_tree(engine, version), engine_packages()
+    found: list[dict[str, Any]] = results_of(
+        script, engine, tree, packages, json.dumps(cases), timeout=600
+    )
+    return found
+
+
+def results_of(script: Path, *arguments: object, timeout: float) -> Any:
+    """What a script prints last, as JSON, in a process that has nothing of this one's Python."""
     done = subprocess.run(
-        [sys.executable, "-P", str(script), engine, str(tree), str(packages), json.dumps(cases)],
+        [sys.executable, "-P", str(script), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=timeout,
         env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return results
+    return json.loads(done.stdout.splitlines()[-1])

@@ -27,7 +27,7 @@ from wsync.trainer.connection import Connection
 from wsync.trainer.sessions.local import WorkerSession
 
 # where a trainer rank is in each phase: just before it calls
-_TRAINER: dict[str, tuple[type, str]] = {
+TRAINER: dict[str, tuple[type, str]] = {
     "listen": (Connection, "__init__"),
     "open": (Sync, "_open"),
     "attach": (WorkerSession, "attach"),
@@ -60,7 +60,7 @@ class Fault:
 
     def arm(self) -> None:
         """Makes the phases of this trainer rank known."""
-        owner, name = _TRAINER[self.phase]
+        owner, name = TRAINER[self.phase]
         method = getattr(owner, name)
 
         def struck(target: Any, *arguments: Any, **named: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from wsync import _core
 from wsync._core import (
     BufferTable,
+    Exchange,
     Exporter,
     Importer,
     Layout,
@@ -19,7 +20,6 @@ from wsync._core import (
     Memory,
     Plan,
     Route,
-    SharedExchange,
     Stream,
     WsyncError,
     describe,
@@ -75,7 +75,7 @@ def gather() -> None:
     table, wanted = describe([weight]), layout()
     plan = Plan(wanted, [(wanted, True)], [(0, 0)], [0], 0)
     ring, packed, stream = Memory(plan.ring_nbytes(0)), Memory(NBYTES), Stream()
-    exchange = SharedExchange(0, 1, NBYTES)
+    exchange = Exchange.shared(0, 1, NBYTES)
     try:
         pack(table, packed.address, NBYTES, [0], stream)
         exchange.connect([exchange.address], SECONDS)
@@ -83,7 +83,7 @@ def gather() -> None:
         exchange.acquire(0, SECONDS)
         exchange.spans(0)
         exchange.post(0, stream)
-        exchange.wait(0, SECONDS)
+        exchange.wait(0, stream, SECONDS)
         exchange.release(0, stream)
         slots = BufferTable([(ring.address, ring.nbytes)], ring)
         stream.copy(plan, 0, _core.LOCAL, BufferTable.of(table, weight), slots)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import requests
 import torch
 import transformers
+
+from wsync import _core
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 101,
@@ -50,3 +53,18 @@ def same(found: Weights, expected: Weights) -> bool:
         torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8))
         for name in expected
     )
+
+
+def in_server(url: str) -> dict[str, str]:
+    """Checksums of what the transformers engine at a URL holds, by name."""
+    answer = requests.post(url + "/weights_checker", json={"action": "checksum"}, timeout=60)
+    sums: dict[str, str] = answer.json()["ranks"][0]["checksums"]
+    return sums
+
+
+def sums(weights: Weights) -> dict[str, str]:
+    """The same of weights."""
+    return {
+        name: f"{_core.checksum(t.contiguous().reshape(-1).view(torch.uint8).numpy()):016x}"
+        for name, t in weights.items()
+    }
