@@ -8,8 +8,9 @@ with torch, bucket, load; see benchmarks/README.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,29 +43,47 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 _PRODUCER = {"producer": {"name": "slime"}}  # whose arithmetic the peers' way has
 Named = peers.Named
+Shapes = Mapping[str, tuple[int, ...]]
+PLAIN = "wsync, bfloat16"
+
+
+class Measured(NamedTuple):
+    """seconds: median of each way.  before_pause: of those of wsync's, until engines pause."""
+
+    seconds: dict[str, float]
+    before_pause: float
+    verified: bool
 
 
 def run() -> Iterator[dict[str, Any]]:
-    for case, weights in (
-        ("Qwen3-0.6B", update.qwen3_weights(1)),
-        ("128 experts", expert_weights(1)),
-    ):
+    for case, shapes in (("Qwen3-0.6B", qwen3_shapes()), ("128 experts", expert_shapes())):
         for method in CONFIGS:
-            yield one_process(case, _finite(weights), method)
+            yield one_process(case, weights_of(shapes, 1), method)
     for method in CONFIGS:
         yield from on_ranks(RANKS, _rank, method)
 
 
-def expert_weights(seed: int) -> dict[str, torch.Tensor]:
+def qwen3_shapes() -> Shapes:
+    return {name: tuple(t.shape) for name, t in update.qwen3_weights(1).items()}
+
+
+def expert_shapes() -> Shapes:
     """The experts of one layer of Qwen3-30B-A3B: 384 tensors, 604 million parameters."""
-    generator = torch.Generator().manual_seed(seed)
     shapes = {"gate": (_WIDTH, _HIDDEN), "up": (_WIDTH, _HIDDEN), "down": (_HIDDEN, _WIDTH)}
     return {
-        f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight": torch.randn(
-            shape, dtype=torch.bfloat16, generator=generator
-        )
+        f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight": shape
         for expert in range(_EXPERTS)
         for part, shape in shapes.items()
+    }
+
+
+def weights_of(shapes: Shapes, seed: int) -> dict[str, torch.Tensor]:
+    """Weights of the sizes that models have: among any bits are many that quotients make
+    subnormal, with which processors are slow."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
+        for name, shape in shapes.items()
     }
 
 
@@ -80,22 +99,14 @@ def one_process(case: str, weights: dict[str, torch.Tensor], method: str) -> dic
             wsync.connect(weights, engines=[consumer], options=options) as sync,
             wsync.connect(weights, engines=[plain]) as plain_sync,
         ):
-            ways: update.Ways = {
-                **update.slime(
-                    lambda: peers.send(
-                        quantised(weights.items(), method), peer_class, consumer.take
-                    )
-                ),
-                "wsync": (1, sync.update),
-                "wsync, bfloat16": (1, plain_sync.update),
-            }
-            seconds, verified = update.compare(
-                ways, consumer, digest(expected), REPEATS, beside=("wsync, bfloat16",)
+            measured = _in_turns(
+                lambda: peers.send(quantised(weights.items(), method), peer_class, consumer.take),
+                *(sync, plain_sync, consumer, digest(expected)),
             )
     finally:
         consumer.close()
         plain.close()
-    return _row(f"{case}, {method}", _nbytes(weights), seconds, verified, peer)
+    return _row(f"{case}, {method}", _nbytes(weights), measured, peer)
 
 
 def quantised(named: Iterable[Named], method: str) -> Iterator[Named]:
@@ -154,14 +165,12 @@ def _rank(rank: int, method: str) -> list[dict[str, Any]]:
         del weights
         gather = peers.Gather(trainer.chunks, config)
         try:
-            seconds, verified = _compare(
-                trainer.chunks, config, gather, method, consumers, expected
-            )
+            measured = _compare(trainer.chunks, config, gather, method, consumers, expected)
         finally:
             for consumer in consumers:
                 consumer.close()
         dist.barrier()
-    return [_row(f"TP2 x PP2, {method}", nbytes, seconds, verified, peer)] if rank == 0 else []
+    return [_row(f"TP2 x PP2, {method}", nbytes, measured, peer)] if rank == 0 else []
 
 
 def _compare(
@@ -171,7 +180,7 @@ def _compare(
     method: str,
     consumers: list[Consumer],
     expected: dict[str, torch.Tensor],
-) -> tuple[dict[str, float], bool]:
+) -> Measured:
     """The ways in turns, on all ranks."""
     import torch.distributed as dist
 
@@ -192,22 +201,26 @@ def _compare(
         wsync.connect(layout, consumers[:1], options=options) as sync,
         wsync.connect(layout, consumers[1:]) as plain,
     ):
-        ways: update.Ways = {
-            **update.slime(slime),
-            "wsync": (1, sync.update),
-            "wsync, bfloat16": (1, plain.update),
-        }
         wanted = digest(expected) if expected else ""
-        return update.compare(
-            ways, first, wanted, REPEATS, dist.barrier, beside=("wsync, bfloat16",)
-        )
+        return _in_turns(slime, sync, plain, first, wanted, dist.barrier)
 
 
-def _finite(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The benchmark's bits are any; a NaN has no place in a block."""
-    return {
-        name: torch.nan_to_num(tensor, posinf=1.0, neginf=-1.0) for name, tensor in weights.items()
+def _in_turns(
+    slime: Callable[[], object],
+    sync: wsync.Sync,
+    plain: wsync.Sync,
+    consumer: Consumer | None,
+    expected: str,
+    together: Callable[[], object] = lambda: None,
+) -> Measured:
+    before: list[float] = []
+    ways: update.Ways = {
+        **update.slime(slime),
+        "wsync": (1, lambda: before.append(sync.update().phases["quantise"])),
+        PLAIN: (1, plain.update),
     }
+    seconds, verified = update.compare(ways, consumer, expected, REPEATS, together, beside=(PLAIN,))
+    return Measured(seconds, statistics.median(before[-REPEATS:]), verified)
 
 
 def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -218,16 +231,17 @@ def _nbytes(weights: Mapping[str, torch.Tensor]) -> int:
     return sum(t.nbytes for t in weights.values())
 
 
-def _row(
-    case: str, nbytes: int, seconds: dict[str, float], verified: bool, peer: str
-) -> dict[str, Any]:
+def _row(case: str, nbytes: int, measured: Measured, peer: str) -> dict[str, Any]:
     """wsync's update against the peers' fastest."""
+    seconds, before, verified = measured
     name = min((way for way in seconds if way.startswith("slime")), key=seconds.__getitem__)
     found = update.row(
         case, "wsync", name, f"{name}, {peer}", nbytes=nbytes, seconds=seconds, verified=verified
     )
-    times = seconds["wsync"] / seconds["wsync, bfloat16"]
+    times = seconds["wsync"] / seconds[PLAIN]
     return found | {
         "benchmark": "quantise",
-        "figure": f"{times:.2f} times the update in bfloat16, {seconds['wsync, bfloat16']:.4f} s",
+        "before_pause_seconds": before,
+        "figure": f"{before:.4f} s before the pause; {times:.2f} times the update in bfloat16, "
+        f"{seconds[PLAIN]:.4f} s",
     }
