@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -83,6 +84,13 @@ def test_a_rank_that_is_late_to_connect_says_why_the_others_have_left(ranks: Ran
     first, second = ranks.run(agreement_cases.late_to_connect)
     assert first == "InvalidArgumentError: trainer rank 0: engines=5"
     assert second == first
+
+
+def test_codes_that_another_rank_holds_are_the_models(ranks: Ranks, tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    for errors in ranks.run(agreement_cases.codes_of_a_later_stage, str(tmp_path)):
+        assert errors == ["", ""]
 
 
 def test_a_failure_after_the_others_have_returned_does_not_part_the_ranks(ranks: Ranks) -> None:

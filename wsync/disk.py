@@ -119,6 +119,9 @@ class DiskSync(Updates):
                 f"dtype={dtype!r}: the name of a dtype is wanted, as 'bfloat16', or None"
             )
         self._versions = Versions(folder, base, keep, replace=replace)
+        self._base = base
+        self._config: Mapping[str, Any] | None = None  # that versions get, as far as it is known
+        self._config_source = ""
         self._published = published
         chosen = for_files(Options.of(options))
         parked = {"park": "updates without a disk, or with quantise"}
@@ -131,25 +134,19 @@ class DiskSync(Updates):
                 shard_nbytes=shard_nbytes,
                 published=published is not None,
             )
-            config, where = None, ""
             if self._group.rank == 0:
                 with self._file_calls() as calls:
                     calls.run([(folder, self._versions.check)])
-                    find = functools.partial(config_to_write, self.options, base, self._layout)
-                    config, where = calls.run([(folder, find)])[0]
                 handles = handles_of(engines, timeout=self.options.deadline)
                 for engine in handles:
                     if not hasattr(engine, "update_weights_from_disk"):
                         raise _core.UnsupportedError(
                             f"engine {engine.name}: its handle has no update_weights_from_disk"
                         )
-                self._silent = check_forms(handles, self.options, self._layout, base=base)
                 self._requests = EngineRequests(handles, self.options)
             self._model = self._gather()
             check_scales(self._model)
-            if config is not None:
-                config = exact_config(config, self._model, self.options, where)
-                self._versions.facts = {"quantization_config": config}
+            self._versions.facts = self._facts()
             self._arrangement = arrange(self._model, dtype=dtype, shard_nbytes=shard_nbytes)
             boxes = owners(self._model, self._group.size)[self._group.rank]
             self._writer = _Writer(self._layout, boxes, self._arrangement)
@@ -202,6 +199,20 @@ class DiskSync(Updates):
                     self._requests.measure(report)
                 self._group.confirm()
         return report
+
+    def _check_engines(self, model: _core.Layout) -> None:
+        options, base = self.options, self._base
+        with self._file_calls() as calls:
+            find = functools.partial(config_to_write, options, base, model)
+            self._config, self._config_source = calls.run([(self._versions.root, find)])[0]
+        self._silent = check_forms(self._requests.handles, options, model, base=base)
+
+    def _facts(self) -> dict[str, Any]:
+        """What the configuration of every version says beside that of `base`; on rank 0."""
+        if self._config is None:
+            return {}
+        config = exact_config(self._config, self._model, self.options, self._config_source)
+        return {"quantization_config": config}
 
     @property
     def ways(self) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.exchange.trainer_group import host_identity
-from wsync.handles.base import handles_of
+from wsync.handles.base import EngineHandle, handles_of
 from wsync.machine.device import of
 from wsync.machine.trace import Trace
 from wsync.options import Options, numbers
@@ -57,6 +57,7 @@ class Sync(Updates):
     ) -> None:
         super().__init__(source, options)
         self._lock = lock
+        self._stock: list[EngineHandle] = []  # engines without wsync's receiver, on rank 0
         self._connection: Connection | None = None
         self._paused = False  # the engines, by the last update
         self._trace = Trace.wanted("trainer", self._group.rank)
@@ -134,14 +135,16 @@ class Sync(Updates):
         ranks = self._group.size
         pairs = zip(handles, gpus, strict=True)
         found = [RolloutEngine.of(engine, gpu, self.options, ranks) for engine, gpu in pairs]
-        stock = [
+        self._stock = [
             engine
             for engine, known in zip(handles, found, strict=True)
             if known.delivery in (Delivery.STOCK, Delivery.BROADCAST)
         ]
-        self._silent = check_forms(stock, self.options, self._layout)
-        tell_rearranged(handles, self.options, self._layout)
         return found
+
+    def _check_engines(self, model: _core.Layout) -> None:
+        self._silent = check_forms(self._stock, self.options, model)
+        tell_rearranged(self._requests.handles, self.options, model)
 
     def _meet(self, engines: list[RolloutEngine]) -> Roster:
         """Everybody's host, pipeline stage and layout, and rank 0's engines."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from support.call_cases import Engine
 from support.errors import error_of
+from support.quantised_cases import quantised
 from support.workers import ThreadEngine
 
 import wsync
@@ -178,6 +179,20 @@ def fail_at_the_very_end() -> dict[str, Any]:
         error = _interrupted(sync)
         sync.update()  # which this rank would call 2, the others 3
     return {"error": error, "versions": engine.versions}
+
+
+def codes_of_a_later_stage(folder: str) -> list[str]:
+    """Rank 1 alone holds codes, and the engine says that it does; what connecting raises."""
+    stage: dict[str, torch.Tensor] = {"embedding": torch.ones(2, dtype=torch.bfloat16)}
+    if dist.get_rank() == 1:
+        weights = {"mlp.x_proj.weight": torch.ones(16, 64, dtype=torch.bfloat16)}
+        stage = quantised(weights, "one block")
+    engine = Stock()
+    engine.server_info = lambda: {"tp_size": 1, "model_path": folder}  # type: ignore[attr-defined]
+    return [
+        error_of(lambda: wsync.connect(stage, [engine], options=OPTIONS).close()),
+        error_of(lambda: wsync.DiskSync(stage, folder=folder, base=folder).close()),
+    ]
 
 
 def _interrupted(sync: wsync.Sync) -> str:

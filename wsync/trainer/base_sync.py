@@ -117,6 +117,10 @@ class Updates(abc.ABC):
     def _abandon(self, error: _core.WsyncError) -> None:
         """Drops everything that an error leaves in doubt."""
 
+    @abc.abstractmethod
+    def _check_engines(self, model: _core.Layout) -> None:
+        """Compares what engines say of their weights with what all ranks hold, on rank 0."""
+
     def _given(self, weights: Weights | Callable[[], Weights] | None) -> Weights | None:
         """What a caller of update() means by `weights`."""
         if not callable(weights):
@@ -145,6 +149,8 @@ class Updates(abc.ABC):
                     f"the layout has tensors of rank {other}, but this is rank {rank} of {size}"
                 )
         model = self._merged()
+        if rank == 0:
+            self._check_engines(model)
         rules = self._rules(model)
         if rules is None:
             self._compare(model)

@@ -42,7 +42,7 @@ class _Form(NamedTuple):
 
 
 def check_forms(
-    engines: Sequence[EngineHandle], options: Options, source: _core.Layout, *, base: object = None
+    engines: Sequence[EngineHandle], options: Options, model: _core.Layout, *, base: object = None
 ) -> list[str]:
     """Compares what engines without wsync's receiver say of themselves with what they are sent.
 
@@ -51,7 +51,7 @@ def check_forms(
     does, once for all of them, if weights are quantised and no checkpoint is named.
 
     Args:
-        source: what this rank has to give.  If it has codes and scales itself, nothing is compared.
+        model: what all ranks hold.  If they have codes and scales themselves, nothing is compared.
         base: a folder that engines may have been started from, beside Options.checkpoint.
 
     Returns:
@@ -63,7 +63,7 @@ def check_forms(
         WsyncError: as config_of, and Method.of for what options mean; an engine does not answer.
     """
     config = config_of(options)
-    if config is None and has_codes(source):
+    if config is None and has_codes(model):
         return []
     sent = _PLAIN if config is None else _text(Method.of(config))
     named = [os.fspath(f) for f in (options.checkpoint, base) if f and isinstance(f, _PATH)]
@@ -127,14 +127,12 @@ def check_scales(model: _core.Layout) -> None:
         raise _core.LayoutError(f"{listed(missing)}: codes that the trainer delivers no scales for")
 
 
-def tell_rearranged(
-    engines: Sequence[EngineHandle], options: Options, source: _core.Layout
-) -> None:
+def tell_rearranged(engines: Sequence[EngineHandle], options: Options, model: _core.Layout) -> None:
     """Tells the handles of engines whether these are sent weights that they rearrange when they
     have loaded them.  Raises as config_of, and Method.of."""
     config = config_of(options)
     if config is None:
-        rearranges = any(map(_rearranged, facts_of(source)))
+        rearranges = any(map(_rearranged, facts_of(model)))
     else:
         rearranges = not Method.of(config).kind.startswith("fp8")
     for engine in engines:

@@ -80,13 +80,13 @@ def config_in(folder: Path) -> Mapping[str, Any] | None:
 
 
 def config_to_write(
-    options: Options, base: Any, source: _core.Layout
+    options: Options, base: Any, model: _core.Layout
 ) -> tuple[Mapping[str, Any] | None, str]:
     """The quantization_config of a checkpoint with the configuration of `base`, a folder or a
     transformers configuration: base's own, and the name of base, or what options mean, and "";
     None where weights stay as they are.  See `exact_config` for what its lists have to say.
 
-    source: what the trainer holds, which may be codes and scales itself.
+    model: what all ranks hold, which may be codes and scales itself.
 
     Raises:
         LayoutError: base is quantised by another method, or weights stay as they are and it is
@@ -94,7 +94,7 @@ def config_to_write(
         WsyncError: as config_of, and Method.of for what options mean.
     """
     config = config_of(options)
-    if config is None and has_codes(source):
+    if config is None and has_codes(model):
         return None, ""
     delivered = "not quantised" if config is None else Method.of(config).text
     said = _said_by(base)
@@ -199,9 +199,9 @@ def _check_base(
             )
 
 
-def has_codes(source: _core.Layout) -> bool:
+def has_codes(model: _core.Layout) -> bool:
     """Whether a trainer holds codes or scales."""
-    return any(group_of_parts(each.name, each.dtype) for each in facts_of(source))
+    return any(group_of_parts(each.name, each.dtype) for each in facts_of(model))
 
 
 def _said_by(base: Any) -> Mapping[str, Any] | None:

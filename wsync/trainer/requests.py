@@ -95,7 +95,7 @@ class EngineRequests:
     """
 
     def __init__(self, engines: Sequence[EngineHandle], options: Options) -> None:
-        self._handles = engines
+        self.handles = engines
         self._options = options
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._pausing = self._opened = self._handover = NO_CALLS
@@ -111,7 +111,7 @@ class EngineRequests:
         options, deadline = self._options, Deadline(self._options.deadline)
         self._stops = []
         if anew:
-            self.engines = [CheckedEngine(engine) for engine in self._handles]
+            self.engines = [CheckedEngine(engine) for engine in self.handles]
 
         def pause(index: int, engine: EngineHandle) -> None:
             self.stop(engine, lambda: deadline.left)
