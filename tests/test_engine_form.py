@@ -12,26 +12,13 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.local_servers import Engine, Packing
 from support.quantised_cases import METHODS, PER_TENSOR, blocks, quantised
 
 import wsync
 
 PLAIN: dict[str, Any] = {"model_type": "any"}
 WEIGHTS = {"model.layers.0.mlp.x_proj.weight": torch.zeros(16, 64, dtype=torch.bfloat16)}
-
-
-class Engine:
-    """SGLang as a local object, as far as connecting goes."""
-
-    def __init__(self, name: str = "e", **started: Any) -> None:
-        self.name = name
-        self.started = {"tp_size": 1} | started
-
-    def server_info(self) -> dict[str, Any]:
-        return self.started
-
-    def update_weights_from_tensor(self, **_: Any) -> None: ...
-    def update_weights_from_disk(self, **_: Any) -> None: ...
 
 
 def model(folder: Path, config: Any, name: str = "model") -> str:
@@ -169,31 +156,6 @@ def test_codes_without_scales_are_refused(method: str, part: str, tmp_path: Path
     with pytest.raises(wsync.LayoutError, match=text):
         wsync.DiskSync(lacking, folder=tmp_path)
     wsync.connect(made, [Engine()]).close()
-
-
-class Packing(Engine):
-    """Notes when it restores and packs weights, as slime's actors do; it reports versions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.version = "somebody's"
-        self.calls: list[str] = []
-
-    def get_weight_version(self) -> str:
-        return self.version
-
-    def pause_generation(self) -> None: ...
-    def flush_cache(self) -> None: ...
-
-    def update_weights_from_tensor(self, **given: Any) -> None:
-        self.version = given.get("weight_version", self.version)
-        self.calls.append("load")
-
-    def post_process_weights(self, restore_weights_before_load: bool, **_: Any) -> None:
-        self.calls.append("restore" if restore_weights_before_load else "pack")
-
-    def continue_generation(self) -> None:
-        self.calls.append("continue")
 
 
 OWN = {

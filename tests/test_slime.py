@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from support import ray_double, slime_cases, slime_double
+from support.local_servers import Packing
 from support.procs import Ranks
+from support.quantised_cases import METHODS
 from support.ray_double import Actor
 from support.tiny_qwen3 import draw, in_server, sums
 
@@ -114,6 +116,16 @@ def test_each_of_slimes_three_classes_is_replaced(
     assert chosen.weight_version == 4
 
 
+def test_servers_of_slime_repack_int4_around_an_update(slime: Any) -> None:
+    weights = {"mlp.x_proj.weight": torch.ones(16, 64, dtype=torch.bfloat16)}
+    chosen = started(slime, weights, quantization_config=METHODS["int4"][0])
+    engine = Packing()
+    chosen.connect_rollout_engines([Actor(engine)], None, engine_gpu_counts=[1])
+    chosen.update_weights()
+    assert type(chosen._updater) is wsync.UpdateWeightFromTensor
+    assert engine.calls == ["restore", "load", "pack", "continue"]
+
+
 def test_deltas_stay_slimes_own(slime: Any, caplog: pytest.LogCaptureFixture) -> None:
     chosen = started(slime, {"w": torch.ones(2)}, update_weight_mode="delta")
     assert type(chosen) is slime.UpdateWeightFromDiskDelta
@@ -121,21 +133,12 @@ def test_deltas_stay_slimes_own(slime: Any, caplog: pytest.LogCaptureFixture) ->
     assert text.startswith("wsync: slime's own updater for update_weight_mode 'delta' runs")
 
 
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        ({"model": [torch.nn.Linear(2, 2)], "model_name": "mamba"}, "model family 'mamba' is not"),
-        (
-            {"quantization_config": {"quant_method": "compressed-tensors"}},
-            "compressed-tensors: slime's servers repack such weights by post_process_weights",
-        ),
-    ],
-)
 def test_what_wsync_cannot_deliver_goes_slimes_own_way(
-    slime: Any, caplog: pytest.LogCaptureFixture, more: dict[str, Any], reason: str
+    slime: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = slime.UpdateWeightFromTensor
-    chosen = started(slime, {"w": torch.ones(2)}, **more)
+    model = [torch.nn.Linear(2, 2)]
+    chosen = started(slime, {"w": torch.ones(2)}, model=model, model_name="mamba")
     assert type(chosen._updater) is own
     args, model, getter, name, quantised = chosen.made_with
     assert (args.model, args.model_name, args.quantization_config) == (model, name, quantised)
@@ -146,7 +149,8 @@ def test_what_wsync_cannot_deliver_goes_slimes_own_way(
     assert chosen.pop_metrics() == {"slime/own": 1.0}
     assert not hasattr(chosen, "disconnect_rollout_engines")
     (text,) = caplog.messages
-    assert text.startswith("wsync: slime's own UpdateWeightFromTensor runs: ") and reason in text
+    assert text.startswith("wsync: slime's own UpdateWeightFromTensor runs: ")
+    assert "model family 'mamba' is not" in text
 
 
 def test_an_engine_that_wsync_cannot_update_changes_over(

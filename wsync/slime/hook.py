@@ -66,7 +66,6 @@ class Either:
         self._make_own = functools.partial(own, args, *rest, **named)
         self._updater: Any = None
         try:
-            _check_quantisation(named.get("quantization_config"))
             self._updater = ours(args, *rest, **named)
         except _CANNOT as error:
             self._change_over(error)
@@ -106,16 +105,6 @@ def _give_way(args: Any, what: str, reason: object) -> None:
     """Says on one rank that slime's own way is taken."""
     if getattr(args, "rank", 0) == 0:
         _log.warning("wsync: slime's own %s runs: %s", what, reason)
-
-
-def _check_quantisation(config: Any) -> None:
-    """Raises UnsupportedError for what slime has servers do around an update by a request that only
-    its patched SGLang knows."""
-    method = (config or {}).get("quant_method")
-    if method == "compressed-tensors":
-        raise _core.UnsupportedError(
-            f"{method}: slime's servers repack such weights by post_process_weights"
-        )
 
 
 def _replaceable(actor: Any, ours: type[Updater]) -> type:
