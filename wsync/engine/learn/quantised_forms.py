@@ -27,6 +27,7 @@ _WRITES: Final = (
     torch.ops.aten.fill_.Tensor,
     torch.ops.aten.zero_.default,
 )
+_REMEDY: Final = "Options(quantise=) of the trainer says how weights are delivered"
 _View = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, strides
 
 
@@ -49,7 +50,7 @@ def refuse_other_forms(held: ModuleMemory, model: MadeUpModel, tracer: Tracer) -
         class_name = type(held.parts[""]).__name__
         raise OtherFormError(
             f"{class_name} and the trainer do not quantise alike: its load_weights converts "
-            f"{listed(found.values())}"
+            f"{listed(found.values())} ({_REMEDY})"
         )
 
 
@@ -194,7 +195,7 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._converted:
             raise OtherFormError(
                 f"{who} and the trainer do not quantise alike: its load_weights converts "
-                f"{listed(self._converted.values())}"
+                f"{listed(self._converted.values())} ({_REMEDY})"
             )
         return ended
 
