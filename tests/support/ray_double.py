@@ -19,7 +19,9 @@ class RayActorError(Exception):
 
 
 class RayTaskError(Exception):
-    pass
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.cause = cause
 
 
 class GetTimeoutError(TimeoutError):
@@ -38,7 +40,7 @@ class _Method:
             try:
                 return self._call(*arguments, **named)
             except Exception as error:
-                raise RayTaskError(f"{type(error).__name__}: {error}") from error
+                raise RayTaskError(error) from error
 
         return start("actor", run)
 

@@ -146,11 +146,19 @@ def call_actor(actor: Any, name: str, method: str, timeout: float, /, **argument
     try:
         reference = getattr(actor, method).remote(**arguments)
         return ray.get(reference, timeout=max(timeout, 0.0))
+    except ray.exceptions.RayTaskError as error:  # also an instance of what the engine has raised
+        raise RemoteError(f"{where}: {_raised(error, ray.exceptions.RayTaskError)}") from error
     except ray.exceptions.GetTimeoutError:
         raise DeadlineError(f"{where}: no answer within {seconds(timeout)}") from None
     except ray.exceptions.RayActorError as error:
         raise PeerClosedError(f"{where}: {cut(str(error))}") from error
-    except ray.exceptions.RayTaskError as error:
-        raise RemoteError(f"{where}: {cut(str(error))}") from error
     except Exception as error:
         raise translate(where, error) from error
+
+
+def _raised(error: BaseException, wrapped: type[Any]) -> str:
+    """What an actor's method has raised, or an actor that it has called: Ray's own text of a
+    wrapped error is a traceback in colours."""
+    while isinstance(error, wrapped) and isinstance(error.cause, BaseException):
+        error = error.cause
+    return f"{type(error).__name__}: {cut(str(error))}"
