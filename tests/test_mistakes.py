@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +23,26 @@ from wsync.handles.base import handles_of
 from wsync.handles.sglang_http import HttpHandle
 from wsync.layout import from_tensors
 from wsync.trainer.planning import uncut_nbytes
+
+
+def test_a_source_folder_that_hides_the_package_is_named(tmp_path: Path) -> None:
+    """As `python -c`, `python -m`, notebooks and Ray's workers find it before what is installed."""
+    folder = tmp_path / "wsync"
+    folder.mkdir()
+    for name in ("__init__.py", "__init__.pyi"):
+        shutil.copy(Path(wsync.__file__).with_name(name), folder)
+    done = subprocess.run(
+        [sys.executable, "-c", "import wsync"],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: {folder} is a source folder without the compiled module")
+    assert "run Python in another folder, or with -P. Ray's workers look first in" in last
 
 
 def test_one_url_is_not_a_list_of_engines() -> None:

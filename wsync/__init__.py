@@ -5,7 +5,17 @@ The stub beside this file says which there are, and where each is defined.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+
+if find_spec("wsync._core") is None:
+    raise ImportError(
+        f"{__path__[0]} is a source folder without the compiled module wsync._core, and hides an "
+        "installed wsync: run Python in another folder, or with -P. Ray's workers look first in "
+        "the folder that their driver was started in: start it in another one. "
+        "`pip install .` installs this source.",
+        name="wsync",
+    )
 
 with open(f"{__file__}i", encoding="ascii") as _stub:  # "from HOME import NAME as NAME"
     _HOMES = {line.split()[3]: line.split()[1] for line in _stub if line.startswith("from ")}
