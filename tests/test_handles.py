@@ -27,7 +27,7 @@ from wsync._core import (
 from wsync.engine import Receiver
 from wsync.engine.ring_loaders import ModuleLoader
 from wsync.handles.base import EngineHandle, handle, send_control
-from wsync.handles.local import LocalHandle, RayHandle
+from wsync.handles.local import LocalHandle
 from wsync.handles.sglang_engine import SglangHandle
 from wsync.handles.sglang_http import HttpHandle
 from wsync.inspection import inspect
@@ -646,26 +646,6 @@ def test_a_handle_stays_itself_and_strangers_are_refused() -> None:
         handle("127.0.0.1:30000")
     with pytest.raises(InvalidArgumentError, match="at least 1"):
         handle("http://127.0.0.1:1", workers=0)
-
-
-def test_a_ray_actor_is_driven_by_remote_calls() -> None:
-    ray = pytest.importorskip("ray", reason="ray is not installed")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        actor = ray.remote(num_cpus=0.1)(LocalEngine).remote()
-        with pytest.raises(InvalidArgumentError, match="workers="):
-            handle(actor)
-        engine = handle(actor, workers=2)
-        assert isinstance(engine, RayHandle)
-        engine.pause("abort", 30)
-        engine.flush(30)
-        update(engine, 30)
-        assert engine.model_info(30) == {"weight_version": "6"}
-        ray.kill(actor)
-        with pytest.raises(PeerClosedError):
-            update(engine, 30)
-    finally:
-        ray.shutdown()
 
 
 def test_a_control_message_reaches_a_vllm_engine_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,80 @@
+"""Ray actors that need no torch, which takes a process seconds to import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+import wsync
+
+
+class Lock:
+    """slime's rollout_engine_lock."""
+
+    def __init__(self) -> None:
+        self._held = False
+        self.taken = 0
+
+    def acquire(self) -> bool:
+        free, self._held = not self._held, True
+        self.taken += free
+        return free
+
+    def release(self) -> None:
+        assert self._held
+        self._held = False
+
+    def state(self) -> tuple[int, bool]:
+        return self.taken, self._held
+
+
+class Served:
+    """slime's engine: an actor beside the server that it has started."""
+
+    def __init__(self, config: Any) -> None:
+        from wsync.demo.engines.serve import serve_in_process
+
+        self._server = serve_in_process(config)
+
+    def ping(self) -> None:
+        pass
+
+    def get_url(self) -> str:
+        return self._server.url
+
+    def close(self) -> None:
+        self._server.close()
+
+    def update_weights_from_tensor(self, **request: Any) -> None:
+        raise AssertionError("weights went through the actor")
+
+
+class Raising:
+    """An engine that raises what each load_format stands for."""
+
+    def ping(self) -> None:
+        pass
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"tp_size": 1}
+
+    def update_weights_from_tensor(self, load_format: str, **request: Any) -> None:
+        raise {
+            "long": ValueError("the reason, and more" + "." * 5000),
+            "own timeout": ray.exceptions.GetTimeoutError("a worker of the engine is slow"),
+            "wsync's": wsync.LayoutError("w: dim 1: source 4 != destination 2"),
+        }[load_format]
+
+
+class Asking:
+    """An engine that has another actor answer."""
+
+    def __init__(self, other: Any) -> None:
+        self._other = other
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"tp_size": 1}
+
+    def update_weights_from_tensor(self, **request: Any) -> None:
+        ray.get(self._other.update_weights_from_tensor.remote(**request))

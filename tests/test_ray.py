@@ -1,0 +1,194 @@
+"""Engines and trainers that are actors of a real Ray, updated in each of slime's ways."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from support import ray_cluster
+from support.ray_actors import AsyncEngine, AsyncTrainer, Engine, Trainer, drawn
+from support.ray_cluster import await_death, kill, start
+from support.ray_plain_actors import Asking, Lock, Raising, Served
+from support.tiny_qwen3 import draw, in_server, sums
+
+import wsync
+from wsync._core import PeerClosedError, RemoteError
+from wsync.demo.engines.bare_engine import digest
+from wsync.handles.base import handle
+from wsync.handles.local import RayHandle
+
+PATIENCE = 120.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder() -> Iterator[Path]:
+    """Where the cluster has its files; the paths of its sockets are long."""
+    with tempfile.TemporaryDirectory(prefix="wsync-ray-", dir="/tmp") as name:
+        with ray_cluster.cluster(Path(name)):
+            yield Path(name)
+
+
+def get(calls: Any) -> Any:
+    return ray.get(calls, timeout=PATIENCE)
+
+
+class Group:
+    """The ranks of a trainer, as slime's RayTrainGroup has them."""
+
+    def __init__(self, folder: Path, *kinds: type) -> None:
+        store = tempfile.mktemp(dir=folder)
+        size = len(kinds)
+        self.ranks = [start(kind, rank, size, store) for rank, kind in enumerate(kinds)]
+
+    def connect(self, name: str, engines: list[Any], lock: Any = None, **arguments: Any) -> None:
+        get([rank.connect.remote(name, engines, lock, **arguments) for rank in self.ranks])
+
+    def update(self, seed: int) -> dict[str, float]:
+        metrics: dict[str, float] = get([rank.update_weights.remote(seed) for rank in self.ranks])[
+            0
+        ]
+        return metrics
+
+    def errors(self, seed: int, **more: bool) -> list[Exception]:
+        """What each rank raises."""
+        found = []
+        for call in [rank.update_weights.remote(seed, **more) for rank in self.ranks]:
+            with pytest.raises(Exception) as caught:
+                get(call)
+            found.append(caught.value)
+        return found
+
+    def disconnect(self) -> None:
+        get([rank.disconnect.remote() for rank in self.ranks])
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: Path) -> Iterator[Group]:
+    yield Group(folder, Trainer, AsyncTrainer)
+
+
+@pytest.fixture(scope="module")
+def engines() -> list[Any]:
+    """Without wsync, the same of coroutines, and with wsync's receiver; tests may not harm them."""
+    return [start(Engine), start(AsyncEngine), start(AsyncEngine, receives=True)]
+
+
+def states(engines: list[Any]) -> list[tuple[str, str, bool]]:
+    return get([engine.state.remote() for engine in engines])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "name", ["UpdateWeightFromTensor", "UpdateWeightFromDistributed", "UpdateWeightFromDisk"]
+)
+def test_actors_update_actors(
+    name: str, trainer: Group, engines: list[Any], folder: Path, tmp_path: Path
+) -> None:
+    lock = start(Lock)
+    trainer.connect(name, engines, lock, update_weight_disk_dir=str(tmp_path))
+    for number in (1, 2):
+        metrics = trainer.update(10 * len(name) + number)
+        expected = digest(drawn(10 * len(name) + number))
+        assert states(engines) == [(expected, str(number), False)] * len(engines)
+    assert metrics["wsync/update_seconds"] > 0
+    trainer.disconnect()
+    taken, held = get(lock.state.remote())
+    assert (taken > 0, held) == (name == "UpdateWeightFromDistributed", False)
+
+
+def test_an_actor_beside_a_server_is_that_server(config: Any) -> None:
+    """As slime's engines are: no weights go through the actor."""
+    served = start(Served, config)
+    url = get(served.get_url.remote())
+    weights = draw(config, 1)
+    try:
+        with wsync.connect(weights, [served], options=wsync.Options(deadline=PATIENCE)) as sync:
+            assert sync.ways == {"wsync's receiver": [url]}
+            sync.update(version=3)
+        assert handle(served).model_info(PATIENCE)["weight_version"] == "3"
+        assert in_server(url) == sums(weights)
+    finally:
+        get(served.close.remote())
+        kill(served)
+
+
+def test_a_handle_made_here_is_used_by_a_trainer(trainer: Group, engines: list[Any]) -> None:
+    trainer.connect("UpdateWeightFromTensor", [handle(engine) for engine in engines])
+    trainer.update(5)
+    assert states(engines) == [(digest(drawn(5)), "1", False)] * len(engines)
+    trainer.disconnect()
+
+
+def test_what_an_engine_raises_is_said_in_its_words() -> None:
+    raising = start(Raising)
+    asking = start(Asking, raising)
+    for engine in (raising, asking):
+        made = handle(engine)
+        assert isinstance(made, RayHandle)
+        for what, text in (
+            ("long", "ValueError: the reason, and more"),
+            ("own timeout", "GetTimeoutError: a worker of the engine is slow"),
+            ("wsync's", "LayoutError: w: dim 1: source 4 != destination 2"),
+        ):
+            with pytest.raises(RemoteError) as caught:
+                made.update_weights([b""], load_format=what, weight_version=1, timeout=PATIENCE)
+            start_of = f"engine {made.name}: update_weights_from_tensor: {text}"
+            assert str(caught.value).startswith(start_of)
+    kill(raising)
+    with pytest.raises(PeerClosedError, match="get_server_info: The actor died"):
+        handle(raising)
+
+
+def test_an_engine_that_has_died_is_named_and_others_go_on(
+    trainer: Group, engines: list[Any]
+) -> None:
+    dead = start(Engine)
+    trainer.connect("UpdateWeightFromTensor", [dead, *engines])
+    trainer.update(31)
+    kill(dead)
+    for error in trainer.errors(32):
+        assert isinstance(error, PeerClosedError)
+        assert f"engine {dead}: pause_generation: The actor died" in str(error)
+    trainer.connect("UpdateWeightFromTensor", engines)
+    trainer.update(33)
+    assert [state[0] for state in states(engines)] == [digest(drawn(33))] * len(engines)
+    trainer.disconnect()
+
+
+def test_an_engine_that_dies_in_an_update_is_named_and_others_go_on(
+    trainer: Group, engines: list[Any]
+) -> None:
+    dying = start(Engine)
+    trainer.connect("UpdateWeightFromTensor", [dying, *engines])
+    get(dying.exit_in.remote(2))
+    for error in trainer.errors(41):
+        assert isinstance(error, PeerClosedError)
+        assert f"engine {dying}: update_weights_from_tensor: The actor died" in str(error)
+    assert [paused for _, _, paused in states(engines)] == [True] * len(engines)
+    trainer.connect("UpdateWeightFromTensor", engines)
+    trainer.update(42)
+    assert states(engines) == [(digest(drawn(42)), "1", False)] * len(engines)
+    trainer.disconnect()
+
+
+def test_a_trainer_whose_rank_dies_is_replaced(folder: Path, engines: list[Any]) -> None:
+    first = Group(folder, Trainer, Trainer)
+    first.connect("UpdateWeightFromTensor", engines)
+    calls = [
+        first.ranks[0].update_weights.remote(51),
+        first.ranks[1].update_weights.remote(51, exits=True),
+    ]
+    with pytest.raises(ray.exceptions.RayActorError):
+        get(calls[1])
+    await_death(first.ranks[1])
+    with pytest.raises(wsync.WsyncError):
+        get(calls[0])
+    kill(first.ranks[0])
+    second = Group(folder, AsyncTrainer)
+    second.connect("UpdateWeightFromTensor", engines)
+    second.update(52)
+    assert states(engines) == [(digest(drawn(52)), "1", False)] * len(engines)
+    second.disconnect()
