@@ -90,12 +90,17 @@ def test_slimes_actor_updates_a_server_by_wsyncs_receiver(
         assert chosen.weight_version == number
         assert handle(server).model_info(30)["weight_version"] == str(number)
         assert in_server(server) == sums(weights)
-    assert chosen.pop_metrics()["wsync/commit_seconds"] > 0
+    metrics = chosen.pop_metrics()
+    assert metrics["wsync/commit_seconds"] == metrics["perf/update_weights_commit_time"] > 0
+    assert "perf/update_weights_time" not in metrics  # slime's own goes before it
     assert chosen.pop_metrics() == {} == chosen.update_weight_metrics
     assert hasattr(chosen, "disconnect_rollout_engines")
     chosen.disconnect_rollout_engines()
+    way = f"{server} by wsync's receiver"
     said = [text for text in caplog.messages if text.startswith("wsync: ")]
-    assert said == [f"wsync: UpdateWeightFromTensor: {server} by wsync's receiver"]
+    assert said[0] == f"wsync: UpdateWeightFromTensor: {way}"
+    assert [text.split(": ")[1] for text in said[1:]] == ["version 5", "version 6"]
+    assert all(text.endswith(f"; {way}") for text in said[1:])
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,10 @@ class Report:
     `repeated_nbytes` is the part of it that is done again, because ranks that hold the same
     elements each quantise their own.
     `unused` names the trainer's tensors that no engine makes use of, and that are not delivered.
+    `ways` has the engines' names by the way that their weights take, in words; of a `DiskSync`, on
+    rank 0.  `own_loading` says, by engine, which tensors its workers load by the engine's own
+    load_weights although they run wsync's, and why.  `learning_seconds` is how long workers took to
+    learn what they keep, a part of open in the first update of a connection.
     """
 
     version: str = ""
@@ -63,7 +67,10 @@ class Report:
     staging_nbytes: int = 0
     exchange: str = "none"
     unused: tuple[str, ...] = ()
+    ways: dict[str, list[str]] = field(default_factory=dict)
+    own_loading: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    learning_seconds: float = 0.0
     engine_pause_seconds: float = 0.0
     engine_flush_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
@@ -79,11 +86,16 @@ class Report:
         rate = self.delivered_nbytes / self.seconds / 1e9 if self.seconds else 0.0
         speed = f"{rate:.2f} GB/s" if rate >= 0.1 else f"{1e3 * rate:.1f} MB/s"
         return (
-            f"version {self.version}: {_count(self.tensors, 'tensor')}, "
-            f"{self.delivered_nbytes:,} bytes to {_count(self.workers, 'worker')} in "
-            f"{self.seconds:.3f} s ({speed}, {_count(self.rounds, 'round')}, "
+            f"version {self.version}: {counted(self.tensors, 'tensor')}, "
+            f"{self.delivered_nbytes:,} bytes to {counted(self.workers, 'worker')} in "
+            f"{self.seconds:.3f} s ({speed}, {counted(self.rounds, 'round')}, "
             f"redundancy {self.redundancy:.2f})"
-        ) + self._quantised()
+        ) + "".join((self._quantised(), self._own_loading()))
+
+    def _own_loading(self) -> str:
+        if not self.own_loading:
+            return ""
+        return f", own load_weights in {listed(self.own_loading)} (see own_loading)"
 
     def _quantised(self) -> str:
         if not self.quantised_nbytes:
@@ -104,11 +116,18 @@ class Report:
             spent = time.perf_counter() - start
             self.phases[name] = self.phases.get(name, 0.0) + spent
 
-    def metrics(self) -> dict[str, float]:
-        """Flat numbers for a training log."""
+    def metrics(self, *, whole: bool = True) -> dict[str, float]:
+        """Flat numbers for a training log: under names of wsync's own, and seconds and bytes under
+        slime's or in its manner.  whole: with `perf/update_weights_time`, which slime's actor
+        measures itself, around all that it does for an update."""
         flat = {f"wsync/{name}_seconds": seconds for name, seconds in self.phases.items()}
         flat["wsync/update_seconds"] = self.seconds
-        names = ["engine_pause_seconds", "engine_flush_seconds"]
+        if whole:
+            flat["perf/update_weights_time"] = self.seconds
+        for name, seconds in self.phases.items():
+            flat[f"perf/update_weights_{name}_time"] = seconds
+        flat["perf/update_weights_wire_bytes"] = float(self.delivered_nbytes)
+        names = ["engine_pause_seconds", "engine_flush_seconds", "learning_seconds"]
         names += ["model_nbytes", "delivered_nbytes", "sent_nbytes", "rounds", "redundancy"]
         if self.quantised_nbytes:
             names += ["image_nbytes", "quantised_nbytes", "repeated_nbytes"]
@@ -121,7 +140,7 @@ class Report:
         return {**asdict(self), "redundancy": self.redundancy}
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

@@ -160,6 +160,12 @@ class VllmLoader(ChoosingLoader):
         self._chosen = reloader
         return WHOLE
 
+    @property
+    def own_loading(self) -> str:
+        if self._chosen is self.recorded:
+            return self.recorded.own_loading
+        return f"all tensors, by vLLM's layerwise reload: {self.reason}"
+
     def facts(self) -> dict[str, Any]:
         facts = self.recorded.facts()
         if self._chosen is self.recorded:

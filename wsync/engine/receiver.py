@@ -22,7 +22,7 @@ from wsync.engine.ring_loaders import Confirms, Describes, Learner, Loader, Rece
 from wsync.engine.update_state import UpdateState
 from wsync.machine.device import await_torch, follow_torch
 from wsync.machine.trace import Trace
-from wsync.messages.control import LEARN, UPDATING, Control
+from wsync.messages.control import LEARN, UPDATING, Control, Learnt
 from wsync.messages.tcp_channel import is_remote
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _REFUSAL_SECONDS: Final = 10.0
+_REASON_LIMIT: Final = 1000
 
 
 class Receiver:
@@ -231,7 +232,8 @@ class Receiver:
         # the trainer listens to the session for learning until this one has come
         self._learning = former
         following = address.decode("ascii", "replace")
-        self._importer = connect(following, blob, message.deadline, self._loader.device)
+        learnt = Learnt(blob, self._loader.own_loading[:_REASON_LIMIT]).to_bytes()
+        self._importer = connect(following, learnt, message.deadline, self._loader.device)
         return self._importer
 
     def _end_learning(self) -> None:

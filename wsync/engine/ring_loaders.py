@@ -97,6 +97,10 @@ class Learner(Protocol):
         """What the worker asks for of a model's tensors, as a blob.  `losing` is called before
         the weights are touched, if they have to be."""
 
+    @property
+    def own_loading(self) -> str:
+        """Which tensors go through the engine's own loading, and why; "" for none."""
+
 
 def keeps() -> None:
     """For whoever need not know that weights get lost."""

@@ -48,7 +48,7 @@ PIECES: Final = b"*"
 LEARN: Final = b"?"
 """What a worker asks for when it joins, where that is no layout: every tensor in one piece (a
 load_weights of the engine's own reads them), every tensor in pieces as small as is good, or to be
-told first what tensors there are."""
+told first what tensors there are.  What it asks for then is in a `Learnt`."""
 
 PROTOCOL: Final = 1
 MAX_NBYTES: Final = 4096
@@ -56,6 +56,34 @@ _MAX_UPDATE: Final = 2**63 - 1
 _SESSION = re.compile(r"[0-9a-f]{1,64}")
 # 128-bit token, and a path that fits sockaddr_un with its terminating zero
 _ADDRESS = re.compile(r"[0-9a-f]{32}@(/[^\x00-\x1f\x7f]{1,106}|[0-9A-Za-z._:%-]{1,253}:[0-9]{1,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What a worker says that has learnt: in bytes, a line of JSON and the blob.
+
+    blob: what it asks for; a layout, WHOLE or PIECES.  own_loading: which tensors go through a
+    load_weights of the engine's own, and why; "" for none.
+    """
+
+    blob: bytes
+    own_loading: str = ""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({"own_loading": self.own_loading}).encode() + b"\n" + self.blob
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Learnt":
+        line, _, blob = data.partition(b"\n")
+        try:
+            (own_loading,) = json.loads(line).values()
+        except (ValueError, AttributeError, RecursionError):
+            own_loading = None
+        if not isinstance(own_loading, str):
+            raise ProtocolError(
+                "a worker that has learnt says something else: use the same wsync on both sides"
+            )
+        return Learnt(blob, own_loading)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,8 +155,7 @@ class Updater:
 
     def _ways(self, sync: Sync | DiskSync) -> str:
         """Which way each engine takes, for a person to read."""
-        ways = (f"{', '.join(names)} by {way}" for way, names in sync.ways.items())
-        return "; ".join(ways) or "no engines"
+        return sync.reached or "no engines"
 
     def update_weights(self) -> None:
         """Pauses the engines, replaces every weight, counts the version up and continues.
@@ -172,7 +171,7 @@ class Updater:
             report = self._sync.update(self._weights_getter)
         finally:  # one that fails may have told somebody of the version
             self.weight_version = self._sync.version
-        self.update_weight_metrics = report.metrics()
+        self.update_weight_metrics = report.metrics(whole=False)
 
     def pop_metrics(self) -> dict[str, float]:
         """Seconds and bytes of the last update, once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import logging
 import os
 import re
 import time
@@ -18,7 +19,7 @@ from wsync.layout import TrainerLayout, from_tensors
 from wsync.machine.fork_guard import Owner
 from wsync.machine.try_lock import Turn
 from wsync.options import Options
-from wsync.report import Report
+from wsync.report import Report, counted
 from wsync.trainer.compare_checkpoint import compare
 from wsync.trainer.engine_form import check_plain
 from wsync.trainer.quantised_image import Image
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     Source = TrainerLayout | Mapping[str, torch.Tensor]
     Weights = Mapping[str, torch.Tensor]
 
+_log = logging.getLogger("wsync")
 _MOST_THREADS = 16  # more than memory can feed
+_NOTABLE_SECONDS = 1.0
 _VERSION = re.compile(r"[ -~]{1,128}")
 
 
@@ -52,6 +55,7 @@ class Updates(abc.ABC):
         self._updates = 0  # begun since this connected, by the rank that has begun the most
         self._next_version = 1
         self._requests = EngineRequests([], self.options)
+        self._warned: set[str] = set()
         self._silent: list[str] = []  # engines that do not say what they hold, on rank 0
         self._owner = Owner()
         self._closed = False
@@ -102,6 +106,14 @@ class Updates(abc.ABC):
                     f"trainer ranks have to make the same thing together: {each}"
                 )
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"version {self.version}"
+        tensors = counted(self._layout.tensor_count, "tensor")
+        return (
+            f"<{type(self).__name__} {state}: rank {self._group.rank} of {self._group.size} with "
+            f"{tensors}; {self.reached or 'no engines'}>"
+        )
+
     def __enter__(self) -> Self:
         return self
 
@@ -112,6 +124,11 @@ class Updates(abc.ABC):
     @abc.abstractmethod
     def ways(self) -> dict[str, list[str]]:
         """The engines' names, by the way that their weights take, in words; on rank 0."""
+
+    @property
+    def reached(self) -> str:
+        """The same, for a person to read; "" without engines."""
+        return "; ".join(f"{', '.join(names)} by {way}" for way, names in self.ways.items())
 
     @abc.abstractmethod
     def _abandon(self, error: _core.WsyncError) -> None:
@@ -229,6 +246,29 @@ class Updates(abc.ABC):
                         self._image.park()
             report.seconds = time.perf_counter() - start
             self._use_up_version()
+            report.ways = self.ways
+            if self._group.rank == 0:
+                self._log_update(report)
+
+    def _log_update(self, report: Report) -> None:
+        """One line an update; and once, what made it slower and could be changed."""
+        _log.info("wsync: %s", "; ".join(filter(None, [str(report), self.reached])))
+        for engine, reason in report.own_loading.items():
+            self._warn(
+                f"engine {engine} loads by its own load_weights, which takes longer than wsync's "
+                f"copies, {reason}; what it only copies (slices, transposes, casts) is learnt"
+            )
+        if report.learning_seconds > _NOTABLE_SECONDS:
+            self._warn(
+                f"engines took {report.learning_seconds:.1f} s of this update to learn what they "
+                "keep, as they do for each connection: keep one for all updates"
+            )
+
+    def _warn(self, text: str) -> None:
+        """Says it unless this connection has said it before."""
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning("wsync: %s", text)
 
     def _use_up_version(self) -> None:
         """Engines are about to be told of the version, or have been: whatever comes of it, no other

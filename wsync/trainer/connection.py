@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,8 @@ class Connection:
         self._stream: _core.Stream | None = None
         self._sessions: list[Session] = []
         self._rings = _core.BufferTable([])
+        self._own_loading: dict[str, str] = {}  # by engine, see Report
+        self._learning_seconds = 0.0  # before the next report
         sweep(options.directory)
         try:
             for number, worker in enumerate(roster.workers):
@@ -152,6 +155,7 @@ class Connection:
         deadline = Deadline(_PUNCTUAL * self._options.deadline)
         blobs = {s.worker: s.accept(deadline.left, check) for s in self._sessions}
         self._send_model(blobs, deadline, check)
+        self._compare_learnt()
         planning = Planning(self._group, self._roster, self._sessions, self._options)
         layouts, device, crowded = planning.gather(blobs, self._gpu)
         self._stream = _core.Stream(self._options.threads, device)
@@ -177,11 +181,22 @@ class Connection:
             if isinstance(session, WorkerSession) and blobs[session.worker] == LEARN
         ]
         if learning:
+            start = time.perf_counter()
             model = names_of(self._roster.model).to_bytes()
             for session in learning:
                 session.send_model(model, deadline.left, check)
             for session in learning:
                 blobs[session.worker] = session.accept_layout(deadline.left, check)
+            self._learning_seconds = time.perf_counter() - start
+
+    def _compare_learnt(self) -> None:
+        """Has all ranks know what the workers of each have learnt."""
+        mine = [[s.worker, s.own_loading] for s in self._sessions if s.own_loading]
+        seconds, found = zip(*self._group.gather_json([self._learning_seconds, mine]), strict=True)
+        self._learning_seconds = max(seconds)
+        for number, reason in (each for rank in found for each in rank):
+            engine = self._roster.engines[self._roster.workers[number].engine].name
+            self._own_loading.setdefault(engine, reason)
 
     def _order(self, blueprint: Blueprint, plan: _core.Plan) -> None:
         """Writes what remote workers are to do."""
@@ -259,6 +274,8 @@ class Connection:
         report.sent_nbytes = stats["sent_nbytes"]
         report.rounds = plan.round_count
         report.unused = tuple(model.tensor(index)[0] for index in plan.unused)
+        report.own_loading = dict(self._own_loading)
+        report.learning_seconds, self._learning_seconds = self._learning_seconds, 0.0
         own = [worker for worker in self._roster.workers if worker.stage is None]
         report.workers = len(own) + broadcast
         report.ring_nbytes = sum(self._rings[number][1] for number in range(len(self._rings)))

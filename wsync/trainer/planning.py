@@ -73,6 +73,7 @@ class Planning:
             NoMemoryError: even small rings have no room on some rank.
         """
         limit, missing, released = self.options.ring_nbytes, "", False
+        wanted = 0
         while True:
             blueprint = self._draw(layouts, device, limit)
             try:
@@ -82,19 +83,32 @@ class Planning:
                     raise
                 text = f"{missing}, and a smaller ring cannot work: {error}"
                 raise _core.NoMemoryError(text) from error
-            missing = self._agree(plan, self._make_rings(plan, device))
-            if not missing:
+            lacking = self._agree(plan, self._make_rings(plan, device))
+            largest = max(plan.ring_nbytes(number) for number in range(len(self.roster.workers)))
+            if not lacking:
                 if self.group.rank == 0:
                     self._name_unused(plan)
+                    if largest < wanted:
+                        self._name_small_rings(missing, largest, wanted)
                 return blueprint, plan
+            missing, wanted = lacking, wanted or largest
             if device.ordinal >= 0 and not released:
                 release_cached(device)  # of torch, which a driver does not ask
                 released = True
                 continue
-            limit = max(plan.ring_nbytes(number) for number in range(len(self.roster.workers))) // 2
+            limit = largest // 2
             if self.options.ring_nbytes or limit < _LEAST_RING_NBYTES:
                 raise _core.NoMemoryError(missing)
-            _log.warning("%s; rings of %d bytes are tried", missing, limit)
+            _log.info("%s; rings of %d bytes are tried", missing, limit)
+
+    def _name_small_rings(self, missing: str, largest: int, wanted: int) -> None:
+        _log.warning(
+            "wsync: rings have %d bytes instead of %d, so that an update takes more and smaller "
+            "rounds: %s; free memory there, or choose Options(ring_nbytes=)",
+            largest,
+            wanted,
+            missing,
+        )
 
     def _name_unused(self, plan: _core.Plan) -> None:
         names = [self.roster.model.tensor(index)[0] for index in plan.unused]

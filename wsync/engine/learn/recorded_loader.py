@@ -256,6 +256,14 @@ class RecordedLoader(ChoosingLoader):
             return {"module": module, "unlearnt": self.reason or "no trainer has connected yet"}
         return {"module": module, **self.recording.describe(self._model)}
 
+    @property
+    def own_loading(self) -> str:
+        """Which tensors go through load_weights as it is, and why; "" for none."""
+        if self.recording is None:
+            return self.reason and f"all tensors: {self.reason}"
+        computed = _computed(self.recording)
+        return f"{listed(computed)}: {next(iter(computed.values()))}" if computed else ""
+
     def begin(self, rounds: int) -> None:
         if change := self._stale():
             raise _changed(self._module, change)
@@ -331,14 +339,18 @@ class RecordedLoader(ChoosingLoader):
         return recording
 
     def _tell(self, recording: Recording) -> None:
-        computed = {n: why for n, why in recording.fallback.items() if not is_note(n)}
-        for name, reason in computed.items():
+        for name, reason in _computed(recording).items():
             _log.warning("%s goes through load_weights: %s", name, reason)
         sizes = {path: tensor.nbytes for path, tensor in self._module.named_parameters()}
         for path, nbytes in recording.unwritten:
             # padding and buffers often stay unwritten, a whole parameter seldom
             level = logging.WARNING if sizes.get(path) == nbytes else logging.INFO
             _log.log(level, "%s: nobody writes %d of its bytes", path, nbytes)
+
+
+def _computed(recording: Recording) -> dict[str, str]:
+    """The tensors that load_weights computes with, and how."""
+    return {name: why for name, why in recording.fallback.items() if not is_note(name)}
 
 
 class _Replay(RoutedLoader):

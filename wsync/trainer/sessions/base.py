@@ -24,6 +24,7 @@ class Session(abc.ABC):
     """
 
     rounds: WorkerRounds  # once attached
+    own_loading = ""  # which tensors go through a load_weights of the engine's own, and why
 
     def __init__(self, worker: int) -> None:
         self.worker = worker

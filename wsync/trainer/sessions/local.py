@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from wsync import _core
 from wsync.machine.deadline import Check
 from wsync.machine.device import find
+from wsync.messages.control import Learnt
 from wsync.trainer.round_contents import WorkerRounds
 from wsync.trainer.sessions.base import Session, Span
 
@@ -114,10 +115,11 @@ class WorkerSession(Session):
             learning.look()
 
         with self._naming():
-            blob = following.accept(timeout, alive)
+            learnt = Learnt.from_bytes(following.accept(timeout, alive))
         self._exporters = [following]
         learning.close()
-        return blob
+        self.own_loading = learnt.own_loading
+        return learnt.blob
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
         self._ring = _core.Memory(max(plan.ring_nbytes(self.worker), 1), device)

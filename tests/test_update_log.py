@@ -1,0 +1,158 @@
+"""What an update leaves behind for people: a line in the log, warnings, metrics, a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fused import Fused, changed, draw
+from support.workers import ThreadEngine
+
+import wsync
+from wsync.demo.engines.bare_engine import ProcessEngine
+from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.messages.control import Learnt
+from wsync.trainer import base_sync
+
+OPTIONS = wsync.Options(deadline=60, progress=False)
+REMOTE = dataclasses.replace(OPTIONS, delivery="distributed", broadcast="wsync")
+
+
+def scaled(module: Fused, pairs: Any) -> None:
+    for name, tensor in pairs:
+        if name == "norm":
+            module.norm.data.copy_(tensor * 2 + 1)
+    Fused.load_weights(module, [pair for pair in pairs if pair[0] != "norm"])
+
+
+def all_scaled(module: Fused, pairs: Any) -> None:
+    Fused.load_weights(module, [(name, tensor * 2) for name, tensor in pairs])
+
+
+def said(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    found = [record for record in caplog.records if record.name == "wsync"]
+    return [record.getMessage() for record in found if record.levelno == level]
+
+
+class Files:
+    """An engine of this process that is given files."""
+
+    name = "files"
+
+    def __init__(self) -> None:
+        self.version = "0"
+
+    def pause_generation(self) -> None: ...
+    def flush_cache(self) -> None: ...
+    def continue_generation(self) -> None: ...
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+    def update_weights_from_tensor(self, **request: Any) -> bool:
+        return False
+
+    def update_weights_from_disk(self, model_path: str, weight_version: str) -> None:
+        self.version = weight_version
+
+
+def test_each_update_is_a_line_that_says_how_engines_were_reached(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    weights = {"w": torch.ones(3, 5)}
+    shapes = {"w": ((3, 5), torch.float32)}
+    with ProcessEngine(shapes, name="first") as first, ProcessEngine(shapes, name="other") as other:
+        with wsync.connect(weights, [first, other], options=OPTIONS) as sync:
+            reports = [sync.update(version=number) for number in (7, 8)]
+            way = "first, other by wsync's receiver"
+            assert repr(sync) == f"<Sync version 8: rank 0 of 1 with 1 tensor; {way}>"
+    assert repr(sync) == f"<Sync closed: rank 0 of 1 with 1 tensor; {way}>"
+    lines = said(caplog, logging.INFO)
+    for line, report in zip(lines, reports, strict=True):
+        assert line.startswith(f"wsync: version {report.version}: 1 tensor, 120 bytes to 2 workers")
+        assert f" in {report.seconds:.3f} s (" in line
+        assert line.endswith(f"; {way}")
+        assert report.ways == {"wsync's receiver": ["first", "other"]}
+    assert said(caplog, logging.WARNING) == []
+
+
+def test_an_update_by_files_is_a_line_too(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level("INFO")
+    weights, way = {"w": torch.ones(3, 5)}, f"the files of {tmp_path}"
+    with wsync.DiskSync(weights, [Files()], folder=tmp_path, options=OPTIONS) as sync:
+        report = sync.update(version=9)
+        assert repr(sync) == f"<DiskSync version 9: rank 0 of 1 with 1 tensor; files by {way}>"
+    (line,) = said(caplog, logging.INFO)
+    assert line.startswith("wsync: version 9: 1 tensor, 60 bytes to 1 worker in ")
+    assert line.endswith(f"; files by {way}")
+    assert report.ways == {way: ["files"]}
+
+
+@pytest.mark.parametrize("options", [OPTIONS, REMOTE], ids=["local", "remote"])
+@pytest.mark.parametrize(("load", "which"), [(scaled, "norm: "), (all_scaled, "all tensors: ")])
+def test_an_engines_own_loading_is_reported_and_told_once(
+    load: Any, which: str, options: wsync.Options, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ThreadEngine([RecordedLoader(changed(load))])
+    with wsync.connect(draw(0), engines=[engine], options=options) as sync:
+        for _ in range(2):
+            report = sync.update()
+            assert report.own_loading["threads"].startswith(which)
+            assert "own load_weights in threads" in str(report)
+            assert json.loads(json.dumps(report.facts()))["own_loading"] == report.own_loading
+    for receiver in engine.receivers:
+        receiver.close()
+    (text,) = said(caplog, logging.WARNING)
+    assert text.startswith("wsync: engine threads loads by its own load_weights, which takes long")
+    assert report.own_loading["threads"] in text
+
+
+def test_what_is_learnt_whole_is_not_the_engines_own_loading() -> None:
+    engine = ThreadEngine([RecordedLoader(Fused(2, rank, ep=True)) for rank in range(2)])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        report = sync.update()
+    assert report.own_loading == {}
+    assert "load_weights" not in str(report)
+
+
+@pytest.mark.parametrize(("notable", "count"), [(0.0, 1), (float("inf"), 0)])
+def test_learning_that_takes_long_is_told_once(
+    notable: float, count: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_sync, "_NOTABLE_SECONDS", notable)
+    engine = ThreadEngine([RecordedLoader(changed(Fused.load_weights))])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        first, second = sync.update(), sync.update()
+    assert 0 < first.learning_seconds <= first.phases["open"]
+    assert second.learning_seconds == 0
+    found = [text for text in said(caplog, logging.WARNING) if "s of this update to learn" in text]
+    assert len(found) == count
+
+
+def test_metrics_have_names_of_slime_and_of_wsync() -> None:
+    engine = ThreadEngine([RecordedLoader(changed(Fused.load_weights))])
+    with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
+        report = sync.update()
+    metrics = report.metrics()
+    assert metrics["perf/update_weights_time"] == metrics["wsync/update_seconds"] > 0
+    for phase, seconds in report.phases.items():
+        assert metrics[f"perf/update_weights_{phase}_time"] == seconds
+        assert metrics[f"wsync/{phase}_seconds"] == seconds
+    assert metrics["perf/update_weights_wire_bytes"] == report.delivered_nbytes
+    assert metrics["wsync/learning_seconds"] == report.learning_seconds
+    assert metrics.keys() - report.metrics(whole=False).keys() == {"perf/update_weights_time"}
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"layout", b"[]\n", b'{"own_loading": 1}\n', b"{}\n", b"\xff"]
+)
+def test_workers_that_have_learnt_and_say_something_else_are_refused(data: bytes) -> None:
+    assert Learnt.from_bytes(Learnt(b"\n\0", "why").to_bytes()) == Learnt(b"\n\0", "why")
+    with pytest.raises(wsync.ProtocolError, match="use the same wsync on both sides"):
+        Learnt.from_bytes(data)
