@@ -31,6 +31,7 @@ def test_the_notebook_example_runs_under_ipykernel() -> None:
     printed = "".join(output.get("text", "") for output in notebook.cells[0].outputs)
     assert re.search(r"version 7: \d+ tensors, [\d,]+ bytes to 1 worker ", printed)
     assert printed.rstrip().endswith("\n7")
+    assert "Warning" not in printed  # transformers has some of its own without ipywidgets
 
 
 def test_the_server_is_started_as_it_says() -> None:
