@@ -24,8 +24,8 @@ from wsync.engine.post_load import run_in_place, wait_for_device
 from wsync.engine.receiver import Receiver
 from wsync.engine.ring_loaders import ChoosingLoader, LoadWeights, Losing, ModuleLoader, Receipt
 from wsync.messages.control import WHOLE
+from wsync.module_tensors.listing import listed
 from wsync.module_tensors.quantised_names import without_scales
-from wsync.report import listed
 
 
 class WorkerExtension:

@@ -24,7 +24,7 @@ from wsync._core import (
 from wsync.engine.learn.module_memory import bound_tensors, seen, usable
 from wsync.module_tensors import same_bytes
 from wsync.module_tensors.forms import KEEP, Form, at, atom, attribute, items, module_pattern
-from wsync.report import listed
+from wsync.module_tensors.listing import listed
 
 
 class MissingError(LayoutError):

@@ -13,9 +13,9 @@ from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.device import default, find, release_cached
 from wsync.messages.control import PIECES, WHOLE
 from wsync.module_tensors import dtype_of
+from wsync.module_tensors.listing import listed
 from wsync.module_tensors.quantised_names import is_note
 from wsync.options import Options
-from wsync.report import listed
 from wsync.trainer.roster import Delivery, Roster
 from wsync.trainer.sessions.base import Session
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from wsync import _core
 from wsync.checkpoints.safetensors_layout import read_config
+from wsync.module_tensors.listing import listed
 from wsync.module_tensors.quantised_names import group_of_parts, group_of_weight
 from wsync.options import Options
 from wsync.quantise.config import (
@@ -25,7 +26,6 @@ from wsync.quantise.config import (
     quantization_config,
 )
 from wsync.quantise.selection import Selection, by_lists, is_plain, select
-from wsync.report import listed
 from wsync.trainer.compare_checkpoint import compare, places_of
 
 _log = logging.getLogger(__name__)

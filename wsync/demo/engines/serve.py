@@ -93,7 +93,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     import transformers
 
     from wsync.module_tensors import dtype_of
-    from wsync.report import listed
+    from wsync.module_tensors.listing import listed
 
     torch.set_num_threads(arguments.threads)
     options: dict[str, Any] = {}

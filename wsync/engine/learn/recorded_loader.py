@@ -50,8 +50,8 @@ from wsync.engine.ring_loaders import (
 from wsync.machine import device
 from wsync.messages.control import LEARN, WHOLE
 from wsync.module_tensors import checksum_of, dtype_of
+from wsync.module_tensors.listing import listed
 from wsync.module_tensors.quantised_names import is_note
-from wsync.report import listed
 
 KEEP: Final = "WSYNC_KEEP"
 _SHAPES_NBYTES: Final = 1 << 20  # the most that the shapes of a layer's packed tensors are
