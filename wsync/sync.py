@@ -95,10 +95,9 @@ class Sync(Updates):
                 connects anew and updates them again.
         """
         with self._updating(version, weights) as report:
-            self._trace.start()
-            report.trace = self._trace
+            report.trace = self._trace.anew()
             self._update(self._given(weights), report)
-        self._trace.write(self._updates)
+        report.trace.write(self._updates)
         return report
 
     @property

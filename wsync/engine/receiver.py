@@ -156,9 +156,11 @@ class Receiver:
         return True, _nth(message.update)
 
     def _run(self, message: Control) -> None:
-        importer = self._connect(message)
+        trace = self._trace = self._trace.anew()
         timeout = message.deadline
-        update, rounds = importer.begin(timeout)
+        with trace.span("join"):
+            importer = self._connect(message)
+            update, rounds = importer.begin(timeout)
         self._end_learning()
         if update != message.update:
             raise ProtocolError(f"the trainer has begun {_nth(update)}, not {message.update}")
@@ -172,34 +174,38 @@ class Receiver:
             self._loader.abandon()
             raise
         importer.prepared(receipt.tensors, receipt.nbytes, receipt.checksum, timeout)
-        importer.verdict(timeout)
+        with trace.span("verdict"):
+            importer.verdict(timeout)
         if isinstance(self._loader, Confirms):
             self._loader.confirm()
         self.state.commit(message.session, update)
+        trace.write(update)
 
     def _load(self, importer: Session, update: int, rounds: int, timeout: float) -> Receipt:
         """Takes all rounds.  A loader's stream waits for the data itself: this thread hands it
         round after round, and then sees to it that each one comes in time."""
+        trace = self._trace
         self._loader.begin(rounds)
         stream = self._loader.stream
-        self._trace.start()
         if stream is not None:
             follow_torch(stream)  # which may still read the weights
-            self._trace.watch(stream, rounds)
+            trace.watch(stream, rounds)
         for round in range(rounds):
-            importer.take(round, stream, timeout)
+            with trace.span("take", round):
+                importer.take(round, stream, timeout)
             self.state.lose(f"{_nth(update)} is running")
-            with self._trace.span("load", round) if stream is None else nullcontext():
+            with trace.span("load", round) if stream is None else nullcontext():
                 self._loader.load(round)
             importer.done(round, stream, timeout)
         if stream is not None:
             for round in range(rounds):
-                importer.wait(round, timeout)
-        receipt = self._loader.finish(timeout)
-        await_torch(self._loader.device, timeout)  # what loaders do last
+                with trace.span("take", round):
+                    importer.wait(round, timeout)
+        with trace.span("finish"):
+            receipt = self._loader.finish(timeout)
+            await_torch(self._loader.device, timeout)  # what loaders do last
         if stream is not None:
-            self._trace.take(stream)
-        self._trace.write(update)
+            trace.take(stream)
         return receipt
 
     def _connect(self, message: Control) -> Session:

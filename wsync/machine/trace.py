@@ -26,18 +26,22 @@ Span = tuple[str, str, int, int, int]
 
 
 class Trace:
-    """The spans of one process; without a folder, nobody gets them.  Lanes are "thread", whose
-    spans are waits, and "stream"."""
+    """What one process does in one update; without a folder, nobody is told.  Lanes are "thread",
+    whose spans are waits, and "stream"."""
 
     def __init__(self, folder: str = "", role: str = "", rank: int = 0) -> None:
-        self._path = Path(folder) / f"{os.getpid()}.jsonl" if folder else None
-        self._role = role
-        self._rank = rank
-        self._spans: list[Span] = []
+        self.role = role
+        self.rank = rank
+        self.spans: list[Span] = []
+        self._folder = folder
 
     @classmethod
     def wanted(cls, role: str, rank: int) -> Trace:
         return cls(os.environ.get(VARIABLE, ""), role, rank)
+
+    def anew(self) -> Trace:
+        """An empty one, for the next update."""
+        return Trace(self._folder, self.role, self.rank)
 
     @contextmanager
     def span(self, what: str, round: int = -1) -> Iterator[None]:
@@ -45,41 +49,39 @@ class Trace:
         try:
             yield
         finally:
-            self._spans.append(("thread", what, round, begin, time.monotonic_ns()))
+            self.spans.append(("thread", what, round, begin, time.monotonic_ns()))
 
     def mark(self, what: str, round: int) -> None:
         """Something that takes no time."""
         now = time.monotonic_ns()
-        self._spans.append(("thread", what, round, now, now))
+        self.spans.append(("thread", what, round, now, now))
 
     def watch(self, stream: _core.Stream, copies: int) -> None:
-        """Has the stream note so many copies."""
-        if self._path is not None:
+        """Has the stream note so many copies: for a folder, and for a trainer's report where that
+        costs next to nothing, which is on the host."""
+        if self._folder or (self.role == "trainer" and stream.device.name == "host"):
             stream.trace(copies)
 
     def take(self, stream: _core.Stream) -> None:
         """Takes what the stream has noted; copies of a route are loads."""
         for index, phase, begin, end in stream.trace(0):
-            what = "load" if self._role == "engine" else PHASES[phase]
-            self._spans.append(("stream", what, index, begin, end))
-
-    def start(self) -> None:
-        """Forgets what an update that failed has left."""
-        self._spans = []
+            what = "load" if self.role == "engine" else PHASES[phase]
+            self.spans.append(("stream", what, index, begin, end))
 
     def write(self, update: int) -> None:
         """Appends an update; where that fails a warning says so, for the weights are there."""
-        if self._path is None:
+        if not self._folder:
             return
+        pid = os.getpid()
         facts = {
-            "role": self._role,
-            "rank": self._rank,
-            "pid": os.getpid(),
+            "role": self.role,
+            "rank": self.rank,
+            "pid": pid,
             "update": update,
-            "spans": self._spans,
+            "spans": self.spans,
         }
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
+            with open(Path(self._folder, f"{pid}.jsonl"), "a", encoding="utf-8") as file:
                 file.write(json.dumps(facts) + "\n")
         except OSError as error:
             _log.warning("update %d since the trainer connected is not traced: %s", update, error)
