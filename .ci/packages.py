@@ -12,7 +12,7 @@ from pathlib import Path
 # From the ground up.  Names in one storey do not import each other.
 STOREYS = (
     ("_core",),
-    ("boxes", "machine"),
+    ("boxes", "machine", "pages"),
     ("options", "report", "module_tensors"),
     ("families",),
     ("layout", "bucket", "checkpoints"),
