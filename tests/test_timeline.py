@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,13 +14,14 @@ import wsync
 from wsync.demo import timeline
 from wsync.demo.engines.bare_engine import ProcessEngine
 from wsync.machine import trace
+from wsync.pages.timeline import file
 
 Records = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Records]:
-    """Two updates of eight rounds each, traced."""
+def updated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Records, wsync.Report]:
+    """Two updates of eight rounds each, traced: of the last one the records, and its report."""
     folder = tmp_path_factory.mktemp("trace")
     weights = {"large": torch.arange(1 << 16, dtype=torch.float32)}
     options = wsync.Options(deadline=60, round_nbytes=1 << 15, progress=False)
@@ -29,11 +29,23 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Records]:
         environment.setenv(trace.VARIABLE, str(folder))
         with ProcessEngine({"large": (weights["large"].shape, torch.float32)}) as engine:
             with wsync.connect(weights, engines=[engine], options=options) as sync:
-                sync.update()
-                assert sync.update().rounds == 8
+                first = sync.update()
+                report = sync.update()
+                assert report.rounds == 8
             found = timeline.read(folder, {engine.pids[0]: "the <engine>"})
     assert [record["update"] for record in found] == [2, 2]
-    yield found
+    assert first.trace is not report.trace
+    return found, report
+
+
+@pytest.fixture
+def records(updated: tuple[Records, wsync.Report]) -> Records:
+    return updated[0]
+
+
+def titles_of(text: str) -> list[str]:
+    root = ElementTree.fromstring(text)
+    return [element.text or "" for element in root.iter() if element.tag.endswith("title")]
 
 
 def test_every_round_is_seen_in_both_processes_in_order(records: Records) -> None:
@@ -47,11 +59,38 @@ def test_every_round_is_seen_in_both_processes_in_order(records: Records) -> Non
 
 
 def test_the_picture_has_a_bar_for_every_copy(records: Records) -> None:
-    root = ElementTree.fromstring(timeline.svg(records, "a & b"))
-    titles = [element.text or "" for element in root.iter() if element.tag.endswith("title")]
+    titles = titles_of(file(records, "a & b"))
     for number in range(8):
         for what in ("local", "load"):
             assert any(text.startswith(f"{what} of round {number}:") for text in titles)
+
+
+def test_an_engine_says_what_it_waits_for(records: Records) -> None:
+    waits = [span[1] for span in records[1]["spans"] if span[0] == "thread"]
+    assert waits[0] == "join"
+    assert waits[-2:] == ["finish", "verdict"]
+    taken = {span[2] for span in records[1]["spans"] if span[1] == "take"}
+    assert taken == set(range(8))
+
+
+def test_a_report_draws_what_its_own_rank_did(updated: tuple[Records, wsync.Report]) -> None:
+    records, report = updated
+    assert [list(span) for span in report.trace.spans] == records[0]["spans"]
+    titles = titles_of(report._repr_html_())
+    assert [f"local of round {n}:" in " ".join(titles) for n in range(8)] == [True] * 8
+    assert "load" not in " ".join(titles)
+
+
+def test_copies_on_the_host_are_noted_without_a_folder() -> None:
+    weights = {"large": torch.arange(1 << 16, dtype=torch.float32)}
+    options = wsync.Options(deadline=60, round_nbytes=1 << 15, progress=False)
+    with (
+        ProcessEngine({"large": (weights["large"].shape, torch.float32)}) as engine,
+        wsync.connect(weights, engines=[engine], options=options) as sync,
+    ):
+        found = [sync.update().trace.spans for _ in range(2)]
+    for spans in found:
+        assert [span[2] for span in spans if span[1] == "local"] == list(range(8))
 
 
 def test_the_chrome_trace_has_an_event_for_every_span(records: Records, tmp_path: Path) -> None:

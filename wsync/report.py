@@ -95,6 +95,12 @@ class Report:
             return ""
         return f", own load_weights in {listed(self.own_loading)} (see own_loading)"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from wsync.pages.update import update
+
+        return update(self.facts(), self.trace.spans, self.trace.rank)
+
     def _quantised(self) -> str:
         if not self.quantised_nbytes:
             return ""
