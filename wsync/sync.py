@@ -16,6 +16,7 @@ from wsync.options import Options, numbers
 from wsync.report import Report
 from wsync.trainer.base_sync import Updates
 from wsync.trainer.connection import Connection
+from wsync.trainer.deliveries import WorkerDelivery, deliveries
 from wsync.trainer.engine_form import check_forms, check_scales, tell_rearranged
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
@@ -104,6 +105,12 @@ class Sync(Updates):
     def ways(self) -> dict[str, list[str]]:
         found = {delivery.words: self._roster.taking(delivery) for delivery in Delivery}
         return {way: [e.name for e in taking] for way, taking in found.items() if taking}
+
+    @property
+    def deliveries(self) -> list[WorkerDelivery]:
+        """What each engine worker is sent at every update; known from the first one on."""
+        plan = None if self._connection is None else self._connection.plan
+        return [] if plan is None else deliveries(plan, self._roster)
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None

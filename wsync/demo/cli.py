@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from wsync.demo import timeline
+from wsync.demo import page, timeline
 from wsync.demo.launcher import MODES, DemoFailed, Settings, run_demo
 from wsync.machine import trace
 
@@ -29,7 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; 0 if everything was verified, 1 if not, 2 for bad arguments."""
     parser = _parser()
     chosen = vars(parser.parse_args(arguments))
-    report, picture = chosen.pop("json"), chosen.pop("timeline")
+    files = {name: chosen.pop(name) for name in ("json", "timeline", "report")}
+    picture = files["timeline"]
     if chosen["ep"] is None:
         chosen["ep"] = 2 if chosen["model"] == "qwen3-moe" else 1
     try:
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--timeline {picture}: ends with neither .svg nor .json")
     if picture and settings.mode == "disk":
         parser.error("--timeline: in mode disk there are no rounds to draw")
-    for path in filter(None, (report, picture)):
+    for path in filter(None, files.values()):
         try:
             path.open("a").close()
         except OSError as error:
@@ -49,22 +50,19 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         with tempfile.TemporaryDirectory(prefix="wsync-trace-") as folder:
-            if picture:
+            if picture or files["report"]:
                 os.environ[trace.VARIABLE] = folder
             facts = run_demo(settings)
-            if picture:
-                _draw(picture, Path(folder), facts)
+            _write(files, Path(folder), facts)
     except DemoFailed as error:
         print(f"wsync demo: {error}", file=sys.stderr)
         return 1
     print_report(facts)
-    if report:
-        report.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return 0 if facts["verified"] else 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    """All but --json and --timeline are fields of Settings."""
+    """All but --json, --timeline and --report are fields of Settings."""
     parser = argparse.ArgumentParser(prog="wsync demo", description=_DESCRIPTION)
     for name, default, known, text in (
         ("model", "qwen3", ("qwen3", "qwen3-moe"), "what is trained"),
@@ -103,18 +101,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "draw the last update: FILE.svg, or a trace FILE.json"
     parser.add_argument("--timeline", metavar="FILE", type=Path, help=text)
+    text = "write a page to FILE.html: what was sent where, phases, the timeline, what was checked"
+    parser.add_argument("--report", metavar="FILE", type=Path, help=text)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the facts to FILE")
     return parser
 
 
-def _draw(path: Path, folder: Path, facts: dict[str, Any]) -> None:
+def _write(files: dict[str, Path | None], folder: Path, facts: dict[str, Any]) -> None:
+    """The files that are wanted; folder: where the traces are."""
     last = facts["updates"][-1]
     records = timeline.read(folder, {int(pid): name for pid, name in facts["processes"].items()})
-    title = (
-        f"Update {last['version']}: {facts['model']}, {last['rounds']} rounds to "
-        f"{last['workers']} workers in {1e3 * last['seconds']:.1f} ms"
-    )
-    timeline.write(path, records, title)
+    if picture := files["timeline"]:
+        title = (
+            f"Update {last['version']}: {facts['model']}, {last['rounds']} rounds to "
+            f"{last['workers']} workers in {1e3 * last['seconds']:.1f} ms"
+        )
+        timeline.write(picture, records, title)
+    if path := files["report"]:
+        path.write_text(page.report(facts, records), encoding="utf-8")
+    if path := files["json"]:
+        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def print_report(facts: dict[str, Any]) -> None:

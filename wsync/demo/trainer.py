@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +76,7 @@ def _updates(
     prompt = text[:PROMPT_LENGTH]
     problems: list[str] = []
     updates: list[dict[str, Any]] = []
+    delivered: list[dict[str, Any]] = []
     if engines is not None:
         engines.note("before", prompt)
     expected: dict[str, torch.Tensor] = {}
@@ -96,6 +98,8 @@ def _updates(
             print(f"update {number} of {settings.updates}: {verdict}", flush=True)
             problems += [f"update {number}: {problem}" for problem in found]
             updates.append({**report.facts(), "verified": not found})
+        if isinstance(sync, wsync.Sync):
+            delivered = [dataclasses.asdict(each) for each in sync.deliveries]
     if engines is None:
         return {}
     engines.note("after", prompt)
@@ -112,6 +116,7 @@ def _updates(
         "tensors": len(expected),
         "bytes": sum(tensor.nbytes for tensor in expected.values()),
         "updates": updates,
+        "deliveries": delivered,
         "engines": engines.facts,
         "processes": engines.processes,
         "versions": _versions(),
