@@ -11,19 +11,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from wsync import _core
 from wsync.handles.base import EngineHandle, handle, send_control
 from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import LOAD_FORMAT, Control
+from wsync.pages import html
+from wsync.pages.bars import length
+from wsync.pages.html import tag
 from wsync.trainer.requests import Calls
+
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,29 +128,40 @@ def _ask(engine: EngineHandle, deadline: Deadline) -> list[WorkerReport]:
     return sorted(found, key=lambda worker: worker.worker)
 
 
-def table(workers: Sequence[WorkerReport]) -> str:
-    """One line a worker, and below it what is out of the ordinary, each once."""
-    head = ["worker", "model", "tensors", "boxes", "fills", "copies", "fallbacks", "bytes kept"]
-    rows = [head]
-    notes: dict[str, list[int]] = {}
+def _rows(workers: Sequence[WorkerReport]) -> list[list[str]]:
+    """A head, and a row for each worker."""
+    rows = [["worker", "model", "tensors", "boxes", "fills", "copies", "fallbacks", "bytes kept"]]
     for each in workers:
         row = [str(each.worker), each.module or each.loader]
         if each.unlearnt:
             rows.append([*row, *"-----", "-"])
-            notes.setdefault(f"not learnt: {each.unlearnt}", []).append(each.worker)
         else:
             share = each.kept_nbytes / each.model_nbytes if each.model_nbytes else 0.0
             counts = (len(each.tensors), each.boxes, each.fills, each.copies, len(each.fallbacks))
             kept = f"{each.kept_nbytes:,} ({share:.0%} of {each.model_nbytes:,})"
             rows.append([*row, *(f"{count:,}" for count in counts), kept])
+    return rows
+
+
+def _notes(workers: Sequence[WorkerReport]) -> list[str]:
+    """What is out of the ordinary, each once."""
+    notes = defaultdict[str, list[int]](list)
+    for each in workers:
+        if each.unlearnt:
+            notes[f"not learnt: {each.unlearnt}"].append(each.worker)
         for name, reason in each.fallbacks.items():
-            notes.setdefault(f"{name} goes through load_weights: {reason}", []).append(each.worker)
+            notes[f"{name} goes through load_weights: {reason}"].append(each.worker)
         if not each.consistent:
-            notes.setdefault(each.inconsistency, []).append(each.worker)
+            notes[each.inconsistency].append(each.worker)
+    return [f"worker {', '.join(map(str, who))}: {text}" for text, who in notes.items()]
+
+
+def table(workers: Sequence[WorkerReport]) -> str:
+    """One line a worker, and below it what is out of the ordinary."""
+    rows = _rows(workers)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)) for row in rows]
-    lines += [f"worker {', '.join(map(str, who))}: {text}" for text, who in notes.items()]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(line.rstrip() for line in [*lines, *_notes(workers)])
 
 
 def listing(workers: Sequence[WorkerReport], pattern: str = "") -> str:
@@ -162,6 +180,77 @@ def listing(workers: Sequence[WorkerReport], pattern: str = "") -> str:
     return "\n".join(lines)
 
 
+def page(workers: Sequence[WorkerReport], engine: str, pattern: str | None = None) -> str:
+    """The table, what is out of the ordinary, and what kinds of tensors go where, as a file of
+    HTML; with a pattern also the listing."""
+    learnt = [each for each in workers if not each.unlearnt]
+    head, *rows = _rows(workers)
+    parts = [
+        tag("p", f"{len(workers)} workers, of which {len(learnt)} have learnt what they keep."),
+        html.section("Workers", html.table(head, rows, left=2)),
+    ]
+    if learnt:
+        kept = [_kept(each) for each in learnt]
+        heads = ["worker", "", "bytes kept", "of the model's", "share"]
+        parts.append(html.section("Kept", html.table(heads, kept, left=2)))
+    if notes := _notes(workers):
+        parts.append(html.section("Out of the ordinary", *(tag("p", note) for note in notes)))
+    if learnt:
+        each = (
+            html.folded(f"Worker {one.worker}", *_details(one), shown=one is learnt[0])
+            for one in learnt
+        )
+        parts.append(html.section("What goes where", *each))
+    if pattern is not None:
+        title = f"Where tensors go whose names match {pattern!r}" if pattern else "All tensors"
+        parts.append(html.section(title, tag("pre", listing(workers, pattern), class_="mono")))
+    return html.page(f"wsync inspect {engine}", *parts)
+
+
+def _kept(each: WorkerReport) -> list[str]:
+    kept, model = each.kept_nbytes, each.model_nbytes
+    numbers = [f"{kept:,}", f"{model:,}", html.share_text(kept, model)]
+    return [str(each.worker), length(kept, model), *numbers]
+
+
+def _details(each: WorkerReport) -> list[str]:
+    """Of one worker: its tensors by what is left of their names without numbers, and whatever is
+    named."""
+    kinds = defaultdict[tuple[str, ...], list[dict[str, Any]]](list)
+    for tensor in each.tensors:
+        into = sorted({_NUMBER.sub("*", box["into"]) for box in tensor["boxes"]})
+        cast = tensor["dtype"] if tensor["kept_as"] == tensor["dtype"] else tensor["kept_as"]
+        kinds[_NUMBER.sub("*", tensor["name"]), ", ".join(into), cast].append(tensor)
+    rows = [
+        (
+            *(tag("code", text) for text in key[:2]),
+            key[2],
+            f"{len(tensors):,}",
+            f"{sum(len(tensor['boxes']) for tensor in tensors):,}",
+            html.share_text(*map(sum, zip(*map(_elements, tensors), strict=True))),
+        )
+        for key, tensors in kinds.items()
+    ]
+    heads = ["names", "go into", "as", "tensors", "boxes", "of their elements"]
+    named = {
+        "not made use of": each.skipped,
+        "bytes that no tensor fills": [f"{name}: {count:,}" for name, count in each.unwritten],
+        "loaded to one place": [" and ".join(pair) for pair in each.twins],
+    }
+    lists = [
+        html.folded(f"{text} ({len(names)})", *(tag("p", name, class_="mono") for name in names))
+        for text, names in named.items()
+        if names
+    ]
+    return [html.table(heads, rows, left=3), *lists]
+
+
+def _elements(tensor: dict[str, Any]) -> tuple[int, int]:
+    """How many elements of a tensor are kept, and how many it has; a box that is kept twice counts
+    twice."""
+    return sum(math.prod(box["extent"]) for box in tensor["boxes"]), math.prod(tensor["shape"])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what an engine has learnt; 0, 1 where it cannot be asked, 2 for bad arguments."""
     parser = argparse.ArgumentParser(
@@ -171,6 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "list where the tensors go, those whose names match"
     parser.add_argument("--tensors", metavar="REGEX", nargs="?", const="", help=text)
     parser.add_argument("--json", metavar="FILE", help="write everything to FILE (-: print it)")
+    text = "write a page for a browser to FILE; with --tensors, with that list"
+    parser.add_argument("--html", metavar="FILE", help=text)
     parser.add_argument("--workers", type=int, help="tensor-parallel size, if it cannot be asked")
     parser.add_argument("--api-key", help="the engine's bearer key")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds (default 30)")
@@ -185,6 +276,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = inspect(
             chosen.url, workers=chosen.workers, api_key=chosen.api_key, timeout=chosen.timeout
         )
+        if chosen.html:
+            text = page(found, chosen.url, chosen.tensors)
+            Path(chosen.html).write_text(text, encoding="utf-8")
         if chosen.json:
             text = json.dumps([vars(each) for each in found], indent=1)
             if chosen.json == "-":
