@@ -26,7 +26,7 @@ STOREYS = (
     ("sync", "disk"),
     ("slime", "inspection"),
     ("sglang", "vllm"),
-    ("doctor",),
+    ("doctor", "verl"),
     ("demo",),
     ("cli",),
     ("__main__",),

@@ -1,0 +1,391 @@
+"""verl's checkpoint engine "wsync": from verl's trainers straight into its SGLang and vLLM servers.
+
+verl loads it where its configuration says so, under `actor_rollout_ref.rollout`:
+
+```yaml
+checkpoint_engine:
+  backend: wsync
+  custom_backend_module: wsync.verl
+  engine_kwargs:
+    wsync: {deadline: 300}              # what wsync.Options takes, and `timeout`
+engine_kwargs:
+  sglang:
+    custom_weight_loader: [wsync.sglang.load_weights]
+  vllm:
+    worker_extension_cls: wsync.verl.WorkerExtension
+```
+
+Each trainer rank keeps its share of the whole tensors that verl gathers, and the ranks update the
+servers with one `wsync.Sync`.  verl's rollout workers, through which verl's own engines send, only
+wait for that: they are told when every server has the weights, or why none has.  A trainer that
+hands over its training engine instead of tensors has its shards sent where they lie; verl needs a
+change for that, which wsync/README.md names.
+
+Made against verl 0.9.1: its base class, its actors' names, and what its rollouts do with an update
+of which they are handed nothing (`wire_format`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+import torch
+import torch.distributed as dist
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+import wsync
+from wsync.handles.sglang_http import HttpHandle
+from wsync.handles.vllm import VllmHandle, VllmServer
+from wsync.messages.tcp_channel import UPDATE, Channel, Frame, Listener
+
+_WHERE: Final = "checkpoint_engine.engine_kwargs.wsync"
+_MEETING_SECONDS: Final = 60.0
+# of adapters that are not merged, as verl and PEFT name their tensors
+_ADAPTERS: Final = (".base_layer.", ".lora_A.", ".lora_B.", ".lora_embedding_")
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a process tells of itself before an update: its Ray actor, its node, the GPU it is on,
+    "" without one, and where the first trainer rank listens."""
+
+    actor: Any
+    node: str
+    gpu: str
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server of verl's: its kind, "sglang" or "vllm", and its URL."""
+
+    kind: str
+    url: str
+
+    def handle(self, timeout: float) -> wsync.EngineHandle:
+        if self.kind == "sglang":
+            return _SglangServer(self.url, timeout=timeout)
+        return _VllmServer(VllmServer(self.url), timeout=timeout)
+
+
+class _SglangServer(HttpHandle):
+    """Does not go on: verl has it do so once its KV cache has memory again."""
+
+    def resume(self, timeout: float) -> None:
+        self._end(timeout)
+
+
+class _VllmServer(VllmHandle):
+    """The same of vLLM, which stays as verl has paused it."""
+
+    def pause(self, mode: str, timeout: float) -> None:
+        self._mode = mode
+
+    def resume(self, timeout: float) -> None:
+        """Left to verl."""
+
+
+@CheckpointEngineRegistry.register("wsync")
+class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """One process's part in verl's updates, be it a trainer rank or a rollout worker.
+
+    Args:
+        bucket_size: bytes of a bucket, for servers that run without wsync's loader; verl's
+            update_weights_bucket_megabytes.
+        is_master: whether this is the first trainer rank.
+        timeout: seconds that a rollout worker waits for the trainer to begin, and then for the
+            servers to have the weights.  A trainer that fails or is gone ends the wait at once.
+        options: what `wsync.Options` takes, by name.
+
+    Raises:
+        InvalidArgumentError: another option, or one that cannot be.
+    """
+
+    # Of an update that brings no flush verl's rollouts record the step, and do nothing else.
+    wire_format = "delta_flush"
+    sends_shards = True  # send_weights takes a training engine, too
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        *,
+        timeout: float = 3600.0,
+        **options: Any,
+    ) -> None:
+        chosen = {"bucket_nbytes": bucket_size} | wsync.Options.named(_WHERE, options)
+        self._options = wsync.Options(**chosen)
+        if not isinstance(timeout, int | float) or not timeout > 0:
+            raise wsync.InvalidArgumentError(f"{_WHERE}: timeout={timeout!r}: seconds above 0")
+        self._timeout = timeout
+        self._is_master = is_master
+        self._listener: Listener | None = None
+        self._channels: list[Channel] = []  # the master's, with all rollout workers; theirs, to it
+        self._servers: list[Server] = []
+        self._offsets: list[int] | None = None
+        self._homes: dict[str, int] = {}  # which trainer rank keeps a tensor
+        self._nbytes: list[int] = []  # how much that is, by rank
+        self._kept: dict[str, torch.Tensor] = {}  # this rank's share of whole tensors
+        self._sync: wsync.Sync | None = None
+        self._made_for: object = None
+
+    def prepare(self) -> Member:
+        """Begins an update: what `build_topology` is to know of this process."""
+        self.finalize()  # of an update that has failed
+        context = ray.get_runtime_context()
+        address = ""
+        if self._is_master:
+            host = ray.util.get_node_ip_address().strip("[]")
+            self._listener = Listener(host, "a rollout worker")
+            address = self._listener.address
+        return Member(context.current_actor, context.get_node_id(), _gpu(), address)
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Finds the servers of all replicas; what each process is to be told.
+
+        Raises:
+            UnsupportedError: a replica has no server that can be updated.
+        """
+        ranks, rollouts = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
+        lacking = [w for w in rollouts if not hasattr(w.actor, "get_replica_rank")]
+        if lacking:
+            raise wsync.UnsupportedError(
+                f"{lacking[0].actor!r}: a rollout in the trainer's own process takes its weights "
+                "from there: checkpoint_engine.backend=naive"
+            )
+        numbers = ray.get(
+            [rollout.actor.get_replica_rank.remote() for rollout in rollouts],
+            timeout=_MEETING_SECONDS,
+        )
+        replicas: dict[int, list[Member]] = {}
+        for number, rollout in zip(numbers, rollouts, strict=True):
+            replicas.setdefault(number, []).append(rollout)
+        servers = [_server(number) for number in replicas]
+        offsets = _offsets(ranks, list(replicas.values()))
+        others = [0] * (actor_wg_world_size - 1)
+        trainer: dict[str, list[Any]] = {
+            "address": [""] * actor_wg_world_size,
+            "workers": [rollout_world_size, *others],
+            "servers": [servers] * actor_wg_world_size,
+            "offsets": [offsets] * actor_wg_world_size,
+        }
+        return trainer, {"address": [ranks[0].address] * rollout_world_size}
+
+    def init_process_group(
+        self,
+        *,
+        address: str,
+        workers: int = 0,
+        servers: Sequence[Server] = (),
+        offsets: Sequence[int] | None = None,
+    ) -> None:
+        """Has the rollout workers meet the first trainer rank.
+
+        Raises:
+            DeadlineError, PeerClosedError: they do not.
+        """
+        if address:
+            self._channels = [Channel.connect(address, _MEETING_SECONDS)]
+            return
+        self._servers = list(servers)
+        self._offsets = None if offsets is None else list(offsets)
+        if self._listener is not None:
+            for _ in range(workers):
+                self._channels.append(self._listener.accept(_MEETING_SECONDS))
+            self._listener.close()
+            self._listener = None
+
+    def finalize(self) -> None:
+        """Ends an update: gives back the memory of whole tensors, and leaves the others."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        for channel in self._channels:
+            channel.close()
+        self._channels = []
+        self._kept.clear()
+
+    async def send_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]] | Any, global_steps: int | None = None
+    ) -> dict[str, float]:
+        """Updates all servers; every trainer rank calls it with the same step.
+
+        Args:
+            weights: whole tensors under their Hugging Face names, all of them on every rank in
+                the same order; or verl's training engine (FSDP or Megatron), of which the
+                shards are sent.
+            global_steps: the weight version that servers report afterwards; None counts.
+
+        Returns:
+            Metrics, for verl's trainer.
+
+        Raises:
+            UnsupportedError: adapters that are not merged, or a training engine whose shards
+                cannot be described.
+            WsyncError: see `wsync.Sync.update`; rollout workers raise its text.
+        """
+        try:
+            self._say(Frame.BEGIN, UPDATE.pack(global_steps or 0, global_steps is not None))
+            report = self._connected(weights).update(version=global_steps)
+            self._say(Frame.COMMIT, b"")
+        except BaseException as error:
+            for channel in self._channels:
+                channel.fail(f"{type(error).__name__}: {error}")
+            raise
+        return {
+            "checkpoint_engine/seconds": report.seconds,
+            "checkpoint_engine/payload_mbytes": report.delivered_nbytes / (1 << 20),
+        }
+
+    def receive_weights(self, global_steps: int | None = None) -> Iterator[Any]:
+        """Yields nothing: the servers have the weights when it ends.
+
+        Raises:
+            RemoteError: the trainer has failed; its words.
+            PeerClosedError, DeadlineError: it is gone, or was not done in `timeout` seconds.
+            ProtocolError: it sends another step.
+        """
+        (trainer,) = self._channels
+        _, content = trainer.wait((Frame.BEGIN,), self._timeout)
+        step, known = trainer.numbers(UPDATE, content)
+        sent = step if known else None
+        if sent != global_steps:
+            raise wsync.ProtocolError(f"{trainer.peer} sends step {sent}, not {global_steps}")
+        trainer.wait((Frame.COMMIT,), self._timeout)
+        yield from ()
+
+    def _say(self, kind: Frame, content: bytes) -> None:
+        for channel in self._channels:
+            channel.look()
+            channel.send(kind, content, self._options.deadline)
+
+    def _keep(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Keeps this rank's share.  All ranks see all tensors, because they gather them together;
+        a new one stays for good on the rank that has the fewest bytes."""
+        rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        nbytes, seen = self._nbytes or [0] * count, set[str]()
+        for name, tensor in weights:
+            if name in seen:
+                raise wsync.LayoutError(f"{name}: verl gives two tensors of this name")
+            if any(part in name for part in _ADAPTERS):
+                raise wsync.UnsupportedError(
+                    f"{name}: adapters are sent merged only: model.lora.merge=True"
+                )
+            seen.add(name)
+            if name not in self._homes:
+                self._homes[name] = nbytes.index(min(nbytes))
+                nbytes[self._homes[name]] += tensor.nbytes
+            if self._homes[name] == rank:
+                self._kept[name] = tensor.detach().clone()
+        self._nbytes = nbytes
+
+    def _connected(self, weights: Any) -> wsync.Sync:
+        """The connection with the servers there are now; another one only when these change."""
+        engine = weights if hasattr(weights, "get_per_tensor_param") else None
+        if engine is None:
+            self._keep(weights)
+        wanted = (self._servers, self._offsets, engine)
+        if self._sync is not None and self._made_for == wanted:
+            return self._sync
+        if self._sync is not None:
+            former, self._sync = self._sync, None
+            former.close()
+        deadline = self._options.deadline
+        self._sync = wsync.Sync(
+            self._kept if engine is None else layout_of(engine),
+            lambda: [server.handle(deadline) for server in self._servers],
+            engine_gpu_offsets=self._offsets,
+            options=self._options,
+        )
+        self._made_for = wanted
+        return self._sync
+
+
+def layout_of(engine: Any) -> wsync.layout.TrainerLayout:
+    """The layout of what a training engine of verl's holds on this rank.
+
+    Raises:
+        UnsupportedError: it is neither FSDP's nor Megatron's, has an adapter, or keeps its
+            parameters elsewhere between steps.
+    """
+    kinds = [kind.__name__ for kind in type(engine).__mro__]
+    name, module = kinds[0], engine.module
+    if getattr(engine, "is_param_offload_enabled", False):
+        raise wsync.UnsupportedError(f"{name}: param_offload: the shards are not where they train")
+    parts = module if isinstance(module, list) else [module]
+    if any(hasattr(getattr(p, "_fsdp_wrapped_module", p), "peft_config") for p in parts) or (
+        getattr(engine, "peft_cls", None) is not None
+    ):
+        raise wsync.UnsupportedError(f"{name}: the shards of a model with an adapter are not whole")
+    if "MegatronEngine" in kinds:
+        return wsync.megatron.layout(module, engine.model_config.hf_config)
+    if "FSDPEngine" in kinds and "VeOmniEngine" not in kinds:
+        return wsync.fsdp.layout(module)
+    raise wsync.UnsupportedError(f"{name}: only FSDP's and Megatron's shards can be sent")
+
+
+def _gpu() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def _server(replica: int) -> Server:
+    """The server of a replica, by the name that verl gives its actor."""
+    for kind in ("sglang", "vllm"):
+        actor = _actor(f"{kind}_server_{replica}_0")
+        if actor is None:
+            continue
+        if _actor(f"{kind}_server_decode_{replica}_0") is not None:
+            raise wsync.UnsupportedError(
+                f"replica {replica}: has a prefill and a decode server (disaggregation), of which "
+                "only the first would be updated"
+            )
+        host, port = ray.get(actor.get_server_address.remote(), timeout=_MEETING_SECONDS)
+        return Server(kind, f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    raise wsync.UnsupportedError(
+        f"replica {replica}: no actor sglang_server_{replica}_0 or vllm_server_{replica}_0: "
+        "rollout.name has to be sglang or vllm"
+    )
+
+
+def _actor(name: str) -> Any:
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
+
+
+def _offsets(ranks: Sequence[Member], replicas: Sequence[Sequence[Member]]) -> list[int] | None:
+    """engine_gpu_offsets: the trainer ranks whose GPUs a replica shares, else a number beyond them,
+    which makes it remote.  None where all are on one node without GPUs."""
+    first = (ranks[0].node, "")
+    if {(p.node, p.gpu) for p in (*ranks, *itertools.chain(*replicas))} == {first}:
+        return None
+    places, found = [(p.node, p.gpu) for p in ranks], []
+    for workers in replicas:
+        mine = [(worker.node, worker.gpu) for worker in workers]
+        starts = [s for s in range(len(places)) if places[s : s + len(mine)] == mine]
+        found.append(starts[0] if starts else len(places))
+    return found
+
+
+def __getattr__(name: str) -> Any:
+    """`WorkerExtension`, for vLLM's workers: verl's own, which verl's server calls, and wsync's.
+    Made where it is asked for, because it needs vLLM."""
+    if name != "WorkerExtension":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+    from wsync import vllm
+
+    made = type(name, (vLLMColocateWorkerExtension, vllm.WorkerExtension), {"__module__": __name__})
+    globals()[name] = made
+    return made
